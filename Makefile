@@ -1,0 +1,74 @@
+# make train and make test set up everything they need, once. `make help` lists the rest.
+#   PYTHON=python3.12    the interpreter that makes the environment
+#   VENV=                use PYTHON's own packages as they are: no environment, nothing installed
+#   ARGS="..."           passed on to the command
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+
+# Without a GPU exactly this torch, so that pip takes a CPU build where one is at hand.
+TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo torch triton || echo torch==2.13.0)
+
+ifeq ($(strip $(VENV)),)
+PY := $(PYTHON)
+else
+PY        := $(VENV)/bin/python
+HAS_TORCH := $(VENV)/.has-torch
+HAS_TRAIN := $(VENV)/.has-train
+HAS_DEV   := $(VENV)/.has-dev
+endif
+PIP = $(PY) -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help train test lint format bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make train    train a small convolutional SNN on handwritten digits (ARGS='--help' says what else)"
+	@echo "make test     run all tests"
+	@echo "make lint     ruff and mypy"
+	@echo "make format   let ruff rewrite what it can"
+	@echo "make bench    run the benchmarks and rebuild the tables in README.md"
+	@echo "make clean    remove caches and build outputs (not $(VENV), not runs/)"
+
+train: $(HAS_TRAIN)
+	$(PY) -m spikefuse train $(ARGS)
+
+test: $(HAS_DEV)
+	$(PY) -m pytest -n auto --maxprocesses 8 $(ARGS)
+
+lint: $(HAS_DEV)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(HAS_DEV)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(HAS_TRAIN)
+	$(PY) -m benchmarks $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find spikefuse tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+ifneq ($(strip $(VENV)),)
+$(HAS_TORCH):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "spikefuse needs Python 3.11 or newer, this is %d.%d: try make PYTHON=python3.11" % sys.version_info[:2])'
+	@echo "setting up $(VENV) with $(TORCH), once: about two minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) $(TORCH)
+	@touch $@
+
+$(HAS_TRAIN): pyproject.toml $(HAS_TORCH)
+	@echo "installing spikefuse and what training needs"
+	@$(PIP) --editable '.[train]'
+	@touch $@
+
+$(HAS_DEV): $(HAS_TRAIN)
+	@echo "installing what the tests need"
+	@$(PIP) --editable '.[train,dev]'
+	@touch $@
+endif

@@ -1,0 +1,210 @@
+"""The rooms of spikefuse/ and who may import whom, read from the source: lazy imports count."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "spikefuse"
+MAX_LINES = 500
+
+ENGINE = {"compiler", "kernels", "memory", "reference"}
+DEFINITIONS = {"neurons", "surrogate"}
+
+# Each room, and the other rooms it may import. "spikefuse" is the public face, __init__.py.
+ROOMS: dict[str, set[str]] = {
+    "surrogate": set(),
+    "neurons": {"surrogate"},
+    "reference": DEFINITIONS,
+    "kernels": DEFINITIONS,
+    "memory": DEFINITIONS,
+    "compiler": DEFINITIONS,
+    "nn": ENGINE | DEFINITIONS,
+    "spikefuse": {"nn", "distributed", "memory"} | DEFINITIONS,
+    "distributed": {"nn"} | ENGINE | DEFINITIONS,
+    "data": set(),
+    "models": {"nn", "spikefuse"} | DEFINITIONS,
+    "train": {"models", "distributed", "data", "nn", "spikefuse", "memory"} | DEFINITIONS,
+    "testing": {"models", "distributed", "data", "nn", "spikefuse"} | ENGINE | DEFINITIONS,
+    "__main__": {"train.cli"},
+}
+
+# Pairs inside a room that must not know each other.
+STRANGERS = [("compiler.emit_triton", "compiler.emit_numba")]
+
+# Packages that only these rooms may import.
+OUTSIDERS = {
+    "triton": {"compiler", "kernels", "testing"},
+    "numba": {"compiler", "kernels", "testing"},
+    "lightning": {"train"},
+    "tensorboard": {"train"},
+    "matplotlib": {"train"},
+    "tqdm": {"train", "data"},
+    "sklearn": {"data"},
+    "pooch": {"data"},
+}
+
+
+def module_name(package: Path, file: Path) -> str:
+    """Dotted name below the package: 'compiler.trace', 'neurons'; 'spikefuse' for the root."""
+    parts = file.relative_to(package).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "spikefuse"
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def imported_names(package: Path, file: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of every import; `from a import b` gives a.b."""
+    here = ["spikefuse", *file.relative_to(package).parts[:-1]]
+    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + 1] if node.level else []
+            base = base + ([node.module] if node.module else [])
+            for alias in node.names:
+                yield node.lineno, ".".join([*base, alias.name])
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in ("import_module", "__import__"):
+                yield node.lineno, str(node.args[0].value)
+
+
+def may_import(module: str, name: str) -> bool:
+    top, _, target = name.partition(".")
+    if top != "spikefuse":
+        return room_of(module) in OUTSIDERS.get(top, ROOMS)
+    if "." not in target and target not in ROOMS:
+        target = "spikefuse"  # a name of the public face
+    if any(module == a and inside(target, b) for pair in STRANGERS for a, b in (pair, pair[::-1])):
+        return False
+    return any(inside(target, name) for name in {room_of(module)} | ROOMS[room_of(module)])
+
+
+def inside(target: str, name: str) -> bool:
+    return f"{target}.".startswith(f"{name}.")
+
+
+def violations(package: Path) -> list[str]:
+    """What stands in the package against the rules, one line each; empty when all is well."""
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        where, module = file.relative_to(package), module_name(package, file)
+        lines = file.read_text().count("\n")
+        if lines > MAX_LINES:
+            found.append(f"{where}: {lines} lines, more than {MAX_LINES}")
+        if room_of(module) not in ROOMS:
+            found.append(f"{where}: no such room; the rooms are {', '.join(ROOMS)}")
+            continue
+        for line, name in imported_names(package, file):
+            if not may_import(module, name):
+                found.append(f"{where}:{line}: {module} may not import {name}")
+    return found
+
+
+def test_the_table_points_one_way() -> None:
+    graphlib.TopologicalSorter(
+        {room: {room_of(name) for name in allowed} for room, allowed in ROOMS.items()}
+    ).prepare()
+
+
+def test_spikefuse_keeps_to_the_rooms() -> None:
+    assert sorted(PACKAGE.rglob("*.py")), f"nothing to check in {PACKAGE}"
+    assert violations(PACKAGE) == []
+
+
+def test_the_public_face_only_re_exports() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    assert ast.get_docstring(tree)
+    for node in tree.body[1:]:
+        code = ast.unparse(node)
+        assert "*" not in code
+        assert code.startswith(("from ", "import ", "__all__ = ", "__version__ = ")), code
+
+
+# file | source | the import that may not be
+PLANTED = """
+neurons/lif.py | from spikefuse.nn import Temporal | spikefuse.nn.Temporal
+neurons/lif.py | from ..nn import Temporal | spikefuse.nn.Temporal
+neurons/__init__.py | from ..nn import x | spikefuse.nn.x
+neurons/lif.py | from .. import nn | spikefuse.nn
+nn/block.py | from spikefuse import LIF | spikefuse.LIF
+nn/block.py | import spikefuse | spikefuse
+nn/block.py | def f(): import spikefuse.models | spikefuse.models
+nn/block.py | import importlib; importlib.import_module("spikefuse.train") | spikefuse.train
+nn/block.py | from spikefuse.utils import f | spikefuse.utils.f
+reference.py | import spikefuse.compiler | spikefuse.compiler
+compiler/trace.py | from spikefuse import reference | spikefuse.reference
+compiler/emit_triton.py | from . import emit_numba | spikefuse.compiler.emit_numba
+compiler/emit_numba.py | from .emit_triton import f | spikefuse.compiler.emit_triton.f
+data/digits.py | from spikefuse.models import f | spikefuse.models.f
+models/net.py | import lightning.pytorch as pl | lightning.pytorch
+testing.py | import spikefuse.train | spikefuse.train
+__main__.py | from spikefuse.train.config import f | spikefuse.train.config.f
+"""
+
+# file | source that is fine there
+FINE = """
+nn/a.py | from ..compiler import launch; from spikefuse.neurons.lif import LIF; import torch.nn
+nn/a.py | from .b import f; from spikefuse import surrogate, memory, reference
+compiler/launch.py | def f(): import triton; from . import emit_triton, emit_numba
+models/net.py | import spikefuse as sf; from spikefuse import LIF
+train/cli.py | from spikefuse.data import f; from spikefuse.models import net; import lightning
+__main__.py | from spikefuse.train.cli import main
+__init__.py | from .nn import LIF; from . import surrogate
+"""
+
+
+def check_planted(tmp_path: Path, file: str, source: str) -> list[str]:
+    package = tmp_path / "spikefuse"
+    (package / file).parent.mkdir(parents=True)
+    (package / file).write_text(source)
+    return violations(package)
+
+
+@pytest.mark.parametrize("row", PLANTED.strip().splitlines())
+def test_the_checker_sees(tmp_path: Path, row: str) -> None:
+    file, source, name = row.split(" | ")
+    (found,) = check_planted(tmp_path, file, source)
+    assert found.startswith(f"{file}:1: ")
+    assert found.endswith(f" may not import {name}")
+
+
+@pytest.mark.parametrize("row", FINE.strip().splitlines())
+def test_the_checker_lets_pass(tmp_path: Path, row: str) -> None:
+    assert check_planted(tmp_path, *row.split(" | ")) == []
+
+
+@pytest.mark.parametrize("file", ["utils/misc.py", "helpers.py"])
+def test_the_checker_knows_the_rooms(tmp_path: Path, file: str) -> None:
+    (found,) = check_planted(tmp_path, file, "import torch")
+    assert found.startswith(f"{file}: no such room")
+
+
+def test_the_checker_counts_lines(tmp_path: Path) -> None:
+    assert check_planted(tmp_path / "at", "nn/a.py", "x = 1\n" * MAX_LINES) == []
+    (found,) = check_planted(tmp_path / "over", "nn/a.py", "x = 1\n" * (MAX_LINES + 1))
+    assert found == "nn/a.py: 501 lines, more than 500"
+
+
+def python(code: str) -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=PACKAGE.parent)
+
+
+def test_import_needs_no_optional_package() -> None:
+    optional = ["triton", "lightning", "sklearn", "matplotlib", "tensorboard", "pooch", "tqdm"]
+    python(f"import sys; sys.modules.update(dict.fromkeys({optional})); import spikefuse")
+
+
+def test_import_is_lazy() -> None:
+    heavy = {"numba", "triton", "lightning", "sklearn", "matplotlib"}
+    python(f"import sys, spikefuse; loaded = {heavy} & set(sys.modules); assert not loaded, loaded")
