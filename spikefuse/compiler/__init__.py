@@ -1,0 +1,6 @@
+"""One compiler for all neuron models: trace, differentiate, emit, launch."""
+
+from spikefuse.compiler.launch import scan
+from spikefuse.compiler.ops import UnsupportedOperation
+
+__all__ = ["UnsupportedOperation", "scan"]

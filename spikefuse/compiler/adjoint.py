@@ -1,0 +1,68 @@
+"""The reverse of a step: gradients of its inputs from gradients of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from spikefuse.compiler.trace import Graph, Step, capture, identifiers, neutral, step_function
+from spikefuse.neurons.definition import Definition
+
+
+@dataclass(frozen=True)
+class Reverse:
+    """The vector-Jacobian product of a step.
+
+    The graph reads the step's variables, `gy0...` (gradients of the outputs) and `gv_<state>`
+    (of the new states), and yields gradients of the inputs, the states and `params`.
+    """
+
+    params: tuple[str, ...]
+    graph: Graph
+
+    def select(self, step: Step, params: Sequence[str]) -> Graph:
+        """The graph restricted to the parameters whose gradients are wanted."""
+        fixed = len(step.inputs) + len(step.states)
+        wanted = [fixed + self.params.index(name) for name in params]
+        graph = self.graph.select([self.graph.outputs[i] for i in (*range(fixed), *wanted)])
+        gradients = (*(f"g{y}" for y in step.outputs), *identifiers("gv", step.states))
+        return replace(graph, inputs=(*step.graph.inputs, *gradients))
+
+
+def reverse_step(definition: Definition, step: Step) -> Reverse:
+    """Differentiate `step` with torch.func.vjp and trace the result.
+
+    Values of surrogates (dotted names) shape the pseudo-derivative and have no gradient.
+    """
+    function = step_function(definition, step.params)
+    num_variables = len(step.inputs) + len(step.states)
+    num_all = num_variables + len(step.params)
+    learnable = [i for i, name in enumerate(step.params) if "." not in name]
+
+    def vjp(*args: Tensor) -> tuple[Tensor, ...]:
+        params = list(args[num_variables:num_all])
+
+        def primal(*differentiable: Tensor) -> tuple[Tensor, ...]:
+            values = list(params)
+            for i, value in zip(learnable, differentiable[num_variables:], strict=True):
+                values[i] = value
+            outputs, states = function(*differentiable[:num_variables], *values)
+            return (*outputs, *states)
+
+        _, pullback = torch.func.vjp(
+            primal, *args[:num_variables], *(params[i] for i in learnable)
+        )
+        return pullback(tuple(args[num_all:]))
+
+    names = (
+        *step.graph.inputs,
+        *(f"g{y}" for y in step.outputs),
+        *identifiers("gv", step.states),
+    )
+    with neutral():
+        graph = capture(vjp, names)
+    graph = graph.select([graph._as("f", o) for o in graph.outputs])
+    return Reverse(tuple(step.params[i] for i in learnable), graph)

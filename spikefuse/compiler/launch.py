@@ -1,0 +1,328 @@
+"""The fused scan as a PyTorch operation: two library ops, their fakes, and autograd.
+
+`spikefuse::scan` runs a program forward and returns outputs, then final states (if asked), then
+states stored for backward (if asked). `spikefuse::scan_backward` returns gradients of inputs,
+initial states (if asked) and the chosen parameters.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spikefuse.compiler.launch_triton import interpreted
+from spikefuse.compiler.layout import Layout, layout_of
+from spikefuse.compiler.program import FLOAT, Program, kind_of, prepare, program
+from spikefuse.neurons.definition import Definition, Outputs, States, channel_view
+
+library = torch.library.Library("spikefuse", "DEF")
+library.define(
+    "scan(str program, Tensor[] inputs, Tensor[] states, Tensor[] params, float[] scalars, "
+    "bool save, bool final) -> Tensor[]"
+)
+library.define(
+    "scan_backward(str program, Tensor[] inputs, Tensor[] params, float[] scalars, "
+    "Tensor[] saved, Tensor?[] grad_outputs, Tensor?[] grad_states, bool[] param_grads, "
+    "bool state_grads) -> Tensor[]"
+)
+
+
+def scan(
+    definition: Definition,
+    inputs: tuple[Tensor, ...],
+    state: States | None,
+    backend: str,
+    return_state: bool = True,
+) -> tuple[Outputs, States]:
+    """Run `definition` over dim 0 of `inputs` in one kernel; see `spikefuse.reference.scan`.
+
+    Args:
+        backend: "triton" or "numba".
+        return_state: whether to write the final states; without, they are ().
+    """
+    _check_backend(backend, inputs[0])
+    values = definition.values()
+    kinds = tuple((name, kind_of(value)) for name, value in values.items())
+    name, used = _prepare(definition, backend, kinds)
+    scalars, params = [], []
+    for label in used:
+        value = values[label]
+        if isinstance(value, float):
+            scalars.append(value)
+        else:
+            _check_param(label, value, inputs[0])
+            params.append(value)
+    states = [] if state is None else list(state)
+    save = torch.is_grad_enabled() and any(
+        t.requires_grad for t in (*inputs, *states, *params)
+    )
+    results = torch.ops.spikefuse.scan(
+        name, list(inputs), states, params, scalars, save, return_state
+    )
+    num_outputs = _num_outputs(name)
+    end = num_outputs + (len(type(definition).states()) if return_state else 0)
+    return tuple(results[:num_outputs]), tuple(results[num_outputs:end])
+
+
+@torch.compiler.assume_constant_result
+def _prepare(
+    definition: Definition, backend: str, kinds: tuple[tuple[str, str], ...]
+) -> tuple[str, tuple[str, ...]]:
+    return prepare(definition, backend, kinds)
+
+
+@torch.compiler.assume_constant_result
+def _num_outputs(name: str) -> int:
+    return program(name).step.num_outputs
+
+
+def _check_backend(backend: str, x: Tensor) -> None:
+    device = x.device.type
+    if backend == "numba" and device != "cpu":
+        raise ValueError(f'impl="numba" runs on the CPU, but the input is on {x.device}')
+    if backend == "triton":
+        if importlib.util.find_spec("triton") is None:
+            raise ImportError('Triton is not installed: pip install "spikefuse[gpu]"')
+        if device != "cuda" and not interpreted():
+            raise ValueError(
+                f'impl="triton" needs a GPU, but the input is on {x.device}: use impl="auto", or '
+                "set TRITON_INTERPRET=1 before starting Python to run Triton's interpreter"
+            )
+
+
+def _check_param(name: str, value: Tensor, x: Tensor) -> None:
+    channel_view(name, value, x.shape[1:])
+    if value.device != x.device:
+        raise ValueError(
+            f"parameter '{name}' is on {value.device}, the input on {x.device}: move the module "
+            f"with .to({str(x.device)!r})"
+        )
+    if value.requires_grad and "." in name:
+        raise ValueError(f"'{name}' requires a gradient, but a surrogate has none to give")
+
+
+def _values(program: Program, params: Sequence[Tensor], scalars: Sequence[float]) -> list[Any]:
+    """Parameters in the order of the kernel, tensors as contiguous float32."""
+    tensors, floats = iter(params), iter(scalars)
+    return [
+        next(floats) if kind == FLOAT else next(tensors).detach().float().contiguous()
+        for kind in program.kinds
+    ]
+
+
+def _output_dtype(inputs: Sequence[Tensor]) -> torch.dtype:
+    dtype = inputs[0].dtype
+    for x in inputs[1:]:
+        dtype = torch.promote_types(dtype, x.dtype)
+    return dtype
+
+
+def _results(
+    program: Program, layout: Layout, inputs: Sequence[Tensor], save: bool, final: bool
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Unwritten (outputs, final states, stored states)."""
+    like, dtype = inputs[0], _output_dtype(inputs)
+    num_states = len(program.step.states)
+    chunks = -(-layout.num_steps // program.chunk)
+    outputs = [layout.empty(like, dtype) for _ in range(program.step.num_outputs)]
+    finals = [layout.empty_step(like) for _ in range(num_states if final else 0)]
+    saved = [
+        torch.empty((chunks, layout.num_neurons), dtype=torch.float32, device=like.device)
+        for _ in range(num_states if save else 0)
+    ]
+    return outputs, finals, saved
+
+
+def _scan(
+    name: str,
+    inputs: list[Tensor],
+    states: list[Tensor],
+    params: list[Tensor],
+    scalars: list[float],
+    save: bool,
+    final: bool,
+) -> list[Tensor]:
+    chosen = program(name)
+    layout = layout_of(inputs)
+    outputs, finals, saved = _results(chosen, layout, inputs, save, final)
+    if layout.num_neurons:
+        num = len(chosen.step.states)
+        starts = [layout.conform_step(s) for s in states]
+        rows = zip(
+            starts or [None] * num, finals or [None] * num, saved or [None] * num, strict=True
+        )
+        chosen.launcher.forward(
+            chosen.module(),
+            layout,
+            [*(layout.conform(x) for x in inputs), *outputs],
+            [tensor for row in rows for tensor in row],
+            _values(chosen, params, scalars),
+        )
+    return [*outputs, *finals, *saved]
+
+
+def _scan_fake(
+    name: str,
+    inputs: list[Tensor],
+    states: list[Tensor],
+    params: list[Tensor],
+    scalars: list[float],
+    save: bool,
+    final: bool,
+) -> list[Tensor]:
+    outputs, finals, saved = _results(program(name), layout_of(inputs), inputs, save, final)
+    return [*outputs, *finals, *saved]
+
+
+def _scan_backward(
+    name: str,
+    inputs: list[Tensor],
+    params: list[Tensor],
+    scalars: list[float],
+    saved: list[Tensor],
+    grad_outputs: list[Tensor | None],
+    grad_states: list[Tensor | None],
+    param_grads: list[bool],
+    state_grads: bool,
+) -> list[Tensor]:
+    chosen = program(name)
+    layout = layout_of(inputs)
+    grads, starts, sums = _gradients(chosen, layout, inputs, params, param_grads, state_grads)
+    if not layout.num_neurons:
+        return [*grads, *starts, *(p.new_zeros(p.shape) for p in params)]
+    like = inputs[0]
+    zero = None
+    if any(g is None for g in grad_outputs):
+        zero = layout.empty_step(like).zero_().expand(like.shape)
+    incoming = [layout.conform(zero if g is None else g) for g in grad_outputs]
+    finals = [None if g is None else layout.conform_step(g) for g in grad_states]
+    rows = zip(saved, finals, starts or [None] * len(saved), strict=True)
+    names = _grad_names(chosen, param_grads)
+    chosen.launcher.backward(
+        chosen.module(names),
+        layout,
+        [*(layout.conform(x) for x in inputs), *incoming, *grads],
+        [tensor for row in rows for tensor in row],
+        sums,
+        _values(chosen, params, scalars),
+    )
+    totals = iter(sums)
+    reduced = [
+        layout.reduce_to(next(totals), p).to(p.dtype)
+        for p, wanted in zip(params, param_grads, strict=True)
+        if wanted
+    ]
+    return [*grads, *starts, *reduced]
+
+
+def _scan_backward_fake(
+    name: str,
+    inputs: list[Tensor],
+    params: list[Tensor],
+    scalars: list[float],
+    saved: list[Tensor],
+    grad_outputs: list[Tensor | None],
+    grad_states: list[Tensor | None],
+    param_grads: list[bool],
+    state_grads: bool,
+) -> list[Tensor]:
+    layout = layout_of(inputs)
+    grads, starts, _ = _gradients(
+        program(name), layout, inputs, params, param_grads, state_grads
+    )
+    wanted = [torch.empty_like(p) for p, w in zip(params, param_grads, strict=True) if w]
+    return [*grads, *starts, *wanted]
+
+
+def _gradients(
+    program: Program,
+    layout: Layout,
+    inputs: Sequence[Tensor],
+    params: Sequence[Tensor],
+    param_grads: Sequence[bool],
+    state_grads: bool,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Unwritten gradients of inputs and initial states, and of parameters per neuron."""
+    like = inputs[0]
+    grads = [layout.empty(x, x.dtype) for x in inputs]
+    starts = [layout.empty_step(like) for _ in program.step.states] if state_grads else []
+    sums = [
+        torch.empty(layout.num_neurons, dtype=torch.float32, device=like.device)
+        for _ in range(sum(param_grads))
+    ]
+    return grads, starts, sums
+
+
+def _grad_names(program: Program, param_grads: Sequence[bool]) -> tuple[str, ...]:
+    tensors = [
+        label for label, kind in zip(program.step.params, program.kinds, strict=True) if kind != FLOAT
+    ]
+    return tuple(label for label, wanted in zip(tensors, param_grads, strict=True) if wanted)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    name, xs, states, params, scalars, _, final = inputs
+    num_outputs, num_states = program(name).step.num_outputs, len(program(name).step.states)
+    end = num_outputs + (num_states if final else 0)
+    ctx.save_for_backward(*xs, *params, *output[end:])
+    ctx.set_materialize_grads(False)
+    ctx.name, ctx.scalars = name, scalars
+    ctx.split = len(xs), len(params)
+    ctx.num_outputs, ctx.num_states, ctx.final = num_outputs, num_states, final
+    ctx.state_dtypes = [s.dtype for s in states]
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    num_inputs, num_params = ctx.split
+    tensors = ctx.saved_tensors
+    inputs, params = tensors[:num_inputs], tensors[num_inputs : num_inputs + num_params]
+    saved = tensors[num_inputs + num_params :]
+    grad_outputs = list(grads[: ctx.num_outputs])
+    end = ctx.num_outputs + ctx.num_states
+    grad_states = list(grads[ctx.num_outputs : end]) if ctx.final else [None] * ctx.num_states
+    state_grads = bool(ctx.state_dtypes)
+    param_grads = [p.requires_grad for p in params]
+    results = torch.ops.spikefuse.scan_backward(
+        ctx.name,
+        list(inputs),
+        list(params),
+        ctx.scalars,
+        list(saved),
+        grad_outputs,
+        grad_states,
+        param_grads,
+        state_grads,
+    )
+    results = list(results)
+    grad_inputs = [results.pop(0) for _ in inputs]
+    grad_starts = [results.pop(0).to(dtype) for dtype in ctx.state_dtypes]
+    grad_params = [results.pop(0) if wanted else None for wanted in param_grads]
+    return None, grad_inputs, grad_starts, grad_params, None, None, None
+
+
+def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    pass
+
+
+def _no_double_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    raise RuntimeError(
+        "double backward through a spikefuse neuron is not supported: the surrogate's derivative "
+        'has no derivative of its own; impl="reference" differentiates the eager loop twice'
+    )
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("scan", _scan, _key)
+    library.impl("scan_backward", _scan_backward, _key)
+torch.library.register_fake("spikefuse::scan", _scan_fake, lib=library)
+torch.library.register_fake("spikefuse::scan_backward", _scan_backward_fake, lib=library)
+torch.library.register_autograd(
+    "spikefuse::scan", _backward, setup_context=_setup_context, lib=library
+)
+torch.library.register_autograd(
+    "spikefuse::scan_backward", _no_double_backward, setup_context=_setup_nothing, lib=library
+)

@@ -1,0 +1,65 @@
+"""Run Numba kernels on CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spikefuse.compiler.layout import Layout
+from spikefuse.compiler.numba_runtime import flat, parallel
+
+_ABSENT = np.empty(0, np.float32)
+
+
+def forward(
+    module: ModuleType,
+    layout: Layout,
+    sequences: Sequence[Tensor],
+    states: Sequence[Tensor | None],
+    params: Sequence[float | Tensor],
+) -> None:
+    """Run the forward scan; outputs are among the sequences, in the order of the kernel."""
+    _run(module.forward, layout, sequences, states, (), params)
+
+
+def backward(
+    module: ModuleType,
+    layout: Layout,
+    sequences: Sequence[Tensor],
+    states: Sequence[Tensor | None],
+    sums: Sequence[Tensor],
+    params: Sequence[float | Tensor],
+) -> None:
+    """Run the backward scan; `sums` are the flat gradients of parameters, one per neuron."""
+    _run(module.backward, layout, sequences, states, sums, params)
+
+
+def _run(
+    kernel: Any,
+    layout: Layout,
+    sequences: Sequence[Tensor],
+    states: Sequence[Tensor | None],
+    sums: Sequence[Tensor],
+    params: Sequence[float | Tensor],
+) -> None:
+    if sequences[0].device.type != "cpu":
+        raise ValueError(f'impl="numba" runs on the CPU, but the input is on {sequences[0].device}')
+    arguments: list[Any] = [layout.num_steps, layout.num_neurons, layout.inner]
+    for x in sequences:
+        arguments += [flat(x), *layout.strides(x)]
+    arguments += [_ABSENT if s is None else flat(s) for s in (*states, *sums)]
+    has_channels = False
+    for p in params:
+        if isinstance(p, Tensor) and p.ndim == 1:
+            arguments.append(flat(p))
+            if not has_channels:
+                arguments.append(layout.channel_inner)
+            has_channels = True
+        else:
+            arguments.append(np.float32(p.item() if isinstance(p, Tensor) else p))
+    parallel(kernel, layout.num_neurons, layout.num_steps, *arguments)

@@ -1,0 +1,145 @@
+"""How sequences lie in memory, so that kernels read and write any dense layout in place.
+
+T: time steps; N: neurons of one step; `order`: the dims of a step, outermost in memory first.
+Neuron n of a step lies at `(n // inner) * outer_stride + n % inner` behind the step's start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Below this many adjacent elements, a copy is cheaper than reading in place.
+MIN_INNER = 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The memory order that all tensors of one call share."""
+
+    num_steps: int
+    step_shape: tuple[int, ...]
+    order: tuple[int, ...]
+    inner: int
+
+    @property
+    def num_neurons(self) -> int:
+        return math.prod(self.step_shape)
+
+    @property
+    def channels(self) -> int:
+        return self.step_shape[1] if len(self.step_shape) > 1 else 1
+
+    @property
+    def channel_inner(self) -> int:
+        """Neighbours in memory that share a channel: neuron n has channel (n // this) % C."""
+        if 1 not in self.order:
+            return self.num_neurons
+        return math.prod(self.step_shape[d] for d in self.order[self.order.index(1) + 1 :])
+
+    def step_strides(self) -> tuple[int, ...]:
+        strides, stride = [0] * len(self.order), 1
+        for d in reversed(self.order):
+            strides[d] = stride
+            stride *= max(self.step_shape[d], 1)
+        return tuple(strides)
+
+    def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """A new sequence, time outermost."""
+        shape = (self.num_steps, *self.step_shape)
+        strides = (self.num_neurons, *self.step_strides())
+        return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
+
+    def empty_step(self, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """One new time step."""
+        return torch.empty_strided(
+            self.step_shape, self.step_strides(), dtype=dtype, device=like.device
+        )
+
+    def conform(self, x: Tensor) -> Tensor:
+        """A sequence as it is where kernels can read it in this layout, else a copy."""
+        if _outer_stride(x, self.order, self.inner) is not None:
+            return x
+        if x.stride(0) == 0 and self.num_steps > 1:
+            return self.conform_step(x[0]).expand(x.shape)
+        return self.empty(x, x.dtype).copy_(x)
+
+    def conform_step(self, x: Tensor) -> Tensor:
+        """One step as a float32 tensor in this layout, copied only if it must be."""
+        if x.dtype == torch.float32 and _same_strides(x, self.step_strides()):
+            return x
+        return self.empty_step(x).copy_(x)
+
+    def strides(self, x: Tensor) -> tuple[int, int]:
+        """(time stride, outer stride) of a conforming sequence."""
+        outer = _outer_stride(x, self.order, self.inner)
+        assert outer is not None
+        return (x.stride(0) if self.num_steps > 1 else 0), outer
+
+    def reduce_to(self, per_neuron: Tensor, like: Tensor) -> Tensor:
+        """Sum a flat [N] gradient to a parameter's shape: a scalar, or one value per channel."""
+        if like.ndim == 0:
+            return per_neuron.sum()
+        rows = per_neuron.view(-1, self.channels, self.channel_inner)
+        return rows.sum((0, 2))
+
+
+def layout_of(tensors: Sequence[Tensor]) -> Layout:
+    """The layout of a call: the order of the first tensor, split where any tensor needs it."""
+    first = tensors[0]
+    step, dims = tuple(first.shape[1:]), range(first.ndim - 1)
+    order = tuple(sorted(dims, key=lambda d: (-first.stride(d + 1), d)))
+    total = math.prod(step)
+    plain = Layout(first.shape[0], step, order, total)
+    inner = min(_inner(x, order) for x in tensors)
+    if inner < min(MIN_INNER, total) or any(
+        _outer_stride(x, order, inner) is None for x in tensors
+    ):
+        if _outer_stride(first, order, total) is None:
+            # Not dense: the usual order of dims, into which the tensors are copied.
+            plain = Layout(first.shape[0], step, tuple(dims), total)
+        return plain
+    return Layout(first.shape[0], step, order, inner)
+
+
+def _inner(x: Tensor, order: tuple[int, ...]) -> int:
+    """Elements of a step that are adjacent in memory, in this order of dims."""
+    inner = 1
+    for d in reversed(order):
+        size = x.shape[d + 1]
+        if size != 1 and x.stride(d + 1) != inner:
+            break
+        inner *= size
+    return inner
+
+
+def _outer_stride(x: Tensor, order: tuple[int, ...], inner: int) -> int | None:
+    """Distance of neighbouring groups of `inner` elements, or None if a step does not fit."""
+    reached, outer, expected = 1, None, 0
+    for d in reversed(order):
+        size, stride = x.shape[d + 1], x.stride(d + 1)
+        if size == 1:
+            continue
+        if reached < inner:
+            if stride != reached:
+                return None
+        else:
+            if outer is None:
+                outer = expected = stride
+            if stride != expected:
+                return None
+            expected = stride * size
+        reached *= size
+        if outer is None and reached > inner:
+            return None
+    return inner if outer is None else outer
+
+
+def _same_strides(x: Tensor, strides: tuple[int, ...]) -> bool:
+    return all(
+        size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), strides, strict=True)
+    )

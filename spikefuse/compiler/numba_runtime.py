@@ -1,0 +1,185 @@
+"""What generated Numba kernels import: typed memory access, mathematics, threads.
+
+Generated loops run over neighbouring neurons and must vectorise. LLVM has to know for that
+that arrays don't overlap: each access carries the number of its array (`slot`) as alias
+metadata. Half precision is converted at the access: bfloat16 lies in uint16 arrays, float16 in
+int16 arrays.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from math import floor, log, sqrt
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+__all__ = ["channel_rows", "exp", "f32", "floor", "kernel", "load", "log", "sqrt", "store"]
+
+f32 = np.float32
+MAX_SLOTS = 48
+
+# No fastmath: contraction or reassociation would change spikes.
+kernel = numba.njit(nogil=True, cache=True, error_model="numpy")
+_inline = numba.njit(inline="always", error_model="numpy")
+
+
+def _annotate(builder: Any, instruction: Any, slot: int) -> None:
+    module = builder.module
+
+    def metadata(*operands: Any) -> Any:
+        return module.add_metadata(list(operands))
+
+    domain = metadata(ir.MetaDataString(module, "spikefuse"))
+    scopes = [
+        metadata(ir.MetaDataString(module, f"slot{i}"), domain) for i in range(MAX_SLOTS)
+    ]
+    others = [scope for i, scope in enumerate(scopes) if i != slot]
+    instruction.set_metadata("alias.scope", metadata(scopes[slot]))
+    instruction.set_metadata("noalias", metadata(*others))
+
+
+def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(data, [index], inbounds=True)
+
+
+@intrinsic(prefer_literal=True)
+def load(typing_context: Any, array: Any, index: Any, slot: Any) -> Any:
+    """`array[index]` as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = builder.load(_address(context, builder, array, args[0], args[1]))
+        _annotate(builder, value, slot.literal_value)
+        if array.dtype == types.uint16:
+            wide = builder.zext(value, ir.IntType(32))
+            return builder.bitcast(builder.shl(wide, ir.Constant(ir.IntType(32), 16)), _FLOAT)
+        if array.dtype == types.int16:
+            return builder.fpext(builder.bitcast(value, ir.HalfType()), _FLOAT)
+        return value
+
+    return types.float32(array, types.intp, slot), generate
+
+
+@intrinsic(prefer_literal=True)
+def store(typing_context: Any, array: Any, index: Any, value: Any, slot: Any) -> Any:
+    """`array[index] = value`, rounded to nearest even."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number = args[2]
+        if array.dtype == types.uint16:
+            number = _to_bfloat16(builder, number)
+        elif array.dtype == types.int16:
+            number = builder.bitcast(builder.fptrunc(number, ir.HalfType()), ir.IntType(16))
+        address = _address(context, builder, array, args[0], args[1])
+        _annotate(builder, builder.store(number, address), slot.literal_value)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.float32, slot), generate
+
+
+_FLOAT = ir.FloatType()
+
+
+def _to_bfloat16(builder: Any, number: Any) -> Any:
+    def constant(value: int) -> Any:
+        return ir.Constant(ir.IntType(32), value)
+
+    bits = builder.bitcast(number, ir.IntType(32))
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    rounded = builder.add(bits, builder.add(odd, constant(0x7FFF)))
+    # Rounding could carry a NaN into infinity, so it gets its own bits.
+    is_nan = builder.fcmp_unordered("uno", number, number)
+    kept = builder.select(is_nan, constant(0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(kept, constant(16)), ir.IntType(16))
+
+
+@_inline
+def exp(x):  # type: ignore[no-untyped-def]
+    """float32 exponential within 2 ulp, of operations that vectorise.
+
+    x = n ln 2 + r with |r| <= ln 2 / 2; exp r by the Taylor polynomial of degree 7, whose
+    remainder, (ln 2 / 2)^8 / 8!, is below 1e-8; 2^n by its exponent bits, in two halves so that
+    subnormal results and the largest ones come out right.
+    """
+    clipped = f32(-104.0) if x < f32(-104.0) else x
+    clipped = f32(89.0) if clipped > f32(89.0) else clipped
+    n = np.floor(clipped * f32(1.4426950408889634) + f32(0.5))
+    # ln 2 in two parts; the product of n and the first is exact.
+    r = (clipped - n * f32(0.693359375)) + n * f32(2.12194440054690583e-4)
+    p = f32(1.0 / 5040.0)
+    p = p * r + f32(1.0 / 720.0)
+    p = p * r + f32(1.0 / 120.0)
+    p = p * r + f32(1.0 / 24.0)
+    p = p * r + f32(1.0 / 6.0)
+    p = p * r + f32(0.5)
+    p = (p * r) * r + r + f32(1.0)
+    whole = np.int32(n)
+    half = whole >> np.int32(1)
+    scale = np.int32((half + np.int32(127)) << np.int32(23)).view(np.float32)
+    rest = np.int32((whole - half + np.int32(127)) << np.int32(23)).view(np.float32)
+    result = p * scale * rest
+    return x if x != x else result
+
+
+@_inline
+def channel_rows(row, count, values, first, inner):  # type: ignore[no-untyped-def]
+    """Spread one value per channel over neurons first ... first + count - 1."""
+    for i in range(count):
+        row[i] = values[((first + i) // inner) % values.size]
+
+
+def flat(x: torch.Tensor) -> np.ndarray:
+    """The memory of a tensor from its first element to its last, as a 1-d array."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    x = torch.as_strided(x.detach(), (span,), (1,))
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.uint16).numpy()
+    if x.dtype == torch.float16:
+        return x.view(torch.int16).numpy()
+    return x.numpy()
+
+
+# A task shorter than this many neuron-steps is not worth a thread.
+MIN_TASK = 1 << 15
+
+_pool: ThreadPoolExecutor | None = None
+_pool_size = 0
+_lock = threading.Lock()
+
+
+def _forget_pool() -> None:
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+# Threads don't survive a fork.
+os.register_at_fork(after_in_child=_forget_pool)
+
+
+def parallel(function: Callable[..., None], num_neurons: int, num_steps: int, *args: Any) -> None:
+    """Run `function(first, last, *args)` over ranges of neurons on PyTorch's number of threads."""
+    global _pool, _pool_size
+    threads = min(torch.get_num_threads(), max(1, num_neurons * num_steps // MIN_TASK))
+    if threads == 1:
+        function(0, num_neurons, *args)
+        return
+    with _lock:
+        if _pool is None or _pool_size < threads:
+            # An older, smaller pool finishes its work and goes.
+            _pool, _pool_size = ThreadPoolExecutor(threads, "spikefuse"), threads
+        pool = _pool
+    # Ranges in multiples of a cache line, so that no two threads write to one.
+    share = -(-num_neurons // (threads * 16)) * 16
+    starts = range(0, num_neurons, share)
+    tasks = [pool.submit(function, a, min(a + share, num_neurons), *args) for a in starts]
+    for task in tasks:
+        task.result()

@@ -1,0 +1,249 @@
+"""The op table: what a step may compute, and how each operation is written in each language.
+
+Everything is scalar float32 or bool: a kernel maps it over neurons. An ATen operation is
+either a row of `TABLE` or rewritten into rows by a function of `REWRITES`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+aten = torch.ops.aten
+Operand = str | float | bool
+
+
+class UnsupportedOperation(NotImplementedError):
+    """A neuron's step uses an operation that no kernel can be made of."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One row: source text with `{0}`, `{1}`, ... for the operands.
+
+    `exact` operations are correctly rounded, hence equal PyTorch's bit for bit.
+    """
+
+    triton: str
+    numba: str
+    operands: str = "ff"  # one letter per operand: f(loat) or b(ool)
+    result: str = "f"
+    exact: bool = True
+    aten: tuple[Any, ...] = ()
+
+
+def _both(text: str, **rest: Any) -> Op:
+    return Op(text, text, **rest)
+
+
+def _compare(symbol: str, *packets: Any) -> Op:
+    return _both(f"({{0}} {symbol} {{1}})", result="b", aten=packets)
+
+
+TABLE: dict[str, Op] = {
+    "add": _both("({0} + {1})", aten=(aten.add,)),
+    "sub": _both("({0} - {1})", aten=(aten.sub,)),
+    "mul": _both("({0} * {1})", aten=(aten.mul,)),
+    # Triton's own division is approximate; torch's is not.
+    "div": Op("tl.div_rn({0}, {1})", "({0} / {1})", aten=(aten.div,)),
+    "quick_div": _both("({0} / {1})", exact=False),
+    "neg": _both("(-{0})", operands="f", aten=(aten.neg,)),
+    "abs": Op("tl.abs({0})", "abs({0})", operands="f", aten=(aten.abs,)),
+    "sqrt": Op("tl.sqrt_rn({0})", "sqrt({0})", operands="f", aten=(aten.sqrt,)),
+    "floor": Op("tl.floor({0})", "floor({0})", operands="f", aten=(aten.floor,)),
+    "exp": Op("tl.exp({0})", "exp({0})", operands="f", exact=False, aten=(aten.exp,)),
+    "log": Op("tl.log({0})", "log({0})", operands="f", exact=False, aten=(aten.log,)),
+    "maximum": Op(
+        "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+        "({0} if {0} > {1} or {0} != {0} else {1})",
+        aten=(aten.maximum,),
+    ),
+    "minimum": Op(
+        "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+        "({0} if {0} < {1} or {0} != {0} else {1})",
+        aten=(aten.minimum,),
+    ),
+    "ge": _compare(">=", aten.ge),
+    "gt": _compare(">", aten.gt),
+    "le": _compare("<=", aten.le),
+    "lt": _compare("<", aten.lt),
+    "eq": _compare("==", aten.eq),
+    "ne": _compare("!=", aten.ne),
+    "and": Op(
+        "({0} & {1})", "({0} and {1})", "bb", "b", aten=(aten.logical_and, aten.bitwise_and)
+    ),
+    "or": Op("({0} | {1})", "({0} or {1})", "bb", "b", aten=(aten.logical_or, aten.bitwise_or)),
+    "xor": Op("({0} ^ {1})", "({0} != {1})", "bb", "b", aten=(aten.logical_xor, aten.bitwise_xor)),
+    "not": Op("({0} == 0)", "(not {0})", "b", "b", aten=(aten.logical_not, aten.bitwise_not)),
+    "where": Op("tl.where({0}, {1}, {2})", "({1} if {0} else {2})", "bff", aten=(aten.where,)),
+    "float": Op("{0}.to(tl.float32)", "(f32(1.0) if {0} else f32(0.0))", operands="b"),
+    "bool": _both("({0} != 0.0)", operands="f", result="b"),
+}
+
+BY_ATEN = {packet: name for name, op in TABLE.items() for packet in op.aten}
+
+# The value passes through unchanged.
+IDENTITIES = {aten.detach, aten.alias, aten.clone, aten.lift_fresh_copy, aten.positive}
+
+
+class Builder(Protocol):
+    """What a rewrite may call: append one row of the table and get its result."""
+
+    def op(self, name: str, *operands: Operand) -> Operand: ...
+
+    def kind(self, operand: Operand) -> str: ...
+
+
+def _cast(b: Builder, x: Operand, dtype: torch.dtype | None = None, **_: Any) -> Operand:
+    if dtype is None:
+        return x
+    if dtype not in (torch.float32, torch.bool):
+        raise UnsupportedOperation(
+            f"a conversion to {dtype}: inside step everything is float32 or bool"
+        )
+    wanted = "b" if dtype == torch.bool else "f"
+    if b.kind(x) == wanted:
+        return x
+    return b.op("bool" if wanted == "b" else "float", x)
+
+
+def _scaled(name: str) -> Callable[..., Operand]:
+    """add and sub, whose ATen forms carry a factor `alpha` of the second operand."""
+
+    def rewrite(b: Builder, x: Operand, y: Operand, alpha: float = 1) -> Operand:
+        return b.op(name, x, y if alpha == 1 else b.op("mul", y, float(alpha)))
+
+    return rewrite
+
+
+def _rsub(b: Builder, x: Operand, y: Operand, alpha: float = 1) -> Operand:
+    return b.op("sub", y, x if alpha == 1 else b.op("mul", x, float(alpha)))
+
+
+def _mul(b: Builder, x: Operand, y: Operand) -> Operand:
+    if b.kind(x) == b.kind(y) == "b":
+        return b.op("and", x, y)
+    return b.op("mul", x, y)
+
+
+def _div(b: Builder, x: Operand, y: Operand, rounding_mode: str | None = None) -> Operand:
+    if rounding_mode not in (None, "floor"):
+        raise UnsupportedOperation(f"division with rounding_mode={rounding_mode!r}")
+    quotient = b.op("div", x, y)
+    return quotient if rounding_mode is None else b.op("floor", quotient)
+
+
+def _sigmoid(b: Builder, x: Operand) -> Operand:
+    return b.op("quick_div", 1.0, b.op("add", 1.0, b.op("exp", b.op("neg", x))))
+
+
+def _sigmoid_backward(b: Builder, grad: Operand, y: Operand) -> Operand:
+    return b.op("mul", grad, b.op("mul", b.op("sub", 1.0, y), y))
+
+
+def _tanh(b: Builder, x: Operand) -> Operand:
+    # Near 0 the exponential form cancels, so there it is x times a polynomial in x^2.
+    size = b.op("abs", x)
+    tail = b.op("quick_div", 2.0, b.op("add", b.op("exp", b.op("add", size, size)), 1.0))
+    far = b.op("sub", 1.0, tail)
+    far = b.op("where", b.op("lt", x, 0.0), b.op("neg", far), far)
+    square = b.op("mul", x, x)
+    series: Operand = 62.0 / 2835.0
+    for coefficient in (-17.0 / 315.0, 2.0 / 15.0, -1.0 / 3.0, 1.0):
+        series = b.op("add", b.op("mul", series, square), coefficient)
+    return b.op("where", b.op("lt", size, 0.25), b.op("mul", x, series), far)
+
+
+def _tanh_backward(b: Builder, grad: Operand, y: Operand) -> Operand:
+    return b.op("mul", grad, b.op("sub", 1.0, b.op("mul", y, y)))
+
+
+def _pow(b: Builder, x: Operand, y: Operand) -> Operand:
+    if not isinstance(y, str) and float(y).is_integer() and abs(y) <= 4:
+        result: Operand = 1.0
+        for _ in range(int(abs(y))):
+            result = x if result == 1.0 else b.op("mul", result, x)
+        return b.op("div", 1.0, result) if y < 0 else result
+    if y == 0.5:
+        return b.op("sqrt", x)
+    power = b.op("exp", b.op("mul", y, b.op("log", x)))
+    # log(0) is -inf, and 0 * -inf would be NaN.
+    return b.op("where", b.op("eq", y, 0.0), 1.0, power)
+
+
+def _clamp(
+    b: Builder, x: Operand, min: Operand | None = None, max: Operand | None = None
+) -> Operand:
+    if min is not None:
+        x = b.op("maximum", x, min)
+    return x if max is None else b.op("minimum", x, max)
+
+
+def _sign(b: Builder, x: Operand) -> Operand:
+    return b.op("sub", b.op("float", b.op("gt", x, 0.0)), b.op("float", b.op("lt", x, 0.0)))
+
+
+def _constant(value: float) -> Callable[..., Operand]:
+    def rewrite(b: Builder, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Operand:
+        return bool(value) if dtype == torch.bool else value
+
+    return rewrite
+
+
+def _full(
+    b: Builder, _: Any, value: float, dtype: torch.dtype | None = None, **__: Any
+) -> Operand:
+    return bool(value) if dtype == torch.bool else float(value)
+
+
+REWRITES: dict[Any, Callable[..., Operand]] = {
+    aten.add: _scaled("add"),
+    aten.sub: _scaled("sub"),
+    aten.rsub: _rsub,
+    aten.mul: _mul,
+    aten.div: _div,
+    aten._to_copy: _cast,
+    aten.reciprocal: lambda b, x: b.op("div", 1.0, x),
+    aten.rsqrt: lambda b, x: b.op("div", 1.0, b.op("sqrt", x)),
+    aten.square: lambda b, x: b.op("mul", x, x),
+    aten.sigmoid: _sigmoid,
+    aten.sigmoid_backward: _sigmoid_backward,
+    aten.tanh: _tanh,
+    aten.tanh_backward: _tanh_backward,
+    aten.pow: _pow,
+    aten.relu: lambda b, x: b.op("maximum", x, 0.0),
+    aten.threshold_backward: lambda b, g, x, t: b.op("where", b.op("le", x, t), 0.0, g),
+    aten.clamp: _clamp,
+    aten.clamp_min: lambda b, x, low: _clamp(b, x, min=low),
+    aten.clamp_max: lambda b, x, high: _clamp(b, x, max=high),
+    aten.sign: _sign,
+    aten.sgn: _sign,
+    aten.masked_fill: lambda b, x, mask, value: b.op("where", mask, value, x),
+    aten.zeros_like: _constant(0.0),
+    aten.ones_like: _constant(1.0),
+    aten.full_like: _full,
+    aten.full: _full,
+    aten.scalar_tensor: lambda b, value, **_: float(value),
+    aten.zeros: _constant(0.0),
+    aten.ones: _constant(1.0),
+}
+
+
+def is_supported(packet: Any) -> bool:
+    """Whether kernels can be made of this ATen operation."""
+    return packet in BY_ATEN or packet in REWRITES or packet in IDENTITIES
+
+
+def literal(value: float, language: str) -> str:
+    """A constant in source text."""
+    if isinstance(value, bool):
+        return repr(value)
+    if not math.isfinite(value):
+        text = f'float("{value}")'
+    else:
+        text = repr(float(value))
+    return f"f32({text})" if language == "numba" else text

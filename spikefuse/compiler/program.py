@@ -1,0 +1,136 @@
+"""A traced definition and its kernels; one per definition, backend and kinds of parameters."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spikefuse.compiler import cache, emit_numba, emit_triton
+from spikefuse.compiler.adjoint import Reverse, reverse_step
+from spikefuse.compiler.layout import Layout
+from spikefuse.compiler.trace import Step, trace_step
+from spikefuse.neurons.definition import Definition
+
+# A parameter is a Python float, a 0-d tensor, or a tensor of one value per channel.
+FLOAT, SCALAR, CHANNEL = "float", "scalar", "channel"
+
+
+class Launcher(Protocol):
+    """How a backend runs generated kernels; see launch_numba and launch_triton."""
+
+    def forward(
+        self,
+        module: ModuleType,
+        layout: Layout,
+        sequences: Sequence[Tensor],
+        states: Sequence[Tensor | None],
+        params: Sequence[float | Tensor],
+    ) -> None: ...
+
+    def backward(
+        self,
+        module: ModuleType,
+        layout: Layout,
+        sequences: Sequence[Tensor],
+        states: Sequence[Tensor | None],
+        sums: Sequence[Tensor],
+        params: Sequence[float | Tensor],
+    ) -> None: ...
+
+
+@dataclass
+class Program:
+    """One traced definition on one backend.
+
+    `params` are the run-time values that the step reads, `kinds` what each of them is.
+    """
+
+    definition: Definition
+    step: Step
+    reverse: Reverse
+    backend: str
+    kinds: tuple[str, ...]
+    modules: dict[tuple[str, ...], ModuleType] = field(default_factory=dict)
+
+    @property
+    def chunk(self) -> int:
+        """Steps between the states that are stored for backward."""
+        return (emit_triton if self.backend == "triton" else emit_numba).CHUNK
+
+    @property
+    def launcher(self) -> Launcher:
+        if self.backend == "triton":
+            from spikefuse.compiler import launch_triton
+
+            return launch_triton
+        from spikefuse.compiler import launch_numba
+
+        return launch_numba
+
+    def named(self, kind: str) -> list[str]:
+        return [n for n, k in zip(self.step.params, self.kinds, strict=True) if k == kind]
+
+    def module(self, grad_params: tuple[str, ...] = ()) -> ModuleType:
+        """Kernels whose backward yields the gradients of these parameters."""
+        if grad_params not in self.modules:
+            self.modules[grad_params] = cache.load(
+                self.source(grad_params), self.step.name, self.backend
+            )
+        return self.modules[grad_params]
+
+    def source(self, grad_params: tuple[str, ...] = ()) -> str:
+        channels, scalars = self.named(CHANNEL), self.named(SCALAR)
+        if self.backend == "triton":
+            return emit_triton.source(self.step, self.reverse, channels, scalars, grad_params)
+        return emit_numba.source(self.step, self.reverse, channels, grad_params)
+
+
+_by_signature: dict[tuple[Any, ...], tuple[str, tuple[str, ...]]] = {}
+_by_name: dict[str, Program] = {}
+
+
+def program(name: str) -> Program:
+    """The program that `prepare` named."""
+    return _by_name[name]
+
+
+def prepare(
+    definition: Definition, backend: str, kinds: tuple[tuple[str, str], ...]
+) -> tuple[str, tuple[str, ...]]:
+    """The name of a definition's program, and the run-time values that it reads.
+
+    Args:
+        kinds: (name, kind) of every run-time value of the definition.
+    """
+    signature = (definition.statics(), backend, kinds)
+    found = _by_signature.get(signature)
+    if found is None:
+        made = _make(definition, backend, dict(kinds))
+        # The same kernels have the same name in every process.
+        digest = hashlib.sha256(made.source().encode()).hexdigest()[:12]
+        name = f"{made.step.name}-{backend}-{digest}"
+        _by_name.setdefault(name, made)
+        found = _by_signature[signature] = name, made.step.params
+    return found
+
+
+def _make(definition: Definition, backend: str, kinds: dict[str, str]) -> Program:
+    step = trace_step(definition)
+    reverse = reverse_step(definition, step)
+    used = step.graph.used() | reverse.graph.used()
+    step = step.without_unused(used)
+    return Program(
+        definition, step, reverse, backend, tuple(kinds[name] for name in step.params)
+    )
+
+
+def kind_of(value: float | Tensor) -> str:
+    if isinstance(value, float):
+        return FLOAT
+    return SCALAR if value.ndim == 0 else CHANNEL

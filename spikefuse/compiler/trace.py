@@ -1,0 +1,258 @@
+"""From a neuron's `step` to a graph of scalar operations."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spikefuse.compiler import ops
+from spikefuse.compiler.ops import Operand, UnsupportedOperation
+from spikefuse.neurons.definition import Definition, call_step
+
+
+@dataclass(frozen=True)
+class Node:
+    """`name = op(operands)`."""
+
+    name: str
+    op: str
+    operands: tuple[Operand, ...]
+
+
+@dataclass
+class Graph:
+    """Scalar operations in order; operands and outputs are names or constants."""
+
+    inputs: tuple[str, ...]
+    nodes: list[Node] = field(default_factory=list)
+    outputs: tuple[Operand, ...] = ()
+    kinds: dict[str, str] = field(default_factory=dict)
+
+    def kind(self, operand: Operand) -> str:
+        if isinstance(operand, str):
+            return self.kinds.get(operand, "f")
+        return "b" if isinstance(operand, bool) else "f"
+
+    def op(self, name: str, *operands: Operand) -> Operand:
+        """Append one operation, converting operands between bool and float where needed."""
+        row = ops.TABLE[name]
+        converted = tuple(
+            self._as(wanted, operand) for wanted, operand in zip(row.operands, operands, strict=True)
+        )
+        result = f"n{len(self.nodes)}"
+        self.nodes.append(Node(result, name, converted))
+        self.kinds[result] = row.result
+        return result
+
+    def _as(self, wanted: str, operand: Operand) -> Operand:
+        if self.kind(operand) == wanted:
+            return operand if isinstance(operand, str) or wanted == "b" else float(operand)
+        if not isinstance(operand, str):
+            return bool(operand) if wanted == "b" else float(operand)
+        return self.op("float" if wanted == "f" else "bool", operand)
+
+    def select(self, outputs: Sequence[Operand]) -> Graph:
+        """The part of the graph that `outputs` need."""
+        needed = {o for o in outputs if isinstance(o, str)}
+        kept = []
+        for node in reversed(self.nodes):
+            if node.name in needed:
+                kept.append(node)
+                needed.update(o for o in node.operands if isinstance(o, str))
+        return Graph(self.inputs, kept[::-1], tuple(outputs), self.kinds)
+
+    def used(self) -> set[str]:
+        """Names that the nodes and outputs read."""
+        names = {o for node in self.nodes for o in node.operands if isinstance(o, str)}
+        return names | {o for o in self.outputs if isinstance(o, str)}
+
+    def lines(self, language: str) -> list[str]:
+        """One assignment per node, in "triton" or "numba"."""
+
+        def text(operand: Operand) -> str:
+            return operand if isinstance(operand, str) else ops.literal(operand, language)
+
+        return [
+            f"{n.name} = " + getattr(ops.TABLE[n.op], language).format(*map(text, n.operands))
+            for n in self.nodes
+        ]
+
+    def results(self, language: str) -> list[str]:
+        """The outputs in source text."""
+        return [o if isinstance(o, str) else ops.literal(o, language) for o in self.outputs]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A traced step: its variables by role, and its graph (outputs, then new states)."""
+
+    name: str
+    inputs: tuple[str, ...]
+    states: tuple[str, ...]
+    initial: tuple[float, ...]
+    params: tuple[str, ...]
+    num_outputs: int
+    graph: Graph
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(f"y{i}" for i in range(self.num_outputs))
+
+    def without_unused(self, used: set[str]) -> Step:
+        """The step without the parameters that neither it nor its reverse reads."""
+        fixed = len(self.inputs) + len(self.states)
+        names = self.graph.inputs
+        kept = [i for i in range(len(self.params)) if names[fixed + i] in used]
+        graph = replace(
+            self.graph, inputs=names[:fixed] + tuple(names[fixed + i] for i in kept)
+        )
+        return replace(self, params=tuple(self.params[i] for i in kept), graph=graph)
+
+
+def identifiers(prefix: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Variable names for a role: `decay` of the parameters is `p_decay`."""
+    return tuple(f"{prefix}_{name.replace('.', '_')}" for name in names)
+
+
+def trace_step(definition: Definition) -> Step:
+    """Trace one step of `definition`; every run-time value becomes a named parameter.
+
+    Raises:
+        UnsupportedOperation: naming the operation and the line of the step that calls it.
+    """
+    cls = type(definition)
+    inputs, states = cls.input_names(), cls.states()
+    params = tuple(definition.values())
+    count: list[int] = []
+
+    def step(*args: Tensor) -> tuple[Tensor, ...]:
+        outputs, new = step_function(definition, params)(*args)
+        count[:] = [len(outputs)]
+        return (*outputs, *new)
+
+    names = (
+        identifiers("x", inputs) + identifiers("v", tuple(states)) + identifiers("p", params)
+    )
+    with neutral():
+        with _Checked(cls.__name__):
+            step(*_examples(len(names)))
+        graph = capture(step, names)
+    graph = graph.select([graph._as("f", o) for o in graph.outputs])
+    initial = tuple(s.initial for s in states.values())
+    return Step(cls.__name__, inputs, tuple(states), initial, params, count[0], graph)
+
+
+def step_function(definition: Definition, params: Sequence[str]) -> Callable[..., Any]:
+    """`step` as a function of (inputs, states, parameters) that returns (outputs, states)."""
+    split = len(type(definition).input_names())
+    end = split + len(type(definition).states())
+
+    def function(*args: Tensor) -> Any:
+        bound = definition.bind(dict(zip(params, args[end:], strict=True)))
+        return call_step(bound, args[:split], args[split:end])
+
+    return function
+
+
+def capture(function: Callable[..., Any], names: Sequence[str]) -> Graph:
+    """Trace a function of 0-d float32 tensors that returns a tuple of them.
+
+    Raises:
+        UnsupportedOperation: an operation is not in the table.
+    """
+    traced = make_fx(function)(*_examples(len(names)))
+    graph = Graph(tuple(names))
+    values: dict[Any, Any] = {}
+    fresh = iter(names)
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(fresh)
+        elif node.op == "call_function":
+            values[node] = _lower(graph, node, values)
+        elif node.op == "get_attr":
+            values[node] = float(getattr(traced, node.target))
+        elif node.op == "output":
+            graph.outputs = tuple(values[n] for n in node.args[0])
+    return graph
+
+
+def _lower(graph: Graph, node: Any, values: dict[Any, Any]) -> Operand:
+    packet = getattr(node.target, "overloadpacket", node.target)
+    args = [values[a] if isinstance(a, torch.fx.Node) else a for a in node.args]
+    kwargs = {k: values[a] if isinstance(a, torch.fx.Node) else a for k, a in node.kwargs.items()}
+    if packet in ops.IDENTITIES:
+        return args[0]
+    operands = [a for a, n in zip(args, node.args, strict=True) if isinstance(n, torch.fx.Node)]
+    if operands and not any(isinstance(o, str) for o in operands):
+        # All constants: let PyTorch compute it.
+        folded = node.target(
+            *[
+                torch.tensor(a) if isinstance(n, torch.fx.Node) else a
+                for a, n in zip(args, node.args, strict=True)
+            ],
+            **node.kwargs,
+        )
+        return folded.item()
+    if packet in ops.REWRITES:
+        return ops.REWRITES[packet](graph, *args, **kwargs)
+    if packet in ops.BY_ATEN:
+        return graph.op(ops.BY_ATEN[packet], *args)
+    raise UnsupportedOperation(f"the derivative of step needs {node.target}, which has no kernel")
+
+
+class _Checked(TorchDispatchMode):
+    """Runs a step eagerly and stops at the first operation that is not in the table."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func.overloadpacket
+        if packet is torch.ops.aten._local_scalar_dense:
+            raise UnsupportedOperation(
+                f"{self.name}.step turns a tensor into a Python value at {_user_line()}: floats, "
+                "inputs and states are run-time tensors here, so use torch.where instead of if, "
+                "torch functions instead of math, or compute the value in __init__"
+            )
+        if not ops.is_supported(packet):
+            raise UnsupportedOperation(
+                f"{self.name}.step uses '{packet.__name__}' at {_user_line()}: kernels are made "
+                'of pointwise operations only; impl="reference" runs the eager loop'
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _user_line() -> str:
+    """The innermost line outside PyTorch and the compiler."""
+    ours, torchs = os.path.dirname(__file__), os.path.dirname(torch.__file__)
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith((ours, torchs)):
+            return f'{frame.filename}, line {frame.lineno}: "{frame.line}"'
+    return "an unknown line"
+
+
+def _examples(count: int) -> list[Tensor]:
+    return [torch.full((), 0.5, dtype=torch.float32, device="cpu") for _ in range(count)]
+
+
+@contextlib.contextmanager
+def neutral() -> Iterator[None]:
+    """Trace the same whatever modes the caller is in."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        torch.device("cpu"),
+    ):
+        yield

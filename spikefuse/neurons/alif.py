@@ -1,0 +1,56 @@
+"""Adaptive leaky integrate-and-fire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from spikefuse.neurons.definition import State, States, number
+from spikefuse.neurons.firing import Value
+from spikefuse.neurons.lif import LIF
+
+
+class ALIF(LIF):
+    """Adaptive LIF neuron: every spike raises its threshold for a while.
+
+    Equation, per time step, with potential `v`, adaptation `a`, input `x`, spike `s`::
+
+        h = decay * v + x
+        s = 1 if h >= threshold + beta * a else 0, then the reset of `LIF`
+        a = adaptation_decay * a + s
+
+    A soft reset subtracts the raised threshold.
+
+    Shapes: `x` and the spikes are `[T, B, ...]`; the states `v`, `a` are `[B, ...]` in float32.
+
+    Source: Bellec et al., "Long short-term memory and learning-to-learn in networks of spiking
+    neurons", NeurIPS 2018 (its rho is `adaptation_decay`).
+
+    Args:
+        decay: factor of the previous potential, in [0, 1].
+        threshold: firing threshold at rest.
+        adaptation_decay: factor of the previous adaptation, in [0, 1].
+        beta: rise of the threshold per unit of adaptation.
+        v_reset, reset, detach_reset, surrogate: see `Firing`.
+    """
+
+    a = State()
+
+    def __init__(
+        self,
+        decay: Value = 0.5,
+        threshold: Value = 1.0,
+        adaptation_decay: Value = 0.97,
+        beta: Value = 0.18,
+        **firing: Any,
+    ) -> None:
+        super().__init__(decay, threshold, **firing)
+        self.adaptation_decay = number("adaptation_decay", adaptation_decay, 0.0, 1.0)
+        self.beta = number("beta", beta)
+
+    def step(  # type: ignore[override]
+        self, x: Tensor, v: Tensor, a: Tensor
+    ) -> tuple[Tensor, States]:
+        s, v = self.fire(self.charge(x, v), self.threshold + self.beta * a)
+        return s, (v, self.adaptation_decay * a + s)

@@ -1,0 +1,241 @@
+"""What a neuron model is: named states, parameters, and one time step.
+
+A definition says nothing about time loops, kernels or devices. The eager loop
+(`spikefuse.reference`) and the compiler both run `step` on a *bound* copy, in which every
+parameter is a tensor, so that they see the same arithmetic.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Outputs = tuple[Tensor, ...]
+States = tuple[Tensor, ...]
+
+
+class State:
+    """A variable that a neuron carries from one time step to the next.
+
+    Declared on the class (`v = State()`); `step` receives the states after its inputs, in the
+    order of their declaration.
+
+    Args:
+        initial: value at rest, with which a sequence starts unless a state is passed in.
+    """
+
+    def __init__(self, initial: float = 0.0) -> None:
+        self.initial = float(initial)
+
+
+class Learnable(nn.Module):
+    """A parameter computed by PyTorch from learnable tensors, once per call: `value = self()`.
+
+    Assigned where a float could stand (`LIF(decay=LearnableFraction(0.9))`). The kernel receives
+    the value and returns its gradient; autograd does the rest. `forward` returns a 0-d tensor,
+    or a 1-d tensor of one value per channel.
+    """
+
+    def forward(self) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} does not define forward(self)")
+
+
+class LearnableFraction(Learnable):
+    """A learnable value in (0, 1): `sigmoid(logit)`.
+
+    Args:
+        initial: its value before training, strictly between 0 and 1.
+        channels: number of channels for one value each, or None for a single value.
+    """
+
+    def __init__(self, initial: float, channels: int | None = None) -> None:
+        super().__init__()
+        if not 0.0 < initial < 1.0:
+            raise ValueError(f"initial is {initial!r}: expected a number strictly between 0 and 1")
+        shape = () if channels is None else (channels,)
+        self.logit = nn.Parameter(torch.full(shape, math.log(initial / (1 - initial))))
+
+    def forward(self) -> Tensor:
+        return torch.sigmoid(self.logit)
+
+
+_D = TypeVar("_D", bound="Definition")
+
+
+class Definition(nn.Module):
+    """Base of all neuron models: states as class attributes, parameters in `__init__`, a `step`.
+
+    Attributes by kind:
+
+    - `float`, 0-d tensor, 1-d tensor of one value per channel, `nn.Parameter`: run-time float32
+      values. Changing one compiles nothing. In `step` they are tensors, so they cannot steer
+      Python control flow.
+    - `bool`, `int`, `str`, `None`, tuples of these: part of the definition. `step` may branch on
+      them; a new value compiles a new kernel.
+    """
+
+    def step(self, *args: Tensor) -> tuple[Tensor | Outputs, States]:
+        """One time step: `step(self, x, ..., v, ...)`, inputs first, then the states.
+
+        Returns the output, or a tuple of outputs, and the tuple of new states. Every operation
+        must be pointwise.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define step(self, x, ...)")
+
+    @classmethod
+    def states(cls) -> dict[str, State]:
+        """The declared states by name, those of base classes first."""
+        found = {}
+        for base in reversed(cls.__mro__):
+            for name, value in vars(base).items():
+                if isinstance(value, State):
+                    found[name] = value
+        return found
+
+    @classmethod
+    def input_names(cls) -> tuple[str, ...]:
+        """Names of the inputs: the arguments of `step` that come before the states.
+
+        Raises:
+            TypeError: the last arguments of `step` are not the declared states.
+        """
+        names = tuple(inspect.signature(cls.step).parameters)[1:]
+        states = tuple(cls.states())
+        inputs = names[: len(names) - len(states)]
+        if names != inputs + states or not inputs:
+            raise TypeError(
+                f"{cls.__name__}.step takes ({', '.join(names)}), but the states declared are "
+                f"({', '.join(states)}): write step(self, x, {', '.join(states)}), with at least "
+                "one input and the states last, in the order of their declaration"
+            )
+        return inputs
+
+    def values(self) -> dict[str, float | Tensor]:
+        """Every run-time value by dotted name: floats, tensors and the learnable ones."""
+        found: dict[str, float | Tensor] = {}
+        for prefix, module in _owners(self):
+            for name, value in _attributes(module):
+                if isinstance(value, Learnable):
+                    found[prefix + name] = value()
+                elif isinstance(value, float | Tensor):
+                    found[prefix + name] = value
+        return found
+
+    def statics(self) -> tuple[Any, ...]:
+        """What the traced step depends on besides the run-time values: types and constants."""
+        key: list[Any] = []
+        for prefix, module in _owners(self):
+            key.append((prefix, type(module)))
+            for name, value in _attributes(module):
+                if not isinstance(value, float | Tensor | nn.Module):
+                    key.append((name, value if value.__hash__ else repr(value)))
+        return tuple(key)
+
+    def bind(self: _D, values: Mapping[str, Tensor]) -> _D:
+        """A shallow copy whose run-time values are `values` (by dotted name)."""
+        return _bind(self, values, "")
+
+
+def _owners(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The definition and its parts (surrogates), each with the prefix of its values' names."""
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None and not isinstance(child, Learnable):
+            yield from _owners(child, f"{prefix}{name}.")
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(module).items():
+        if not name.startswith("_") and name != "training":
+            yield name, value
+    for group in (module._parameters, module._buffers, module._modules):
+        for name, value in group.items():
+            if value is not None:
+                yield name, value
+
+
+def _bind(module: Any, values: Mapping[str, Tensor], prefix: str) -> Any:
+    clone = object.__new__(type(module))
+    clone.__dict__.update(module.__dict__)
+    # Values become plain attributes, so that neither nn.Module nor autograd interferes.
+    clone.__dict__.update(_parameters={}, _buffers={}, _modules={})
+    for name, value in values.items():
+        if name.startswith(prefix) and "." not in name[len(prefix) :]:
+            clone.__dict__[name[len(prefix) :]] = value
+    for name, child in module._modules.items():
+        if child is not None and not isinstance(child, Learnable):
+            clone._modules[name] = _bind(child, values, f"{prefix}{name}.")
+    return clone
+
+
+def call_step(
+    definition: Definition, inputs: tuple[Tensor, ...], states: States
+) -> tuple[Outputs, States]:
+    """Run one step and return (outputs, states) as tuples.
+
+    Raises:
+        TypeError: `step` returned something other than an output (or a tuple of outputs) and
+            one tensor per declared state.
+    """
+    result = definition.step(*inputs, *states)
+    name, expected = type(definition).__name__, tuple(definition.states())
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], tuple)):
+        raise TypeError(
+            f"{name}.step must return (output, (new {', new '.join(expected) or 'state'},)); "
+            f"it returned {type(result).__name__}"
+        )
+    outputs = result[0] if isinstance(result[0], tuple) else (result[0],)
+    for value in (*outputs, *result[1]):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}.step returned a {type(value).__name__} among its tensors")
+    if len(result[1]) != len(expected):
+        raise TypeError(
+            f"{name}.step returned {len(result[1])} new states, but {len(expected)} are declared "
+            f"({', '.join(expected)})"
+        )
+    return outputs, result[1]
+
+
+def channel_view(name: str, value: Tensor, step_shape: torch.Size) -> Tensor:
+    """A parameter shaped to broadcast over one step `[B, C, ...]`.
+
+    Raises:
+        ValueError: neither a scalar nor one value per channel.
+    """
+    if value.ndim == 0:
+        return value
+    if value.ndim != 1 or len(step_shape) < 2 or value.shape[0] != step_shape[1]:
+        channels = step_shape[1] if len(step_shape) > 1 else "none"
+        raise ValueError(
+            f"parameter '{name}' has shape {list(value.shape)}: expected a scalar, or one value "
+            f"per channel (dim 2 of [T, B, C, ...]; this input has C = {channels})"
+        )
+    return value.view(-1, *(1,) * (len(step_shape) - 2))
+
+
+def number(
+    name: str, value: Any, low: float = -math.inf, high: float = math.inf
+) -> Any:
+    """A checked parameter: a finite float in [low, high]; tensors and `Learnable` as they are.
+
+    Raises:
+        TypeError: not a number or a floating-point tensor.
+        ValueError: not finite, or out of range.
+    """
+    if isinstance(value, Learnable):
+        return value
+    if isinstance(value, Tensor):
+        if not value.is_floating_point():
+            raise TypeError(f"{name} is a {value.dtype} tensor: expected a floating-point one")
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}: expected a number or a tensor")
+    if not (math.isfinite(value) and low <= value <= high):
+        bounds = "a finite number" if math.isinf(low) else f"a number in [{low:g}, {high:g}]"
+        raise ValueError(f"{name} is {value!r}: expected {bounds}")
+    return float(value)

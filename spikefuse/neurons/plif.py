@@ -1,0 +1,33 @@
+"""Parametric leaky integrate-and-fire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spikefuse.neurons.definition import LearnableFraction
+from spikefuse.neurons.firing import Value
+from spikefuse.neurons.lif import LIF
+
+
+class PLIF(LIF):
+    """`LIF` whose decay is learned: `decay = sigmoid(logit)`, one for all or one per channel.
+
+    The input is not scaled by `1 - decay`.
+
+    Source: Fang et al., "Incorporating Learnable Membrane Time Constant to Enhance Learning of
+    Spiking Neural Networks", ICCV 2021 (its `decay_input=False` form: decay = 1 - 1/tau).
+
+    Args:
+        decay: value before training, strictly between 0 and 1.
+        channels: number of channels (dim 2 of `[T, B, C, ...]`) for one decay each.
+        threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.
+    """
+
+    def __init__(
+        self,
+        decay: float = 0.5,
+        threshold: Value = 1.0,
+        channels: int | None = None,
+        **firing: Any,
+    ) -> None:
+        super().__init__(LearnableFraction(decay, channels), threshold, **firing)

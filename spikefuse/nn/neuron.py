@@ -1,0 +1,178 @@
+"""The one generic neuron module; `LIF` and its kin are thin names on top of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spikefuse import compiler, neurons, reference
+from spikefuse.neurons.definition import Definition, Outputs, States
+
+IMPLEMENTATIONS = ("auto", "triton", "numba", "reference")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Sequence:
+    """What a `Temporal` container tells its neurons for the duration of one call."""
+
+    num_steps: int
+    impl: str = "auto"
+    initial: dict[str, States] | None = None
+    keep_final: bool = False
+    final: dict[str, States] = field(default_factory=dict)
+
+
+class Neuron(Definition):
+    """Base class of neuron modules; subclass it to write your own.
+
+    Declare states on the class, parameters in `__init__`, and one time step in `step`: see
+    `spikefuse.neurons.definition.Definition` for the contract. The model is then fused over all
+    time steps, forward and backward, on GPU and CPU.
+
+    Call: `neuron(x, ..., state=None, return_state=False, impl="auto")`
+
+    Args:
+        x: one or several inputs of one shape `[T, B, ...]`, float32, bfloat16 or float16.
+        state: one tensor `[B, ...]` per declared state, or None to start from rest.
+        return_state: also return the final state, as a tuple of float32 tensors.
+        impl: "auto" (Triton on a GPU, Numba on a CPU), "triton", "numba", or "reference" (the
+            eager loop, any device, also float64).
+
+    Returns:
+        The output `[T, B, ...]` in the dtype of the inputs (a tuple if `step` has several), and
+        with `return_state` a pair (output, state).
+
+    Raises:
+        TypeError, ValueError: inputs or states of the wrong dtype, shape or number.
+        UnsupportedOperation: `step` uses an operation that no kernel can be made of.
+    """
+
+    # Set by Temporal for the duration of a call; no state of the network survives the call.
+    _sequence: Sequence | None = None
+    _name: str = ""
+
+    def forward(
+        self,
+        *inputs: Tensor,
+        state: States | None = None,
+        return_state: bool = False,
+        impl: str = "auto",
+    ) -> Any:
+        sequence = self._sequence
+        if sequence is not None:
+            return self._folded(sequence, inputs, state, return_state)
+        outputs, final = self._scan(inputs, state, impl, return_state)
+        result = outputs[0] if len(outputs) == 1 else outputs
+        return (result, final) if return_state else result
+
+    def _folded(
+        self,
+        sequence: Sequence,
+        inputs: tuple[Tensor, ...],
+        state: States | None,
+        return_state: bool,
+    ) -> Tensor | Outputs:
+        """The same, on inputs whose time is folded into the batch by `Temporal`."""
+        if state is not None or return_state:
+            raise ValueError("inside Temporal, pass state= and return_state= to the container")
+        steps = sequence.num_steps
+        for x in inputs:
+            if x.ndim == 0 or x.shape[0] % steps:
+                raise ValueError(
+                    f"neuron '{self._name}' received shape {list(x.shape)} inside Temporal: "
+                    f"expected [T*B, ...] with T = {steps}"
+                )
+        if sequence.initial is not None:
+            state = sequence.initial[self._name]
+        if self._name in sequence.final and (sequence.initial or sequence.keep_final):
+            raise ValueError(
+                f"neuron '{self._name}' is called twice in one step, so its state is ambiguous: "
+                "use one module per call"
+            )
+        unfolded = tuple(x.unflatten(0, (steps, x.shape[0] // steps)) for x in inputs)
+        outputs, final = self._scan(unfolded, state, sequence.impl, sequence.keep_final)
+        sequence.final[self._name] = final
+        folded = tuple(y.flatten(0, 1) for y in outputs)
+        return folded[0] if len(folded) == 1 else folded
+
+    def _scan(
+        self, inputs: tuple[Tensor, ...], state: States | None, impl: str, return_state: bool
+    ) -> tuple[Outputs, States]:
+        backend = self._backend(inputs, impl)
+        _check(self, inputs, state, backend)
+        if backend == "reference":
+            return reference.scan(self, inputs, state)
+        return compiler.scan(self, inputs, state, backend, return_state)
+
+    def _backend(self, inputs: tuple[Tensor, ...], impl: str) -> str:
+        if impl not in IMPLEMENTATIONS:
+            raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
+        if impl != "auto" or not inputs:
+            return impl
+        device = inputs[0].device.type
+        if device not in ("cuda", "cpu"):
+            raise ValueError(
+                f"no kernels for device '{device}': move the input to cuda or cpu, or pass "
+                'impl="reference" for the eager loop'
+            )
+        return "triton" if device == "cuda" else "numba"
+
+
+def _check(
+    neuron: Neuron, inputs: tuple[Tensor, ...], state: States | None, backend: str
+) -> None:
+    name, names = type(neuron).__name__, type(neuron).input_names()
+    if len(inputs) != len(names):
+        raise TypeError(f"{name} takes {len(names)} inputs ({', '.join(names)}), not {len(inputs)}")
+    for label, x in zip(names, inputs, strict=True):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: {label} is a {type(x).__name__}: expected a tensor")
+        allowed = DTYPES if backend != "reference" else (*DTYPES, torch.float64)
+        if x.dtype not in allowed:
+            hint = ' (or impl="reference")' if x.dtype == torch.float64 else ""
+            raise TypeError(
+                f"{name}: {label} is {x.dtype}: expected float32, bfloat16 or float16; convert "
+                f"it with {label}.float(){hint}"
+            )
+        if x.ndim < 2 or x.shape[0] == 0:
+            raise ValueError(
+                f"{name}: {label} has shape {list(x.shape)}: expected [T, B, ...] with T >= 1"
+            )
+        if x.shape != inputs[0].shape or x.device != inputs[0].device:
+            raise ValueError(
+                f"{name}: {label} is {list(x.shape)} on {x.device}, {names[0]} is "
+                f"{list(inputs[0].shape)} on {inputs[0].device}: inputs must agree"
+            )
+    if state is None:
+        return
+    expected, states = list(inputs[0].shape[1:]), type(neuron).states()
+    if not isinstance(state, tuple | list) or len(state) != len(states):
+        raise TypeError(f"{name}: state must be a tuple of tensors ({', '.join(states)},)")
+    for label, s in zip(states, state, strict=True):
+        if not isinstance(s, Tensor) or not s.is_floating_point():
+            raise TypeError(f"{name}: state {label} must be a floating-point tensor")
+        if list(s.shape) != expected or s.device != inputs[0].device:
+            raise ValueError(
+                f"{name}: state {label} is {list(s.shape)} on {s.device}: expected {expected} "
+                f"on {inputs[0].device}, the shape of one time step"
+            )
+
+
+class LIF(Neuron, neurons.LIF):
+    __doc__ = neurons.LIF.__doc__
+
+
+class IF(Neuron, neurons.IF):
+    __doc__ = neurons.IF.__doc__
+
+
+class PLIF(Neuron, neurons.PLIF):
+    __doc__ = neurons.PLIF.__doc__
+
+
+class ALIF(Neuron, neurons.ALIF):
+    __doc__ = neurons.ALIF.__doc__

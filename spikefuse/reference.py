@@ -1,0 +1,47 @@
+"""The eager time loop: the specification that every kernel is compared with.
+
+Any device, any floating-point dtype: float64 inputs are computed in float64 (for error
+budgets), all others in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spikefuse.neurons.definition import Definition, Outputs, States, call_step, channel_view
+
+
+def scan(
+    definition: Definition, inputs: tuple[Tensor, ...], state: States | None = None
+) -> tuple[Outputs, States]:
+    """Run `definition` over dim 0 of `inputs` and return (outputs, final states).
+
+    Args:
+        inputs: tensors of one shape `[T, B, ...]`, T >= 1.
+        state: one tensor `[B, ...]` per declared state, or None to start from rest.
+
+    Returns:
+        Outputs `[T, B, ...]` in the inputs' dtype; states `[B, ...]` in the dtype of the arithmetic.
+    """
+    like, dtype = inputs[0][0], inputs[0].dtype
+    for x in inputs[1:]:
+        dtype = torch.promote_types(dtype, x.dtype)
+    compute = torch.promote_types(dtype, torch.float32)
+    values = {}
+    for name, value in definition.values().items():
+        if isinstance(value, float):
+            values[name] = torch.full((), value, dtype=compute, device=like.device)
+        else:
+            values[name] = channel_view(name, value, like.shape).to(like.device, compute)
+    bound = definition.bind(values)
+    if state is None:
+        rest = [s.initial for s in definition.states().values()]
+        state = tuple(torch.full_like(like, value, dtype=compute) for value in rest)
+    states = tuple(s.to(compute) for s in state)
+
+    steps = []
+    for t in range(inputs[0].shape[0]):
+        outputs, states = call_step(bound, tuple(x[t].to(compute) for x in inputs), states)
+        steps.append(outputs)
+    return tuple(torch.stack(series).to(dtype) for series in zip(*steps, strict=True)), states
