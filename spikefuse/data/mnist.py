@@ -1,0 +1,80 @@
+"""MNIST and Fashion-MNIST: 60000 + 10000 images of 28 x 28 pixels, as IDX files."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from spikefuse.data.errors import DataError
+from spikefuse.data.files import Source, locate
+from spikefuse.data.idx import read_idx
+from spikefuse.data.images import Images
+
+TRAIN = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
+TEST = ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz")
+SIZE = (28, 28)
+NUM_CLASSES = 10
+
+# LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition",
+# Proceedings of the IEEE 86(11), 1998.
+MNIST = Source(
+    "mnist",
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    {
+        TRAIN[0]: "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+        TRAIN[1]: "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+        TEST[0]: "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+        TEST[1]: "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+    },
+)
+
+# Xiao, Rasul, Vollgraf, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning
+# Algorithms", arXiv:1708.07747.
+FASHION_MNIST = Source(
+    "fashion_mnist",
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+    {
+        TRAIN[0]: "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+        TRAIN[1]: "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+        TEST[0]: "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+        TEST[1]: "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+    },
+)
+
+
+def load(source: Source, directory: Path, download: bool) -> tuple[Images, Images]:
+    """Training and test images from the IDX files in `directory`, plain or compressed.
+
+    Args:
+        source: which of the two.
+        directory: holds the files, or a folder named like the data set that does.
+        download: fetch the files that are missing.
+
+    Raises:
+        DataError: a file is missing, damaged, or not what its name says.
+    """
+    paths = locate(source, directory, download)
+    return _pair(paths[TRAIN[0]], paths[TRAIN[1]]), _pair(paths[TEST[0]], paths[TEST[1]])
+
+
+def _pair(images: Path, labels: Path) -> Images:
+    x, y = read_idx(images), read_idx(labels)
+    if x.dtype != np.uint8 or x.ndim != 3 or x.shape[1:] != SIZE or not len(x):
+        raise DataError(
+            f"{images} holds {x.dtype} {list(x.shape)}, expected uint8 images [N, 28, 28]: "
+            "put the data set's own file there"
+        )
+    if y.dtype != np.uint8 or y.shape != x.shape[:1] or y.max() >= NUM_CLASSES:
+        raise DataError(
+            f"{labels} holds {y.dtype} {list(y.shape)}, expected {len(x)} uint8 labels below "
+            f"{NUM_CLASSES}, one per image of {images.name}: put the data set's own file there"
+        )
+    # A copy: the arrays are read-only views of the file, which torch does not allow.
+    return Images(torch.from_numpy(x.copy()).unsqueeze(1), torch.from_numpy(y.astype(np.int64)))
+
+
+load_mnist = partial(load, MNIST)
+load_fashion_mnist = partial(load, FASHION_MNIST)

@@ -1,0 +1,82 @@
+"""Downloads from a server on this machine: whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spikefuse.data import DataError
+from spikefuse.data.files import Source, default_directory, locate
+
+CONTENT = {"a.gz": b"first file", "b.gz": b"second file"}
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[Source]:
+    folder = tmp_path / "published"
+    folder.mkdir()
+    for name, content in CONTENT.items():
+        (folder / name).write_bytes(content)
+    handler = functools.partial(Quiet, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        checksums = {name: hashlib.sha256(c).hexdigest() for name, c in CONTENT.items()}
+        yield Source("letters", f"http://127.0.0.1:{server.server_port}/", checksums)
+        server.shutdown()
+        thread.join()
+
+
+def files_below(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def test_fetches_what_is_missing(source: Source, tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    root.mkdir()
+    (root / "a").write_bytes(b"mine")  # plain, outside the folder, and not to be replaced
+    found = locate(source, root, download=True)
+    assert found == {"a.gz": root / "a", "b.gz": root / "letters" / "b.gz"}
+    assert found["b.gz"].read_bytes() == CONTENT["b.gz"]
+    assert files_below(root) == ["a", "letters/b.gz"]
+
+
+def test_nothing_is_fetched_unasked(source: Source, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"letters: a\.gz is neither in .*--download"):
+        locate(source, tmp_path / "data", download=False)
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_wrong_checksum_leaves_nothing(source: Source, tmp_path: Path) -> None:
+    wrong = dataclasses.replace(source, sha256={"a.gz": "0" * 64})
+    with pytest.raises(DataError, match="checksum, nothing was kept"):
+        locate(wrong, tmp_path / "data", download=True)
+    assert files_below(tmp_path / "data") == []
+
+
+def test_a_file_that_is_not_there_is_named(source: Source, tmp_path: Path) -> None:
+    wrong = dataclasses.replace(source, sha256={"c.gz": "0" * 64})
+    with pytest.raises(DataError, match=r"cannot download http://.*c\.gz .*HTTPError") as caught:
+        locate(wrong, tmp_path / "data", download=True)
+    assert "\n" not in str(caught.value)
+    assert files_below(tmp_path / "data") == []
+
+
+def test_default_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPIKEFUSE_DATA", str(tmp_path))
+    assert default_directory() == tmp_path
+    monkeypatch.delenv("SPIKEFUSE_DATA")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_directory().parts[-2:] == ("spikefuse", "data")
