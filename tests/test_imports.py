@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "memory": DEFINITIONS,
     "compiler": DEFINITIONS,
     "nn": ENGINE | DEFINITIONS,
-    "spikefuse": {"nn", "distributed", "memory"} | DEFINITIONS,
+    "spikefuse": {"nn", "distributed", "memory", "compiler"} | DEFINITIONS,
     "distributed": {"nn"} | ENGINE | DEFINITIONS,
     "data": set(),
     "models": {"nn", "spikefuse"} | DEFINITIONS,
