@@ -1,0 +1,42 @@
+"""A small convolutional network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+CHANNELS = (32, 64)
+
+
+def conv(
+    neuron: Callable[[], nn.Module], in_channels: int, num_classes: int, size: tuple[int, int]
+) -> nn.Sequential:
+    """Two stages of 3 x 3 convolution, batch norm, neuron and 2 x 2 pooling, with 32 and 64
+    channels.
+
+    Shapes: `[B, C, H, W]` to `[B, num_classes]`, H and W at least 4.
+
+    Args:
+        neuron, in_channels, num_classes, size: see `spikefuse.models`.
+
+    Raises:
+        ValueError: the input is smaller than 4 x 4.
+    """
+    if min(size) < 2 ** len(CHANNELS):
+        raise ValueError(
+            f"size is {size}: the conv model halves it twice, expected at least (4, 4)"
+        )
+    layers: list[nn.Module] = []
+    height, width = size
+    for channels in CHANNELS:
+        layers += [
+            nn.Conv2d(in_channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            neuron(),
+            nn.AvgPool2d(2),
+        ]
+        in_channels, height, width = channels, height // 2, width // 2
+    return nn.Sequential(
+        *layers, nn.Flatten(), nn.Linear(in_channels * height * width, num_classes)
+    )
