@@ -36,7 +36,7 @@ def scan(
             values[name] = channel_view(name, value, like.shape).to(like.device, compute)
     bound = definition.bind(values)
     if state is None:
-        rest = [s.initial for s in definition.states().values()]
+        rest = [s.initial for s in definition.states.values()]
         state = tuple(torch.full_like(like, value, dtype=compute) for value in rest)
     states = tuple(s.to(compute) for s in state)
 

@@ -60,11 +60,15 @@ def scan(
     save = torch.is_grad_enabled() and any(
         t.requires_grad for t in (*inputs, *states, *params)
     )
-    results = torch.ops.spikefuse.scan(
-        name, list(inputs), states, params, scalars, save, return_state
-    )
+    arguments = name, list(inputs), states, params, scalars, save, return_state
+    if not _plain_eager((*inputs, *states, *params)):
+        results = torch.ops.spikefuse.scan(*arguments)
+    elif save:
+        results = _Scan.apply(arguments, *inputs, *states, *params)
+    else:
+        results = _scan(*arguments)
     num_outputs = _num_outputs(name)
-    end = num_outputs + (len(type(definition).states()) if return_state else 0)
+    end = num_outputs + (len(type(definition).states) if return_state else 0)
     return tuple(results[:num_outputs]), tuple(results[num_outputs:end])
 
 
@@ -286,7 +290,10 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     grad_states = list(grads[ctx.num_outputs : end]) if ctx.final else [None] * ctx.num_states
     state_grads = bool(ctx.state_dtypes)
     param_grads = [p.requires_grad for p in params]
-    results = torch.ops.spikefuse.scan_backward(
+    # With create_graph, the op: it has the clear error about double backward.
+    direct = _plain_eager(tensors) and not torch.is_grad_enabled()
+    run = _scan_backward if direct else torch.ops.spikefuse.scan_backward
+    results = run(
         ctx.name,
         list(inputs),
         list(params),
@@ -302,6 +309,30 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     grad_starts = [results.pop(0).to(dtype) for dtype in ctx.state_dtypes]
     grad_params = [results.pop(0) if wanted else None for wanted in param_grads]
     return None, grad_inputs, grad_starts, grad_params, None, None, None
+
+
+class _Scan(torch.autograd.Function):
+    """The op's autograd without the dispatcher, which costs several times a small kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = _scan(*arguments)
+        _setup_context(ctx, arguments, results)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        _, inputs, states, params, *_ = _backward(ctx, list(grads))
+        return None, *inputs, *states, *params
+
+
+def _plain_eager(tensors: Sequence[Tensor]) -> bool:
+    """Whether nothing watches or transforms operations, so that the dispatcher can be skipped."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack()
+    ) and all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
 
 
 def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -130,7 +130,7 @@ def trace_step(definition: Definition) -> Step:
         UnsupportedOperation: naming the operation and the line of the step that calls it.
     """
     cls = type(definition)
-    inputs, states = cls.input_names(), cls.states()
+    inputs, states = cls.input_names, cls.states
     params = tuple(definition.values())
     count: list[int] = []
 
@@ -153,8 +153,8 @@ def trace_step(definition: Definition) -> Step:
 
 def step_function(definition: Definition, params: Sequence[str]) -> Callable[..., Any]:
     """`step` as a function of (inputs, states, parameters) that returns (outputs, states)."""
-    split = len(type(definition).input_names())
-    end = split + len(type(definition).states())
+    split = len(type(definition).input_names)
+    end = split + len(type(definition).states)
 
     def function(*args: Tensor) -> Any:
         bound = definition.bind(dict(zip(params, args[end:], strict=True)))

@@ -15,7 +15,7 @@ STAGES = (64, 128, 256, 512)
 
 
 class BasicBlock(nn.Module):
-    """`neuron(norm(conv(neuron(norm(conv(x))))) + shortcut(x))`; a `stride` of 2 halves the size."""
+    """`neuron(norm(conv(neuron(norm(conv(x))))) + shortcut(x))`; a `stride` of 2 halves it."""
 
     def __init__(
         self, neuron: Callable[[], nn.Module], in_channels: int, channels: int, stride: int

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -84,36 +84,23 @@ class Definition(nn.Module):
 
         Returns the output, or a tuple of outputs, and the tuple of new states. Every operation
         must be pointwise.
+
+        Raises (when the class is made):
+            TypeError: the last arguments are not the declared states.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define step(self, x, ...)")
 
-    @classmethod
-    def states(cls) -> dict[str, State]:
-        """The declared states by name, those of base classes first."""
-        found = {}
-        for base in reversed(cls.__mro__):
-            for name, value in vars(base).items():
-                if isinstance(value, State):
-                    found[name] = value
-        return found
+    #: The declared states by name, those of base classes first.
+    states: ClassVar[dict[str, State]] = {}
+    #: Names of the inputs: the arguments of `step` that come before the states.
+    input_names: ClassVar[tuple[str, ...]] = ()
 
-    @classmethod
-    def input_names(cls) -> tuple[str, ...]:
-        """Names of the inputs: the arguments of `step` that come before the states.
-
-        Raises:
-            TypeError: the last arguments of `step` are not the declared states.
-        """
-        names = tuple(inspect.signature(cls.step).parameters)[1:]
-        states = tuple(cls.states())
-        inputs = names[: len(names) - len(states)]
-        if names != inputs + states or not inputs:
-            raise TypeError(
-                f"{cls.__name__}.step takes ({', '.join(names)}), but the states declared are "
-                f"({', '.join(states)}): write step(self, x, {', '.join(states)}), with at least "
-                "one input and the states last, in the order of their declaration"
-            )
-        return inputs
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        bases = reversed(cls.__mro__)
+        cls.states = {n: s for base in bases for n, s in vars(base).items() if isinstance(s, State)}
+        if cls.step is not Definition.step:
+            cls.input_names = _input_names(cls)
 
     def values(self) -> dict[str, float | Tensor]:
         """Every run-time value by dotted name: floats, tensors and the learnable ones."""
@@ -139,6 +126,19 @@ class Definition(nn.Module):
     def bind(self: _D, values: Mapping[str, Tensor]) -> _D:
         """A shallow copy whose run-time values are `values` (by dotted name)."""
         return _bind(self, values, "")
+
+
+def _input_names(cls: type[Definition]) -> tuple[str, ...]:
+    names = tuple(inspect.signature(cls.step).parameters)[1:]
+    states = tuple(cls.states)
+    inputs = names[: len(names) - len(states)]
+    if names != inputs + states or not inputs:
+        raise TypeError(
+            f"{cls.__name__}.step takes ({', '.join(names)}), but the states declared are "
+            f"({', '.join(states)}): write step(self, x, {', '.join(states)}), with at least "
+            "one input and the states last, in the order of their declaration"
+        )
+    return inputs
 
 
 def _owners(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -183,7 +183,7 @@ def call_step(
             one tensor per declared state.
     """
     result = definition.step(*inputs, *states)
-    name, expected = type(definition).__name__, tuple(definition.states())
+    name, expected = type(definition).__name__, tuple(definition.states)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], tuple)):
         raise TypeError(
             f"{name}.step must return (output, (new {', new '.join(expected) or 'state'},)); "

@@ -125,7 +125,7 @@ class Neuron(Definition):
 def _check(
     neuron: Neuron, inputs: tuple[Tensor, ...], state: States | None, backend: str
 ) -> None:
-    name, names = type(neuron).__name__, type(neuron).input_names()
+    name, names = type(neuron).__name__, type(neuron).input_names
     if len(inputs) != len(names):
         raise TypeError(f"{name} takes {len(names)} inputs ({', '.join(names)}), not {len(inputs)}")
     for label, x in zip(names, inputs, strict=True):
@@ -149,7 +149,7 @@ def _check(
             )
     if state is None:
         return
-    expected, states = list(inputs[0].shape[1:]), type(neuron).states()
+    expected, states = list(inputs[0].shape[1:]), type(neuron).states
     if not isinstance(state, tuple | list) or len(state) != len(states):
         raise TypeError(f"{name}: state must be a tuple of tensors ({', '.join(states)},)")
     for label, s in zip(states, state, strict=True):
