@@ -52,9 +52,7 @@ def reverse_step(definition: Definition, step: Step) -> Reverse:
             outputs, states = function(*differentiable[:num_variables], *values)
             return (*outputs, *states)
 
-        _, pullback = torch.func.vjp(
-            primal, *args[:num_variables], *(params[i] for i in learnable)
-        )
+        _, pullback = torch.func.vjp(primal, *args[:num_variables], *(params[i] for i in learnable))
         return pullback(tuple(args[num_all:]))
 
     names = (

@@ -33,7 +33,9 @@ def source(
         grad_params: parameters whose gradients `backward` computes.
     """
     emitter = _Emitter(step, reverse, tuple(channel_params), tuple(grad_params))
-    return "\n".join([HEADER.format(name=step.name), *emitter.forward(), "", "", *emitter.backward()])
+    return "\n".join(
+        [HEADER.format(name=step.name), *emitter.forward(), "", "", *emitter.backward()]
+    )
 
 
 class _Emitter:
@@ -49,7 +51,9 @@ class _Emitter:
         self.xs = graph.inputs[: len(step.inputs)]
         self.vs = graph.inputs[len(step.inputs) : len(step.inputs) + len(step.states)]
         self.ys = step.outputs
-        self.params = dict(zip(step.params, graph.inputs[len(self.xs) + len(self.vs) :], strict=True))
+        self.params = dict(
+            zip(step.params, graph.inputs[len(self.xs) + len(self.vs) :], strict=True)
+        )
         self.channel = [self.params[name] for name in channel_params]
         self.grads = [f"g{self.params[name]}" for name in grad_params]
         self.reverse = reverse.select(step, grad_params)
@@ -123,9 +127,7 @@ class _Emitter:
             self.store(f"{y}_data", f"{y}_at + i", value)
             for y, value in zip(self.ys, outputs, strict=True)
         ]
-        body += [
-            self.store(f"{v}_row", "i", value) for v, value in zip(self.vs, new, strict=True)
-        ]
+        body += [self.store(f"{v}_row", "i", value) for v, value in zip(self.vs, new, strict=True)]
         lines += ["            for i in range(m):", *_indent(body, 4)]
         for v in self.vs:
             lines += [
@@ -159,9 +161,15 @@ class _Emitter:
         lines += ["        for chunk in range((T + CHUNK - 1) // CHUNK - 1, -1, -1):"]
         lines += ["            start = chunk * CHUNK", "            steps = min(CHUNK, T - start)"]
         lines += _indent(self.recompute(), 3)
-        lines += ["            for k in range(steps - 1, -1, -1):", "                past = k * BLOCK"]
+        lines += [
+            "            for k in range(steps - 1, -1, -1):",
+            "                past = k * BLOCK",
+        ]
         lines += [f"                {x}_at = {x}_base + (start + k) * {x}_time" for x in sequences]
-        lines += ["                for i in range(m):", *_indent(self.reverse_body(gys, gxs, gvs), 5)]
+        lines += [
+            "                for i in range(m):",
+            *_indent(self.reverse_body(gys, gxs, gvs), 5),
+        ]
         for v, g in zip(self.vs, gvs, strict=True):
             lines += [
                 f"        if {v}_gstart.size:",

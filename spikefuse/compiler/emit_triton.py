@@ -40,7 +40,10 @@ live = lane < count
 
 
 def source(
-    step: Step, reverse: Reverse, channel_params: Sequence[str], tensor_params: Sequence[str],
+    step: Step,
+    reverse: Reverse,
+    channel_params: Sequence[str],
+    tensor_params: Sequence[str],
     grad_params: Sequence[str],
 ) -> str:
     """A module with kernels `forward` and `backward`.
@@ -109,7 +112,11 @@ class _Emitter:
         strides = [f"{s}_{kind}" for s in sequences for kind in ("time", "outer")]
         body += ["if ALIGNED:"] + [f"    {s} = tl.multiple_of({s}, 16)" for s in strides]
         body += ["if FLAT:"] + [f"    {s}_at = {s}_ptr + first + lane" for s in sequences]
-        body += ["else:", "    group = (first + lane) // inner", "    place = (first + lane) % inner"]
+        body += [
+            "else:",
+            "    group = (first + lane) // inner",
+            "    place = (first + lane) % inner",
+        ]
         body += [f"    {s}_at = {s}_ptr + group * {s}_outer + place" for s in sequences]
         if self.channel:
             body.append("channel = ((first + lane) // channel_inner) % channels")
@@ -197,7 +204,9 @@ class _Emitter:
             f"start = chunk * {CHUNK}",
         ]
         for v in self.vs:
-            chunk.append(f"{v}_0 = tl.load({v}_saved + chunk * N + first + lane, mask=live, other=0.0)")
+            chunk.append(
+                f"{v}_0 = tl.load({v}_saved + chunk * N + first + lane, mask=live, other=0.0)"
+            )
         chunk += self.counts()
         for k in range(CHUNK):
             for x in self.xs:

@@ -57,9 +57,7 @@ def scan(
             _check_param(label, value, inputs[0])
             params.append(value)
     states = [] if state is None else list(state)
-    save = torch.is_grad_enabled() and any(
-        t.requires_grad for t in (*inputs, *states, *params)
-    )
+    save = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *states, *params))
     arguments = name, list(inputs), states, params, scalars, save, return_state
     if not _plain_eager((*inputs, *states, *params)):
         results = torch.ops.spikefuse.scan(*arguments)
@@ -235,9 +233,7 @@ def _scan_backward_fake(
     state_grads: bool,
 ) -> list[Tensor]:
     layout = layout_of(inputs)
-    grads, starts, _ = _gradients(
-        program(name), layout, inputs, params, param_grads, state_grads
-    )
+    grads, starts, _ = _gradients(program(name), layout, inputs, params, param_grads, state_grads)
     wanted = [torch.empty_like(p) for p, w in zip(params, param_grads, strict=True) if w]
     return [*grads, *starts, *wanted]
 
@@ -263,7 +259,9 @@ def _gradients(
 
 def _grad_names(program: Program, param_grads: Sequence[bool]) -> tuple[str, ...]:
     tensors = [
-        label for label, kind in zip(program.step.params, program.kinds, strict=True) if kind != FLOAT
+        label
+        for label, kind in zip(program.step.params, program.kinds, strict=True)
+        if kind != FLOAT
     ]
     return tuple(label for label, wanted in zip(tensors, param_grads, strict=True) if wanted)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.compiler.layout import Layout
-from spikefuse.compiler.numba_runtime import flat, parallel
+from spikefuse.compiler.numba_runtime import advise_huge_pages, flat, parallel
 
 _ABSENT = np.empty(0, np.float32)
 
@@ -51,6 +51,7 @@ def _run(
         raise ValueError(f'impl="numba" runs on the CPU, but the input is on {sequences[0].device}')
     arguments: list[Any] = [layout.num_steps, layout.num_neurons, layout.inner]
     for x in sequences:
+        advise_huge_pages(x)
         arguments += [flat(x), *layout.strides(x)]
     arguments += [_ABSENT if s is None else flat(s) for s in (*states, *sums)]
     has_channels = False

@@ -140,6 +140,4 @@ def _outer_stride(x: Tensor, order: tuple[int, ...], inner: int) -> int | None:
 
 
 def _same_strides(x: Tensor, strides: tuple[int, ...]) -> bool:
-    return all(
-        size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), strides, strict=True)
-    )
+    return all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), strides, strict=True))

@@ -8,7 +8,9 @@ int16 arrays.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -39,9 +41,7 @@ def _annotate(builder: Any, instruction: Any, slot: int) -> None:
         return module.add_metadata(list(operands))
 
     domain = metadata(ir.MetaDataString(module, "spikefuse"))
-    scopes = [
-        metadata(ir.MetaDataString(module, f"slot{i}"), domain) for i in range(MAX_SLOTS)
-    ]
+    scopes = [metadata(ir.MetaDataString(module, f"slot{i}"), domain) for i in range(MAX_SLOTS)]
     others = [scope for i, scope in enumerate(scopes) if i != slot]
     instruction.set_metadata("alias.scope", metadata(scopes[slot]))
     instruction.set_metadata("noalias", metadata(*others))
@@ -146,6 +146,22 @@ def flat(x: torch.Tensor) -> np.ndarray:
     if x.dtype == torch.float16:
         return x.view(torch.int16).numpy()
     return x.numpy()
+
+
+# From this size on, a fresh tensor costs more in page faults than in arithmetic.
+_HUGE = 1 << 22
+_PAGE = 1 << 12
+_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+_MADV_HUGEPAGE = 14
+
+
+def advise_huge_pages(x: torch.Tensor) -> None:
+    """Ask Linux to back a large tensor by 2 MiB pages; where it does not, nothing changes."""
+    memory = x.untyped_storage()
+    size = memory.nbytes()
+    if _madvise is not None and size >= _HUGE:
+        start = -(-memory.data_ptr() // _PAGE) * _PAGE
+        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - _PAGE), _MADV_HUGEPAGE)
 
 
 # A task shorter than this many neuron-steps is not worth a thread.

@@ -73,9 +73,7 @@ TABLE: dict[str, Op] = {
     "lt": _compare("<", aten.lt),
     "eq": _compare("==", aten.eq),
     "ne": _compare("!=", aten.ne),
-    "and": Op(
-        "({0} & {1})", "({0} and {1})", "bb", "b", aten=(aten.logical_and, aten.bitwise_and)
-    ),
+    "and": Op("({0} & {1})", "({0} and {1})", "bb", "b", aten=(aten.logical_and, aten.bitwise_and)),
     "or": Op("({0} | {1})", "({0} or {1})", "bb", "b", aten=(aten.logical_or, aten.bitwise_or)),
     "xor": Op("({0} ^ {1})", "({0} != {1})", "bb", "b", aten=(aten.logical_xor, aten.bitwise_xor)),
     "not": Op("({0} == 0)", "(not {0})", "b", "b", aten=(aten.logical_not, aten.bitwise_not)),
@@ -194,9 +192,7 @@ def _constant(value: float) -> Callable[..., Operand]:
     return rewrite
 
 
-def _full(
-    b: Builder, _: Any, value: float, dtype: torch.dtype | None = None, **__: Any
-) -> Operand:
+def _full(b: Builder, _: Any, value: float, dtype: torch.dtype | None = None, **__: Any) -> Operand:
     return bool(value) if dtype == torch.bool else float(value)
 
 

@@ -125,9 +125,7 @@ def _make(definition: Definition, backend: str, kinds: dict[str, str]) -> Progra
     reverse = reverse_step(definition, step)
     used = step.graph.used() | reverse.graph.used()
     step = step.without_unused(used)
-    return Program(
-        definition, step, reverse, backend, tuple(kinds[name] for name in step.params)
-    )
+    return Program(definition, step, reverse, backend, tuple(kinds[name] for name in step.params))
 
 
 def kind_of(value: float | Tensor) -> str:

@@ -46,7 +46,8 @@ class Graph:
         """Append one operation, converting operands between bool and float where needed."""
         row = ops.TABLE[name]
         converted = tuple(
-            self._as(wanted, operand) for wanted, operand in zip(row.operands, operands, strict=True)
+            self._as(wanted, operand)
+            for wanted, operand in zip(row.operands, operands, strict=True)
         )
         result = f"n{len(self.nodes)}"
         self.nodes.append(Node(result, name, converted))
@@ -112,9 +113,7 @@ class Step:
         fixed = len(self.inputs) + len(self.states)
         names = self.graph.inputs
         kept = [i for i in range(len(self.params)) if names[fixed + i] in used]
-        graph = replace(
-            self.graph, inputs=names[:fixed] + tuple(names[fixed + i] for i in kept)
-        )
+        graph = replace(self.graph, inputs=names[:fixed] + tuple(names[fixed + i] for i in kept))
         return replace(self, params=tuple(self.params[i] for i in kept), graph=graph)
 
 
@@ -139,9 +138,7 @@ def trace_step(definition: Definition) -> Step:
         count[:] = [len(outputs)]
         return (*outputs, *new)
 
-    names = (
-        identifiers("x", inputs) + identifiers("v", tuple(states)) + identifiers("p", params)
-    )
+    names = identifiers("x", inputs) + identifiers("v", tuple(states)) + identifiers("p", params)
     with neutral():
         with _Checked(cls.__name__):
             step(*_examples(len(names)))

@@ -218,9 +218,7 @@ def channel_view(name: str, value: Tensor, step_shape: torch.Size) -> Tensor:
     return value.view(-1, *(1,) * (len(step_shape) - 2))
 
 
-def number(
-    name: str, value: Any, low: float = -math.inf, high: float = math.inf
-) -> Any:
+def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> Any:
     """A checked parameter: a finite float in [low, high]; tensors and `Learnable` as they are.
 
     Raises:

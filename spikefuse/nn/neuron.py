@@ -122,9 +122,7 @@ class Neuron(Definition):
         return "triton" if device == "cuda" else "numba"
 
 
-def _check(
-    neuron: Neuron, inputs: tuple[Tensor, ...], state: States | None, backend: str
-) -> None:
+def _check(neuron: Neuron, inputs: tuple[Tensor, ...], state: States | None, backend: str) -> None:
     name, names = type(neuron).__name__, type(neuron).input_names
     if len(inputs) != len(names):
         raise TypeError(f"{name} takes {len(names)} inputs ({', '.join(names)}), not {len(inputs)}")
