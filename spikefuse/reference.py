@@ -22,7 +22,7 @@ def scan(
         state: one tensor `[B, ...]` per declared state, or None to start from rest.
 
     Returns:
-        Outputs `[T, B, ...]` in the inputs' dtype; states `[B, ...]` in the dtype of the arithmetic.
+        Outputs `[T, B, ...]` in the inputs' dtype; states `[B, ...]` in that of the arithmetic.
     """
     like, dtype = inputs[0][0], inputs[0].dtype
     for x in inputs[1:]:

@@ -27,13 +27,13 @@ class _Spike(torch.autograd.Function):
         ctx.surrogate = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (u,) = ctx.saved_tensors
         return grad * ctx.surrogate.derivative(u), None
 
 
 class Surrogate(nn.Module):
-    """Base class: `spike = surrogate(u)`. A subclass defines `derivative` by pointwise operations."""
+    """Base class: `spike = surrogate(u)`. A subclass defines `derivative`, pointwise."""
 
     def derivative(self, u: Tensor) -> Tensor:
         """The pseudo-derivative of the spike with respect to `u`, of the same shape."""

@@ -52,7 +52,8 @@ def reverse_step(definition: Definition, step: Step) -> Reverse:
             outputs, states = function(*differentiable[:num_variables], *values)
             return (*outputs, *states)
 
-        _, pullback = torch.func.vjp(primal, *args[:num_variables], *(params[i] for i in learnable))
+        variables = *args[:num_variables], *(params[i] for i in learnable)
+        pullback = torch.func.vjp(primal, *variables)[1]
         return pullback(tuple(args[num_all:]))
 
     names = (

@@ -108,7 +108,8 @@ class _Emitter:
         for v, rest in zip(self.vs, self.step.initial, strict=True):
             lines += [
                 "        for i in range(m):",
-                f"            {v}_row[i] = {v}_start[base + i] if {v}_start.size else f32({rest!r})",
+                f"            {v}_row[i] = "
+                f"{v}_start[base + i] if {v}_start.size else f32({rest!r})",
             ]
         lines += ["        for t in range(T):"]
         for v in self.vs:

@@ -116,6 +116,12 @@ def _values(program: Program, params: Sequence[Tensor], scalars: Sequence[float]
     ]
 
 
+def _by_state(program: Program, *roles: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Each state's tensors in turn, in the order of the kernel; a role may be absent."""
+    absent = [None] * len(program.step.states)
+    return [t for row in zip(*(role or absent for role in roles), strict=True) for t in row]
+
+
 def _output_dtype(inputs: Sequence[Tensor]) -> torch.dtype:
     dtype = inputs[0].dtype
     for x in inputs[1:]:
@@ -152,16 +158,12 @@ def _scan(
     layout = layout_of(inputs)
     outputs, finals, saved = _results(chosen, layout, inputs, save, final)
     if layout.num_neurons:
-        num = len(chosen.step.states)
         starts = [layout.conform_step(s) for s in states]
-        rows = zip(
-            starts or [None] * num, finals or [None] * num, saved or [None] * num, strict=True
-        )
         chosen.launcher.forward(
             chosen.module(),
             layout,
             [*(layout.conform(x) for x in inputs), *outputs],
-            [tensor for row in rows for tensor in row],
+            _by_state(chosen, starts, finals, saved),
             _values(chosen, params, scalars),
         )
     return [*outputs, *finals, *saved]
@@ -197,18 +199,17 @@ def _scan_backward(
     if not layout.num_neurons:
         return [*grads, *starts, *(p.new_zeros(p.shape) for p in params)]
     like = inputs[0]
-    zero = None
-    if any(g is None for g in grad_outputs):
-        zero = layout.empty_step(like).zero_().expand(like.shape)
-    incoming = [layout.conform(zero if g is None else g) for g in grad_outputs]
+    incoming = [
+        layout.empty_step(like).zero_().expand(like.shape) if g is None else layout.conform(g)
+        for g in grad_outputs
+    ]
     finals = [None if g is None else layout.conform_step(g) for g in grad_states]
-    rows = zip(saved, finals, starts or [None] * len(saved), strict=True)
     names = _grad_names(chosen, param_grads)
     chosen.launcher.backward(
         chosen.module(names),
         layout,
         [*(layout.conform(x) for x in inputs), *incoming, *grads],
-        [tensor for row in rows for tensor in row],
+        _by_state(chosen, saved, finals, starts),
         sums,
         _values(chosen, params, scalars),
     )
@@ -285,7 +286,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     saved = tensors[num_inputs + num_params :]
     grad_outputs = list(grads[: ctx.num_outputs])
     end = ctx.num_outputs + ctx.num_states
-    grad_states = list(grads[ctx.num_outputs : end]) if ctx.final else [None] * ctx.num_states
+    grad_states = list(grads[ctx.num_outputs : end]) if ctx.final else []
     state_grads = bool(ctx.state_dtypes)
     param_grads = [p.requires_grad for p in params]
     # With create_graph, the op: it has the clear error about double backward.

@@ -103,7 +103,7 @@ def _to_bfloat16(builder: Any, number: Any) -> Any:
 
 
 @_inline
-def exp(x):  # type: ignore[no-untyped-def]
+def exp(x):
     """float32 exponential within 2 ulp, of operations that vectorise.
 
     x = n ln 2 + r with |r| <= ln 2 / 2; exp r by the Taylor polynomial of degree 7, whose
@@ -131,7 +131,7 @@ def exp(x):  # type: ignore[no-untyped-def]
 
 
 @_inline
-def channel_rows(row, count, values, first, inner):  # type: ignore[no-untyped-def]
+def channel_rows(row, count, values, first, inner):
     """Spread one value per channel over neurons first ... first + count - 1."""
     for i in range(count):
         row[i] = values[((first + i) // inner) % values.size]

@@ -79,7 +79,7 @@ class Definition(nn.Module):
       them; a new value compiles a new kernel.
     """
 
-    def step(self, *args: Tensor) -> tuple[Tensor | Outputs, States]:
+    def step(self, *args: Any) -> Any:
         """One time step: `step(self, x, ..., v, ...)`, inputs first, then the states.
 
         Returns the output, or a tuple of outputs, and the tuple of new states. Every operation
