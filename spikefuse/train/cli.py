@@ -1,0 +1,204 @@
+"""The command `spikefuse`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import spikefuse
+from spikefuse.data import DataError
+from spikefuse.data.files import ENVIRONMENT
+from spikefuse.train.config import ConfigError, TrainConfig
+
+USER_ERROR = 2
+EXTRA = ("lightning", "tensorboard", "matplotlib", "tqdm")
+# What a resumed run may change: it continues to the same result.
+RESUMABLE = ("epochs",)
+
+GROUPS = {
+    "what to learn": ("dataset", "model", "neuron", "decay", "threshold", "num_steps", "encoding"),
+    "how": ("epochs", "batch_size", "optimizer", "lr", "shift", "precision", "seed"),
+}
+
+TRAIN_EXAMPLES = f"""\
+examples:
+  spikefuse train                                   handwritten digits, under a minute on a CPU
+  spikefuse train --neuron plif -T 16 --seed 1
+  spikefuse train --dataset mnist --download --model resnet18 -T 32 --encoding poisson \\
+      --epochs 5 --batch-size 100 --shift 0
+  spikefuse train --resume runs/digits-conv-1/last.ckpt
+  tensorboard --logdir runs
+
+A run's folder receives last.ckpt, best.ckpt (highest validation accuracy), metrics.csv, TensorBoard
+logs, and at the end curves.png, raster.png and result.json. The test images are used once, at the
+end, on the best epoch; validation images are a tenth of the training images. Ctrl-C saves and says
+how to resume. Data sets other than digits are looked for in --data-dir, else in ${ENVIRONMENT},
+else in the user's cache.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong command line in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USER_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="spikefuse", description="Train spiking neural networks.")
+    parser.add_argument("--version", action="version", version=f"spikefuse {spikefuse.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_eval(commands)
+    return parser
+
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a network, test it, draw pictures",
+        description="Train a spiking network to classify images.",
+        epilog=TRAIN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    options = {f.name: f.metadata for f in fields(TrainConfig)}
+    for title, names in GROUPS.items():
+        group = train.add_argument_group(title)
+        for name in names:
+            rule = options[name]
+            flags = ["-T"] if name == "num_steps" else []
+            group.add_argument(
+                *flags,
+                f"--{name.replace('_', '-')}",
+                type=rule["kind"],
+                metavar="|".join(rule["choices"]) if rule["choices"] else "N",
+                # Absent unless given: a resumed run has to tell what was asked for.
+                default=argparse.SUPPRESS,
+                help=f"{rule['help']} (default: {rule['shown']})",
+            )
+    where = train.add_argument_group("where")
+    where.add_argument(
+        "--out", type=Path, metavar="DIR", help="a new folder (default: runs/DATASET-MODEL-N)"
+    )
+    where.add_argument(
+        "--resume", type=Path, metavar="CKPT", help="continue the run of this checkpoint"
+    )
+    _add_place(where)
+
+
+def _add_eval(commands: Any) -> None:
+    evaluate = commands.add_parser(
+        "eval",
+        help="test a checkpoint",
+        description="Print loss and accuracy of a checkpoint on its data set's test images.",
+        epilog="example:\n  spikefuse eval runs/digits-conv-1/best.ckpt",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    evaluate.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="best.ckpt or last.ckpt of a run"
+    )
+    _add_place(evaluate)
+
+
+def _add_place(group: Any) -> None:
+    group.add_argument(
+        "--device",
+        metavar="auto|cpu|cuda",
+        default="auto",
+        help="auto is cuda where there is one (default: %(default)s)",
+    )
+    group.add_argument("--data-dir", type=Path, metavar="DIR", help="folder of the data sets")
+    group.add_argument(
+        "--download", action="store_true", help="fetch missing data, with checksum (default: no)"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv`; returns the exit code."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        return (_eval if arguments.command == "eval" else _train)(arguments)
+    except (ConfigError, DataError) as error:
+        print(f"spikefuse {arguments.command}: error: {error}", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in EXTRA:
+            raise
+        print(
+            f"spikefuse {arguments.command}: error: {error.name} is not installed: "
+            'pip install "spikefuse[train]"',
+            file=sys.stderr,
+        )
+    except KeyboardInterrupt:
+        print(f"spikefuse {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+    return USER_ERROR
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    given = {f.name: getattr(arguments, f.name) for f in fields(TrainConfig) if f.name in arguments}
+    config = TrainConfig(**given)  # before the slow imports
+    from spikefuse.train import checkpoint, run
+    from spikefuse.train.interruption import Interrupted
+
+    resumed = None
+    if arguments.resume is not None:
+        resumed = checkpoint.load(arguments.resume)
+        config = _resumed_config(resumed.config, given, arguments)
+    place = run.Place(arguments.device, arguments.data_dir, arguments.download, arguments.out)
+    try:
+        run.train(config, place, resumed)
+    except Interrupted as stop:
+        print(_how_to_continue(stop.checkpoint, arguments), file=sys.stderr)
+        return 128 + stop.signum
+    return 0
+
+
+def _resumed_config(
+    saved: TrainConfig, given: dict[str, Any], arguments: argparse.Namespace
+) -> TrainConfig:
+    if arguments.out is not None:
+        raise ConfigError("out is given with resume: a resumed run goes on in its own folder")
+    for name, value in given.items():
+        if name not in RESUMABLE and value != getattr(saved, name):
+            raise ConfigError(
+                f"{name} is {value}, but {arguments.resume} was trained with "
+                f"{getattr(saved, name)}: leave it out, or train anew without --resume"
+            )
+    return replace(saved, **given)
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from spikefuse.train import checkpoint, run
+
+    loaded = checkpoint.load(arguments.checkpoint)
+    place = run.Place(arguments.device, arguments.data_dir, arguments.download)
+    loss, accuracy = run.evaluate(loaded, place)
+    print(f"test accuracy {100 * accuracy:.2f} %, loss {loss:.4f} ({loaded.config.dataset})")
+    return 0
+
+
+def _how_to_continue(checkpoint: Path | None, arguments: argparse.Namespace) -> str:
+    if checkpoint is None:
+        return "stopped before anything was saved"
+    command = [*_program(), "train", "--resume", str(checkpoint)]
+    if arguments.device != "auto":
+        command += ["--device", arguments.device]
+    if arguments.data_dir is not None:
+        command += ["--data-dir", str(arguments.data_dir)]
+    return f"stopped; saved {checkpoint}; continue with:\n  {shlex.join(command)}"
+
+
+def _program() -> list[str]:
+    """How this program was called, for a command that can be pasted."""
+    called = sys.argv[0]
+    if Path(called).name == "__main__.py":
+        return [sys.executable, "-m", "spikefuse"]
+    return ["spikefuse" if shutil.which("spikefuse") == called else called]

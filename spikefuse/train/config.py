@@ -1,0 +1,145 @@
+"""What defines a training run: one dataclass, from which the command line is made too."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from torch import nn
+
+from spikefuse.data import DATASETS
+from spikefuse.models import MODELS
+from spikefuse.nn import ALIF, IF, LIF, PLIF, Temporal
+
+NEURONS: dict[str, type] = {"lif": LIF, "if": IF, "plif": PLIF, "alif": ALIF}
+ENCODINGS = ("direct", "poisson")
+OPTIMIZERS = ("adam", "sgd")
+PRECISIONS = ("32", "bf16", "16")
+SEED_LIMIT = 2**63
+
+
+class ConfigError(ValueError):
+    """A setting is wrong; the message is one line that names it and the fix."""
+
+
+def option(
+    default: Any,
+    help: str,
+    choices: Iterable[str] | None = None,
+    low: float = -math.inf,
+    high: float = math.inf,
+    positive: bool = False,
+    shown: str | None = None,
+) -> Any:
+    """A field of `TrainConfig`, with what its check and its command-line option need.
+
+    Args:
+        default: its default; None stands for a number that may be left out.
+        help: one line for `--help`.
+        choices: the values allowed, or None for a number in [low, high].
+        positive: 0 and less are not allowed.
+        shown: the default as `--help` shows it, where `default` does not tell.
+    """
+    metadata = {
+        "help": help,
+        "choices": None if choices is None else tuple(choices),
+        "low": low,
+        "high": high,
+        "positive": positive,
+        "kind": float if default is None else type(default),
+        "optional": default is None,
+        "shown": str(default) if shown is None else shown,
+    }
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that the result of a run depends on, and nothing else.
+
+    Raises:
+        ConfigError: a value of the wrong type, out of range, or unknown.
+    """
+
+    dataset: str = option("digits", "the images to learn", DATASETS)
+    model: str = option("conv", "the architecture", MODELS)
+    neuron: str = option("lif", "the neuron model", NEURONS)
+    decay: float | None = option(
+        None,
+        "factor of the potential from step to step, where plif begins; if has none",
+        low=0.0,
+        high=1.0,
+        shown="0.5",
+    )
+    threshold: float = option(1.0, "firing threshold", positive=True)
+    num_steps: int = option(8, "time steps", low=1)
+    encoding: str = option(
+        "direct", "direct: the same image at each step; poisson: random spikes", ENCODINGS
+    )
+    epochs: int = option(30, "passes over the training images", low=1)
+    batch_size: int = option(64, "images per step of the optimizer", low=1)
+    optimizer: str = option("adam", "the optimizer; sgd has momentum 0.9", OPTIMIZERS)
+    lr: float = option(1e-3, "learning rate", positive=True)
+    shift: int = option(
+        1, "move each training image by up to this many pixels, at random", low=0, high=8
+    )
+    precision: str = option("32", "32, or mixed precision: bf16, 16 (float16, CUDA)", PRECISIONS)
+    seed: int = option(0, "seed of all random choices", low=0, high=SEED_LIMIT - 1)
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            _check(f.name, getattr(self, f.name), f.metadata)
+        if self.neuron == "if" and self.decay is not None:
+            raise ConfigError("decay is given, but the neuron if has none: leave it out")
+        if self.neuron == "plif" and self.decay in (0.0, 1.0):
+            raise ConfigError(f"decay is {self.decay}: expected a number between 0 and 1 for plif")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ConfigError: an entry that is unknown or wrong.
+        """
+        unknown = sorted(set(values) - {f.name for f in fields(cls)})
+        if unknown:
+            raise ConfigError(f"unknown setting {unknown[0]!r}: from another version of spikefuse")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def make_neuron(self) -> nn.Module:
+        decay = {} if self.decay is None else {"decay": self.decay}
+        return NEURONS[self.neuron](threshold=self.threshold, **decay)
+
+    def make_network(self) -> Temporal:
+        """The network with new weights, from PyTorch's random numbers."""
+        dataset = DATASETS[self.dataset]
+        channels, height, width = dataset.shape
+        build = MODELS[self.model]
+        return Temporal(build(self.make_neuron, channels, len(dataset.classes), (height, width)))
+
+
+def _check(name: str, value: Any, rule: Mapping[str, Any]) -> None:
+    choices, kind, low, high = (rule[key] for key in ("choices", "kind", "low", "high"))
+    if choices is not None:
+        if value not in choices:
+            near = difflib.get_close_matches(str(value), choices, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"unknown {name} {value!r}: {hint}choose one of {', '.join(choices)}")
+        return
+    if value is None and rule["optional"]:
+        return
+    noun = "whole number" if kind is int else "number"
+    numeric = isinstance(value, int if kind is int else int | float)
+    if not numeric or isinstance(value, bool) or not math.isfinite(value):
+        raise ConfigError(f"{name} is {value!r}: expected a {noun}")
+    if rule["positive"] and value <= 0:
+        raise ConfigError(f"{name} is {value!r}: expected a positive {noun}")
+    if not low <= value <= high:
+        bounds = f"from {low:g} to {high:g}" if high < math.inf else f"of at least {low:g}"
+        raise ConfigError(f"{name} is {value!r}: expected a {noun} {bounds}")

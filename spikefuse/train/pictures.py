@@ -1,0 +1,115 @@
+"""Two pictures of a run: how it learned, and what its neurons do."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+
+from spikefuse.train.checkpoint import replacing
+from spikefuse.train.classifier import Classifier, Row, best_row
+
+NEURONS_SHOWN = 200
+PANEL = (3.6, 2.6)  # inches
+
+
+def draw_curves(history: list[Row], path: Path) -> None:
+    """Loss and accuracy over the epochs, of training and validation images."""
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    best = best_row(history)["epoch"]
+    epochs = [row["epoch"] for row in history]
+    for axes, quantity, scale in zip(
+        figure.subplots(1, 2), ("loss", "accuracy"), (1, 100), strict=True
+    ):
+        for part, name in (("train", "training"), ("val", "validation")):
+            values = [scale * row[f"{part}_{quantity}"] for row in history]
+            axes.plot(epochs, values, marker=".", label=name)
+        axes.axvline(best, color="grey", linewidth=0.8, linestyle=":", label="best epoch")
+        axes.set(xlabel="epoch", ylabel=quantity if scale == 1 else f"{quantity} (%)")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    _save(figure, path)
+
+
+def record(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """What goes through the network for one image `[1, C, H, W]`.
+
+    Returns:
+        The encoded input `[T, C, H, W]`, the spikes `[T, N]` of each neuron layer by name, and
+        the output `[T, classes]`.
+    """
+    spikes: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Any:
+        # Inside Temporal time is folded into the batch, which is 1 here.
+        return lambda _, inputs, output: spikes.update({name: output.flatten(1).cpu()})
+
+    hooks = [n.register_forward_hook(keep(name)) for name, n in module.net.neurons().items()]
+    try:
+        with torch.no_grad():
+            x = module.encode(pixels)
+            output = module.net(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return x[:, 0].cpu(), spikes, output[:, 0].float().cpu()
+
+
+def draw_raster(
+    module: Classifier, pixels: Tensor, label: int, classes: tuple[str, ...], path: Path
+) -> None:
+    """The spikes of one image `[1, C, H, W]` in every neuron layer, with input and output."""
+    x, spikes, output = record(module, pixels)
+    columns = math.ceil(math.sqrt(len(spikes) + 2))
+    rows = math.ceil((len(spikes) + 2) / columns)
+    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+
+    prediction = int(output.mean(0).argmax())
+    _draw_input(panels[0], x, classes[label])
+    for axes, (name, layer) in zip(panels[1:], spikes.items(), strict=False):
+        _draw_spikes(axes, name, layer)
+    _draw_output(panels[len(spikes) + 1], output, classes, prediction)
+    for axes in panels[len(spikes) + 2 :]:
+        axes.set_axis_off()
+    _save(figure, path)
+
+
+def _draw_input(axes: Axes, x: Tensor, label: str) -> None:
+    axes.imshow(x.mean((0, 1)).numpy(), cmap="gray")
+    axes.set_title(f"input: {label}")
+    axes.set_axis_off()
+
+
+def _draw_spikes(axes: Axes, name: str, layer: Tensor) -> None:
+    count = layer.shape[1]
+    shown = torch.linspace(0, count - 1, min(count, NEURONS_SHOWN)).round().long()
+    axes.imshow(layer[:, shown].T.numpy(), cmap="binary", aspect="auto", interpolation="nearest")
+    which = "" if len(shown) == count else f"{len(shown)} of "
+    axes.set_title(
+        f"layer {name}: {which}{count} neurons, {100 * layer.mean():.1f} % firing", fontsize=8
+    )
+    axes.set(xlabel="time step", ylabel="neuron")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _draw_output(axes: Axes, output: Tensor, classes: tuple[str, ...], prediction: int) -> None:
+    steps = torch.arange(1, len(output) + 1)
+    means = output.cumsum(0) / steps.unsqueeze(1)
+    image = axes.imshow(means.T.numpy(), cmap="viridis", aspect="auto", interpolation="nearest")
+    axes.figure.colorbar(image, ax=axes)
+    axes.set_title(f"output, mean so far: {classes[prediction]}")
+    axes.set(xlabel="time step", yticks=range(len(classes)), yticklabels=classes)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _save(figure: Figure, path: Path) -> None:
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150, format="png")

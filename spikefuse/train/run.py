@@ -1,0 +1,269 @@
+"""A training run from data to result, and the evaluation of a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from tqdm import tqdm
+
+import spikefuse
+from spikefuse import data
+from spikefuse.data import DATASETS, Images
+from spikefuse.train.batches import EvalBatches, TrainBatches
+from spikefuse.train.callbacks import Checkpoints, Log, Progress
+from spikefuse.train.checkpoint import BEST, LAST, Loaded, load, replacing
+from spikefuse.train.classifier import Classifier, best_row
+from spikefuse.train.config import ConfigError, TrainConfig
+from spikefuse.train.interruption import Interrupted, Interruption
+from spikefuse.train.pictures import draw_curves, draw_raster
+
+RUNS = Path("runs")
+DEVICES = ("auto", "cpu", "cuda")
+VALIDATION_FRACTION = 0.1
+# Fixed, so that runs with different seeds are validated on the same images.
+VALIDATION_SEED = 1
+DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
+LIGHTNING_PRECISION = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run takes place; its result does not depend on it.
+
+    Args:
+        device: auto (CUDA if there is any), cpu or cuda.
+        data_dir: folder of the data sets, or None for the default one.
+        download: fetch missing data.
+        out: a new folder for the run, or None for the next runs/<dataset>-<model>-<n>.
+    """
+
+    device: str = "auto"
+    data_dir: Path | None = None
+    download: bool = False
+    out: Path | None = None
+
+
+def train(config: TrainConfig, place: Place, resumed: Loaded | None = None) -> dict[str, Any]:
+    """Train, test the best epoch once, and write pictures and result into the run's folder.
+
+    Args:
+        config: what to train.
+        place: where.
+        resumed: the checkpoint to continue from; the run goes on in its folder.
+
+    Returns:
+        What `result.json` holds.
+
+    Raises:
+        ConfigError, DataError: a setting or a file is wrong; nothing has been written.
+        Interrupted: a signal stopped the run.
+    """
+    device = _device(place.device, config.precision)
+    rest, test = data.load(config.dataset, place.data_dir, place.download)
+    training, validation = data.split(rest, VALIDATION_FRACTION, VALIDATION_SEED)
+    if config.batch_size > len(training):
+        raise ConfigError(
+            f"batch_size is {config.batch_size}: {config.dataset} has only {len(training)} "
+            "training images"
+        )
+    module = Classifier(config)
+    directory = _run_directory(config, place, resumed)
+    parameters = sum(p.numel() for p in module.parameters())
+    print(
+        f"{config.dataset}: {len(training):,} training, {len(validation):,} validation, "
+        f"{len(test):,} test images\n"
+        f"{config.model} of {config.neuron} neurons: {parameters:,} parameters, "
+        f"{config.num_steps} time steps, {config.encoding} encoding, on {device.type}\n"
+        f"writing to {directory}",
+        flush=True,
+    )
+    start = time.perf_counter()
+    _fit(module, training.to(device), validation.to(device), directory, resumed)
+    facts = {
+        "parameters": parameters,
+        "training_seconds": round(time.perf_counter() - start, 2),
+        "resumed": resumed is not None,
+    }
+    try:
+        return _finish(module, test, device, directory, facts)
+    except KeyboardInterrupt:
+        raise Interrupted(signal.SIGINT, directory / LAST) from None
+
+
+def evaluate(loaded: Loaded, place: Place) -> tuple[float, float]:
+    """(loss, accuracy) of a checkpoint on the test images of its data set.
+
+    Raises:
+        ConfigError, DataError: a setting or a file is wrong.
+    """
+    config = loaded.config
+    device = _device(place.device, config.precision)
+    _, test = data.load(config.dataset, place.data_dir, place.download)
+    module = Classifier(config)
+    try:
+        module.load_state_dict(loaded.weights)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the weights in {loaded.path} do not fit the model {config.model}: they come from "
+            "another version of spikefuse"
+        ) from error
+    return _test(module, test, device)
+
+
+def _fit(
+    module: Classifier,
+    training: Images,
+    validation: Images,
+    directory: Path,
+    resumed: Loaded | None,
+) -> None:
+    config = module.config
+    device = training.labels.device
+    batches = TrainBatches(
+        training, config.batch_size, config.seed, lambda: module.trainer.global_step
+    )
+    with _quiet(), Interruption(directory / LAST) as interruption:
+        trainer = pl.Trainer(
+            accelerator=device.type,
+            devices=1,
+            precision=LIGHTNING_PRECISION[config.precision],  # type: ignore[arg-type]
+            max_epochs=config.epochs,
+            callbacks=[Progress(), Log(directory), Checkpoints(directory, interruption)],
+            plugins=[LightningEnvironment()],
+            default_root_dir=directory,
+            num_sanity_val_steps=0,
+            benchmark=device.type == "cuda",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(
+            module,
+            batches,
+            EvalBatches(validation, config.batch_size),
+            ckpt_path=None if resumed is None else resumed.path,
+        )
+
+
+def _test(module: Classifier, test: Images, device: torch.device) -> tuple[float, float]:
+    config = module.config
+    module.to(device).eval()
+    module.on_test_epoch_start()
+    batches = EvalBatches(test.to(device), config.batch_size)
+    dtype = DTYPES[config.precision]
+    with torch.no_grad(), torch.autocast(device.type, dtype, enabled=config.precision != "32"):
+        for index, batch in enumerate(tqdm(batches, "test", disable=None, leave=False)):
+            module.test_step(batch, index)
+    return module.eval_tally.mean()
+
+
+def _finish(
+    module: Classifier, test: Images, device: torch.device, directory: Path, facts: dict[str, Any]
+) -> dict[str, Any]:
+    """Test the best epoch, draw the pictures, write and return the result."""
+    module.load_state_dict(load(directory / BEST).weights)
+    best = best_row(module.history)
+    loss, accuracy = _test(module, test, device)
+    result = {
+        "test_accuracy": accuracy,
+        "test_loss": loss,
+        "test_images": len(test),
+        "best_epoch": int(best["epoch"]),
+        "validation_accuracy": best["val_accuracy"],
+        **facts,
+        "config": module.config.to_dict(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "versions": {"spikefuse": spikefuse.__version__, "torch": torch.__version__},
+    }
+    curves, raster = directory / "curves.png", directory / "raster.png"
+    classes = DATASETS[module.config.dataset].classes
+    draw_curves(module.history, curves)
+    draw_raster(module, test.pixels[:1].to(device), int(test.labels[0]), classes, raster)
+    with replacing(directory / "result.json") as path:
+        path.write_text(json.dumps(result, indent=2) + "\n")
+    print(
+        f"test accuracy {100 * accuracy:.2f} % on {len(test):,} images held out, with the weights "
+        f"of epoch {result['best_epoch']}\n"
+        f"pictures: {curves} and {raster}"
+    )
+    return result
+
+
+def _device(name: str, precision: str) -> torch.device:
+    if name not in DEVICES:
+        raise ConfigError(f"unknown device {name!r}: choose one of {', '.join(DEVICES)}")
+    cuda = torch.cuda.is_available()
+    if name == "cuda" and not cuda:
+        raise ConfigError("device is cuda, but PyTorch finds no CUDA GPU: choose auto or cpu")
+    if name == "cpu" or not cuda:
+        if precision == "16":
+            raise ConfigError("precision is 16, which needs a CUDA GPU: choose bf16 or 32")
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _run_directory(config: TrainConfig, place: Place, resumed: Loaded | None) -> Path:
+    """The folder of the run, made if it is a new one."""
+    if resumed is not None:
+        directory = resumed.path.parent
+        if resumed.history and not (directory / BEST).is_file():
+            raise ConfigError(
+                f"{directory / BEST} is missing: resume a run in the folder where it began"
+            )
+        if config.epochs < len(resumed.history):
+            raise ConfigError(
+                f"epochs is {config.epochs}: {resumed.path} has done {len(resumed.history)} already"
+            )
+        return directory
+    try:
+        return _new_directory(config, place)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder {place.out or RUNS} ({error.strerror}): name another with "
+            "--out"
+        ) from error
+
+
+def _new_directory(config: TrainConfig, place: Place) -> Path:
+    if place.out is not None:
+        if place.out.exists() and (not place.out.is_dir() or any(place.out.iterdir())):
+            raise ConfigError(f"{place.out} exists already: name a new folder with --out")
+        place.out.mkdir(parents=True, exist_ok=True)
+        return place.out
+    number = 1
+    while True:
+        directory = RUNS / f"{config.dataset}-{config.model}-{number}"
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return directory
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Lightning's hints, and its own use of what PyTorch deprecates, from the terminal."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PossibleUserWarning)
+            warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)
