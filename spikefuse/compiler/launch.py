@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from spikefuse.compiler.launch_triton import interpreted
-from spikefuse.compiler.layout import Layout, layout_of
+from spikefuse.compiler.layout import Layout, layout_of, layout_seen
 from spikefuse.compiler.program import FLOAT, Program, kind_of, prepare, program
 from spikefuse.neurons.definition import Definition, Outputs, States, channel_view
 
@@ -45,9 +46,9 @@ def scan(
         return_state: whether to write the final states; without, they are ().
     """
     _check_backend(backend, inputs[0])
-    values = definition.values()
+    values, statics = definition.describe()
     kinds = tuple((name, kind_of(value)) for name, value in values.items())
-    name, used = _prepare(definition, backend, kinds)
+    name, used = _prepare(definition, backend, statics, kinds)
     scalars, params = [], []
     for label in used:
         value = values[label]
@@ -72,9 +73,9 @@ def scan(
 
 @torch.compiler.assume_constant_result
 def _prepare(
-    definition: Definition, backend: str, kinds: tuple[tuple[str, str], ...]
+    definition: Definition, backend: str, statics: Any, kinds: tuple[tuple[str, str], ...]
 ) -> tuple[str, tuple[str, ...]]:
-    return prepare(definition, backend, kinds)
+    return prepare(definition, backend, statics, kinds)
 
 
 @torch.compiler.assume_constant_result
@@ -87,13 +88,18 @@ def _check_backend(backend: str, x: Tensor) -> None:
     if backend == "numba" and device != "cpu":
         raise ValueError(f'impl="numba" runs on the CPU, but the input is on {x.device}')
     if backend == "triton":
-        if importlib.util.find_spec("triton") is None:
+        if not _has_triton():
             raise ImportError('Triton is not installed: pip install "spikefuse[gpu]"')
         if device != "cuda" and not interpreted():
             raise ValueError(
                 f'impl="triton" needs a GPU, but the input is on {x.device}: use impl="auto", or '
                 "set TRITON_INTERPRET=1 before starting Python to run Triton's interpreter"
             )
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _check_param(name: str, value: Tensor, x: Tensor) -> None:
@@ -155,7 +161,7 @@ def _scan(
     final: bool,
 ) -> list[Tensor]:
     chosen = program(name)
-    layout = layout_of(inputs)
+    layout = layout_seen(tuple((x.shape, x.stride()) for x in inputs))
     outputs, finals, saved = _results(chosen, layout, inputs, save, final)
     if layout.num_neurons:
         starts = [layout.conform_step(s) for s in states]
@@ -194,7 +200,7 @@ def _scan_backward(
     state_grads: bool,
 ) -> list[Tensor]:
     chosen = program(name)
-    layout = layout_of(inputs)
+    layout = layout_seen(tuple((x.shape, x.stride()) for x in inputs))
     grads, starts, sums = _gradients(chosen, layout, inputs, params, param_grads, state_grads)
     if not layout.num_neurons:
         return [*grads, *starts, *(p.new_zeros(p.shape) for p in params)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from types import ModuleType
@@ -48,29 +49,34 @@ def _run(
     sums: Sequence[Tensor],
     params: Sequence[float | Tensor],
 ) -> None:
-    strides = [stride for x in sequences for stride in layout.strides(x)]
     neurons = layout.num_neurons
-    aligned = all(number % 16 == 0 for number in (neurons, layout.inner, *strides))
+    integers = [stride for x in sequences for stride in layout.strides(x)]
+    integers += [neurons, layout.inner]
+    unit = 1 if any(number % 16 for number in integers) else 16
     block = NUM_WARPS * 32 * ACCESS_BYTES // min(x.element_size() for x in sequences)
-    with torch.cuda.device_of(sequences[0]):
+    with _on_device_of(sequences[0]):
         kernel[(-(-neurons // block),)](
             *sequences,
             *states,
             *sums,
             *params,
-            *strides,
+            *(number // unit for number in integers),
             layout.num_steps,
-            neurons,
-            layout.inner,
             layout.channels,
             layout.channel_inner,
             BLOCK=block,
             FLAT=layout.inner == neurons,
-            ALIGNED=aligned,
+            UNIT=unit,
             num_warps=NUM_WARPS,
             # Contracted multiply-adds would change spikes.
             enable_fp_fusion=False,
         )
+
+
+def _on_device_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def interpreted() -> bool:

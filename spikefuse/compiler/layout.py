@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -26,59 +27,62 @@ class Layout:
     order: tuple[int, ...]
     inner: int
 
-    @property
-    def num_neurons(self) -> int:
-        return math.prod(self.step_shape)
-
-    @property
-    def channels(self) -> int:
-        return self.step_shape[1] if len(self.step_shape) > 1 else 1
-
-    @property
-    def channel_inner(self) -> int:
-        """Neighbours in memory that share a channel: neuron n has channel (n // this) % C."""
-        if 1 not in self.order:
-            return self.num_neurons
-        return math.prod(self.step_shape[d] for d in self.order[self.order.index(1) + 1 :])
-
-    def step_strides(self) -> tuple[int, ...]:
+    def __post_init__(self) -> None:
         strides, stride = [0] * len(self.order), 1
         for d in reversed(self.order):
             strides[d] = stride
             stride *= max(self.step_shape[d], 1)
-        return tuple(strides)
+        fill = partial(object.__setattr__, self)
+        fill("num_neurons", math.prod(self.step_shape))
+        fill("step_strides", tuple(strides))
+        fill("channels", self.step_shape[1] if len(strides) > 1 else 1)
+        fill("channel_inner", strides[1] if len(strides) > 1 else self.num_neurons)
+        fill("_known", {})
+
+    num_neurons: int = field(init=False)
+    step_strides: tuple[int, ...] = field(init=False)
+    channels: int = field(init=False)
+    #: Neighbours in memory that share a channel: neuron n has channel (n // this) % C.
+    channel_inner: int = field(init=False)
+    _known: dict[tuple[int, ...], int | None] = field(init=False, compare=False, repr=False)
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """A new sequence, time outermost."""
         shape = (self.num_steps, *self.step_shape)
-        strides = (self.num_neurons, *self.step_strides())
+        strides = (self.num_neurons, *self.step_strides)
         return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
 
     def empty_step(self, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """One new time step."""
         return torch.empty_strided(
-            self.step_shape, self.step_strides(), dtype=dtype, device=like.device
+            self.step_shape, self.step_strides, dtype=dtype, device=like.device
         )
 
     def conform(self, x: Tensor) -> Tensor:
         """A sequence as it is where kernels can read it in this layout, else a copy."""
-        if _outer_stride(x, self.order, self.inner) is not None:
+        if self._outer(x) is not None:
             return x
         if x.stride(0) == 0 and self.num_steps > 1:
-            return self.conform_step(x[0]).expand(x.shape)
+            return self.conform_step(x[0]).to(x.dtype).expand(x.shape)
         return self.empty(x, x.dtype).copy_(x)
 
     def conform_step(self, x: Tensor) -> Tensor:
         """One step as a float32 tensor in this layout, copied only if it must be."""
-        if x.dtype == torch.float32 and _same_strides(x, self.step_strides()):
+        if x.dtype == torch.float32 and _same_strides(x, self.step_strides):
             return x
         return self.empty_step(x).copy_(x)
 
     def strides(self, x: Tensor) -> tuple[int, int]:
         """(time stride, outer stride) of a conforming sequence."""
-        outer = _outer_stride(x, self.order, self.inner)
+        outer = self._outer(x)
         assert outer is not None
         return (x.stride(0) if self.num_steps > 1 else 0), outer
+
+    def _outer(self, x: Tensor) -> int | None:
+        strides = x.stride()
+        if strides not in self._known:
+            self._known[strides] = outer_stride(x.shape, strides, self.order, self.inner)
+        return self._known[strides]
 
     def reduce_to(self, per_neuron: Tensor, like: Tensor) -> Tensor:
         """Sum a flat [N] gradient to a parameter's shape: a scalar, or one value per channel."""
@@ -88,40 +92,52 @@ class Layout:
         return rows.sum((0, 2))
 
 
+Strided = tuple[Sequence[int], Sequence[int]]
+
+
 def layout_of(tensors: Sequence[Tensor]) -> Layout:
     """The layout of a call: the order of the first tensor, split where any tensor needs it."""
-    first = tensors[0]
-    step, dims = tuple(first.shape[1:]), range(first.ndim - 1)
-    order = tuple(sorted(dims, key=lambda d: (-first.stride(d + 1), d)))
+    return _layout_of(tuple((x.shape, x.stride()) for x in tensors))
+
+
+@lru_cache(maxsize=4096)
+def layout_seen(tensors: tuple[Strided, ...]) -> Layout:
+    """The same, remembered, from the (shape, strides) of each tensor."""
+    return _layout_of(tensors)
+
+
+def _layout_of(tensors: tuple[Strided, ...]) -> Layout:
+    shape, strides = tensors[0]
+    step, dims = tuple(shape[1:]), range(len(shape) - 1)
+    order = tuple(sorted(dims, key=lambda d: (-strides[d + 1], d)))
     total = math.prod(step)
-    plain = Layout(first.shape[0], step, order, total)
-    inner = min(_inner(x, order) for x in tensors)
-    if inner < min(MIN_INNER, total) or any(
-        _outer_stride(x, order, inner) is None for x in tensors
-    ):
-        if _outer_stride(first, order, total) is None:
-            # Not dense: the usual order of dims, into which the tensors are copied.
-            plain = Layout(first.shape[0], step, tuple(dims), total)
-        return plain
-    return Layout(first.shape[0], step, order, inner)
+    inner = min(_inner(*x, order) for x in tensors)
+    fits = all(outer_stride(*x, order, inner) is not None for x in tensors)
+    if fits and inner >= min(MIN_INNER, total):
+        return Layout(shape[0], step, order, inner)
+    if outer_stride(shape, strides, order, total) is None:
+        # Not dense: the usual order of dims, into which the tensors are copied.
+        order = tuple(dims)
+    return Layout(shape[0], step, order, total)
 
 
-def _inner(x: Tensor, order: tuple[int, ...]) -> int:
+def _inner(shape: Sequence[int], strides: Sequence[int], order: tuple[int, ...]) -> int:
     """Elements of a step that are adjacent in memory, in this order of dims."""
     inner = 1
     for d in reversed(order):
-        size = x.shape[d + 1]
-        if size != 1 and x.stride(d + 1) != inner:
+        if shape[d + 1] != 1 and strides[d + 1] != inner:
             break
-        inner *= size
+        inner *= shape[d + 1]
     return inner
 
 
-def _outer_stride(x: Tensor, order: tuple[int, ...], inner: int) -> int | None:
+def outer_stride(
+    shape: Sequence[int], strides: Sequence[int], order: tuple[int, ...], inner: int
+) -> int | None:
     """Distance of neighbouring groups of `inner` elements, or None if a step does not fit."""
     reached, outer, expected = 1, None, 0
     for d in reversed(order):
-        size, stride = x.shape[d + 1], x.stride(d + 1)
+        size, stride = shape[d + 1], strides[d + 1]
         if size == 1:
             continue
         if reached < inner:

@@ -100,14 +100,18 @@ def program(name: str) -> Program:
 
 
 def prepare(
-    definition: Definition, backend: str, kinds: tuple[tuple[str, str], ...]
+    definition: Definition,
+    backend: str,
+    statics: tuple[Any, ...],
+    kinds: tuple[tuple[str, str], ...],
 ) -> tuple[str, tuple[str, ...]]:
     """The name of a definition's program, and the run-time values that it reads.
 
     Args:
+        statics: what `definition.describe` says of it besides its values.
         kinds: (name, kind) of every run-time value of the definition.
     """
-    signature = (definition.statics(), backend, kinds)
+    signature = (statics, backend, kinds)
     found = _by_signature.get(signature)
     if found is None:
         made = _make(definition, backend, dict(kinds))

@@ -102,26 +102,28 @@ class Definition(nn.Module):
         if cls.step is not Definition.step:
             cls.input_names = _input_names(cls)
 
-    def values(self) -> dict[str, float | Tensor]:
-        """Every run-time value by dotted name: floats, tensors and the learnable ones."""
-        found: dict[str, float | Tensor] = {}
+    def describe(self) -> tuple[dict[str, float | Tensor], tuple[Any, ...]]:
+        """(values, statics) of this neuron.
+
+        Values: every run-time value by dotted name: floats, tensors and the learnable ones.
+        Statics: what the traced step depends on besides: types and constants; hashable.
+        """
+        values: dict[str, float | Tensor] = {}
+        statics: list[Any] = []
         for prefix, module in _owners(self):
+            statics.append((prefix, type(module)))
             for name, value in _attributes(module):
                 if isinstance(value, Learnable):
-                    found[prefix + name] = value()
+                    values[prefix + name] = value()
                 elif isinstance(value, float | Tensor):
-                    found[prefix + name] = value
-        return found
+                    values[prefix + name] = value
+                elif not isinstance(value, nn.Module):
+                    statics.append((name, value if value.__hash__ else repr(value)))
+        return values, tuple(statics)
 
-    def statics(self) -> tuple[Any, ...]:
-        """What the traced step depends on besides the run-time values: types and constants."""
-        key: list[Any] = []
-        for prefix, module in _owners(self):
-            key.append((prefix, type(module)))
-            for name, value in _attributes(module):
-                if not isinstance(value, float | Tensor | nn.Module):
-                    key.append((name, value if value.__hash__ else repr(value)))
-        return tuple(key)
+    def values(self) -> dict[str, float | Tensor]:
+        """Every run-time value by dotted name."""
+        return self.describe()[0]
 
     def bind(self: _D, values: Mapping[str, Tensor]) -> _D:
         """A shallow copy whose run-time values are `values` (by dotted name)."""
@@ -151,7 +153,7 @@ def _owners(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
-        if not name.startswith("_") and name != "training":
+        if name[0] != "_" and name != "training":
             yield name, value
     for group in (module._parameters, module._buffers, module._modules):
         for name, value in group.items():
