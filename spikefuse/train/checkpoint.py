@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 from collections.abc import Iterator
@@ -18,6 +19,11 @@ from spikefuse.train.config import ConfigError, TrainConfig
 
 LAST = "last.ckpt"
 BEST = "best.ckpt"
+# What torch.load raises on files that are not what it expects.
+UNREADABLE = (
+    *(RuntimeError, ValueError, LookupError, TypeError, EOFError, OSError),
+    *(pickle.UnpicklingError, BadZipFile),
+)
 
 
 @contextlib.contextmanager
@@ -59,15 +65,17 @@ def load(path: Path) -> Loaded:
         what = "is a folder" if path.is_dir() else "does not exist"
         raise ConfigError(f"checkpoint {path} {what}: {hint}")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        file = io.BytesIO(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read checkpoint {path}: {error.strerror or error}") from error
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(content, dict) or KEY not in content:
+            raise ValueError("not a checkpoint of this library")
         own = content[KEY]
         config, history = TrainConfig.from_dict(own["config"]), list(own["history"])
         return Loaded(path, config, history, content["state_dict"])
     except ConfigError as error:
         raise ConfigError(f"checkpoint {path}: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"cannot read checkpoint {path}: {error.strerror or error}") from error
-    except (RuntimeError, ValueError, LookupError, TypeError, EOFError) as error:
-        raise ConfigError(f"{path} is damaged or no checkpoint of spikefuse: {hint}") from error
-    except (pickle.UnpicklingError, BadZipFile) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{path} is damaged or no checkpoint of spikefuse: {hint}") from error

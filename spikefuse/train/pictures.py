@@ -42,14 +42,14 @@ def record(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor
     """What goes through the network for one image `[1, C, H, W]`.
 
     Returns:
-        The encoded input `[T, C, H, W]`, the spikes `[T, N]` of each neuron layer by name, and
+        The encoded input `[T, C, H, W]`, the spikes `[T, ...]` of each neuron layer by name, and
         the output `[T, classes]`.
     """
     spikes: dict[str, Tensor] = {}
 
     def keep(name: str) -> Any:
         # Inside Temporal time is folded into the batch, which is 1 here.
-        return lambda _, inputs, output: spikes.update({name: output.flatten(1).cpu()})
+        return lambda _, inputs, output: spikes.update({name: output.float().cpu()})
 
     hooks = [n.register_forward_hook(keep(name)) for name, n in module.net.neurons().items()]
     try:
@@ -89,14 +89,14 @@ def _draw_input(axes: Axes, x: Tensor, label: str) -> None:
 
 
 def _draw_spikes(axes: Axes, name: str, layer: Tensor) -> None:
-    count = layer.shape[1]
+    neurons = layer.flatten(1).T
+    count = len(neurons)
     shown = torch.linspace(0, count - 1, min(count, NEURONS_SHOWN)).round().long()
-    axes.imshow(layer[:, shown].T.numpy(), cmap="binary", aspect="auto", interpolation="nearest")
-    which = "" if len(shown) == count else f"{len(shown)} of "
-    axes.set_title(
-        f"layer {name}: {which}{count} neurons, {100 * layer.mean():.1f} % firing", fontsize=8
-    )
-    axes.set(xlabel="time step", ylabel="neuron")
+    axes.imshow(neurons[shown].numpy(), cmap="binary", aspect="auto", interpolation="nearest")
+    shape = " × ".join(map(str, layer.shape[1:]))
+    axes.set_title(f"{name}: {shape} neurons, {100 * layer.mean():.1f} % firing", fontsize=8)
+    few = "neurons" if len(shown) == count else f"{len(shown)} of {count} neurons"
+    axes.set(xlabel="time step", ylabel=few)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 

@@ -1,0 +1,33 @@
+"""Runs of the command, small enough for every test."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from spikefuse.train.cli import main
+
+Spikefuse = Callable[..., int]
+
+
+@pytest.fixture
+def spikefuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spikefuse:
+    """Call the command in an empty folder; its exit code, also where argparse exits."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str | Path) -> int:
+        try:
+            return main([str(a) for a in arguments])
+        except SystemExit as stop:
+            return int(stop.code or 0)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def small() -> list[str]:
+    """Options of a run of 2 epochs of 10 steps."""
+    return shlex.split("--batch-size 128 --num-steps 2 --epochs 2 --device cpu")

@@ -1,0 +1,141 @@
+"""The command line: help that suffices, and one line for every mistake."""
+
+from __future__ import annotations
+
+import gzip
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from spikefuse import data, models
+from spikefuse.train.cli import GROUPS, main
+from spikefuse.train.config import NEURONS, TrainConfig
+
+Spikefuse = Callable[..., int]
+
+
+def test_help_names_every_option_with_its_default(
+    spikefuse: Spikefuse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert spikefuse("train", "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert sorted(sum(GROUPS.values(), ())) == sorted(f.name for f in fields(TrainConfig))
+    for f in fields(TrainConfig):
+        assert f"--{f.name.replace('_', '-')} " in text
+        assert f"(default: {f.metadata['shown']})" in text
+    for name in [*data.DATASETS, *models.MODELS, *NEURONS]:
+        assert name in text
+    for word in ("--resume", "--out", "--device", "--data-dir", "--download", "SPIKEFUSE_DATA"):
+        assert word in text
+    assert "spikefuse train --resume" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "usage"),
+        (["--help"], "COMMAND"),
+        (["eval", "--help"], "CHECKPOINT"),
+        (["--version"], "spikefuse 0."),
+    ],
+)
+def test_other_help(
+    spikefuse: Spikefuse, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    if arguments:
+        assert spikefuse(*arguments) == 0
+        assert words in capsys.readouterr().out
+    else:
+        assert spikefuse() == 2
+        assert "arguments are required: COMMAND" in capsys.readouterr().err
+
+
+def test_help_does_not_wait_for_lightning() -> None:
+    code = (
+        "import sys; from spikefuse.train.cli import make_parser; make_parser().format_help(); "
+        "loaded = {'lightning', 'matplotlib', 'sklearn', 'numba'} & set(sys.modules); "
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+WRONG = [
+    (["--epochs", "three"], "argument --epochs: invalid int value: 'three'"),
+    (["--colour", "red"], "unrecognized arguments: --colour red"),
+    (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
+    (["--dataset", "digit"], "unknown dataset 'digit': did you mean digits? choose one of"),
+    (["--model", "vgg"], "unknown model 'vgg': choose one of mlp, conv, resnet18"),
+    (["--neuron", "if", "--decay", "0.5"], "decay is given, but the neuron if has none"),
+    (["-T", "0"], "num_steps is 0: expected a whole number of at least 1"),
+    (["--batch-size", "5000"], "batch_size is 5000: digits has only 1295 training images"),
+    (["--device", "tpu"], "unknown device 'tpu': choose one of auto, cpu, cuda"),
+    (["--device", "cpu", "--precision", "16"], "precision is 16, which needs a CUDA GPU"),
+    (["--dataset", "mnist", "--data-dir", "data"], "mnist: train-images-idx3-ubyte.gz is neither"),
+    (["--resume", "nothing.ckpt"], "checkpoint nothing.ckpt does not exist: expected last.ckpt"),
+    (["--resume", "."], "checkpoint . is a folder: expected last.ckpt"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    spikefuse: Spikefuse,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    assert spikefuse("train", *arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"spikefuse train: error: {message}") or (
+        line.startswith(f"spikefuse: error: {message}")
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_no_gpu(spikefuse: Spikefuse, capsys: pytest.CaptureFixture[str]) -> None:
+    assert spikefuse("train", "--device", "cuda") == 2
+    assert "finds no CUDA GPU: choose auto or cpu" in capsys.readouterr().err
+
+
+def test_a_damaged_data_file(
+    spikefuse: Spikefuse, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (tmp_path / f"{part}-ubyte.gz").write_bytes(gzip.compress(b"\0\0\x08\x03")[:-2])
+    assert spikefuse("train", "--dataset", "mnist", "--data-dir", tmp_path) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / "train-images-idx3-ubyte.gz") in line
+    assert "damaged" in line
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("package", "missing"), [("lightning.pytorch", "lightning"), ("tqdm", "tqdm")]
+)
+def test_the_extra_is_missing(tmp_path: Path, package: str, missing: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; import spikefuse.train.cli as c; c.main()"
+    code = code.replace("c.main()", "sys.exit(c.main(['train']))")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert missing in line
+    assert line.endswith('is not installed: pip install "spikefuse[train]"')
+
+
+def test_ctrl_c_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("spikefuse.data.load", interrupted)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == "spikefuse train: interrupted\n"

@@ -1,0 +1,57 @@
+"""A configuration is checked when it is made, and the message says what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+import spikefuse as sf
+from spikefuse.train import ConfigError, TrainConfig
+from spikefuse.train.config import NEURONS
+
+WRONG = [
+    ({"dataset": "minst"}, "unknown dataset 'minst': did you mean mnist? choose one of digits, "),
+    ({"model": "transformer"}, "unknown model 'transformer': choose one of mlp, conv, resnet18"),
+    ({"neuron": "LIF"}, "unknown neuron 'LIF': "),
+    ({"encoding": 3}, "unknown encoding 3: choose one of direct, poisson"),
+    ({"precision": "64"}, "unknown precision '64': choose one of 32, bf16, 16"),
+    ({"num_steps": 0}, "num_steps is 0: expected a whole number of at least 1"),
+    ({"num_steps": 2.0}, "num_steps is 2.0: expected a whole number"),
+    ({"epochs": True}, "epochs is True: expected a whole number"),
+    ({"epochs": "3"}, "epochs is '3': expected a whole number"),
+    ({"lr": 0.0}, "lr is 0.0: expected a positive number"),
+    ({"lr": float("nan")}, "lr is nan: expected a number"),
+    ({"decay": 1.5}, "decay is 1.5: expected a number from 0 to 1"),
+    ({"decay": 0.5, "neuron": "if"}, "decay is given, but the neuron if has none: leave it out"),
+    ({"decay": 1.0, "neuron": "plif"}, "decay is 1.0: expected a number between 0 and 1 for plif"),
+    ({"threshold": -1}, "threshold is -1: expected a positive number"),
+    ({"seed": -1}, "seed is -1: expected a whole number from 0 to"),
+    ({"shift": 9}, "shift is 9: expected a whole number from 0 to 8"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG)
+def test_wrong_values(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(**values)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_round_trip() -> None:
+    config = TrainConfig(neuron="plif", decay=0.3, seed=5)
+    assert TrainConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ConfigError, match="unknown setting 'colour'"):
+        TrainConfig.from_dict({"colour": "red"})
+
+
+@pytest.mark.parametrize("name", NEURONS)
+def test_neurons_get_their_parameters(name: str) -> None:
+    decay = None if name == "if" else 0.25
+    neuron = TrainConfig(neuron=name, threshold=0.75, decay=decay).make_neuron()
+    assert type(neuron) is NEURONS[name]
+    assert isinstance(neuron, sf.Neuron)
+    assert neuron.threshold == 0.75
+    if name in ("lif", "alif"):
+        assert neuron.decay == 0.25
+    if name == "plif":
+        assert abs(neuron.decay().item() - 0.25) < 1e-6

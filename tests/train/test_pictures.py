@@ -1,0 +1,45 @@
+"""What the raster shows is what the network does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+import torch
+
+from spikefuse.data import DATASETS
+from spikefuse.train.classifier import Classifier
+from spikefuse.train.config import TrainConfig
+from spikefuse.train.pictures import draw_curves, draw_raster, record
+
+
+def test_record_sees_every_layer() -> None:
+    module = Classifier(TrainConfig(num_steps=5, threshold=0.3)).eval()
+    pixels = torch.randint(0, 256, (1, 1, 8, 8), dtype=torch.uint8)
+    x, spikes, output = record(module, pixels)
+    assert x.shape == (5, 1, 8, 8)
+    assert {name: s.shape for name, s in spikes.items()} == {
+        "2": (5, 32, 8, 8),
+        "6": (5, 64, 4, 4),
+    }
+    for layer in spikes.values():
+        assert set(layer.unique().tolist()) == {0.0, 1.0}
+    with torch.no_grad():
+        assert torch.equal(output.mean(0), module(pixels)[0])
+    assert not any(n._forward_hooks for n in module.net.neurons().values())
+
+
+@pytest.mark.parametrize("model", ["mlp", "resnet18"])
+def test_pictures_of_any_depth(tmp_path: Path, model: str) -> None:
+    module = Classifier(TrainConfig(num_steps=3, model=model)).eval()
+    path = tmp_path / "raster.png"
+    classes = DATASETS["digits"].classes
+    draw_raster(module, torch.full((1, 1, 8, 8), 200, dtype=torch.uint8), 3, classes, path)
+    assert matplotlib.image.imread(path).std() > 0.01
+
+
+def test_curves_of_a_single_epoch(tmp_path: Path) -> None:
+    names = ("train_loss", "train_accuracy", "val_loss", "val_accuracy")
+    draw_curves([{"epoch": 1, **dict.fromkeys(names, 0.5)}], tmp_path / "curves.png")
+    assert matplotlib.image.imread(tmp_path / "curves.png").std() > 0.01

@@ -1,0 +1,191 @@
+"""A resumed run ends bit for bit where an uninterrupted one does."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spikefuse.train.classifier import Classifier
+from spikefuse.train.cli import main
+
+Spikefuse = Callable[..., int]
+STEPS = 10  # per epoch
+POISSON = shlex.split("--encoding poisson --model mlp --neuron plif")
+
+
+@pytest.fixture
+def four(small: list[str]) -> list[str]:
+    return [*small, "--epochs", "4"]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, small: list[str]) -> Path:
+    """An uninterrupted run of 4 epochs."""
+    directory = tmp_path_factory.mktemp("straight")
+    arguments = [*small, "--epochs", "4", *POISSON, "--out", str(directory)]
+    assert main(["train", *arguments]) == 0
+    return directory
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Weights, optimizer, counters and history; all but the speed."""
+    for name in ("last.ckpt", "best.ckpt"):
+        a, b = read_checkpoint(one / name), read_checkpoint(other / name)
+        for row in a["spikefuse"]["history"] + b["spikefuse"]["history"]:
+            row.pop("images_per_second")
+        for key in ("state_dict", "optimizer_states", "spikefuse", "epoch", "global_step"):
+            assert_equal(a[key], b[key], f"{name} {key}")
+
+
+def assert_equal(a: Any, b: Any, where: str) -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_equal(a[key], b[key], f"{where} {key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for i, pair in enumerate(zip(a, b, strict=True)):
+            assert_equal(*pair, f"{where} {i}")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    else:
+        assert a == b, where
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, hook: str, call: int, times: int = 1) -> None:
+    """Send SIGINT to this process when the `call`-th call of a Lightning hook begins."""
+    original, calls = getattr(Classifier, hook), iter(range(10**6))
+
+    def wrapped(self: Classifier, *arguments: Any) -> Any:
+        if next(calls) == call:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Classifier, hook, wrapped)
+
+
+def test_two_epochs_and_two_more(
+    spikefuse: Spikefuse, tmp_path: Path, small: list[str], four: list[str]
+) -> None:
+    assert spikefuse("train", *four, "--out", "straight") == 0
+    assert spikefuse("train", *small, "--out", "halves") == 0
+    assert spikefuse("train", "--resume", "halves/last.ckpt", "--epochs", "4") == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "halves")
+
+
+@pytest.mark.parametrize(
+    ("hook", "call"),
+    [
+        ("training_step", 0),
+        ("training_step", 14),
+        ("training_step", 2 * STEPS - 1),  # the last of an epoch: its validation comes first
+        ("training_step", 2 * STEPS),
+        ("training_step", 4 * STEPS - 1),
+        ("validation_step", 2),
+    ],
+)
+def test_interrupted_anywhere(
+    spikefuse: Spikefuse,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    four: list[str],
+    straight: Path,
+    hook: str,
+    call: int,
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt(patch, hook, call)
+        assert spikefuse("train", *four, *POISSON, "--out", "stopped") == 130
+    assert "train --resume stopped/last.ckpt" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.partial"))
+    assert spikefuse("train", "--resume", "stopped/last.ckpt") == 0
+    assert_same_run(straight, tmp_path / "stopped")
+    table = (tmp_path / "stopped" / "metrics.csv").read_text().splitlines()
+    assert [line.split(",")[:2] for line in table[1:]] == [
+        [str(n), str(n * STEPS)] for n in (1, 2, 3, 4)
+    ]
+
+
+def test_conv_interrupted_twice_with_sgd(
+    spikefuse: Spikefuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, four: list[str]
+) -> None:
+    options = [*four, "--optimizer", "sgd", "--lr", "0.05", "--neuron", "alif"]
+    assert spikefuse("train", *options, "--out", "straight") == 0
+    arguments = [*options, "--out", "stopped"]
+    for call in (13, 9):
+        with monkeypatch.context() as patch:
+            interrupt(patch, "training_step", call)
+            assert spikefuse("train", *arguments) == 130
+        arguments = ["--resume", "stopped/last.ckpt"]
+    assert spikefuse("train", *arguments) == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "stopped")
+
+
+def test_a_second_ctrl_c_stops_at_once(
+    spikefuse: Spikefuse,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    small: list[str],
+) -> None:
+    interrupt(monkeypatch, "training_step", 3, times=2)
+    assert spikefuse("train", *small, "--out", "stopped") == 130
+    assert "stopped before anything was saved" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.ckpt"))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupted_while_testing(
+    spikefuse: Spikefuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: list[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt(patch, "test_step", 1)
+        assert spikefuse("train", *small, "--out", "stopped") == 130
+    assert not (tmp_path / "stopped" / "result.json").exists()
+    assert spikefuse("train", "--resume", "stopped/last.ckpt") == 0
+    assert (tmp_path / "stopped" / "result.json").exists()
+
+
+def test_the_printed_command_resumes(
+    spikefuse: Spikefuse, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The real thing: a process, a Ctrl-C, and the command that it prints."""
+    program = [sys.executable, "-W", "error", "-m", "spikefuse"]
+    with subprocess.Popen(
+        [*program, "train", *small, "--epochs", "40", "--model", "mlp"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        while "epoch  2" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    command = shlex.split(errors.splitlines()[-1])
+    last = Path("runs") / "digits-mlp-1" / "last.ckpt"
+    assert command[:2] + command[3:] == [
+        *(sys.executable, "-m"),
+        *("train", "--resume", str(last), "--device", "cpu"),
+    ]
+    done = len(read_checkpoint(tmp_path / last)["spikefuse"]["history"])
+    assert spikefuse(*command[3:], "--epochs", str(done + 1)) == 0
+    assert re.search(rf"^epoch +{done + 1}/{done + 1} ", capsys.readouterr().out, re.M)

@@ -1,0 +1,85 @@
+"""A run as a whole: what it writes, that it learns, that its checkpoints can be tested."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+import torch
+
+from spikefuse.train.config import TrainConfig
+
+Spikefuse = Callable[..., int]
+
+
+def test_a_run_and_its_evaluation(
+    spikefuse: Spikefuse, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert spikefuse("train", *small, "--batch-size", "32", "--epochs", "8") == 0
+    output, errors = capsys.readouterr()
+    assert errors == ""
+    directory = tmp_path / "runs" / "digits-conv-1"
+    assert sorted(p.name for p in directory.iterdir()) == [
+        *("best.ckpt", "curves.png", "last.ckpt", "metrics.csv", "raster.png", "result.json"),
+        "tensorboard",
+    ]
+    assert len(list((directory / "tensorboard").iterdir())) == 1
+    for picture in ("curves.png", "raster.png"):
+        assert matplotlib.image.imread(directory / picture).std() > 0.01
+
+    result = json.loads((directory / "result.json").read_text())
+    assert result["test_accuracy"] >= 0.9
+    assert result["test_images"] == 359
+    config = TrainConfig.from_dict(result["config"])
+    assert config == TrainConfig(batch_size=32, num_steps=2, epochs=8)
+    with (directory / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["epoch"]) for row in rows] == list(range(1, 9))
+    best = max(rows, key=lambda row: (float(row["val_accuracy"]), -float(row["val_loss"])))
+    assert int(best["epoch"]) == result["best_epoch"]
+    assert len(re.findall(r"^epoch \d/8 .* images/s$", output, re.M)) == 8
+    percent = f"{100 * result['test_accuracy']:.2f} %"
+    assert f"test accuracy {percent} on 359 images held out" in output
+
+    assert spikefuse("eval", directory / "best.ckpt", "--device", "cpu") == 0
+    loss = f"{result['test_loss']:.4f}"
+    assert capsys.readouterr().out == f"test accuracy {percent}, loss {loss} (digits)\n"
+
+
+def test_runs_are_numbered_and_never_overwritten(
+    spikefuse: Spikefuse, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*small, "--model", "mlp", "--epochs", "1"]
+    assert spikefuse("train", *options) == 0
+    assert spikefuse("train", *options) == 0
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["digits-mlp-1", "digits-mlp-2"]
+    assert spikefuse("train", *options, "--out", "runs/digits-mlp-1") == 2
+    assert "runs/digits-mlp-1 exists already: name a new folder" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert spikefuse("train", *options, "--out", "file/new") == 2
+    assert "cannot make the folder file/new" in capsys.readouterr().err
+
+
+def test_the_seed_is_all_that_matters(
+    spikefuse: Spikefuse, tmp_path: Path, small: list[str]
+) -> None:
+    options = [*small, "--model", "mlp", "--encoding", "poisson", "--epochs", "1"]
+    weights = []
+    for out, seed in (("a", "7"), ("b", "7"), ("c", "8")):
+        torch.manual_seed(len(weights))
+        assert spikefuse("train", *options, "--out", out, "--seed", seed) == 0
+        state = torch.load(tmp_path / out / "last.ckpt", weights_only=True)["state_dict"]
+        weights.append(torch.cat([w.flatten().double() for w in state.values()]))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_mixed_precision(spikefuse: Spikefuse, tmp_path: Path, small: list[str]) -> None:
+    assert spikefuse("train", *small, "--precision", "bf16", "--epochs", "1", "--out", "r") == 0
+    result = json.loads((tmp_path / "r" / "result.json").read_text())
+    assert 0 < result["test_loss"] < 3
