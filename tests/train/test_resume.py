@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import signal
@@ -81,9 +82,11 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, hook: str, call: int, times: int 
 def test_two_epochs_and_two_more(
     spikefuse: Spikefuse, tmp_path: Path, small: list[str], four: list[str]
 ) -> None:
+    torch.set_num_threads(2)  # as a user's run would
     assert spikefuse("train", *four, "--out", "straight") == 0
     assert spikefuse("train", *small, "--out", "halves") == 0
     assert spikefuse("train", "--resume", "halves/last.ckpt", "--epochs", "4") == 0
+    torch.set_num_threads(1)
     assert_same_run(tmp_path / "straight", tmp_path / "halves")
 
 
@@ -169,6 +172,7 @@ def test_the_printed_command_resumes(
     with subprocess.Popen(
         [*program, "train", *small, "--epochs", "40", "--model", "mlp"],
         cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
