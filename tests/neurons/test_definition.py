@@ -1,0 +1,177 @@
+"""The contract of a definition: states, run-time values, constants, binding, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spikefuse import Learnable, LearnableFraction, State, surrogate
+from spikefuse.neurons import LIF, PLIF, Definition
+from spikefuse.neurons.definition import call_step, channel_view, number
+
+
+class Two(Definition):
+    v, a = State(), State(0.5)
+
+    def __init__(self, decay: Any = 0.5, mode: str = "plain") -> None:
+        super().__init__()
+        self.decay, self.mode = decay, mode
+        self.surrogate = surrogate.Sigmoid(3.0)
+
+    def step(self, x: Tensor, z: Tensor, v: Tensor, a: Tensor) -> Any:
+        return self.surrogate(self.decay * v + x), (z, a)
+
+
+def test_inputs_and_states_by_name() -> None:
+    assert Two.input_names == ("x", "z")
+    assert list(Two.states) == ["v", "a"]
+    assert [s.initial for s in Two.states.values()] == [0.0, 0.5]
+
+
+def test_states_of_base_classes_come_first() -> None:
+    class Base(Definition):
+        v = State()
+
+    class Derived(Base):
+        u = State()
+
+        def step(self, x: Tensor, v: Tensor, u: Tensor) -> Any:
+            return x, (v, u)
+
+    assert list(Derived.states) == ["v", "u"]
+    assert Base.input_names == ()
+
+
+@pytest.mark.parametrize(
+    "arguments", ["x, a, v", "v, a", "x, v", "x, v, a, extra", "v, a, x"], ids=str
+)
+def test_step_must_take_inputs_then_states(arguments: str) -> None:
+    scope: dict[str, Any] = {}
+    exec(f"def step(self, {arguments}): ...", scope)
+    members = {"v": State(), "a": State(), "step": scope["step"]}
+    with pytest.raises(TypeError, match=rf"Wrong\.step takes \({arguments}\).*write step\(self, x"):
+        type("Wrong", (Definition,), members)
+
+
+def test_without_a_step() -> None:
+    class Empty(Definition):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Empty does not define step"):
+        Empty().step()
+
+
+def test_run_time_values() -> None:
+    two = Two(decay=nn.Parameter(torch.tensor(0.25)))
+    two.scale = 2.0
+    values = two.values()
+    assert set(values) == {"decay", "scale", "surrogate.width"}
+    assert values["decay"] is two.decay
+    assert (values["scale"], values["surrogate.width"]) == (2.0, 3.0)
+
+
+def test_a_learnable_value_is_computed_per_call() -> None:
+    plif = PLIF(decay=0.25, channels=2)
+    first = plif.values()["decay"]
+    with torch.no_grad():
+        plif.decay.logit.zero_()
+    second = plif.values()["decay"]
+    assert isinstance(first, Tensor)
+    assert isinstance(second, Tensor)
+    assert first.tolist() == pytest.approx([0.25, 0.25])
+    assert second.tolist() == [0.5, 0.5]
+    assert second.requires_grad
+    assert "decay.logit" not in plif.values()
+
+
+def test_learnable_without_forward() -> None:
+    with pytest.raises(NotImplementedError, match=r"Learnable does not define forward\(self\)"):
+        Learnable()()
+
+
+def test_statics_tell_constants_but_not_values() -> None:
+    def statics(neuron: Definition) -> tuple[Any, ...]:
+        return neuron.describe()[1]
+
+    same = statics(Two(decay=0.5))
+    assert same == statics(Two(decay=0.75))
+    assert same != statics(Two(mode="other"))
+    wide, other = Two(), Two()
+    wide.surrogate = surrogate.Sigmoid(9.0)
+    other.surrogate = surrogate.Arctan(3.0)
+    assert statics(wide) == same
+    assert statics(other) != same
+    assert statics(LIF(reset="soft")) != statics(LIF())
+    assert statics(LIF(detach_reset=True)) != statics(LIF())
+
+
+def test_bind_replaces_values_in_a_copy() -> None:
+    two = Two(decay=nn.Parameter(torch.tensor(0.25)))
+    decay, width = torch.tensor(0.75), torch.tensor(8.0)
+    bound = two.bind({"decay": decay, "surrogate.width": width})
+    assert bound.decay is decay
+    assert bound.surrogate.width is width
+    assert bound.mode == "plain"
+    assert isinstance(two.decay, nn.Parameter)
+    assert two.surrogate.width == 3.0
+    assert list(two.parameters()) == [two.decay]
+
+
+def test_call_step_makes_tuples() -> None:
+    x = torch.ones(1)
+    outputs, states = call_step(Two(), (x, x), (x, x))
+    assert [len(outputs), len(states)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda x: x, r"must return \(output, \(new v,\)\); it returned Tensor"),
+        (lambda x: (x, x), r"must return \(output, \(new v,\)\)"),
+        (lambda x: (x, x, x), r"must return .*; it returned tuple"),
+        (lambda x: (x, (x, x)), r"returned 2 new states, but 1 are declared \(v\)"),
+        (lambda x: (x, ()), r"returned 0 new states"),
+        (lambda x: (1.0, (x,)), r"returned a float among its tensors"),
+        (lambda x: ((x, None), (x,)), r"returned a NoneType among its tensors"),
+    ],
+)
+def test_wrong_results_of_step(result: Any, message: str) -> None:
+    class Wrong(Definition):
+        v = State()
+
+        def step(self, x: Tensor, v: Tensor) -> Any:
+            return result(x)
+
+    with pytest.raises(TypeError, match=r"Wrong\.step " + message):
+        call_step(Wrong(), (torch.ones(1),), (torch.ones(1),))
+
+
+def test_channel_view() -> None:
+    scalar = torch.tensor(1.0)
+    assert channel_view("p", scalar, torch.Size([2])) is scalar
+    assert channel_view("p", torch.ones(3), torch.Size([2, 3])).shape == (3,)
+    assert channel_view("p", torch.ones(3), torch.Size([2, 3, 5, 7])).shape == (3, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "step"), [((1,), (2, 3)), ((2,), (2, 3)), ((1, 3), (2, 3)), ((3,), (3,))]
+)
+def test_channel_view_of_a_wrong_shape(value: tuple[int, ...], step: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"parameter 'p' has shape .* one value per channel"):
+        channel_view("p", torch.ones(value), torch.Size(step))
+
+
+def test_number() -> None:
+    learnable, tensor = LearnableFraction(0.5), torch.tensor(7.0)
+    assert number("p", learnable, 0, 1) is learnable
+    assert number("p", tensor, 0, 1) is tensor
+    assert [number("p", 0, 0, 1), number("p", 1, 0, 1)] == [0.0, 1.0]
+
+
+def test_learnable_fraction_starts_where_it_should() -> None:
+    assert LearnableFraction(0.9)().item() == pytest.approx(0.9)
+    values = LearnableFraction(0.2, channels=3)()
+    assert values.tolist() == pytest.approx([0.2] * 3)
