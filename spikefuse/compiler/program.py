@@ -75,6 +75,11 @@ class Program:
     def named(self, kind: str) -> list[str]:
         return [n for n, k in zip(self.step.params, self.kinds, strict=True) if k == kind]
 
+    def learnable(self) -> tuple[str, ...]:
+        """Parameters that may require gradients."""
+        tensors = zip(self.step.params, self.kinds, strict=True)
+        return tuple(n for n, k in tensors if k != FLOAT and n in self.reverse.params)
+
     def module(self, grad_params: tuple[str, ...] = ()) -> ModuleType:
         """Kernels whose backward yields the gradients of these parameters."""
         if grad_params not in self.modules:
@@ -115,8 +120,9 @@ def prepare(
     found = _by_signature.get(signature)
     if found is None:
         made = _make(definition, backend, dict(kinds))
-        # The same kernels have the same name in every process.
-        digest = hashlib.sha256(made.source().encode()).hexdigest()[:12]
+        # The same kernels, called alike, have the same name in every process.
+        identity = repr((made.step.params, made.kinds)) + made.source(made.learnable())
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
         name = f"{made.step.name}-{backend}-{digest}"
         _by_name.setdefault(name, made)
         found = _by_signature[signature] = name, made.step.params
