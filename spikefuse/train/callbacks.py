@@ -30,7 +30,12 @@ class Progress(Callback):
         total = trainer.num_training_batches * (trainer.max_epochs or 0)
         self._shown = 0.0
         self.bar = tqdm(
-            total=total, initial=trainer.global_step, disable=None, leave=False, unit="step"
+            desc="first step: making kernels",
+            total=total,
+            initial=trainer.global_step,
+            disable=None,
+            leave=False,
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
         )
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
