@@ -41,7 +41,7 @@ def scan(
     states = tuple(s.to(compute) for s in state)
 
     steps = []
-    for t in range(inputs[0].shape[0]):
-        outputs, states = call_step(bound, tuple(x[t].to(compute) for x in inputs), states)
+    for now in zip(*(x.unbind(0) for x in inputs), strict=True):
+        outputs, states = call_step(bound, tuple(x.to(compute) for x in now), states)
         steps.append(outputs)
     return tuple(torch.stack(series).to(dtype) for series in zip(*steps, strict=True)), states

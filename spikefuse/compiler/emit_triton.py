@@ -128,10 +128,7 @@ class _Emitter:
 
     @staticmethod
     def store_step(name: str, k: int, value: str) -> str:
-        return (
-            f"tl.store({name}_at + (start + {k}) * {name}_time, {value}, "
-            f"mask=lane < count_{k})"
-        )
+        return f"tl.store({name}_at + (start + {k}) * {name}_time, {value}, mask=lane < count_{k})"
 
     @staticmethod
     def optional_state(v: str, pointer: str, rest: float) -> list[str]:

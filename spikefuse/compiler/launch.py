@@ -71,16 +71,20 @@ def scan(
     return tuple(results[:num_outputs]), tuple(results[num_outputs:end])
 
 
-@torch.compiler.assume_constant_result
 def _prepare(
     definition: Definition, backend: str, statics: Any, kinds: tuple[tuple[str, str], ...]
 ) -> tuple[str, tuple[str, ...]]:
     return prepare(definition, backend, statics, kinds)
 
 
-@torch.compiler.assume_constant_result
 def _num_outputs(name: str) -> int:
     return program(name).step.num_outputs
+
+
+# What torch.compiler.assume_constant_result would set, after importing all of torch.compile:
+# torch.compile calls these two while it traces and keeps their results.
+for _function in (_prepare, _num_outputs):
+    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def _check_backend(backend: str, x: Tensor) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,12 +39,15 @@ class Layout:
         fill("channels", self.step_shape[1] if len(strides) > 1 else 1)
         fill("channel_inner", strides[1] if len(strides) > 1 else self.num_neurons)
         fill("_known", {})
+        fill("launches", {})
 
     num_neurons: int = field(init=False)
     step_strides: tuple[int, ...] = field(init=False)
     channels: int = field(init=False)
     #: Neighbours in memory that share a channel: neuron n has channel (n // this) % C.
     channel_inner: int = field(init=False)
+    #: What a backend has prepared for calls of this layout.
+    launches: dict[Any, Any] = field(init=False, compare=False, repr=False)
     _known: dict[tuple[int, ...], int | None] = field(init=False, compare=False, repr=False)
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from math import floor, log, sqrt
 from typing import Any
 
 import numba
@@ -27,6 +26,8 @@ from numba.extending import intrinsic
 __all__ = ["channel_rows", "exp", "f32", "floor", "kernel", "load", "log", "sqrt", "store"]
 
 f32 = np.float32
+# NumPy's keep float32; those of math would compute in double precision.
+floor, log, sqrt = np.floor, np.log, np.sqrt
 MAX_SLOTS = 48
 
 # No fastmath: contraction or reassociation would change spikes.

@@ -53,7 +53,8 @@ TABLE: dict[str, Op] = {
     "quick_div": _both("({0} / {1})", exact=False),
     "neg": _both("(-{0})", operands="f", aten=(aten.neg,)),
     "abs": Op("tl.abs({0})", "abs({0})", operands="f", aten=(aten.abs,)),
-    "sqrt": Op("tl.sqrt_rn({0})", "sqrt({0})", operands="f", aten=(aten.sqrt,)),
+    # Correctly rounded here, but PyTorch's own is not in every CPU build.
+    "sqrt": Op("tl.sqrt_rn({0})", "sqrt({0})", operands="f", exact=False, aten=(aten.sqrt,)),
     "floor": Op("tl.floor({0})", "floor({0})", operands="f", aten=(aten.floor,)),
     "exp": Op("tl.exp({0})", "exp({0})", operands="f", exact=False, aten=(aten.exp,)),
     "log": Op("tl.log({0})", "log({0})", operands="f", exact=False, aten=(aten.log,)),

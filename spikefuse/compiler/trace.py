@@ -166,7 +166,12 @@ def capture(function: Callable[..., Any], names: Sequence[str]) -> Graph:
     Raises:
         UnsupportedOperation: an operation is not in the table.
     """
-    traced = make_fx(function)(*_examples(len(names)))
+    examples = _examples(len(names))
+    traced = make_fx(function)(*examples)
+    if any(_is_in_place(node.target) for node in traced.graph.nodes):
+        # Some derivatives of PyTorch's are. (functionalize can't see through autograd.Function,
+        # hence the second trace.)
+        traced = make_fx(torch.func.functionalize(traced))(*examples)
     graph = Graph(tuple(names))
     values: dict[Any, Any] = {}
     fresh = iter(names)
@@ -180,6 +185,10 @@ def capture(function: Callable[..., Any], names: Sequence[str]) -> Graph:
         elif node.op == "output":
             graph.outputs = tuple(values[n] for n in node.args[0])
     return graph
+
+
+def _is_in_place(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
 def _lower(graph: Graph, node: Any, values: dict[Any, Any]) -> Operand:

@@ -1,0 +1,208 @@
+"""Comparing kernels with the reference: inputs in any layout, poisoned memory, error budgets."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from spikefuse import reference
+from spikefuse.neurons.definition import Outputs, States
+from spikefuse.nn.neuron import Neuron
+
+LAYOUTS = ("contiguous", "channels_last", "batch_first")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Largest relative error of one conversion from float32 (for bfloat16, by truncation).
+ROUNDING = dict(zip(DTYPES, (2.0**-24, 2.0**-8, 2.0**-11), strict=True))
+
+
+@dataclass(frozen=True)
+class Backends:
+    """A device, and the implementations (`impl=`) whose kernels run on its tensors."""
+
+    device: str
+    impls: tuple[str, ...]
+
+
+def make_input(
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    constant: bool = False,
+) -> Tensor:
+    """Normal random values `[T, B, ...]`; with `constant`, one step and a time stride of 0."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = (1, *shape[1:]) if constant else tuple(shape)
+    return torch.randn(drawn, generator=generator).to(device, dtype).expand(tuple(shape))
+
+
+def lay_out(x: Tensor, layout: str) -> Tensor:
+    """The same values of `[T, B, C, H, W]` in another memory order, one of `LAYOUTS`.
+
+    "batch_first" has time inside the batch in memory.
+
+    Raises:
+        ValueError: an unknown layout.
+    """
+    if layout == "contiguous":
+        return x
+    if layout == "channels_last":
+        steps = x.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        return steps.unflatten(0, x.shape[:2])
+    if layout == "batch_first":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    raise ValueError(f"layout is {layout!r}: expected one of {', '.join(LAYOUTS)}")
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill memory from torch.empty and torch.empty_strided with NaN: what a kernel leaves
+    unwritten shows."""
+
+    def poison(allocate):
+        def wrapper(*args, **kwargs):
+            x = allocate(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return wrapper
+
+    with (
+        mock.patch.object(torch, "empty", poison(torch.empty)),
+        mock.patch.object(torch, "empty_strided", poison(torch.empty_strided)),
+    ):
+        yield
+
+
+@dataclass
+class Run:
+    """A forward pass with its graph, and gradients once `backward` has run."""
+
+    outputs: Outputs
+    states: States
+    leaves: dict[str, Tensor]
+
+    def backward(self, weights: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Gradients of the weighted sum of outputs and states, by the name of the leaf."""
+        results = (*self.outputs, *self.states)
+        terms = [(r.double() * w).sum() for r, w in zip(results, weights, strict=True)]
+        loss = torch.stack(terms).sum()
+        if not loss.requires_grad:  # nothing that was computed depends on a leaf
+            return {name: torch.zeros_like(x) for name, x in self.leaves.items()}
+        found = torch.autograd.grad(loss, list(self.leaves.values()), allow_unused=True)
+        return {
+            name: torch.zeros_like(x) if g is None else g
+            for (name, x), g in zip(self.leaves.items(), found, strict=True)
+        }
+
+
+def run(neuron: Neuron, inputs: Sequence[Tensor], state: States | None, impl: str) -> Run:
+    """Run `neuron` on fresh leaves: its inputs, initial states and parameters.
+
+    `impl` is one of the neuron's, or "float64" for the eager loop in double precision.
+    """
+    xs = [x.detach().requires_grad_() for x in inputs]
+    starts = None if state is None else tuple(s.detach().requires_grad_() for s in state)
+    leaves = {f"input {i}": x for i, x in enumerate(xs)}
+    leaves |= {f"state {i}": s for i, s in enumerate(starts or ())}
+    leaves |= dict(neuron.named_parameters())
+    if impl == "float64":
+        outputs, states = reference.scan(neuron, tuple(x.double() for x in xs), starts)
+    else:
+        result, states = neuron(*xs, state=starts, return_state=True, impl=impl)
+        outputs = result if isinstance(result, tuple) else (result,)
+    return Run(outputs, states, leaves)
+
+
+def assert_matches_reference(
+    neuron: Neuron,
+    inputs: Sequence[Tensor],
+    impls: Sequence[str],
+    state: States | None = None,
+    exact: bool = True,
+    layouts: Sequence[str] = LAYOUTS[:1],
+    seed: int = 1,
+) -> None:
+    """Compare implementations with the eager loop on the same inputs, in every layout.
+
+    With `exact`, outputs and states must be equal bit for bit; else they may differ as much as
+    `within_budget` allows. Gradients are held to the reference's own float64 error: neurons
+    whose float64 trajectory spikes differently get no loss, so that both compute one function.
+
+    Raises:
+        AssertionError: naming what differs and by how much.
+    """
+    expected = run(neuron, inputs, state, "reference")
+    truth = run(neuron, inputs, state, "float64")
+    pairs = zip(expected.outputs, truth.outputs, strict=True)
+    same = torch.stack([((a - b).abs() < 0.5).all(0) for a, b in pairs]).all(0)
+    generator = torch.Generator().manual_seed(seed)
+    weights = [
+        torch.randn(r.shape, generator=generator).to(r.device) * same
+        for r in (*expected.outputs, *expected.states)
+    ]
+    wanted, true = expected.backward(weights), truth.backward(weights)
+    for impl, layout in itertools.product(impls, layouts):
+        where = f"{impl}, {layout}"
+        with poisoned():
+            actual = run(neuron, [lay_out(x, layout) for x in inputs], state, impl)
+            gradients = actual.backward(weights)
+        for role in ("outputs", "states"):
+            rows = zip(*(getattr(r, role) for r in (actual, expected, truth)), strict=True)
+            for i, (a, e, t) in enumerate(rows):
+                # Triton's interpreter truncates to bfloat16 where GPUs round.
+                truncated = impl == "triton" and a.device.type == "cpu" and a.dtype == DTYPES[1]
+                if truncated or not exact:
+                    within_budget(f"{where}: {role} {i}", a, e, t, inputs[0].dtype)
+                elif not (a.dtype == e.dtype and torch.equal(a, e)):
+                    raise AssertionError(f"{where}: {role} {i} {a.dtype}: {_difference(a, e)}")
+        for name, gradient in gradients.items():
+            label = f"{where}: gradient of {name}"
+            within_budget(label, gradient, wanted[name], true[name], inputs[0].dtype)
+
+
+def within_budget(
+    name: str, actual: Tensor, expected: Tensor, truth: Tensor, dtype: torch.dtype
+) -> None:
+    """Assert that `actual` errs from the float64 `truth` about as little as `expected` does.
+
+    The budget is twice the reference's largest error, plus a few roundings of the largest value:
+    float32 arithmetic has as many, in another order, and results are rounded to `dtype` once.
+    """
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape, name
+    a, e, t = (x.detach().double() for x in (actual, expected, truth))
+    # A gradient may overflow half precision; then it must for both.
+    finite = e.isfinite()
+    assert torch.equal(a.isfinite(), finite), f"{name} is not finite where the reference is"
+    if not finite.any():
+        return
+    a, e, t = a[finite], e[finite], t[finite]
+    scale = t.abs().max()
+    budget = 2 * (e - t).abs().max() + (8 * ROUNDING[torch.float32] + ROUNDING[dtype]) * scale
+    error = (a - t).abs().max()
+    assert error <= budget, f"{name} errs by {error:.3g}, the budget is {budget:.3g}"
+
+
+def _difference(a: Tensor, b: Tensor) -> str:
+    different = (a != b).nonzero()
+    first = tuple(different[0].tolist())
+    return f"{len(different)} of {a.numel()} differ, first at {first}: {a[first]} and {b[first]}"
+
+
+__all__ = [
+    "DTYPES",
+    "LAYOUTS",
+    "Backends",
+    "assert_matches_reference",
+    "lay_out",
+    "make_input",
+    "poisoned",
+    "run",
+    "within_budget",
+]

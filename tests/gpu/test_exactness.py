@@ -1,0 +1,3 @@
+"""tests/test_exactness.py on a GPU."""
+
+from tests.test_exactness import *  # noqa: F403
