@@ -1,0 +1,54 @@
+"""Pictures of results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks import lif
+
+STYLE = {
+    lif.OURS: ("tab:blue", "o"),
+    lif.RIVAL_NODE: ("tab:red", "s"),
+    lif.RIVAL_FUNCTION: ("tab:orange", "^"),
+    lif.COMPILED: ("tab:green", "D"),
+    lif.EAGER: ("tab:gray", "v"),
+}
+
+
+def timestep_scaling(result: dict[str, Any], path: Path) -> Path | None:
+    """Time against T, one panel per dtype; None where matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
+    figure = Figure(figsize=(5.2 * len(dtypes), 4.2), layout="constrained", dpi=120)
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(dtypes), sharey=True, squeeze=False)[0]
+    for panel, dtype in zip(panels, dtypes, strict=True):
+        rows = sorted((r for r in result["rows"] if r["dtype"] == dtype), key=lambda r: r["T"])
+        for name, (color, marker) in STYLE.items():
+            points = [
+                (row["T"], c["wall_ms"]["median"])
+                for row in rows
+                for c in row["contenders"]
+                if c["name"] == name and c["status"] == "ok"
+            ]
+            if points:
+                panel.plot(*zip(*points, strict=True), color=color, marker=marker, label=name)
+        floor = [(r["T"], r["num_bytes"] / r["copies"][0]["gb_per_s"] / 1e6) for r in rows]
+        panel.plot(*zip(*floor, strict=True), "k--", linewidth=1, label="roofline")
+        steps = [row["T"] for row in rows]
+        panel.set(xscale="log", yscale="log", title=dtype, xlabel="time steps T")
+        panel.set_xticks(steps, [str(T) for T in steps])
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("forward + backward, ms")
+    panels[0].legend()
+    machine, rows = result["machine"], result["rows"]
+    figure.suptitle(f"{rows[0]['N']:,} LIF neurons, {machine.get('gpu') or machine['cpu']}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path

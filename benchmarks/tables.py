@@ -1,0 +1,196 @@
+"""The tables in README.md, from benchmarks/results.
+
+python -m benchmarks.tables            rewrite README.md
+python -m benchmarks.tables --check    fail if README.md differs from the results
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import lif, record
+
+README = record.ROOT / "README.md"
+NOTHING = "Not measured yet: run `make bench`."
+MEMORY_STEPS = (32, 128)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("benchmarks.tables", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if outdated")
+    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--results", type=Path, default=record.RESULTS)
+    args = parser.parse_args(argv)
+    before = args.readme.read_text()
+    after = filled(before, args.results, args.readme.parent)
+    if before == after:
+        print(f"{args.readme.name} is up to date")
+    elif args.check:
+        parser.exit(1, f"{args.readme.name} differs from {args.results.name}: run "
+                       "python -m benchmarks.tables\n")  # fmt: skip
+    else:
+        args.readme.write_text(after)
+        print(f"{args.readme.name} rewritten")
+
+
+def filled(text: str, results: Path, root: Path) -> str:
+    """`text` with every generated region written anew.
+
+    Raises:
+        ValueError: a region that no table is made for.
+    """
+
+    def region(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in REGIONS:
+            raise ValueError(f"no table is called {name!r}: there are {', '.join(REGIONS)}")
+        benchmark, table = REGIONS[name]
+        made = [table(result, path, root) for path, result in _results(results, benchmark)]
+        body = "\n\n".join(made) or NOTHING
+        return f"<!-- generated:{name} begin -->\n{body}\n<!-- generated:{name} end -->"
+
+    pattern = r"<!-- generated:(?P<name>\S+) begin -->.*?<!-- generated:(?P=name) end -->"
+    return re.sub(pattern, region, text, flags=re.S)
+
+
+def _results(folder: Path, benchmark: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Results of a benchmark, one per machine; trial runs are none."""
+    for path in sorted(folder.glob(f"{benchmark}-*.json")):
+        result = record.read(path)
+        if not result["quick"]:
+            yield path, result
+
+
+def time_steps(result: dict[str, Any], path: Path, root: Path) -> str:
+    """Per dtype a table of times over T; one of memory where it is known; and the plot."""
+    parts = [origin(result)]
+    dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
+    for dtype in dtypes:
+        rows = [row for row in result["rows"] if row["dtype"] == dtype]
+        parts.append(f"{dtype}, milliseconds (wall-clock, the host's part included):")
+        parts.append(_time_table(rows))
+    memory = _memory_table(result["rows"])
+    if memory:
+        parts += ["Peak memory in MB beyond the inputs `x` and `grad_y`:", memory]
+    plot = path.with_suffix(".png")
+    if plot.exists():
+        link = plot.resolve().relative_to(root.resolve()).as_posix()
+        parts.append(f"![time over the number of time steps]({link})")
+    return "\n\n".join(parts)
+
+
+def _names(rows: list[dict[str, Any]]) -> list[str]:
+    """Contenders that were measured at least once."""
+    found = dict.fromkeys(
+        c["name"] for row in rows for c in row["contenders"] if c["status"] in ("ok", "wrong")
+    )
+    return list(found)
+
+
+def _by_name(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {c["name"]: c for c in row["contenders"]}
+
+
+def _time_table(rows: list[dict[str, Any]]) -> str:
+    names = _names(rows)
+    lines = []
+    for row in rows:
+        cells = [_time_cell(_by_name(row).get(name)) for name in names]
+        floor = row["num_bytes"] / row["copies"][0]["gb_per_s"] / 1e6
+        lines.append([str(row["T"]), *cells, number(floor)])
+    return markdown(["T", *names, "roofline"], lines)
+
+
+def _time_cell(contender: dict[str, Any] | None) -> str:
+    if contender is None or contender["status"] in ("unavailable", "failed"):
+        return "–"
+    if contender["status"] == "wrong":
+        return "wrong result"
+    return number(contender["wall_ms"]["median"])
+
+
+def _memory_table(rows: list[dict[str, Any]]) -> str:
+    rows = [row for row in rows if row["T"] in MEMORY_STEPS]
+    names = [
+        name
+        for name in _names(rows)
+        if any("peak_bytes" in _by_name(row).get(name, {}) for row in rows)
+    ]
+    lines = []
+    for row in rows:
+        found = [_by_name(row).get(name, {}).get("peak_bytes") for name in names]
+        cells = ["–" if peak is None else f"{peak / 1e6:,.0f}" for peak in found]
+        lines.append([str(row["T"]), row["dtype"], *cells, f"{row['input_bytes'] / 1e6:,.0f}"])
+    return markdown(["T", "dtype", *names, "the inputs"], lines) if names else ""
+
+
+def cpu(result: dict[str, Any], path: Path, root: Path) -> str:
+    """Per way to get memory, the times, against the eager loop and against a copy."""
+    parts = [origin(result)]
+    first = result["rows"][0]
+    parts.append(
+        f'{first["N"]:,} neurons, T = {first["T"]}, {first["dtype"]}. "Reused": the C library '
+        'keeps freed memory; "fresh": it asks the system anew at each call. The copy moves as '
+        "many bytes as forward and backward must, into memory of the same kind."
+    )
+    lines = []
+    for row in result["rows"]:
+        found, copy = _by_name(row), row["copies"][0]
+        eager = found.get(lif.EAGER, {}).get("wall_ms", {}).get("median")
+        for name, c in found.items():
+            if c["status"] != "ok":
+                continue
+            taken = c["wall_ms"]["median"]
+            faster = f"{eager / taken:.1f}×" if eager else "–"
+            fraction = f"{c['fraction']['wall_ms']:.0%}"
+            lines.append([row["memory"], name, number(taken), faster, fraction])
+        lines.append([row["memory"], "the copy", number(copy["wall_ms"]["median"]), "", "100%"])
+    parts.append(markdown(["memory", "", "ms", "eager loop / this", "copy / this"], lines))
+    return "\n\n".join(parts)
+
+
+REGIONS: dict[str, tuple[str, Callable[[dict[str, Any], Path, Path], str]]] = {
+    "time-steps": ("timestep_scaling", time_steps),
+    "cpu": ("cpu_neuron", cpu),
+}
+
+
+def origin(result: dict[str, Any]) -> str:
+    """Where and when a result was measured, with which versions."""
+    machine, versions = result["machine"], result["versions"]
+    name = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
+    names = {
+        "torch": "PyTorch",
+        "triton": "Triton",
+        "numba": "Numba",
+        "spikingjelly": "SpikingJelly",
+    }
+    used = "triton" if "gpu" in machine else "numba"
+    shown = ["torch", used, "spikingjelly"]
+    listed = ", ".join(f"{names[n]} {versions[n]}" for n in shown if n in versions)
+    revision = result["revision"]
+    said = "revision unknown" if revision is None else f"revision {revision[:10]}"
+    if result["dirty"]:
+        said += " with changes"
+    return f"**{name}** ({listed}; {result['date'][:10]}, {said})"
+
+
+def number(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---", *(["---:"] * (len(head) - 1))], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    main()

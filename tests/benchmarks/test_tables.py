@@ -1,0 +1,127 @@
+"""README.md says what the results say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import record, tables
+
+README = """# A
+<!-- generated:time-steps begin -->
+old
+<!-- generated:time-steps end -->
+between
+<!-- generated:cpu begin -->
+old
+<!-- generated:cpu end -->
+"""
+
+
+def result(benchmark: str, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    head = {
+        "schema": record.SCHEMA,
+        "benchmark": benchmark,
+        "date": "2026-01-02T03:04:05+00:00",
+        "quick": False,
+        "revision": "0123456789abcdef",
+        "dirty": False,
+        "machine": {"gpu": "A GPU", "cpu": "A CPU", "cores": 2},
+        "versions": {"torch": "2.11.0", "triton": "3.6.0", "numba": "0.68", "python": "3.12"},
+        "rows": rows,
+    }
+    return head | more
+
+
+def scaling_row(T: int) -> dict[str, Any]:
+    return {
+        "T": T,
+        "N": 1000,
+        "dtype": "float32",
+        "num_bytes": 20_000 * T,
+        "input_bytes": 8_000_000,
+        "copies": [{"gb_per_s": 4.0}],
+        "contenders": [
+            {
+                "name": "spikefuse",
+                "status": "ok",
+                "wall_ms": {"median": 0.01234 * T},
+                "peak_bytes": 9_000_000,
+            },
+            {"name": "SpikingJelly node", "status": "wrong", "reason": "spikes differ"},
+            {"name": "eager loop", "status": "unavailable", "reason": "not asked for"},
+        ],
+    }
+
+
+def test_time_steps(tmp_path: Path) -> None:
+    written = record.write(tmp_path, result("timestep_scaling", [scaling_row(4), scaling_row(32)]))
+    written.with_suffix(".png").write_bytes(b"")
+    text = tables.filled(README, tmp_path, tmp_path)
+    assert "| T | spikefuse | SpikingJelly node | roofline |" in text
+    assert "| 4 | 0.049 | wrong result | 0.020 |" in text
+    assert "| 32 | 0.395 | wrong result | 0.160 |" in text
+    assert "| 32 | float32 | 9 | 8 |" in text
+    assert "| 4 | float32" not in text
+    assert "**A GPU** (PyTorch 2.11.0, Triton 3.6.0; 2026-01-02, revision 0123456789)" in text
+    assert "](timestep_scaling-a-gpu.png)" in text
+    assert text.count(tables.NOTHING) == 1  # the CPU's
+    assert "\nbetween\n" in text
+    assert tables.filled(text, tmp_path, tmp_path) == text
+
+
+def test_cpu(tmp_path: Path) -> None:
+    row = {
+        "memory": "reused",
+        "T": 32,
+        "N": 1000,
+        "dtype": "float32",
+        "copies": [{"gb_per_s": 10.0, "wall_ms": {"median": 60.0}}],
+        "contenders": [
+            {
+                "name": name,
+                "status": "ok",
+                "wall_ms": {"median": ms},
+                "fraction": {"wall_ms": 60 / ms},
+            }
+            for name, ms in (("spikefuse", 100.0), ("eager loop", 2500.0))
+        ],
+    }
+    machine = {"cpu": "A CPU", "cores": 2}
+    record.write(tmp_path, result("cpu_neuron", [row], machine=machine, dirty=True))
+    text = tables.filled(README, tmp_path, tmp_path)
+    assert "| reused | spikefuse | 100 | 25.0× | 60% |" in text
+    assert "| reused | eager loop | 2,500 | 1.0× | 2% |" in text
+    assert "| reused | the copy | 60.0 |  | 100% |" in text
+    assert "**A CPU, 2 cores** (PyTorch 2.11.0, Numba 0.68; " in text
+    assert "revision 0123456789 with changes)" in text
+
+
+def test_trial_runs_are_left_out(tmp_path: Path) -> None:
+    record.write(tmp_path, result("timestep_scaling", [scaling_row(4)], quick=True))
+    assert tables.filled(README, tmp_path, tmp_path).count(tables.NOTHING) == 2
+
+
+def test_unknown_regions_are_named(tmp_path: Path) -> None:
+    text = "<!-- generated:speed begin --><!-- generated:speed end -->"
+    with pytest.raises(ValueError, match="no table is called 'speed'"):
+        tables.filled(text, tmp_path, tmp_path)
+
+
+def test_check_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    arguments = ["--readme", str(readme), "--results", str(tmp_path)]
+    with pytest.raises(SystemExit) as stopped:
+        tables.main([*arguments, "--check"])
+    assert stopped.value.code == 1
+    assert "run python -m benchmarks.tables" in capsys.readouterr().err
+    assert readme.read_text() == README
+    tables.main(arguments)
+    tables.main([*arguments, "--check"])
+
+
+def test_this_readme_is_up_to_date() -> None:
+    tables.main(["--check"])
