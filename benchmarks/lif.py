@@ -224,7 +224,7 @@ def rivals(inputs: Inputs) -> list[Contender]:
     note = f"its implementation: {used}"
     if x.dtype != torch.float32:
         return [
-            contender(RIVAL_NODE, layer, inputs, "its implementation: eager loop"),
+            contender(RIVAL_NODE, layer, inputs, f"its implementation: eager loop in {x.dtype}"),
             contender(RIVAL_FUNCTION, function, inputs, note),
         ]
     return [

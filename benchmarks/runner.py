@@ -187,7 +187,7 @@ def measure(
     times = _interleaved([*copies, *right], clock, settings)
 
     kind = clock.bandwidth_kind()
-    copied = []
+    copied: list[dict[str, Any]] = []
     for copy in copies:
         taken = times[copy.name]
         bandwidth = copy.num_bytes / taken[kind]["median"] / 1e6
@@ -224,7 +224,7 @@ def _verified(
         verify(contender, contender.run())
         memory = clock.memory(contender)
     except AssertionError as error:
-        return result | {"status": "wrong", "reason": first_line(error)}
+        return result | {"status": "wrong", "reason": str(error).split("\n")[0]}
     except Exception as error:  # a rival may fail in any way; the others are still measured
         return result | {"status": "failed", "reason": first_line(error)}
     return result | {"status": "ok"} | memory

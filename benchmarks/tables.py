@@ -74,6 +74,7 @@ def time_steps(result: dict[str, Any], path: Path, root: Path) -> str:
         rows = [row for row in result["rows"] if row["dtype"] == dtype]
         parts.append(f"{dtype}, milliseconds (wall-clock, the host's part included):")
         parts.append(_time_table(rows))
+        parts += _wrong(rows)
     memory = _memory_table(result["rows"])
     if memory:
         parts += ["Peak memory in MB beyond the inputs `x` and `grad_y`:", memory]
@@ -104,6 +105,18 @@ def _time_table(rows: list[dict[str, Any]]) -> str:
         floor = row["num_bytes"] / row["copies"][0]["gb_per_s"] / 1e6
         lines.append([str(row["T"]), *cells, number(floor)])
     return markdown(["T", *names, "roofline"], lines)
+
+
+def _wrong(rows: list[dict[str, Any]]) -> list[str]:
+    """Who gave a wrong result, and what was wrong in the longest sequence."""
+    found: dict[str, str] = {}
+    for row in sorted(rows, key=lambda row: row["T"]):
+        for c in row["contenders"]:
+            if c["status"] == "wrong":
+                found[c["name"]] = f"{c['name']}, T = {row['T']}: {c['reason']}."
+    if not found:
+        return []
+    return ["Not timed, because it computes something else. " + " ".join(found.values())]
 
 
 def _time_cell(contender: dict[str, Any] | None) -> str:
@@ -184,7 +197,8 @@ def number(value: float) -> str:
     """Three significant digits, without an exponent."""
     if value >= 100:
         return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+    digits = 1 if value >= 10 else 2 if value >= 1 else 3 if value >= 0.1 else 4
+    return f"{value:.{digits}f}"
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:

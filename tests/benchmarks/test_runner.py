@@ -55,7 +55,7 @@ def test_only_right_results_get_a_time() -> None:
     assert right["wall_ms"]["median"] == 2.0
     assert right["peak_bytes"] == 7
     assert others == [
-        {"name": "wrong", "status": "wrong", "reason": "AssertionError: -1.0 is not positive"},
+        {"name": "wrong", "status": "wrong", "reason": "-1.0 is not positive"},
         {"name": "broken", "status": "failed", "reason": "RuntimeError: no such kernel"},
         {"name": "absent", "status": "unavailable", "reason": "not installed"},
     ]

@@ -61,9 +61,10 @@ def test_time_steps(tmp_path: Path) -> None:
     written.with_suffix(".png").write_bytes(b"")
     text = tables.filled(README, tmp_path, tmp_path)
     assert "| T | spikefuse | SpikingJelly node | roofline |" in text
-    assert "| 4 | 0.049 | wrong result | 0.020 |" in text
+    assert "| 4 | 0.0494 | wrong result | 0.0200 |" in text
     assert "| 32 | 0.395 | wrong result | 0.160 |" in text
     assert "| 32 | float32 | 9 | 8 |" in text
+    assert "computes something else. SpikingJelly node, T = 32: spikes differ.\n" in text
     assert "| 4 | float32" not in text
     assert "**A GPU** (PyTorch 2.11.0, Triton 3.6.0; 2026-01-02, revision 0123456789)" in text
     assert "](timestep_scaling-a-gpu.png)" in text
