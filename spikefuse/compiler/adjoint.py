@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from spikefuse.compiler.trace import Graph, Step, capture, identifiers, neutral, step_function
+from spikefuse.compiler.trace import (
+    Checked,
+    Graph,
+    Step,
+    capture,
+    examples,
+    identifiers,
+    neutral,
+    step_function,
+)
 from spikefuse.neurons.definition import Definition
 
 
@@ -62,6 +71,8 @@ def reverse_step(definition: Definition, step: Step) -> Reverse:
         *identifiers("gv", step.states),
     )
     with neutral():
+        with Checked(step.name, derivative=True):
+            vjp(*examples(len(names)))
         graph = capture(vjp, names)
     graph = graph.select([graph._as("f", o) for o in graph.outputs])
     return Reverse(tuple(step.params[i] for i in learnable), graph)

@@ -49,13 +49,19 @@ def load(source: str, name: str, language: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Triton finds a kernel's source through sys.modules while the module is executed.
     sys.modules[module_name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
     return module
 
 
 def _write(path: Path, source: str) -> None:
     """Write atomically: another process sees the whole file or none."""
+    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
@@ -63,6 +69,8 @@ def _write(path: Path, source: str) -> None:
             file.write(source)
         os.replace(temporary, path)
     except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
         raise OSError(
             f"can't write generated kernels to {path.parent}: {error.strerror}; set "
             "SPIKEFUSE_CACHE_DIR to a folder that can be written"

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from spikefuse.compiler.launch_triton import interpreted
 from spikefuse.compiler.layout import Layout, layout_of, layout_seen
@@ -207,7 +208,8 @@ def _scan_backward(
     layout = layout_seen(tuple((x.shape, x.stride()) for x in inputs))
     grads, starts, sums = _gradients(chosen, layout, inputs, params, param_grads, state_grads)
     if not layout.num_neurons:
-        return [*grads, *starts, *(p.new_zeros(p.shape) for p in params)]
+        wanted = zip(params, param_grads, strict=True)
+        return [*grads, *starts, *(torch.zeros_like(p) for p, needed in wanted if needed)]
     like = inputs[0]
     incoming = [
         layout.empty_step(like).zero_().expand(like.shape) if g is None else layout.conform(g)
@@ -356,8 +358,9 @@ def _no_double_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]
 
 
 for _key in ("CPU", "CUDA"):
-    library.impl("scan", _scan, _key)
-    library.impl("scan_backward", _scan_backward, _key)
+    # torch.compile must call these, not trace them.
+    library.impl("scan", _disable_dynamo(_scan), _key)
+    library.impl("scan_backward", _disable_dynamo(_scan_backward), _key)
 torch.library.register_fake("spikefuse::scan", _scan_fake, lib=library)
 torch.library.register_fake("spikefuse::scan_backward", _scan_backward_fake, lib=library)
 torch.library.register_autograd(

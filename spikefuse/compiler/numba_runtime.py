@@ -23,12 +23,13 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from spikefuse.compiler.emit_numba import MAX_SLOTS
+
 __all__ = ["channel_rows", "exp", "f32", "floor", "kernel", "load", "log", "sqrt", "store"]
 
 f32 = np.float32
 # NumPy's keep float32; those of math would compute in double precision.
 floor, log, sqrt = np.floor, np.log, np.sqrt
-MAX_SLOTS = 48
 
 # No fastmath: contraction or reassociation would change spikes.
 kernel = numba.njit(nogil=True, cache=True, error_model="numpy")

@@ -86,7 +86,14 @@ TABLE: dict[str, Op] = {
 BY_ATEN = {packet: name for name, op in TABLE.items() for packet in op.aten}
 
 # The value passes through unchanged.
-IDENTITIES = {aten.detach, aten.alias, aten.clone, aten.lift_fresh_copy, aten.positive}
+IDENTITIES = {
+    aten.detach,
+    aten.alias,
+    aten.clone,
+    aten.lift_fresh,
+    aten.lift_fresh_copy,
+    aten.positive,
+}
 
 
 class Builder(Protocol):
@@ -100,10 +107,6 @@ class Builder(Protocol):
 def _cast(b: Builder, x: Operand, dtype: torch.dtype | None = None, **_: Any) -> Operand:
     if dtype is None:
         return x
-    if dtype not in (torch.float32, torch.bool):
-        raise UnsupportedOperation(
-            f"a conversion to {dtype}: inside step everything is float32 or bool"
-        )
     wanted = "b" if dtype == torch.bool else "f"
     if b.kind(x) == wanted:
         return x
@@ -114,6 +117,8 @@ def _scaled(name: str) -> Callable[..., Operand]:
     """add and sub, whose ATen forms carry a factor `alpha` of the second operand."""
 
     def rewrite(b: Builder, x: Operand, y: Operand, alpha: float = 1) -> Operand:
+        if name == "add" and b.kind(x) == b.kind(y) == "b":
+            return b.op("or", x, y)
         return b.op(name, x, y if alpha == 1 else b.op("mul", y, float(alpha)))
 
     return rewrite
@@ -127,13 +132,6 @@ def _mul(b: Builder, x: Operand, y: Operand) -> Operand:
     if b.kind(x) == b.kind(y) == "b":
         return b.op("and", x, y)
     return b.op("mul", x, y)
-
-
-def _div(b: Builder, x: Operand, y: Operand, rounding_mode: str | None = None) -> Operand:
-    if rounding_mode not in (None, "floor"):
-        raise UnsupportedOperation(f"division with rounding_mode={rounding_mode!r}")
-    quotient = b.op("div", x, y)
-    return quotient if rounding_mode is None else b.op("floor", quotient)
 
 
 def _sigmoid(b: Builder, x: Operand) -> Operand:
@@ -161,17 +159,26 @@ def _tanh_backward(b: Builder, grad: Operand, y: Operand) -> Operand:
     return b.op("mul", grad, b.op("sub", 1.0, b.op("mul", y, y)))
 
 
+MAX_EXPONENT = 64
+
+
 def _pow(b: Builder, x: Operand, y: Operand) -> Operand:
-    if not isinstance(y, str) and float(y).is_integer() and abs(y) <= 4:
-        result: Operand = 1.0
-        for _ in range(int(abs(y))):
-            result = x if result == 1.0 else b.op("mul", result, x)
+    """Whole powers by multiplication; others by exp and log, to about |y ln x| ulp."""
+    if not isinstance(y, str) and float(y).is_integer() and abs(y) <= MAX_EXPONENT:
+        result, square, rest = None, x, int(abs(y))
+        while rest:
+            if rest % 2:
+                result = square if result is None else b.op("mul", result, square)
+            rest //= 2
+            square = b.op("mul", square, square) if rest else square
+        if result is None:
+            return 1.0
         return b.op("div", 1.0, result) if y < 0 else result
     if y == 0.5:
         return b.op("sqrt", x)
-    power = b.op("exp", b.op("mul", y, b.op("log", x)))
-    # log(0) is -inf, and 0 * -inf would be NaN.
-    return b.op("where", b.op("eq", y, 0.0), 1.0, power)
+    if not isinstance(x, str):
+        return b.op("exp", b.op("mul", y, math.log(x)))
+    return b.op("exp", b.op("mul", y, b.op("log", x)))
 
 
 def _clamp(
@@ -202,7 +209,6 @@ REWRITES: dict[Any, Callable[..., Operand]] = {
     aten.sub: _scaled("sub"),
     aten.rsub: _rsub,
     aten.mul: _mul,
-    aten.div: _div,
     aten._to_copy: _cast,
     aten.reciprocal: lambda b, x: b.op("div", 1.0, x),
     aten.rsqrt: lambda b, x: b.op("div", 1.0, b.op("sqrt", x)),
@@ -228,6 +234,20 @@ REWRITES: dict[Any, Callable[..., Operand]] = {
     aten.zeros: _constant(0.0),
     aten.ones: _constant(1.0),
 }
+
+
+def refusal(packet: Any, args: Any, kwargs: Any, result: Any) -> str | None:
+    """Why an operation of the table can't be lowered with these arguments, or None if it can."""
+    if result.dtype not in (torch.float32, torch.bool):
+        return f"it makes a {result.dtype} tensor, but inside step everything is float32 or bool"
+    if kwargs.get("rounding_mode") is not None:
+        return "division that rounds is not supported; torch.floor is"
+    if packet is aten.pow and isinstance(args[1], torch.Tensor):
+        if isinstance(args[0], torch.Tensor):
+            return "the exponent must be a constant, such as an int attribute or a literal"
+        if args[0] <= 0:
+            return "the base must be positive"
+    return None
 
 
 def is_supported(packet: Any) -> bool:

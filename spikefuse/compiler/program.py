@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -50,7 +51,6 @@ class Program:
     `params` are the run-time values that the step reads, `kinds` what each of them is.
     """
 
-    definition: Definition
     step: Step
     reverse: Reverse
     backend: str
@@ -83,9 +83,9 @@ class Program:
     def module(self, grad_params: tuple[str, ...] = ()) -> ModuleType:
         """Kernels whose backward yields the gradients of these parameters."""
         if grad_params not in self.modules:
-            self.modules[grad_params] = cache.load(
-                self.source(grad_params), self.step.name, self.backend
-            )
+            source = self.source(grad_params)
+            with _making:
+                self.modules[grad_params] = cache.load(source, self.step.name, self.backend)
         return self.modules[grad_params]
 
     def source(self, grad_params: tuple[str, ...] = ()) -> str:
@@ -95,6 +95,8 @@ class Program:
         return emit_numba.source(self.step, self.reverse, channels, grad_params)
 
 
+# Neither tracing nor the import of generated source is thread-safe.
+_making = threading.RLock()
 _by_signature: dict[tuple[Any, ...], tuple[str, tuple[str, ...]]] = {}
 _by_name: dict[str, Program] = {}
 
@@ -118,15 +120,16 @@ def prepare(
     """
     signature = (statics, backend, kinds)
     found = _by_signature.get(signature)
-    if found is None:
+    if found is not None:
+        return found
+    with _making:
         made = _make(definition, backend, dict(kinds))
         # The same kernels, called alike, have the same name in every process.
         identity = repr((made.step.params, made.kinds)) + made.source(made.learnable())
         digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
         name = f"{made.step.name}-{backend}-{digest}"
         _by_name.setdefault(name, made)
-        found = _by_signature[signature] = name, made.step.params
-    return found
+        return _by_signature.setdefault(signature, (name, made.step.params))
 
 
 def _make(definition: Definition, backend: str, kinds: dict[str, str]) -> Program:
@@ -134,7 +137,7 @@ def _make(definition: Definition, backend: str, kinds: dict[str, str]) -> Progra
     reverse = reverse_step(definition, step)
     used = step.graph.used() | reverse.graph.used()
     step = step.without_unused(used)
-    return Program(definition, step, reverse, backend, tuple(kinds[name] for name in step.params))
+    return Program(step, reverse, backend, tuple(kinds[name] for name in step.params))
 
 
 def kind_of(value: float | Tensor) -> str:

@@ -118,8 +118,11 @@ class Step:
 
 
 def identifiers(prefix: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Variable names for a role: `decay` of the parameters is `p_decay`."""
-    return tuple(f"{prefix}_{name.replace('.', '_')}" for name in names)
+    """Variable names for a role: `decay` of the parameters may be `p2_decay`.
+
+    The number keeps names apart that users choose, whatever emitters append to them.
+    """
+    return tuple(f"{prefix}{i}_{name.replace('.', '_')}" for i, name in enumerate(names))
 
 
 def trace_step(definition: Definition) -> Step:
@@ -140,8 +143,8 @@ def trace_step(definition: Definition) -> Step:
 
     names = identifiers("x", inputs) + identifiers("v", tuple(states)) + identifiers("p", params)
     with neutral():
-        with _Checked(cls.__name__):
-            step(*_examples(len(names)))
+        with Checked(cls.__name__):
+            step(*examples(len(names)))
         graph = capture(step, names)
     graph = graph.select([graph._as("f", o) for o in graph.outputs])
     initial = tuple(s.initial for s in states.values())
@@ -166,12 +169,12 @@ def capture(function: Callable[..., Any], names: Sequence[str]) -> Graph:
     Raises:
         UnsupportedOperation: an operation is not in the table.
     """
-    examples = _examples(len(names))
-    traced = make_fx(function)(*examples)
+    values_in = examples(len(names))
+    traced = make_fx(function)(*values_in)
     if any(_is_in_place(node.target) for node in traced.graph.nodes):
         # Some derivatives of PyTorch's are. (functionalize can't see through autograd.Function,
         # hence the second trace.)
-        traced = make_fx(torch.func.functionalize(traced))(*examples)
+        traced = make_fx(torch.func.functionalize(traced))(*values_in)
     graph = Graph(tuple(names))
     values: dict[Any, Any] = {}
     fresh = iter(names)
@@ -181,10 +184,19 @@ def capture(function: Callable[..., Any], names: Sequence[str]) -> Graph:
         elif node.op == "call_function":
             values[node] = _lower(graph, node, values)
         elif node.op == "get_attr":
-            values[node] = float(getattr(traced, node.target))
+            values[node] = _constant(getattr(traced, node.target))
         elif node.op == "output":
             graph.outputs = tuple(values[n] for n in node.args[0])
     return graph
+
+
+def _constant(value: Tensor) -> Operand:
+    if value.numel() != 1:
+        raise UnsupportedOperation(
+            f"step uses a constant tensor of shape {list(value.shape)}: make it an attribute of "
+            "the neuron, with one value or one per channel"
+        )
+    return value.item()
 
 
 def _is_in_place(target: Any) -> bool:
@@ -215,39 +227,52 @@ def _lower(graph: Graph, node: Any, values: dict[Any, Any]) -> Operand:
     raise UnsupportedOperation(f"the derivative of step needs {node.target}, which has no kernel")
 
 
-class _Checked(TorchDispatchMode):
-    """Runs a step eagerly and stops at the first operation that is not in the table."""
+class Checked(TorchDispatchMode):
+    """Runs a step or its reverse eagerly and stops at the first operation not in the table."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, derivative: bool = False) -> None:
         super().__init__()
-        self.name = name
+        # PyTorch's own derivatives may work in place, on tensors that nobody else sees.
+        self.step, self.in_place = f"{name}.step", derivative
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func.overloadpacket
         if packet is torch.ops.aten._local_scalar_dense:
             raise UnsupportedOperation(
-                f"{self.name}.step turns a tensor into a Python value at {_user_line()}: floats, "
+                f"{self.step} turns a tensor into a Python value at {_user_line()}: floats, "
                 "inputs and states are run-time tensors here, so use torch.where instead of if, "
                 "torch functions instead of math, or compute the value in __init__"
             )
-        if not ops.is_supported(packet):
-            raise UnsupportedOperation(
-                f"{self.name}.step uses '{packet.__name__}' at {_user_line()}: kernels are made "
-                'of pointwise operations only; impl="reference" runs the eager loop'
+        in_place = func._schema.is_mutable
+        if in_place and self.in_place:
+            in_place, packet = False, getattr(torch.ops.aten, packet.__name__.removesuffix("_"))
+        problem = None
+        if in_place or not ops.is_supported(packet):
+            problem = (
+                "kernels are made of pointwise operations that change nothing in place; "
+                'impl="reference" runs the eager loop'
             )
-        return func(*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
+            problem = ops.refusal(packet, args, kwargs or {}, result)
+        if problem:
+            step = f"the derivative of {self.step}" if self.in_place else self.step
+            line = f"{step} uses '{packet.__name__}' at {_user_line()}"
+            raise UnsupportedOperation(f"{line}: {problem}")
+        return result
 
 
 def _user_line() -> str:
-    """The innermost line outside PyTorch and the compiler."""
-    ours, torchs = os.path.dirname(__file__), os.path.dirname(torch.__file__)
+    """The innermost line that belongs to a neuron, a surrogate or the user."""
+    here = os.path.dirname(__file__)
+    others = here, os.path.dirname(torch.__file__), os.path.join(os.path.dirname(here), "nn")
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((ours, torchs)):
+        if not frame.filename.startswith(others):
             return f'{frame.filename}, line {frame.lineno}: "{frame.line}"'
     return "an unknown line"
 
 
-def _examples(count: int) -> list[Tensor]:
+def examples(count: int) -> list[Tensor]:
     return [torch.full((), 0.5, dtype=torch.float32, device="cpu") for _ in range(count)]
 
 

@@ -118,7 +118,7 @@ class Definition(nn.Module):
                 elif isinstance(value, float | Tensor):
                     values[prefix + name] = value
                 elif not isinstance(value, nn.Module):
-                    statics.append((name, value if value.__hash__ else repr(value)))
+                    statics.append((name, _hashable(value)))
         return values, tuple(statics)
 
     def values(self) -> dict[str, float | Tensor]:
@@ -151,14 +151,26 @@ def _owners(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
             yield from _owners(child, f"{prefix}{name}.")
 
 
+# Attributes of every nn.Module, less `training`, on which a step may depend; and nn.Neuron's.
+_NOT_OURS = (set(vars(nn.Module())) - {"training"}) | {"_seen"}
+
+
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
-        if name[0] != "_" and name != "training":
+        if name not in _NOT_OURS:
             yield name, value
     for group in (module._parameters, module._buffers, module._modules):
         for name, value in group.items():
             if value is not None:
                 yield name, value
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
 
 
 def _bind(module: Any, values: Mapping[str, Tensor], prefix: str) -> Any:
@@ -200,7 +212,14 @@ def call_step(
             f"{name}.step returned {len(result[1])} new states, but {len(expected)} are declared "
             f"({', '.join(expected)})"
         )
-    return outputs, result[1]
+    like = inputs[0]
+    return tuple(_full(y, like) for y in outputs), tuple(_full(s, like) for s in result[1])
+
+
+def _full(value: Tensor, like: Tensor) -> Tensor:
+    """A result in the dtype and shape of the step: comparisons and parameters are results too."""
+    value = value if value.dtype == like.dtype else value.to(like.dtype)
+    return value if value.shape == like.shape else value.expand(like.shape)
 
 
 def channel_view(name: str, value: Tensor, step_shape: torch.Size) -> Tensor:

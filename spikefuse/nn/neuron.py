@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +21,20 @@ class Sequence:
     """What a `Temporal` container tells its neurons for the duration of one call."""
 
     num_steps: int
+    names: dict[int, str]  # of its neurons, by id
     impl: str = "auto"
     initial: dict[str, States] | None = None
     keep_final: bool = False
     final: dict[str, States] = field(default_factory=dict)
+
+
+class _Calls(threading.local):
+    """The innermost Temporal call of each thread; no state of a network survives it."""
+
+    sequence: Sequence | None = None
+
+
+calls = _Calls()
 
 
 class Neuron(Definition):
@@ -51,10 +62,6 @@ class Neuron(Definition):
         UnsupportedOperation: `step` uses an operation that no kernel can be made of.
     """
 
-    # Set by Temporal for the duration of a call; no state of the network survives the call.
-    _sequence: Sequence | None = None
-    _name: str = ""
-
     def forward(
         self,
         *inputs: Tensor,
@@ -62,8 +69,10 @@ class Neuron(Definition):
         return_state: bool = False,
         impl: str = "auto",
     ) -> Any:
-        sequence = self._sequence
-        if sequence is not None:
+        sequence = calls.sequence
+        if sequence is None and _in_recomputation():
+            sequence = self._remembered(inputs)
+        if sequence is not None and id(self) in sequence.names:
             return self._folded(sequence, inputs, state, return_state)
         outputs, final = self._scan(inputs, state, impl, return_state)
         result = outputs[0] if len(outputs) == 1 else outputs
@@ -79,25 +88,45 @@ class Neuron(Definition):
         """The same, on inputs whose time is folded into the batch by `Temporal`."""
         if state is not None or return_state:
             raise ValueError("inside Temporal, pass state= and return_state= to the container")
-        steps = sequence.num_steps
+        steps, name = sequence.num_steps, sequence.names[id(self)]
         for x in inputs:
             if x.ndim == 0 or x.shape[0] % steps:
                 raise ValueError(
-                    f"neuron '{self._name}' received shape {list(x.shape)} inside Temporal: "
+                    f"neuron '{name}' received shape {list(x.shape)} inside Temporal: "
                     f"expected [T*B, ...] with T = {steps}"
                 )
         if sequence.initial is not None:
-            state = sequence.initial[self._name]
-        if self._name in sequence.final and (sequence.initial or sequence.keep_final):
+            state = sequence.initial[name]
+        if name in sequence.final and (sequence.initial or sequence.keep_final):
             raise ValueError(
-                f"neuron '{self._name}' is called twice in one step, so its state is ambiguous: "
+                f"neuron '{name}' is called twice in one step, so its state is ambiguous: "
                 "use one module per call"
             )
         unfolded = tuple(x.unflatten(0, (steps, x.shape[0] // steps)) for x in inputs)
         outputs, final = self._scan(unfolded, state, sequence.impl, sequence.keep_final)
-        sequence.final[self._name] = final
+        sequence.final[name] = final
+        if not torch.compiler.is_compiling():
+            self._remember(inputs[0].shape[0], None if state is not None else steps)
         folded = tuple(y.flatten(0, 1) for y in outputs)
         return folded[0] if len(folded) == 1 else folded
+
+    def _remember(self, rows: int, steps: int | None) -> None:
+        """Note T for `torch.utils.checkpoint`, which calls again when Temporal's call is over."""
+        seen = self.__dict__.setdefault("_seen", {})
+        # None where the same number of rows has been seen with another T, or with a state.
+        seen[rows] = steps if seen.get(rows, steps) == steps else None
+
+    def _remembered(self, inputs: tuple[Tensor, ...]) -> Sequence | None:
+        seen = self.__dict__.get("_seen")
+        if not seen:
+            return None
+        steps = seen.get(inputs[0].shape[0])
+        if steps is None:
+            raise RuntimeError(
+                "a checkpointed part of a Temporal network is computed again, but its number of "
+                "time steps or its state is not known any more: checkpoint the whole Temporal"
+            )
+        return Sequence(steps, {id(self): ""})
 
     def _scan(
         self, inputs: tuple[Tensor, ...], state: States | None, impl: str, return_state: bool
@@ -120,6 +149,11 @@ class Neuron(Definition):
                 'impl="reference" for the eager loop'
             )
         return "triton" if device == "cuda" else "numba"
+
+
+def _in_recomputation() -> bool:
+    """Whether this call is made by a backward pass, as checkpoints make theirs."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _check(neuron: Neuron, inputs: tuple[Tensor, ...], state: States | None, backend: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from spikefuse.neurons.definition import States
-from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron, Sequence
+from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron, Sequence, calls
 
 
 class Temporal(nn.Module):
@@ -58,14 +58,13 @@ class Temporal(nn.Module):
         neurons = self.neurons()
         self._check(x, state, impl, neurons)
         num_steps, batch = x.shape[:2]
-        sequence = Sequence(num_steps, impl, state, return_state)
-        for name, neuron in neurons.items():
-            neuron._sequence, neuron._name = sequence, name
+        names = {id(neuron): name for name, neuron in neurons.items()}
+        sequence = Sequence(num_steps, names, impl, state, return_state)
+        outer, calls.sequence = calls.sequence, sequence
         try:
             folded = self.net(x.flatten(0, 1))
         finally:
-            for neuron in neurons.values():
-                neuron._sequence = None
+            calls.sequence = outer
 
         def unfold(y: Tensor) -> Tensor:
             if y.ndim == 0 or y.shape[0] != num_steps * batch:
@@ -94,6 +93,8 @@ class Temporal(nn.Module):
                 f"the input has shape {list(x.shape)}: expected [T, B, ...] with T >= 1; for a "
                 "single step use x.unsqueeze(0)"
             )
+        if state is not None and not isinstance(state, dict):
+            raise TypeError(f"state is a {type(state).__name__}: expected a dict, as returned")
         if state is not None and state.keys() != neurons.keys():
             raise ValueError(
                 f"state has entries for ({', '.join(state)}), the network has neurons "
