@@ -1,0 +1,147 @@
+"""What only a GPU can show: CUDA graphs, compiled code, huge tensors, memory, two devices."""
+
+import pytest
+import torch
+from torch import nn
+
+import spikefuse as sf
+from spikefuse.compiler import launch_triton
+from spikefuse.testing import lay_out, make_input
+
+
+def network():
+    torch.manual_seed(0)
+    return sf.Temporal(
+        nn.Sequential(
+            nn.Conv2d(2, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            sf.PLIF(0.7, channels=8),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(8 * 16, 5),
+        )
+    ).cuda()
+
+
+def gradients(net, x, call=None):
+    net.zero_grad()
+    y = (call or net)(x)
+    y.float().square().mean().backward()
+    return y.detach(), [p.grad.clone() for p in net.parameters()]
+
+
+def test_a_training_step_replays_from_a_cuda_graph():
+    net, x = network(), make_input((6, 4, 2, 8, 8), device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            gradients(net, x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, grads = gradients(net, x)
+    x.copy_(make_input(x.shape, device="cuda", seed=1))
+    graph.replay()
+    expected, wanted = gradients(net, x)
+    torch.testing.assert_close(y, expected)
+    for a, b in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_torch_compile_of_a_network():
+    net, x = network().eval(), make_input((6, 4, 2, 8, 8), device="cuda")
+    expected, wanted = gradients(net, x)
+    y, grads = gradients(net, x, torch.compile(net, fullgraph=True))
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    for a, b in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_keeps_half_precision(dtype):
+    net, x = network(), make_input((6, 4, 2, 8, 8), device="cuda")
+    seen = []
+    net.net[2].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    with torch.autocast("cuda", dtype):
+        y = net(x)
+    y.float().sum().backward()
+    assert seen == [dtype]
+    assert all(p.grad.isfinite().all() for p in net.parameters())
+
+
+def test_more_than_2_31_elements():
+    # Two steps of 2^30 + 48 neurons: offsets pass 2^31 in time and in bytes.
+    if torch.cuda.mem_get_info()[0] < 40e9:
+        pytest.skip("needs 40 GB of free GPU memory")
+    size = 2**30 + 48
+    x = torch.empty(3, 1, size, device="cuda", dtype=torch.bfloat16).normal_()
+    x.requires_grad_()
+    y = sf.LIF(0.5, 0.3)(x)
+    y.backward(torch.ones((), device="cuda", dtype=torch.bfloat16).expand_as(y))
+    for part in (slice(0, 4096), slice(size - 4096, size)):
+        few = x.detach()[..., part].clone().requires_grad_()
+        z = sf.LIF(0.5, 0.3)(few)
+        z.sum().backward()
+        assert torch.equal(y[..., part], z)
+        assert torch.equal(x.grad[..., part], few.grad)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "batch_first"])
+def test_no_layout_is_copied(layout):
+    x = lay_out(make_input((8, 4, 16, 32, 32), device="cuda"), layout)
+    neuron = sf.LIF()
+    with torch.no_grad():
+        neuron(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y = neuron(x)
+    assert torch.cuda.max_memory_allocated() - before == y.numel() * 4
+
+
+def test_kept_for_backward():
+    num_steps, neurons = 64, 1 << 20
+    x = torch.randn(num_steps, 1, neurons, device="cuda", requires_grad=True)
+    neuron = sf.LIF()
+    neuron(x)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = neuron(x)
+    kept = torch.cuda.memory_allocated() - before - y.numel() * 4
+    assert kept <= x.numel() * 4 / 8 + 4096
+    del y
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_new_steps_sizes_and_values_compile_nothing():
+    from triton import knobs
+
+    compiled = []
+    knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
+    try:
+        for i, (num_steps, neurons) in enumerate([(5, 640), (9, 640), (130, 1280), (1, 16)]):
+            neuron = sf.ALIF(0.5 + i / 10, 1.0 + i)
+            x = torch.randn(num_steps, 1, neurons, device="cuda", requires_grad=True)
+            neuron(x).sum().backward()
+            if i == 0:
+                first = len(compiled)
+    finally:
+        knobs.runtime.jit_post_compile_hook = None
+    assert first == 2, compiled
+    assert len(compiled) == 2, compiled[2:]
+
+
+def test_a_seen_call_skips_tritons_dispatch(monkeypatch):
+    x = torch.randn(4, 1, 256, device="cuda")
+    neuron = sf.LIF()
+    expected = neuron(x)
+    monkeypatch.setattr(launch_triton, "_geometry", None)
+    assert torch.equal(neuron(x), expected)
+
+
+def test_two_devices():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = torch.randn(5, 3, 64)
+    results = [sf.LIF()(x.to(f"cuda:{i}")).cpu() for i in range(2)]
+    assert torch.equal(*results)
