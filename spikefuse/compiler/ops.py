@@ -92,7 +92,6 @@ IDENTITIES = {
     aten.clone,
     aten.lift_fresh,
     aten.lift_fresh_copy,
-    aten.positive,
 }
 
 
@@ -212,7 +211,6 @@ REWRITES: dict[Any, Callable[..., Operand]] = {
     aten._to_copy: _cast,
     aten.reciprocal: lambda b, x: b.op("div", 1.0, x),
     aten.rsqrt: lambda b, x: b.op("div", 1.0, b.op("sqrt", x)),
-    aten.square: lambda b, x: b.op("mul", x, x),
     aten.sigmoid: _sigmoid,
     aten.sigmoid_backward: _sigmoid_backward,
     aten.tanh: _tanh,
