@@ -238,6 +238,11 @@ def refusal(packet: Any, args: Any, kwargs: Any, result: Any) -> str | None:
     """Why an operation of the table can't be lowered with these arguments, or None if it can."""
     if result.dtype not in (torch.float32, torch.bool):
         return f"it makes a {result.dtype} tensor, but inside step everything is float32 or bool"
+    if result.ndim:
+        return (
+            f"it makes a tensor of shape {list(result.shape)}, but a step sees one neuron: make "
+            "constants attributes of the neuron, with one value or one per channel"
+        )
     if kwargs.get("rounding_mode") is not None:
         return "division that rounds is not supported; torch.floor is"
     if packet is aten.pow and isinstance(args[1], torch.Tensor):

@@ -1,0 +1,318 @@
+"""What a step may contain, and what is refused: errors that name the operation and the line."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spikefuse as sf
+from spikefuse import UnsupportedOperation
+from spikefuse.compiler.trace import identifiers, trace_step
+
+WEIGHTS = torch.tensor([0.5, 0.25, 0.125])
+
+
+def defined_by(function, **attributes):
+    """A neuron whose output is `function(self, x, v)`."""
+
+    class Defined(sf.Neuron):
+        v = sf.State()
+
+        def __init__(self):
+            super().__init__()
+            for name, value in attributes.items():
+                setattr(self, name, value)
+
+        def step(self, x, v):
+            return function(self, x, v), (v + x,)
+
+    return Defined()
+
+
+def complaint(neuron: sf.Neuron, reference: bool = True) -> str:
+    """The error of a call, after the eager loop has run on the same input."""
+    x = torch.rand(2, 3, 3)
+    if reference:
+        neuron(x, impl="reference")
+    with pytest.raises(UnsupportedOperation) as caught:
+        neuron(x)
+    return str(caught.value)
+
+
+def line_of(function) -> str:
+    return f"{__file__}, line {function.__code__.co_firstlineno}: "
+
+
+def in_place(self, x: Tensor, v: Tensor) -> Tensor:
+    x += 1.0  # line 2
+    return x
+
+
+# By the operation that the error must name.
+REFUSED = {
+    "erf": lambda self, x, v: torch.erf(x),
+    "sin": lambda self, x, v: x + torch.sin(v),
+    "round": lambda self, x, v: torch.round(x),
+    "sum": lambda self, x, v: x - x.sum(),
+    "mean": lambda self, x, v: x - x.mean(),
+    "amax": lambda self, x, v: x - torch.amax(x),
+    "rand_like": lambda self, x, v: x + torch.rand_like(x),
+    "bernoulli": lambda self, x, v: x + torch.bernoulli(torch.sigmoid(x)),
+    "pow": lambda self, x, v: (1.0 + x) ** (v + 2.0),
+    "div": lambda self, x, v: torch.div(x, 0.1, rounding_mode="floor"),
+    "add_": lambda self, x, v: x.clone().add_(1.0),
+    "_to_copy": lambda self, x, v: x.double().float(),
+    "view": lambda self, x, v: x.view(x.shape),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_operations_are_named_with_their_line(name):
+    function = REFUSED[name]
+    message = complaint(defined_by(function))
+    assert message.startswith(f"Defined.step uses '{name}' at {line_of(function)}")
+
+
+def test_in_place_operations():
+    message = complaint(defined_by(in_place), reference=False)
+    line = in_place.__code__.co_firstlineno + 1
+    assert f"uses 'add_' at {__file__}, line {line}: \"x += 1.0  # line 2\": " in message
+    assert "change nothing in place" in message
+
+
+@pytest.mark.parametrize(
+    ("function", "hint"),
+    [
+        (lambda self, x, v: x.double().float(), "torch.float64"),
+        (lambda self, x, v: (x > 0.5).int() * x, "torch.int32"),
+        (lambda self, x, v: x.half().float(), "torch.float16"),
+        (lambda self, x, v: (2.5 * x).to(torch.int64).to(torch.float32), "torch.int64"),
+        (lambda self, x, v: (x > 0.5).sum(), "'sum'"),
+        (lambda self, x, v: torch.div(x, 0.5, rounding_mode="trunc"), "torch.floor"),
+        (lambda self, x, v: x**self.exponent, "exponent must be a constant"),
+        (lambda self, x, v: self.base**x, "exponent must be a constant"),
+        (lambda self, x, v: (-2.0) ** x, "base must be positive"),
+    ],
+)
+def test_the_reason(function, hint):
+    message = complaint(defined_by(function, exponent=2.0, base=2.0))
+    assert hint in message
+    assert line_of(function) in message
+
+
+BRANCHES = {
+    "if": lambda self, x, v: x if x > 0 else v,
+    "and": lambda self, x, v: (x > 0) and (v > 0),
+    "if on an attribute": lambda self, x, v: x if self.decay > 0.5 else v,
+    "min": lambda self, x, v: min(x, v),
+    "math": lambda self, x, v: x * math.exp(self.decay),
+    "float": lambda self, x, v: x * float(self.decay),
+    "item": lambda self, x, v: x * v.item(),
+    "range": lambda self, x, v: x * sum(range(int(self.decay))),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_tensors_can_not_steer_python(name):
+    message = complaint(defined_by(BRANCHES[name], decay=0.25), reference=False)
+    assert message.startswith(
+        f"Defined.step turns a tensor into a Python value at {line_of(BRANCHES[name])}"
+    )
+    assert "torch.where" in message
+
+
+def test_constants_steer_python():
+    def function(self, x, v):
+        for _ in range(self.count):
+            x = x + 1.0
+        return x * math.exp(-1.0) if self.mode == "scaled" else x
+
+    x = torch.rand(3, 4)
+    for count, mode in ((0, "plain"), (3, "plain"), (3, "scaled")):
+        neuron = defined_by(function, count=count, mode=mode)
+        assert torch.equal(neuron(x), neuron(x, impl="reference"))
+
+
+class Sine(sf.surrogate.Surrogate):
+    def derivative(self, u: Tensor) -> Tensor:
+        return torch.sin(u)  # derivative
+
+
+def test_derivative_of_a_surrogate():
+    message = complaint(sf.LIF(surrogate=Sine()))
+    line = Sine.derivative.__code__.co_firstlineno + 1
+    assert message.startswith(
+        f"the derivative of LIF.step uses 'sin' at {__file__}, line {line}: "
+        '"return torch.sin(u)  # derivative": '
+    )
+
+
+class Branching(sf.surrogate.Surrogate):
+    def __init__(self):
+        super().__init__()
+        self.width = 1.0
+
+    def derivative(self, u: Tensor) -> Tensor:
+        return torch.ones_like(u) if self.width > 0.5 else u
+
+
+def test_python_control_flow_in_a_surrogate():
+    message = complaint(sf.LIF(surrogate=Branching()))
+    assert f"{__file__}, line {Branching.derivative.__code__.co_firstlineno + 1}: " in message
+    assert "Python value" in message
+
+
+def test_error_in_a_users_own_helper_names_the_helpers_line():
+    def helper(x):
+        return torch.cos(x)
+
+    assert line_of(helper)[:-2].rsplit(" ", 1)[0] in complaint(
+        defined_by(lambda self, x, v: helper(x))
+    )
+
+
+def test_errors_are_raised_each_time():
+    neuron = defined_by(REFUSED["erf"])
+    assert complaint(neuron) == complaint(neuron)
+
+
+def test_a_scalar_tensor_is_a_constant():
+    half, x = torch.tensor(0.5), torch.rand(3, 4)
+    for function in (
+        lambda self, x, v: x * torch.tensor(0.3) + v,
+        lambda self, x, v: x * half + torch.full((), 0.25),
+        lambda self, x, v: torch.where(x > torch.tensor(0.5), half + 0.1, torch.exp(half)),
+    ):
+        neuron = defined_by(function)
+        torch.testing.assert_close(neuron(x), neuron(x, impl="reference"), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda self, x, v: x * WEIGHTS, lambda self, x, v: x + torch.tensor([0.5, 1.5, 2.5])],
+)
+def test_other_constant_tensors_are_refused(function):
+    message = complaint(defined_by(function))
+    assert line_of(function) in message
+    assert "shape [3]" in message
+    assert "make constants attributes of the neuron" in message
+
+
+def test_two_constants_are_not_mistaken_for_each_other():
+    neuron = defined_by(lambda self, x, v: torch.tensor(2.0) * x + torch.tensor(0.5))
+    x = torch.ones(1, 2)
+    assert torch.equal(neuron(x), torch.full((1, 2), 2.5))
+
+
+class Names(sf.Neuron):
+    """Names that generated code could use too."""
+
+    v, v_row, v_new, row, value = (sf.State() for _ in range(5))
+
+    def __init__(self):
+        super().__init__()
+        self.surrogate = sf.surrogate.Sigmoid(2.0)
+        self.surrogate_width, self.T, self.x_data, self.gy0, self.n0, self.exp = (
+            0.3,
+            0.5,
+            0.25,
+            0.75,
+            1.5,
+            0.125,
+        )
+        self.f32 = nn.Parameter(torch.tensor(0.5))
+        self.inner = nn.Parameter(torch.tensor([0.5, 0.25, 0.125]))
+
+    def step(self, x, xs, first, v, v_row, v_new, row, value):
+        total = v + 2.0 * v_row + 4.0 * v_new - 0.5 * row + 0.25 * value
+        s = self.surrogate(x * self.T + xs * self.x_data - self.surrogate_width * total)
+        y = first * self.gy0 + self.n0 * s - self.exp * xs + self.f32 * self.inner
+        return (s, y), (x, v, v_row, y, row - first)
+
+
+def test_names_do_not_collide(backends):
+    inputs = [torch.randn(5, 2, 3, device=backends.device) for _ in range(3)]
+    neuron = Names().to(backends.device)
+    found = []
+    for impl in ("reference", *backends.impls):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        (s, y), state = neuron(*leaves, return_state=True, impl=impl)
+        loss = s.sum() + y.square().sum() + sum(v.sum() for v in state)
+        found.append([s, y, *state, *torch.autograd.grad(loss, [*leaves, *neuron.parameters()])])
+    for actual in found[1:]:
+        for a, e in zip(actual[:7], found[0][:7], strict=True):
+            assert torch.equal(a, e)
+        for a, e in zip(actual[7:], found[0][7:], strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+
+
+class Results(sf.Neuron):
+    """Results that are no float tensors of the step's shape until they are made so."""
+
+    above, last, rest = sf.State(), sf.State(), sf.State()
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor([0.5, 0.25, 0.125]))
+        self.bias = 0.75
+
+    def step(self, x, above, last, rest):
+        constant = torch.ones_like(x)
+        return (x > above, self.gain, constant, last * rest), (x > 0.5, self.gain, self.bias)
+
+
+def test_results_become_floats_of_the_steps_shape(backends):
+    x = torch.rand(3, 2, 3, 5, device=backends.device)
+    neuron = Results().to(backends.device)
+    found = []
+    for impl in ("reference", *backends.impls):
+        outputs, state = neuron(x, return_state=True, impl=impl)
+        assert all(y.shape == x.shape and y.dtype == torch.float32 for y in outputs)
+        assert all(s.shape == x.shape[1:] and s.dtype == torch.float32 for s in state)
+        (gradient,) = torch.autograd.grad(sum(r.sum() for r in (*outputs, *state)), neuron.gain)
+        found.append((*outputs, *state, gradient))
+    for actual in found[1:]:
+        for a, e in zip(actual, found[0], strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-6, atol=0)
+
+
+def test_identifiers_differ_where_dots_and_underscores_meet():
+    names = identifiers("p", ("surrogate.width", "surrogate_width", "a"))
+    assert len(set(names)) == 3
+    assert all(name.isidentifier() for name in names)
+
+
+def test_a_traced_step_keeps_what_is_needed():
+    step = trace_step(sf.ALIF(0.7, 0.9))
+    assert (step.inputs, step.num_outputs, step.initial) == (("x",), 1, (0.0, 0.0))
+    assert len(step.states) == 2
+    assert len(step.graph.outputs) == 3
+    assert step.graph.used() <= {*step.graph.inputs, *(n.name for n in step.graph.nodes)}
+    text = "\n".join(step.graph.lines("numba"))
+    assert re.search(r"n\d+ = \(.* >= f32\(0\.0\)\)", text)
+
+
+def test_tracing_is_blind_to_the_callers_modes():
+    def steps():
+        return trace_step(sf.LIF()).graph.nodes
+
+    expected = steps()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert steps() == expected
+    with torch.inference_mode():
+        assert steps() == expected
+    with torch.device("meta"):
+        assert steps() == expected
+
+
+def test_too_many_arrays():
+    states = {f"s{i}": sf.State() for i in range(45)}
+    scope: dict[str, object] = {}
+    exec(f"def step(self, x, {', '.join(states)}): return x, ({', '.join(states)},)", scope)
+    neuron = type("Many", (sf.Neuron,), {**states, "step": scope["step"]})()
+    with pytest.raises(UnsupportedOperation, match="Many has too many inputs, outputs, states"):
+        neuron(torch.rand(2, 3))
