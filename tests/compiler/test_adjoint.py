@@ -1,0 +1,198 @@
+"""The reverse of a step against autograd, both in float64, with no kernel in between."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import spikefuse as sf
+from spikefuse.compiler.adjoint import reverse_step
+from spikefuse.compiler.trace import Graph, step_function, trace_step
+
+# What the Numba text of the table calls, on Python's floats.
+LANGUAGE = {"f32": float, "exp": math.exp, "log": math.log, "sqrt": math.sqrt, "floor": math.floor}
+
+
+def evaluate(graph: Graph, values: list[float]) -> list[float]:
+    names = dict(zip(graph.inputs, values, strict=True))
+    scope = {**LANGUAGE, **names}
+    exec("\n".join(graph.lines("numba")), scope)
+    return [float(eval(text, scope)) for text in graph.results("numba")]
+
+
+def assert_reverse(neuron: sf.Neuron, values: list[float], tolerance: float = 1e-12) -> None:
+    """Compare at one point; values: inputs, states, parameters, gradients of the results."""
+    step = trace_step(neuron)
+    reverse = reverse_step(neuron, step)
+    fixed = len(step.inputs) + len(step.states)
+    num_results = step.num_outputs + len(step.states)
+    drawn = itertools.cycle(values)
+    point = [next(drawn) for _ in range(fixed + len(step.params) + num_results)]
+    leaves = [torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in point]
+    primal, incoming = leaves[: len(point) - num_results], leaves[len(point) - num_results :]
+    outputs, new = step_function(neuron, step.params)(*primal)
+    learnable = [primal[fixed + step.params.index(name)] for name in reverse.params]
+    results = [r for r in (*outputs, *new) if r.requires_grad]
+    kept = [g for r, g in zip((*outputs, *new), incoming, strict=True) if r.requires_grad]
+    expected = torch.autograd.grad(
+        results, [*primal[:fixed], *learnable], [g.detach() for g in kept], allow_unused=True
+    )
+    actual = evaluate(reverse.graph, point)
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
+        wanted = 0.0 if e is None else e.item()
+        assert a == pytest.approx(wanted, rel=tolerance, abs=tolerance), (point, actual, expected)
+
+
+class Unary(sf.Neuron):
+    """One function of the input; the gradient of the output is the second value drawn."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def step(self, x):
+        return self.function(x), ()
+
+
+class Binary(sf.Neuron):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def step(self, x, y):
+        return self.function(x, y), ()
+
+
+UNARY = {
+    "neg": lambda x: -x,
+    "abs": torch.abs,
+    "floor": lambda x: x + torch.floor(x),
+    "sign": lambda x: x * torch.sign(x - 0.25),
+    "exp": torch.exp,
+    "sigmoid": torch.sigmoid,
+    "relu": torch.relu,
+    "square": torch.square,
+    "cube": lambda x: x**3,
+    "inverse square": lambda x: x**-2 + torch.reciprocal(x),
+    "clamp": lambda x: torch.clamp(x, -0.5, 1.0),
+    "clamp_min": lambda x: torch.clamp_min(x, 0.5),
+    "masked_fill": lambda x: x.masked_fill(x > 0.75, 3.0),
+    "where": lambda x: torch.where(x > 0.25, x * x, 0.5 * x),
+    "no gradient": lambda x: (x > 0.5).float() + x.detach(),
+    "bool": lambda x: x * ((x > 0.1) & (x < 1.0)),
+    "2 ** x": lambda x: 2.0**x,
+}
+# These are defined for positive numbers.
+POSITIVE = {
+    "log": torch.log,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "power": lambda x: x**1.7,
+    "inverse power": lambda x: x**-0.5,
+}
+BINARY = {
+    "add": lambda x, y: torch.add(x, y, alpha=0.3),
+    "sub": lambda x, y: 0.5 - x - y,
+    "mul": lambda x, y: x * y * x,
+    "div": lambda x, y: x / y + 0.5 / x,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "clamp": lambda x, y: torch.clamp(x, min=y),
+    "where": lambda x, y: torch.where(x > y, x, y * x),
+    "detach": lambda x, y: x * y.detach() + (x * y).detach(),
+}
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_one_argument(name):
+    for x in (-2.0, -0.5, 0.25, 0.5, 0.8, 1.0, 1.5):
+        assert_reverse(Unary(UNARY[name]), [x, 0.7])
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+def test_one_positive_argument(name):
+    for x in (0.125, 0.5, 1.0, 3.0):
+        assert_reverse(Unary(POSITIVE[name]), [x, -0.7])
+
+
+def test_tanh():
+    # Near 0 a polynomial, accurate to float32.
+    for x in (-3.0, -0.3, -0.2, 0.0, 0.1, 0.24, 0.26, 2.0):
+        assert_reverse(Unary(torch.tanh), [x, 0.7], 1e-7)
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_two_arguments(name):
+    for x, y in ((0.5, 0.25), (0.25, 0.5), (-1.5, 2.0), (0.75, 0.75)):
+        assert_reverse(Binary(BINARY[name]), [x, y, 0.7])
+
+
+@pytest.mark.parametrize("function", [torch.abs, torch.relu])
+def test_kinks(function):
+    assert_reverse(Unary(function), [0.0, 0.7])
+
+
+class Shared(sf.Neuron):
+    """Values used several times, learnable parameters, results that are arguments."""
+
+    v, w = sf.State(), sf.State()
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.decay = 0.75
+
+    def step(self, x, v, w):
+        h = self.decay * v + self.gain * x * x
+        return (h, x, self.gain), (h * self.gain - w, v)
+
+
+@pytest.mark.parametrize("reset", ["hard", "soft"])
+@pytest.mark.parametrize("detach_reset", [False, True])
+@pytest.mark.parametrize(
+    "surrogate",
+    [
+        sf.surrogate.Sigmoid(),
+        sf.surrogate.Arctan(),
+        sf.surrogate.FastSigmoid(),
+        sf.surrogate.Rectangle(-0.5, 0.7),
+        sf.surrogate.Triangle(1.5, 0.5),
+    ],
+    ids=lambda s: type(s).__name__,
+)
+def test_models(reset, detach_reset, surrogate):
+    options = {"reset": reset, "detach_reset": detach_reset, "surrogate": surrogate}
+    for neuron in (sf.LIF(0.5, 0.6, v_reset=-0.1, **options), sf.ALIF(0.7, 0.9, **options)):
+        for shift in (0.0, 0.4, 1.3):
+            values = [0.5 + shift, -0.3, 0.8, 0.2, 0.9, 1.1, -0.4, 0.35, 0.6, 0.15, 0.75]
+            assert_reverse(neuron, values)
+
+
+def test_shared_values_and_parameters():
+    assert_reverse(Shared(), [0.5, -0.3, 0.8, 0.2, 0.9, 1.1, -0.4])
+
+
+def test_surrogates_have_no_gradient_of_their_values():
+    neuron = sf.LIF()
+    reverse = reverse_step(neuron, trace_step(neuron))
+    assert set(reverse.params) == {"decay", "threshold", "v_reset"}
+
+
+def test_only_wanted_gradients_are_computed():
+    neuron = sf.LIF()
+    step = trace_step(neuron)
+    reverse = reverse_step(neuron, step)
+    graphs = {names: reverse.select(step, names) for names in ((), ("threshold",))}
+    sizes = {names: len(graph.nodes) for names, graph in graphs.items()}
+    assert [len(graph.outputs) for graph in graphs.values()] == [2, 3]
+    assert sizes[()] < len(reverse.graph.nodes)
+    point = [0.5 + 0.1 * i for i in range(len(graphs[()].inputs))]
+    everything = evaluate(reverse.graph, point)
+    assert evaluate(graphs[()], point) == everything[:2]
+    index = 2 + reverse.params.index("threshold")
+    assert evaluate(graphs[("threshold",)], point) == [*everything[:2], everything[index]]
