@@ -55,6 +55,8 @@ def main(argv: list[str] | None = None) -> Path:
     settings |= {"decay": lif.DECAY, "threshold": lif.THRESHOLD, "surrogate": "sigmoid, width 4"}
     settings["huge_pages"] = huge_pages()
     result = record.document("cpu_neuron", device, args.quick, settings)
+    about = result["machine"]
+    print(f"{about['cpu']}, {about['cores']} cores, load average {about['load_average']} before")
     inputs = lif.Inputs(args.T, args.N, torch.float32, device)
     truth = lif.Truth.of(inputs)
     # What mallopt sets cannot be taken back, so the other setting comes first.

@@ -54,6 +54,8 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        # Of the last minute before: with much more than 0, others shared the machine.
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "system": f"{platform.system()} {platform.machine()}",
     }
     if device.type == "cuda":
