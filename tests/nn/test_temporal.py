@@ -1,0 +1,374 @@
+"""The container: folding time, states in and out, shapes, copies, threads, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import spikefuse as sf
+from spikefuse.nn.neuron import calls
+from spikefuse.testing import make_input
+
+
+def convolutional() -> sf.Temporal:
+    torch.manual_seed(0)
+    return sf.Temporal(
+        nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1, bias=False),
+            nn.BatchNorm2d(4),
+            sf.LIF(0.5, 0.3),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64, 5),
+            sf.PLIF(0.6, 0.2, channels=5),
+        )
+    )
+
+
+def linear(width: int = 5) -> sf.Temporal:
+    torch.manual_seed(0)
+    return sf.Temporal(
+        nn.Sequential(nn.Linear(6, width), sf.LIF(threshold=0.3), nn.Linear(width, 3))
+    )
+
+
+IMAGES, X = make_input((12, 2, 1, 8, 8)), make_input((20, 2, 6))
+
+
+def gradients(net: nn.Module, x: Tensor, call=None) -> list[Tensor]:
+    """The output, and gradients of the input and the parameters."""
+    net.zero_grad()
+    x = x.clone().requires_grad_()
+    y = (net if call is None else call)(x)
+    (y * torch.arange(float(y.numel())).view(y.shape)).sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in net.parameters())]
+
+
+def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert [torch.equal(a, e) for a, e in zip(actual, expected, strict=True)] == [True] * len(
+        actual
+    )
+
+
+class Steps(nn.Module):
+    """`net`'s layers one step at a time: what Temporal has to equal."""
+
+    def __init__(self, net: sf.Temporal) -> None:
+        super().__init__()
+        self.layers = net.net
+
+    def forward(self, x: Tensor) -> Tensor:
+        results, state = [], {}
+        for step in x:
+            for name, layer in self.layers.named_children():
+                if isinstance(layer, sf.Neuron):
+                    y, state[name] = layer(step[None], state=state.get(name), return_state=True)
+                    step = y[0]
+                else:
+                    step = layer(step)
+            results.append(step)
+        return torch.stack(results)
+
+
+def test_equals_the_network_step_by_step():
+    net = convolutional().eval()
+    for actual, expected in zip(
+        gradients(net, IMAGES), gradients(net, IMAGES, Steps(net)), strict=True
+    ):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_the_backends_agree(backends):
+    net, x = convolutional().eval().to(backends.device), IMAGES.to(backends.device)
+    expected = net(x, impl="reference")
+    assert expected.any()
+    assert not expected.all()
+    for impl in backends.impls:
+        assert torch.equal(net(x, impl=impl), expected)
+
+
+@pytest.mark.parametrize("sizes", [(1,) * 12, (5, 7), (4, 4, 4)], ids=str)
+def test_streaming_equals_one_call(sizes):
+    net = convolutional().eval()
+    with torch.no_grad():
+        expected, final = net(IMAGES, return_state=True)
+        pieces, state = [], None
+        for chunk in IMAGES.split(sizes):
+            y, state = net(chunk, state=state, return_state=True)
+            pieces.append(y)
+    assert torch.equal(torch.cat(pieces), expected)
+    assert list(state) == list(final) == ["2", "6"]
+    for name in final:
+        assert_equal(list(state[name]), list(final[name]))
+
+
+def test_gradients_travel_from_chunk_to_chunk():
+    net = linear()
+    expected = gradients(net, X)
+
+    def chunks(x: Tensor) -> Tensor:
+        first, state = net(x[:9], return_state=True)
+        return torch.cat([first, net(x[9:], state=state)])
+
+    for a, e in zip(gradients(net, X, chunks), expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-3)
+
+
+def test_nothing_survives_a_call():
+    net = linear()
+    expected = net(X)
+    _, state = net(X, return_state=True)
+    net(X, state=state)
+    assert torch.equal(net(X), expected)
+    assert calls.sequence is None
+    assert list(net.state_dict()) == [f"net.{i}.{n}" for i in (0, 2) for n in ("weight", "bias")]
+    # A neuron inside still is one on its own.
+    neuron = net.net[1]
+    assert torch.equal(neuron(X), sf.LIF(threshold=0.3)(X))
+
+
+def test_a_failed_call_leaves_nothing_behind():
+    net = sf.Temporal(nn.Sequential(sf.LIF(), nn.Linear(7, 2)))
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        net(X)
+    assert calls.sequence is None
+    assert net.net[0](X).shape == X.shape
+
+
+class Nested(nn.Module):
+    """Results in containers, and something that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neuron = sf.LIF(threshold=0.3)
+
+    def forward(self, x: Tensor) -> dict:
+        y = self.neuron(x)
+        return {"spikes": y, "pair": (y[:, 0], [x.mean(1)]), "kind": "nested"}
+
+
+def test_nested_results():
+    result = sf.Temporal(Nested())(X)
+    assert torch.equal(result["spikes"], sf.LIF(threshold=0.3)(X))
+    assert torch.equal(result["pair"][0], result["spikes"][..., 0])
+    torch.testing.assert_close(result["pair"][1][0], X.mean(2))
+    assert result["kind"] == "nested"
+
+
+def test_several_inputs_and_outputs_of_a_neuron():
+    class Gate(sf.Neuron):
+        v = sf.State()
+
+        def step(self, x, y, v):
+            v = 0.5 * v + x * y
+            return (v, x - v), (v,)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = Gate()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.gate(x, 2 * x)
+
+    net = sf.Temporal(Net())
+    for a, e in zip(net(X), Gate()(X, 2 * X), strict=True):
+        assert torch.equal(a, e)
+
+
+def test_a_network_that_is_one_neuron():
+    net = sf.Temporal(sf.ALIF(threshold=0.3))
+    y, state = net(X, return_state=True)
+    assert torch.equal(y, sf.ALIF(threshold=0.3)(X))
+    assert list(state) == [""]
+    assert len(state[""]) == 2
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.neuron = sf.IF(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.neuron(self.neuron(x))
+
+
+def test_a_neuron_called_twice():
+    net, neuron = sf.Temporal(Twice()), sf.IF(0.5)
+    assert torch.equal(net(X), neuron(neuron(X)))
+    message = "neuron 'neuron' is called twice in one step, so its state is ambiguous"
+    with pytest.raises(ValueError, match=message):
+        net(X, return_state=True)
+    with pytest.raises(ValueError, match=message):
+        net(X, state={"neuron": (torch.zeros(2, 6),)})
+
+
+class Mixes(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function, self.neuron = function, sf.LIF()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.neuron, x)
+
+
+VALUE_ERRORS = {
+    r"the input has shape \[6\]: expected \[T, B, ...\] with T >= 1.*x.unsqueeze\(0\)": (
+        lambda: linear()(X[0, 0])
+    ),
+    r"the input has shape \[0, 2, 6\]": lambda: linear()(X[:0]),
+    r"impl is 'fast': expected one of auto, triton, numba, reference": (
+        lambda: linear()(X, impl="fast")
+    ),
+    r"state has entries for \(0\), the network has neurons \(1\): pass what return_state=True": (
+        lambda: linear()(X, state={"0": (torch.zeros(2, 5),)})
+    ),
+    r"state has entries for \(\), the network has neurons \(1\)": lambda: linear()(X, state={}),
+    r"LIF: state v is \[3, 5\] on cpu: expected \[2, 5\] on cpu": (
+        lambda: linear()(X, state={"1": (torch.zeros(3, 5),)})
+    ),
+    r"the network returned shape \[\]: expected dim 0 to be T\*B = 20\*2": (
+        lambda: sf.Temporal(Mixes(lambda n, x: n(x).sum()))(X)
+    ),
+    r"the network returned shape \[240\]: expected dim 0 to be T\*B = 20\*2; a layer has mixed": (
+        lambda: sf.Temporal(Mixes(lambda n, x: n(x).flatten()))(X)
+    ),
+    r"'neuron' received shape \[13, 6\] inside Temporal: expected \[T\*B, ...\] with T = 20": (
+        lambda: sf.Temporal(Mixes(lambda n, x: n(x[:13])))(X)
+    ),
+    r"inside Temporal, pass state= and return_state= to the container": (
+        lambda: sf.Temporal(Mixes(lambda n, x: n(x, return_state=True)[0]))(X)
+    ),
+    r"a Temporal inside a Temporal: wrap the outermost network only": (
+        lambda: sf.Temporal(nn.Sequential(nn.Linear(2, 2), linear()))
+    ),
+}
+TYPE_ERRORS = {
+    r"net is a \w+: expected a torch.nn.Module": lambda: sf.Temporal(torch.relu),
+    r"the input is a list: expected a tensor": lambda: linear()([1.0]),
+    r"state is a tuple: expected a dict": lambda: linear()(X, state=(torch.zeros(2, 5),)),
+    r"state must be a tuple of tensors \(v,\)": lambda: linear()(X, state={"1": 1.0}),
+    r"LIF: x is torch.int64: expected float32": lambda: sf.Temporal(sf.LIF())(X.long()),
+}
+
+
+@pytest.mark.parametrize("message", VALUE_ERRORS)
+def test_value_errors(message):
+    with pytest.raises(ValueError, match=message):
+        VALUE_ERRORS[message]()
+    assert calls.sequence is None
+
+
+@pytest.mark.parametrize("message", TYPE_ERRORS)
+def test_type_errors(message):
+    with pytest.raises(TypeError, match=message):
+        TYPE_ERRORS[message]()
+    assert calls.sequence is None
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_apart(duplicate):
+    net = convolutional().eval()
+    expected = net(IMAGES)
+    other = duplicate(net)
+    assert torch.equal(other(IMAGES), expected)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert torch.equal(net(IMAGES), expected)
+    assert not torch.equal(other(IMAGES), expected)
+
+
+def test_state_dict_round_trip():
+    net, other = convolutional(), convolutional()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(1.25)
+    net(IMAGES)  # moves the statistics
+    assert other.load_state_dict(net.state_dict()).missing_keys == []
+    assert torch.equal(other.eval()(IMAGES), net.eval()(IMAGES))
+
+
+def test_threads():
+    net = linear(50)
+    inputs = [make_input((steps, 16, 6), seed=steps) for steps in (4, 8, 16, 32)]
+    expected = [net(x) for x in inputs]
+    found: list[str] = []
+
+    def work(x: Tensor, wanted: Tensor) -> None:
+        try:
+            for _ in range(50):
+                assert torch.equal(net(x), wanted)
+        except BaseException as error:
+            found.append(repr(error))
+
+    pairs = zip(inputs, expected, strict=True)
+    threads = [threading.Thread(target=work, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == []
+
+
+class Checkpointed(nn.Module):
+    """A part of a network that is computed again in backward."""
+
+    def __init__(self, net: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.net, self.reentrant = net, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.net, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_of_the_container(reentrant):
+    net = linear()
+    for x in (X, X[:7]):
+        actual = gradients(net, x, lambda x: checkpoint(net, x, use_reentrant=reentrant))
+        assert_equal(actual, gradients(net, x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_inside_the_container(reentrant):
+    net = linear()
+    inside = sf.Temporal(Checkpointed(net.net, reentrant))
+    for x in (X, X[:7]):
+        expected = gradients(net, x)
+        for _ in range(2):
+            assert_equal(gradients(inside, x), expected)
+
+
+AMBIGUOUS = "its number of time steps or its state is not known any more: checkpoint the whole"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_inside_with_another_number_of_steps(reentrant):
+    net = sf.Temporal(Checkpointed(linear().net, reentrant))
+    net(X.clone().requires_grad_())
+    y = net(X.reshape(10, 4, 6).requires_grad_())
+    with pytest.raises(RuntimeError, match=AMBIGUOUS):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_inside_with_a_state(reentrant):
+    net = sf.Temporal(Checkpointed(linear().net, reentrant))
+    x = X.clone().requires_grad_()
+    _, state = net(x, return_state=True)
+    y = net(x, state=state)
+    with pytest.raises(RuntimeError, match=AMBIGUOUS):
+        y.sum().backward()
+
+
+def test_a_neuron_of_another_network_is_on_its_own():
+    outside = sf.LIF(threshold=0.3)
+    net = sf.Temporal(Mixes(lambda _, x: outside(x[None])[0]))
+    assert torch.equal(net(X), outside(X.flatten(0, 1)[None]).view(X.shape))
