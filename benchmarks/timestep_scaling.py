@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> Path:
         clock_for(device),
         large_copy(1 << 20 if args.quick else COPY_BYTES, device),
         args.eager_up_to,
-        Settings(args.rounds, slot_ms=0.5 if args.quick else 5.0),
+        Settings(args.rounds, slot_ms=0.5 if args.quick else 25.0),
     )
     result["rows"] = []
     started = time.perf_counter()
