@@ -79,7 +79,7 @@ class TrainConfig:
     encoding: str = option(
         "direct", "direct: the same image at each step; poisson: random spikes", ENCODINGS
     )
-    epochs: int = option(30, "passes over the training images", low=1)
+    epochs: int = option(20, "passes over the training images", low=1)
     batch_size: int = option(32, "images per step of the optimizer", low=1)
     optimizer: str = option("adam", "the optimizer; sgd has momentum 0.9", OPTIMIZERS)
     lr: float = option(1e-3, "learning rate", positive=True)
