@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import signal
 import time
 import warnings
@@ -35,6 +36,8 @@ DEVICES = ("auto", "cpu", "cuda")
 VALIDATION_FRACTION = 0.1
 # Fixed, so that runs with different seeds are validated on the same images.
 VALIDATION_SEED = 1
+# Input values per step, over all time steps and images, that are worth a CPU thread.
+VALUES_PER_THREAD = 1 << 15
 DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
 LIGHTNING_PRECISION = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
@@ -135,7 +138,7 @@ def _fit(
     batches = TrainBatches(
         training, config.batch_size, config.seed, lambda: module.trainer.global_step
     )
-    with _quiet(), Interruption(directory / LAST) as interruption:
+    with _quiet(), _threads(config), Interruption(directory / LAST) as interruption:
         trainer = pl.Trainer(
             accelerator=device.type,
             devices=1,
@@ -164,7 +167,8 @@ def _test(module: Classifier, test: Images, device: torch.device) -> tuple[float
     module.on_test_epoch_start()
     batches = EvalBatches(test.to(device), config.batch_size)
     dtype = DTYPES[config.precision]
-    with torch.no_grad(), torch.autocast(device.type, dtype, enabled=config.precision != "32"):
+    autocast = torch.autocast(device.type, dtype, enabled=config.precision != "32")
+    with _threads(config), torch.no_grad(), autocast:
         for index, batch in enumerate(tqdm(batches, "test", disable=None, leave=False)):
             module.test_step(batch, index)
     return module.eval_tally.mean()
@@ -252,6 +256,22 @@ def _new_directory(config: TrainConfig, place: Place) -> Path:
             number += 1
         else:
             return directory
+
+
+@contextlib.contextmanager
+def _threads(config: TrainConfig) -> Iterator[None]:
+    """Use no more CPU threads than a step has work for.
+
+    Threads that wait for each other within a small step gain little on an idle machine, and on
+    one that other programs use too they make it many times slower.
+    """
+    before = torch.get_num_threads()
+    values = config.num_steps * config.batch_size * math.prod(DATASETS[config.dataset].shape)
+    torch.set_num_threads(max(1, min(before, values // VALUES_PER_THREAD)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

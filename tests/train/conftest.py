@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from spikefuse.train.cli import main
 
@@ -26,15 +25,6 @@ def spikefuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spikefuse:
             return int(stop.code or 0)
 
     return call
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small runs gain nothing from threads, and lose much to other processes' threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

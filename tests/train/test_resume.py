@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import signal
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from spikefuse.train import run
 from spikefuse.train.classifier import Classifier
 from spikefuse.train.cli import main
 
@@ -82,11 +82,20 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, hook: str, call: int, times: int 
 def test_two_epochs_and_two_more(
     spikefuse: Spikefuse, tmp_path: Path, small: list[str], four: list[str]
 ) -> None:
-    torch.set_num_threads(2)  # as a user's run would
     assert spikefuse("train", *four, "--out", "straight") == 0
     assert spikefuse("train", *small, "--out", "halves") == 0
     assert spikefuse("train", "--resume", "halves/last.ckpt", "--epochs", "4") == 0
-    torch.set_num_threads(1)
+    assert_same_run(tmp_path / "straight", tmp_path / "halves")
+
+
+def test_with_several_threads(
+    spikefuse: Spikefuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: list[str]
+) -> None:
+    monkeypatch.setattr(run, "VALUES_PER_THREAD", 1)  # as many threads as there are
+    options = [*small, "--batch-size", "400"]
+    assert spikefuse("train", *options, "--out", "straight") == 0
+    assert spikefuse("train", *options, "--epochs", "1", "--out", "halves") == 0
+    assert spikefuse("train", "--resume", "halves/last.ckpt", "--epochs", "2") == 0
     assert_same_run(tmp_path / "straight", tmp_path / "halves")
 
 
@@ -172,7 +181,6 @@ def test_the_printed_command_resumes(
     with subprocess.Popen(
         [*program, "train", *small, "--epochs", "40", "--model", "mlp"],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
