@@ -108,8 +108,7 @@ class Truth:
         def compared(gradient: Tensor) -> Tensor:
             return torch.where(kept, gradient, 0).flatten()
 
-        dtype = self.spikes.dtype
-        within_budget("x", compared(grad), compared(self.grad), compared(self.true_grad), dtype)
+        within_budget("x", compared(grad), compared(self.grad), compared(self.true_grad))
 
 
 def _by_chunks(x: Tensor, grad_y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

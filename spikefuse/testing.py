@@ -18,7 +18,7 @@ from spikefuse.nn.neuron import Neuron
 LAYOUTS = ("contiguous", "channels_last", "batch_first")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Largest relative error of one conversion from float32 (for bfloat16, by truncation).
+# Largest relative error of one rounding from float32.
 ROUNDING = dict(zip(DTYPES, (2.0**-24, 2.0**-8, 2.0**-11), strict=True))
 
 
@@ -158,19 +158,18 @@ def assert_matches_reference(
         with poisoned():
             actual = run(neuron, [lay_out(x, layout) for x in inputs], state, impl)
             gradients = actual.backward(weights)
+        # Triton's interpreter truncates to bfloat16 where GPUs round.
+        truncated = impl == "triton" and inputs[0].device.type == "cpu"
         for role in ("outputs", "states"):
             rows = zip(*(getattr(r, role) for r in (actual, expected, truth)), strict=True)
             for i, (a, e, t) in enumerate(rows):
-                # Triton's interpreter truncates to bfloat16 where GPUs round.
-                truncated = impl == "triton" and a.device.type == "cpu" and a.dtype == DTYPES[1]
-                if truncated or not exact:
-                    within_budget(f"{where}: {role} {i}", a, e, t, inputs[0].dtype, share)
+                if not exact or (truncated and a.dtype == torch.bfloat16):
+                    within_budget(f"{where}: {role} {i}", a, e, t, share, truncated=truncated)
                 elif not (a.dtype == e.dtype and torch.equal(a, e)):
                     raise AssertionError(f"{where}: {role} {i} {a.dtype}: {_difference(a, e)}")
         for name, gradient in gradients.items():
-            label = f"{where}: gradient of {name}"
-            rounding = inputs[0].dtype, share, summed if name in parameters else 0.0
-            within_budget(label, gradient, wanted[name], true[name], *rounding)
+            label, scale = f"{where}: gradient of {name}", summed if name in parameters else 0.0
+            within_budget(label, gradient, wanted[name], true[name], share, scale, truncated)
 
 
 def within_budget(
@@ -178,15 +177,18 @@ def within_budget(
     actual: Tensor,
     expected: Tensor,
     truth: Tensor,
-    dtype: torch.dtype,
     share: float = 2.0,
     scale: float = 0.0,
+    truncated: bool = False,
 ) -> None:
     """Assert that `actual` errs from the float64 `truth` about as little as `expected` does.
 
     The budget is `share` times the reference's largest error, plus a few roundings of the largest
     value (or of `scale`, where that is larger): float32 arithmetic has as many, in another order;
-    results are rounded to `dtype` once.
+    results are rounded to their dtype once (or `truncated`, which errs twice as much).
+
+    Raises:
+        AssertionError: with the error and the budget.
     """
     assert actual.dtype == expected.dtype and actual.shape == expected.shape, name
     a, e, t = (x.detach().double() for x in (actual, expected, truth))
@@ -197,7 +199,8 @@ def within_budget(
         return
     a, e, t = a[finite], e[finite], t[finite]
     scale = max(scale, t.abs().max().item())
-    budget = share * (e - t).abs().max() + (8 * ROUNDING[torch.float32] + ROUNDING[dtype]) * scale
+    conversion = ROUNDING[actual.dtype] * (2 if truncated else 1)
+    budget = share * (e - t).abs().max() + (8 * ROUNDING[torch.float32] + conversion) * scale
     error = (a - t).abs().max()
     assert error <= budget, f"{name} errs by {error:.3g}, the budget is {budget:.3g}"
 

@@ -17,25 +17,8 @@ RESETS = ("hard", "soft", "hard-detached")
 SHAPES = ((2, 2, 8, 10), (3, 3, 5, 5))
 
 
-class Adaptive(sf.Neuron):
-    """The ten lines of the README, with the reset as an option."""
-
-    v, a = sf.State(), sf.State()
-
-    def __init__(self, reset="hard", detach_reset=False):
-        super().__init__()
-        self.decay, self.rho, self.beta, self.surrogate = 0.9, 0.97, 0.18, sf.surrogate.Arctan()
-        self.reset, self.detach_reset = reset, detach_reset
-
-    def step(self, x, v, a):
-        h = self.decay * v + x
-        s = self.surrogate(h - 1.0 - self.beta * a)
-        r = s.detach() if self.detach_reset else s
-        return s, (h * (1 - r) if self.reset == "hard" else h - r, self.rho * a + s)
-
-
 class Gated(sf.Neuron):
-    """Two inputs, two outputs, a learnable threshold per channel, a state that starts at 0.25."""
+    """A user's own: two inputs, two outputs, a learnable threshold per channel, a state that starts at 0.25."""
 
     u, w = sf.State(0.25), sf.State()
 
@@ -63,7 +46,6 @@ DEFINITIONS = {
         0.7, channels=c, surrogate=sf.surrogate.Rectangle(-0.5, 0.7, 0.9), **kw
     ),
     "ALIF": lambda c, **kw: sf.ALIF(0.7, 0.7, **kw),
-    "Adaptive": lambda c, **kw: Adaptive(**kw),
     "Gated": lambda c, **kw: Gated(channels=c, **kw),
 }
 
