@@ -68,14 +68,20 @@ def assert_equal(a: Any, b: Any, where: str) -> None:
         assert a == b, where
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, hook: str, call: int, times: int = 1) -> None:
-    """Send SIGINT to this process when the `call`-th call of a Lightning hook begins."""
+def interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+    hook: str,
+    call: int,
+    times: int = 1,
+    signum: int = signal.SIGINT,
+) -> None:
+    """Send a signal to this process when the `call`-th call of a Lightning hook begins."""
     original, calls = getattr(Classifier, hook), iter(range(10**6))
 
     def wrapped(self: Classifier, *arguments: Any) -> Any:
         if next(calls) == call:
             for _ in range(times):
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signum)
         return original(self, *arguments)
 
     monkeypatch.setattr(Classifier, hook, wrapped)
@@ -162,6 +168,15 @@ def test_a_second_ctrl_c_stops_at_once(
     assert "stopped before anything was saved" in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.ckpt"))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_sigterm_saves_too(
+    spikefuse: Spikefuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: list[str]
+) -> None:
+    interrupt(monkeypatch, "training_step", 3, signum=signal.SIGTERM)
+    assert spikefuse("train", *small, "--out", "stopped") == 128 + signal.SIGTERM
+    assert read_checkpoint(tmp_path / "stopped" / "last.ckpt")["global_step"] == 4
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_interrupted_while_testing(
