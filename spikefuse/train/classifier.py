@@ -68,6 +68,7 @@ class Classifier(pl.LightningModule):
         reseed(config.seed, Purpose.WEIGHTS)
         self.net = config.make_network()
         self.history: list[Row] = []
+        self._row: Row = {}
         self.tally, self.eval_tally = Tally(), Tally()
         self._clock, self._clock_count = 0.0, 0
 

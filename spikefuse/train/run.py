@@ -83,6 +83,8 @@ def train(config: TrainConfig, place: Place, resumed: Loaded | None = None) -> d
             "training images"
         )
     module = Classifier(config)
+    if resumed is not None:
+        _load_weights(module, resumed)  # an early check: Lightning loads them again
     directory = _run_directory(config, place, resumed)
     parameters = sum(p.numel() for p in module.parameters())
     print(
@@ -116,14 +118,18 @@ def evaluate(loaded: Loaded, place: Place) -> tuple[float, float]:
     device = _device(place.device, config.precision)
     _, test = data.load(config.dataset, place.data_dir, place.download)
     module = Classifier(config)
+    _load_weights(module, loaded)
+    return _test(module, test, device)
+
+
+def _load_weights(module: Classifier, loaded: Loaded) -> None:
     try:
         module.load_state_dict(loaded.weights)
     except RuntimeError as error:
         raise ConfigError(
-            f"the weights in {loaded.path} do not fit the model {config.model}: they come from "
-            "another version of spikefuse"
+            f"the weights in {loaded.path} do not fit the model {module.config.model}: they come "
+            "from another version of spikefuse"
         ) from error
-    return _test(module, test, device)
 
 
 def _fit(
@@ -178,7 +184,7 @@ def _finish(
     module: Classifier, test: Images, device: torch.device, directory: Path, facts: dict[str, Any]
 ) -> dict[str, Any]:
     """Test the best epoch, draw the pictures, write and return the result."""
-    module.load_state_dict(load(directory / BEST).weights)
+    _load_weights(module, load(directory / BEST))
     best = best_row(module.history)
     loss, accuracy = _test(module, test, device)
     result = {

@@ -59,13 +59,14 @@ def test_truncated(
     assert "part.ckpt is damaged or no checkpoint" in line
 
 
+@pytest.mark.parametrize("command", [["eval"], ["train", "--resume"]])
 def test_weights_of_another_network(
-    spikefuse: Spikefuse, trained: Path, capsys: pytest.CaptureFixture[str]
+    spikefuse: Spikefuse, trained: Path, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
     content = torch.load(trained / "last.ckpt", weights_only=True)
     content["spikefuse"]["config"]["model"] = "conv"
     torch.save(content, "other.ckpt")
-    assert spikefuse("eval", "other.ckpt") == 2
+    assert spikefuse(*command, "other.ckpt") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "the weights in other.ckpt do not fit the model conv" in line
 
