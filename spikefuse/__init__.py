@@ -2,7 +2,7 @@
 
 from spikefuse import surrogate
 from spikefuse.compiler import UnsupportedOperation
-from spikefuse.neurons import Learnable, LearnableFraction, State
+from spikefuse.neurons import Learnable, LearnableFraction, State, decay_from_tau
 from spikefuse.nn import ALIF, IF, LIF, PLIF, Neuron, Temporal
 
 __version__ = "0.1.0"
@@ -19,5 +19,6 @@ __all__ = [
     "Temporal",
     "UnsupportedOperation",
     "__version__",
+    "decay_from_tau",
     "surrogate",
 ]

@@ -1,4 +1,4 @@
-"""Triton's interpreter where there is no GPU, kernels cached per test run, the backends."""
+"""Triton's interpreter where there is no GPU, and the backends."""
 
 import os
 

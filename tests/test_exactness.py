@@ -18,7 +18,7 @@ SHAPES = ((2, 2, 8, 10), (3, 3, 5, 5))
 
 
 class Gated(sf.Neuron):
-    """A user's own: two inputs, two outputs, a learnable threshold per channel, a state that starts at 0.25."""
+    """A user's own: two inputs, two outputs, a threshold per channel, a state from 0.25."""
 
     u, w = sf.State(0.25), sf.State()
 

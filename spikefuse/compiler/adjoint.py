@@ -15,7 +15,6 @@ from spikefuse.compiler.trace import (
     capture,
     examples,
     identifiers,
-    neutral,
     step_function,
 )
 from spikefuse.neurons.definition import Definition
@@ -70,9 +69,8 @@ def reverse_step(definition: Definition, step: Step) -> Reverse:
         *(f"g{y}" for y in step.outputs),
         *identifiers("gv", step.states),
     )
-    with neutral():
-        with Checked(step.name, derivative=True):
-            vjp(*examples(len(names)))
-        graph = capture(vjp, names)
+    with Checked(step.name, derivative=True):
+        vjp(*examples(len(names)))
+    graph = capture(vjp, names)
     graph = graph.select([graph._as("f", o) for o in graph.outputs])
     return Reverse(tuple(step.params[i] for i in learnable), graph)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
 
 from spikefuse.compiler.launch_triton import interpreted
 from spikefuse.compiler.layout import Layout, layout_of, layout_seen
@@ -46,6 +47,7 @@ def scan(
         backend: "triton" or "numba".
         return_state: whether to write the final states; without, they are ().
     """
+    _check_transforms()
     _check_backend(backend, inputs[0])
     values, statics = definition.describe()
     kinds = tuple((name, kind_of(value)) for name, value in values.items())
@@ -86,6 +88,20 @@ def _num_outputs(name: str) -> int:
 # torch.compile calls these two while it traces and keeps their results.
 for _function in (_prepare, _num_outputs):
     setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+def _check_transforms() -> None:
+    if torch.compiler.is_compiling():
+        return
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    transforms = ("Grad", "Jvp", "Vmap")
+    if forward_ad._current_level >= 0 or (
+        interpreter is not None and interpreter.key().name in transforms
+    ):
+        raise NotImplementedError(
+            "forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap) don't "
+            'work through a fused neuron: use backward(), or impl="reference"'
+        )
 
 
 def _check_backend(backend: str, x: Tensor) -> None:

@@ -243,6 +243,9 @@ def refusal(packet: Any, args: Any, kwargs: Any, result: Any) -> str | None:
             f"it makes a tensor of shape {list(result.shape)}, but a step sees one neuron: make "
             "constants attributes of the neuron, with one value or one per channel"
         )
+    if kwargs.get("alpha", 1) not in (1, -1):
+        # PyTorch may fuse this multiply-add, which would change spikes.
+        return "add and sub with alpha are not supported; write the product"
     if kwargs.get("rounding_mode") is not None:
         return "division that rounds is not supported; torch.floor is"
     if packet is aten.pow and isinstance(args[1], torch.Tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
@@ -133,11 +134,17 @@ def prepare(
 
 
 def _make(definition: Definition, backend: str, kinds: dict[str, str]) -> Program:
-    step = trace_step(definition)
-    reverse = reverse_step(definition, step)
+    # In a thread of its own: modes, hooks and transforms of PyTorch belong to the caller's.
+    with ThreadPoolExecutor(1) as thread:
+        step, reverse = thread.submit(_trace, definition).result()
     used = step.graph.used() | reverse.graph.used()
     step = step.without_unused(used)
     return Program(step, reverse, backend, tuple(kinds[name] for name in step.params))
+
+
+def _trace(definition: Definition) -> tuple[Step, Reverse]:
+    step = trace_step(definition)
+    return step, reverse_step(definition, step)
 
 
 def kind_of(value: float | Tensor) -> str:

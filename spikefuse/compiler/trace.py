@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -142,10 +141,9 @@ def trace_step(definition: Definition) -> Step:
         return (*outputs, *new)
 
     names = identifiers("x", inputs) + identifiers("v", tuple(states)) + identifiers("p", params)
-    with neutral():
-        with Checked(cls.__name__):
-            step(*examples(len(names)))
-        graph = capture(step, names)
+    with Checked(cls.__name__):
+        step(*examples(len(names)))
+    graph = capture(step, names)
     graph = graph.select([graph._as("f", o) for o in graph.outputs])
     initial = tuple(s.initial for s in states.values())
     return Step(cls.__name__, inputs, tuple(states), initial, params, count[0], graph)
@@ -274,16 +272,3 @@ def _user_line() -> str:
 
 def examples(count: int) -> list[Tensor]:
     return [torch.full((), 0.5, dtype=torch.float32, device="cpu") for _ in range(count)]
-
-
-@contextlib.contextmanager
-def neutral() -> Iterator[None]:
-    """Trace the same whatever modes the caller is in."""
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False),
-        torch.device("cpu"),
-    ):
-        yield

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
 
 from spikefuse.neurons.definition import State, States, number
 from spikefuse.neurons.firing import Firing, Value
+
+
+def decay_from_tau(tau: float, dt: float = 1.0, exact: bool = False) -> float:
+    """The decay that a membrane time constant stands for.
+
+    Args:
+        tau: time constant, in the unit of `dt`.
+        dt: length of a time step.
+        exact: `exp(-dt / tau)`, the solution of the membrane equation over one step; otherwise
+            its first-order form `1 - dt / tau`, which SpikingJelly uses (k_tau = 1 - 1/tau in
+            Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion").
+
+    Raises:
+        ValueError: not positive, or `tau < dt` in the first-order form.
+    """
+    if not (tau > 0 and dt > 0 and math.isfinite(tau) and math.isfinite(dt)):
+        raise ValueError(f"tau, dt are {tau!r}, {dt!r}: expected positive finite numbers")
+    if exact:
+        return math.exp(-dt / tau)
+    if tau < dt:
+        raise ValueError(f"tau is {tau!r}: expected at least dt = {dt!r}, or exact=True")
+    return 1 - dt / tau
 
 
 class LIF(Firing):

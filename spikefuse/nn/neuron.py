@@ -106,27 +106,29 @@ class Neuron(Definition):
         outputs, final = self._scan(unfolded, state, sequence.impl, sequence.keep_final)
         sequence.final[name] = final
         if not torch.compiler.is_compiling():
-            self._remember(inputs[0].shape[0], None if state is not None else steps)
+            self._remember(inputs[0].shape[0], None if state is not None else sequence)
         folded = tuple(y.flatten(0, 1) for y in outputs)
         return folded[0] if len(folded) == 1 else folded
 
-    def _remember(self, rows: int, steps: int | None) -> None:
+    def _remember(self, rows: int, sequence: Sequence | None) -> None:
         """Note T for `torch.utils.checkpoint`, which calls again when Temporal's call is over."""
         seen = self.__dict__.setdefault("_seen", {})
+        call = None if sequence is None else (sequence.num_steps, sequence.impl)
         # None where the same number of rows has been seen with another T, or with a state.
-        seen[rows] = steps if seen.get(rows, steps) == steps else None
+        seen[rows] = call if seen.get(rows, call) == call else None
 
     def _remembered(self, inputs: tuple[Tensor, ...]) -> Sequence | None:
         seen = self.__dict__.get("_seen")
         if not seen:
             return None
-        steps = seen.get(inputs[0].shape[0])
-        if steps is None:
+        call = seen.get(inputs[0].shape[0])
+        if call is None:
             raise RuntimeError(
                 "a checkpointed part of a Temporal network is computed again, but its number of "
                 "time steps or its state is not known any more: checkpoint the whole Temporal"
             )
-        return Sequence(steps, {id(self): ""})
+        num_steps, impl = call
+        return Sequence(num_steps, {id(self): ""}, impl)
 
     def _scan(
         self, inputs: tuple[Tensor, ...], state: States | None, impl: str, return_state: bool

@@ -292,6 +292,20 @@ USES = {
 }
 
 
+def test_a_first_call_under_hooks_and_modes():
+    class Fresh(sf.LIF):
+        pass
+
+    kept_tensors = kept(lambda: Fresh()(X.clone().requires_grad_()))
+    assert len(kept_tensors) == 2
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+
+        class Other(sf.LIF):
+            pass
+
+        assert torch.equal(Other()(X), sf.LIF()(X))
+
+
 @pytest.mark.parametrize("use", USES)
 def test_undefined_gradients(use, backends):
     neuron = Pair().to(backends.device)
@@ -455,3 +469,17 @@ dist.destroy_process_group()
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_data_parallel_gradients_are_those_of_one_process(tmp_path):
     finish(*(python(PARALLEL, str(rank), str(tmp_path / "store")) for rank in range(2)))
+
+
+# PyTorch's own: jvp imports decompositions that it compiles with torch.jit.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap"])
+def test_function_transforms_are_refused(transform):
+    neuron, x = sf.LIF(), torch.randn(4, 2, 3)
+    calls = {
+        "grad": lambda: torch.func.grad(lambda x: neuron(x).sum())(x),
+        "jvp": lambda: torch.func.jvp(neuron, (x,), (x,)),
+        "vmap": lambda: torch.func.vmap(neuron)(x.expand(2, 4, 2, 3)),
+    }
+    with pytest.raises(NotImplementedError, match="impl="):
+        calls[transform]()

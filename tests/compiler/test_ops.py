@@ -27,7 +27,7 @@ def _as_float(packet: Any) -> tuple[Function, ...]:
 
 # By ATen operation; with torch's own spelling where a user would write that.
 EXACT: dict[Any, tuple[Function, ...]] = {
-    # PyTorch may contract the product with alpha, so only one that needs none is exact.
+    # Other factors are refused: PyTorch may contract their product.
     aten.add: (
         lambda x, y: x + y,
         lambda x, y: 0.1 + x,

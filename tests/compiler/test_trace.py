@@ -296,19 +296,6 @@ def test_a_traced_step_keeps_what_is_needed():
     assert re.search(r"n\d+ = \(.* >= f32\(0\.0\)\)", text)
 
 
-def test_tracing_is_blind_to_the_callers_modes():
-    def steps():
-        return trace_step(sf.LIF()).graph.nodes
-
-    expected = steps()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert steps() == expected
-    with torch.inference_mode():
-        assert steps() == expected
-    with torch.device("meta"):
-        assert steps() == expected
-
-
 def test_too_many_arrays():
     states = {f"s{i}": sf.State() for i in range(45)}
     scope: dict[str, object] = {}

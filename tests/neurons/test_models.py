@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from spikefuse import ALIF, IF, LIF, PLIF, LearnableFraction, Neuron, surrogate
+from spikefuse import (
+    ALIF,
+    IF,
+    LIF,
+    PLIF,
+    LearnableFraction,
+    Neuron,
+    decay_from_tau,
+    surrogate,
+)
 
 
 def trace(neuron: Neuron, *inputs: float) -> tuple[list[float], list[list[float]]]:
@@ -201,3 +212,12 @@ def test_parameters_of_a_module() -> None:
     for name, parameter in lif.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.item() != 0, name
+
+
+def test_decay_from_tau():
+    assert decay_from_tau(1.25) == pytest.approx(0.2)
+    assert decay_from_tau(20.0, dt=5.0) == pytest.approx(0.75)
+    assert decay_from_tau(2.0, exact=True) == pytest.approx(math.exp(-0.5))
+    for wrong in ({"tau": 0.0}, {"tau": 0.5}, {"tau": 2.0, "dt": -1.0}, {"tau": math.inf}):
+        with pytest.raises(ValueError, match="tau"):
+            decay_from_tau(**wrong)
