@@ -64,7 +64,7 @@ class _Emitter:
 
     def slot(self, array: str) -> int:
         """The number of an array in the alias metadata."""
-        if len(self.slots) == MAX_SLOTS:
+        if array not in self.slots and len(self.slots) == MAX_SLOTS:
             raise UnsupportedOperation(
                 f"{self.step.name} has too many inputs, outputs, states and parameters: its "
                 f"kernel would access more than {MAX_SLOTS} arrays"

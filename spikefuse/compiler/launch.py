@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ from spikefuse.compiler.launch_triton import interpreted
 from spikefuse.compiler.layout import Layout, layout_of, layout_seen
 from spikefuse.compiler.program import FLOAT, Program, kind_of, prepare, program
 from spikefuse.neurons.definition import Definition, Outputs, States, channel_view
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 library = torch.library.Library("spikefuse", "DEF")
 library.define(
@@ -109,18 +110,13 @@ def _check_backend(backend: str, x: Tensor) -> None:
     if backend == "numba" and device != "cpu":
         raise ValueError(f'impl="numba" runs on the CPU, but the input is on {x.device}')
     if backend == "triton":
-        if not _has_triton():
+        if not _HAS_TRITON:
             raise ImportError('Triton is not installed: pip install "spikefuse[gpu]"')
         if device != "cuda" and not interpreted():
             raise ValueError(
                 f'impl="triton" needs a GPU, but the input is on {x.device}: use impl="auto", or '
                 "set TRITON_INTERPRET=1 before starting Python to run Triton's interpreter"
             )
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _check_param(name: str, value: Tensor, x: Tensor) -> None:

@@ -46,8 +46,6 @@ def _run(
     sums: Sequence[Tensor],
     params: Sequence[float | Tensor],
 ) -> None:
-    if sequences[0].device.type != "cpu":
-        raise ValueError(f'impl="numba" runs on the CPU, but the input is on {sequences[0].device}')
     arguments: list[Any] = [layout.num_steps, layout.num_neurons, layout.inner]
     for x in sequences:
         advise_huge_pages(x)

@@ -25,7 +25,18 @@ from numba.extending import intrinsic
 
 from spikefuse.compiler.emit_numba import MAX_SLOTS
 
-__all__ = ["channel_rows", "exp", "f32", "floor", "kernel", "load", "log", "sqrt", "store"]
+__all__ = [
+    "channel_rows",
+    "exp",
+    "f32",
+    "floor",
+    "kernel",
+    "load",
+    "log",
+    "sigmoid",
+    "sqrt",
+    "store",
+]
 
 f32 = np.float32
 # NumPy's keep float32; those of math would compute in double precision.
@@ -104,32 +115,63 @@ def _to_bfloat16(builder: Any, number: Any) -> Any:
     return builder.trunc(builder.lshr(kept, constant(16)), ir.IntType(16))
 
 
+@intrinsic(prefer_literal=True)
+def _multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """`a * b + c` with one rounding; for approximations, never for a neuron's own arithmetic."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+# Through Any: the type of an intrinsic shows its typing context as an argument.
+_fma: Any = _multiply_add
+
+
+@_inline
+def _exp_parts(x):
+    """(n, p) with exp(x) = 2^n p, for |x| < 105; p is NaN if x is.
+
+    x = n ln 2 + r with |r| <= ln 2 / 2, and p = exp r by the Taylor polynomial of degree 7, whose
+    remainder, (ln 2 / 2)^8 / 8!, is below 1e-8.
+    """
+    n = np.floor(_fma(x, f32(1.4426950408889634), f32(0.5)))
+    # ln 2 in two parts; the product of n and the first is exact.
+    r = _fma(n, f32(2.12194440054690583e-4), _fma(n, f32(-0.693359375), x))
+    p = _fma(f32(1.0 / 5040.0), r, f32(1.0 / 720.0))
+    p = _fma(p, r, f32(1.0 / 120.0))
+    p = _fma(p, r, f32(1.0 / 24.0))
+    p = _fma(p, r, f32(1.0 / 6.0))
+    p = _fma(p, r, f32(0.5))
+    p = _fma(p, r, f32(1.0))
+    p = _fma(p, r, f32(1.0))
+    return np.int32(n), p
+
+
 @_inline
 def exp(x):
-    """float32 exponential within 2 ulp, of operations that vectorise.
-
-    x = n ln 2 + r with |r| <= ln 2 / 2; exp r by the Taylor polynomial of degree 7, whose
-    remainder, (ln 2 / 2)^8 / 8!, is below 1e-8; 2^n by its exponent bits, in two halves so that
-    subnormal results and the largest ones come out right.
-    """
-    clipped = f32(-104.0) if x < f32(-104.0) else x
-    clipped = f32(89.0) if clipped > f32(89.0) else clipped
-    n = np.floor(clipped * f32(1.4426950408889634) + f32(0.5))
-    # ln 2 in two parts; the product of n and the first is exact.
-    r = (clipped - n * f32(0.693359375)) + n * f32(2.12194440054690583e-4)
-    p = f32(1.0 / 5040.0)
-    p = p * r + f32(1.0 / 720.0)
-    p = p * r + f32(1.0 / 120.0)
-    p = p * r + f32(1.0 / 24.0)
-    p = p * r + f32(1.0 / 6.0)
-    p = p * r + f32(0.5)
-    p = (p * r) * r + r + f32(1.0)
-    whole = np.int32(n)
-    half = whole >> np.int32(1)
+    """float32 exponential within 2 ulp, of operations that vectorise."""
+    # Comparisons in this order let NaN through.
+    x = f32(89.0) if f32(89.0) < x else x
+    x = f32(-104.0) if f32(-104.0) > x else x
+    n, p = _exp_parts(x)
+    # 2^n by its exponent bits, in two halves: the smallest and largest results come out right.
+    half = n >> np.int32(1)
     scale = np.int32((half + np.int32(127)) << np.int32(23)).view(np.float32)
-    rest = np.int32((whole - half + np.int32(127)) << np.int32(23)).view(np.float32)
-    result = p * scale * rest
-    return x if x != x else result
+    rest = np.int32((n - half + np.int32(127)) << np.int32(23)).view(np.float32)
+    return p * scale * rest
+
+
+@_inline
+def sigmoid(x):
+    """float32 `1 / (1 + exp(-x))` within 4 ulp; 0 where that is subnormal."""
+    # At -88.7 the scale becomes infinite, and the result 0.
+    x = f32(-88.7) if f32(-88.7) > x else x
+    x = f32(87.0) if f32(87.0) < x else x
+    n, p = _exp_parts(-x)
+    scale = np.int32((n + np.int32(127)) << np.int32(23)).view(np.float32)
+    return f32(1.0) / _fma(p, scale, f32(1.0))
 
 
 @_inline

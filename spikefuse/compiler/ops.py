@@ -57,6 +57,13 @@ TABLE: dict[str, Op] = {
     "sqrt": Op("tl.sqrt_rn({0})", "sqrt({0})", operands="f", exact=False, aten=(aten.sqrt,)),
     "floor": Op("tl.floor({0})", "floor({0})", operands="f", aten=(aten.floor,)),
     "exp": Op("tl.exp({0})", "exp({0})", operands="f", exact=False, aten=(aten.exp,)),
+    "sigmoid": Op(
+        "(1.0 / (1.0 + tl.exp(-{0})))",
+        "sigmoid({0})",
+        operands="f",
+        exact=False,
+        aten=(aten.sigmoid,),
+    ),
     "log": Op("tl.log({0})", "log({0})", operands="f", exact=False, aten=(aten.log,)),
     "maximum": Op(
         "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
@@ -113,28 +120,24 @@ def _cast(b: Builder, x: Operand, dtype: torch.dtype | None = None, **_: Any) ->
 
 
 def _scaled(name: str) -> Callable[..., Operand]:
-    """add and sub, whose ATen forms carry a factor `alpha` of the second operand."""
+    """add and sub, whose ATen forms carry a sign `alpha` of the second operand."""
 
     def rewrite(b: Builder, x: Operand, y: Operand, alpha: float = 1) -> Operand:
         if name == "add" and b.kind(x) == b.kind(y) == "b":
             return b.op("or", x, y)
-        return b.op(name, x, y if alpha == 1 else b.op("mul", y, float(alpha)))
+        return b.op(name, x, y if alpha == 1 else b.op("neg", y))
 
     return rewrite
 
 
 def _rsub(b: Builder, x: Operand, y: Operand, alpha: float = 1) -> Operand:
-    return b.op("sub", y, x if alpha == 1 else b.op("mul", x, float(alpha)))
+    return b.op("sub", y, x if alpha == 1 else b.op("neg", x))
 
 
 def _mul(b: Builder, x: Operand, y: Operand) -> Operand:
     if b.kind(x) == b.kind(y) == "b":
         return b.op("and", x, y)
     return b.op("mul", x, y)
-
-
-def _sigmoid(b: Builder, x: Operand) -> Operand:
-    return b.op("quick_div", 1.0, b.op("add", 1.0, b.op("exp", b.op("neg", x))))
 
 
 def _sigmoid_backward(b: Builder, grad: Operand, y: Operand) -> Operand:
@@ -211,7 +214,6 @@ REWRITES: dict[Any, Callable[..., Operand]] = {
     aten._to_copy: _cast,
     aten.reciprocal: lambda b, x: b.op("div", 1.0, x),
     aten.rsqrt: lambda b, x: b.op("div", 1.0, b.op("sqrt", x)),
-    aten.sigmoid: _sigmoid,
     aten.sigmoid_backward: _sigmoid_backward,
     aten.tanh: _tanh,
     aten.tanh_backward: _tanh_backward,

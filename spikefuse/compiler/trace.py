@@ -141,8 +141,16 @@ def trace_step(definition: Definition) -> Step:
         return (*outputs, *new)
 
     names = identifiers("x", inputs) + identifiers("v", tuple(states)) + identifiers("p", params)
-    with Checked(cls.__name__):
-        step(*examples(len(names)))
+    try:
+        with Checked(cls.__name__):
+            step(*examples(len(names)))
+    except (RuntimeError, IndexError, ValueError) as error:
+        if isinstance(error, UnsupportedOperation):
+            raise
+        raise UnsupportedOperation(
+            f"{cls.__name__}.step can't be compiled, because inside step a tensor is one neuron's "
+            f'value, without dims; impl="reference" runs the eager loop. PyTorch says: {error}'
+        ) from error
     graph = capture(step, names)
     graph = graph.select([graph._as("f", o) for o in graph.outputs])
     initial = tuple(s.initial for s in states.values())

@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -92,6 +94,7 @@ class Definition(nn.Module):
 
     #: The declared states by name, those of base classes first.
     states: ClassVar[dict[str, State]] = {}
+    _constants: ClassVar[tuple[str, ...]] = ()
     #: Names of the inputs: the arguments of `step` that come before the states.
     input_names: ClassVar[tuple[str, ...]] = ()
 
@@ -99,8 +102,17 @@ class Definition(nn.Module):
         super().__init_subclass__(**kwargs)
         bases = reversed(cls.__mro__)
         cls.states = {n: s for base in bases for n, s in vars(base).items() if isinstance(s, State)}
+        cls._constants = _class_constants(cls)
         if cls.step is not Definition.step:
             cls.input_names = _input_names(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        if is_plain and name not in self.__dict__.get("_buffers", {name}):
+            # So that .to() moves it and state_dict() has it.
+            self.register_buffer(name, value)
+        else:
+            super().__setattr__(name, value)
 
     def describe(self) -> tuple[dict[str, float | Tensor], tuple[Any, ...]]:
         """(values, statics) of this neuron.
@@ -118,7 +130,8 @@ class Definition(nn.Module):
                 elif isinstance(value, float | Tensor):
                     values[prefix + name] = value
                 elif not isinstance(value, nn.Module):
-                    statics.append((name, _hashable(value)))
+                    statics.append((name, _constant(type(self).__name__, name, value)))
+        statics += ((name, getattr(self, name)) for name in self._constants)
         return values, tuple(statics)
 
     def values(self) -> dict[str, float | Tensor]:
@@ -165,12 +178,36 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
-def _hashable(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:
+# What a static attribute may be besides containers of these: things that don't change.
+_CONSTANTS = (
+    *(bool, int, float, str, type(None), type, Enum, torch.dtype),
+    *(FunctionType, BuiltinFunctionType),
+)
+
+
+def _constant(owner: str, name: str, value: Any) -> Any:
+    """A static attribute as part of a key, by its value."""
+    if isinstance(value, _CONSTANTS):
+        return value
+    if isinstance(value, tuple | list | set | frozenset | dict):
         return repr(value)
-    return value
+    raise TypeError(
+        f"{owner}.{name} is a {type(value).__name__}: a kernel can't tell when it changes; use "
+        "floats and tensors for values, and bools, ints, strings or tuples for constants"
+    )
+
+
+def _class_constants(cls: type[Definition]) -> tuple[str, ...]:
+    """Constants on the class (`leak = 0.5`), which a step may read too."""
+    bases = cls.__mro__[: cls.__mro__.index(Definition)]
+    return tuple(
+        dict.fromkeys(
+            name
+            for base in bases
+            for name, value in vars(base).items()
+            if not name.startswith("__") and isinstance(value, bool | int | float | str)
+        )
+    )
 
 
 def _bind(module: Any, values: Mapping[str, Tensor], prefix: str) -> Any:

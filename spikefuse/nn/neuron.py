@@ -31,10 +31,15 @@ class Sequence:
 class _Calls(threading.local):
     """The innermost Temporal call of each thread; no state of a network survives it."""
 
-    sequence: Sequence | None = None
+    def __init__(self) -> None:
+        # An attribute of the instance from the start: torch.compile guards on its presence.
+        self.sequence: Sequence | None = None
 
 
 calls = _Calls()
+
+# How a call outside Temporal reads its rows.
+_ALONE = ("alone",)
 
 
 class Neuron(Definition):
@@ -70,8 +75,11 @@ class Neuron(Definition):
         impl: str = "auto",
     ) -> Any:
         sequence = calls.sequence
-        if sequence is None and _in_recomputation():
-            sequence = self._remembered(inputs)
+        if not torch.compiler.is_compiling():
+            if sequence is None and torch._C._current_graph_task_id() != -1:
+                sequence = self._remembered(inputs)
+            else:
+                self._remember(inputs, sequence)
         if sequence is not None and id(self) in sequence.names:
             return self._folded(sequence, inputs, state, return_state)
         outputs, final = self._scan(inputs, state, impl, return_state)
@@ -105,30 +113,31 @@ class Neuron(Definition):
         unfolded = tuple(x.unflatten(0, (steps, x.shape[0] // steps)) for x in inputs)
         outputs, final = self._scan(unfolded, state, sequence.impl, sequence.keep_final)
         sequence.final[name] = final
-        if not torch.compiler.is_compiling():
-            self._remember(inputs[0].shape[0], None if state is not None else sequence)
         folded = tuple(y.flatten(0, 1) for y in outputs)
         return folded[0] if len(folded) == 1 else folded
 
-    def _remember(self, rows: int, sequence: Sequence | None) -> None:
-        """Note T for `torch.utils.checkpoint`, which calls again when Temporal's call is over."""
+    def _remember(self, inputs: tuple[Tensor, ...], sequence: Sequence | None) -> None:
+        """Note how this call reads its rows, for `torch.utils.checkpoint`: when that calls again,
+        in a backward pass, Temporal's call is over."""
+        call: tuple[Any, ...] = _ALONE
+        if sequence is not None and id(self) in sequence.names:
+            call = (sequence.num_steps, sequence.impl, sequence.initial is not None)
         seen = self.__dict__.setdefault("_seen", {})
-        call = None if sequence is None else (sequence.num_steps, sequence.impl)
-        # None where the same number of rows has been seen with another T, or with a state.
+        rows = _rows(inputs)
+        # None where the same number of rows has been read in another way.
         seen[rows] = call if seen.get(rows, call) == call else None
 
     def _remembered(self, inputs: tuple[Tensor, ...]) -> Sequence | None:
-        seen = self.__dict__.get("_seen")
-        if not seen:
+        rows = _rows(inputs)
+        call = self.__dict__.get("_seen", {}).get(rows, _ALONE)
+        if call == _ALONE:
             return None
-        call = seen.get(inputs[0].shape[0])
-        if call is None:
+        if call is None or call[2]:
             raise RuntimeError(
-                "a checkpointed part of a Temporal network is computed again, but its number of "
-                "time steps or its state is not known any more: checkpoint the whole Temporal"
+                "a neuron is computed again for a checkpoint, but its number of time steps or its "
+                "state is not known any more: checkpoint the whole Temporal"
             )
-        num_steps, impl = call
-        return Sequence(num_steps, {id(self): ""}, impl)
+        return Sequence(call[0], {id(self): ""}, call[1])
 
     def _scan(
         self, inputs: tuple[Tensor, ...], state: States | None, impl: str, return_state: bool
@@ -142,7 +151,7 @@ class Neuron(Definition):
     def _backend(self, inputs: tuple[Tensor, ...], impl: str) -> str:
         if impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
-        if impl != "auto" or not inputs:
+        if impl != "auto" or not inputs or not isinstance(inputs[0], Tensor):
             return impl
         device = inputs[0].device.type
         if device not in ("cuda", "cpu"):
@@ -153,9 +162,9 @@ class Neuron(Definition):
         return "triton" if device == "cuda" else "numba"
 
 
-def _in_recomputation() -> bool:
-    """Whether this call is made by a backward pass, as checkpoints make theirs."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+def _rows(inputs: tuple[Tensor, ...]) -> int:
+    x = inputs[0] if inputs else None
+    return x.shape[0] if isinstance(x, Tensor) and x.ndim else 0
 
 
 def _check(neuron: Neuron, inputs: tuple[Tensor, ...], state: States | None, backend: str) -> None:

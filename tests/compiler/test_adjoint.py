@@ -14,7 +14,14 @@ from spikefuse.compiler.adjoint import reverse_step
 from spikefuse.compiler.trace import Graph, step_function, trace_step
 
 # What the Numba text of the table calls, on Python's floats.
-LANGUAGE = {"f32": float, "exp": math.exp, "log": math.log, "sqrt": math.sqrt, "floor": math.floor}
+LANGUAGE = {
+    "f32": float,
+    "exp": math.exp,
+    "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
+    "log": math.log,
+    "sqrt": math.sqrt,
+    "floor": math.floor,
+}
 
 
 def evaluate(graph: Graph, values: list[float]) -> list[float]:

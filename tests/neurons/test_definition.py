@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import spikefuse
 from spikefuse import Learnable, LearnableFraction, State, surrogate
 from spikefuse.neurons import LIF, PLIF, Definition
 from spikefuse.neurons.definition import call_step, channel_view, number
@@ -175,3 +176,33 @@ def test_learnable_fraction_starts_where_it_should() -> None:
     assert LearnableFraction(0.9)().item() == pytest.approx(0.9)
     values = LearnableFraction(0.2, channels=3)()
     assert values.tolist() == pytest.approx([0.2] * 3)
+
+
+def test_constants_of_the_class_are_part_of_the_kernel():
+    class Leaky(spikefuse.Neuron):
+        v = State()
+        leak = 0.5
+
+        def step(self, x, v):
+            return self.leak * x, (v,)
+
+    neuron, x = Leaky(), torch.ones(1, 1, 1)
+    assert neuron(x).item() == 0.5
+    Leaky.leak = 0.25
+    assert neuron(x).item() == 0.25
+
+
+def test_attributes_that_may_change_unseen_are_refused():
+    class Holder:
+        gain = 2.0
+
+    neuron = spikefuse.LIF()
+    neuron.holder = Holder()
+    with pytest.raises(TypeError, match="holder is a Holder"):
+        neuron(torch.ones(1, 1, 1))
+
+
+def test_plain_tensors_become_buffers():
+    neuron = spikefuse.LIF(decay=torch.tensor(0.5))
+    assert neuron.state_dict()["decay"] == 0.5
+    assert neuron.to("meta").decay.device.type == "meta"

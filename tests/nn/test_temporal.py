@@ -372,3 +372,27 @@ def test_a_neuron_of_another_network_is_on_its_own():
     outside = sf.LIF(threshold=0.3)
     net = sf.Temporal(Mixes(lambda _, x: outside(x[None])[0]))
     assert torch.equal(net(X), outside(X.flatten(0, 1)[None]).view(X.shape))
+
+
+def test_checkpoint_of_a_lone_neuron_that_was_in_a_container():
+    neuron = sf.LIF()
+    sf.Temporal(neuron)(torch.randn(4, 2, 3))
+    x = torch.randn(5, 2, 3, requires_grad=True)
+    (expected,) = torch.autograd.grad(neuron(x).sum(), x)
+    (actual,) = torch.autograd.grad(checkpoint(neuron, x, use_reentrant=False).sum(), x)
+    assert torch.equal(actual, expected)
+    # As many rows as the container had: nobody can tell which of the two is computed again.
+    y = torch.randn(8, 1, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="checkpoint the whole Temporal"):
+        checkpoint(neuron, y, use_reentrant=False).sum().backward()
+
+
+def test_compiled_networks_of_several_shapes_and_modes():
+    torch.compiler.reset()
+    net = sf.Temporal(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), sf.LIF()))
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    for training in (False, True):
+        net.train(training)
+        for shape in ((4, 2, 3), (6, 5, 3)):
+            x = torch.randn(shape)
+            assert torch.equal(compiled(x), net(x))
