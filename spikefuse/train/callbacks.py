@@ -114,9 +114,14 @@ class Checkpoints(Checkpoint):
     def __init__(self, directory: Path, interruption: Interruption) -> None:
         self.directory, self.interruption = directory, interruption
 
-    def _save(self, trainer: pl.Trainer) -> None:
+    def _save(self, trainer: pl.Trainer, best: bool = False) -> None:
         with replacing(self.directory / LAST) as path:
             trainer.save_checkpoint(path)
+            # Before LAST is replaced: a run that is resumed from LAST repeats what follows it, so
+            # BEST may be ahead of LAST, but never behind.
+            if best:
+                with replacing(self.directory / BEST) as copy:
+                    shutil.copyfile(path, copy)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int
@@ -127,9 +132,6 @@ class Checkpoints(Checkpoint):
             self.interruption.stop()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
-        self._save(trainer)
-        if best_row(module.history) is module.history[-1]:
-            with replacing(self.directory / BEST) as path:
-                shutil.copyfile(self.directory / LAST, path)
+        self._save(trainer, best=best_row(module.history) is module.history[-1])
         if self.interruption.requested:
             self.interruption.stop()

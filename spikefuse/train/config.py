@@ -96,6 +96,11 @@ class TrainConfig:
             raise ConfigError("decay is given, but the neuron if has none: leave it out")
         if self.neuron == "plif" and self.decay in (0.0, 1.0):
             raise ConfigError(f"decay is {self.decay}: expected a number between 0 and 1 for plif")
+        if self.num_steps * self.batch_size < 2:
+            raise ConfigError(
+                "num_steps and batch_size are both 1: batch normalization needs two values to "
+                "train on, so raise one of them"
+            )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:

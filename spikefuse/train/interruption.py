@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
-import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,4 +58,6 @@ class Interruption:
         if self.requested is not None:
             self.stop()
         self.requested = signum
-        print("\nfinishing this step, then saving; again to stop at once", file=sys.stderr)
+        # Not `print`: the signal may have come in the middle of another write to the same stream.
+        with contextlib.suppress(OSError):
+            os.write(2, b"\nfinishing this step, then saving; again to stop at once\n")

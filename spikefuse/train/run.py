@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import math
+import shutil
 import signal
 import time
 import warnings
@@ -71,7 +72,8 @@ def train(config: TrainConfig, place: Place, resumed: Loaded | None = None) -> d
         What `result.json` holds.
 
     Raises:
-        ConfigError, DataError: a setting or a file is wrong; nothing has been written.
+        ConfigError, DataError: a setting or a file is wrong; nothing has been written, unless it is
+            the run's own best.ckpt that turns out wrong at the end.
         Interrupted: a signal stopped the run.
     """
     device = _device(place.device, config.precision)
@@ -85,6 +87,7 @@ def train(config: TrainConfig, place: Place, resumed: Loaded | None = None) -> d
     module = Classifier(config)
     if resumed is not None:
         _load_weights(module, resumed)  # an early check: Lightning loads them again
+    existed = resumed is not None or (place.out is not None and place.out.exists())
     directory = _run_directory(config, place, resumed)
     parameters = sum(p.numel() for p in module.parameters())
     print(
@@ -96,7 +99,12 @@ def train(config: TrainConfig, place: Place, resumed: Loaded | None = None) -> d
         flush=True,
     )
     start = time.perf_counter()
-    _fit(module, training.to(device), validation.to(device), directory, resumed)
+    try:
+        _fit(module, training.to(device), validation.to(device), directory, resumed)
+    except BaseException:
+        if resumed is None and not (directory / LAST).exists():
+            _remove(directory, existed)
+        raise
     facts = {
         "parameters": parameters,
         "training_seconds": round(time.perf_counter() - start, 2),
@@ -184,8 +192,16 @@ def _finish(
     module: Classifier, test: Images, device: torch.device, directory: Path, facts: dict[str, Any]
 ) -> dict[str, Any]:
     """Test the best epoch, draw the pictures, write and return the result."""
-    _load_weights(module, load(directory / BEST))
     best = best_row(module.history)
+    loaded = load(directory / BEST)
+    if not loaded.history or any(
+        loaded.history[-1][key] != best[key] for key in ("epoch", "val_accuracy")
+    ):
+        raise ConfigError(
+            f"{loaded.path} is not of epoch {best['epoch']:.0f}, the best of this run: another "
+            "run's file, or an old one; train anew"
+        )
+    _load_weights(module, loaded)
     loss, accuracy = _test(module, test, device)
     result = {
         "test_accuracy": accuracy,
@@ -262,6 +278,15 @@ def _new_directory(config: TrainConfig, place: Place) -> Path:
             number += 1
         else:
             return directory
+
+
+def _remove(directory: Path, existed: bool) -> None:
+    """Take away what a run without a checkpoint left; a folder that was there stays, empty."""
+    for path in directory.iterdir() if existed else [directory]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

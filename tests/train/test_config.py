@@ -25,6 +25,7 @@ WRONG = [
     ({"decay": 1.0, "neuron": "plif"}, "decay is 1.0: expected a number between 0 and 1 for plif"),
     ({"threshold": -1}, "threshold is -1: expected a positive number"),
     ({"seed": -1}, "seed is -1: expected a whole number from 0 to"),
+    ({"num_steps": 1, "batch_size": 1}, "num_steps and batch_size are both 1: "),
     ({"shift": 9}, "shift is 9: expected a whole number from 0 to 8"),
 ]
 

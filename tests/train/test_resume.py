@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from spikefuse.train import run
-from spikefuse.train.classifier import Classifier
+from spikefuse.train import callbacks, run
+from spikefuse.train.classifier import Classifier, best_row
 from spikefuse.train.cli import main
+from spikefuse.train.interruption import Interruption
 
 Spikefuse = Callable[..., int]
 STEPS = 10  # per epoch
@@ -166,7 +169,7 @@ def test_a_second_ctrl_c_stops_at_once(
     interrupt(monkeypatch, "training_step", 3, times=2)
     assert spikefuse("train", *small, "--out", "stopped") == 130
     assert "stopped before anything was saved" in capsys.readouterr().err
-    assert not list(tmp_path.rglob("*.ckpt"))
+    assert not (tmp_path / "stopped").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -177,6 +180,62 @@ def test_sigterm_saves_too(
     assert spikefuse("train", *small, "--out", "stopped") == 128 + signal.SIGTERM
     assert read_checkpoint(tmp_path / "stopped" / "last.ckpt")["global_step"] == 4
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("name", ["best.ckpt", "last.ckpt"])
+def test_stopped_between_two_files(
+    spikefuse: Spikefuse,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    four: list[str],
+    straight: Path,
+    name: str,
+) -> None:
+    """Wherever an epoch's saving ends, the best epoch is never older than the last one knows."""
+    original, found = callbacks.replacing, []
+
+    @contextlib.contextmanager
+    def stops(path: Path) -> Iterator[Path]:
+        with original(path) as temporary:
+            yield temporary
+            if path.name == name:
+                found.append(path)
+                if len(found) == 2:
+                    raise RuntimeError("power cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(callbacks, "replacing", stops)
+        with pytest.raises(RuntimeError, match="power cut"):
+            spikefuse("train", *four, *POISSON, "--out", "stopped")
+    last, best = (read_checkpoint(tmp_path / "stopped" / n) for n in ("last.ckpt", "best.ckpt"))
+    history = last["spikefuse"]["history"]
+    assert len(best["spikefuse"]["history"]) >= best_row(history)["epoch"]
+    assert spikefuse("train", "--resume", "stopped/last.ckpt") == 0
+    assert_same_run(straight, tmp_path / "stopped")
+
+
+def test_a_best_epoch_of_another_run(
+    spikefuse: Spikefuse, tmp_path: Path, capsys: pytest.CaptureFixture[str], small: list[str]
+) -> None:
+    options = [*small, "--model", "mlp"]
+    assert spikefuse("train", *options, "--seed", "1", "--lr", "1e-9", "--out", "other") == 0
+    assert spikefuse("train", *options, "--out", "run") == 0
+    shutil.copyfile(tmp_path / "other" / "best.ckpt", tmp_path / "run" / "best.ckpt")
+    capsys.readouterr()
+    assert spikefuse("train", "--resume", "run/last.ckpt") == 2
+    errors = capsys.readouterr().err
+    assert "run/best.ckpt is not of epoch 2, the best of this run" in errors
+    assert errors.count("\n") == 1
+
+
+def test_the_first_ctrl_c_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with Interruption(tmp_path / "last.ckpt") as interruption:
+        monkeypatch.setattr("builtins.print", None)  # of no use within a signal handler
+        signal.raise_signal(signal.SIGINT)
+        assert interruption.requested == signal.SIGINT
+    assert capfd.readouterr().err == ("\nfinishing this step, then saving; again to stop at once\n")
 
 
 def test_interrupted_while_testing(

@@ -12,6 +12,7 @@ import matplotlib.image
 import pytest
 import torch
 
+from spikefuse.train.classifier import Classifier
 from spikefuse.train.config import TrainConfig
 
 Spikefuse = Callable[..., int]
@@ -83,3 +84,48 @@ def test_mixed_precision(spikefuse: Spikefuse, tmp_path: Path, small: list[str])
     assert spikefuse("train", *small, "--precision", "bf16", "--epochs", "1", "--out", "r") == 0
     result = json.loads((tmp_path / "r" / "result.json").read_text())
     assert 0 < result["test_loss"] < 3
+
+
+def test_one_step_of_one_image_is_refused(
+    spikefuse: Spikefuse, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert spikefuse("train", "--model", "mlp", "-T", "1", "--batch-size", "1") == 2
+    errors = capsys.readouterr().err
+    assert "num_steps and batch_size are both 1" in errors
+    assert errors.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "images"), [(647, "1,295 training"), (142, "143 validation"), (179, "359 test")]
+)
+def test_one_step_and_an_image_left_over(
+    spikefuse: Spikefuse,
+    small: list[str],
+    capsys: pytest.CaptureFixture[str],
+    batch_size: int,
+    images: str,
+) -> None:
+    assert int(images.split()[0].replace(",", "")) % batch_size == 1
+    options = ["--model", "mlp", "-T", "1", "--batch-size", str(batch_size), "--epochs", "1"]
+    assert spikefuse("train", *small, *options) == 0
+    assert images in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("out", [None, "new", "empty"])
+def test_a_run_that_fails_early_leaves_nothing(
+    spikefuse: Spikefuse,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    small: list[str],
+    out: str | None,
+) -> None:
+    def fail(*_: object) -> None:
+        raise ArithmeticError("on purpose")
+
+    monkeypatch.setattr(Classifier, "validation_step", fail)  # logs have been opened by then
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        spikefuse("train", *small, "--model", "mlp", *(["--out", out] if out else []))
+    left = {p.name for p in tmp_path.rglob("*")}
+    assert left == ({"empty"} if out else {"empty", "runs"})
