@@ -15,7 +15,8 @@ from typing import Any
 from benchmarks import lif, record
 
 README = record.ROOT / "README.md"
-NOTHING = "Not measured yet: run `make bench`."
+NOTHING = "Not measured yet: run `{}`."
+BENCH = "make bench"
 MEMORY_STEPS = (32, 128)
 
 
@@ -49,9 +50,9 @@ def filled(text: str, results: Path, root: Path) -> str:
         name = match["name"]
         if name not in REGIONS:
             raise ValueError(f"no table is called {name!r}: there are {', '.join(REGIONS)}")
-        benchmark, table = REGIONS[name]
-        made = [table(result, path, root) for path, result in _results(results, benchmark)]
-        body = "\n\n".join(made) or NOTHING
+        benchmark, table, command = REGIONS[name]
+        found = list(_results(results, benchmark))
+        body = table(found, root) if found else NOTHING.format(command)
         return f"<!-- generated:{name} begin -->\n{body}\n<!-- generated:{name} end -->"
 
     pattern = r"<!-- generated:(?P<name>\S+) begin -->.*?<!-- generated:(?P=name) end -->"
@@ -59,7 +60,7 @@ def filled(text: str, results: Path, root: Path) -> str:
 
 
 def _results(folder: Path, benchmark: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Results of a benchmark, one per machine; trial runs are none."""
+    """Results of a benchmark (a pattern), one per machine; trial runs are none."""
     for path in sorted(folder.glob(f"{benchmark}-*.json")):
         result = record.read(path)
         if not result["quick"]:
@@ -82,6 +83,7 @@ def time_steps(result: dict[str, Any], path: Path, root: Path) -> str:
     if plot.exists():
         link = plot.resolve().relative_to(root.resolve()).as_posix()
         parts.append(f"![time over the number of time steps]({link})")
+    parts += bars_line(result)
     return "\n\n".join(parts)
 
 
@@ -164,19 +166,73 @@ def cpu(result: dict[str, Any], path: Path, root: Path) -> str:
             lines.append([row["memory"], name, number(taken), faster, fraction])
         lines.append([row["memory"], "the copy", number(copy["wall_ms"]["median"]), "", "100%"])
     parts.append(markdown(["memory", "", "ms", "eager loop / this", "copy / this"], lines))
+    parts += bars_line(result)
     return "\n\n".join(parts)
 
 
-REGIONS: dict[str, tuple[str, Callable[[dict[str, Any], Path, Path], str]]] = {
-    "time-steps": ("timestep_scaling", time_steps),
-    "cpu": ("cpu_neuron", cpu),
+def training(results: Results, root: Path) -> str:
+    """One table of all data sets and machines, a row each; where each was measured below it."""
+    lines, origins = [], []
+    for _, result in results:
+        rows, config = result["rows"], result["settings"]["config"]
+        lines.append(
+            [
+                config["dataset"],
+                f"{config['model']}, {config['neuron']}, T = {config['num_steps']}, "
+                f"{config['epochs']} epochs",
+                device(result),
+                ", ".join(str(row["seed"]) for row in rows),
+                ", ".join(number(row["seconds"]) for row in rows),
+                ", ".join(f"{100 * row['test_accuracy']:.2f}%" for row in rows),
+            ]
+        )
+        said = " ".join([f"{origin(result)}.", *bars_line(result)])
+        origins.append(f"- {config['dataset']}: {said}")
+    head = ["dataset", "network", "device", "seeds", "seconds", "accuracy"]
+    return "\n\n".join([markdown(head, lines), "\n".join(origins)])
+
+
+def bars_line(result: dict[str, Any]) -> list[str]:
+    """Which of the project's own bars a result missed; nothing where none was judged."""
+    bars = result.get("bars", [])
+    if not bars:
+        return []
+    missed = [
+        f"{bar['what']} ({number(bar['measured'])}, bar {bar['bar']:g})"
+        for bar in bars
+        if not bar["met"]
+    ]
+    return [f"Bars missed: {'; '.join(missed)}." if missed else "All bars met."]
+
+
+Results = list[tuple[Path, dict[str, Any]]]
+
+
+def each(table: Callable[[dict[str, Any], Path, Path], str]) -> Callable[[Results, Path], str]:
+    """A region that shows its results one after the other."""
+
+    def tables(results: Results, root: Path) -> str:
+        return "\n\n".join(table(result, path, root) for path, result in results)
+
+    return tables
+
+
+# By region: its results, what is made of them, and the command that measures.
+REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
+    "time-steps": ("timestep_scaling", each(time_steps), BENCH),
+    "cpu": ("cpu_neuron", each(cpu), BENCH),
+    "training": ("training_*", training, "python -m benchmarks.training digits"),
 }
+
+
+def device(result: dict[str, Any]) -> str:
+    machine = result["machine"]
+    return machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
 
 
 def origin(result: dict[str, Any]) -> str:
     """Where and when a result was measured, with which versions."""
     machine, versions = result["machine"], result["versions"]
-    name = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
     names = {
         "torch": "PyTorch",
         "triton": "Triton",
@@ -190,7 +246,7 @@ def origin(result: dict[str, Any]) -> str:
     said = "revision unknown" if revision is None else f"revision {revision[:10]}"
     if result["dirty"]:
         said += " with changes"
-    return f"**{name}** ({listed}; {result['date'][:10]}, {said})"
+    return f"**{device(result)}** ({listed}; {result['date'][:10]}, {said})"
 
 
 def number(value: float) -> str:

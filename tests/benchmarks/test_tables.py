@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import record, tables
 
+NOTHING = tables.NOTHING.format(tables.BENCH)
 README = """# A
 <!-- generated:time-steps begin -->
 old
@@ -68,7 +69,8 @@ def test_time_steps(tmp_path: Path) -> None:
     assert "| 4 | float32" not in text
     assert "**A GPU** (PyTorch 2.11.0, Triton 3.6.0; 2026-01-02, revision 0123456789)" in text
     assert "](timestep_scaling-a-gpu.png)" in text
-    assert text.count(tables.NOTHING) == 1  # the CPU's
+    assert text.count(NOTHING) == 1  # the CPU's
+    assert "Bars" not in text  # none was judged
     assert "\nbetween\n" in text
     assert tables.filled(text, tmp_path, tmp_path) == text
 
@@ -100,9 +102,54 @@ def test_cpu(tmp_path: Path) -> None:
     assert "revision 0123456789 with changes)" in text
 
 
+def test_bars() -> None:
+    missed = {"what": "fresh: speed", "measured": 7.3573, "bar": 15.0, "met": False}
+    met = {"what": "other", "measured": 1.0, "bar": 0.5, "met": True}
+    line = tables.bars_line({"bars": [met, missed, missed | {"what": "b", "measured": 0.9694}]})
+    assert line == ["Bars missed: fresh: speed (7.36, bar 15); b (0.969, bar 15)."]
+    assert tables.bars_line({"bars": [met]}) == ["All bars met."]
+    assert tables.bars_line({"bars": []}) == []
+
+
+@pytest.mark.parametrize("benchmark", ["timestep_scaling", "cpu_neuron"])
+def test_regions_end_with_their_bars(tmp_path: Path, benchmark: str) -> None:
+    bar = {"what": "a", "measured": 2.0, "bar": 1.0, "met": False}
+    rows = [scaling_row(4)]
+    if benchmark == "cpu_neuron":
+        rows = [rows[0] | {"memory": "fresh", "contenders": []}]
+        rows[0]["copies"] = [{"wall_ms": {"median": 1.0}}]
+    record.write(tmp_path, result(benchmark, rows, bars=[bar]))
+    text = tables.filled(README, tmp_path, tmp_path)
+    assert "\n\nBars missed: a (2.00, bar 1).\n<!-- generated:" in text
+
+
+def test_training(tmp_path: Path) -> None:
+    text = "<!-- generated:training begin --><!-- generated:training end -->"
+    nothing = tables.filled(text, tmp_path, tmp_path)
+    assert "run `python -m benchmarks.training digits`" in nothing
+    config = {"dataset": "digits", "model": "conv", "neuron": "lif", "num_steps": 8, "epochs": 20}
+    rows = [
+        {"seed": 0, "seconds": 41.234, "test_accuracy": 0.98},
+        {"seed": 1, "seconds": 40.0, "test_accuracy": 0.96},
+    ]
+    bar = {"what": "seed 1: held-out accuracy", "measured": 0.96, "bar": 0.97, "met": False}
+    machine = {"cpu": "A CPU", "cores": 2}
+    for name, bars in (("digits", [bar]), ("mnist", [bar | {"met": True}])):
+        settings = {"config": config | {"dataset": name}}
+        made = result(f"training_{name}", rows, settings=settings, bars=bars, machine=machine)
+        record.write(tmp_path, made)
+    text = tables.filled(text, tmp_path, tmp_path)
+    assert "| dataset | network | device | seeds | seconds | accuracy |" in text
+    row = "conv, lif, T = 8, 20 epochs | A CPU, 2 cores | 0, 1 | 41.2, 40.0 | 98.00%, 96.00% |"
+    assert f"| digits | {row}\n| mnist | {row}\n" in text
+    assert "). Bars missed: seed 1: held-out accuracy (0.960, bar 0.97).\n- mnist: " in text
+    assert "). All bars met.\n<!--" in text
+    assert tables.filled(text, tmp_path, tmp_path) == text
+
+
 def test_trial_runs_are_left_out(tmp_path: Path) -> None:
     record.write(tmp_path, result("timestep_scaling", [scaling_row(4)], quick=True))
-    assert tables.filled(README, tmp_path, tmp_path).count(tables.NOTHING) == 2
+    assert tables.filled(README, tmp_path, tmp_path).count(NOTHING) == 2
 
 
 def test_unknown_regions_are_named(tmp_path: Path) -> None:
