@@ -117,7 +117,12 @@ def measure_one(memory: str, inputs: lif.Inputs, truth: lif.Truth, rounds: int) 
     T, _, N = inputs.sets[0][0].shape
     num_bytes = lif.bytes_to_move(T, N, torch.float32)
     row = measure(
-        [lif.ours(inputs), lif.eager(inputs, T), *lif.rivals(inputs)],
+        [
+            lif.ours(inputs),
+            lif.eager(inputs, T),
+            lif.contender(lif.INDEXING, lif.indexing, inputs),
+            *lif.rivals(inputs),
+        ],
         copies(memory, num_bytes),
         truth.verify,
         CpuClock(give_back) if memory == "fresh" else CpuClock(),

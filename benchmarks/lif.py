@@ -24,6 +24,7 @@ DECAY, THRESHOLD, WIDTH = 0.2, 0.3, 4.0
 CHUNK_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 22}
 
 EAGER, COMPILED, OURS = "eager loop", "torch.compile", "spikefuse"
+INDEXING = "eager loop over x[t]"
 RIVAL_NODE, RIVAL_FUNCTION = "SpikingJelly node", "SpikingJelly function"
 RIVALS = (RIVAL_NODE, RIVAL_FUNCTION)
 
@@ -168,6 +169,18 @@ def hand_written(x: Tensor) -> Tensor:
     v, spikes = torch.zeros_like(x[0], dtype=torch.float32), []
     for current in x.unbind(0):
         h = DECAY * v + current
+        s = _Spike.apply(h - THRESHOLD)
+        v = h * (1 - s)
+        spikes.append(s.to(x.dtype))
+    return torch.stack(spikes)
+
+
+def indexing(x: Tensor) -> Tensor:
+    """The same with `x[t]`, as most such loops are written; each index costs a backward step a
+    sequence of zeros."""
+    v, spikes = torch.zeros_like(x[0], dtype=torch.float32), []
+    for t in range(x.shape[0]):
+        h = DECAY * v + x[t]
         s = _Spike.apply(h - THRESHOLD)
         v = h * (1 - s)
         spikes.append(s.to(x.dtype))

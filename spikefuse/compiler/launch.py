@@ -52,7 +52,11 @@ def scan(
     _check_backend(backend, inputs[0])
     values, statics = definition.describe()
     kinds = tuple((name, kind_of(value)) for name, value in values.items())
-    name, used = _prepare(definition, backend, statics, kinds)
+    if torch.compiler.is_compiling():
+        name, used, num_outputs = definition.evaluate(_prepare, backend, kinds)
+    else:
+        name, used = prepare(definition, backend, statics, kinds)
+        num_outputs = program(name).step.num_outputs
     scalars, params = [], []
     for label in used:
         value = values[label]
@@ -70,25 +74,15 @@ def scan(
         results = _Scan.apply(arguments, *inputs, *states, *params)
     else:
         results = _scan(*arguments)
-    num_outputs = _num_outputs(name)
     end = num_outputs + (len(type(definition).states) if return_state else 0)
     return tuple(results[:num_outputs]), tuple(results[num_outputs:end])
 
 
 def _prepare(
-    definition: Definition, backend: str, statics: Any, kinds: tuple[tuple[str, str], ...]
-) -> tuple[str, tuple[str, ...]]:
-    return prepare(definition, backend, statics, kinds)
-
-
-def _num_outputs(name: str) -> int:
-    return program(name).step.num_outputs
-
-
-# What torch.compiler.assume_constant_result would set, after importing all of torch.compile:
-# torch.compile calls these two while it traces and keeps their results.
-for _function in (_prepare, _num_outputs):
-    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
+    definition: Definition, backend: str, kinds: tuple[tuple[str, str], ...]
+) -> tuple[str, tuple[str, ...], int]:
+    name, used = prepare(definition, backend, definition.describe()[1], kinds)
+    return name, used, program(name).step.num_outputs
 
 
 def _check_transforms() -> None:

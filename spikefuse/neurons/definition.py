@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, ClassVar, TypeVar
@@ -120,19 +120,37 @@ class Definition(nn.Module):
         Values: every run-time value by dotted name: floats, tensors and the learnable ones.
         Statics: what the traced step depends on besides: types and constants; hashable.
         """
+        names, statics = self._inventory()
         values: dict[str, float | Tensor] = {}
+        for name in names:
+            value: Any = self
+            for part in name.split("."):
+                value = getattr(value, part)
+            values[name] = value() if isinstance(value, Learnable) else value
+        return values, statics
+
+    def _inventory(self) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        """(names of the values, statics)."""
+        names: list[str] = []
         statics: list[Any] = []
         for prefix, module in _owners(self):
             statics.append((prefix, type(module)))
             for name, value in _attributes(module):
-                if isinstance(value, Learnable):
-                    values[prefix + name] = value()
-                elif isinstance(value, float | Tensor):
-                    values[prefix + name] = value
+                if isinstance(value, float | Tensor | Learnable):
+                    names.append(prefix + name)
                 elif not isinstance(value, nn.Module):
                     statics.append((name, _constant(type(self).__name__, name, value)))
         statics += ((name, getattr(self, name)) for name in self._constants)
-        return values, tuple(statics)
+        return tuple(names), tuple(statics)
+
+    def evaluate(self, function: Callable[..., Any], *constants: Any) -> Any:
+        """`function(self, *constants)`, of which torch.compile keeps the result."""
+        return function(self, *constants)
+
+    # What torch.compiler.assume_constant_result would set, after importing all of torch.compile.
+    for _method in (_inventory, evaluate):
+        setattr(_method, "_dynamo_marked_constant", True)  # noqa: B010
+    del _method
 
     def values(self) -> dict[str, float | Tensor]:
         """Every run-time value by dotted name."""

@@ -40,7 +40,7 @@ def prepared(neuron: sf.Neuron, backend: str = "numba"):
     """(name, tensor parameters, scalars) of a neuron's call."""
     values, statics = neuron.describe()
     kinds = tuple((name, program.kind_of(value)) for name, value in values.items())
-    name, used = launch._prepare(neuron, backend, statics, kinds)
+    name, used = program.prepare(neuron, backend, statics, kinds)
     chosen = [values[label] for label in used]
     params = [v.detach().requires_grad_() for v in chosen if isinstance(v, Tensor)]
     return name, params, [v for v in chosen if isinstance(v, float)]
