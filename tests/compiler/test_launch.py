@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import spikefuse as sf
-from spikefuse.compiler import emit_numba, launch, program
+from spikefuse.compiler import emit_numba, program
 from spikefuse.testing import make_input, poisoned
 
 X = make_input((20, 2, 6))

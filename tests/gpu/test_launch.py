@@ -48,8 +48,9 @@ def test_a_training_step_replays_from_a_cuda_graph():
         torch.testing.assert_close(a, b)
 
 
-# PyTorch's own: inductor imports modules that still use torch.jit.
+# Advice and deprecations of PyTorch's own.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_torch_compile_of_a_network():
     net, x = network().eval(), make_input((6, 4, 2, 8, 8), device="cuda")
     expected, wanted = gradients(net, x)
