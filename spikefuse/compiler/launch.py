@@ -176,11 +176,12 @@ def _scan(
     outputs, finals, saved = _results(chosen, layout, inputs, save, final)
     if layout.num_neurons:
         starts = [layout.conform_step(s) for s in states]
-        chosen.launcher.forward(
-            chosen.module(),
+        chosen.launcher.run(
+            chosen.module().forward,
             layout,
             [*(layout.conform(x) for x in inputs), *outputs],
             _by_state(chosen, starts, finals, saved),
+            (),
             _values(chosen, params, scalars),
         )
     return [*outputs, *finals, *saved]
@@ -223,8 +224,8 @@ def _scan_backward(
     ]
     finals = [None if g is None else layout.conform_step(g) for g in grad_states]
     names = _grad_names(chosen, param_grads)
-    chosen.launcher.backward(
-        chosen.module(names),
+    chosen.launcher.run(
+        chosen.module(names).backward,
         layout,
         [*(layout.conform(x) for x in inputs), *incoming, *grads],
         _by_state(chosen, saved, finals, starts),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,30 +14,7 @@ from spikefuse.compiler.numba_runtime import advise_huge_pages, flat, parallel
 _ABSENT = np.empty(0, np.float32)
 
 
-def forward(
-    module: ModuleType,
-    layout: Layout,
-    sequences: Sequence[Tensor],
-    states: Sequence[Tensor | None],
-    params: Sequence[float | Tensor],
-) -> None:
-    """Run the forward scan; outputs are among the sequences, in the order of the kernel."""
-    _run(module.forward, layout, sequences, states, (), params)
-
-
-def backward(
-    module: ModuleType,
-    layout: Layout,
-    sequences: Sequence[Tensor],
-    states: Sequence[Tensor | None],
-    sums: Sequence[Tensor],
-    params: Sequence[float | Tensor],
-) -> None:
-    """Run the backward scan; `sums` are the flat gradients of parameters, one per neuron."""
-    _run(module.backward, layout, sequences, states, sums, params)
-
-
-def _run(
+def run(
     kernel: Any,
     layout: Layout,
     sequences: Sequence[Tensor],
@@ -46,6 +22,7 @@ def _run(
     sums: Sequence[Tensor],
     params: Sequence[float | Tensor],
 ) -> None:
+    """Run a kernel; see `spikefuse.compiler.program.Launcher`."""
     arguments: list[Any] = [layout.num_steps, layout.num_neurons, layout.inner]
     for x in sequences:
         advise_huge_pages(x)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,30 +19,7 @@ THREAD_NEURONS = 2
 NUM_WARPS = 4
 
 
-def forward(
-    module: ModuleType,
-    layout: Layout,
-    sequences: Sequence[Tensor],
-    states: Sequence[Tensor | None],
-    params: Sequence[float | Tensor],
-) -> None:
-    """Run the forward scan; outputs are among the sequences, in the order of the kernel."""
-    _run(module.forward, layout, sequences, states, (), params)
-
-
-def backward(
-    module: ModuleType,
-    layout: Layout,
-    sequences: Sequence[Tensor],
-    states: Sequence[Tensor | None],
-    sums: Sequence[Tensor],
-    params: Sequence[float | Tensor],
-) -> None:
-    """Run the backward scan; `sums` are the flat gradients of parameters, one per neuron."""
-    _run(module.backward, layout, sequences, states, sums, params)
-
-
-def _run(
+def run(
     kernel: Any,
     layout: Layout,
     sequences: Sequence[Tensor],
@@ -51,6 +27,7 @@ def _run(
     sums: Sequence[Tensor],
     params: Sequence[float | Tensor],
 ) -> None:
+    """Run a kernel; see `spikefuse.compiler.program.Launcher`."""
     tensors = [*sequences, *states, *sums, *params]
     # Everything that Triton's own dispatch would look at, so that a call seen before skips it.
     key = (

@@ -23,26 +23,26 @@ FLOAT, SCALAR, CHANNEL = "float", "scalar", "channel"
 
 
 class Launcher(Protocol):
-    """How a backend runs generated kernels; see launch_numba and launch_triton."""
+    """How a backend runs a generated kernel; launch_numba and launch_triton are two."""
 
-    def forward(
+    def run(
         self,
-        module: ModuleType,
-        layout: Layout,
-        sequences: Sequence[Tensor],
-        states: Sequence[Tensor | None],
-        params: Sequence[float | Tensor],
-    ) -> None: ...
-
-    def backward(
-        self,
-        module: ModuleType,
+        kernel: Any,
         layout: Layout,
         sequences: Sequence[Tensor],
         states: Sequence[Tensor | None],
         sums: Sequence[Tensor],
         params: Sequence[float | Tensor],
-    ) -> None: ...
+    ) -> None:
+        """Run `forward` or `backward` of a module; all tensors are in the order of the kernel.
+
+        Args:
+            sequences: what is read and what is written, conforming to `layout`.
+            states: one step each, or None where the kernel may do without.
+            sums: flat gradients of parameters, one per neuron (backward only).
+            params: floats, and contiguous float32 tensors.
+        """
+        ...
 
 
 @dataclass
