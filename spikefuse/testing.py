@@ -13,11 +13,10 @@ from torch import Tensor
 
 from spikefuse import reference
 from spikefuse.neurons.definition import Outputs, States
-from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.neuron import DTYPES, Neuron
 
 LAYOUTS = ("contiguous", "channels_last", "batch_first")
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Largest relative error of one rounding from float32.
 ROUNDING = dict(zip(DTYPES, (2.0**-24, 2.0**-8, 2.0**-11), strict=True))
 
