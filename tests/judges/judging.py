@@ -1,0 +1,199 @@
+"""Judging our neurons by another library's: the same spikes and the same gradients.
+
+In float64 both must agree to less than float32 could tell. In float32 ours runs compiled; there,
+a potential within rounding of the threshold may spike in one library and not in the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import spikefuse as sf
+from spikefuse.surrogate import Surrogate
+from spikefuse.testing import ROUNDING, within_budget
+
+SHAPE = (12, 2, 100)
+EPSILON = ROUNDING[torch.float32]
+
+
+class Draw:
+    """The hyper-parameters of one comparison.
+
+    Flags go through all their combinations as the seed counts up; numbers are random.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._bits, self._random = seed, Random(seed)
+
+    def flag(self) -> bool:
+        self._bits, bit = divmod(self._bits, 2)
+        return bool(bit)
+
+    def between(self, low: float, high: float) -> float:
+        return self._random.uniform(low, high)
+
+    def one_of(self, *choices):
+        return self._random.choice(choices)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A neuron of ours, and the module that should compute the same of a sequence `[T, ...]`.
+
+    `parameters`: by the name of a learnable parameter of ours, the name of theirs, and the
+    derivative of theirs by ours.
+    """
+
+    ours: sf.Neuron
+    theirs: nn.Module
+    parameters: dict[str, tuple[str, float]] = field(default_factory=dict)
+    state: tuple[float, ...] | None = None
+    mean: float = 0.3
+    spread: float = 0.8
+    highest: float = float("inf")
+    shape: tuple[int, ...] = SHAPE
+
+    def sequence(self, dtype: torch.dtype) -> Tensor:
+        normal = torch.randn(self.shape, generator=torch.Generator().manual_seed(2))
+        return (self.mean + self.spread * normal).clamp(max=self.highest).to(dtype)
+
+
+Build = Callable[[Draw, torch.dtype], Match]
+
+
+@dataclass
+class Result:
+    output: Tensor
+    leaves: dict[str, Tensor]
+
+    def gradients(self, weights: Tensor) -> dict[str, Tensor]:
+        found = torch.autograd.grad((self.output.double() * weights).sum(), [*self.leaves.values()])
+        return dict(zip(self.leaves, found, strict=True))
+
+
+def run_ours(match: Match, impl: str, dtype: torch.dtype) -> Result:
+    neuron, x = match.ours.to(dtype), match.sequence(dtype).requires_grad_()
+    state = match.state and tuple(torch.full_like(x[0], v).detach() for v in match.state)
+    output = neuron(x, state=state, impl=impl)
+    return Result(output, {"input": x, **{n: neuron.get_parameter(n) for n in match.parameters}})
+
+
+def run_theirs(match: Match, dtype: torch.dtype) -> Result:
+    module, x = match.theirs.to(dtype), match.sequence(dtype).requires_grad_()
+    named = dict(module.named_parameters())
+    return Result(
+        module(x), {"input": x, **{n: named[t] for n, (t, _) in match.parameters.items()}}
+    )
+
+
+def their_gradients(match: Match, result: Result, weights: Tensor) -> dict[str, Tensor]:
+    """In terms of our parameters."""
+    factors = {name: factor for name, (_, factor) in match.parameters.items()}
+    return {n: g * factors.get(n, 1.0) for n, g in result.gradients(weights).items()}
+
+
+def draw_weights(like: Tensor) -> Tensor:
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(1)).double()
+
+
+class Unrolled(nn.Module):
+    """A cell that takes one step and its states, over a sequence."""
+
+    def __init__(self, cell: Callable[..., tuple[Tensor, ...]], states: tuple = ()) -> None:
+        super().__init__()
+        self.cell, self.states = cell, states
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, outputs = self.states, []
+        for now in x:
+            output, *states = self.cell(now, *states)
+            outputs.append(output)
+        return torch.stack(outputs)
+
+
+def assert_same_in_double(build: Build, seed: int, spiking: bool = True) -> None:
+    """Outputs and gradients in float64, where rounding can't be the reason of a difference."""
+    match = build(Draw(seed), torch.float64)
+    ours = run_ours(match, "reference", torch.float64)
+    theirs = run_theirs(match, torch.float64)
+    if spiking:
+        rate = (theirs.output != 0).double().mean().item()
+        assert 0.02 < rate < 0.98, f"{rate:.0%} of the outputs are spikes: that shows little"
+    _assert_close("output", ours.output, theirs.output)
+    weights = draw_weights(ours.output)
+    expected = their_gradients(match, theirs, weights)
+    for name, gradient in ours.gradients(weights).items():
+        _assert_close(f"gradient of {name}", gradient, expected[name])
+
+
+def assert_same_derivative(ours: Callable, theirs: Callable) -> None:
+    """Spikes, and the pseudo-derivative to float32 rounding, off the edges of its pieces."""
+    u = torch.linspace(-2.503, 2.501, 1000)
+    results = []
+    for spike in (ours, theirs):
+        leaf = u.clone().requires_grad_()
+        s = spike(leaf)
+        results.append((s.detach(), *torch.autograd.grad(s.sum(), leaf)))
+    (s, derivative), (their_s, their_derivative) = results
+    assert torch.equal(s, their_s)
+    torch.testing.assert_close(derivative, their_derivative)
+
+
+def _assert_close(name: str, actual: Tensor, expected: Tensor) -> None:
+    a, e = actual.detach().double(), expected.detach().double()
+    error, scale = (a - e).abs().max().item(), e.abs().max().item()
+    assert scale > 0, f"{name} is zero: that shows nothing"
+    assert error <= EPSILON * scale, f"{name} differs by {error:.3g} of {scale:.3g}"
+
+
+def assert_same_compiled(build: Build, seed: int, impl: str = "numba") -> None:
+    """Our kernel against their float32, with the float64 run to say what rounding may do."""
+    match = build(Draw(seed), torch.float32)
+    ours, theirs = run_ours(match, impl, torch.float32), run_theirs(match, torch.float32)
+    exact = build(Draw(seed), torch.float64)
+    with recorded_potentials() as potentials:
+        truth = run_ours(exact, "reference", torch.float64)
+    agree = [(ours.output - r.output).abs() < 0.5 for r in (theirs, truth)]
+    same = torch.stack(agree).all(0).all(0)
+    if potentials:
+        near = _near_threshold(potentials, match.sequence(torch.float64))
+        unexplained = (~same & ~near).sum().item()
+        assert not unexplained, f"{unexplained} neurons spike differently, none near its threshold"
+    weights = draw_weights(ours.output) * same
+    expected = their_gradients(match, theirs, weights)
+    true = truth.gradients(weights)
+    summed = true["input"].norm().item()  # what a parameter's gradient adds up, and cancels
+    for name, gradient in ours.gradients(weights).items():
+        scale = 0.0 if name == "input" else summed
+        within_budget(f"gradient of {name}", gradient, expected[name], true[name], 2.0, scale)
+
+
+@contextlib.contextmanager
+def recorded_potentials() -> Iterator[list[Tensor]]:
+    """What surrogates are called with: potentials less the threshold."""
+    seen: list[Tensor] = []
+    forward = Surrogate.forward
+
+    def recording(self: Surrogate, u: Tensor) -> Tensor:
+        seen.append(u.detach())
+        return forward(self, u)
+
+    with mock.patch.object(Surrogate, "forward", recording):
+        yield seen
+
+
+def _near_threshold(potentials: list[Tensor], x: Tensor) -> Tensor:
+    """Neurons that come so close to a threshold that float32 can't tell the side.
+
+    A step rounds a few times, and errors add up over the steps before.
+    """
+    u = torch.stack(potentials).unflatten(0, (len(x), -1)).abs()
+    roundings = 8 * torch.arange(1, len(x) + 1).view(-1, *[1] * (u.ndim - 1))
+    return (u <= EPSILON * roundings * (u.max() + x.abs().max())).flatten(0, 1).any(0)
