@@ -243,6 +243,12 @@ class Checked(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func.overloadpacket
+        if not ops.is_supported(packet) and (drawn := _random(func)):
+            raise UnsupportedOperation(
+                f"{self.step} uses '{drawn}' at {_user_line()}: a kernel draws no random numbers, "
+                "so draw them before the call and pass them to the neuron as one more input; "
+                'impl="reference" runs the eager loop'
+            )
         if packet is torch.ops.aten._local_scalar_dense:
             raise UnsupportedOperation(
                 f"{self.step} turns a tensor into a Python value at {_user_line()}: floats, "
@@ -270,12 +276,31 @@ class Checked(TorchDispatchMode):
 
 def _user_line() -> str:
     """The innermost line that belongs to a neuron, a surrogate or the user."""
+    frames = _frames()
+    if not frames:
+        return "an unknown line"
+    return f'{frames[-1].filename}, line {frames[-1].lineno}: "{frames[-1].line}"'
+
+
+def _frames() -> list[traceback.FrameSummary]:
+    """The calls that led here, without the compiler's own, up to a neuron, surrogate or user."""
     here = os.path.dirname(__file__)
-    others = here, os.path.dirname(torch.__file__), os.path.join(os.path.dirname(here), "nn")
+    others = os.path.dirname(torch.__file__), os.path.join(os.path.dirname(here), "nn")
+    found = []
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(others):
-            return f'{frame.filename}, line {frame.lineno}: "{frame.line}"'
-    return "an unknown line"
+        if not frame.filename.startswith(here):
+            found.append(frame)
+            if not frame.filename.startswith(others):
+                return found
+    return []
+
+
+def _random(func: Any) -> str:
+    """The name by which an operation draws random numbers, or "" if it draws none."""
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return func.overloadpacket.__name__
+    # A dropout begins with other operations: its checks, memory for its mask.
+    return "dropout" if any("dropout(" in (frame.line or "") for frame in _frames()) else ""
 
 
 def examples(count: int) -> list[Tensor]:
