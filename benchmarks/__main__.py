@@ -1,6 +1,6 @@
 """All benchmarks that this machine can run, then the tables in README.md.
 
-python -m benchmarks            on a GPU the time-step scaling, and always the CPU comparison
+python -m benchmarks            on a GPU its own, then the first calls and the CPU comparison
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import argparse
 
 import torch
 
-from benchmarks import cpu_neuron, tables, timestep_scaling
+from benchmarks import cpu_neuron, first_call, neurons, tables, timestep_scaling
 
 
 def main() -> None:
@@ -18,8 +18,10 @@ def main() -> None:
     parser.parse_args()
     if torch.cuda.is_available():
         timestep_scaling.main([])
+        neurons.main([])
     else:
-        print("no GPU: the time-step scaling is left out")
+        print("no GPU: the time-step scaling and the neurons' rooflines are left out")
+    first_call.main([])
     cpu_neuron.main([])
     tables.main([])
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks import lif
+from benchmarks import layer, lif
 
 STYLE = {
-    lif.OURS: ("tab:blue", "o"),
+    layer.OURS: ("tab:blue", "o"),
     lif.RIVAL_NODE: ("tab:red", "s"),
     lif.RIVAL_FUNCTION: ("tab:orange", "^"),
     lif.COMPILED: ("tab:green", "D"),
-    lif.EAGER: ("tab:gray", "v"),
+    layer.EAGER: ("tab:gray", "v"),
 }
 
 

@@ -124,6 +124,21 @@ def document(
     }
 
 
+def bar(what: str, measured: float | None, limit: float, at_least: bool = True) -> dict[str, Any]:
+    """One of the project's own bars, and whether it is met; None where nothing was measured."""
+    found = None if measured is None else round(measured, 4)
+    met = found is not None and (found >= limit if at_least else found <= limit)
+    return {"what": what, "measured": found, "bar": limit, "at_least": at_least, "met": met}
+
+
+def print_bars(bars: list[dict[str, Any]]) -> None:
+    for bar in bars:
+        verdict = "met   " if bar["met"] else "MISSED"
+        measured = "not measured" if bar["measured"] is None else f"{bar['measured']:.3f}"
+        sense = "at least" if bar["at_least"] else "at most"
+        print(f"{verdict} {bar['what']}: {measured}, {sense} {bar['bar']}", flush=True)
+
+
 def folder(out: Path | None, quick: bool) -> Path:
     """Where results go: a quick run's only into the folder that was asked for."""
     if out is not None:

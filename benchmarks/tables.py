@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import lif, record
+from benchmarks import layer, record
 
 README = record.ROOT / "README.md"
 NOTHING = "Not measured yet: run `{}`."
 BENCH = "make bench"
 MEMORY_STEPS = (32, 128)
+HOST_GROUPS = ("short", "host")
+CALLED = {"own": "a neuron of one's own, first", "LIF": "LIF, second"}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -156,7 +158,7 @@ def cpu(result: dict[str, Any], path: Path, root: Path) -> str:
     lines = []
     for row in result["rows"]:
         found, copy = _by_name(row), row["copies"][0]
-        eager = found.get(lif.EAGER, {}).get("wall_ms", {}).get("median")
+        eager = found.get(layer.EAGER, {}).get("wall_ms", {}).get("median")
         for name, c in found.items():
             if c["status"] != "ok":
                 continue
@@ -168,6 +170,65 @@ def cpu(result: dict[str, Any], path: Path, root: Path) -> str:
     parts.append(markdown(["memory", "", "ms", "eager loop / this", "copy / this"], lines))
     parts += bars_line(result)
     return "\n\n".join(parts)
+
+
+def neurons(result: dict[str, Any], path: Path, root: Path) -> str:
+    """Device times against the roofline; wall-clock times where only the host counts."""
+    rows = result["rows"]
+    parts = [origin(result)]
+    long = [row for row in rows if row["group"] not in HOST_GROUPS]
+    if long:
+        head = ["forward and backward", "T", "neurons", "dtype", "ms", "roofline", "SpikingJelly"]
+        parts.append(markdown(head, [line for row in long for line in _device_lines(row)]))
+    short = [row for row in rows if row["group"] in HOST_GROUPS]
+    if short:
+        names = _names(short)
+        lines = [
+            [str(row["T"]), f"{row['N']:,}", row["dtype"]]
+            + [_time_cell(_by_name(row).get(name)) for name in names]
+            for row in short
+        ]
+        parts.append("Milliseconds by the clock, the host's part included:")
+        parts.append(markdown(["T", "neurons", "dtype", *names], lines))
+    left_out = [f"{one['row']} ({one['reason']})" for one in result["left_out"]]
+    if left_out:
+        parts.append(f"Not measured: {'; '.join(left_out)}.")
+    parts += bars_line(result)
+    return "\n\n".join(parts)
+
+
+def _device_lines(row: dict[str, Any]) -> list[list[str]]:
+    """A line for each way in which spikefuse ran, and the fastest of SpikingJelly's."""
+    name = row["neuron"] if row["training"] else f"{row['neuron']}, forward without gradients"
+    about = [str(row["T"]), f"{row['N']:,}", row["dtype"]]
+    rivals = [
+        c["device_ms"]["median"]
+        for c in row["contenders"]
+        if c["name"].startswith("SpikingJelly") and c["status"] == "ok"
+    ]
+    rival = number(min(rivals)) if rivals else "–"
+    lines = []
+    for c in row["contenders"]:
+        if not c["name"].startswith(layer.OURS):
+            continue
+        found = [c["status"], "–"]
+        if c["status"] == "ok":
+            found = [number(c["device_ms"]["median"]), f"{c['fraction']['device_ms']:.0%}"]
+        lines.append([name + c["name"].removeprefix(layer.OURS), *about, *found, rival])
+    return lines
+
+
+def first_call(result: dict[str, Any], path: Path, root: Path) -> str:
+    """Seconds by backend and neuron, cold and warm."""
+    lines = []
+    for row in result["rows"]:
+        if row["status"] == "ok":
+            times = [number(row[state]["median"]) for state in ("cold", "warm")]
+            lines.append([row["backend"], CALLED[row["neuron"]], *times])
+        else:
+            lines.append([row["backend"], row["reason"], "–", "–"])
+    table = markdown(["backend", "", "cold, s", "warm, s"], lines)
+    return "\n\n".join([origin(result, both=True), table, *bars_line(result)])
 
 
 def training(results: Results, root: Path) -> str:
@@ -198,11 +259,15 @@ def bars_line(result: dict[str, Any]) -> list[str]:
     if not bars:
         return []
     missed = [
-        f"{bar['what']} ({number(bar['measured'])}, bar {bar['bar']:g})"
+        f"{bar['what']} ({measured(bar['measured'])}, bar {bar['bar']:g})"
         for bar in bars
         if not bar["met"]
     ]
     return [f"Bars missed: {'; '.join(missed)}." if missed else "All bars met."]
+
+
+def measured(value: float | None) -> str:
+    return "not measured" if value is None else number(value)
 
 
 Results = list[tuple[Path, dict[str, Any]]]
@@ -220,6 +285,8 @@ def each(table: Callable[[dict[str, Any], Path, Path], str]) -> Callable[[Result
 # By region: its results, what is made of them, and the command that measures.
 REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "time-steps": ("timestep_scaling", each(time_steps), BENCH),
+    "neurons": ("neurons", each(neurons), BENCH),
+    "first-call": ("first_call", each(first_call), BENCH),
     "cpu": ("cpu_neuron", each(cpu), BENCH),
     "training": ("training_*", training, "python -m benchmarks.training digits"),
 }
@@ -230,8 +297,8 @@ def device(result: dict[str, Any]) -> str:
     return machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
 
 
-def origin(result: dict[str, Any]) -> str:
-    """Where and when a result was measured, with which versions."""
+def origin(result: dict[str, Any], both: bool = False) -> str:
+    """Where and when a result was measured, with which versions; those of both backends?"""
     machine, versions = result["machine"], result["versions"]
     names = {
         "torch": "PyTorch",
@@ -240,7 +307,7 @@ def origin(result: dict[str, Any]) -> str:
         "spikingjelly": "SpikingJelly",
     }
     used = "triton" if "gpu" in machine else "numba"
-    shown = ["torch", used, "spikingjelly"]
+    shown = ["torch", *(("triton", "numba") if both else (used, "spikingjelly"))]
     listed = ", ".join(f"{names[n]} {versions[n]}" for n in shown if n in versions)
     revision = result["revision"]
     said = "revision unknown" if revision is None else f"revision {revision[:10]}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cpu_neuron, lif, plots, record, timestep_scaling
+from benchmarks import cpu_neuron, layer, lif, plots, record, timestep_scaling
 
 TIME = {"median", "p10", "p90", "rounds"}
 
@@ -16,7 +16,7 @@ def check_row(row: dict[str, Any]) -> None:
     assert row["num_bytes"] == 5 * row["T"] * row["N"] * (4 if row["dtype"] == "float32" else 2)
     assert row["copies"][0]["gb_per_s"] > 0
     found = {c["name"]: c for c in row["contenders"]}
-    for name in (lif.OURS, lif.EAGER):
+    for name in (layer.OURS, layer.EAGER):
         assert found[name]["status"] == "ok"
         assert found[name]["wall_ms"].keys() == TIME
         assert found[name]["fraction"]["wall_ms"] > 0
@@ -98,12 +98,21 @@ def test_bars_compare_with_the_faster_rival() -> None:
 
 
 def test_cpu_bars() -> None:
-    ours = {"name": lif.OURS, "status": "ok", "wall_ms": {"median": 2.0}}
-    eager = {"name": lif.EAGER, "status": "ok", "wall_ms": {"median": 40.0}}
-    rows = [{"memory": "reused", "contenders": [ours | {"fraction": {"wall_ms": 0.4}}, eager]}]
-    speedup, fraction = cpu_neuron.bars(rows)
+    def timed(name: str, ms: float) -> dict[str, Any]:
+        return {"name": name, "status": "ok", "wall_ms": {"median": ms}}
+
+    contenders = [
+        timed(layer.OURS, 2.0) | {"fraction": {"wall_ms": 0.6}},
+        timed(layer.EAGER, 40.0),
+        timed(lif.RIVAL_NODE, 30.0),
+        timed(lif.RIVAL_FUNCTION, 20.0),
+    ]
+    fraction, speedup, rival = cpu_neuron.bars([{"memory": "reused", "contenders": contenders}])
+    assert (fraction["measured"], fraction["met"]) == (0.6, False)
     assert (speedup["measured"], speedup["met"]) == (20.0, True)
-    assert (fraction["measured"], fraction["met"]) == (0.4, False)
+    assert (rival["measured"], rival["met"]) == (10.0, False)
+    alone = cpu_neuron.bars([{"memory": "fresh", "contenders": contenders[:1]}])
+    assert [bar["what"] for bar in alone] == ["fresh memory: of copy bandwidth"]
 
 
 def test_the_plot_shows_all_dtypes(tmp_path: Path) -> None:

@@ -111,6 +111,55 @@ def test_bars() -> None:
     assert tables.bars_line({"bars": []}) == []
 
 
+def test_neurons(tmp_path: Path) -> None:
+    def ran(name: str, ms: float, status: str = "ok") -> dict[str, Any]:
+        if status != "ok":
+            return {"name": name, "status": status, "reason": "why"}
+        times = {"device_ms": {"median": ms}, "wall_ms": {"median": 2 * ms}}
+        return {"name": name, "status": status, "fraction": {"device_ms": 0.804}} | times
+
+    def made(group: str, *contenders: dict[str, Any], training: bool = True) -> dict[str, Any]:
+        about = {"group": group, "neuron": "LIF", "T": 128, "N": 1000000, "dtype": "float32"}
+        return about | {"training": training, "contenders": list(contenders)}
+
+    rows = [
+        made("lif", ran("spikefuse", 0.75), ran("SpikingJelly node", 3.0),
+             ran("SpikingJelly function", 1.05)),
+        made("inference", ran("spikefuse", 0.3), training=False),
+        made("layout", ran("spikefuse", 0.5), ran("spikefuse, channels-last", 0.0, "wrong")),
+        made("host", ran("spikefuse", 0.05), ran("SpikingJelly node", 0.0, "failed"),
+             ran("bare autograd.Function", 0.065)),
+    ]  # fmt: skip
+    left_out = [{"row": "ALIF, T=128", "reason": "left out, RuntimeError: why"}]
+    missing = {"what": "ALIF: of the roofline", "measured": None, "bar": 0.65, "met": False}
+    record.write(tmp_path, result("neurons", rows, left_out=left_out, bars=[missing]))
+    text = "<!-- generated:neurons begin --><!-- generated:neurons end -->"
+    text = tables.filled(text, tmp_path, tmp_path)
+    assert "| LIF | 128 | 1,000,000 | float32 | 0.750 | 80% | 1.05 |" in text
+    assert (
+        "| LIF, forward without gradients | 128 | 1,000,000 | float32 | 0.300 | 80% | – |" in text
+    )
+    assert "| LIF, channels-last | 128 | 1,000,000 | float32 | wrong | – | – |" in text
+    assert "| T | neurons | dtype | spikefuse | bare autograd.Function |" in text
+    assert "| 128 | 1,000,000 | float32 | 0.100 | 0.130 |" in text
+    assert "\n\nNot measured: ALIF, T=128 (left out, RuntimeError: why).\n" in text
+    assert "\n\nBars missed: ALIF: of the roofline (not measured, bar 0.65).\n" in text
+
+
+def test_first_call(tmp_path: Path) -> None:
+    rows = [
+        {"backend": "triton", "status": "failed", "reason": "exit code 1: no GPU"},
+        {"backend": "numba", "neuron": "own", "status": "ok", "cold": {"median": 3.21},
+         "warm": {"median": 0.456}},
+    ]  # fmt: skip
+    record.write(tmp_path, result("first_call", rows, bars=[]))
+    text = "<!-- generated:first-call begin --><!-- generated:first-call end -->"
+    text = tables.filled(text, tmp_path, tmp_path)
+    assert "(PyTorch 2.11.0, Triton 3.6.0, Numba 0.68; " in text
+    assert "| triton | exit code 1: no GPU | – | – |" in text
+    assert "| numba | a neuron of one's own, first | 3.21 | 0.456 |" in text
+
+
 @pytest.mark.parametrize("benchmark", ["timestep_scaling", "cpu_neuron"])
 def test_regions_end_with_their_bars(tmp_path: Path, benchmark: str) -> None:
     bar = {"what": "a", "measured": 2.0, "bar": 1.0, "met": False}

@@ -1,10 +1,10 @@
-"""The time-step scaling in small, with device times and peak memory."""
+"""The GPU's scripts in small, with device times and peak memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import lif, record, timestep_scaling
+from benchmarks import first_call, layer, neurons, record, timestep_scaling
 
 
 def test_timestep_scaling(tmp_path: Path) -> None:
@@ -16,9 +16,32 @@ def test_timestep_scaling(tmp_path: Path) -> None:
     ]  # fmt: skip
     for row in result["rows"]:
         found = {c["name"]: c for c in row["contenders"]}
-        ours, eager = found[lif.OURS], found[lif.EAGER]
+        ours, eager = found[layer.OURS], found[layer.EAGER]
         assert ours["status"] == eager["status"] == "ok"
         assert ours["device_ms"]["median"] > 0
         # At the peak there are y and grad_x, as large as the inputs, and the states kept.
         assert row["input_bytes"] <= ours["peak_bytes"] < 2 * row["input_bytes"]
         assert ours["after_forward_bytes"] < ours["peak_bytes"] < eager["peak_bytes"]
+
+
+def test_neurons(tmp_path: Path) -> None:
+    result = record.read(neurons.main(["--device", "cuda", "--quick", "--out", str(tmp_path)]))
+    assert result["left_out"] == []
+    for row in result["rows"]:
+        ours, *others = row["contenders"]
+        assert (ours["name"], ours["status"]) == (layer.OURS, "ok"), ours
+        assert ours["device_ms"]["median"] > 0
+        for other in others:
+            if other["name"] in (neurons.CHANNELS_LAST, neurons.BARE):
+                assert other["status"] == "ok", other
+        if not row["training"]:
+            # The allocator hands out multiples of 512 bytes.
+            assert ours["peak_bytes"] == -(-row["output_bytes"] // 512) * 512
+
+
+def test_first_call(tmp_path: Path) -> None:
+    command = ["--backend", "triton", "--quick", "--out", str(tmp_path)]
+    path = first_call.main(command)
+    assert path is not None
+    rows = record.read(path)["rows"]
+    assert [(row["neuron"], row["status"]) for row in rows] == [("own", "ok"), ("LIF", "ok")]
