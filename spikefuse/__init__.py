@@ -3,7 +3,7 @@
 from spikefuse import surrogate
 from spikefuse.compiler import UnsupportedOperation
 from spikefuse.neurons import Learnable, LearnableFraction, State, decay_from_tau
-from spikefuse.nn import ALIF, IF, LIF, PLIF, Neuron, Temporal
+from spikefuse.nn import ALIF, IF, LIF, PLIF, Neuron, Temporal, explain
 
 __version__ = "0.1.0"
 
@@ -20,5 +20,6 @@ __all__ = [
     "UnsupportedOperation",
     "__version__",
     "decay_from_tau",
+    "explain",
     "surrogate",
 ]

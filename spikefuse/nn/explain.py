@@ -1,0 +1,468 @@
+"""What a model's neurons run on and what they cost, layer by layer."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spikefuse.compiler import UnsupportedOperation
+from spikefuse.compiler.layout import layout_of, outer_stride
+from spikefuse.compiler.program import kind_of, prepare, program
+from spikefuse.neurons.definition import Outputs, States
+from spikefuse.nn.neuron import Neuron, calls
+from spikefuse.nn.temporal import Temporal
+
+# What the copy reads that stands for the bandwidth, and as much again that it writes.
+COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
+
+WARMUPS, REPETITIONS = 5, 11
+
+# Steps for which the eager loop is measured; each further one keeps as much as the last of them.
+LOOP_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One call of a neuron.
+
+    Attributes:
+        name: the neuron's qualified name in the model; "" for the model itself.
+        module: the name of its type.
+        shape: of each input, `[T, B, ...]`.
+        dtypes: of the inputs.
+        implementation: "triton", "numba" or "reference".
+        program: the name of its kernels, or None on the reference.
+        chunk: K, the steps between the states that are stored for backward, or None.
+        kept_inputs: bytes of the inputs that are kept for backward.
+        kept_states: bytes kept for backward besides inputs and parameters.
+        loop_states: the same in the eager loop: measured for up to four steps, and as much more
+            for each further step as for the fourth.
+        moved: the bytes that must move: inputs read, outputs written; for backward inputs and
+            gradients of outputs read, and gradients written of the inputs that require them.
+        least: seconds for moving them at the bandwidth of a copy, or None if not measured.
+        achieved: seconds of a forward call of this layer alone, and its backward if there is one:
+            the median of a few, the host's part included; or None if not measured.
+        notes: why it runs on the reference, and which inputs are copied.
+    """
+
+    name: str
+    module: str
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    implementation: str
+    program: str | None
+    chunk: int | None
+    kept_inputs: int
+    kept_states: int
+    loop_states: int
+    moved: int
+    least: float | None
+    achieved: float | None
+    notes: tuple[str, ...]
+
+    @property
+    def fraction(self) -> float | None:
+        """Least over achieved time; 1 is the speed of memory."""
+        if self.least is None or self.achieved is None:
+            return None
+        return self.least / self.achieved
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` has found; as a string, a table.
+
+    Attributes:
+        layers: one per call of a neuron, in the order of the calls.
+        not_called: the names of neurons that were not called.
+        num_others: modules without submodules that are not neurons.
+        bandwidth: bytes per second that a copy reads and writes, or None if not measured.
+    """
+
+    layers: tuple[Layer, ...]
+    not_called: tuple[str, ...]
+    num_others: int
+    bandwidth: float | None
+
+    def __str__(self) -> str:
+        lines = _table(self.layers) if self.layers else []
+        for layer in self.layers:
+            lines += [f"{_label(layer)}: {note}" for note in layer.notes]
+        if self.not_called:
+            lines.append(f"not called: {', '.join(self.not_called)}")
+        return "\n".join([*lines, *_legend(self)])
+
+
+def explain(
+    model: nn.Module, *inputs: Any, time: bool | None = None, **keywords: Any
+) -> Explanation:
+    """Run `model(*inputs, **keywords)` once and say what its neurons run on and what they cost.
+
+    A neuron that can't be compiled is left to the eager loop, and its row says why; a call of the
+    model itself raises that error. Buffers of the model and the state of PyTorch's random numbers
+    are afterwards what they were.
+
+    Args:
+        inputs, keywords: what to call the model with. Backward is counted where a call would
+            prepare for it: gradients are enabled, and an input or a parameter requires one.
+        time: whether to measure times, each layer alone on the input that it was given; None for
+            layers on a GPU only.
+
+    Returns:
+        The rows of the table, for programs; `print` shows the table.
+
+    Raises:
+        TypeError: `model` is not a module.
+        Anything that the call itself raises, except UnsupportedOperation.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+    tensors = [x for x in (*inputs, *model.parameters()) if isinstance(x, Tensor)]
+    devices = list({x.device for x in tensors if x.device.type == "cuda"})
+    with _unchanged(model), torch.random.fork_rng(devices):
+        seen = _record(model, inputs, keywords)
+        layers = tuple(_layer(call, time) for call in seen)
+    called = {id(call.neuron) for call in seen}
+    missed = [n for n, m in model.named_modules() if isinstance(m, Neuron) and id(m) not in called]
+    timed = [c.device for c, layer in zip(seen, layers, strict=True) if layer.least is not None]
+    bandwidth = copy_bandwidth(timed[0]) if timed else None
+    return Explanation(layers, tuple(missed), _num_others(model), bandwidth)
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Put the model's buffers back, such as the statistics of its norms."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, saved in before:
+                if not torch.equal(buffer, saved):
+                    buffer.copy_(saved)
+
+
+def _num_others(model: nn.Module) -> int:
+    neurons = [m for m in model.modules() if isinstance(m, Neuron)]
+    ours = {id(part) for neuron in neurons for part in neuron.modules()}
+    leaves = [m for m in model.modules() if not any(m.children()) and id(m) not in ours]
+    return sum(not isinstance(m, Temporal) for m in leaves)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a neuron as it was seen, `[T, B, ...]`; enough to repeat it."""
+
+    name: str
+    neuron: Neuron
+    inputs: tuple[Tensor, ...]
+    state: States | None
+    return_state: bool
+    backend: str
+    program: str | None
+    notes: tuple[str, ...]
+    grad: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs[0].device
+
+    def repeated(self, backend: str, num_steps: int | None = None) -> _Repeated:
+        """The same call on leaves of its own, perhaps of its first steps only."""
+        xs = tuple(_leaf(x, x[:num_steps]) for x in self.inputs)
+        state = None if self.state is None else tuple(_leaf(s, s) for s in self.state)
+        leaves = [x for x in (*xs, *(state or ()), *self.neuron.parameters()) if x.requires_grad]
+        return _Repeated(self, backend, xs, state, leaves)
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    call: _Call
+    backend: str
+    inputs: tuple[Tensor, ...]
+    state: States | None
+    leaves: list[Tensor]
+
+    def forward(self) -> Outputs:
+        call = self.call
+        with torch.set_grad_enabled(call.grad):
+            return call.neuron._scan(self.inputs, self.state, self.backend, call.return_state)[0]
+
+    def differentiable(self, outputs: Outputs) -> list[Tensor]:
+        return [y for y in outputs if y.requires_grad] if self.leaves else []
+
+    def forward_backward(self) -> None:
+        ys = self.differentiable(self.forward())
+        if ys:
+            # Any gradients will do: the outputs themselves cost nothing to make.
+            torch.autograd.grad(ys, self.leaves, [y.detach() for y in ys], allow_unused=True)
+
+
+def _leaf(like: Tensor, x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(like.requires_grad)
+
+
+# Neurons are watched by one thread at a time.
+_watching = threading.RLock()
+
+
+def _record(model: nn.Module, inputs: Sequence[Any], keywords: dict[str, Any]) -> list[_Call]:
+    """Call the model, and note every call of a neuron."""
+    names = {id(module): name for name, module in model.named_modules()}
+    seen: list[_Call] = []
+    thread = threading.get_ident()
+
+    def watched(
+        neuron: Neuron,
+        inputs: tuple[Tensor, ...],
+        state: States | None,
+        impl: str,
+        return_state: bool,
+    ) -> tuple[Outputs, States]:
+        if threading.get_ident() != thread:
+            return scan(neuron, inputs, state, impl, return_state)
+        backend, error = neuron._backend(inputs, impl), ""
+        try:
+            result = scan(neuron, inputs, state, backend, return_state)
+        except UnsupportedOperation as unsupported:
+            backend, error = "reference", str(unsupported)
+            result = scan(neuron, inputs, state, backend, return_state)
+        fused = backend != "reference"
+        call = _Call(
+            name=names.get(id(neuron), "(not in the model)"),
+            neuron=neuron,
+            inputs=tuple(_leaf(x, x) for x in inputs),
+            state=None if state is None else tuple(_leaf(s, s) for s in state),
+            return_state=return_state,
+            backend=backend,
+            program=_program(neuron, backend) if fused else None,
+            notes=tuple(_copies(neuron, inputs)) if fused else (_reason(neuron, error),),
+            grad=torch.is_grad_enabled(),
+        )
+        seen.append(call)
+        return result
+
+    # A compiled model would not come this way.
+    dynamo = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if dynamo else contextlib.nullcontext()
+    with _watching, eager:
+        scan = Neuron._scan
+        # On the class, not by hooks: a neuron's own `forward` may draw noise and pass it on.
+        Neuron._scan = watched  # type: ignore[assignment, method-assign]
+        try:
+            model(*inputs, **keywords)
+        finally:
+            Neuron._scan = scan  # type: ignore[method-assign]
+    return seen
+
+
+def _program(neuron: Neuron, backend: str) -> str:
+    with torch.no_grad():
+        values, statics = neuron.describe()
+    kinds = tuple((name, kind_of(value)) for name, value in values.items())
+    return prepare(neuron, backend, statics, kinds)[0]
+
+
+def _reason(neuron: Neuron, error: str) -> str:
+    """Why a call runs on the reference."""
+    if error:
+        return f"not compiled, which a call raises as an error: {error}"
+    inside = calls.sequence is not None and id(neuron) in calls.sequence.names
+    who = "Temporal" if inside else "the neuron"
+    return f'on the reference: impl="reference" was passed to {who}'
+
+
+def _copies(neuron: Neuron, inputs: tuple[Tensor, ...]) -> Iterator[str]:
+    """What is said of inputs that kernels can't read where they lie."""
+    layout = layout_of(inputs)
+    for i, (label, x) in enumerate(zip(type(neuron).input_names, inputs, strict=True)):
+        if outer_stride(x.shape, x.stride(), layout.order, layout.inner) is None:
+            shape = f"input copied: {label} {list(x.shape)} with strides {list(x.stride())}"
+            first = "its steps are not dense, or in pieces too short to read in place"
+            yield f"{shape}: {'it lies unlike the first input' if i else first}"
+
+
+def _layer(call: _Call, time: bool | None) -> Layer:
+    """The row of a call."""
+    xs = call.inputs
+    kept_inputs, kept_states = _kept(call, call.backend)
+    moved = _moved(call)
+    least = achieved = None
+    if time or (time is None and call.device.type == "cuda"):
+        least = moved / copy_bandwidth(call.device)
+        achieved = _seconds(call.repeated(call.backend).forward_backward, call.device)
+    return Layer(
+        name=call.name,
+        module=type(call.neuron).__name__,
+        shape=tuple(xs[0].shape),
+        dtypes=tuple(x.dtype for x in xs),
+        implementation=call.backend,
+        program=call.program,
+        chunk=program(call.program).chunk if call.program else None,
+        kept_inputs=kept_inputs,
+        kept_states=kept_states,
+        loop_states=_loop_states(call),
+        moved=moved,
+        least=least,
+        achieved=achieved,
+        notes=call.notes,
+    )
+
+
+class _Kept:
+    """A tensor that a graph keeps for backward."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _kept(call: _Call, backend: str, num_steps: int | None = None) -> tuple[int, int]:
+    """Bytes kept for backward as long as the outputs live: (of inputs, others)."""
+    alive: weakref.WeakSet[_Kept] = weakref.WeakSet()
+
+    def pack(x: Tensor) -> _Kept:
+        kept = _Kept(x)
+        alive.add(kept)
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+        outputs = call.repeated(backend, num_steps).forward()
+    found = {_address(kept.tensor): kept.tensor for kept in alive}
+    del outputs
+    inputs = {x.data_ptr(): _num_bytes(x) for x in call.inputs if _address(x) in found}
+    known = {_address(x) for x in (*call.inputs, *call.neuron.parameters(), *call.neuron.buffers())}
+    others = [x.untyped_storage().nbytes() for at, x in found.items() if at not in known]
+    return sum(inputs.values()), sum(others)
+
+
+def _loop_states(call: _Call) -> int:
+    num_steps = call.inputs[0].shape[0]
+    some = min(num_steps, LOOP_STEPS)
+    kept = _kept(call, "reference", some)[1]
+    if num_steps == some:
+        return kept
+    return kept + (num_steps - some) * (kept - _kept(call, "reference", some - 1)[1])
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _num_bytes(x: Tensor) -> int:
+    """The bytes in memory that a tensor reads; dims of stride 0 count once."""
+    sizes = [size for size, stride in zip(x.shape, x.stride(), strict=True) if stride or not size]
+    return x.itemsize * functools.reduce(int.__mul__, sizes, 1)
+
+
+def _moved(call: _Call) -> int:
+    repeated = call.repeated(call.backend)
+    outputs = repeated.forward()
+    once = sum(map(_num_bytes, (*call.inputs, *outputs)))
+    if not repeated.differentiable(outputs):
+        return once
+    return 2 * once + sum(x.nbytes for x in call.inputs if x.requires_grad)
+
+
+@functools.lru_cache
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a copy reads and writes on `device`, measured once."""
+    size = COPIED_BYTES.get(device.type, COPIED_BYTES["cpu"])
+    if device.type == "cuda":
+        size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _seconds(functools.partial(target.copy_, source), device)
+
+
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """The median time of a call: by events on a GPU, else by the clock."""
+    for _ in range(WARMUPS):
+        run()
+    if device.type != "cuda":
+        return statistics.median(_wall(run) for _ in range(REPETITIONS))
+    pairs = []
+    with torch.cuda.device(device):
+        for _ in range(REPETITIONS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            pairs.append((begin, end))
+        torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+
+
+def _wall(run: Callable[[], Any]) -> float:
+    start = perf_counter()
+    run()
+    return perf_counter() - start
+
+
+def _label(layer: Layer) -> str:
+    return layer.name or "(the model)"
+
+
+def _table(layers: Sequence[Layer]) -> list[str]:
+    timed = any(layer.least is not None for layer in layers)
+    rows = [["layer", "module", "input", "dtype", "kernel", "K", "kept: inputs", "states"]]
+    rows[0] += ["(eager loop)", *(["least", "achieved", "fraction"] if timed else [])]
+    for layer in layers:
+        count = f"{len(layer.dtypes)} × " if len(layer.dtypes) > 1 else ""
+        dtypes = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in layer.dtypes)
+        row = [_label(layer), layer.module, f"{count}{list(layer.shape)}", ", ".join(dtypes)]
+        row += [layer.program or layer.implementation, str(layer.chunk or "–")]
+        row += map(_bytes, (layer.kept_inputs, layer.kept_states, layer.loop_states))
+        if layer.least is not None and layer.achieved is not None:
+            row += [_time(layer.least), _time(layer.achieved), f"{layer.fraction:.1%}"]
+        rows.append(row + [""] * (len(rows[0]) - len(row)))
+    return _aligned(rows, numbers_from=5)
+
+
+def _aligned(rows: list[list[str]], numbers_from: int) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if i >= numbers_from else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _legend(explanation: Explanation) -> Iterator[str]:
+    plural = "module is" if explanation.num_others == 1 else "modules are"
+    yield f"{explanation.num_others} other {plural} ordinary PyTorch"
+    if explanation.layers:
+        yield (
+            "K: steps between stored states. kept: for backward; of the eager loop, beyond inputs, "
+            f"measured for {LOOP_STEPS} steps and scaled"
+        )
+    if explanation.bandwidth is not None:
+        yield (
+            "least: what must move at the bandwidth of a copy, "
+            f"{explanation.bandwidth / 1e9:,.0f} GB/s. achieved: this layer alone, forward and "
+            "backward, the host's part included"
+        )
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.3g} µs"

@@ -1,0 +1,31 @@
+"""`explain` on a GPU: times, and kernels of Triton."""
+
+import torch
+from torch import nn
+
+import spikefuse as sf
+
+
+def test_times_of_a_network():
+    net = sf.Temporal(nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), sf.LIF())).cuda()
+    x = torch.rand(32, 16, 8, 64, 64, device="cuda")
+    found = sf.explain(net, x)
+    (layer,) = found.layers
+    assert layer.implementation == "triton"
+    assert layer.program.startswith("LIF-triton-")
+    assert layer.kept_states == 4 * -(-32 // layer.chunk) * 16 * 8 * 62 * 62
+    # A copy at more than 50 GB/s; no kernel is faster than memory, the caches aside.
+    assert found.bandwidth > 5e10
+    assert layer.least == layer.moved / found.bandwidth
+    assert 0 < layer.fraction < 1.5
+    assert sf.explain(net, x, time=False).bandwidth is None
+    with torch.no_grad():
+        assert sf.explain(net, x).layers[0].achieved < layer.achieved
+
+
+def test_the_reference_on_a_gpu():
+    x = torch.rand(8, 4, 100, device="cuda", requires_grad=True)
+    (layer,) = sf.explain(sf.LIF(), x, impl="reference").layers
+    assert layer.implementation == "reference"
+    assert layer.kept_states == layer.loop_states > 0
+    assert layer.achieved > 0
