@@ -20,6 +20,7 @@ from spikefuse.compiler import UnsupportedOperation
 from spikefuse.compiler.layout import layout_of, outer_stride
 from spikefuse.compiler.program import kind_of, prepare, program
 from spikefuse.neurons.definition import Outputs, States
+from spikefuse.nn.explanation import LOOP_STEPS, Explanation, Layer
 from spikefuse.nn.neuron import Neuron, calls
 from spikefuse.nn.temporal import Temporal
 
@@ -27,81 +28,6 @@ from spikefuse.nn.temporal import Temporal
 COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 
 WARMUPS, REPETITIONS = 5, 11
-
-# Steps for which the eager loop is measured; each further one keeps as much as the last of them.
-LOOP_STEPS = 4
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One call of a neuron.
-
-    Attributes:
-        name: the neuron's qualified name in the model; "" for the model itself.
-        module: the name of its type.
-        shape: of each input, `[T, B, ...]`.
-        dtypes: of the inputs.
-        implementation: "triton", "numba" or "reference".
-        program: the name of its kernels, or None on the reference.
-        chunk: K, the steps between the states that are stored for backward, or None.
-        kept_inputs: bytes of the inputs that are kept for backward.
-        kept_states: bytes kept for backward besides inputs and parameters.
-        loop_states: the same in the eager loop: measured for up to four steps, and as much more
-            for each further step as for the fourth.
-        moved: the bytes that must move: inputs read, outputs written; for backward inputs and
-            gradients of outputs read, and gradients written of the inputs that require them.
-        least: seconds for moving them at the bandwidth of a copy, or None if not measured.
-        achieved: seconds of a forward call of this layer alone, and its backward if there is one:
-            the median of a few, the host's part included; or None if not measured.
-        notes: why it runs on the reference, and which inputs are copied.
-    """
-
-    name: str
-    module: str
-    shape: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
-    implementation: str
-    program: str | None
-    chunk: int | None
-    kept_inputs: int
-    kept_states: int
-    loop_states: int
-    moved: int
-    least: float | None
-    achieved: float | None
-    notes: tuple[str, ...]
-
-    @property
-    def fraction(self) -> float | None:
-        """Least over achieved time; 1 is the speed of memory."""
-        if self.least is None or self.achieved is None:
-            return None
-        return self.least / self.achieved
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What `explain` has found; as a string, a table.
-
-    Attributes:
-        layers: one per call of a neuron, in the order of the calls.
-        not_called: the names of neurons that were not called.
-        num_others: modules without submodules that are not neurons.
-        bandwidth: bytes per second that a copy reads and writes, or None if not measured.
-    """
-
-    layers: tuple[Layer, ...]
-    not_called: tuple[str, ...]
-    num_others: int
-    bandwidth: float | None
-
-    def __str__(self) -> str:
-        lines = _table(self.layers) if self.layers else []
-        for layer in self.layers:
-            lines += [f"{_label(layer)}: {note}" for note in layer.notes]
-        if self.not_called:
-            lines.append(f"not called: {', '.join(self.not_called)}")
-        return "\n".join([*lines, *_legend(self)])
 
 
 def explain(
@@ -407,62 +333,3 @@ def _wall(run: Callable[[], Any]) -> float:
     start = perf_counter()
     run()
     return perf_counter() - start
-
-
-def _label(layer: Layer) -> str:
-    return layer.name or "(the model)"
-
-
-def _table(layers: Sequence[Layer]) -> list[str]:
-    timed = any(layer.least is not None for layer in layers)
-    rows = [["layer", "module", "input", "dtype", "kernel", "K", "kept: inputs", "states"]]
-    rows[0] += ["(eager loop)", *(["least", "achieved", "fraction"] if timed else [])]
-    for layer in layers:
-        count = f"{len(layer.dtypes)} × " if len(layer.dtypes) > 1 else ""
-        dtypes = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in layer.dtypes)
-        row = [_label(layer), layer.module, f"{count}{list(layer.shape)}", ", ".join(dtypes)]
-        row += [layer.program or layer.implementation, str(layer.chunk or "–")]
-        row += map(_bytes, (layer.kept_inputs, layer.kept_states, layer.loop_states))
-        if layer.least is not None and layer.achieved is not None:
-            row += [_time(layer.least), _time(layer.achieved), f"{layer.fraction:.1%}"]
-        rows.append(row + [""] * (len(rows[0]) - len(row)))
-    return _aligned(rows, numbers_from=5)
-
-
-def _aligned(rows: list[list[str]], numbers_from: int) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if i >= numbers_from else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
-def _legend(explanation: Explanation) -> Iterator[str]:
-    plural = "module is" if explanation.num_others == 1 else "modules are"
-    yield f"{explanation.num_others} other {plural} ordinary PyTorch"
-    if explanation.layers:
-        yield (
-            "K: steps between stored states. kept: for backward; of the eager loop, beyond inputs, "
-            f"measured for {LOOP_STEPS} steps and scaled"
-        )
-    if explanation.bandwidth is not None:
-        yield (
-            "least: what must move at the bandwidth of a copy, "
-            f"{explanation.bandwidth / 1e9:,.0f} GB/s. achieved: this layer alone, forward and "
-            "backward, the host's part included"
-        )
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.3g} µs"

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import spikefuse as sf
-from spikefuse.nn.explain import COPIED_BYTES, Layer, _kept, _record, copy_bandwidth
+from spikefuse.nn.explain import COPIED_BYTES, _kept, _record, copy_bandwidth
+from spikefuse.nn.explanation import Layer
 from spikefuse.nn.neuron import Neuron
 from spikefuse.testing import lay_out, make_input
 
@@ -75,16 +76,6 @@ def test_layers_of_a_network(net):
     assert found.num_others == 3
     assert found.not_called == ()
     assert found.bandwidth is None
-
-
-def test_the_table(net):
-    lines = str(sf.explain(net, torch.rand(T, B, 1, 6, 6))).splitlines()
-    assert lines[0].split()[:5] == ["layer", "module", "input", "dtype", "kernel"]
-    assert lines[1].startswith("net.2  LIF     [37, 2, 3, 4, 4]  float32  LIF-numba-")
-    assert lines[2].startswith("net.4  ALIF    [37, 2, 48]       float32  ALIF-numba-")
-    assert "14.2 kB" in lines[1]
-    assert lines[3] == "3 other modules are ordinary PyTorch"
-    assert "(the model)" in str(sf.explain(sf.LIF(), torch.rand(2, 3)))
 
 
 @pytest.mark.parametrize("neuron", [sf.LIF(), sf.ALIF(), sf.PLIF(channels=5)])
