@@ -109,6 +109,9 @@ class _Emitter:
             body.append("channel = ((first + lane) // channel_inner) % channels")
         body += [f"{p} = tl.load({p}_ptr + channel, mask=live, other=0.0)" for p in self.channel]
         body += [f"{p} = tl.load({p}_ptr)" for p in self.tensors]
+        # To the interpreter, floats are Python's, in double precision.
+        floats = [p for p in self.params if p not in self.channel and p not in self.tensors]
+        body += [f"{p} = tl.full([], {p}, tl.float32)" for p in floats]
         return lines + _indent(body, 1)
 
     @staticmethod

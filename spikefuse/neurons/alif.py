@@ -32,7 +32,7 @@ class ALIF(LIF):
         threshold: firing threshold at rest.
         adaptation_decay: factor of the previous adaptation, in [0, 1].
         beta: rise of the threshold per unit of adaptation.
-        v_reset, reset, detach_reset, surrogate: see `Firing`.
+        decay_input, v_reset, reset, detach_reset, surrogate: see `LIF`.
     """
 
     a = State()

@@ -17,6 +17,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from spikefuse.neurons.learnable import Learnable
+
 Outputs = tuple[Tensor, ...]
 States = tuple[Tensor, ...]
 
@@ -33,37 +35,6 @@ class State:
 
     def __init__(self, initial: float = 0.0) -> None:
         self.initial = float(initial)
-
-
-class Learnable(nn.Module):
-    """A parameter computed by PyTorch from learnable tensors, once per call: `value = self()`.
-
-    Assigned where a float could stand (`LIF(decay=LearnableFraction(0.9))`). The kernel receives
-    the value and returns its gradient; autograd does the rest. `forward` returns a 0-d tensor,
-    or a 1-d tensor of one value per channel.
-    """
-
-    def forward(self) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} does not define forward(self)")
-
-
-class LearnableFraction(Learnable):
-    """A learnable value in (0, 1): `sigmoid(logit)`.
-
-    Args:
-        initial: its value before training, strictly between 0 and 1.
-        channels: number of channels for one value each, or None for a single value.
-    """
-
-    def __init__(self, initial: float, channels: int | None = None) -> None:
-        super().__init__()
-        if not 0.0 < initial < 1.0:
-            raise ValueError(f"initial is {initial!r}: expected a number strictly between 0 and 1")
-        shape = () if channels is None else (channels,)
-        self.logit = nn.Parameter(torch.full(shape, math.log(initial / (1 - initial))))
-
-    def forward(self) -> Tensor:
-        return torch.sigmoid(self.logit)
 
 
 _D = TypeVar("_D", bound="Definition")

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from spikefuse.neurons.definition import Definition, Learnable, number
+from spikefuse.neurons.definition import Definition, number
+from spikefuse.neurons.learnable import Learnable
 from spikefuse.surrogate import Sigmoid, Surrogate
 
 RESETS = ("hard", "soft")
 Value = float | Tensor | Learnable
+
+
+def positive(name: str, value: Any) -> Any:
+    """`number`, for a float that must be greater than 0."""
+    value = number(name, value)
+    if isinstance(value, float) and value <= 0:
+        raise ValueError(f"{name} is {value!r}: expected a positive number")
+    return value
 
 
 class Firing(Definition):
@@ -50,6 +61,9 @@ class Firing(Definition):
         v = h * (1 - s) + v_reset * s   (hard)   or   h - threshold * s   (soft)
         """
         s = self.surrogate(h - threshold)
+        return s, self.after(h, s, threshold)
+
+    def after(self, h: Tensor, s: Tensor, threshold: Tensor) -> Tensor:
+        """The potential after the reset that the spike `s` causes."""
         r = s.detach() if self.detach_reset else s
-        v = h * (1 - r) + self.v_reset * r if self.reset == "hard" else h - threshold * r
-        return s, v
+        return h * (1 - r) + self.v_reset * r if self.reset == "hard" else h - threshold * r

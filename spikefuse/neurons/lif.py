@@ -33,6 +33,11 @@ def decay_from_tau(tau: float, dt: float = 1.0, exact: bool = False) -> float:
     return 1 - dt / tau
 
 
+def leaky(x: Tensor, v: Tensor, decay: Tensor, decay_input: bool) -> Tensor:
+    """`decay * v + x`, or `decay * v + (1 - decay) * x` with `decay_input`."""
+    return decay * v + ((1 - decay) * x if decay_input else x)
+
+
 class LIF(Firing):
     """Leaky integrate-and-fire neuron.
 
@@ -43,6 +48,9 @@ class LIF(Firing):
         v = h * (1 - s) + v_reset * s           (hard reset)
         v = h - threshold * s                   (soft reset)
 
+    With `decay_input`, h = decay * v + (1 - decay) * x: a constant input x drives the potential
+    to x, whatever the decay.
+
     Shapes: `x` and the spikes are `[T, B, ...]`; the state `v` is `[B, ...]` in float32.
 
     Source: Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion",
@@ -50,19 +58,28 @@ class LIF(Firing):
 
     Args:
         decay: factor of the previous potential, in [0, 1].
+        decay_input: scale the input by `1 - decay`.
         threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.
     """
 
     v = State()
 
-    def __init__(self, decay: Value = 0.5, threshold: Value = 1.0, **firing: Any) -> None:
+    def __init__(
+        self,
+        decay: Value = 0.5,
+        threshold: Value = 1.0,
+        *,
+        decay_input: bool = False,
+        **firing: Any,
+    ) -> None:
         super().__init__(threshold, **firing)
         self.decay = number("decay", decay, 0.0, 1.0)
+        self.decay_input = bool(decay_input)
 
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
         s, v = self.fire(self.charge(x, v), self.threshold)
         return s, (v,)
 
     def charge(self, x: Tensor, v: Tensor) -> Tensor:
-        """Potential before the reset: `decay * v + x`."""
-        return self.decay * v + x
+        """Potential before the reset."""
+        return leaky(x, v, self.decay, self.decay_input)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from spikefuse.neurons.definition import LearnableFraction
 from spikefuse.neurons.firing import Value
+from spikefuse.neurons.learnable import LearnableFraction
 from spikefuse.neurons.lif import LIF
 
 
 class PLIF(LIF):
     """`LIF` whose decay is learned: `decay = sigmoid(logit)`, one for all or one per channel.
 
-    The input is not scaled by `1 - decay`.
-
     Source: Fang et al., "Incorporating Learnable Membrane Time Constant to Enhance Learning of
-    Spiking Neural Networks", ICCV 2021 (its `decay_input=False` form: decay = 1 - 1/tau).
+    Spiking Neural Networks", ICCV 2021 (decay = 1 - 1/tau; the paper
+    scales the input: `decay_input=True`).
 
     Args:
         decay: value before training, strictly between 0 and 1.
         channels: number of channels (dim 2 of `[T, B, C, ...]`) for one decay each.
-        threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.
+        decay_input, threshold, v_reset, reset, detach_reset, surrogate: see `LIF`.
     """
 
     def __init__(

@@ -1,7 +1,47 @@
 """Modules for ordinary PyTorch networks."""
 
 from spikefuse.nn.explain import explain
-from spikefuse.nn.neuron import ALIF, IF, LIF, PLIF, Neuron
+from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.temporal import Temporal
+from spikefuse.nn.zoo import (
+    ALIF,
+    CLIF,
+    EIF,
+    IF,
+    KLIF,
+    LI,
+    LIF,
+    PLIF,
+    QIF,
+    AlphaLIF,
+    CubaLIF,
+    GatedLIF,
+    IntegerLIF,
+    Izhikevich,
+    RefractoryLIF,
+    TernaryLIF,
+    TwoCompartmentLIF,
+)
 
-__all__ = ["ALIF", "IF", "LIF", "PLIF", "Neuron", "Temporal", "explain"]
+__all__ = [
+    "ALIF",
+    "CLIF",
+    "EIF",
+    "IF",
+    "KLIF",
+    "LI",
+    "LIF",
+    "PLIF",
+    "QIF",
+    "AlphaLIF",
+    "CubaLIF",
+    "GatedLIF",
+    "IntegerLIF",
+    "Izhikevich",
+    "Neuron",
+    "RefractoryLIF",
+    "Temporal",
+    "TernaryLIF",
+    "TwoCompartmentLIF",
+    "explain",
+]

@@ -1,4 +1,4 @@
-"""The one generic neuron module; `LIF` and its kin are thin names on top of it."""
+"""The one generic neuron module; `zoo.py` has thin names on top of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spikefuse import compiler, neurons, reference
+from spikefuse import compiler, reference
 from spikefuse.neurons.definition import Definition, Outputs, States
 
 IMPLEMENTATIONS = ("auto", "triton", "numba", "reference")
@@ -203,19 +203,3 @@ def _check(neuron: Neuron, inputs: tuple[Tensor, ...], state: States | None, bac
                 f"{name}: state {label} is {list(s.shape)} on {s.device}: expected {expected} "
                 f"on {inputs[0].device}, the shape of one time step"
             )
-
-
-class LIF(Neuron, neurons.LIF):
-    __doc__ = neurons.LIF.__doc__
-
-
-class IF(Neuron, neurons.IF):
-    __doc__ = neurons.IF.__doc__
-
-
-class PLIF(Neuron, neurons.PLIF):
-    __doc__ = neurons.PLIF.__doc__
-
-
-class ALIF(Neuron, neurons.ALIF):
-    __doc__ = neurons.ALIF.__doc__

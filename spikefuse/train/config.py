@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -12,9 +13,16 @@ from torch import nn
 
 from spikefuse.data import DATASETS
 from spikefuse.models import MODELS
-from spikefuse.nn import ALIF, IF, LIF, PLIF, Temporal
+from spikefuse.nn import Temporal, zoo
 
-NEURONS: dict[str, type] = {"lif": LIF, "if": IF, "plif": PLIF, "alif": ALIF}
+# Every model of the zoo that fires; lif first, as the default.
+NEURONS: dict[str, type] = {
+    name.lower(): getattr(zoo, name)
+    for name in zoo.__all__
+    if "threshold" in inspect.signature(getattr(zoo, name)).parameters
+}
+# What a neuron learns as a fraction may not begin at 0 or 1.
+FRACTIONS = {"plif": ("decay",), "gatedlif": ("decay", "threshold")}
 ENCODINGS = ("direct", "poisson")
 OPTIMIZERS = ("adam", "sgd")
 PRECISIONS = ("32", "bf16", "16")
@@ -69,10 +77,10 @@ class TrainConfig:
     neuron: str = option("lif", "the neuron model", NEURONS)
     decay: float | None = option(
         None,
-        "factor of the potential from step to step, where plif begins; if has none",
+        "factor of the potential from step to step, where plif begins; some neurons have none",
         low=0.0,
         high=1.0,
-        shown="0.5",
+        shown="the neuron's own",
     )
     threshold: float = option(1.0, "firing threshold", positive=True)
     num_steps: int = option(8, "time steps", low=1)
@@ -92,10 +100,17 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for f in fields(self):
             _check(f.name, getattr(self, f.name), f.metadata)
-        if self.neuron == "if" and self.decay is not None:
-            raise ConfigError("decay is given, but the neuron if has none: leave it out")
-        if self.neuron == "plif" and self.decay in (0.0, 1.0):
-            raise ConfigError(f"decay is {self.decay}: expected a number between 0 and 1 for plif")
+        has_decay = "decay" in inspect.signature(NEURONS[self.neuron]).parameters
+        if self.decay is not None and not has_decay:
+            raise ConfigError(
+                f"decay is given, but the neuron {self.neuron} has none: leave it out"
+            )
+        for name in FRACTIONS.get(self.neuron, ()):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1:
+                raise ConfigError(
+                    f"{name} is {value}: expected a number between 0 and 1 for {self.neuron}"
+                )
         if self.num_steps * self.batch_size < 2:
             raise ConfigError(
                 "num_steps and batch_size are both 1: batch normalization needs two values to "

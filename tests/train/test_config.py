@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
+import torch
 
 import spikefuse as sf
+from spikefuse.nn import zoo
 from spikefuse.train import ConfigError, TrainConfig
 from spikefuse.train.config import NEURONS
 
@@ -23,6 +27,9 @@ WRONG = [
     ({"decay": 1.5}, "decay is 1.5: expected a number from 0 to 1"),
     ({"decay": 0.5, "neuron": "if"}, "decay is given, but the neuron if has none: leave it out"),
     ({"decay": 1.0, "neuron": "plif"}, "decay is 1.0: expected a number between 0 and 1 for plif"),
+    ({"decay": 0.5, "neuron": "qif"}, "decay is given, but the neuron qif has none: leave it out"),
+    ({"neuron": "gatedlif"}, "threshold is 1.0: expected a number between 0 and 1 for gatedlif"),
+    ({"neuron": "li"}, "unknown neuron 'li': did you mean lif? choose one of lif, if, plif, "),
     ({"threshold": -1}, "threshold is -1: expected a positive number"),
     ({"seed": -1}, "seed is -1: expected a whole number from 0 to"),
     ({"num_steps": 1, "batch_size": 1}, "num_steps and batch_size are both 1: "),
@@ -47,12 +54,17 @@ def test_round_trip() -> None:
 
 @pytest.mark.parametrize("name", NEURONS)
 def test_neurons_get_their_parameters(name: str) -> None:
-    decay = None if name == "if" else 0.25
+    has_decay = "decay" in inspect.signature(NEURONS[name]).parameters
+    decay = 0.25 if has_decay else None
     neuron = TrainConfig(neuron=name, threshold=0.75, decay=decay).make_neuron()
     assert type(neuron) is NEURONS[name]
     assert isinstance(neuron, sf.Neuron)
-    assert neuron.threshold == 0.75
-    if name in ("lif", "alif"):
-        assert neuron.decay == 0.25
-    if name == "plif":
-        assert abs(neuron.decay().item() - 0.25) < 1e-6
+    values = neuron.values()
+    expected = {"threshold": 0.75} | ({"decay": 0.25} if has_decay else {})
+    found = {key: torch.as_tensor(values[key]).detach().item() for key in expected}
+    assert found == pytest.approx(expected)
+
+
+def test_the_neurons_are_those_that_fire() -> None:
+    assert list(NEURONS)[:4] == ["lif", "if", "plif", "alif"]
+    assert set(NEURONS) == {name.lower() for name in zoo.__all__} - {"li"}

@@ -1,0 +1,84 @@
+"""Leaky integrate-and-fire with alpha-shaped synapses."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from spikefuse.neurons.definition import State, States, number
+from spikefuse.neurons.firing import Firing, Value
+from spikefuse.surrogate import Surrogate
+
+
+class AlphaLIF(Firing):
+    """LIF neuron whose potential answers an input with a rise and a fall (an alpha function).
+
+    Equation, per time step, with an excitatory trace `e`, an inhibitory trace `i`, input `x`,
+    spike `s`::
+
+        e = excitatory_decay * e + x
+        i = inhibitory_decay * i - x
+        h = gain * (e + i)
+        s = 1 if h >= threshold else 0
+        e = e * (1 - s),  i = i * (1 - s)       (hard reset, to a potential of 0)
+        e = e - threshold / gain * s            (soft reset: h falls by the threshold)
+
+    In the step of an input the traces cancel: it acts from the next step on.
+
+    Shapes: `x` and the spikes are `[T, B, ...]`; the states `e`, `i` are `[B, ...]` in float32.
+
+    Source: Gerstner et al., "Neuronal Dynamics", Cambridge University Press, 2014, chapter 1
+    and section 6.4 (spike response model); in discrete time, Eshraghian et al., "Training
+    Spiking Neural Networks Using Lessons From Deep Learning", Proceedings of the IEEE 111, 2023.
+
+    Args:
+        excitatory_decay: factor of the previous `e`, in [0, 1], the larger of the two.
+        inhibitory_decay: factor of the previous `i`, in [0, 1].
+        threshold, reset, detach_reset, surrogate: see `Firing`.
+        gain: scale of the potential. By default, from the decays, which must be floats between
+            0 and 1 then: `log(inhibitory_decay) / log(inhibitory_decay / excitatory_decay)`.
+
+    Raises:
+        TypeError, ValueError: a parameter of the wrong kind or out of range.
+    """
+
+    e, i = State(), State()
+
+    def __init__(
+        self,
+        excitatory_decay: Value = 0.9,
+        inhibitory_decay: Value = 0.8,
+        threshold: Value = 1.0,
+        *,
+        gain: Value | None = None,
+        reset: str = "hard",
+        detach_reset: bool = False,
+        surrogate: Surrogate | None = None,
+    ) -> None:
+        super().__init__(threshold, 0.0, reset, detach_reset, surrogate)
+        self.excitatory_decay = number("excitatory_decay", excitatory_decay, 0.0, 1.0)
+        self.inhibitory_decay = number("inhibitory_decay", inhibitory_decay, 0.0, 1.0)
+        if gain is None:
+            gain = _gain(self.excitatory_decay, self.inhibitory_decay)
+        self.gain = number("gain", gain)
+
+    def step(self, x: Tensor, e: Tensor, i: Tensor) -> tuple[Tensor, States]:
+        e = self.excitatory_decay * e + x
+        i = self.inhibitory_decay * i - x
+        s = self.surrogate(self.gain * (e + i) - self.threshold)
+        r = s.detach() if self.detach_reset else s
+        if self.reset == "hard":
+            return s, (e * (1 - r), i * (1 - r))
+        return s, (e - self.threshold / self.gain * r, i)
+
+
+def _gain(excitatory: Value, inhibitory: Value) -> float:
+    if not (isinstance(excitatory, float) and isinstance(inhibitory, float)):
+        raise TypeError("gain is None: give it a value, as the decays are not both numbers")
+    if not 0 < inhibitory < excitatory < 1:
+        raise ValueError(
+            f"excitatory_decay, inhibitory_decay are {excitatory!r}, {inhibitory!r}: expected "
+            "0 < inhibitory_decay < excitatory_decay < 1, or a gain"
+        )
+    return math.log(inhibitory) / math.log(inhibitory / excitatory)

@@ -1,0 +1,57 @@
+"""Complementary leaky integrate-and-fire."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spikefuse.neurons.definition import State, States
+from spikefuse.neurons.firing import Value
+from spikefuse.neurons.lif import LIF
+from spikefuse.surrogate import Surrogate
+
+
+class CLIF(LIF):
+    """Complementary LIF neuron: a second potential `m`, which spikes raise, deepens the reset.
+
+    Equation, per time step, with potential `v`, complementary potential `m`, input `x`, spike
+    `s`::
+
+        h = decay * v + x
+        s = 1 if h >= threshold else 0
+        m = m * sigmoid((1 - decay) * h) + s
+        v = h - s * (threshold + sigmoid(m))
+
+    The sigmoids make this model smooth rather than exact: see docs/conventions.md, Dtypes.
+
+    Shapes: `x` and the spikes are `[T, B, ...]`; the states `v`, `m` are `[B, ...]` in float32.
+
+    Source: Huang et al., "CLIF: Complementary Leaky Integrate-and-Fire Neuron for Spiking Neural
+    Networks", ICML 2024 (decay = 1 - 1/tau).
+
+    Args:
+        decay: factor of the previous potential, in [0, 1].
+        threshold, detach_reset, surrogate: see `Firing`.
+    """
+
+    m = State()
+
+    def __init__(
+        self,
+        decay: Value = 0.5,
+        threshold: Value = 1.0,
+        *,
+        detach_reset: bool = False,
+        surrogate: Surrogate | None = None,
+    ) -> None:
+        super().__init__(
+            decay, threshold, reset="soft", detach_reset=detach_reset, surrogate=surrogate
+        )
+
+    def step(  # type: ignore[override]
+        self, x: Tensor, v: Tensor, m: Tensor
+    ) -> tuple[Tensor, States]:
+        h = self.charge(x, v)
+        s = self.surrogate(h - self.threshold)
+        m = m * torch.sigmoid((1 - self.decay) * h) + s
+        return s, (self.after(h, s, self.threshold + torch.sigmoid(m)), m)

@@ -1,0 +1,56 @@
+"""Current-based leaky integrate-and-fire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from spikefuse.neurons.definition import State, States, number
+from spikefuse.neurons.firing import Value
+from spikefuse.neurons.lif import LIF
+
+
+class CubaLIF(LIF):
+    """Current-based LIF neuron: the input passes through a synapse that decays exponentially.
+
+    Equation, per time step, with potential `v`, synaptic current `current`, input `x`, spike `s`::
+
+        current = current_decay * current + x
+        h = decay * v + current, or decay * v + (1 - decay) * current with decay_input
+        s = 1 if h >= threshold else 0, then the reset of `LIF`
+
+    The input acts in the step in which it arrives. A reset leaves the current as it is.
+
+    Shapes: `x` and the spikes are `[T, B, ...]`; the states `v`, `current` are `[B, ...]` in
+    float32.
+
+    Source: Gerstner et al., "Neuronal Dynamics", Cambridge University Press, 2014, chapter 1;
+    in discrete time, Neftci et al., "Surrogate Gradient Learning in Spiking Neural Networks",
+    IEEE Signal Processing Magazine 36, 2019 (its alpha is `current_decay`, its beta `decay`).
+
+    Args:
+        current_decay: factor of the previous current, in [0, 1].
+        decay: factor of the previous potential, in [0, 1].
+        decay_input: scale the current by `1 - decay`.
+        threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.
+    """
+
+    current = State()
+
+    def __init__(
+        self,
+        current_decay: Value = 0.5,
+        decay: Value = 0.5,
+        threshold: Value = 1.0,
+        **firing: Any,
+    ) -> None:
+        super().__init__(decay, threshold, **firing)
+        self.current_decay = number("current_decay", current_decay, 0.0, 1.0)
+
+    def step(  # type: ignore[override]
+        self, x: Tensor, v: Tensor, current: Tensor
+    ) -> tuple[Tensor, States]:
+        current = self.current_decay * current + x
+        s, v = self.fire(self.charge(current, v), self.threshold)
+        return s, (v, current)

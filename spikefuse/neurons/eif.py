@@ -1,0 +1,60 @@
+"""Exponential integrate-and-fire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spikefuse.neurons.definition import State, States, number
+from spikefuse.neurons.firing import Firing, Value, positive
+
+
+class EIF(Firing):
+    """Exponential integrate-and-fire neuron: a leak, and an upswing around `v_rheobase`.
+
+    Equation, per time step (forward Euler), with potential `v`, input `x`, spike `s`::
+
+        h = v + (x + v_rest - v + sharpness * exp((v - v_rheobase) / sharpness)) / tau
+        s = 1 if h >= threshold else 0, then the reset of `LIF`
+
+    The exponential makes this model smooth rather than exact: see docs/conventions.md, Dtypes.
+    A soft reset may leave the potential where it grows without bound.
+
+    Shapes: `x` and the spikes are `[T, B, ...]`; the state `v` is `[B, ...]` in float32.
+
+    Source: Fourcaud-Trocme et al., "How Spike Generation Mechanisms Determine the Neuronal
+    Response to Fluctuating Inputs", Journal of Neuroscience 23, 2003 (its Delta_T is
+    `sharpness`, its V_T `v_rheobase`).
+
+    Args:
+        tau: membrane time constant in time steps, positive.
+        v_rest: resting potential.
+        v_rheobase: potential around which the upswing starts.
+        sharpness: range of potentials over which it grows by a factor e, positive.
+        threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.
+    """
+
+    v = State()
+
+    def __init__(
+        self,
+        tau: Value = 2.0,
+        v_rest: Value = 0.0,
+        v_rheobase: Value = 0.8,
+        sharpness: Value = 1.0,
+        threshold: Value = 1.0,
+        **firing: Any,
+    ) -> None:
+        super().__init__(threshold, **firing)
+        self.tau = positive("tau", tau)
+        self.v_rest = number("v_rest", v_rest)
+        self.v_rheobase = number("v_rheobase", v_rheobase)
+        self.sharpness = positive("sharpness", sharpness)
+
+    def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
+        upswing = self.sharpness * torch.exp((v - self.v_rheobase) * (1 / self.sharpness))
+        h = v + (x + self.v_rest - v + upswing) * (1 / self.tau)
+        s, v = self.fire(h, self.threshold)
+        return s, (v,)

@@ -1,0 +1,63 @@
+"""Leaky integrate-and-fire with multi-level spikes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spikefuse.neurons.definition import Definition, State, States, number
+from spikefuse.neurons.firing import Value, positive
+from spikefuse.neurons.lif import leaky
+
+
+class IntegerLIF(Definition):
+    """LIF neuron that emits whole numbers from 0 to `levels` (I-LIF).
+
+    Equation, per time step, with potential `v`, input `x`, output `s`::
+
+        h = decay * v + x
+        u = clamp(h / threshold, 0, levels)
+        s = floor(u), and one more where the rest is 1/2 or larger
+        v = h - threshold * s
+
+    The derivative of `s` with respect to `h / threshold` is taken as 1 from 0 to `levels`, both
+    included, and 0 elsewhere (straight through).
+
+    Shapes: `x` and the output are `[T, B, ...]`; the state `v` is `[B, ...]` in float32.
+
+    Source: Luo et al., "Integer-Valued Training and Spike-Driven Inference Spiking Neural
+    Network for High-performance and Energy-efficient Object Detection", ECCV 2024.
+
+    Args:
+        decay: factor of the previous potential, in [0, 1].
+        threshold: potential per level, positive.
+        levels: the largest output, 1 or more.
+        detach_reset: keep gradients from flowing through the reset.
+    """
+
+    v = State()
+
+    def __init__(
+        self,
+        decay: Value = 0.25,
+        threshold: Value = 1.0,
+        levels: int = 4,
+        *,
+        detach_reset: bool = False,
+    ) -> None:
+        super().__init__()
+        if isinstance(levels, bool) or not isinstance(levels, int) or levels < 1:
+            raise ValueError(f"levels is {levels!r}: expected a whole number, 1 or more")
+        self.decay = number("decay", decay, 0.0, 1.0)
+        self.threshold = positive("threshold", threshold)
+        self.levels, self.detach_reset = levels, bool(detach_reset)
+
+    def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
+        h = leaky(x, v, self.decay, False)
+        u = torch.clamp(h / self.threshold, 0, self.levels)
+        whole = torch.floor(u).detach()
+        rounded = whole + (u.detach() - whole >= 0.5)
+        # The difference is 0 and has the derivative of u; adding it rounds nothing.
+        s = rounded + (u - u.detach())
+        r = s.detach() if self.detach_reset else s
+        return s, (h - self.threshold * r,)

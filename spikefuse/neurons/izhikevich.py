@@ -1,0 +1,65 @@
+"""Izhikevich's neuron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from spikefuse.neurons.definition import State, States, number
+from spikefuse.neurons.firing import Value, positive
+from spikefuse.neurons.qif import QIF
+
+
+class Izhikevich(QIF):
+    """Izhikevich neuron: `QIF` with a recovery variable `w` that pulls the potential back.
+
+    Equation, per time step (forward Euler), with potential `v`, input `x`, spike `s`::
+
+        h = v + (x - w + a0 * (v - v_rest) * (v - v_critical)) / tau
+        s = 1 if h >= threshold else 0, then the reset of `LIF`
+        w = w + (coupling * (h - v_rest) - w) / tau_recovery + jump * s
+
+    Izhikevich's own units (mV, ms; a, b, c, d) are `tau=1, a0=0.04, v_rest=-82.66,
+    v_critical=-42.34, tau_recovery=1/a, coupling=b, v_reset=c, jump=d, threshold=30`, with his
+    `u = w + b * v_rest` and `I = x + b * v_rest`; start from a state near his rest then, not 0.
+
+    Shapes: `x` and the spikes are `[T, B, ...]`; the states `v`, `w` are `[B, ...]` in float32.
+
+    Source: Izhikevich, "Simple Model of Spiking Neurons", IEEE Transactions on Neural Networks
+    14, 2003.
+
+    Args:
+        tau, v_rest, v_critical, a0: see `QIF`.
+        tau_recovery: time constant of the recovery in time steps, positive.
+        coupling: how strongly the recovery follows the potential.
+        jump: rise of the recovery at a spike.
+        threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.
+    """
+
+    w = State()
+
+    def __init__(
+        self,
+        tau: Value = 2.0,
+        v_rest: Value = 0.0,
+        v_critical: Value = 0.8,
+        a0: Value = 1.0,
+        tau_recovery: Value = 2.0,
+        coupling: Value = 0.1,
+        jump: Value = 0.2,
+        threshold: Value = 1.0,
+        **firing: Any,
+    ) -> None:
+        super().__init__(tau, v_rest, v_critical, a0, threshold, **firing)
+        self.tau_recovery = positive("tau_recovery", tau_recovery)
+        self.coupling = number("coupling", coupling)
+        self.jump = number("jump", jump)
+
+    def step(  # type: ignore[override]
+        self, x: Tensor, v: Tensor, w: Tensor
+    ) -> tuple[Tensor, States]:
+        h = self.charge(x - w, v)
+        s, v = self.fire(h, self.threshold)
+        follow = (self.coupling * (h - self.v_rest) - w) * (1 / self.tau_recovery)
+        return s, (v, w + follow + self.jump * s)

@@ -1,0 +1,63 @@
+"""k-based leaky integrate-and-fire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spikefuse.neurons.definition import States
+from spikefuse.neurons.firing import Value, positive
+from spikefuse.neurons.lif import LIF
+
+
+class KLIF(LIF):
+    """`LIF` whose potential passes `relu(k * .)` before it fires; `k` is learned.
+
+    Equation, per time step, with potential `v`, input `x`, spike `s`::
+
+        f = relu(k * h), with the h of `LIF`
+        s = 1 if f >= threshold else 0
+        v = f * (1 - s) + v_reset * s           (hard reset)
+        v = f - threshold * s                   (soft reset)
+
+    With `scale_reset`, `f / k` and `threshold / k` take the places of `f` and `threshold` in the
+    reset, so that `k` does not scale what is carried on.
+
+    Shapes: `x` and the spikes are `[T, B, ...]`; the state `v` is `[B, ...]` in float32.
+
+    Source: Jiang and Zhang, "KLIF: An Optimized Spiking Neuron Unit for Tuning Surrogate
+    Gradient Slope and Membrane Potential", arXiv:2302.09238, 2023.
+
+    Args:
+        decay: factor of the previous potential, in [0, 1].
+        threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.
+        k: value before training, a positive number; or a tensor or `Learnable` to take as it is.
+        channels: number of channels (dim 2 of `[T, B, C, ...]`) for one k each.
+        scale_reset: take `k` out of the reset.
+        decay_input: see `LIF`.
+    """
+
+    def __init__(
+        self,
+        decay: Value = 0.5,
+        threshold: Value = 1.0,
+        k: Value = 1.0,
+        channels: int | None = None,
+        scale_reset: bool = False,
+        **firing: Any,
+    ) -> None:
+        super().__init__(decay, threshold, **firing)
+        self.k = positive("k", k)
+        if isinstance(self.k, float):
+            shape = () if channels is None else (channels,)
+            self.k = nn.Parameter(torch.full(shape, self.k))
+        self.scale_reset = bool(scale_reset)
+
+    def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
+        f = torch.relu(self.k * self.charge(x, v))
+        s = self.surrogate(f - self.threshold)
+        if self.scale_reset:
+            return s, (self.after(f / self.k, s, self.threshold / self.k),)
+        return s, (self.after(f, s, self.threshold),)

@@ -1,0 +1,61 @@
+"""Quadratic integrate-and-fire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from spikefuse.neurons.definition import State, States, number
+from spikefuse.neurons.firing import Firing, Value, positive
+
+
+class QIF(Firing):
+    """Quadratic integrate-and-fire neuron: above `v_critical` the potential runs away by itself.
+
+    Equation, per time step (forward Euler), with potential `v`, input `x`, spike `s`::
+
+        h = v + (x + a0 * (v - v_rest) * (v - v_critical)) / tau
+        s = 1 if h >= threshold else 0, then the reset of `LIF`
+
+    A soft reset need not bring the potential below `v_critical`, so it may grow without bound.
+
+    Shapes: `x` and the spikes are `[T, B, ...]`; the state `v` is `[B, ...]` in float32.
+
+    Source: Latham et al., "Intrinsic Dynamics in Neuronal Networks", Journal of Neurophysiology
+    83, 2000; Gerstner et al., "Neuronal Dynamics", Cambridge University Press, 2014, section 5.3.
+
+    Args:
+        tau: membrane time constant in time steps, positive.
+        v_rest: resting potential, the lower zero of the quadratic.
+        v_critical: its upper zero.
+        a0: its steepness.
+        threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.
+    """
+
+    v = State()
+
+    def __init__(
+        self,
+        tau: Value = 2.0,
+        v_rest: Value = 0.0,
+        v_critical: Value = 0.8,
+        a0: Value = 1.0,
+        threshold: Value = 1.0,
+        **firing: Any,
+    ) -> None:
+        super().__init__(threshold, **firing)
+        self.tau = positive("tau", tau)
+        self.v_rest = number("v_rest", v_rest)
+        self.v_critical = number("v_critical", v_critical)
+        self.a0 = number("a0", a0)
+
+    def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
+        s, v = self.fire(self.charge(x, v), self.threshold)
+        return s, (v,)
+
+    def charge(self, x: Tensor, v: Tensor) -> Tensor:
+        """Potential before the reset."""
+        drive = self.a0 * (v - self.v_rest) * (v - self.v_critical)
+        # A product, because a division at every step is slow and 1 / tau can be kept.
+        return v + (x + drive) * (1 / self.tau)

@@ -1,0 +1,45 @@
+"""Leaky integrate-and-fire with signed spikes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from spikefuse.neurons.definition import States
+from spikefuse.neurons.firing import Value, positive
+from spikefuse.neurons.lif import LIF
+
+
+class TernaryLIF(LIF):
+    """`LIF` that also fires below: spikes are -1, 0 or 1.
+
+    Equation, per time step, with potential `v`, input `x`, spike `s`, and the h of `LIF`::
+
+        s = 1 if h >= threshold, -1 if h <= -threshold, else 0
+        v = h * (1 - |s|) + v_reset * |s|       (hard reset)
+        v = h - threshold * s                   (soft reset)
+
+    The surrogate replaces the derivative at both thresholds.
+
+    Shapes: `x` and the spikes are `[T, B, ...]`; the state `v` is `[B, ...]` in float32.
+
+    Source: Guo et al., "Ternary Spike: Learning Ternary Spikes for Spiking Neural Networks",
+    AAAI 2024.
+
+    Args:
+        decay: factor of the previous potential, in [0, 1].
+        threshold: distance of both thresholds from 0, positive.
+        decay_input, v_reset, reset, detach_reset, surrogate: see `LIF`.
+    """
+
+    def __init__(self, decay: Value = 0.5, threshold: Value = 1.0, **firing: Any) -> None:
+        super().__init__(decay, positive("threshold", threshold), **firing)
+
+    def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
+        h = self.charge(x, v)
+        above = self.surrogate(h - self.threshold)
+        below = self.surrogate(-h - self.threshold)
+        s = above - below
+        event = above + below if self.reset == "hard" else s
+        return s, (self.after(h, event, self.threshold),)

@@ -1,0 +1,63 @@
+"""Two-compartment leaky integrate-and-fire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from spikefuse.neurons.definition import State, States, number
+from spikefuse.neurons.firing import Firing, Value
+from spikefuse.neurons.learnable import LearnableFraction
+
+
+class TwoCompartmentLIF(Firing):
+    """Two-compartment LIF neuron (TC-LIF): a dendrite holds a long memory, the soma fires.
+
+    Equation, per time step, with dendritic potential `dendrite`, somatic potential `soma`, input
+    `x`, spike `s`::
+
+        d = dendrite - feedback * soma + x
+        h = soma + drive * d
+        s = 1 if h >= threshold else 0
+        dendrite = d - gamma * s,  soma = h - threshold * s     (soft reset, the default)
+
+    A hard reset sets both to `v_reset`. `feedback` and `drive` are learned fractions,
+    `sigmoid(logit)`.
+
+    Shapes: `x` and the spikes are `[T, B, ...]`; the states `dendrite`, `soma` are `[B, ...]` in
+    float32.
+
+    Source: Zhang et al., "TC-LIF: A Two-Compartment Spiking Neuron Model for Long-Term
+    Sequential Modelling", AAAI 2024 (its beta_1 is `-feedback`, its beta_2 `drive`).
+
+    Args:
+        feedback: effect of the soma on the dendrite before training, strictly between 0 and 1.
+        drive: effect of the dendrite on the soma, likewise.
+        gamma: what a spike takes from the dendrite (soft reset only).
+        channels: number of channels (dim 2 of `[T, B, C, ...]`) for one value each.
+        threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.
+    """
+
+    dendrite, soma = State(), State()
+
+    def __init__(
+        self,
+        feedback: float = 0.5,
+        drive: float = 0.5,
+        threshold: Value = 1.0,
+        gamma: Value = 0.5,
+        channels: int | None = None,
+        *,
+        reset: str = "soft",
+        **firing: Any,
+    ) -> None:
+        super().__init__(threshold, reset=reset, **firing)
+        self.feedback: Any = LearnableFraction(feedback, channels)
+        self.drive: Any = LearnableFraction(drive, channels)
+        self.gamma = number("gamma", gamma)
+
+    def step(self, x: Tensor, dendrite: Tensor, soma: Tensor) -> tuple[Tensor, States]:
+        d = dendrite - self.feedback * soma + x
+        s, soma = self.fire(soma + self.drive * d, self.threshold)
+        return s, (self.after(d, s, self.gamma), soma)

@@ -1,0 +1,262 @@
+"""The rest of the models against traces computed by hand, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spikefuse as sf
+from tests.neurons.test_models import gradient, trace
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def fixed(value: float) -> Tensor:
+    """A value to take as it is, where a float would be the start of a learned one."""
+    return torch.tensor(value)
+
+
+def test_lif_with_decayed_input() -> None:
+    # h: 0.5, 0.25 + 0.75 = 1 (fires), 0.5
+    spikes, states = trace(sf.LIF(decay=0.5, decay_input=True), 1.0, 1.5, 1.0)
+    assert spikes == [0, 1, 0]
+    assert states == [[0.5], [0], [0.5]]
+    for neuron in (sf.PLIF(0.5, decay_input=True), sf.ALIF(0.5, beta=0.0, decay_input=True)):
+        assert trace(neuron, 1.0, 1.5, 1.0)[0] == [0, 1, 0]
+
+
+def test_cuba_lif() -> None:
+    # current: 0.5, 0.75, 0.875; h: 0.5, 1 (fires; the current stays), 0.875
+    spikes, states = trace(sf.CubaLIF(current_decay=0.5, decay=0.5), 0.5, 0.5, 0.5)
+    assert spikes == [0, 1, 0]
+    assert states == [[0.5, 0.5], [0, 0.75], [0.875, 0.875]]
+
+
+def test_cuba_lif_with_decayed_input() -> None:
+    # current: 1, 0.5; h: 0.5, 0.25 + 0.25
+    _, states = trace(sf.CubaLIF(0.5, 0.5, decay_input=True), 1.0, 0.0)
+    assert states == [[0.5, 1], [0.5, 0.5]]
+
+
+def test_alpha_lif() -> None:
+    # e: 2, 1; i: -2, -0.5; h: 0, 1 (fires)
+    options = {"excitatory_decay": 0.5, "inhibitory_decay": 0.25, "gain": 2.0}
+    spikes, states = trace(sf.AlphaLIF(**options), 2.0, 0.0, 0.0)
+    assert spikes == [0, 1, 0]
+    assert states == [[2, -2], [0, 0], [0, 0]]
+    # The soft reset takes 1 / 2 from e, which leaves h = 0.
+    spikes, states = trace(sf.AlphaLIF(**options, reset="soft"), 2.0, 0.0, 0.0)
+    assert spikes == [0, 1, 0]
+    assert states == [[2, -2], [0.5, -0.5], [0.25, -0.125]]
+
+
+def test_alpha_lif_gain() -> None:
+    # log(a) / (log(b) - log(a)) + 1, as snnTorch writes it.
+    expected = math.log(0.9) / (math.log(0.8) - math.log(0.9)) + 1
+    assert sf.AlphaLIF(0.9, 0.8).gain == pytest.approx(expected)
+    with pytest.raises(ValueError, match="0 < inhibitory_decay < excitatory_decay < 1"):
+        sf.AlphaLIF(0.8, 0.9)
+    with pytest.raises(TypeError, match="gain is None: give it a value"):
+        sf.AlphaLIF(sf.LearnableFraction(0.9), 0.8)
+
+
+def test_qif() -> None:
+    # Drives: 0, 0, 0, (-0.5) (-1) = 0.5; h: 0.5, 1 (fires), -0.5, -0.25
+    spikes, states = trace(sf.QIF(tau=2.0, v_critical=0.5), 1.0, 1.0, -1.0, 0.0)
+    assert spikes == [0, 1, 0, 0]
+    assert states == [[0.5], [0], [-0.5], [-0.25]]
+
+
+def test_qif_runs_away_above_its_critical_potential() -> None:
+    qif = sf.QIF(tau=2.0, v_critical=0.5, threshold=10.0)
+    below, above = (trace(qif, x, *[0.0] * 9)[1][-1][0] for x in (0.9, 1.1))
+    assert below < 0.45
+    assert above > 0.55
+
+
+def test_eif() -> None:
+    # At 0 the upswing is 0.5 exp(-1), at 0.5 it is 0.5.
+    eif = sf.EIF(tau=2.0, v_rheobase=0.5, sharpness=0.5)
+    start = 0.5 * math.exp(-1)
+    spikes, states = trace(eif, 1 - start, 1.0)
+    assert spikes == [0, 1]  # h: 0.5, 0.5 + (1 - 0.5 + 0.5) / 2
+    assert states == [[pytest.approx(0.5)], [0]]
+
+
+def test_izhikevich() -> None:
+    neuron = sf.Izhikevich(
+        tau=2.0, v_critical=0.5, tau_recovery=2.0, coupling=0.5, jump=0.25, v_reset=-0.5
+    )
+    # h: 0.5, 0.5 + (1.125 - 0.125) / 2 = 1 (fires), -0.5 + (0.5625 - 0.5625 + 0.5) / 2
+    # w: 0.25 / 2, 0.125 + (0.5 - 0.125) / 2 + 0.25, 0.5625 + (-0.125 - 0.5625) / 2
+    spikes, states = trace(neuron, 1.0, 1.125, 0.5625)
+    assert spikes == [0, 1, 0]
+    assert states == [[0.5, 0.125], [-0.5, 0.5625], [-0.25, 0.21875]]
+
+
+def test_izhikevich_in_the_units_of_its_paper() -> None:
+    a, b, c, d = 0.02, 0.2, -65.0, 8.0
+    low, high = (-5 - math.sqrt(2.6)) / 0.08, (-5 + math.sqrt(2.6)) / 0.08
+    neuron = sf.Izhikevich(1.0, low, high, 0.04, 1 / a, b, d, 30.0, v_reset=c)
+    state = tuple(torch.full((1, 1), s, dtype=torch.float64) for s in (-65.0, b * (c - low)))
+    x = torch.full((200, 1, 1), 10.0 - b * low, dtype=torch.float64)
+    spikes, _ = neuron(x, state=state, return_state=True, impl="reference")
+    v, u, expected = -65.0, b * c, []
+    for _ in range(200):
+        v = v + 0.04 * v * v + 5 * v + 140 - u + 10
+        u = u + a * (b * v - u)
+        expected.append(v >= 30)
+        v, u = (c, u + d) if v >= 30 else (v, u)
+    assert spikes.flatten().tolist() == expected
+    assert 2 < sum(expected) < 20
+
+
+def test_klif() -> None:
+    # h: 0.5, 1, -1; f: 1, 2 (fires), 0
+    spikes, states = trace(sf.KLIF(decay=0.5, threshold=1.5, k=2.0), 0.5, 0.5, -1.0)
+    assert spikes == [0, 1, 0]
+    assert states == [[1], [0], [0]]
+
+
+def test_klif_with_scaled_reset() -> None:
+    # f: 1.5 (fires; 1.5 / 2 - 1 / 2), 0.25
+    klif = sf.KLIF(decay=0.5, k=2.0, scale_reset=True, reset="soft")
+    spikes, states = trace(klif, 0.75, 0.0)
+    assert spikes == [1, 0]
+    assert states == [[0.25], [0.125]]
+
+
+def test_klif_learns_k() -> None:
+    klif = sf.KLIF(threshold=10.0, k=0.5, channels=2)
+    assert klif.k.shape == (2,)
+    x = torch.tensor([[[3.0, -1.0]]], dtype=torch.float64)
+    _, (v,) = klif(x, return_state=True, impl="reference")
+    v.sum().backward()
+    assert klif.k.grad.tolist() == [3.0, 0.0]
+    given = nn.Parameter(torch.tensor(0.5))
+    assert sf.KLIF(k=given).k is given
+
+
+def test_clif() -> None:
+    # The first step fires: m = 1, v = 1 - (1 + sigmoid(1)).
+    spikes, states = trace(sf.CLIF(decay=0.75), 1.0, 0.0)
+    h = -0.75 * sigmoid(1)
+    assert spikes == [1, 0]
+    assert states[0] == [pytest.approx(-sigmoid(1)), 1]
+    assert states[1] == [pytest.approx(h), pytest.approx(sigmoid(0.25 * h))]
+
+
+def test_gated_lif_between_its_gates() -> None:
+    gated = sf.GatedLIF(
+        decay=0.5, threshold=0.75, leak=0.25, drop=0.5, conductance=0.5, alpha=0.5, beta=0.5
+    )
+    # h = v - 0.125 + 0.75 x: 1 (fires; v = 0.75 * 1 * 0.5 - 0.25), 0
+    spikes, states = trace(gated, 1.5, 0.0)
+    assert spikes == [1, 0]
+    assert [v[0] for v in states] == pytest.approx([0.125, 0], abs=1e-6)
+
+
+def test_gated_lif_is_lif_with_its_gates_closed() -> None:
+    x = (0.75, 0.75, 0.5, 0.75, 0.0)
+    gated = sf.GatedLIF(*(0.5, fixed(1.0)), alpha=fixed(1.0), beta=fixed(0.0), gamma=fixed(1.0))
+    assert trace(gated, *x)[0] == trace(sf.LIF(0.5), *x)[0] == [0, 1, 0, 1, 0]
+
+
+def test_gated_lif_learns_every_parameter() -> None:
+    gated = sf.GatedLIF(channels=3)
+    gated(torch.ones(4, 2, 3), impl="reference").sum().backward()
+    names = {"alpha", "beta", "gamma", "decay", "threshold", "leak", "drop", "conductance"}
+    found = {n: p.grad for n, p in gated.named_parameters()}
+    assert set(found) == {f"{name}.logit" for name in names}
+    assert all(grad is not None and (grad != 0).any() for grad in found.values())
+
+
+def test_li() -> None:
+    assert trace(sf.LI(0.5), 1.0, 1.0, -3.5)[0] == [1, 1.5, -2.75]
+    assert trace(sf.LI(0.5, decay_input=True), 1.0, 1.0, -2.0)[0] == [0.5, 0.75, -0.625]
+
+
+def test_refractory_lif() -> None:
+    # Fires, rests for two steps whatever comes, then h: 0.5, 1 (fires).
+    neuron = sf.RefractoryLIF(decay=0.5, refractory=2, v_reset=-0.5)
+    spikes, states = trace(neuron, 1.0, 5.0, 5.0, 0.75, 0.75)
+    assert spikes == [1, 0, 0, 0, 1]
+    assert states == [[-0.5, 2], [-0.5, 1], [-0.5, 0], [0.5, 0], [-0.5, 2]]
+    assert gradient(neuron, 1.0, 5.0, 5.0, 0.75, 0.75)[1:3] == [0, 0]
+
+
+def test_refractory_lif_without_rest_is_lif() -> None:
+    x = (0.75, 0.75, 1.5, 1.5, 0.0)
+    assert trace(sf.RefractoryLIF(0.5, refractory=0), *x)[0] == trace(sf.LIF(0.5), *x)[0]
+
+
+def test_ternary_lif() -> None:
+    # h: -1 (fires below), 0.75, 1.125 (fires)
+    spikes, states = trace(sf.TernaryLIF(decay=0.5, v_reset=0.0), -1.0, 0.75, 0.75)
+    assert spikes == [-1, 0, 1]
+    assert states == [[0], [0.75], [0]]
+    # h: -1.5, -0.25 + 1.5
+    spikes, states = trace(sf.TernaryLIF(decay=0.5, reset="soft"), -1.5, 1.5)
+    assert spikes == [-1, 1]
+    assert states == [[-0.5], [0.25]]
+
+
+def test_integer_lif() -> None:
+    # h: 1.5, -0.25 + 2.5, 0.125 + 10, 3.5625 - 9
+    spikes, states = trace(sf.IntegerLIF(decay=0.5, levels=3), 1.5, 2.5, 10.0, -9.0)
+    assert spikes == [2, 2, 3, 0]
+    assert states == [[-0.5], [0.25], [7.125], [-5.4375]]
+    # Per level 0.25: h = 0.375 is one and a half.
+    assert trace(sf.IntegerLIF(threshold=0.25), 0.375)[0] == [2]
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"), [(-0.5, 0.0), (0.0, 0.5), (2.0, 0.5), (2.9, 0.5), (6.0, 0.5), (6.5, 0.0)]
+)
+def test_integer_lif_passes_gradients_straight_through(x: float, expected: float) -> None:
+    assert gradient(sf.IntegerLIF(threshold=2.0, levels=3), x) == [expected]
+
+
+def test_integer_lif_gives_whole_numbers() -> None:
+    x = 3 * torch.randn(20, 500, generator=torch.Generator().manual_seed(0))
+    y = sf.IntegerLIF(0.9, 0.7)(x)
+    assert set(y.flatten().tolist()) == {0.0, 1.0, 2.0, 3.0, 4.0}
+
+
+def test_two_compartment_lif() -> None:
+    # d: 1, 1 - 0.25 + 1; h: 0.5, 0.5 + 0.875 (fires)
+    neuron = sf.TwoCompartmentLIF(feedback=0.5, drive=0.5, gamma=0.5)
+    spikes, states = trace(neuron, 1.0, 1.0)
+    assert spikes == [0, 1]
+    assert states == [[1, 0.5], [1.25, 0.375]]
+    spikes, states = trace(sf.TwoCompartmentLIF(reset="hard", v_reset=0.25), 1.0, 1.0)
+    assert spikes == [0, 1]
+    assert states == [[1, 0.5], [0.25, 0.25]]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sf.CubaLIF(current_decay=1.5), "current_decay is 1.5"),
+        (lambda: sf.QIF(tau=0.0), "tau is 0.0: expected a positive number"),
+        (lambda: sf.EIF(sharpness=-1.0), "sharpness is -1.0: expected a positive number"),
+        (lambda: sf.Izhikevich(tau_recovery=0.0), "tau_recovery is 0.0"),
+        (lambda: sf.KLIF(k=0.0), "k is 0.0: expected a positive number"),
+        (lambda: sf.GatedLIF(threshold=1.0), "threshold is 1.0: expected .* strictly between"),
+        (lambda: sf.LI(decay=-0.1), "decay is -0.1"),
+        (lambda: sf.RefractoryLIF(refractory=-1), "refractory is -1: expected a number of steps"),
+        (lambda: sf.RefractoryLIF(refractory=1.5), "refractory is 1.5"),  # type: ignore[arg-type]
+        (lambda: sf.TernaryLIF(threshold=0.0), "threshold is 0.0: expected a positive number"),
+        (lambda: sf.IntegerLIF(levels=0), "levels is 0: expected a whole number, 1 or more"),
+        (lambda: sf.IntegerLIF(levels=True), "levels is True"),
+        (lambda: sf.TwoCompartmentLIF(drive=1.0), "strictly between 0 and 1"),
+    ],
+)
+def test_wrong_parameters(make: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
