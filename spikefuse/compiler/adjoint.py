@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spikefuse.compiler.trace import (
     Checked,
@@ -18,6 +18,7 @@ from spikefuse.compiler.trace import (
     step_function,
 )
 from spikefuse.neurons.definition import Definition
+from spikefuse.surrogate import Surrogate
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,23 @@ class Reverse:
         return replace(graph, inputs=(*step.graph.inputs, *gradients))
 
 
-def reverse_step(definition: Definition, step: Step) -> Reverse:
-    """Differentiate `step` with torch.func.vjp and trace the result.
+def has_gradient(definition: Definition, name: str) -> bool:
+    """Whether a run-time value may be learned: all but those that only steer a surrogate."""
+    owner: nn.Module = definition
+    *path, _ = parts = name.split(".")
+    for i, part in enumerate(path):
+        owner = owner.get_submodule(part)
+        if isinstance(owner, Surrogate):
+            return owner.learns(".".join(parts[i + 1 :]))
+    return True
 
-    Values of surrogates (dotted names) shape the pseudo-derivative and have no gradient.
-    """
+
+def reverse_step(definition: Definition, step: Step) -> Reverse:
+    """Differentiate `step` with torch.func.vjp and trace the result."""
     function = step_function(definition, step.params)
     num_variables = len(step.inputs) + len(step.states)
     num_all = num_variables + len(step.params)
-    learnable = [i for i, name in enumerate(step.params) if "." not in name]
+    learnable = [i for i, name in enumerate(step.params) if has_gradient(definition, name)]
 
     def vjp(*args: Tensor) -> tuple[Tensor, ...]:
         params = list(args[num_variables:num_all])

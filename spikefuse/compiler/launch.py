@@ -16,10 +16,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
+from spikefuse.compiler.adjoint import has_gradient
 from spikefuse.compiler.launch_triton import interpreted
 from spikefuse.compiler.layout import Layout, layout_of, layout_seen
 from spikefuse.compiler.program import FLOAT, Program, kind_of, prepare, program
 from spikefuse.neurons.definition import Definition, Outputs, States, channel_view
+from spikefuse.surrogate import no_gradient
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -63,7 +65,7 @@ def scan(
         if isinstance(value, float):
             scalars.append(value)
         else:
-            _check_param(label, value, inputs[0])
+            _check_param(definition, label, value, inputs[0])
             params.append(value)
     states = [] if state is None else list(state)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *states, *params))
@@ -113,15 +115,15 @@ def _check_backend(backend: str, x: Tensor) -> None:
             )
 
 
-def _check_param(name: str, value: Tensor, x: Tensor) -> None:
+def _check_param(definition: Definition, name: str, value: Tensor, x: Tensor) -> None:
     channel_view(name, value, x.shape[1:])
     if value.device != x.device:
         raise ValueError(
             f"parameter '{name}' is on {value.device}, the input on {x.device}: move the module "
             f"with .to({str(x.device)!r})"
         )
-    if value.requires_grad and "." in name:
-        raise ValueError(f"'{name}' requires a gradient, but a surrogate has none to give")
+    if value.requires_grad and not has_gradient(definition, name):
+        raise no_gradient(name)
 
 
 def _values(program: Program, params: Sequence[Tensor], scalars: Sequence[float]) -> list[Any]:

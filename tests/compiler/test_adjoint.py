@@ -40,6 +40,8 @@ def assert_reverse(neuron: sf.Neuron, values: list[float], tolerance: float = 1e
     drawn = itertools.cycle(values)
     point = [next(drawn) for _ in range(fixed + len(step.params) + num_results)]
     leaves = [torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in point]
+    for name, leaf in zip(step.params, leaves[fixed:], strict=False):
+        leaf.requires_grad_(name in reverse.params)
     primal, incoming = leaves[: len(point) - num_results], leaves[len(point) - num_results :]
     outputs, new = step_function(neuron, step.params)(*primal)
     learnable = [primal[fixed + step.params.index(name)] for name in reverse.params]
@@ -169,6 +171,11 @@ class Shared(sf.Neuron):
         sf.surrogate.FastSigmoid(),
         sf.surrogate.Rectangle(-0.5, 0.7),
         sf.surrogate.Triangle(1.5, 0.5),
+        sf.surrogate.PiecewiseQuadratic(0.75),
+        sf.surrogate.Gaussian(0.5),
+        sf.surrogate.Erf(0.7, cutoff=-0.2),
+        sf.surrogate.StraightThrough(),
+        sf.surrogate.MultiGaussian(0.5),
     ],
     ids=lambda s: type(s).__name__,
 )
@@ -184,10 +191,63 @@ def test_shared_values_and_parameters():
     assert_reverse(Shared(), [0.5, -0.3, 0.8, 0.2, 0.9, 1.1, -0.4])
 
 
-def test_surrogates_have_no_gradient_of_their_values():
-    neuron = sf.LIF()
-    reverse = reverse_step(neuron, trace_step(neuron))
-    assert set(reverse.params) == {"decay", "threshold", "v_reset"}
+def test_which_values_of_a_surrogate_have_a_gradient():
+    def found(surrogate):
+        neuron = sf.LIF(surrogate=surrogate)
+        return set(reverse_step(neuron, trace_step(neuron)).params) - OWN
+
+    class Bell(sf.surrogate.Surrogate):
+        def __init__(self):
+            super().__init__(cutoff=-1.0)
+            self.gain = 2.0
+
+        def derivative(self, u):
+            return torch.exp(-self.gain * u * u)
+
+    class Nested(sf.surrogate.Surrogate):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def derivative(self, u):
+            return self.inner.derivative(u)
+
+    class NestedPrimal(Nested):
+        def primal(self, u):
+            return self.inner.primal(u)
+
+    assert found(sf.surrogate.Triangle(cutoff=-0.5)) == {"surrogate.width", "surrogate.height"}
+    assert found(sf.surrogate.Gaussian()) == {"surrogate.width"}
+    assert found(Bell()) == found(Nested(sf.surrogate.Sigmoid())) == set()
+    assert found(NestedPrimal(sf.surrogate.Sigmoid())) == {"surrogate.inner.width"}
+
+
+OWN = {"decay", "threshold", "v_reset"}
+
+
+def test_a_cutoff_adds_nothing_where_there_is_none():
+    def operations(cutoff, params):
+        neuron = sf.IF(surrogate=sf.surrogate.StraightThrough(cutoff=cutoff))
+        step = trace_step(neuron)
+        return [node.op for node in reverse_step(neuron, step).select(step, params).nodes]
+
+    without, with_cutoff = operations(None, ()), operations(-0.5, ())
+    assert sorted(with_cutoff) == sorted([*without, "lt", "where"])
+
+
+def test_a_fixed_width_costs_nothing():
+    class Fixed(sf.surrogate.Triangle):
+        def learns(self, name):
+            return False
+
+    def operations(surrogate, params=()):
+        neuron = sf.IF(surrogate=surrogate)
+        step = trace_step(neuron)
+        return [node.op for node in reverse_step(neuron, step).select(step, params).nodes]
+
+    expected = operations(Fixed())
+    assert sorted(operations(sf.surrogate.Triangle())) == sorted(expected)
+    assert len(operations(sf.surrogate.Triangle(), ["surrogate.width"])) > len(expected)
 
 
 def test_only_wanted_gradients_are_computed():

@@ -72,17 +72,10 @@ VALUE_ERRORS = {
     r"parameter 'decay' is on meta, the input on cpu: move the module with .to\('cpu'\)": (
         lambda: sf.PLIF().to("meta")(X)
     ),
-    r"'surrogate.width' requires a gradient, but a surrogate has none": (
-        lambda: sf.LIF(surrogate=learned_width())(X)
+    r"'surrogate.cutoff' requires a gradient, but its surrogate has none": (
+        lambda: sf.LIF(surrogate=sf.surrogate.Sigmoid(cutoff=sf.LearnablePositive(1.0)))(X)
     ),
 }
-
-
-def learned_width() -> sf.surrogate.Surrogate:
-    surrogate = sf.surrogate.Sigmoid()
-    del surrogate.width
-    surrogate.width = torch.nn.Parameter(torch.tensor(4.0))
-    return surrogate
 
 
 @pytest.mark.parametrize("message", TYPE_ERRORS)
