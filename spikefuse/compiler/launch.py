@@ -8,7 +8,7 @@ initial states (if asked) and the chosen parameters.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
 from spikefuse.compiler.adjoint import has_gradient
+from spikefuse.compiler.call import Call, call_of, spec
 from spikefuse.compiler.launch_triton import interpreted
-from spikefuse.compiler.layout import Layout, layout_of, layout_seen
-from spikefuse.compiler.program import FLOAT, Program, kind_of, prepare, program
+from spikefuse.compiler.program import kind_of, prepare, program
 from spikefuse.neurons.definition import Definition, Outputs, States, channel_view
 from spikefuse.surrogate import no_gradient
 
@@ -52,12 +52,34 @@ def scan(
     """
     _check_transforms()
     _check_backend(backend, inputs[0])
-    values, statics = definition.describe()
-    kinds = tuple((name, kind_of(value)) for name, value in values.items())
-    if torch.compiler.is_compiling():
-        name, used, num_outputs = definition.evaluate(_prepare, backend, kinds)
+    name, num_outputs, scalars, params = _choose(definition, backend, inputs[0])
+    states = [] if state is None else list(state)
+    tensors = (*inputs, *states, *params)
+    save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    arguments = name, list(inputs), states, params, scalars, save, return_state
+    if not _is_plain(tensors):
+        results = torch.ops.spikefuse.scan(*arguments)
+    elif save:
+        results = _apply(arguments, *tensors)
     else:
-        name, used = prepare(definition, backend, statics, kinds)
+        results = _scan(*arguments)
+    end = num_outputs + (len(type(definition).states) if return_state else 0)
+    return tuple(results[:num_outputs]), tuple(results[num_outputs:end])
+
+
+def _choose(
+    definition: Definition, backend: str, x: Tensor
+) -> tuple[str, int, list[float], list[Tensor]]:
+    """(program, its number of outputs, the floats and the tensors that it reads)."""
+    if torch.compiler.is_compiling():
+        notes, values = None, definition.values()
+        name, used, num_outputs = definition.evaluate(_prepare, backend, _kinds(values))
+    else:
+        description = definition.description()
+        notes, values = description.notes, description.values()
+        if backend in notes:
+            return notes[backend]
+        name, used = prepare(definition, backend, description.statics, _kinds(values))
         num_outputs = program(name).step.num_outputs
     scalars, params = [], []
     for label in used:
@@ -65,19 +87,12 @@ def scan(
         if isinstance(value, float):
             scalars.append(value)
         else:
-            _check_param(definition, label, value, inputs[0])
+            _check_param(definition, label, value, x)
             params.append(value)
-    states = [] if state is None else list(state)
-    save = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *states, *params))
-    arguments = name, list(inputs), states, params, scalars, save, return_state
-    if not _plain_eager((*inputs, *states, *params)):
-        results = torch.ops.spikefuse.scan(*arguments)
-    elif save:
-        results = _Scan.apply(arguments, *inputs, *states, *params)
-    else:
-        results = _scan(*arguments)
-    end = num_outputs + (len(type(definition).states) if return_state else 0)
-    return tuple(results[:num_outputs]), tuple(results[num_outputs:end])
+    chosen = name, num_outputs, scalars, params
+    if notes is not None and all(isinstance(value, float) for value in values.values()):
+        notes[backend] = chosen
+    return chosen
 
 
 def _prepare(
@@ -85,6 +100,10 @@ def _prepare(
 ) -> tuple[str, tuple[str, ...], int]:
     name, used = prepare(definition, backend, definition.describe()[1], kinds)
     return name, used, program(name).step.num_outputs
+
+
+def _kinds(values: Mapping[str, float | Tensor]) -> tuple[tuple[str, str], ...]:
+    return tuple([(name, kind_of(value)) for name, value in values.items()])
 
 
 def _check_transforms() -> None:
@@ -126,44 +145,6 @@ def _check_param(definition: Definition, name: str, value: Tensor, x: Tensor) ->
         raise no_gradient(name)
 
 
-def _values(program: Program, params: Sequence[Tensor], scalars: Sequence[float]) -> list[Any]:
-    """Parameters in the order of the kernel, tensors as contiguous float32."""
-    tensors, floats = iter(params), iter(scalars)
-    return [
-        next(floats) if kind == FLOAT else next(tensors).detach().float().contiguous()
-        for kind in program.kinds
-    ]
-
-
-def _by_state(program: Program, *roles: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Each state's tensors in turn, in the order of the kernel; a role may be absent."""
-    absent = [None] * len(program.step.states)
-    return [t for row in zip(*(role or absent for role in roles), strict=True) for t in row]
-
-
-def _output_dtype(inputs: Sequence[Tensor]) -> torch.dtype:
-    dtype = inputs[0].dtype
-    for x in inputs[1:]:
-        dtype = torch.promote_types(dtype, x.dtype)
-    return dtype
-
-
-def _results(
-    program: Program, layout: Layout, inputs: Sequence[Tensor], save: bool, final: bool
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Unwritten (outputs, final states, stored states)."""
-    like, dtype = inputs[0], _output_dtype(inputs)
-    num_states = len(program.step.states)
-    chunks = -(-layout.num_steps // program.chunk)
-    outputs = [layout.empty(like, dtype) for _ in range(program.step.num_outputs)]
-    finals = [layout.empty_step(like) for _ in range(num_states if final else 0)]
-    saved = [
-        torch.empty((chunks, layout.num_neurons), dtype=torch.float32, device=like.device)
-        for _ in range(num_states if save else 0)
-    ]
-    return outputs, finals, saved
-
-
 def _scan(
     name: str,
     inputs: list[Tensor],
@@ -173,19 +154,8 @@ def _scan(
     save: bool,
     final: bool,
 ) -> list[Tensor]:
-    chosen = program(name)
-    layout = layout_seen(tuple((x.shape, x.stride()) for x in inputs))
-    outputs, finals, saved = _results(chosen, layout, inputs, save, final)
-    if layout.num_neurons:
-        starts = [layout.conform_step(s) for s in states]
-        chosen.launcher.run(
-            chosen.module().forward,
-            layout,
-            [*(layout.conform(x) for x in inputs), *outputs],
-            _by_state(chosen, starts, finals, saved),
-            (),
-            _values(chosen, params, scalars),
-        )
+    call = call_of(name, spec(inputs))
+    outputs, finals, saved = call.forward(inputs, states, params, scalars, save, final)
     return [*outputs, *finals, *saved]
 
 
@@ -198,7 +168,8 @@ def _scan_fake(
     save: bool,
     final: bool,
 ) -> list[Tensor]:
-    outputs, finals, saved = _results(program(name), layout_of(inputs), inputs, save, final)
+    call = Call(program(name), spec(inputs))
+    outputs, finals, saved = call.results(inputs[0], save, final)
     return [*outputs, *finals, *saved]
 
 
@@ -213,33 +184,10 @@ def _scan_backward(
     param_grads: list[bool],
     state_grads: bool,
 ) -> list[Tensor]:
-    chosen = program(name)
-    layout = layout_seen(tuple((x.shape, x.stride()) for x in inputs))
-    grads, starts, sums = _gradients(chosen, layout, inputs, params, param_grads, state_grads)
-    if not layout.num_neurons:
-        wanted = zip(params, param_grads, strict=True)
-        return [*grads, *starts, *(torch.zeros_like(p) for p, needed in wanted if needed)]
-    like = inputs[0]
-    incoming = [
-        layout.empty_step(like).zero_().expand(like.shape) if g is None else layout.conform(g)
-        for g in grad_outputs
-    ]
-    finals = [None if g is None else layout.conform_step(g) for g in grad_states]
-    names = _grad_names(chosen, param_grads)
-    chosen.launcher.run(
-        chosen.module(names).backward,
-        layout,
-        [*(layout.conform(x) for x in inputs), *incoming, *grads],
-        _by_state(chosen, saved, finals, starts),
-        sums,
-        _values(chosen, params, scalars),
+    call = call_of(name, spec(inputs))
+    grads, starts, reduced = call.backward(
+        inputs, params, scalars, saved, grad_outputs, grad_states, param_grads, state_grads
     )
-    totals = iter(sums)
-    reduced = [
-        layout.reduce_to(next(totals), p).to(p.dtype)
-        for p, wanted in zip(params, param_grads, strict=True)
-        if wanted
-    ]
     return [*grads, *starts, *reduced]
 
 
@@ -254,80 +202,51 @@ def _scan_backward_fake(
     param_grads: list[bool],
     state_grads: bool,
 ) -> list[Tensor]:
-    layout = layout_of(inputs)
-    grads, starts, _ = _gradients(program(name), layout, inputs, params, param_grads, state_grads)
+    call = Call(program(name), spec(inputs))
+    grads, starts, _ = call.gradients(inputs[0], param_grads, state_grads)
     wanted = [torch.empty_like(p) for p, w in zip(params, param_grads, strict=True) if w]
     return [*grads, *starts, *wanted]
 
 
-def _gradients(
-    program: Program,
-    layout: Layout,
-    inputs: Sequence[Tensor],
-    params: Sequence[Tensor],
-    param_grads: Sequence[bool],
-    state_grads: bool,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Unwritten gradients of inputs and initial states, and of parameters per neuron."""
-    like = inputs[0]
-    grads = [layout.empty(x, x.dtype) for x in inputs]
-    starts = [layout.empty_step(like) for _ in program.step.states] if state_grads else []
-    sums = [
-        torch.empty(layout.num_neurons, dtype=torch.float32, device=like.device)
-        for _ in range(sum(param_grads))
-    ]
-    return grads, starts, sums
-
-
-def _grad_names(program: Program, param_grads: Sequence[bool]) -> tuple[str, ...]:
-    tensors = [
-        label
-        for label, kind in zip(program.step.params, program.kinds, strict=True)
-        if kind != FLOAT
-    ]
-    return tuple(label for label, wanted in zip(tensors, param_grads, strict=True) if wanted)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    name, xs, states, params, scalars, _, final = inputs
-    num_outputs, num_states = program(name).step.num_outputs, len(program(name).step.states)
-    end = num_outputs + (num_states if final else 0)
-    ctx.save_for_backward(*xs, *params, *output[end:])
+    step, final = program(inputs[0]).step, inputs[-1]
+    end = step.num_outputs + (len(step.states) if final else 0)
+    _keep(ctx, inputs, output[end:])
+
+
+def _keep(ctx: Any, arguments: tuple[Any, ...], saved: Sequence[Tensor]) -> None:
+    """Keep for backward what `arguments` of a scan and its stored states say."""
+    name, inputs, states, params, scalars, _, final = arguments
+    ctx.save_for_backward(*inputs, *params, *saved)
     ctx.set_materialize_grads(False)
-    ctx.name, ctx.scalars = name, scalars
-    ctx.split = len(xs), len(params)
-    ctx.num_outputs, ctx.num_states, ctx.final = num_outputs, num_states, final
-    ctx.state_dtypes = [s.dtype for s in states]
+    ctx.kept = name, scalars, final, len(inputs), len(params), [s.dtype for s in states]
 
 
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    num_inputs, num_params = ctx.split
-    tensors = ctx.saved_tensors
-    inputs, params = tensors[:num_inputs], tensors[num_inputs : num_inputs + num_params]
-    saved = tensors[num_inputs + num_params :]
-    grad_outputs = list(grads[: ctx.num_outputs])
-    end = ctx.num_outputs + ctx.num_states
-    grad_states = list(grads[ctx.num_outputs : end]) if ctx.final else []
-    state_grads = bool(ctx.state_dtypes)
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    name, scalars, final, num_inputs, num_params, state_dtypes = ctx.kept
+    tensors, step = ctx.saved_tensors, program(name).step
+    inputs, rest = tensors[:num_inputs], tensors[num_inputs:]
+    params, saved = rest[:num_params], rest[num_params:]
+    end = step.num_outputs + (len(step.states) if final else 0)
     param_grads = [p.requires_grad for p in params]
     # With create_graph, the op: it has the clear error about double backward.
-    direct = _plain_eager(tensors) and not torch.is_grad_enabled()
+    direct = _is_plain(tensors) and not torch.is_grad_enabled()
     run = _scan_backward if direct else torch.ops.spikefuse.scan_backward
     results = run(
-        ctx.name,
+        name,
         list(inputs),
         list(params),
-        ctx.scalars,
+        scalars,
         list(saved),
-        grad_outputs,
-        grad_states,
+        list(grads[: step.num_outputs]),
+        list(grads[step.num_outputs : end]),
         param_grads,
-        state_grads,
+        bool(state_dtypes),
     )
-    results = list(results)
-    grad_inputs = [results.pop(0) for _ in inputs]
-    grad_starts = [results.pop(0).to(dtype) for dtype in ctx.state_dtypes]
-    grad_params = [results.pop(0) if wanted else None for wanted in param_grads]
+    grad_inputs = results[:num_inputs]
+    rest = iter(results[num_inputs:])
+    grad_starts = [next(rest).to(dtype) for dtype in state_dtypes]
+    grad_params = [next(rest) if wanted else None for wanted in param_grads]
     return None, grad_inputs, grad_starts, grad_params, None, None, None
 
 
@@ -336,23 +255,37 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        results = _scan(*arguments)
-        _setup_context(ctx, arguments, results)
-        return tuple(results)
+        name, inputs, states, params, scalars, save, final = arguments
+        call = call_of(name, spec(inputs))
+        outputs, finals, saved = call.forward(inputs, states, params, scalars, save, final)
+        _keep(ctx, arguments, saved)
+        return (*outputs, *finals)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        _, inputs, states, params, *_ = _backward(ctx, list(grads))
+        _, inputs, states, params, *_ = _backward(ctx, grads)
         return None, *inputs, *states, *params
 
 
-def _plain_eager(tensors: Sequence[Tensor]) -> bool:
+# That of torch.autograd.Function first looks for transforms, which `_is_plain` has done.
+_apply = super(torch.autograd.Function, _Scan).apply
+
+
+def _is_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether nothing watches or transforms operations, so that the dispatcher can be skipped."""
-    return not (
+    if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack()
-    ) and all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+    ):
+        return False
+    for t in tensors:
+        if type(t) not in _PLAIN or torch._C._functorch.is_functorch_wrapped_tensor(t):
+            return False
+    return True
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

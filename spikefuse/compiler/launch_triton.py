@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,39 +20,112 @@ THREAD_NEURONS = 2
 NUM_WARPS = 4
 
 
-def run(
-    kernel: Any,
-    layout: Layout,
-    sequences: Sequence[Tensor],
-    states: Sequence[Tensor | None],
-    sums: Sequence[Tensor],
-    params: Sequence[float | Tensor],
-) -> None:
-    """Run a kernel; see `spikefuse.compiler.program.Launcher`."""
-    tensors = [*sequences, *states, *sums, *params]
-    # Everything that Triton's own dispatch would look at, so that a call seen before skips it.
-    key = (
-        kernel,
-        sequences[0].device,
-        *((x.dtype, x.stride()) for x in sequences),
-        *(x.data_ptr() % 16 if isinstance(x, Tensor) else x is None for x in tensors),
-    )
-    known = layout.launches.get(key)
-    with _surroundings(sequences[0]):
-        if known is not None:
-            compiled, grid, integers = known
-            compiled[grid](*tensors, *integers)
-            return
-        grid, integers = _geometry(layout, sequences)
-        compiled = kernel[grid](
+def prepare(kernel: Any, layout: Layout, sequences: Sequence[Tensor]) -> _Launch:
+    """See `spikefuse.compiler.program.Launcher`."""
+    return _Launch(kernel, layout, sequences)
+
+
+class _Launch:
+    """A kernel with its grid and integers, and what Triton has compiled of it.
+
+    A launch seen before, told by the alignments, passes Triton's dispatch by. It also passes by
+    its closure, its metadata for hooks and its query of every pointer, where they are as we know
+    them and no hook waits.
+    """
+
+    def __init__(self, kernel: Any, layout: Layout, sequences: Sequence[Tensor]) -> None:
+        self.kernel = kernel
+        self.grid, self.integers = _geometry(layout, sequences)
+        self.device = sequences[0].device
+        self.compiled: dict[tuple[int, ...], tuple[Any, bool]] = {}
+
+    def __call__(
+        self,
+        sequences: Sequence[Tensor],
+        states: Sequence[Tensor | None],
+        sums: Sequence[Tensor],
+        params: Sequence[float | Tensor],
+    ) -> None:
+        tensors = [*sequences, *states, *sums, *params]
+        if self.device.type == "cpu":
+            # The interpreter computes in NumPy; like a GPU, it has nothing to say of infinities.
+            with np.errstate(all="ignore"):
+                self._compile(tensors)
+        elif self.device.index == torch.cuda.current_device():
+            self._launch(tensors)
+        else:
+            with torch.cuda.device(self.device):
+                self._launch(tensors)
+
+    def _launch(self, tensors: list[Any]) -> None:
+        raw = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
+        # What Triton's own dispatch would look at and the sequences' dtypes have not decided.
+        key = tuple([-1 if p is None else p % 16 if type(p) is int else 0 for p in raw])
+        compiled, is_direct = self.compiled.get(key, (None, False))
+        if compiled is None:
+            compiled = self._compile(tensors)
+            self.compiled[key] = compiled, _runs_directly(compiled)
+        elif is_direct and not _is_watched():
+            stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+            function, metadata = compiled.function, compiled.packed_metadata
+            run = compiled.run
+            run(*self.grid, stream, function, metadata, None, None, None, *raw, *self.integers)
+        else:
+            compiled[self.grid](*tensors, *self.integers)
+
+    def _compile(self, tensors: list[Any]) -> Any:
+        """Run by Triton's own dispatch, which compiles what it has not yet compiled."""
+        return self.kernel[self.grid](
             *tensors,
-            *integers,
+            *self.integers,
             num_warps=NUM_WARPS,
             # Contracted multiply-adds would change spikes.
             enable_fp_fusion=False,
         )
-    if compiled is not None:  # the interpreter compiles nothing
-        layout.launches[key] = compiled, grid, integers
+
+
+def _runs_directly(compiled: Any) -> bool:
+    """Whether Triton runs its compiled kernels with the arguments that `_Launch` passes.
+
+    It promises nothing about them, so its own launch is watched, with stand-ins for all parts.
+    """
+    passed: list[Any] = []
+    parts = SimpleNamespace(
+        run=lambda *arguments: passed.extend(arguments),
+        function="function",
+        packed_metadata="metadata",
+        launch_metadata=lambda *arguments: "for hooks",
+        _init_handles=lambda: None,
+    )
+    try:
+        type(compiled).__getitem__(parts, (1, 2, 3))("first", "last", stream="stream")
+        hooks = _hooks()
+    except Exception:
+        return False
+    expected = [1, 2, 3, "stream", "function", "metadata", "for hooks", *hooks, "first", "last"]
+    return passed == expected and hasattr(torch._C, "_cuda_getCurrentRawStream")
+
+
+def _is_watched() -> bool:
+    """Whether a profiler has hooks on launches."""
+    enter, leave = _hooks()
+    return _is_set(enter) or _is_set(leave)
+
+
+def _is_set(hook: Any) -> bool:
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+def _hooks() -> tuple[Any, Any]:
+    runtime = _runtime()
+    return runtime.launch_enter_hook, runtime.launch_exit_hook
+
+
+@cache
+def _runtime() -> Any:
+    from triton import knobs
+
+    return knobs.runtime
 
 
 def _geometry(
@@ -73,18 +147,6 @@ def _geometry(
         unit,
     )
     return (-(-neurons // block), 1, 1), integers
-
-
-_HERE = contextlib.nullcontext()
-
-
-def _surroundings(x: Tensor) -> contextlib.AbstractContextManager[None]:
-    if x.device.type == "cpu":
-        # The interpreter computes in NumPy; like a GPU, it has nothing to say of infinities.
-        return np.errstate(all="ignore")
-    if x.device.index == torch.cuda.current_device():
-        return _HERE
-    return torch.cuda.device(x.device)
 
 
 def interpreted() -> bool:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,25 +35,25 @@ class Layout:
         fill = partial(object.__setattr__, self)
         fill("num_neurons", math.prod(self.step_shape))
         fill("step_strides", tuple(strides))
+        fill("shape", (self.num_steps, *self.step_shape))
+        fill("all_strides", (self.num_neurons, *strides))
         fill("channels", self.step_shape[1] if len(strides) > 1 else 1)
         fill("channel_inner", strides[1] if len(strides) > 1 else self.num_neurons)
         fill("_known", {})
-        fill("launches", {})
 
     num_neurons: int = field(init=False)
     step_strides: tuple[int, ...] = field(init=False)
+    #: Of a new sequence, time outermost.
+    shape: tuple[int, ...] = field(init=False)
+    all_strides: tuple[int, ...] = field(init=False)
     channels: int = field(init=False)
     #: Neighbours in memory that share a channel: neuron n has channel (n // this) % C.
     channel_inner: int = field(init=False)
-    #: What a backend has prepared for calls of this layout.
-    launches: dict[Any, Any] = field(init=False, compare=False, repr=False)
     _known: dict[tuple[int, ...], int | None] = field(init=False, compare=False, repr=False)
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """A new sequence, time outermost."""
-        shape = (self.num_steps, *self.step_shape)
-        strides = (self.num_neurons, *self.step_strides)
-        return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
+        return torch.empty_strided(self.shape, self.all_strides, dtype=dtype, device=like.device)
 
     def empty_step(self, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """One new time step."""
@@ -101,16 +100,11 @@ Strided = tuple[Sequence[int], Sequence[int]]
 
 def layout_of(tensors: Sequence[Tensor]) -> Layout:
     """The layout of a call: the order of the first tensor, split where any tensor needs it."""
-    return _layout_of(tuple((x.shape, x.stride()) for x in tensors))
+    return layout_from([(x.shape, x.stride()) for x in tensors])
 
 
-@lru_cache(maxsize=4096)
-def layout_seen(tensors: tuple[Strided, ...]) -> Layout:
-    """The same, remembered, from the (shape, strides) of each tensor."""
-    return _layout_of(tensors)
-
-
-def _layout_of(tensors: tuple[Strided, ...]) -> Layout:
+def layout_from(tensors: Sequence[Strided]) -> Layout:
+    """The same, from the (shape, strides) of each tensor."""
     shape, strides = tensors[0]
     step, dims = tuple(shape[1:]), range(len(shape) - 1)
     order = tuple(sorted(dims, key=lambda d: (-strides[d + 1], d)))

@@ -22,13 +22,11 @@ from spikefuse.neurons.definition import Definition
 FLOAT, SCALAR, CHANNEL = "float", "scalar", "channel"
 
 
-class Launcher(Protocol):
-    """How a backend runs a generated kernel; launch_numba and launch_triton are two."""
+class Launch(Protocol):
+    """A generated kernel on sequences of certain shapes, strides, dtypes, and on one device."""
 
-    def run(
+    def __call__(
         self,
-        kernel: Any,
-        layout: Layout,
         sequences: Sequence[Tensor],
         states: Sequence[Tensor | None],
         sums: Sequence[Tensor],
@@ -37,11 +35,19 @@ class Launcher(Protocol):
         """Run `forward` or `backward` of a module; all tensors are in the order of the kernel.
 
         Args:
-            sequences: what is read and what is written, conforming to `layout`.
+            sequences: what is read and what is written, conforming to the layout.
             states: one step each, or None where the kernel may do without.
             sums: flat gradients of parameters, one per neuron (backward only).
             params: floats, and contiguous float32 tensors.
         """
+        ...
+
+
+class Launcher(Protocol):
+    """How a backend runs a generated kernel; launch_numba and launch_triton are two."""
+
+    def prepare(self, kernel: Any, layout: Layout, sequences: Sequence[Tensor]) -> Launch:
+        """What runs `kernel` on these sequences, and on others that differ in values only."""
         ...
 
 

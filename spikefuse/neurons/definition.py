@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, ClassVar, TypeVar
@@ -81,6 +82,7 @@ class Definition(nn.Module):
         is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         if is_plain and name not in self.__dict__.get("_buffers", {name}):
             # So that .to() moves it and state_dict() has it.
+            self.__dict__.pop(name, None)
             self.register_buffer(name, value)
         else:
             super().__setattr__(name, value)
@@ -90,15 +92,21 @@ class Definition(nn.Module):
 
         Values: every run-time value by dotted name: floats, tensors and the learnable ones.
         Statics: what the traced step depends on besides: types and constants; hashable.
+        Both are for reading: later calls share them.
         """
-        names, statics = self._inventory()
-        values: dict[str, float | Tensor] = {}
-        for name in names:
-            value: Any = self
-            for part in name.split("."):
-                value = getattr(value, part)
-            values[name] = value() if isinstance(value, Learnable) else value
-        return values, statics
+        if torch.compiler.is_compiling():
+            names, statics = self._inventory()
+            return _computed(_read(self, names)), statics
+        description = self.description()
+        return description.values(), description.statics
+
+    def description(self) -> Description:
+        """The last description if nothing has changed since, else a new one; in eager mode only."""
+        known: Description | None = self.__dict__.get("_known")
+        if known is None or not known.holds(self):
+            known = Description(self)
+            self.__dict__["_known"] = known if known.may_be_kept else None
+        return known
 
     def _inventory(self) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """(names of the values, statics)."""
@@ -153,8 +161,8 @@ def _owners(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
             yield from _owners(child, f"{prefix}{name}.")
 
 
-# Attributes of every nn.Module, less `training`, on which a step may depend; and nn.Neuron's.
-_NOT_OURS = (set(vars(nn.Module())) - {"training"}) | {"_seen"}
+# Attributes of every nn.Module, less `training`, on which a step may depend; and notes of ours.
+_NOT_OURS = (set(vars(nn.Module())) - {"training"}) | {"_seen", "_known"}
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -184,6 +192,82 @@ def _constant(owner: str, name: str, value: Any) -> Any:
         f"{owner}.{name} is a {type(value).__name__}: a kernel can't tell when it changes; use "
         "floats and tensors for values, and bools, ints, strings or tuples for constants"
     )
+
+
+def _read(definition: Definition, names: Iterable[str]) -> dict[str, Any]:
+    """Attributes by their dotted names."""
+    values = {}
+    for name in names:
+        value: Any = definition
+        for part in name.split("."):
+            value = getattr(value, part)
+        values[name] = value
+    return values
+
+
+def _computed(values: dict[str, Any]) -> dict[str, float | Tensor]:
+    return {n: value() if isinstance(value, Learnable) else value for n, value in values.items()}
+
+
+class Description:
+    """What `describe` has found, and the objects that it was found in: while a definition has
+    those very objects, nothing has changed."""
+
+    def __init__(self, definition: Definition) -> None:
+        names, self.statics = definition._inventory()
+        self._values = _read(definition, names)
+        self._has_learnable = any(isinstance(v, Learnable) for v in self._values.values())
+        #: What others have found out from this description.
+        self.notes: dict[str, Any] = {}
+        # None stands for the definition, which a note of its own should not keep alive.
+        self._parts: list[tuple[nn.Module | None, operator.itemgetter[Any]]] = [
+            (module if prefix else None, _getter(module)) for prefix, module in _owners(definition)
+        ]
+        self._found = self._objects(definition)
+        objects = set(map(id, self._found))
+        self.may_be_kept = not any(map(_may_change, self._found)) and all(
+            id(value) in objects for value in self._values.values()
+        )
+
+    def values(self) -> dict[str, float | Tensor]:
+        return _computed(self._values) if self._has_learnable else self._values
+
+    def holds(self, definition: Definition) -> bool:
+        try:
+            objects = self._objects(definition)
+        except KeyError:  # an attribute is gone
+            return False
+        return len(objects) == len(self._found) and all(map(operator.is_, objects, self._found))
+
+    def _objects(self, definition: Definition) -> list[Any]:
+        objects: list[Any] = [getattr(definition, name) for name in definition._constants]
+        for part, getter in self._parts:
+            module = definition if part is None else part
+            own = vars(module)
+            parameters, buffers, modules, *values = getter(own)
+            objects += (type(module), len(own) - ("_known" in own), *values)
+            for group in (parameters, buffers, modules):
+                if group:
+                    objects += group
+                    objects += group.values()
+        return objects
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # copies find out for themselves
+
+
+def _getter(module: nn.Module) -> operator.itemgetter[Any]:
+    ours = (name for name in vars(module) if name not in _NOT_OURS)
+    return operator.itemgetter("_parameters", "_buffers", "_modules", *ours)
+
+
+def _may_change(value: Any) -> bool:
+    """Whether a value can become another while it stays the same object."""
+    if isinstance(value, tuple | frozenset):
+        return any(map(_may_change, value))
+    if isinstance(value, Tensor):
+        return value.grad_fn is not None  # and to keep it would keep its graph
+    return not isinstance(value, (*_CONSTANTS, nn.Module))
 
 
 def _class_constants(cls: type[Definition]) -> tuple[str, ...]:

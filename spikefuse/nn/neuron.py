@@ -185,7 +185,7 @@ def _check(neuron: Neuron, inputs: tuple[Tensor, ...], state: States | None, bac
             raise ValueError(
                 f"{name}: {label} has shape {list(x.shape)}: expected [T, B, ...] with T >= 1"
             )
-        if x.shape != inputs[0].shape or x.device != inputs[0].device:
+        if x is not inputs[0] and (x.shape, x.device) != (inputs[0].shape, inputs[0].device):
             raise ValueError(
                 f"{name}: {label} is {list(x.shape)} on {x.device}, {names[0]} is "
                 f"{list(inputs[0].shape)} on {inputs[0].device}: inputs must agree"

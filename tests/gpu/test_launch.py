@@ -134,12 +134,65 @@ def test_new_steps_sizes_and_values_compile_nothing():
     assert len(compiled) == 2, compiled[2:]
 
 
+def differentiated(neuron, x):
+    y = neuron(x)
+    return y, *torch.autograd.grad(y.sum(), x)
+
+
 def test_a_seen_call_skips_tritons_dispatch(monkeypatch):
-    x = torch.randn(4, 1, 256, device="cuda")
+    from triton.compiler import CompiledKernel
+    from triton.runtime.jit import JITFunction
+
+    x = torch.randn(4, 1, 256, device="cuda", requires_grad=True)
     neuron = sf.LIF()
-    expected = neuron(x)
-    monkeypatch.setattr(launch_triton, "_geometry", None)
-    assert torch.equal(neuron(x), expected)
+    expected = differentiated(neuron, x)
+    for owner, name in (
+        (launch_triton, "_geometry"),
+        (JITFunction, "run"),
+        (CompiledKernel, "__getitem__"),
+    ):
+        monkeypatch.setattr(owner, name, None)
+    assert all(map(torch.equal, differentiated(neuron, x), expected))
+
+
+def test_alignments_of_one_shape():
+    neuron, memory = sf.LIF(), torch.randn(4 * 256 + 8, device="cuda")
+    for start in (0, 1, 2, 4, 0, 1):
+        x = memory[start : start + 4 * 256].view(4, 1, 256).requires_grad_()
+        expected = differentiated(neuron, x.detach().clone().requires_grad_())
+        assert all(map(torch.equal, differentiated(neuron, x), expected))
+
+
+def test_a_seen_call_runs_on_the_current_stream():
+    neuron, x = sf.LIF(), torch.zeros(4, 1, 256, device="cuda")
+    new = torch.full_like(x, 2.0)
+    expected = neuron(new)
+    neuron(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)
+        x.copy_(new)
+        y = neuron(x)
+    torch.cuda.synchronize()
+    assert torch.equal(y, expected)
+
+
+def test_profilers_see_seen_calls():
+    from triton import knobs
+
+    x, neuron, seen = torch.randn(4, 1, 256, device="cuda"), sf.LIF(), []
+    neuron(x)
+
+    def enter(metadata):
+        seen.append(metadata.get()["name"])
+
+    knobs.runtime.launch_enter_hook.add(enter)
+    try:
+        neuron(x)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(enter)
+    neuron(x)
+    assert seen == ["forward"]
 
 
 def test_two_devices():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -9,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import spikefuse
-from spikefuse import Learnable, LearnableFraction, State, surrogate
+from spikefuse import LearnableFraction, State, surrogate
 from spikefuse.neurons import LIF, PLIF, Definition
-from spikefuse.neurons.definition import call_step, channel_view, number
+from spikefuse.neurons.definition import Description, call_step, channel_view, number
 
 
 class Two(Definition):
@@ -86,11 +90,6 @@ def test_a_learnable_value_is_computed_per_call() -> None:
     assert second.tolist() == [0.5, 0.5]
     assert second.requires_grad
     assert "decay.logit" not in plif.values()
-
-
-def test_learnable_without_forward() -> None:
-    with pytest.raises(NotImplementedError, match=r"Learnable does not define forward\(self\)"):
-        Learnable()()
 
 
 def test_statics_tell_constants_but_not_values() -> None:
@@ -172,12 +171,6 @@ def test_number() -> None:
     assert [number("p", 0, 0, 1), number("p", 1, 0, 1)] == [0.0, 1.0]
 
 
-def test_learnable_fraction_starts_where_it_should() -> None:
-    assert LearnableFraction(0.9)().item() == pytest.approx(0.9)
-    values = LearnableFraction(0.2, channels=3)()
-    assert values.tolist() == pytest.approx([0.2] * 3)
-
-
 def test_constants_of_the_class_are_part_of_the_kernel():
     class Leaky(spikefuse.Neuron):
         v = State()
@@ -206,3 +199,142 @@ def test_plain_tensors_become_buffers():
     neuron = spikefuse.LIF(decay=torch.tensor(0.5))
     assert neuron.state_dict()["decay"] == 0.5
     assert neuron.to("meta").decay.device.type == "meta"
+
+
+class Modes(Definition):
+    """Attributes of every kind, besides those of `Two`."""
+
+    v = State()
+    leak = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.mode, self.soft, self.order = 0.5, "plain", True, (1, "a")
+        self.gain = nn.Parameter(torch.tensor(1.0))
+        self.offset = torch.tensor(0.0)
+        self.threshold = LearnableFraction(0.5)
+        self.surrogate = surrogate.Sigmoid(3.0)
+
+    def step(self, x: Tensor, v: Tensor) -> Any:
+        return x, (v,)
+
+
+class Others(Modes):
+    pass
+
+
+CHANGES = {
+    "a float": lambda m: setattr(m, "decay", 0.25),
+    "a float to an int": lambda m: setattr(m, "decay", 1),
+    "a bool to an int": lambda m: setattr(m, "soft", 1),
+    "a string": lambda m: setattr(m, "mode", "other"),
+    "a tuple": lambda m: setattr(m, "order", (1, "b")),
+    "a float to a tensor": lambda m: setattr(m, "decay", torch.tensor(0.5)),
+    "a float to a parameter": lambda m: (
+        delattr(m, "decay"),
+        setattr(m, "decay", nn.Parameter(torch.tensor(0.5))),
+    ),
+    "a parameter": lambda m: setattr(m, "gain", nn.Parameter(torch.tensor(1.0))),
+    "no parameter": lambda m: setattr(m, "gain", None),
+    "a buffer": lambda m: setattr(m, "offset", torch.tensor(0.0)),
+    "a learnable value": lambda m: setattr(m, "threshold", LearnableFraction(0.5)),
+    "a width": lambda m: setattr(m.surrogate, "width", 4.0),
+    "a width to a parameter": lambda m: (
+        delattr(m.surrogate, "width"),
+        m.surrogate.register_parameter("width", nn.Parameter(torch.tensor(3.0))),
+    ),
+    "a surrogate": lambda m: setattr(m, "surrogate", surrogate.Sigmoid(3.0)),
+    "another surrogate": lambda m: setattr(m, "surrogate", surrogate.Arctan(3.0)),
+    "a new float": lambda m: setattr(m, "more", 1.0),
+    "a new buffer": lambda m: m.register_buffer("more", torch.tensor(1.0)),
+    "a new module": lambda m: m.add_module("more", surrogate.Sigmoid()),
+    "one attribute for another": lambda m: (delattr(m, "soft"), setattr(m, "hard", True)),
+    "a new attribute of a part": lambda m: setattr(m.surrogate, "more", True),
+    "training": lambda m: m.eval(),
+    "training of a part": lambda m: m.surrogate.eval(),
+    "a dtype": lambda m: m.to(torch.bfloat16),
+    "loaded values": lambda m: m.load_state_dict(
+        {name: 2 * value for name, value in m.state_dict().items()}, assign=True
+    ),
+    "the dict": lambda m: vars(m).update(mode="other"),
+    "the dict of parameters": lambda m: m._parameters.update(gain=nn.Parameter(torch.ones(()))),
+    "a key of the dict of parameters": lambda m: m._parameters.update(
+        more=m._parameters.pop("gain")
+    ),
+    "the class": lambda m: setattr(m, "__class__", Others),
+    "a constant of the class": lambda m: setattr(Modes, "leak", 0.25),
+    "a constant hidden": lambda m: setattr(m, "leak", 0.5),
+}
+
+
+def assert_current(neuron: Definition) -> None:
+    (values, statics), fresh = neuron.describe(), Description(neuron)
+    assert repr(statics) == repr(fresh.statics)
+    assert list(values) == list(fresh.values())
+    for name, value in fresh.values().items():
+        assert values[name] is value or not isinstance(value, float | nn.Parameter), name
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_is_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Modes, "leak", 0.5)
+    neuron = Modes()
+    before = neuron.description()
+    assert neuron.description() is before
+    CHANGES[change](neuron)
+    assert neuron.description() is not before
+    assert_current(neuron)
+    assert neuron.description() is neuron.description()
+
+
+@pytest.mark.parametrize(
+    ("mutable", "change"),
+    [
+        ([1], lambda x: x.append(2)),
+        ({1}, lambda x: x.add(2)),
+        ({1: 1}, lambda x: x.update({1: 2})),
+        ((1, [2]), lambda x: x[1].append(3)),
+    ],
+    ids=["list", "set", "dict", "a list in a tuple"],
+)
+def test_what_may_change_in_place_is_read_each_time(mutable: Any, change: Any) -> None:
+    neuron = Modes()
+    neuron.mutable = mutable
+    before = neuron.describe()[1]
+    assert ("mutable", repr(mutable)) in before
+    change(mutable)
+    assert ("mutable", repr(mutable)) in neuron.describe()[1]
+    assert neuron.describe()[1] != before
+
+
+def test_a_tensor_with_a_history_is_not_kept() -> None:
+    neuron, leaf = Modes(), torch.tensor(0.5, requires_grad=True)
+    neuron.offset = 2 * leaf
+    assert neuron.describe()[0]["offset"] is neuron.offset
+    assert vars(neuron)["_known"] is None
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
+def test_copies_are_described_for_themselves(duplicate: Any) -> None:
+    neuron = Modes()
+    neuron.describe()
+    other = duplicate(neuron)
+    assert_current(other)
+    other.mode, other.decay = "other", 0.125
+    assert_current(other)
+    assert_current(neuron)
+    assert neuron.describe()[0]["decay"] == 0.5
+
+
+def test_a_description_keeps_no_neuron_alive() -> None:
+    neuron = Modes()
+    neuron.describe()
+    gone = weakref.ref(neuron)
+    gc.disable()
+    try:
+        del neuron
+        assert gone() is None
+    finally:
+        gc.enable()

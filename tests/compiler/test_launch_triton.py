@@ -1,0 +1,134 @@
+"""How a launch seen before passes Triton's dispatch by, shown on a kernel that only notes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spikefuse.compiler import launch_triton
+from spikefuse.compiler.layout import layout_of
+
+pytest.importorskip("triton")
+from triton import knobs
+from triton.compiler import CompiledKernel
+
+STREAM = 77
+
+
+class Compiled:
+    """A compiled kernel whose launcher is known."""
+
+    function, packed_metadata = 5, (4, 1, 0)
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[Any, ...]] = []
+
+    def run(self, *arguments: Any) -> None:
+        self.runs.append(arguments)
+
+    def _init_handles(self) -> None:
+        pass
+
+    def launch_metadata(self, grid: tuple[int, ...], stream: int, *arguments: Any) -> str:
+        return "metadata"
+
+    __getitem__ = CompiledKernel.__getitem__
+
+
+class Reordered(Compiled):
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, stream=None: self.run(stream, *grid, *arguments)
+
+
+class Failing(Compiled):
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        raise AttributeError("handles")
+
+
+class Kernel:
+    """A kernel as Triton decorates it."""
+
+    def __init__(self, compiled: type[Compiled]) -> None:
+        self.compiled, self.dispatched = compiled(), 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def dispatch(*arguments: Any, **options: Any) -> Compiled:
+            self.dispatched += 1
+            return self.compiled
+
+        return dispatch
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Triton's driver and PyTorch's stream, where there is no GPU."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: STREAM, raising=False)
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: STREAM)
+    monkeypatch.setattr("triton.runtime.driver._active", active)
+
+
+def launch(kind: type[Compiled] = Compiled) -> tuple[Kernel, Any, list[Any]]:
+    x, y, saved = torch.zeros(4, 1, 32), torch.zeros(4, 1, 32), torch.zeros(1, 32)
+    kernel = Kernel(kind)
+    made = launch_triton.prepare(kernel, layout_of([x]), [x, y])
+    return kernel, made, [x, y, None, None, saved, 0.5]
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_launch_seen_before_runs_directly():
+    kernel, made, tensors = launch()
+    made._launch(tensors)
+    assert (kernel.dispatched, kernel.compiled.runs) == (1, [])
+    made._launch(tensors)
+    x, y, saved = (tensors[i].data_ptr() for i in (0, 1, 4))
+    head = (*made.grid, STREAM, Compiled.function, Compiled.packed_metadata, None, None, None)
+    assert kernel.dispatched == 1
+    assert kernel.compiled.runs == [(*head, x, y, None, None, saved, 0.5, *made.integers)]
+
+
+@pytest.mark.usefixtures("driver")
+def test_what_triton_compiles_for_is_told_apart():
+    kernel, made, tensors = launch()
+    odd = torch.zeros(4, 1, 33).flatten()[1:129].view(4, 1, 32)
+    assert odd.data_ptr() % 16
+    for changed in ({}, {0: odd}, {2: torch.zeros(32)}, {2: torch.zeros(32), 4: None}):
+        given = [changed.get(i, x) for i, x in enumerate(tensors)]
+        before = kernel.dispatched
+        made._launch(given)
+        made._launch(given)
+        assert kernel.dispatched == before + 1
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_profilers_see_launches(hook, monkeypatch):
+    kernel, made, tensors = launch()
+    made._launch(tensors)
+    monkeypatch.setattr(knobs.runtime, hook, lambda metadata: None)
+    made._launch(tensors)
+    (run,) = kernel.compiled.runs
+    assert run[6] == "metadata"
+    assert getattr(knobs.runtime, hook) in run[7:9]
+    assert isinstance(run[9], Tensor)
+
+
+@pytest.mark.usefixtures("driver")
+def test_an_unknown_launcher_is_left_to_triton():
+    kernel, made, tensors = launch(Reordered)
+    made._launch(tensors)
+    made._launch(tensors)
+    assert kernel.dispatched == 1
+    ((stream, *_),) = kernel.compiled.runs
+    assert stream is None
+
+
+@pytest.mark.usefixtures("driver")
+def test_which_launchers_are_known():
+    assert launch_triton._runs_directly(Compiled())
+    assert not launch_triton._runs_directly(Reordered())
+    assert not launch_triton._runs_directly(Failing())
+    assert not launch_triton._runs_directly(object())
