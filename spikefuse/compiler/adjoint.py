@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from spikefuse.compiler.graph import Graph
 from spikefuse.compiler.trace import (
     Checked,
-    Graph,
     Step,
     capture,
     examples,
@@ -26,19 +26,23 @@ class Reverse:
     """The vector-Jacobian product of a step.
 
     The graph reads the step's variables, `gy0...` (gradients of the outputs) and `gv_<state>`
-    (of the new states), and yields gradients of the inputs, the states and `params`.
+    (of the new states), and yields gradients of `inputs`, all states and `params`.
     """
 
+    inputs: tuple[str, ...]
     params: tuple[str, ...]
     graph: Graph
 
-    def select(self, step: Step, params: Sequence[str]) -> Graph:
-        """The graph restricted to the parameters whose gradients are wanted."""
-        fixed = len(step.inputs) + len(step.states)
-        wanted = [fixed + self.params.index(name) for name in params]
-        graph = self.graph.select([self.graph.outputs[i] for i in (*range(fixed), *wanted)])
+    def select(self, step: Step, inputs: Sequence[str], params: Sequence[str]) -> Reverse:
+        """What yields the gradients of these inputs, of all states and of these parameters."""
+        num_inputs, num_states = len(step.inputs), len(step.states)
+        chosen = [self.inputs.index(name) for name in inputs]
+        chosen += range(num_inputs, num_inputs + num_states)
+        chosen += [num_inputs + num_states + self.params.index(name) for name in params]
+        graph = self.graph.select([self.graph.outputs[i] for i in chosen])
         gradients = (*(f"g{y}" for y in step.outputs), *identifiers("gv", step.states))
-        return replace(graph, inputs=(*step.graph.inputs, *gradients))
+        graph = replace(graph, inputs=(*step.graph.inputs, *gradients))
+        return Reverse(tuple(inputs), tuple(params), graph)
 
 
 def has_gradient(definition: Definition, name: str) -> bool:
@@ -80,6 +84,5 @@ def reverse_step(definition: Definition, step: Step) -> Reverse:
     )
     with Checked(step.name, derivative=True):
         vjp(*examples(len(names)))
-    graph = capture(vjp, names)
-    graph = graph.select([graph._as("f", o) for o in graph.outputs])
-    return Reverse(tuple(step.params[i] for i in learnable), graph)
+    params = tuple(step.params[i] for i in learnable)
+    return Reverse(step.inputs, params, capture(vjp, names, gradients=True))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, reduce
+from itertools import compress
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ class Call:
         self.dtypes = [dtype for _, _, dtype, _ in inputs]
         self.dtype = reduce(torch.promote_types, self.dtypes)
         self.num_outputs, self.num_states = chosen.step.num_outputs, len(chosen.step.states)
-        #: States that are stored for backward, per neuron.
-        self.num_saved = -(-self.layout.num_steps // chosen.chunk)
+        #: States that are stored for backward, per neuron: the first is given.
+        self.num_saved = (self.layout.num_steps - 1) // chosen.chunk
         self._forward: Launch | None = None
         self._backward: dict[tuple[Any, ...], Launch] = {}
 
@@ -44,14 +45,20 @@ class Call:
         outputs = [self.layout.empty(like, self.dtype) for _ in range(self.num_outputs)]
         finals = [self.layout.empty_step(like) for _ in range(self.num_states if final else 0)]
         rows = self.num_saved
+        # Of no rows at all where a sequence is short: a null address, which counts as aligned.
         saved = [self._per_neuron(like, rows) for _ in range(self.num_states if save else 0)]
         return outputs, finals, saved
 
     def gradients(
-        self, like: Tensor, param_grads: Sequence[bool], state_grads: bool
+        self,
+        like: Tensor,
+        input_grads: Sequence[bool],
+        state_grads: bool,
+        param_grads: Sequence[bool],
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Unwritten gradients of inputs and initial states, and of parameters per neuron."""
-        grads = [self.layout.empty(like, dtype) for dtype in self.dtypes]
+        dtypes = zip(self.dtypes, input_grads, strict=True)
+        grads = [self.layout.empty(like, dtype) for dtype, wanted in dtypes if wanted]
         num_starts = self.num_states if state_grads else 0
         starts = [self.layout.empty_step(like) for _ in range(num_starts)]
         sums = [self._per_neuron(like) for wanted in param_grads if wanted]
@@ -92,31 +99,32 @@ class Call:
     def backward(
         self,
         inputs: Tensors,
+        states: Tensors,
         params: Tensors,
         scalars: Sequence[float],
         saved: Tensors,
         grad_outputs: Sequence[Tensor | None],
         grad_states: Sequence[Tensor | None],
+        input_grads: Sequence[bool],
         param_grads: Sequence[bool],
-        state_grads: bool,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Gradients of (inputs, initial states, parameters), the last two if asked for."""
+        """Gradients of (inputs, initial states, parameters), as far as they are wanted."""
         layout = self.layout
-        grads, starts, sums = self.gradients(inputs[0], param_grads, state_grads)
+        grads, starts, sums = self.gradients(inputs[0], input_grads, bool(states), param_grads)
         wanted = [p for p, needed in zip(params, param_grads, strict=True) if needed]
         if not layout.num_neurons:
             return grads, starts, [torch.zeros_like(p) for p in wanted]
         incoming = [self._incoming(g, inputs[0]) for g in grad_outputs]
         finals = [None if g is None else layout.conform_step(g) for g in grad_states]
         sequences = [*map(layout.conform, inputs), *incoming, *grads]
-        key = (*param_grads, *[(g.stride(), g.dtype) for g in incoming])
+        key = (*input_grads, *param_grads, *[(g.stride(), g.dtype) for g in incoming])
         launch = self._backward.get(key)
         if launch is None:
-            kernel = self.program.module(self._names(param_grads)).backward
+            kernel = self.program.module(*self._names(input_grads, param_grads)).backward
             launch = self._backward[key] = self.program.launcher.prepare(kernel, layout, sequences)
         launch(
             sequences,
-            self._by_state(saved, finals, starts),
+            self._by_state([layout.conform_step(s) for s in states], saved, finals, starts),
             sums,
             self._values(params, scalars),
         )
@@ -144,11 +152,17 @@ class Call:
             for kind in self.program.kinds
         ]
 
-    def _names(self, param_grads: Sequence[bool]) -> tuple[str, ...]:
-        """The parameters whose gradients are wanted."""
-        values = zip(self.program.step.params, self.program.kinds, strict=True)
+    def _names(
+        self, input_grads: Sequence[bool], param_grads: Sequence[bool]
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The inputs and the parameters whose gradients are wanted."""
+        step = self.program.step
+        values = zip(step.params, self.program.kinds, strict=True)
         tensors = [label for label, kind in values if kind != FLOAT]
-        return tuple(n for n, wanted in zip(tensors, param_grads, strict=True) if wanted)
+        return (
+            tuple(compress(step.inputs, input_grads)),
+            tuple(compress(tensors, param_grads)),
+        )
 
 
 def spec(inputs: Tensors) -> tuple[Spec, ...]:

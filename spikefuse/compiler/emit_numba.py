@@ -10,7 +10,7 @@ from spikefuse.compiler.trace import Step
 
 # Neurons that a thread works on at a time: their states and K past steps stay in its cache.
 BLOCK = 2048
-# Steps between stored states.
+# Steps between stored states; the first is given.
 CHUNK = 16
 # Arrays of one kernel; numba_runtime numbers as many.
 MAX_SLOTS = 128
@@ -26,29 +26,20 @@ CHUNK = {CHUNK}
 '''
 
 
-def source(
-    step: Step, reverse: Reverse, channel_params: Sequence[str], grad_params: Sequence[str]
-) -> str:
+def source(step: Step, reverse: Reverse, channel_params: Sequence[str]) -> str:
     """A module with kernels `forward` and `backward`.
 
     Args:
         channel_params: parameters with one value per channel; the others are scalars.
-        grad_params: parameters whose gradients `backward` computes.
     """
-    emitter = _Emitter(step, reverse, tuple(channel_params), tuple(grad_params))
+    emitter = _Emitter(step, reverse, tuple(channel_params))
     return "\n".join(
         [HEADER.format(name=step.name), *emitter.forward(), "", "", *emitter.backward()]
     )
 
 
 class _Emitter:
-    def __init__(
-        self,
-        step: Step,
-        reverse: Reverse,
-        channel_params: tuple[str, ...],
-        grad_params: tuple[str, ...],
-    ) -> None:
+    def __init__(self, step: Step, reverse: Reverse, channel_params: tuple[str, ...]) -> None:
         self.step = step
         graph = step.graph
         self.xs = graph.inputs[: len(step.inputs)]
@@ -58,8 +49,10 @@ class _Emitter:
             zip(step.params, graph.inputs[len(self.xs) + len(self.vs) :], strict=True)
         )
         self.channel = [self.params[name] for name in channel_params]
-        self.grads = [f"g{self.params[name]}" for name in grad_params]
-        self.reverse = reverse.select(step, grad_params)
+        self.grads = [f"g{self.params[name]}" for name in reverse.params]
+        inputs = dict(zip(step.inputs, self.xs, strict=True))
+        self.gxs = [f"g{inputs[name]}" for name in reverse.inputs]
+        self.reverse = reverse.graph
         self.slots: dict[str, int] = {}
 
     def slot(self, array: str) -> int:
@@ -122,8 +115,8 @@ class _Emitter:
         lines += ["        for t in range(T):"]
         for v in self.vs:
             lines += [
-                f"            if {v}_saved.size and t % CHUNK == 0:",
-                "                saved = (t // CHUNK) * N + base",
+                f"            if {v}_saved.size and t > 0 and t % CHUNK == 0:",
+                "                saved = (t // CHUNK - 1) * N + base",
                 "                for i in range(m):",
                 "                    " + self.load("value", f"{v}_row", "i"),
                 "                    " + self.store(f"{v}_saved", "saved + i", "value"),
@@ -152,10 +145,11 @@ class _Emitter:
 
     def backward(self) -> list[str]:
         self.slots = {}
-        gys, gxs = [f"g{y}" for y in self.ys], [f"g{x}" for x in self.xs]
+        gys, gxs = [f"g{y}" for y in self.ys], self.gxs
         gvs = [f"g{v}" for v in self.vs]
         sequences = [*self.xs, *gys, *gxs]
-        states = [f"{v}_{role}" for v in self.vs for role in ("saved", "gfinal", "gstart")]
+        roles = ("start", "saved", "gfinal", "gstart")
+        states = [f"{v}_{role}" for v in self.vs for role in roles]
         sums = [f"{g}_data" for g in self.grads]
         lines = ["@kernel", f"def backward({self.arguments(sequences, [*states, *sums])}):"]
         lines += [f"    {v}_past = np.empty(CHUNK * BLOCK, np.float32)" for v in self.vs]
@@ -192,12 +186,16 @@ class _Emitter:
     def recompute(self) -> list[str]:
         """States before each step of a chunk, from the stored one."""
         lines = []
-        for v in self.vs:
+        for v, rest in zip(self.vs, self.step.initial, strict=True):
             lines += [
-                "saved = chunk * N + base",
-                "for i in range(m):",
-                "    " + self.load("value", f"{v}_saved", "saved + i"),
-                "    " + self.store(f"{v}_past", "i", "value"),
+                "if chunk > 0:",
+                "    saved = (chunk - 1) * N + base",
+                "    for i in range(m):",
+                "        " + self.load("value", f"{v}_saved", "saved + i"),
+                "        " + self.store(f"{v}_past", "i", "value"),
+                "else:",
+                "    for i in range(m):",
+                f"        {v}_past[i] = {v}_start[base + i] if {v}_start.size else f32({rest!r})",
             ]
         graph = self.step.graph.select(self.step.graph.outputs[len(self.ys) :])
         body = [self.load(x, f"{x}_data", f"{x}_at + i") for x in self.xs]

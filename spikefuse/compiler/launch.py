@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ library.define(
     "bool save, bool final) -> Tensor[]"
 )
 library.define(
-    "scan_backward(str program, Tensor[] inputs, Tensor[] params, float[] scalars, "
-    "Tensor[] saved, Tensor?[] grad_outputs, Tensor?[] grad_states, bool[] param_grads, "
-    "bool state_grads) -> Tensor[]"
+    "scan_backward(str program, Tensor[] inputs, Tensor[] states, Tensor[] params, "
+    "float[] scalars, Tensor[] saved, Tensor?[] grad_outputs, Tensor?[] grad_states, "
+    "bool[] input_grads, bool[] param_grads) -> Tensor[]"
 )
 
 
@@ -176,17 +177,18 @@ def _scan_fake(
 def _scan_backward(
     name: str,
     inputs: list[Tensor],
+    states: list[Tensor],
     params: list[Tensor],
     scalars: list[float],
     saved: list[Tensor],
     grad_outputs: list[Tensor | None],
     grad_states: list[Tensor | None],
+    input_grads: list[bool],
     param_grads: list[bool],
-    state_grads: bool,
 ) -> list[Tensor]:
     call = call_of(name, spec(inputs))
     grads, starts, reduced = call.backward(
-        inputs, params, scalars, saved, grad_outputs, grad_states, param_grads, state_grads
+        inputs, states, params, scalars, saved, grad_outputs, grad_states, input_grads, param_grads
     )
     return [*grads, *starts, *reduced]
 
@@ -194,16 +196,17 @@ def _scan_backward(
 def _scan_backward_fake(
     name: str,
     inputs: list[Tensor],
+    states: list[Tensor],
     params: list[Tensor],
     scalars: list[float],
     saved: list[Tensor],
     grad_outputs: list[Tensor | None],
     grad_states: list[Tensor | None],
+    input_grads: list[bool],
     param_grads: list[bool],
-    state_grads: bool,
 ) -> list[Tensor]:
     call = Call(program(name), spec(inputs))
-    grads, starts, _ = call.gradients(inputs[0], param_grads, state_grads)
+    grads, starts, _ = call.gradients(inputs[0], input_grads, bool(states), param_grads)
     wanted = [torch.empty_like(p) for p, w in zip(params, param_grads, strict=True) if w]
     return [*grads, *starts, *wanted]
 
@@ -217,35 +220,38 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 def _keep(ctx: Any, arguments: tuple[Any, ...], saved: Sequence[Tensor]) -> None:
     """Keep for backward what `arguments` of a scan and its stored states say."""
     name, inputs, states, params, scalars, _, final = arguments
-    ctx.save_for_backward(*inputs, *params, *saved)
+    ctx.save_for_backward(*inputs, *states, *params, *saved)
     ctx.set_materialize_grads(False)
-    ctx.kept = name, scalars, final, len(inputs), len(params), [s.dtype for s in states]
+    ctx.kept = name, scalars, final, len(inputs), len(states), len(params)
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    name, scalars, final, num_inputs, num_params, state_dtypes = ctx.kept
+    name, scalars, final, *counts = ctx.kept
     tensors, step = ctx.saved_tensors, program(name).step
-    inputs, rest = tensors[:num_inputs], tensors[num_inputs:]
-    params, saved = rest[:num_params], rest[num_params:]
+    parts = iter(tensors)
+    inputs, states, params = (list(islice(parts, count)) for count in counts)
+    saved = list(parts)
     end = step.num_outputs + (len(step.states) if final else 0)
+    input_grads = [x.requires_grad for x in inputs]
     param_grads = [p.requires_grad for p in params]
     # With create_graph, the op: it has the clear error about double backward.
     direct = _is_plain(tensors) and not torch.is_grad_enabled()
     run = _scan_backward if direct else torch.ops.spikefuse.scan_backward
     results = run(
         name,
-        list(inputs),
-        list(params),
+        inputs,
+        states,
+        params,
         scalars,
-        list(saved),
+        saved,
         list(grads[: step.num_outputs]),
         list(grads[step.num_outputs : end]),
+        input_grads,
         param_grads,
-        bool(state_dtypes),
     )
-    grad_inputs = results[:num_inputs]
-    rest = iter(results[num_inputs:])
-    grad_starts = [next(rest).to(dtype) for dtype in state_dtypes]
+    rest = iter(results)
+    grad_inputs = [next(rest) if wanted else None for wanted in input_grads]
+    grad_starts = [next(rest).to(s.dtype) for s in states]
     grad_params = [next(rest) if wanted else None for wanted in param_grads]
     return None, grad_inputs, grad_starts, grad_params, None, None, None
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +14,23 @@ from torch import Tensor
 
 from spikefuse.compiler.layout import Layout
 
-# Neighbouring neurons of a thread, and threads per block over 32. Measured on an H200 over
-# {1, 2, 4, 8} and {1, 2, 4, 8}: wider accesses cost more registers than they save instructions.
-THREAD_NEURONS = 2
-NUM_WARPS = 4
+
+class Shape(NamedTuple):
+    """How a kernel's work is cut: steps whose loads are issued together, neighbouring neurons of
+    a thread, and threads of a block over 32."""
+
+    chunk: int
+    neurons: int
+    warps: int
+
+
+# The fastest of those measured for LIF on an H200, by bytes of an element of the first input, and
+# from this number of neurons per multiprocessor on: (neurons, forward, backward).
+WIDE, DEEP, DEEPEST = Shape(4, 4, 4), Shape(8, 2, 4), Shape(8, 1, 4)
+SHAPES = {
+    2: ((5000, Shape(2, 8, 4), WIDE), (1500, WIDE, WIDE), (0, DEEP, DEEPEST)),
+    4: ((1500, Shape(2, 4, 4), WIDE), (0, DEEP, DEEPEST)),
+}
 
 
 def prepare(kernel: Any, layout: Layout, sequences: Sequence[Tensor]) -> _Launch:
@@ -35,7 +48,9 @@ class _Launch:
 
     def __init__(self, kernel: Any, layout: Layout, sequences: Sequence[Tensor]) -> None:
         self.kernel = kernel
-        self.grid, self.integers = _geometry(layout, sequences)
+        shape = _shape(kernel, layout, sequences[0])
+        self.num_warps = shape.warps
+        self.grid, self.integers = _geometry(layout, sequences, shape)
         self.device = sequences[0].device
         self.compiled: dict[tuple[int, ...], tuple[Any, bool]] = {}
 
@@ -78,7 +93,7 @@ class _Launch:
         return self.kernel[self.grid](
             *tensors,
             *self.integers,
-            num_warps=NUM_WARPS,
+            num_warps=self.num_warps,
             # Contracted multiply-adds would change spikes.
             enable_fp_fusion=False,
         )
@@ -128,21 +143,35 @@ def _runtime() -> Any:
     return knobs.runtime
 
 
+def _shape(kernel: Any, layout: Layout, x: Tensor) -> Shape:
+    share = layout.num_neurons / _multiprocessors(x.device)
+    _, forward, backward = next(row for row in SHAPES[x.itemsize] if share >= row[0])
+    return forward if kernel.__name__ == "forward" else backward
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 1  # the interpreter runs one block after the other
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _geometry(
-    layout: Layout, sequences: Sequence[Tensor]
+    layout: Layout, sequences: Sequence[Tensor], shape: Shape
 ) -> tuple[tuple[int, int, int], tuple[int, ...]]:
     """The grid, and the kernel's integers and constants in its order."""
     neurons = layout.num_neurons
     strides = [stride for x in sequences for stride in layout.strides(x)]
     counts = [*strides, neurons, layout.inner]
     unit = 1 if any(number % 16 for number in counts) else 16
-    block = NUM_WARPS * 32 * THREAD_NEURONS
+    block = shape.warps * 32 * shape.neurons
     integers = (
         *(number // unit for number in counts),
         layout.num_steps,
         layout.channels,
         layout.channel_inner,
         block,
+        shape.chunk,
         layout.inner == neurons,
         unit,
     )

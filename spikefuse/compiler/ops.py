@@ -50,20 +50,14 @@ TABLE: dict[str, Op] = {
     "mul": _both("({0} * {1})", aten=(aten.mul,)),
     # Triton's own division is approximate; torch's is not.
     "div": Op("tl.div_rn({0}, {1})", "({0} / {1})", aten=(aten.div,)),
-    "quick_div": _both("({0} / {1})", exact=False),
+    "quick_div": Op("({0} * reciprocal({1}))", "({0} / {1})", exact=False),
     "neg": _both("(-{0})", operands="f", aten=(aten.neg,)),
     "abs": Op("tl.abs({0})", "abs({0})", operands="f", aten=(aten.abs,)),
     # Correctly rounded here, but PyTorch's own is not in every CPU build.
     "sqrt": Op("tl.sqrt_rn({0})", "sqrt({0})", operands="f", exact=False, aten=(aten.sqrt,)),
     "floor": Op("tl.floor({0})", "floor({0})", operands="f", aten=(aten.floor,)),
     "exp": Op("tl.exp({0})", "exp({0})", operands="f", exact=False, aten=(aten.exp,)),
-    "sigmoid": Op(
-        "(1.0 / (1.0 + tl.exp(-{0})))",
-        "sigmoid({0})",
-        operands="f",
-        exact=False,
-        aten=(aten.sigmoid,),
-    ),
+    "sigmoid": _both("sigmoid({0})", operands="f", exact=False, aten=(aten.sigmoid,)),
     "log": Op("tl.log({0})", "log({0})", operands="f", exact=False, aten=(aten.log,)),
     "maximum": Op(
         "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",

@@ -62,12 +62,12 @@ class Program:
     reverse: Reverse
     backend: str
     kinds: tuple[str, ...]
-    modules: dict[tuple[str, ...], ModuleType] = field(default_factory=dict)
+    modules: dict[tuple[tuple[str, ...], ...], ModuleType] = field(default_factory=dict)
 
     @property
     def chunk(self) -> int:
         """Steps between the states that are stored for backward."""
-        return (emit_triton if self.backend == "triton" else emit_numba).CHUNK
+        return emit_triton.SEGMENT if self.backend == "triton" else emit_numba.CHUNK
 
     @property
     def launcher(self) -> Launcher:
@@ -87,19 +87,23 @@ class Program:
         tensors = zip(self.step.params, self.kinds, strict=True)
         return tuple(n for n, k in tensors if k != FLOAT and n in self.reverse.params)
 
-    def module(self, grad_params: tuple[str, ...] = ()) -> ModuleType:
-        """Kernels whose backward yields the gradients of these parameters."""
-        if grad_params not in self.modules:
-            source = self.source(grad_params)
+    def module(
+        self, grad_inputs: tuple[str, ...] | None = None, grad_params: tuple[str, ...] = ()
+    ) -> ModuleType:
+        """Kernels whose backward yields the gradients of these inputs (all) and parameters."""
+        key = self.step.inputs if grad_inputs is None else grad_inputs, grad_params
+        if key not in self.modules:
+            source = self.source(*key)
             with _making:
-                self.modules[grad_params] = cache.load(source, self.step.name, self.backend)
-        return self.modules[grad_params]
+                self.modules[key] = cache.load(source, self.step.name, self.backend)
+        return self.modules[key]
 
-    def source(self, grad_params: tuple[str, ...] = ()) -> str:
+    def source(self, grad_inputs: tuple[str, ...], grad_params: tuple[str, ...]) -> str:
+        reverse = self.reverse.select(self.step, grad_inputs, grad_params)
         channels, scalars = self.named(CHANNEL), self.named(SCALAR)
         if self.backend == "triton":
-            return emit_triton.source(self.step, self.reverse, channels, scalars, grad_params)
-        return emit_numba.source(self.step, self.reverse, channels, grad_params)
+            return emit_triton.source(self.step, reverse, channels, scalars)
+        return emit_numba.source(self.step, reverse, channels)
 
 
 # Neither tracing nor the import of generated source is thread-safe.
@@ -132,7 +136,9 @@ def prepare(
     with _making:
         made = _make(definition, backend, dict(kinds))
         # The same kernels, called alike, have the same name in every process.
-        identity = repr((made.step.params, made.kinds)) + made.source(made.learnable())
+        identity = repr((made.step.params, made.kinds)) + made.source(
+            made.step.inputs, made.learnable()
+        )
         digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
         name = f"{made.step.name}-{backend}-{digest}"
         _by_name.setdefault(name, made)

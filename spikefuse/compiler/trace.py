@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,81 +14,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spikefuse.compiler import ops
+from spikefuse.compiler.graph import Graph
 from spikefuse.compiler.ops import Operand, UnsupportedOperation
+from spikefuse.compiler.simplify import simplify
 from spikefuse.neurons.definition import Definition, call_step
-
-
-@dataclass(frozen=True)
-class Node:
-    """`name = op(operands)`."""
-
-    name: str
-    op: str
-    operands: tuple[Operand, ...]
-
-
-@dataclass
-class Graph:
-    """Scalar operations in order; operands and outputs are names or constants."""
-
-    inputs: tuple[str, ...]
-    nodes: list[Node] = field(default_factory=list)
-    outputs: tuple[Operand, ...] = ()
-    kinds: dict[str, str] = field(default_factory=dict)
-
-    def kind(self, operand: Operand) -> str:
-        if isinstance(operand, str):
-            return self.kinds.get(operand, "f")
-        return "b" if isinstance(operand, bool) else "f"
-
-    def op(self, name: str, *operands: Operand) -> Operand:
-        """Append one operation, converting operands between bool and float where needed."""
-        row = ops.TABLE[name]
-        converted = tuple(
-            self._as(wanted, operand)
-            for wanted, operand in zip(row.operands, operands, strict=True)
-        )
-        result = f"n{len(self.nodes)}"
-        self.nodes.append(Node(result, name, converted))
-        self.kinds[result] = row.result
-        return result
-
-    def _as(self, wanted: str, operand: Operand) -> Operand:
-        if self.kind(operand) == wanted:
-            return operand if isinstance(operand, str) or wanted == "b" else float(operand)
-        if not isinstance(operand, str):
-            return bool(operand) if wanted == "b" else float(operand)
-        return self.op("float" if wanted == "f" else "bool", operand)
-
-    def select(self, outputs: Sequence[Operand]) -> Graph:
-        """The part of the graph that `outputs` need."""
-        needed = {o for o in outputs if isinstance(o, str)}
-        kept = []
-        for node in reversed(self.nodes):
-            if node.name in needed:
-                kept.append(node)
-                needed.update(o for o in node.operands if isinstance(o, str))
-        return Graph(self.inputs, kept[::-1], tuple(outputs), self.kinds)
-
-    def used(self) -> set[str]:
-        """Names that the nodes and outputs read."""
-        names = {o for node in self.nodes for o in node.operands if isinstance(o, str)}
-        return names | {o for o in self.outputs if isinstance(o, str)}
-
-    def lines(self, language: str) -> list[str]:
-        """One assignment per node, in "triton" or "numba"."""
-
-        def text(operand: Operand) -> str:
-            return operand if isinstance(operand, str) else ops.literal(operand, language)
-
-        return [
-            f"{n.name} = " + getattr(ops.TABLE[n.op], language).format(*map(text, n.operands))
-            for n in self.nodes
-        ]
-
-    def results(self, language: str) -> list[str]:
-        """The outputs in source text."""
-        return [o if isinstance(o, str) else ops.literal(o, language) for o in self.outputs]
 
 
 @dataclass(frozen=True)
@@ -152,7 +81,6 @@ def trace_step(definition: Definition) -> Step:
             f'value, without dims; impl="reference" runs the eager loop. PyTorch says: {error}'
         ) from error
     graph = capture(step, names)
-    graph = graph.select([graph._as("f", o) for o in graph.outputs])
     initial = tuple(s.initial for s in states.values())
     return Step(cls.__name__, inputs, tuple(states), initial, params, count[0], graph)
 
@@ -169,8 +97,11 @@ def step_function(definition: Definition, params: Sequence[str]) -> Callable[...
     return function
 
 
-def capture(function: Callable[..., Any], names: Sequence[str]) -> Graph:
-    """Trace a function of 0-d float32 tensors that returns a tuple of them.
+def capture(function: Callable[..., Any], names: Sequence[str], gradients: bool = False) -> Graph:
+    """Trace a function of 0-d float32 tensors that returns a tuple of them, and simplify it.
+
+    Args:
+        gradients: what it returns are gradients; see `simplify`.
 
     Raises:
         UnsupportedOperation: an operation is not in the table.
@@ -192,8 +123,9 @@ def capture(function: Callable[..., Any], names: Sequence[str]) -> Graph:
         elif node.op == "get_attr":
             values[node] = _constant(getattr(traced, node.target))
         elif node.op == "output":
-            graph.outputs = tuple(values[n] for n in node.args[0])
-    return graph
+            results = [values[n] for n in node.args[0]]
+    graph.outputs = tuple(graph.convert("f", result) for result in results)
+    return simplify(graph, gradients)
 
 
 def _constant(value: Tensor) -> Operand:

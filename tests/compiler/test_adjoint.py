@@ -227,9 +227,10 @@ OWN = {"decay", "threshold", "v_reset"}
 
 def test_a_cutoff_adds_nothing_where_there_is_none():
     def operations(cutoff, params):
-        neuron = sf.IF(surrogate=sf.surrogate.StraightThrough(cutoff=cutoff))
+        neuron = sf.IF(surrogate=sf.surrogate.Triangle(cutoff=cutoff))
         step = trace_step(neuron)
-        return [node.op for node in reverse_step(neuron, step).select(step, params).nodes]
+        chosen = reverse_step(neuron, step).select(step, step.inputs, params)
+        return [node.op for node in chosen.graph.nodes]
 
     without, with_cutoff = operations(None, ()), operations(-0.5, ())
     assert sorted(with_cutoff) == sorted([*without, "lt", "where"])
@@ -243,7 +244,8 @@ def test_a_fixed_width_costs_nothing():
     def operations(surrogate, params=()):
         neuron = sf.IF(surrogate=surrogate)
         step = trace_step(neuron)
-        return [node.op for node in reverse_step(neuron, step).select(step, params).nodes]
+        chosen = reverse_step(neuron, step).select(step, step.inputs, params)
+        return [node.op for node in chosen.graph.nodes]
 
     expected = operations(Fixed())
     assert sorted(operations(sf.surrogate.Triangle())) == sorted(expected)
@@ -254,7 +256,9 @@ def test_only_wanted_gradients_are_computed():
     neuron = sf.LIF()
     step = trace_step(neuron)
     reverse = reverse_step(neuron, step)
-    graphs = {names: reverse.select(step, names) for names in ((), ("threshold",))}
+    graphs = {
+        names: reverse.select(step, step.inputs, names).graph for names in ((), ("threshold",))
+    }
     sizes = {names: len(graph.nodes) for names, graph in graphs.items()}
     assert [len(graph.outputs) for graph in graphs.values()] == [2, 3]
     assert sizes[()] < len(reverse.graph.nodes)
@@ -263,3 +267,4 @@ def test_only_wanted_gradients_are_computed():
     assert evaluate(graphs[()], point) == everything[:2]
     index = 2 + reverse.params.index("threshold")
     assert evaluate(graphs[("threshold",)], point) == [*everything[:2], everything[index]]
+    assert evaluate(reverse.select(step, (), ()).graph, point) == everything[1:2]

@@ -52,6 +52,8 @@ class Failing(Compiled):
 class Kernel:
     """A kernel as Triton decorates it."""
 
+    __name__ = "forward"
+
     def __init__(self, compiled: type[Compiled]) -> None:
         self.compiled, self.dispatched = compiled(), 0
 

@@ -1,0 +1,83 @@
+"""Graphs of scalar operations, the language between tracing and source text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from spikefuse.compiler import ops
+from spikefuse.compiler.ops import Operand
+
+
+@dataclass(frozen=True)
+class Node:
+    """`name = op(operands)`."""
+
+    name: str
+    op: str
+    operands: tuple[Operand, ...]
+
+
+@dataclass
+class Graph:
+    """Scalar operations in order; operands and outputs are names or constants."""
+
+    inputs: tuple[str, ...]
+    nodes: list[Node] = field(default_factory=list)
+    outputs: tuple[Operand, ...] = ()
+    kinds: dict[str, str] = field(default_factory=dict)
+
+    def kind(self, operand: Operand) -> str:
+        if isinstance(operand, str):
+            return self.kinds.get(operand, "f")
+        return "b" if isinstance(operand, bool) else "f"
+
+    def op(self, name: str, *operands: Operand) -> Operand:
+        """Append one operation, converting operands between bool and float where needed."""
+        row = ops.TABLE[name]
+        converted = tuple(
+            self.convert(wanted, operand)
+            for wanted, operand in zip(row.operands, operands, strict=True)
+        )
+        result = f"n{len(self.nodes)}"
+        self.nodes.append(Node(result, name, converted))
+        self.kinds[result] = row.result
+        return result
+
+    def convert(self, wanted: str, operand: Operand) -> Operand:
+        """The operand as "f"(loat) or "b"(ool)."""
+        if self.kind(operand) == wanted:
+            return operand if isinstance(operand, str) or wanted == "b" else float(operand)
+        if not isinstance(operand, str):
+            return bool(operand) if wanted == "b" else float(operand)
+        return self.op("float" if wanted == "f" else "bool", operand)
+
+    def select(self, outputs: Sequence[Operand]) -> Graph:
+        """The part of the graph that `outputs` need."""
+        needed = {o for o in outputs if isinstance(o, str)}
+        kept = []
+        for node in reversed(self.nodes):
+            if node.name in needed:
+                kept.append(node)
+                needed.update(o for o in node.operands if isinstance(o, str))
+        return Graph(self.inputs, kept[::-1], tuple(outputs), self.kinds)
+
+    def used(self) -> set[str]:
+        """Names that the nodes and outputs read."""
+        names = {o for node in self.nodes for o in node.operands if isinstance(o, str)}
+        return names | {o for o in self.outputs if isinstance(o, str)}
+
+    def lines(self, language: str) -> list[str]:
+        """One assignment per node, in "triton" or "numba"."""
+
+        def text(operand: Operand) -> str:
+            return operand if isinstance(operand, str) else ops.literal(operand, language)
+
+        return [
+            f"{n.name} = " + getattr(ops.TABLE[n.op], language).format(*map(text, n.operands))
+            for n in self.nodes
+        ]
+
+    def results(self, language: str) -> list[str]:
+        """The outputs in source text."""
+        return [o if isinstance(o, str) else ops.literal(o, language) for o in self.outputs]

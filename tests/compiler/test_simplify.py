@@ -1,0 +1,115 @@
+"""Simplified graphs compute the same from fewer nodes."""
+
+import itertools
+
+import pytest
+import torch
+
+import spikefuse as sf
+from spikefuse.compiler.graph import Graph
+from spikefuse.compiler.simplify import simplify
+from spikefuse.compiler.trace import trace_step
+
+VALUES = (-1.5, -1.0, 0.0, 0.25, 1.0, 2.0)
+FLOATS = ("a", "b")
+
+
+def simplified(build, gradients=False):
+    """The operations that are left of what `build(graph, a, b)` computes, and the graph."""
+    graph = Graph(FLOATS)
+    graph.outputs = (graph.convert("f", build(graph, *FLOATS)),)
+    simple = simplify(graph, gradients)
+    for point in itertools.product(VALUES, repeat=2):
+        assert evaluate(simple, point) == evaluate(graph, point), point
+    return [node.op for node in simple.nodes], simple
+
+
+def evaluate(graph, point):
+    """One output, by Python's own arithmetic."""
+    values = dict(zip(graph.inputs, point, strict=True))
+    functions = {
+        "add": lambda x, y: x + y,
+        "sub": lambda x, y: x - y,
+        "mul": lambda x, y: x * y,
+        "neg": lambda x: -x,
+        "ge": lambda x, y: x >= y,
+        "lt": lambda x, y: x < y,
+        "not": lambda x: not x,
+        "float": float,
+        "where": lambda c, x, y: x if c else y,
+    }
+
+    def get(operand):
+        return values[operand] if isinstance(operand, str) else operand
+
+    for node in graph.nodes:
+        values[node.name] = functions[node.op](*map(get, node.operands))
+    return get(graph.outputs[0])
+
+
+def spike(g, h, threshold):
+    return g.op("float", g.op("ge", g.op("sub", h, threshold), 0.0))
+
+
+def test_a_hard_reset_is_a_choice():
+    def reset(g, h, threshold):
+        s = spike(g, h, threshold)
+        return g.op("add", g.op("mul", h, g.op("sub", 1.0, s)), g.op("mul", 0.25, s))
+
+    operations, graph = simplified(reset)
+    assert operations == ["ge", "where"]
+    assert graph.nodes[-1].operands[1:] == (0.25, "a")
+
+
+def test_a_soft_reset_subtracts_a_choice():
+    def reset(g, h, threshold):
+        return g.op("sub", h, g.op("mul", threshold, spike(g, h, threshold)))
+
+    assert simplified(reset)[0] == ["ge", "float", "mul", "sub"]
+    assert simplified(reset, gradients=True)[0] == ["ge", "where", "sub"]
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (lambda g, a, b: g.op("add", g.op("mul", a, 1.0), 0.0), []),
+        (lambda g, a, b: g.op("sub", a, 0.0), []),
+        (lambda g, a, b: g.op("neg", g.op("neg", a)), []),
+        (lambda g, a, b: g.op("add", a, g.op("neg", b)), ["sub"]),
+        (lambda g, a, b: g.op("sub", a, g.op("neg", b)), ["add"]),
+        (lambda g, a, b: g.op("not", g.op("not", g.op("lt", a, b))), ["lt", "float"]),
+        (lambda g, a, b: g.op("where", g.op("not", g.op("lt", a, b)), a, 2.0), ["lt", "where"]),
+        (lambda g, a, b: g.op("where", g.op("lt", a, b), b, b), []),
+        (lambda g, a, b: g.op("mul", g.op("add", a, b), g.op("add", a, b)), ["add", "mul"]),
+    ],
+)
+def test_rules(build, expected):
+    assert simplified(build)[0] == expected
+
+
+def test_one_is_not_true_and_zeros_have_signs():
+    def build(g, a, b):
+        same = g.op("where", g.op("lt", a, b), 1.0, 0.0)
+        other = g.op("where", g.op("lt", a, b), 1.0, -0.0)
+        return g.op("add", same, other)
+
+    assert simplified(build)[0].count("where") == 2
+
+
+def test_a_lif_neuron_takes_five_operations():
+    step = trace_step(sf.LIF())
+    assert [node.op for node in step.graph.nodes] == ["mul", "add", "ge", "float", "where"]
+
+
+def test_infinite_potentials_are_reset():
+    x = torch.full((2, 1, 1), float("inf"))
+    assert sf.LIF(v_reset=0.0)(x).tolist() == [[[1.0]], [[1.0]]]
+
+
+def test_two_conditions_are_not_one():
+    def build(g, a, b):
+        first = g.op("mul", a, g.op("float", g.op("lt", a, b)))
+        return g.op("add", first, g.op("mul", b, g.op("float", g.op("lt", b, a))))
+
+    assert "where" not in simplified(build)[0]
+    assert simplified(build, gradients=True)[0].count("where") == 2
