@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from spikefuse.compiler.graph import Graph
 from spikefuse.compiler.trace import (
-    Checked,
     Step,
     capture,
-    examples,
     identifiers,
     step_function,
 )
@@ -57,32 +55,31 @@ def has_gradient(definition: Definition, name: str) -> bool:
 
 
 def reverse_step(definition: Definition, step: Step) -> Reverse:
-    """Differentiate `step` with torch.func.vjp and trace the result."""
+    """Differentiate `step` with autograd and trace the result."""
     function = step_function(definition, step.params)
     num_variables = len(step.inputs) + len(step.states)
     num_all = num_variables + len(step.params)
     learnable = [i for i, name in enumerate(step.params) if has_gradient(definition, name)]
 
     def vjp(*args: Tensor) -> tuple[Tensor, ...]:
-        params = list(args[num_variables:num_all])
-
-        def primal(*differentiable: Tensor) -> tuple[Tensor, ...]:
-            values = list(params)
-            for i, value in zip(learnable, differentiable[num_variables:], strict=True):
-                values[i] = value
-            outputs, states = function(*differentiable[:num_variables], *values)
-            return (*outputs, *states)
-
-        variables = *args[:num_variables], *(params[i] for i in learnable)
-        pullback = torch.func.vjp(primal, *variables)[1]
-        return pullback(tuple(args[num_all:]))
+        values = list(args[:num_all])
+        wanted = [*range(num_variables), *(num_variables + i for i in learnable)]
+        for i in wanted:
+            values[i] = values[i].detach().requires_grad_()
+        outputs, states = function(*values)
+        pairs = zip((*outputs, *states), args[num_all:], strict=True)
+        products = [y * gradient for y, gradient in pairs if y.requires_grad]
+        leaves, zero = [values[i] for i in wanted], torch.zeros(())
+        if not products:  # nothing that was computed depends on a variable
+            return tuple(zero for _ in leaves)
+        # Of their sum: to be given gradients, autograd would import a symbolic algebra.
+        found = torch.autograd.grad(sum(products), leaves, allow_unused=True)
+        return tuple(zero if g is None else g for g in found)
 
     names = (
         *step.graph.inputs,
         *(f"g{y}" for y in step.outputs),
         *identifiers("gv", step.states),
     )
-    with Checked(step.name, derivative=True):
-        vjp(*examples(len(names)))
     params = tuple(step.params[i] for i in learnable)
-    return Reverse(step.inputs, params, capture(vjp, names, gradients=True))
+    return Reverse(step.inputs, params, capture(vjp, names, step.name, gradients=True))

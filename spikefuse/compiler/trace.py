@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spikefuse.compiler import ops
@@ -71,8 +70,7 @@ def trace_step(definition: Definition) -> Step:
 
     names = identifiers("x", inputs) + identifiers("v", tuple(states)) + identifiers("p", params)
     try:
-        with Checked(cls.__name__):
-            step(*examples(len(names)))
+        graph = capture(step, names, cls.__name__)
     except (RuntimeError, IndexError, ValueError) as error:
         if isinstance(error, UnsupportedOperation):
             raise
@@ -80,7 +78,6 @@ def trace_step(definition: Definition) -> Step:
             f"{cls.__name__}.step can't be compiled, because inside step a tensor is one neuron's "
             f'value, without dims; impl="reference" runs the eager loop. PyTorch says: {error}'
         ) from error
-    graph = capture(step, names)
     initial = tuple(s.initial for s in states.values())
     return Step(cls.__name__, inputs, tuple(states), initial, params, count[0], graph)
 
@@ -97,90 +94,64 @@ def step_function(definition: Definition, params: Sequence[str]) -> Callable[...
     return function
 
 
-def capture(function: Callable[..., Any], names: Sequence[str], gradients: bool = False) -> Graph:
-    """Trace a function of 0-d float32 tensors that returns a tuple of them, and simplify it.
+def capture(
+    function: Callable[..., tuple[Tensor, ...]],
+    names: Sequence[str],
+    definition: str,
+    gradients: bool = False,
+) -> Graph:
+    """Trace a function of 0-d float32 tensors, the step of a definition, and simplify it.
 
     Args:
-        gradients: what it returns are gradients; see `simplify`.
+        gradients: it returns gradients: the reverse of the step.
 
     Raises:
-        UnsupportedOperation: an operation is not in the table.
+        UnsupportedOperation: at the first operation that is not in the table.
     """
-    values_in = examples(len(names))
-    traced = make_fx(function)(*values_in)
-    if any(_is_in_place(node.target) for node in traced.graph.nodes):
-        # Some derivatives of PyTorch's are. (functionalize can't see through autograd.Function,
-        # hence the second trace.)
-        traced = make_fx(torch.func.functionalize(traced))(*values_in)
-    graph = Graph(tuple(names))
-    values: dict[Any, Any] = {}
-    fresh = iter(names)
-    for node in traced.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = next(fresh)
-        elif node.op == "call_function":
-            values[node] = _lower(graph, node, values)
-        elif node.op == "get_attr":
-            values[node] = _constant(getattr(traced, node.target))
-        elif node.op == "output":
-            results = [values[n] for n in node.args[0]]
-    graph.outputs = tuple(graph.convert("f", result) for result in results)
+    inputs = [torch.full((), 0.5, dtype=torch.float32, device="cpu") for _ in names]
+    recorder = _Recorder(dict(zip(names, inputs, strict=True)), f"{definition}.step", gradients)
+    with recorder:
+        results = function(*inputs)
+    graph = recorder.graph
+    graph.outputs = tuple(graph.convert("f", recorder.operand(result)) for result in results)
     return simplify(graph, gradients)
 
 
-def _constant(value: Tensor) -> Operand:
-    if value.numel() != 1:
-        raise UnsupportedOperation(
-            f"step uses a constant tensor of shape {list(value.shape)}: make it an attribute of "
-            "the neuron, with one value or one per channel"
-        )
-    return value.item()
+class _Recorder(TorchDispatchMode):
+    """Runs a step or its reverse eagerly and writes down every operation."""
 
-
-def _is_in_place(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-
-
-def _lower(graph: Graph, node: Any, values: dict[Any, Any]) -> Operand:
-    packet = getattr(node.target, "overloadpacket", node.target)
-    args = [values[a] if isinstance(a, torch.fx.Node) else a for a in node.args]
-    kwargs = {k: values[a] if isinstance(a, torch.fx.Node) else a for k, a in node.kwargs.items()}
-    if packet in ops.IDENTITIES:
-        return args[0]
-    operands = [a for a, n in zip(args, node.args, strict=True) if isinstance(n, torch.fx.Node)]
-    if operands and not any(isinstance(o, str) for o in operands):
-        # All constants: let PyTorch compute it.
-        folded = node.target(
-            *[
-                torch.tensor(a) if isinstance(n, torch.fx.Node) else a
-                for a, n in zip(args, node.args, strict=True)
-            ],
-            **node.kwargs,
-        )
-        return folded.item()
-    if packet in ops.REWRITES:
-        return ops.REWRITES[packet](graph, *args, **kwargs)
-    if packet in ops.BY_ATEN:
-        return graph.op(ops.BY_ATEN[packet], *args)
-    raise UnsupportedOperation(f"the derivative of step needs {node.target}, which has no kernel")
-
-
-class Checked(TorchDispatchMode):
-    """Runs a step or its reverse eagerly and stops at the first operation not in the table."""
-
-    def __init__(self, name: str, derivative: bool = False) -> None:
+    def __init__(self, inputs: dict[str, Tensor], step: str, gradients: bool) -> None:
         super().__init__()
-        # PyTorch's own derivatives may work in place, on tensors that nobody else sees.
-        self.step, self.in_place = f"{name}.step", derivative
+        self.step = f"the derivative of {step}" if gradients else step
+        self.gradients, self.graph = gradients, Graph(tuple(inputs))
+        # What each tensor is in the graph, by its address: autograd hands out copies of the same
+        # memory. The tensors are held, so that no address is used twice.
+        self.seen: dict[int, tuple[Tensor, Operand]] = {}
+        for name, tensor in inputs.items():
+            self.seen[tensor.data_ptr()] = tensor, name
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # It would import all of torch.compile, which takes a second.
+        return False
+
+    def operand(self, value: Any) -> Any:
+        """What an argument is in the graph; a tensor that no operation made is a constant."""
+        if not isinstance(value, Tensor):
+            return value
+        if value.data_ptr() in self.seen:
+            return self.seen[value.data_ptr()][1]
+        if value.numel() != 1:
+            raise UnsupportedOperation(
+                f"{self.step} uses a constant tensor of shape {list(value.shape)}: make it an "
+                "attribute of the neuron, with one value or one per channel"
+            )
+        return value.item()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet = func.overloadpacket
-        if not ops.is_supported(packet) and (drawn := _random(func)):
-            raise UnsupportedOperation(
-                f"{self.step} uses '{drawn}' at {_user_line()}: a kernel draws no random numbers, "
-                "so draw them before the call and pass them to the neuron as one more input; "
-                'impl="reference" runs the eager loop'
-            )
+        packet, kwargs = func.overloadpacket, kwargs or {}
+        if not ops.is_supported(packet):
+            self._refuse_randomness(func)
         if packet is torch.ops.aten._local_scalar_dense:
             raise UnsupportedOperation(
                 f"{self.step} turns a tensor into a Python value at {_user_line()}: floats, "
@@ -188,22 +159,45 @@ class Checked(TorchDispatchMode):
                 "torch functions instead of math, or compute the value in __init__"
             )
         in_place = func._schema.is_mutable
-        if in_place and self.in_place:
+        if in_place and self.gradients:
+            # PyTorch's own derivatives may work in place, on tensors that nobody else sees.
             in_place, packet = False, getattr(torch.ops.aten, packet.__name__.removesuffix("_"))
-        problem = None
         if in_place or not ops.is_supported(packet):
-            problem = (
+            problem: str | None = (
                 "kernels are made of pointwise operations that change nothing in place; "
                 'impl="reference" runs the eager loop'
             )
         else:
-            result = func(*args, **(kwargs or {}))
-            problem = ops.refusal(packet, args, kwargs or {}, result)
+            result = func(*args, **kwargs)
+            problem = ops.refusal(packet, args, kwargs, result)
         if problem:
-            step = f"the derivative of {self.step}" if self.in_place else self.step
-            line = f"{step} uses '{packet.__name__}' at {_user_line()}"
+            line = f"{self.step} uses '{packet.__name__}' at {_user_line()}"
             raise UnsupportedOperation(f"{line}: {problem}")
+        self.seen[result.data_ptr()] = result, self._lower(packet, args, kwargs, result)
         return result
+
+    def _lower(
+        self, packet: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor
+    ) -> Operand:
+        operands = [self.operand(a) for a in args]
+        if packet in ops.IDENTITIES:
+            return operands[0]
+        tensors = [o for a, o in zip(args, operands, strict=True) if isinstance(a, Tensor)]
+        if tensors and not any(isinstance(o, str) for o in tensors):
+            return result.item()  # of constants
+        if packet in ops.REWRITES:
+            named = {name: self.operand(a) for name, a in kwargs.items()}
+            return ops.REWRITES[packet](self.graph, *operands, **named)
+        return self.graph.op(ops.BY_ATEN[packet], *operands)
+
+    def _refuse_randomness(self, func: Any) -> None:
+        drawn = _random(func)
+        if drawn:
+            raise UnsupportedOperation(
+                f"{self.step} uses '{drawn}' at {_user_line()}: a kernel draws no random numbers, "
+                "so draw them before the call and pass them to the neuron as one more input; "
+                'impl="reference" runs the eager loop'
+            )
 
 
 def _user_line() -> str:
@@ -233,7 +227,3 @@ def _random(func: Any) -> str:
         return func.overloadpacket.__name__
     # A dropout begins with other operations: its checks, memory for its mask.
     return "dropout" if any("dropout(" in (frame.line or "") for frame in _frames()) else ""
-
-
-def examples(count: int) -> list[Tensor]:
-    return [torch.full((), 0.5, dtype=torch.float32, device="cpu") for _ in range(count)]
