@@ -9,9 +9,11 @@ from spikefuse.compiler.ops import UnsupportedOperation
 from spikefuse.compiler.trace import Step
 
 # Neurons that a thread works on at a time: their states and K past steps stay in its cache.
-BLOCK = 2048
+BLOCK = 4096
 # Steps between stored states; the first is given.
 CHUNK = 16
+# Neurons whose results are streamed to memory at a time, while those of the next are computed.
+PIECE = 256
 # Arrays of one kernel; numba_runtime numbers as many.
 MAX_SLOTS = 128
 
@@ -23,6 +25,7 @@ from spikefuse.compiler.numba_runtime import *
 
 BLOCK = {BLOCK}
 CHUNK = {CHUNK}
+PIECE = {PIECE}
 '''
 
 
@@ -71,7 +74,7 @@ class _Emitter:
         return f"store({array}, {index}, {value}, {self.slot(array)})"
 
     def arguments(self, sequences: Sequence[str], rest: Sequence[str]) -> str:
-        names = ["first", "last", "T", "N", "inner"]
+        names = ["first", "last", "T", "N", "inner", "streamed"]
         for name in sequences:
             names += [f"{name}_data", f"{name}_time", f"{name}_outer"]
         names += rest
@@ -94,6 +97,31 @@ class _Emitter:
         ]
         return lines
 
+    def pieces(self, results: Sequence[str], body: Sequence[str]) -> list[str]:
+        """The loop over a block's neurons, `body` for neuron i.
+
+        It writes `results` in place, or to a short buffer that then goes to memory past the
+        caches: what is much larger than they are would be read before it is overwritten.
+        """
+        return [
+            "for piece in range(0, m, PIECE):",
+            "    end = min(piece + PIECE, m)",
+            *(
+                f"    {y}_out, {y}_first = ({y}_buffer, -piece) if streamed else ({y}_data, {y}_at)"
+                for y in results
+            ),
+            "    for i in range(piece, end):",
+            *_indent(body, 2),
+            *(
+                f"    if streamed: stream({y}_data, {y}_at + piece, {y}_buffer, end - piece)"
+                for y in results
+            ),
+        ]
+
+    @staticmethod
+    def buffers(results: Sequence[str]) -> list[str]:
+        return [f"    {y}_buffer = np.empty(PIECE, {y}_data.dtype)" for y in results]
+
     def load_params(self) -> list[str]:
         return [self.load(p, f"{p}_row", "i") for p in self.channel]
 
@@ -101,11 +129,9 @@ class _Emitter:
         self.slots = {}
         sequences = [*self.xs, *self.ys]
         states = [f"{v}_{role}" for v in self.vs for role in ("start", "final", "saved")]
-        results = self.step.graph.results("numba")
-        outputs, new = results[: len(self.ys)], results[len(self.ys) :]
         lines = ["@kernel", f"def forward({self.arguments(sequences, states)}):"]
         lines += [f"    {v} = np.empty(BLOCK, np.float32)" for v in self.row(self.vs)]
-        lines += self.block(sequences)
+        lines += self.buffers(self.ys) + self.block(sequences)
         for v, rest in zip(self.vs, self.step.initial, strict=True):
             lines += [
                 "        for i in range(m):",
@@ -122,22 +148,27 @@ class _Emitter:
                 "                    " + self.store(f"{v}_saved", "saved + i", "value"),
             ]
         lines += [f"            {x}_at = {x}_base + t * {x}_time" for x in sequences]
-        body = [self.load(x, f"{x}_data", f"{x}_at + i") for x in self.xs]
-        body += [self.load(v, f"{v}_row", "i") for v in self.vs] + self.load_params()
-        body += self.step.graph.lines("numba")
-        body += [
-            self.store(f"{y}_data", f"{y}_at + i", value)
-            for y, value in zip(self.ys, outputs, strict=True)
-        ]
-        body += [self.store(f"{v}_row", "i", value) for v, value in zip(self.vs, new, strict=True)]
-        lines += ["            for i in range(m):", *_indent(body, 4)]
+        lines += _indent(self.pieces(self.ys, self.forward_body()), 3)
         for v in self.vs:
             lines += [
                 f"        if {v}_final.size:",
                 "            for i in range(m):",
                 f"                {v}_final[base + i] = {v}_row[i]",
             ]
-        return [*lines, "        base += m"]
+        return [*lines, "        base += m", "    if streamed: fence()"]
+
+    def forward_body(self) -> list[str]:
+        results = self.step.graph.results("numba")
+        outputs, new = results[: len(self.ys)], results[len(self.ys) :]
+        body = [self.load(x, f"{x}_data", f"{x}_at + i") for x in self.xs]
+        body += [self.load(v, f"{v}_row", "i") for v in self.vs] + self.load_params()
+        body += self.step.graph.lines("numba")
+        body += [
+            self.store(f"{y}_out", f"{y}_first + i", value)
+            for y, value in zip(self.ys, outputs, strict=True)
+        ]
+        body += [self.store(f"{v}_row", "i", value) for v, value in zip(self.vs, new, strict=True)]
+        return body
 
     @staticmethod
     def row(names: Sequence[str]) -> list[str]:
@@ -154,7 +185,7 @@ class _Emitter:
         lines = ["@kernel", f"def backward({self.arguments(sequences, [*states, *sums])}):"]
         lines += [f"    {v}_past = np.empty(CHUNK * BLOCK, np.float32)" for v in self.vs]
         lines += [f"    {g} = np.empty(BLOCK, np.float32)" for g in self.row([*gvs, *self.grads])]
-        lines += self.block(sequences)
+        lines += self.buffers(gxs) + self.block(sequences)
         for v, g in zip(self.vs, gvs, strict=True):
             lines += [
                 "        for i in range(m):",
@@ -169,10 +200,7 @@ class _Emitter:
             "                past = k * BLOCK",
         ]
         lines += [f"                {x}_at = {x}_base + (start + k) * {x}_time" for x in sequences]
-        lines += [
-            "                for i in range(m):",
-            *_indent(self.reverse_body(gys, gxs, gvs), 5),
-        ]
+        lines += _indent(self.pieces(gxs, self.reverse_body(gys, gxs, gvs)), 4)
         for v, g in zip(self.vs, gvs, strict=True):
             lines += [
                 f"        if {v}_gstart.size:",
@@ -181,7 +209,7 @@ class _Emitter:
             ]
         for g in self.grads:
             lines += ["        for i in range(m):", f"            {g}_data[base + i] = {g}_row[i]"]
-        return [*lines, "        base += m"]
+        return [*lines, "        base += m", "    if streamed: fence()"]
 
     def recompute(self) -> list[str]:
         """States before each step of a chunk, from the stored one."""
@@ -216,7 +244,7 @@ class _Emitter:
         body += self.reverse.lines("numba")
         results = self.reverse.results("numba")
         for g in gxs:
-            body.append(self.store(f"{g}_data", f"{g}_at + i", results.pop(0)))
+            body.append(self.store(f"{g}_out", f"{g}_first + i", results.pop(0)))
         for g in gvs:
             body.append(self.store(f"{g}_row", "i", results.pop(0)))
         for g in self.grads:

@@ -13,6 +13,11 @@ from spikefuse.compiler.numba_runtime import advise_huge_pages, flat, parallel
 
 _ABSENT = np.empty(0, np.float32)
 
+# Results of so many bytes leave the caches anyway, so they are written past them, ...
+_STREAMED = 1 << 25
+# ... in rows of at least so many neurons.
+_MIN_ROW = 1 << 10
+
 
 def prepare(kernel: Any, layout: Layout, sequences: Sequence[Tensor]) -> _Launch:
     """See `spikefuse.compiler.program.Launcher`."""
@@ -25,6 +30,8 @@ class _Launch:
     def __init__(self, kernel: Any, layout: Layout, sequences: Sequence[Tensor]) -> None:
         self.kernel, self.layout = kernel, layout
         self.strides = [layout.strides(x) for x in sequences]
+        size = layout.num_steps * layout.num_neurons * sequences[-1].itemsize
+        self.streamed = size >= _STREAMED and layout.inner >= _MIN_ROW
 
     def __call__(
         self,
@@ -34,7 +41,7 @@ class _Launch:
         params: Sequence[float | Tensor],
     ) -> None:
         layout = self.layout
-        arguments: list[Any] = [layout.num_steps, layout.num_neurons, layout.inner]
+        arguments: list[Any] = [layout.num_steps, layout.num_neurons, layout.inner, self.streamed]
         for x, strides in zip(sequences, self.strides, strict=True):
             advise_huge_pages(x)
             arguments += (flat(x), *strides)

@@ -1,4 +1,4 @@
-"""What generated Numba kernels import: typed memory access, mathematics, threads.
+"""What generated Numba kernels import: typed memory access, threads, and numba_math.
 
 Generated loops run over neighbouring neurons and must vectorise. LLVM has to know for that
 that arrays don't overlap: each access carries the number of its array (`slot`) as alias
@@ -21,14 +21,17 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from spikefuse.compiler.emit_numba import MAX_SLOTS
+from spikefuse.compiler.numba_math import exp, floor, log, sigmoid, sqrt
 
 __all__ = [
     "channel_rows",
     "exp",
     "f32",
+    "fence",
     "floor",
     "kernel",
     "load",
@@ -36,12 +39,10 @@ __all__ = [
     "sigmoid",
     "sqrt",
     "store",
+    "stream",
 ]
 
 f32 = np.float32
-# NumPy's keep float32; those of math would compute in double precision.
-floor, log, sqrt = np.floor, np.log, np.sqrt
-
 # No fastmath: contraction or reassociation would change spikes.
 kernel = numba.njit(nogil=True, cache=True, error_model="numpy")
 _inline = numba.njit(inline="always", error_model="numpy")
@@ -99,6 +100,59 @@ def store(typing_context: Any, array: Any, index: Any, value: Any, slot: Any) ->
     return types.void(array, types.intp, types.float32, slot), generate
 
 
+# Bytes that are streamed at a time.
+_LINE = 64
+
+
+@intrinsic
+def stream(typing_context: Any, array: Any, start: Any, row: Any, count: Any) -> Any:
+    """`array[start : start + count] = row[:count]` past the caches, visible after `fence`.
+
+    An ordinary store first reads the cache line that it will overwrite.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def constant(value: int) -> Any:
+            return ir.Constant(args[3].type, value)
+
+        def at(pointer: Any, offset: Any, kind: Any) -> Any:
+            return builder.bitcast(builder.gep(pointer, [offset]), kind.as_pointer())
+
+        byte, line = ir.IntType(8), ir.VectorType(ir.IntType(32), _LINE // 4)
+        target = _address(context, builder, array, args[0], args[1])
+        source = _address(context, builder, row, args[2], constant(0))
+        target, source = (builder.bitcast(p, byte.as_pointer()) for p in (target, source))
+        size = builder.mul(args[3], constant(array.dtype.bitwidth // 8))
+        # Lines begin where the target's address is a multiple of theirs.
+        head = builder.neg(builder.ptrtoint(target, args[3].type))
+        head = builder.and_(head, constant(_LINE - 1))
+        head = builder.select(builder.icmp_signed("<", head, size), head, size)
+        whole = builder.and_(builder.sub(size, head), constant(-_LINE))
+        done = builder.add(head, whole)
+        cgutils.raw_memcpy(builder, target, source, head, 1)
+        with cgutils.for_range_slice(builder, head, done, constant(_LINE)) as (i, _):
+            value = builder.load(at(source, i, line), align=1)
+            stored = builder.store(value, at(target, i, line), align=_LINE)
+            one = ir.Constant(ir.IntType(32), 1)
+            stored.set_metadata("nontemporal", builder.module.add_metadata([one]))
+        rest = builder.sub(size, done)
+        cgutils.raw_memcpy(builder, at(target, done, byte), at(source, done, byte), rest, 1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, row, types.intp), generate
+
+
+@intrinsic
+def fence(typing_context: Any) -> Any:
+    """Make what was streamed visible to other threads."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
 _FLOAT = ir.FloatType()
 
 
@@ -113,65 +167,6 @@ def _to_bfloat16(builder: Any, number: Any) -> Any:
     is_nan = builder.fcmp_unordered("uno", number, number)
     kept = builder.select(is_nan, constant(0x7FC00000), rounded)
     return builder.trunc(builder.lshr(kept, constant(16)), ir.IntType(16))
-
-
-@intrinsic(prefer_literal=True)
-def _multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """`a * b + c` with one rounding; for approximations, never for a neuron's own arithmetic."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fma(*args)
-
-    return types.float32(types.float32, types.float32, types.float32), generate
-
-
-# Through Any: the type of an intrinsic shows its typing context as an argument.
-_fma: Any = _multiply_add
-
-
-@_inline
-def _exp_parts(x):
-    """(n, p) with exp(x) = 2^n p, for |x| < 105; p is NaN if x is.
-
-    x = n ln 2 + r with |r| <= ln 2 / 2, and p = exp r by the Taylor polynomial of degree 7, whose
-    remainder, (ln 2 / 2)^8 / 8!, is below 1e-8.
-    """
-    n = np.floor(_fma(x, f32(1.4426950408889634), f32(0.5)))
-    # ln 2 in two parts; the product of n and the first is exact.
-    r = _fma(n, f32(2.12194440054690583e-4), _fma(n, f32(-0.693359375), x))
-    p = _fma(f32(1.0 / 5040.0), r, f32(1.0 / 720.0))
-    p = _fma(p, r, f32(1.0 / 120.0))
-    p = _fma(p, r, f32(1.0 / 24.0))
-    p = _fma(p, r, f32(1.0 / 6.0))
-    p = _fma(p, r, f32(0.5))
-    p = _fma(p, r, f32(1.0))
-    p = _fma(p, r, f32(1.0))
-    return np.int32(n), p
-
-
-@_inline
-def exp(x):
-    """float32 exponential within 2 ulp, of operations that vectorise."""
-    # Comparisons in this order let NaN through.
-    x = f32(89.0) if f32(89.0) < x else x
-    x = f32(-104.0) if f32(-104.0) > x else x
-    n, p = _exp_parts(x)
-    # 2^n by its exponent bits, in two halves: the smallest and largest results come out right.
-    half = n >> np.int32(1)
-    scale = np.int32((half + np.int32(127)) << np.int32(23)).view(np.float32)
-    rest = np.int32((n - half + np.int32(127)) << np.int32(23)).view(np.float32)
-    return p * scale * rest
-
-
-@_inline
-def sigmoid(x):
-    """float32 `1 / (1 + exp(-x))` within 4 ulp; 0 where that is subnormal."""
-    # At -88.7 the scale becomes infinite, and the result 0.
-    x = f32(-88.7) if f32(-88.7) > x else x
-    x = f32(87.0) if f32(87.0) < x else x
-    n, p = _exp_parts(-x)
-    scale = np.int32((n + np.int32(127)) << np.int32(23)).view(np.float32)
-    return f32(1.0) / _fma(p, scale, f32(1.0))
 
 
 @_inline

@@ -1,0 +1,60 @@
+"""Results that are streamed past the caches are those that are not."""
+
+import pytest
+import torch
+
+import spikefuse as sf
+from spikefuse.compiler import launch_numba
+
+# Whole pieces and lines of memory, fractions of both, and rows that begin anywhere.
+SIZES = [1, 15, 1024, 4096 + 256 + 3]
+
+
+def run(neuron, x, grad):
+    y = neuron(x, impl="numba")
+    (gx,) = torch.autograd.grad(y, x, grad)
+    return y.detach(), gx
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", SIZES)
+def test_streaming_changes_nothing(monkeypatch, dtype, size):
+    generator = torch.Generator().manual_seed(size)
+    x, grad = (torch.randn(19, 3, size, generator=generator).to(dtype) for _ in range(2))
+    x = x.requires_grad_()
+    results = []
+    for least in (1 << 60, 0):
+        monkeypatch.setattr(launch_numba, "_STREAMED", least)
+        monkeypatch.setattr(launch_numba, "_MIN_ROW", 1)
+        # A call remembers whether it streams.
+        clear()
+        results.append(run(sf.LIF(decay=0.5, threshold=0.7), x, grad))
+    for plain, streamed in zip(*results, strict=True):
+        assert torch.equal(plain, streamed)
+
+
+def test_streams_inside_other_strides(monkeypatch):
+    """Neighbours in groups of `inner`: short rows, not one."""
+    monkeypatch.setattr(launch_numba, "_STREAMED", 0)
+    monkeypatch.setattr(launch_numba, "_MIN_ROW", 1)
+    clear()
+    x = torch.randn(7, 4, 40, generator=torch.Generator().manual_seed(0))[:, :, :17]
+    grad = torch.randn_like(x)
+    x = x.requires_grad_()
+    y, gx = run(sf.LIF(), x, grad)
+    expected = sf.LIF()(x, impl="reference")
+    assert torch.equal(y, expected)
+    torch.testing.assert_close(gx, torch.autograd.grad(expected, x, grad)[0])
+
+
+def clear():
+    from spikefuse.compiler.call import call_of
+
+    call_of.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def calls():
+    clear()
+    yield
+    clear()
