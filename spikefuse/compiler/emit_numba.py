@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from spikefuse.compiler.adjoint import Reverse
 from spikefuse.compiler.ops import UnsupportedOperation
+from spikefuse.compiler.roles import Roles, indent
 from spikefuse.compiler.trace import Step
 
 # Neurons that a thread works on at a time: their states and K past steps stay in its cache.
@@ -41,21 +42,10 @@ def source(step: Step, reverse: Reverse, channel_params: Sequence[str]) -> str:
     )
 
 
-class _Emitter:
+class _Emitter(Roles):
     def __init__(self, step: Step, reverse: Reverse, channel_params: tuple[str, ...]) -> None:
-        self.step = step
-        graph = step.graph
-        self.xs = graph.inputs[: len(step.inputs)]
-        self.vs = graph.inputs[len(step.inputs) : len(step.inputs) + len(step.states)]
-        self.ys = step.outputs
-        self.params = dict(
-            zip(step.params, graph.inputs[len(self.xs) + len(self.vs) :], strict=True)
-        )
+        super().__init__(step, reverse)
         self.channel = [self.params[name] for name in channel_params]
-        self.grads = [f"g{self.params[name]}" for name in reverse.params]
-        inputs = dict(zip(step.inputs, self.xs, strict=True))
-        self.gxs = [f"g{inputs[name]}" for name in reverse.inputs]
-        self.reverse = reverse.graph
         self.slots: dict[str, int] = {}
 
     def slot(self, array: str) -> int:
@@ -111,7 +101,7 @@ class _Emitter:
                 for y in results
             ),
             "    for i in range(piece, end):",
-            *_indent(body, 2),
+            *indent(body, 2),
             *(
                 f"    if streamed: stream({y}_data, {y}_at + piece, {y}_buffer, end - piece)"
                 for y in results
@@ -148,7 +138,7 @@ class _Emitter:
                 "                    " + self.store(f"{v}_saved", "saved + i", "value"),
             ]
         lines += [f"            {x}_at = {x}_base + t * {x}_time" for x in sequences]
-        lines += _indent(self.pieces(self.ys, self.forward_body()), 3)
+        lines += indent(self.pieces(self.ys, self.forward_body()), 3)
         for v in self.vs:
             lines += [
                 f"        if {v}_final.size:",
@@ -176,8 +166,7 @@ class _Emitter:
 
     def backward(self) -> list[str]:
         self.slots = {}
-        gys, gxs = [f"g{y}" for y in self.ys], self.gxs
-        gvs = [f"g{v}" for v in self.vs]
+        gys, gxs, gvs = self.gys, self.gxs, self.gvs
         sequences = [*self.xs, *gys, *gxs]
         roles = ("start", "saved", "gfinal", "gstart")
         states = [f"{v}_{role}" for v in self.vs for role in roles]
@@ -194,13 +183,13 @@ class _Emitter:
         lines += [f"        {g}_row[:m] = f32(0.0)" for g in self.grads]
         lines += ["        for chunk in range((T + CHUNK - 1) // CHUNK - 1, -1, -1):"]
         lines += ["            start = chunk * CHUNK", "            steps = min(CHUNK, T - start)"]
-        lines += _indent(self.recompute(), 3)
+        lines += indent(self.recompute(), 3)
         lines += [
             "            for k in range(steps - 1, -1, -1):",
             "                past = k * BLOCK",
         ]
         lines += [f"                {x}_at = {x}_base + (start + k) * {x}_time" for x in sequences]
-        lines += _indent(self.pieces(gxs, self.reverse_body(gys, gxs, gvs)), 4)
+        lines += indent(self.pieces(gxs, self.reverse_body(gys, gxs, gvs)), 4)
         for v, g in zip(self.vs, gvs, strict=True):
             lines += [
                 f"        if {v}_gstart.size:",
@@ -225,7 +214,7 @@ class _Emitter:
                 "    for i in range(m):",
                 f"        {v}_past[i] = {v}_start[base + i] if {v}_start.size else f32({rest!r})",
             ]
-        graph = self.step.graph.select(self.step.graph.outputs[len(self.ys) :])
+        graph = self.advance
         body = [self.load(x, f"{x}_data", f"{x}_at + i") for x in self.xs]
         body += [self.load(v, f"{v}_past", "past + i") for v in self.vs] + self.load_params()
         body += graph.lines("numba")
@@ -235,7 +224,7 @@ class _Emitter:
         ]
         lines += ["for k in range(steps - 1):", "    past = k * BLOCK"]
         lines += [f"    {x}_at = {x}_base + (start + k) * {x}_time" for x in self.xs]
-        return [*lines, "    for i in range(m):", *_indent(body, 2)]
+        return [*lines, "    for i in range(m):", *indent(body, 2)]
 
     def reverse_body(self, gys: list[str], gxs: list[str], gvs: list[str]) -> list[str]:
         body = [self.load(x, f"{x}_data", f"{x}_at + i") for x in (*self.xs, *gys)]
@@ -251,7 +240,3 @@ class _Emitter:
             body.append(self.load(g, f"{g}_row", "i"))
             body.append(self.store(f"{g}_row", "i", f"{g} + {results.pop(0)}"))
         return body
-
-
-def _indent(lines: Sequence[str], depth: int) -> list[str]:
-    return ["    " * depth + line for line in lines]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from spikefuse.compiler.adjoint import Reverse
 from spikefuse.compiler.graph import Graph
+from spikefuse.compiler.roles import Roles, indent
 from spikefuse.compiler.trace import Step
 
 # Steps between stored states: the time axis in segments.
@@ -87,7 +88,7 @@ def source(
     return "\n\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
-class _Emitter:
+class _Emitter(Roles):
     def __init__(
         self,
         step: Step,
@@ -95,21 +96,9 @@ class _Emitter:
         channel_params: Sequence[str],
         tensor_params: Sequence[str],
     ) -> None:
-        self.step = step
-        names = step.graph.inputs
-        split, end = len(step.inputs), len(step.inputs) + len(step.states)
-        self.xs, self.vs, self.ys = names[:split], names[split:end], step.outputs
-        params = dict(zip(step.params, names[end:], strict=True))
-        self.params = tuple(params.values())
-        self.channel = [params[name] for name in channel_params]
-        self.tensors = [params[name] for name in tensor_params]
-        inputs = dict(zip(step.inputs, self.xs, strict=True))
-        self.gxs = [f"g{inputs[name]}" for name in reverse.inputs]
-        self.gys = [f"g{y}" for y in self.ys]
-        self.gvs = [f"g{v}" for v in self.vs]
-        self.grads = [f"g{params[name]}" for name in reverse.params]
-        self.advance = step.graph.select(step.graph.outputs[len(self.ys) :])
-        self.reverse = reverse.graph
+        super().__init__(step, reverse)
+        self.channel = [self.params[name] for name in channel_params]
+        self.tensors = [self.params[name] for name in tensor_params]
 
     def function(self, name: str, graph: Graph) -> list[str]:
         results = [
@@ -119,14 +108,14 @@ class _Emitter:
             for output, value in zip(graph.outputs, graph.results("triton"), strict=True)
         ]
         body = [*graph.lines("triton"), f"return {', '.join(results)}"]
-        return ["@triton.jit", f"def {name}({', '.join(graph.inputs)}):", *_indent(body, 1)]
+        return ["@triton.jit", f"def {name}({', '.join(graph.inputs)}):", *indent(body, 1)]
 
     def head(self, name: str, sequences: Sequence[str], pointers: Sequence[str]) -> list[str]:
         """Signature, position of the block, addresses, parameters."""
         integers = [f"{s}_{kind}" for s in sequences for kind in ("time", "outer")]
         integers += ["N", "inner", "T", "channels", "channel_inner"]
         arguments = [f"{s}_ptr" for s in sequences] + list(pointers)
-        for p in self.params:
+        for p in self.params.values():
             is_pointer = p in self.channel or p in self.tensors
             arguments.append(f"{p}_ptr" if is_pointer else f"{p}: tl.float32")
         arguments += [f"{i}: tl.int64" for i in integers]
@@ -142,9 +131,11 @@ class _Emitter:
         body += [f"{p} = tl.load({p}_ptr + channel, mask=live, other=0.0)" for p in self.channel]
         body += [f"{p} = tl.load({p}_ptr)" for p in self.tensors]
         # To the interpreter, floats are Python's, in double precision.
-        floats = [p for p in self.params if p not in self.channel and p not in self.tensors]
+        floats = [
+            p for p in self.params.values() if p not in self.channel and p not in self.tensors
+        ]
         body += [f"{p} = tl.full([], {p}, tl.float32)" for p in floats]
-        return lines + _indent([*body, "whole = T // CHUNK * CHUNK"], 1)
+        return lines + indent([*body, "whole = T // CHUNK * CHUNK"], 1)
 
     @staticmethod
     def address(name: str) -> list[str]:
@@ -175,7 +166,9 @@ class _Emitter:
         return lines
 
     def call(self, function: str, results: Sequence[str], arguments: Sequence[str]) -> str:
-        return f"{', '.join(results)} = {function}({', '.join((*arguments, *self.params))})"
+        return (
+            f"{', '.join(results)} = {function}({', '.join((*arguments, *self.params.values()))})"
+        )
 
     @staticmethod
     def optional_state(v: str, pointer: str, rest: float) -> list[str]:
@@ -201,15 +194,15 @@ class _Emitter:
         for v, rest in zip(self.vs, self.step.initial, strict=True):
             body += self.optional_state(v, f"{v}_start", rest)
         chunk = [*self.save_states("start"), *self.load_chunk(self.xs, "start", "live"), EACH_STEP]
-        chunk += _indent(self.forward_step([f"{x}[k]" for x in self.xs], "start + k"), 1)
+        chunk += indent(self.forward_step([f"{x}[k]" for x in self.xs], "start + k"), 1)
         rest_of_steps = self.save_states("t")
         rest_of_steps += [f"{x}_t = {self.load(x, 't', 'live')}" for x in self.xs]
         rest_of_steps += self.forward_step([f"{x}_t" for x in self.xs], "t")
-        body += ["for start in range(0, whole, CHUNK):", *_indent(chunk, 1)]
-        body += ["for t in range(whole, T):", *_indent(rest_of_steps, 1)]
+        body += ["for start in range(0, whole, CHUNK):", *indent(chunk, 1)]
+        body += ["for t in range(whole, T):", *indent(rest_of_steps, 1)]
         for v in self.vs:
             body += self.optional_store(f"{v}_final", v)
-        return lines + _indent(body, 1)
+        return lines + indent(body, 1)
 
     def save_states(self, t: str) -> list[str]:
         """Store the states where a segment begins, but not the first, which is given."""
@@ -243,18 +236,18 @@ class _Emitter:
             "start = whole",
             *self.load_chunk(self.xs, "start", "live_k"),
             "if whole < T:",
-            *_indent(self.backward_chunk("live_k"), 1),
+            *indent(self.backward_chunk("live_k"), 1),
             "else:",
-            *_indent(self.load_before(), 1),
-            *_indent(self.take_over(), 1),
+            *indent(self.load_before(), 1),
+            *indent(self.take_over(), 1),
             "for back in range(0, whole, CHUNK):",
             "    start = whole - CHUNK - back",
-            *_indent(self.backward_chunk("live"), 1),
+            *indent(self.backward_chunk("live"), 1),
         ]
         for v, g in zip(self.vs, self.gvs, strict=True):
             body += self.optional_store(f"{v}_gstart", g)
         body += [f"tl.store({g}_ptr + first + lane, {g}, mask=live)" for g in self.grads]
-        return lines + _indent(body, 1)
+        return lines + indent(body, 1)
 
     def load_before(self) -> list[str]:
         """Inputs of the chunk before this one, if there is one."""
@@ -285,16 +278,12 @@ class _Emitter:
                 *(f"    past_{v} = past_{v} + ({v},)" for v in self.vs),
             ]
         lines.append("for k in tl.static_range(CHUNK - 1, -1, -1):")
-        return [*lines, *_indent(self.reverse_step(mask), 1), *self.take_over()]
+        return [*lines, *indent(self.reverse_step(mask), 1), *self.take_over()]
 
-    @staticmethod
-    def segment_state(v: str, rest: float) -> list[str]:
+    def segment_state(self, v: str, rest: float) -> list[str]:
         """The state before a segment: the first starts from the initial state."""
         return [
-            f"if {v}_start is not None:",
-            f"    {v} = tl.load({v}_start + first + lane, mask=live, other=0.0)",
-            "else:",
-            f"    {v} = tl.full([BLOCK], {rest!r}, tl.float32)",
+            *self.optional_state(v, f"{v}_start", rest),
             f"if {v}_saved is not None:",
             f"    if start >= {SEGMENT}:",
             f"        saved = {v}_saved + (start // {SEGMENT} - 1) * N + first + lane",
@@ -303,7 +292,12 @@ class _Emitter:
 
     def reverse_step(self, mask: str) -> list[str]:
         names = [*(f"{x}[k].to(tl.float32)" for x in self.xs), *(f"past_{v}[k]" for v in self.vs)]
-        arguments = [*names, *self.params, *(f"{g}[k].to(tl.float32)" for g in self.gys), *self.gvs]
+        arguments = [
+            *names,
+            *self.params.values(),
+            *(f"{g}[k].to(tl.float32)" for g in self.gys),
+            *self.gvs,
+        ]
         carried = [*self.gvs, *self.grads]
         results = [f"{g}_k" for g in (*self.gxs, *carried)]
         lines = [f"{', '.join(results)} = reverse({', '.join(arguments)})"]
@@ -318,7 +312,3 @@ class _Emitter:
 def _in_time(value: str, otherwise: str) -> str:
     """What is carried stays as it is on steps beyond the sequence."""
     return f"tl.where(start + k < T, {value}, {otherwise})"
-
-
-def _indent(lines: Sequence[str], depth: int) -> list[str]:
-    return ["    " * depth + line for line in lines]

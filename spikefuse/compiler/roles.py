@@ -1,0 +1,31 @@
+"""What both emitters know of a step and its reverse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spikefuse.compiler.adjoint import Reverse
+from spikefuse.compiler.trace import Step
+
+
+class Roles:
+    """The variables of a kernel by role: inputs x, states v, outputs y, and their gradients."""
+
+    def __init__(self, step: Step, reverse: Reverse) -> None:
+        self.step, self.reverse = step, reverse.graph
+        names, split = step.graph.inputs, len(step.inputs)
+        self.xs, self.ys = names[:split], step.outputs
+        self.vs = names[split : split + len(step.states)]
+        #: Identifiers of the parameters by their names.
+        self.params = dict(zip(step.params, names[split + len(self.vs) :], strict=True))
+        inputs = dict(zip(step.inputs, self.xs, strict=True))
+        self.gxs = [f"g{inputs[name]}" for name in reverse.inputs]
+        self.gys, self.gvs = [f"g{y}" for y in self.ys], [f"g{v}" for v in self.vs]
+        #: Gradients of parameters.
+        self.grads = [f"g{self.params[name]}" for name in reverse.params]
+        #: The step without its outputs.
+        self.advance = step.graph.select(step.graph.outputs[len(self.ys) :])
+
+
+def indent(lines: Sequence[str], depth: int) -> list[str]:
+    return ["    " * depth + line for line in lines]
