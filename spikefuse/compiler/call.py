@@ -6,15 +6,15 @@ What is left to do for the next such call is to allocate, to take addresses and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, reduce
+from functools import cached_property, lru_cache, reduce
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spikefuse.compiler.layout import layout_from
-from spikefuse.compiler.program import FLOAT, Launch, Program, program
+from spikefuse.compiler.layout import layout_from, outer_stride
+from spikefuse.compiler.program import FLOAT, Launch, program
 
 Tensors = Sequence[Tensor]
 #: Shape, strides, dtype and device of an input.
@@ -27,47 +27,53 @@ class Call:
     Nothing here depends on values: calls of different neurons, threads and passes share it.
     """
 
-    def __init__(self, chosen: Program, inputs: Sequence[Spec]) -> None:
-        self.program = chosen
+    def __init__(self, name: str, inputs: Sequence[Spec]) -> None:
+        self.program = program(name)
+        step = self.program.step
         self.layout = layout_from([(shape, strides) for shape, strides, _, _ in inputs])
         self.dtypes = [dtype for _, _, dtype, _ in inputs]
         self.dtype = reduce(torch.promote_types, self.dtypes)
-        self.num_outputs, self.num_states = chosen.step.num_outputs, len(chosen.step.states)
+        self.device = inputs[0][3]
+        self.num_outputs, self.num_states = step.num_outputs, len(step.states)
         #: States that are stored for backward, per neuron: the first is given.
-        self.num_saved = (self.layout.num_steps - 1) // chosen.chunk
+        self.num_saved = (self.layout.num_steps - 1) // self.program.chunk
+        self._inputs = inputs
+        self._absent = (None,) * self.num_states
         self._forward: Launch | None = None
         self._backward: dict[tuple[Any, ...], Launch] = {}
 
-    def results(
-        self, like: Tensor, save: bool, final: bool
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Unwritten (outputs, final states, stored states) on the device of `like`."""
-        outputs = [self.layout.empty(like, self.dtype) for _ in range(self.num_outputs)]
-        finals = [self.layout.empty_step(like) for _ in range(self.num_states if final else 0)]
-        rows = self.num_saved
-        # Of no rows at all where a sequence is short: a null address, which counts as aligned.
-        saved = [self._per_neuron(like, rows) for _ in range(self.num_states if save else 0)]
-        return outputs, finals, saved
+    def results(self, save: bool, final: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Unwritten (outputs, final states, stored states); a short sequence stores none."""
+        outputs = [self._sequence(self.dtype) for _ in range(self.num_outputs)]
+        finals = [self._step() for _ in range(self.num_states)] if final else []
+        if not (save and self.num_saved):
+            return outputs, finals, []
+        return outputs, finals, [self._per_neuron(self.num_saved) for _ in range(self.num_states)]
 
     def gradients(
-        self,
-        like: Tensor,
-        input_grads: Sequence[bool],
-        state_grads: bool,
-        param_grads: Sequence[bool],
+        self, input_grads: Sequence[bool], state_grads: bool, param_grads: Sequence[bool]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Unwritten gradients of inputs and initial states, and of parameters per neuron."""
-        dtypes = zip(self.dtypes, input_grads, strict=True)
-        grads = [self.layout.empty(like, dtype) for dtype, wanted in dtypes if wanted]
-        num_starts = self.num_states if state_grads else 0
-        starts = [self.layout.empty_step(like) for _ in range(num_starts)]
-        sums = [self._per_neuron(like) for wanted in param_grads if wanted]
-        return grads, starts, sums
+        grads = [self._sequence(dtype) for dtype in compress(self.dtypes, input_grads)]
+        starts = [self._step() for _ in range(self.num_states)] if state_grads else []
+        return grads, starts, [self._per_neuron() for wanted in param_grads if wanted]
 
-    def _per_neuron(self, like: Tensor, *rows: int) -> Tensor:
+    def _sequence(self, dtype: torch.dtype) -> Tensor:
+        layout = self.layout
+        return torch.empty_strided(
+            layout.shape, layout.all_strides, dtype=dtype, device=self.device
+        )
+
+    def _step(self) -> Tensor:
+        layout = self.layout
+        return torch.empty_strided(
+            layout.step_shape, layout.step_strides, dtype=torch.float32, device=self.device
+        )
+
+    def _per_neuron(self, *rows: int) -> Tensor:
         neurons = self.layout.num_neurons
         shape, strides = (*rows, neurons), (*(neurons for _ in rows), 1)
-        return torch.empty_strided(shape, strides, dtype=torch.float32, device=like.device)
+        return torch.empty_strided(shape, strides, dtype=torch.float32, device=self.device)
 
     def forward(
         self,
@@ -80,17 +86,18 @@ class Call:
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """(outputs, final states, stored states), the last two if asked for."""
         layout = self.layout
-        outputs, finals, saved = self.results(inputs[0], save, final)
+        outputs, finals, saved = self.results(save, final)
         if layout.num_neurons:
-            starts = [layout.conform_step(s) for s in states]
-            sequences = [*map(layout.conform, inputs), *outputs]
+            sequences = [*self._conforming(inputs), *outputs]
             launch = self._forward
             if launch is None:
                 kernel = self.program.module().forward
                 launch = self._forward = self.program.launcher.prepare(kernel, layout, sequences)
+            starts = [layout.conform_step(s) for s in states]
+            stored = saved or (self._no_rows if save else ())
             launch(
                 sequences,
-                self._by_state(starts, finals, saved),
+                self._by_state(starts, finals, stored),
                 (),
                 self._values(params, scalars),
             )
@@ -110,37 +117,50 @@ class Call:
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Gradients of (inputs, initial states, parameters), as far as they are wanted."""
         layout = self.layout
-        grads, starts, sums = self.gradients(inputs[0], input_grads, bool(states), param_grads)
-        wanted = [p for p, needed in zip(params, param_grads, strict=True) if needed]
+        grads, starts, sums = self.gradients(input_grads, bool(states), param_grads)
         if not layout.num_neurons:
-            return grads, starts, [torch.zeros_like(p) for p in wanted]
-        incoming = [self._incoming(g, inputs[0]) for g in grad_outputs]
+            return grads, starts, [torch.zeros_like(p) for p in compress(params, param_grads)]
+        incoming = [self._zeros() if g is None else layout.conform(g) for g in grad_outputs]
         finals = [None if g is None else layout.conform_step(g) for g in grad_states]
-        sequences = [*map(layout.conform, inputs), *incoming, *grads]
+        sequences = [*self._conforming(inputs), *incoming, *grads]
         key = (*input_grads, *param_grads, *[(g.stride(), g.dtype) for g in incoming])
         launch = self._backward.get(key)
         if launch is None:
             kernel = self.program.module(*self._names(input_grads, param_grads)).backward
             launch = self._backward[key] = self.program.launcher.prepare(kernel, layout, sequences)
+        begins = [layout.conform_step(s) for s in states]
         launch(
             sequences,
-            self._by_state([layout.conform_step(s) for s in states], saved, finals, starts),
+            self._by_state(begins, saved or self._no_rows, finals, starts),
             sums,
             self._values(params, scalars),
         )
-        reduced = [
-            layout.reduce_to(total, p).to(p.dtype) for total, p in zip(sums, wanted, strict=True)
-        ]
-        return grads, starts, reduced
+        totals = zip(sums, compress(params, param_grads), strict=True)
+        return grads, starts, [layout.reduce_to(total, p).to(p.dtype) for total, p in totals]
 
-    def _incoming(self, g: Tensor | None, like: Tensor) -> Tensor:
-        if g is None:
-            return self.layout.empty_step(like).zero_().expand(like.shape)
-        return self.layout.conform(g)
+    def _conforming(self, inputs: Tensors) -> Tensors:
+        return inputs if self._fits else [self.layout.conform(x) for x in inputs]
+
+    @cached_property
+    def _fits(self) -> bool:
+        """Whether kernels can read all inputs in place."""
+        at = self.layout.order, self.layout.inner
+        return all(outer_stride(x[0], x[1], *at) is not None for x in self._inputs)
+
+    def _zeros(self) -> Tensor:
+        return self._step().zero_().expand(self.layout.shape)
+
+    @cached_property
+    def _no_rows(self) -> tuple[Tensor, ...]:
+        """What kernels get for the stored states of a short sequence, which has none: with None
+        in their place, they would be other kernels. A null address counts as aligned."""
+        nothing = torch.empty(0, dtype=torch.float32, device=self.device)
+        return (nothing,) * self.num_states
 
     def _by_state(self, *roles: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Each state's tensors in turn, in the order of the kernel; a role may be absent."""
-        return [role[i] if role else None for i in range(self.num_states) for role in roles]
+        given = [role or self._absent for role in roles]
+        return [tensor for state in zip(*given, strict=True) for tensor in state]
 
     def _values(self, params: Tensors, scalars: Sequence[float]) -> Sequence[float | Tensor]:
         """Parameters in the order of the kernel, tensors as contiguous float32."""
@@ -172,4 +192,4 @@ def spec(inputs: Tensors) -> tuple[Spec, ...]:
 @lru_cache(maxsize=4096)
 def call_of(name: str, inputs: tuple[Spec, ...]) -> Call:
     """The call of a program, by its name, on inputs as `spec` tells of them."""
-    return Call(program(name), inputs)
+    return Call(name, inputs)

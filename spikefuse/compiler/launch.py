@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -56,14 +55,15 @@ def scan(
     name, num_outputs, scalars, params = _choose(definition, backend, inputs[0])
     states = [] if state is None else list(state)
     tensors = (*inputs, *states, *params)
-    save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    save = torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]
     arguments = name, list(inputs), states, params, scalars, save, return_state
     if not _is_plain(tensors):
         results = torch.ops.spikefuse.scan(*arguments)
     elif save:
         results = _apply(arguments, *tensors)
     else:
-        results = _scan(*arguments)
+        outputs, finals, _ = call_of(name, spec(inputs)).forward(*arguments[1:])
+        return tuple(outputs), tuple(finals)
     end = num_outputs + (len(type(definition).states) if return_state else 0)
     return tuple(results[:num_outputs]), tuple(results[num_outputs:end])
 
@@ -111,9 +111,8 @@ def _check_transforms() -> None:
     if torch.compiler.is_compiling():
         return
     interpreter = torch._C._functorch.peek_interpreter_stack()
-    transforms = ("Grad", "Jvp", "Vmap")
     if forward_ad._current_level >= 0 or (
-        interpreter is not None and interpreter.key().name in transforms
+        interpreter is not None and interpreter.key().name in ("Grad", "Jvp", "Vmap")
     ):
         raise NotImplementedError(
             "forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap) don't "
@@ -122,13 +121,12 @@ def _check_transforms() -> None:
 
 
 def _check_backend(backend: str, x: Tensor) -> None:
-    device = x.device.type
-    if backend == "numba" and device != "cpu":
+    if backend == "numba" and not x.is_cpu:
         raise ValueError(f'impl="numba" runs on the CPU, but the input is on {x.device}')
     if backend == "triton":
         if not _HAS_TRITON:
             raise ImportError('Triton is not installed: pip install "spikefuse[gpu]"')
-        if device != "cuda" and not interpreted():
+        if not x.is_cuda and not interpreted():
             raise ValueError(
                 f'impl="triton" needs a GPU, but the input is on {x.device}: use impl="auto", or '
                 "set TRITON_INTERPRET=1 before starting Python to run Triton's interpreter"
@@ -169,8 +167,7 @@ def _scan_fake(
     save: bool,
     final: bool,
 ) -> list[Tensor]:
-    call = Call(program(name), spec(inputs))
-    outputs, finals, saved = call.results(inputs[0], save, final)
+    outputs, finals, saved = Call(name, spec(inputs)).results(save, final)
     return [*outputs, *finals, *saved]
 
 
@@ -205,8 +202,8 @@ def _scan_backward_fake(
     input_grads: list[bool],
     param_grads: list[bool],
 ) -> list[Tensor]:
-    call = Call(program(name), spec(inputs))
-    grads, starts, _ = call.gradients(inputs[0], input_grads, bool(states), param_grads)
+    call = Call(name, spec(inputs))
+    grads, starts, _ = call.gradients(input_grads, bool(states), param_grads)
     wanted = [torch.empty_like(p) for p, w in zip(params, param_grads, strict=True) if w]
     return [*grads, *starts, *wanted]
 
@@ -214,45 +211,51 @@ def _scan_backward_fake(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     step, final = program(inputs[0]).step, inputs[-1]
     end = step.num_outputs + (len(step.states) if final else 0)
-    _keep(ctx, inputs, output[end:])
+    _keep(ctx, None, inputs, step.num_outputs, output[end:])
 
 
-def _keep(ctx: Any, arguments: tuple[Any, ...], saved: Sequence[Tensor]) -> None:
-    """Keep for backward what `arguments` of a scan and its stored states say."""
+def _keep(
+    ctx: Any,
+    call: Call | None,
+    arguments: tuple[Any, ...],
+    num_outputs: int,
+    saved: Sequence[Tensor],
+) -> None:
+    """Keep for backward what `arguments` of a scan, its stored states and its `Call` say."""
     name, inputs, states, params, scalars, _, final = arguments
     ctx.save_for_backward(*inputs, *states, *params, *saved)
     ctx.set_materialize_grads(False)
-    ctx.kept = name, scalars, final, len(inputs), len(states), len(params)
+    ctx.kept = call, name, scalars, final, num_outputs, len(inputs), len(states), len(params)
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    name, scalars, final, *counts = ctx.kept
-    tensors, step = ctx.saved_tensors, program(name).step
-    parts = iter(tensors)
-    inputs, states, params = (list(islice(parts, count)) for count in counts)
-    saved = list(parts)
-    end = step.num_outputs + (len(step.states) if final else 0)
+    call, name, scalars, final, num_outputs, num_inputs, num_states, num_params = ctx.kept
+    tensors = ctx.saved_tensors
+    inputs, rest = tensors[:num_inputs], tensors[num_inputs:]
+    states, params = rest[:num_states], rest[num_states : num_states + num_params]
+    end = num_outputs + (len(program(name).step.states) if final else 0)
     input_grads = [x.requires_grad for x in inputs]
     param_grads = [p.requires_grad for p in params]
-    # With create_graph, the op: it has the clear error about double backward.
-    direct = _is_plain(tensors) and not torch.is_grad_enabled()
-    run = _scan_backward if direct else torch.ops.spikefuse.scan_backward
-    results = run(
-        name,
+    arguments = (
         inputs,
         states,
         params,
         scalars,
-        saved,
-        list(grads[: step.num_outputs]),
-        list(grads[step.num_outputs : end]),
+        rest[num_states + num_params :],
+        grads[:num_outputs],
+        grads[num_outputs:end],
         input_grads,
         param_grads,
     )
-    rest = iter(results)
-    grad_inputs = [next(rest) if wanted else None for wanted in input_grads]
-    grad_starts = [next(rest).to(s.dtype) for s in states]
-    grad_params = [next(rest) if wanted else None for wanted in param_grads]
+    # With create_graph, the op: it has the clear error about double backward.
+    if call is not None and not torch.is_grad_enabled() and _is_plain(tensors):
+        found, starts, reduced = call.backward(*arguments)
+        results = iter((*found, *starts, *reduced))
+    else:
+        results = iter(torch.ops.spikefuse.scan_backward(name, *arguments))
+    grad_inputs = [next(results) if wanted else None for wanted in input_grads]
+    grad_starts = [next(results).to(s.dtype) for s in states]
+    grad_params = [next(results) if wanted else None for wanted in param_grads]
     return None, grad_inputs, grad_starts, grad_params, None, None, None
 
 
@@ -261,10 +264,9 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        name, inputs, states, params, scalars, save, final = arguments
-        call = call_of(name, spec(inputs))
-        outputs, finals, saved = call.forward(inputs, states, params, scalars, save, final)
-        _keep(ctx, arguments, saved)
+        call = call_of(arguments[0], spec(arguments[1]))
+        outputs, finals, saved = call.forward(*arguments[1:])
+        _keep(ctx, call, arguments, call.num_outputs, saved)
         return (*outputs, *finals)
 
     @staticmethod

@@ -38,6 +38,10 @@ def prepare(kernel: Any, layout: Layout, sequences: Sequence[Tensor]) -> _Launch
     return _Launch(kernel, layout, sequences)
 
 
+# What is compiled, and whether it runs directly, for a launch not seen before.
+_UNSEEN = (None, False)
+
+
 class _Launch:
     """A kernel with its grid and integers, and what Triton has compiled of it.
 
@@ -52,6 +56,8 @@ class _Launch:
         self.num_warps = shape.warps
         self.grid, self.integers = _geometry(layout, sequences, shape)
         self.device = sequences[0].device
+        # Attributes of a device take longer to read.
+        self.is_cpu, self.index = sequences[0].is_cpu, self.device.index
         self.compiled: dict[tuple[int, ...], tuple[Any, bool]] = {}
 
     def __call__(
@@ -62,26 +68,35 @@ class _Launch:
         params: Sequence[float | Tensor],
     ) -> None:
         tensors = [*sequences, *states, *sums, *params]
-        if self.device.type == "cpu":
+        if self.is_cpu:
             # The interpreter computes in NumPy; like a GPU, it has nothing to say of infinities.
             with np.errstate(all="ignore"):
                 self._compile(tensors)
-        elif self.device.index == torch.cuda.current_device():
+        elif self.index == _current_device():
             self._launch(tensors)
         else:
             with torch.cuda.device(self.device):
                 self._launch(tensors)
 
     def _launch(self, tensors: list[Any]) -> None:
-        raw = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
+        raw: list[Any] = []
         # What Triton's own dispatch would look at and the sequences' dtypes have not decided.
-        key = tuple([-1 if p is None else p % 16 if type(p) is int else 0 for p in raw])
-        compiled, is_direct = self.compiled.get(key, (None, False))
+        told: list[int] = []
+        for x in tensors:
+            if isinstance(x, Tensor):
+                address = x.data_ptr()
+                raw.append(address)
+                told.append(address % 16)
+            else:
+                raw.append(x)
+                told.append(-1 if x is None else 0)
+        key = tuple(told)
+        compiled, is_direct = self.compiled.get(key, _UNSEEN)
         if compiled is None:
             compiled = self._compile(tensors)
             self.compiled[key] = compiled, _runs_directly(compiled)
         elif is_direct and not _is_watched():
-            stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+            stream = torch._C._cuda_getCurrentRawStream(self.index)
             function, metadata = compiled.function, compiled.packed_metadata
             run = compiled.run
             run(*self.grid, stream, function, metadata, None, None, None, *raw, *self.integers)
@@ -124,16 +139,19 @@ def _runs_directly(compiled: Any) -> bool:
 def _is_watched() -> bool:
     """Whether a profiler has hooks on launches."""
     enter, leave = _hooks()
-    return _is_set(enter) or _is_set(leave)
-
-
-def _is_set(hook: Any) -> bool:
-    return hook is not None and bool(getattr(hook, "calls", True))
+    return bool(
+        (enter is not None and getattr(enter, "calls", True))
+        or (leave is not None and getattr(leave, "calls", True))
+    )
 
 
 def _hooks() -> tuple[Any, Any]:
     runtime = _runtime()
     return runtime.launch_enter_hook, runtime.launch_exit_hook
+
+
+# torch.cuda.current_device without its look whether CUDA has been initialized.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 @cache

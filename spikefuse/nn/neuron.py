@@ -153,13 +153,15 @@ class Neuron(Definition):
             raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
         if impl != "auto" or not inputs or not isinstance(inputs[0], Tensor):
             return impl
-        device = inputs[0].device.type
-        if device not in ("cuda", "cpu"):
-            raise ValueError(
-                f"no kernels for device '{device}': move the input to cuda or cpu, or pass "
-                'impl="reference" for the eager loop'
-            )
-        return "triton" if device == "cuda" else "numba"
+        x = inputs[0]
+        if x.is_cuda:
+            return "triton"
+        if x.is_cpu:
+            return "numba"
+        raise ValueError(
+            f"no kernels for device '{x.device.type}': move the input to cuda or cpu, or pass "
+            'impl="reference" for the eager loop'
+        )
 
 
 def _rows(inputs: tuple[Tensor, ...]) -> int:
@@ -174,8 +176,7 @@ def _check(neuron: Neuron, inputs: tuple[Tensor, ...], state: States | None, bac
     for label, x in zip(names, inputs, strict=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: {label} is a {type(x).__name__}: expected a tensor")
-        allowed = DTYPES if backend != "reference" else (*DTYPES, torch.float64)
-        if x.dtype not in allowed:
+        if x.dtype not in DTYPES and (x.dtype != torch.float64 or backend != "reference"):
             hint = ' (or impl="reference")' if x.dtype == torch.float64 else ""
             raise TypeError(
                 f"{name}: {label} is {x.dtype}: expected float32, bfloat16 or float16; convert "

@@ -37,15 +37,20 @@ def test_whatever_a_kernel_is_told_makes_another_call(other):
 
 def test_what_a_call_allocates():
     made = call(X.bfloat16())
-    outputs, finals, saved = made.results(X, save=True, final=True)
+    outputs, finals, saved = made.results(save=True, final=True)
     assert [(t.shape, t.dtype) for t in outputs] == [(X.shape, torch.bfloat16)]
     assert [(t.shape, t.dtype) for t in finals] == [(X.shape[1:], torch.float32)]
     assert [(list(t.shape), t.dtype) for t in saved] == [([1, 12], torch.float32)]
-    assert made.results(X, save=False, final=False)[1:] == ([], [])
-    grads, starts, sums = made.gradients(X, [True], True, [True, False, True])
+    assert made.results(save=False, final=False)[1:] == ([], [])
+    grads, starts, sums = made.gradients([True], True, [True, False, True])
     assert [(t.shape, t.dtype) for t in grads] == [(X.shape, torch.bfloat16)]
     assert [t.shape for t in starts] == [X.shape[1:]]
     assert [list(t.shape) for t in sums] == [[12], [12]]
+
+
+def test_a_short_sequence_stores_no_states():
+    outputs, finals, saved = call(X[:1]).results(save=True, final=True)
+    assert (len(outputs), len(finals), len(saved)) == (1, 1, 0)
 
 
 def test_gradients_of_one_call_may_lie_in_any_order(backends):

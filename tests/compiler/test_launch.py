@@ -276,6 +276,13 @@ def test_half_precision_is_kept_as_it_is():
     ]
 
 
+def test_a_short_sequence_keeps_its_input_alone(backends):
+    x = make_input((8, 2, 6), device=backends.device).requires_grad_()
+    for impl in backends.impls:
+        (found,) = kept(lambda impl=impl: sf.LIF()(x, impl=impl))
+        assert found.data_ptr() == x.data_ptr()
+
+
 def test_nothing_is_kept_where_no_gradient_is_wanted():
     x = X.clone().requires_grad_()
     assert kept(lambda: sf.LIF()(X)) == []

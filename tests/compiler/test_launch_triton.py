@@ -106,6 +106,15 @@ def test_what_triton_compiles_for_is_told_apart():
 
 
 @pytest.mark.usefixtures("driver")
+def test_stored_states_of_no_rows_are_the_same_kernel():
+    kernel, made, tensors = launch()
+    made._launch(tensors)
+    tensors[4] = torch.empty(0)
+    made._launch(tensors)
+    assert (kernel.dispatched, len(kernel.compiled.runs)) == (1, 1)
+
+
+@pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
 def test_profilers_see_launches(hook, monkeypatch):
     kernel, made, tensors = launch()
