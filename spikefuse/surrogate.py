@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from spikefuse.values import Holder, Learnable, number, positive
 
 __all__ = [
     "Arctan",
@@ -30,7 +32,7 @@ __all__ = [
 ]
 
 #: A float, a tensor, or a `Learnable`.
-Value = float | Tensor | nn.Module
+Value = float | Tensor | Learnable
 
 
 class _Spike(torch.autograd.Function):
@@ -57,7 +59,7 @@ class _Spike(torch.autograd.Function):
         return grad * surrogate.derivative(u), None, learned
 
 
-class Surrogate(nn.Module):
+class Surrogate(Holder):
     """Base class: `spike = surrogate(u)`. A subclass defines `derivative`, pointwise.
 
     A value of the surrogate that requires a gradient gets that of `primal`, the smooth function
@@ -75,7 +77,7 @@ class Surrogate(nn.Module):
 
     def __init__(self, cutoff: Value | None = None) -> None:
         super().__init__()
-        self.cutoff = None if cutoff is None else _finite("cutoff", cutoff)
+        self.cutoff = None if cutoff is None else number("cutoff", cutoff)
 
     def spike(self, u: Tensor) -> Tensor:
         """The output, without regard to gradients; a bool becomes 0 or 1."""
@@ -130,15 +132,6 @@ class Surrogate(nn.Module):
             group[name] = part if isinstance(part, Surrogate) or part is None else part()
         return clone
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-        if is_plain and name not in self.__dict__.get("_buffers", {name}):
-            # So that .to() moves it and state_dict() has it.
-            self.__dict__.pop(name, None)
-            self.register_buffer(name, value)
-        else:
-            super().__setattr__(name, value)
-
 
 def no_gradient(name: str) -> ValueError:
     """The error for a value that requires a gradient but has none."""
@@ -147,27 +140,6 @@ def no_gradient(name: str) -> ValueError:
         "are learned through primal(self, u), which it would have to define; a cutoff, and the "
         "factors of Gaussian and MultiGaussian, can't be learned"
     )
-
-
-def _value(name: str, value: Any, expected: str, low: float) -> Any:
-    """A finite float above `low`; tensors and learnable values as they are."""
-    if isinstance(value, nn.Module):
-        return value
-    if isinstance(value, Tensor):
-        if not value.is_floating_point():
-            raise TypeError(f"{name} is a {value.dtype} tensor: expected a floating-point one")
-        return value
-    if not (isinstance(value, int | float) and math.isfinite(value) and value > low):
-        raise ValueError(f"{name} is {value!r}: expected a {expected}")
-    return float(value)
-
-
-def _positive(name: str, value: Any) -> Any:
-    return _value(name, value, "positive finite number", 0.0)
-
-
-def _finite(name: str, value: Any) -> Any:
-    return _value(name, value, "finite number", -math.inf)
 
 
 class Sigmoid(Surrogate):
@@ -179,7 +151,7 @@ class Sigmoid(Surrogate):
 
     def __init__(self, width: Value = 4.0, *, cutoff: Value | None = None) -> None:
         super().__init__(cutoff)
-        self.width = _positive("width", width)
+        self.width = positive("width", width)
 
     def derivative(self, u: Tensor) -> Tensor:
         s = torch.sigmoid(self.width * u)
@@ -198,7 +170,7 @@ class Arctan(Surrogate):
 
     def __init__(self, width: Value = 2.0, *, cutoff: Value | None = None) -> None:
         super().__init__(cutoff)
-        self.width = _positive("width", width)
+        self.width = positive("width", width)
 
     def derivative(self, u: Tensor) -> Tensor:
         scaled = (math.pi / 2) * self.width * u
@@ -224,7 +196,7 @@ class FastSigmoid(Surrogate):
         self, width: Value = 10.0, height: Value = 1.0, *, cutoff: Value | None = None
     ) -> None:
         super().__init__(cutoff)
-        self.width, self.height = _positive("width", width), _positive("height", height)
+        self.width, self.height = positive("width", width), positive("height", height)
 
     def derivative(self, u: Tensor) -> Tensor:
         base = 1 + self.width * torch.abs(u)
@@ -243,7 +215,7 @@ class PiecewiseQuadratic(Surrogate):
 
     def __init__(self, width: Value = 1.0, *, cutoff: Value | None = None) -> None:
         super().__init__(cutoff)
-        self.width = _positive("width", width)
+        self.width = positive("width", width)
 
     def derivative(self, u: Tensor) -> Tensor:
         return self.width * torch.clamp(1 - self.width * torch.abs(u), min=0.0)
@@ -263,7 +235,7 @@ class Triangle(Surrogate):
         self, width: Value = 1.0, height: Value = 1.0, *, cutoff: Value | None = None
     ) -> None:
         super().__init__(cutoff)
-        self.width, self.height = _positive("width", width), _positive("height", height)
+        self.width, self.height = positive("width", width), positive("height", height)
 
     def derivative(self, u: Tensor) -> Tensor:
         return self.height * torch.clamp(1 - torch.abs(u) / self.width, min=0.0)
@@ -297,8 +269,8 @@ class Rectangle(Surrogate):
         numbers = [bound for bound in (left, right) if isinstance(bound, int | float)]
         if not all(map(math.isfinite, numbers)) or (len(numbers) == 2 and numbers[0] >= numbers[1]):
             raise ValueError(f"left, right are {left!r}, {right!r}: expected finite, left < right")
-        self.left, self.right = _finite("left", left), _finite("right", right)
-        self.height = _positive("height", height)
+        self.left, self.right = number("left", left), number("right", right)
+        self.height = positive("height", height)
 
     def derivative(self, u: Tensor) -> Tensor:
         return self.height * ((u > self.left) & (u < self.right)).to(u.dtype)
@@ -321,7 +293,7 @@ class Erf(Surrogate):
 
     def __init__(self, width: Value = 2.0, *, cutoff: Value | None = None) -> None:
         super().__init__(cutoff)
-        self.width = _positive("width", width)
+        self.width = positive("width", width)
 
     def derivative(self, u: Tensor) -> Tensor:
         z = self.width * u
@@ -347,7 +319,7 @@ class Gaussian(Surrogate):
         self, width: Value = 0.5, scale: Value = 1.0, *, cutoff: Value | None = None
     ) -> None:
         super().__init__(cutoff)
-        self.width, self.scale = _positive("width", width), _positive("scale", scale)
+        self.width, self.scale = positive("width", width), positive("scale", scale)
 
     def derivative(self, u: Tensor) -> Tensor:
         return self.scale * _bell(u / self.width) / self.width
@@ -383,8 +355,8 @@ class MultiGaussian(Surrogate):
         cutoff: Value | None = None,
     ) -> None:
         super().__init__(cutoff)
-        self.width, self.share = _positive("width", width), _positive("share", share)
-        self.spread, self.scale = _positive("spread", spread), _positive("scale", scale)
+        self.width, self.share = positive("width", width), positive("share", share)
+        self.spread, self.scale = positive("spread", spread), positive("scale", scale)
 
     def _mixed(self, density: Callable[[Tensor], Tensor], u: Tensor, inner: Any) -> Tensor:
         """The three parts; the inner one is divided by `inner`, the outer ones also by spread."""
@@ -455,7 +427,7 @@ class Custom(Surrogate):
         values: floats, tensors (one value or one per channel) or `Learnable`.
 
     Raises:
-        TypeError: something is not a function.
+        TypeError: something is not a function, or a value is of the wrong kind.
         ValueError: the name of a value is taken, or it is not finite.
     """
 
@@ -477,7 +449,7 @@ class Custom(Surrogate):
         for name, value in values.items():
             if hasattr(self, name):
                 raise ValueError(f"a value can't be called {name!r}: a surrogate has that already")
-            setattr(self, name, _finite(name, value))
+            setattr(self, name, number(name, value))
         self._names = tuple(values)
 
     def _values(self) -> dict[str, Any]:

@@ -19,8 +19,9 @@ DEFINITIONS = {"neurons", "surrogate"}
 
 # Each room, and the other rooms it may import. "spikefuse" is the public face, __init__.py.
 ROOMS: dict[str, set[str]] = {
-    "surrogate": set(),
-    "neurons": {"surrogate"},
+    "values": set(),
+    "surrogate": {"values"},
+    "neurons": {"surrogate", "values"},
     "reference": DEFINITIONS,
     "kernels": DEFINITIONS,
     "memory": DEFINITIONS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,12 +54,41 @@ def has_gradient(definition: Definition, name: str) -> bool:
     return True
 
 
-def reverse_step(definition: Definition, step: Step) -> Reverse:
-    """Differentiate `step` with autograd and trace the result."""
+def _gradients(total: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """As `torch.autograd.grad`, which would suspend capture's modes while derivatives run, and
+    import a symbolic algebra to be given several gradients."""
+    engine = torch.autograd.Variable._execution_engine
+    found: Sequence[Tensor | None] = engine.run_backward(
+        (total,),
+        (torch.ones_like(total),),
+        False,  # keep_graph
+        False,  # create_graph
+        tuple(leaves),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found
+
+
+def reverse_step(
+    definition: Definition, step: Step, learned: Collection[str] | None = None
+) -> Reverse:
+    """Differentiate `step` with autograd and trace the result.
+
+    Args:
+        learned: the parameters that may require a gradient; all of them by default.
+
+    Raises:
+        UnsupportedOperation: the derivative is not made of operations that kernels have.
+    """
     function = step_function(definition, step.params)
     num_variables = len(step.inputs) + len(step.states)
     num_all = num_variables + len(step.params)
-    learnable = [i for i, name in enumerate(step.params) if has_gradient(definition, name)]
+    learnable = [
+        i
+        for i, name in enumerate(step.params)
+        if (learned is None or name in learned) and has_gradient(definition, name)
+    ]
 
     def vjp(*args: Tensor) -> tuple[Tensor, ...]:
         values = list(args[:num_all])
@@ -69,11 +98,10 @@ def reverse_step(definition: Definition, step: Step) -> Reverse:
         outputs, states = function(*values)
         pairs = zip((*outputs, *states), args[num_all:], strict=True)
         products = [y * gradient for y, gradient in pairs if y.requires_grad]
-        leaves, zero = [values[i] for i in wanted], torch.zeros(())
+        leaves, zero = [values[i] for i in wanted], torch.zeros((), dtype=torch.float32)
         if not products:  # nothing that was computed depends on a variable
             return tuple(zero for _ in leaves)
-        # Of their sum: to be given gradients, autograd would import a symbolic algebra.
-        found = torch.autograd.grad(sum(products), leaves, allow_unused=True)
+        found = _gradients(sum(products[1:], products[0]), leaves)
         return tuple(zero if g is None else g for g in found)
 
     names = (

@@ -148,15 +148,17 @@ def prepare(
 def _make(definition: Definition, backend: str, kinds: dict[str, str]) -> Program:
     # In a thread of its own: modes, hooks and transforms of PyTorch belong to the caller's.
     with ThreadPoolExecutor(1) as thread:
-        step, reverse = thread.submit(_trace, definition).result()
+        step, reverse = thread.submit(_trace, definition, kinds).result()
     used = step.graph.used() | reverse.graph.used()
     step = step.without_unused(used)
     return Program(step, reverse, backend, tuple(kinds[name] for name in step.params))
 
 
-def _trace(definition: Definition) -> tuple[Step, Reverse]:
+def _trace(definition: Definition, kinds: dict[str, str]) -> tuple[Step, Reverse]:
     step = trace_step(definition)
-    return step, reverse_step(definition, step)
+    # A float is not learned, so that what its gradient would be made of need have no kernel.
+    learned = [name for name, kind in kinds.items() if kind != FLOAT]
+    return step, reverse_step(definition, step, learned)
 
 
 def kind_of(value: float | Tensor) -> str:

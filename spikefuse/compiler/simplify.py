@@ -1,6 +1,7 @@
 """Fewer operations for the same numbers: rewriting of traced graphs.
 
-All rules are exact, up to the sign of zero, for all numbers but in two places. A hard reset,
+All rules are exact, up to the sign of zero, where operands and results are finite (`x - y >= 0`,
+which becomes `x >= y`, is false for two infinities), but in two places. A hard reset,
 `h * (1 - s) + v_reset * s`, becomes the choice `where(fired, v_reset, h)`, which resets an
 infinite potential too, where the product would be NaN. And in gradients, which are exact to
 rounding only, every product with a spike is a choice.

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spikefuse.compiler import ops
 from spikefuse.compiler.graph import Graph
 from spikefuse.compiler.ops import Operand, UnsupportedOperation
 from spikefuse.compiler.simplify import simplify
-from spikefuse.neurons.definition import Definition, call_step
+from spikefuse.neurons.definition import Definition, WrongResult, call_step
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ def trace_step(definition: Definition) -> Step:
 
     Raises:
         UnsupportedOperation: naming the operation and the line of the step that calls it.
+        WrongResult: the step does not return what it must.
     """
     cls = type(definition)
     inputs, states = cls.input_names, cls.states
@@ -69,15 +71,7 @@ def trace_step(definition: Definition) -> Step:
         return (*outputs, *new)
 
     names = identifiers("x", inputs) + identifiers("v", tuple(states)) + identifiers("p", params)
-    try:
-        graph = capture(step, names, cls.__name__)
-    except (RuntimeError, IndexError, ValueError) as error:
-        if isinstance(error, UnsupportedOperation):
-            raise
-        raise UnsupportedOperation(
-            f"{cls.__name__}.step can't be compiled, because inside step a tensor is one neuron's "
-            f'value, without dims; impl="reference" runs the eager loop. PyTorch says: {error}'
-        ) from error
+    graph = capture(step, names, cls.__name__)
     initial = tuple(s.initial for s in states.values())
     return Step(cls.__name__, inputs, tuple(states), initial, params, count[0], graph)
 
@@ -107,14 +101,53 @@ def capture(
 
     Raises:
         UnsupportedOperation: at the first operation that is not in the table.
+        WrongResult: the step does not return what it must.
     """
     inputs = [torch.full((), 0.5, dtype=torch.float32, device="cpu") for _ in names]
-    recorder = _Recorder(dict(zip(names, inputs, strict=True)), f"{definition}.step", gradients)
-    with recorder:
-        results = function(*inputs)
+    step = f"the derivative of {definition}.step" if gradients else f"{definition}.step"
+    recorder = _Recorder(dict(zip(names, inputs, strict=True)), step, gradients)
+    try:
+        with recorder, _Reading(step):
+            results = function(*inputs)
+    except (UnsupportedOperation, WrongResult):
+        raise
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise UnsupportedOperation(
+            f"{step} can't be compiled: inside step a tensor is one neuron's value, without dims; "
+            f'impl="reference" runs the eager loop. The error is: {error}'
+        ) from error
     graph = recorder.graph
     graph.outputs = tuple(graph.convert("f", recorder.operand(result)) for result in results)
     return simplify(graph, gradients)
+
+
+def _value_read(step: str) -> UnsupportedOperation:
+    return UnsupportedOperation(
+        f"{step} turns a tensor into a Python value at {_user_line()}: floats, "
+        "inputs and states are run-time tensors here, so use torch.where instead of if, "
+        "torch functions instead of math, or compute the value in __init__"
+    )
+
+
+# What reads a tensor's values or size without an operation that a recorder would see.
+_READS = {
+    *(Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.item),
+    *(Tensor.__len__, Tensor.numel, Tensor.nelement),
+}
+_TORCH = os.path.dirname(torch.__file__)
+
+
+class _Reading(TorchFunctionMode):
+    """Refuses to read what a tensor holds while `step` is traced: it would become a constant."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__()
+        self.step = step
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS:
+            raise _value_read(self.step)
+        return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):
@@ -122,8 +155,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, inputs: dict[str, Tensor], step: str, gradients: bool) -> None:
         super().__init__()
-        self.step = f"the derivative of {step}" if gradients else step
-        self.gradients, self.graph = gradients, Graph(tuple(inputs))
+        self.step, self.gradients, self.graph = step, gradients, Graph(tuple(inputs))
         # What each tensor is in the graph, by its address: autograd hands out copies of the same
         # memory. The tensors are held, so that no address is used twice.
         self.seen: dict[int, tuple[Tensor, Operand]] = {}
@@ -148,16 +180,25 @@ class _Recorder(TorchDispatchMode):
             )
         return value.item()
 
+    def _is_known(self, value: Tensor) -> bool:
+        """Whether it comes of the inputs: otherwise it is a constant."""
+        return isinstance(self.seen.get(value.data_ptr(), (None, None))[1], str)
+
+    def _float32(self, value: Any) -> Any:
+        """A scalar constant in float32, as beside float32 tensors of the eager loop."""
+        is_double = isinstance(value, Tensor) and value.dtype == torch.float64 and not value.ndim
+        return value.float() if is_double and not self._is_known(value) else value
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet, kwargs = func.overloadpacket, kwargs or {}
+        with torch._C.DisableTorchFunction():  # what is read here is no matter of `_Reading`
+            return self._record(func, args, kwargs or {})
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        packet = func.overloadpacket
         if not ops.is_supported(packet):
             self._refuse_randomness(func)
         if packet is torch.ops.aten._local_scalar_dense:
-            raise UnsupportedOperation(
-                f"{self.step} turns a tensor into a Python value at {_user_line()}: floats, "
-                "inputs and states are run-time tensors here, so use torch.where instead of if, "
-                "torch functions instead of math, or compute the value in __init__"
-            )
+            raise _value_read(self.step)
         in_place = func._schema.is_mutable
         if in_place and self.gradients:
             # PyTorch's own derivatives may work in place, on tensors that nobody else sees.
@@ -168,7 +209,10 @@ class _Recorder(TorchDispatchMode):
                 'impl="reference" runs the eager loop'
             )
         else:
+            args = [self._float32(a) for a in args]
             result = func(*args, **kwargs)
+            if not any(isinstance(a, Tensor) and self._is_known(a) for a in args):
+                result = self._float32(result)
             problem = ops.refusal(packet, args, kwargs, result)
         if problem:
             line = f"{self.step} uses '{packet.__name__}' at {_user_line()}"
@@ -211,7 +255,7 @@ def _user_line() -> str:
 def _frames() -> list[traceback.FrameSummary]:
     """The calls that led here, without the compiler's own, up to a neuron, surrogate or user."""
     here = os.path.dirname(__file__)
-    others = os.path.dirname(torch.__file__), os.path.join(os.path.dirname(here), "nn")
+    others = _TORCH, os.path.join(os.path.dirname(here), "nn")
     found = []
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(here):

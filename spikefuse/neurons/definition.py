@@ -8,7 +8,6 @@ parameter is a tensor, so that they see the same arithmetic.
 from __future__ import annotations
 
 import inspect
-import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
@@ -18,7 +17,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from spikefuse.neurons.learnable import Learnable
+from spikefuse.values import Holder, Learnable
+from spikefuse.values import number as number
 
 Outputs = tuple[Tensor, ...]
 States = tuple[Tensor, ...]
@@ -41,7 +41,7 @@ class State:
 _D = TypeVar("_D", bound="Definition")
 
 
-class Definition(nn.Module):
+class Definition(Holder):
     """Base of all neuron models: states as class attributes, parameters in `__init__`, a `step`.
 
     Attributes by kind:
@@ -49,8 +49,9 @@ class Definition(nn.Module):
     - `float`, 0-d tensor, 1-d tensor of one value per channel, `nn.Parameter`: run-time float32
       values. Changing one compiles nothing. In `step` they are tensors, so they cannot steer
       Python control flow.
-    - `bool`, `int`, `str`, `None`, tuples of these: part of the definition. `step` may branch on
-      them; a new value compiles a new kernel.
+    - `bool`, `int`, `str`, `None`, tuples of these, and what stands on the class (`leak = 0.5`)
+      unless the neuron has an attribute of that name: part of the definition. `step` may branch
+      on them; a new value compiles a new kernel.
     """
 
     def step(self, *args: Any) -> Any:
@@ -60,32 +61,25 @@ class Definition(nn.Module):
         must be pointwise.
 
         Raises (when the class is made):
-            TypeError: the last arguments are not the declared states.
+            TypeError: the last arguments are not the declared states, or `v = State` was written
+                for `v = State()`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define step(self, x, ...)")
 
     #: The declared states by name, those of base classes first.
     states: ClassVar[dict[str, State]] = {}
-    _constants: ClassVar[tuple[str, ...]] = ()
     #: Names of the inputs: the arguments of `step` that come before the states.
     input_names: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for name, value in vars(cls).items():
+            if value is State:
+                raise TypeError(f"{cls.__name__}.{name} is the class State: write State()")
         bases = reversed(cls.__mro__)
         cls.states = {n: s for base in bases for n, s in vars(base).items() if isinstance(s, State)}
-        cls._constants = _class_constants(cls)
         if cls.step is not Definition.step:
             cls.input_names = _input_names(cls)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-        if is_plain and name not in self.__dict__.get("_buffers", {name}):
-            # So that .to() moves it and state_dict() has it.
-            self.__dict__.pop(name, None)
-            self.register_buffer(name, value)
-        else:
-            super().__setattr__(name, value)
 
     def describe(self) -> tuple[dict[str, float | Tensor], tuple[Any, ...]]:
         """(values, statics) of this neuron.
@@ -114,12 +108,13 @@ class Definition(nn.Module):
         statics: list[Any] = []
         for prefix, module in _owners(self):
             statics.append((prefix, type(module)))
+            for name, space in _class_constants(module):
+                statics.append((name, _constant(type(module).__name__, name, space[name])))
             for name, value in _attributes(module):
                 if isinstance(value, float | Tensor | Learnable):
                     names.append(prefix + name)
                 elif not isinstance(value, nn.Module):
-                    statics.append((name, _constant(type(self).__name__, name, value)))
-        statics += ((name, getattr(self, name)) for name in self._constants)
+                    statics.append((name, _constant(type(module).__name__, name, value)))
         return tuple(names), tuple(statics)
 
     def evaluate(self, function: Callable[..., Any], *constants: Any) -> Any:
@@ -175,22 +170,47 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
+# What of a class is read as a constant; functions and types there are methods and helpers.
+_OF_CLASSES = (bool, int, float, str, type(None), Enum, torch.dtype)
+_BASES = {nn.Module, Holder, object}
+
+
+def _classes(module: nn.Module) -> Iterator[type]:
+    return (cls for cls in type(module).__mro__ if cls not in _BASES)
+
+
+def _class_constants(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The constants of a module's class that no attribute of its own hides, and their classes."""
+    hidden = {"states", "input_names", *(name for name, _ in _attributes(module))}
+    for cls in _classes(module):
+        for name, value in vars(cls).items():
+            if name not in hidden and not name.startswith("__"):
+                hidden.add(name)
+                if isinstance(value, (*_OF_CLASSES, *_CONTAINERS)):
+                    yield name, vars(cls)
+
+
 # What a static attribute may be besides containers of these: things that don't change.
 _CONSTANTS = (
     *(bool, int, float, str, type(None), type, Enum, torch.dtype),
     *(FunctionType, BuiltinFunctionType),
 )
+_CONTAINERS = tuple, list, set, frozenset, dict
 
 
 def _constant(owner: str, name: str, value: Any) -> Any:
     """A static attribute as part of a key, by its value."""
+    if isinstance(value, int | float) and not isinstance(value, Enum):
+        return type(value), repr(value)  # which tells True from 1, and -0.0 from 0.0
     if isinstance(value, _CONSTANTS):
         return value
-    if isinstance(value, tuple | list | set | frozenset | dict):
-        return repr(value)
+    if isinstance(value, _CONTAINERS):
+        items = value.items() if isinstance(value, dict) else value
+        return type(value), tuple(_constant(owner, f"{name}[...]", item) for item in items)
     raise TypeError(
         f"{owner}.{name} is a {type(value).__name__}: a kernel can't tell when it changes; use "
-        "floats and tensors for values, and bools, ints, strings or tuples for constants"
+        "floats and tensors for values, and bools, ints, strings or tuples of these for "
+        "constants; for several tensors, use attributes, or an nn.ParameterList"
     )
 
 
@@ -223,6 +243,11 @@ class Description:
         self._parts: list[tuple[nn.Module | None, operator.itemgetter[Any]]] = [
             (module if prefix else None, _getter(module)) for prefix, module in _owners(definition)
         ]
+        owners = [module for _, module in _owners(definition)]
+        # Views of the classes: a constant of a class may be another, and there may be more.
+        classes = dict.fromkeys(cls for module in owners for cls in _classes(module))
+        self._spaces = list(map(vars, classes))
+        self._constants = [found for module in owners for found in _class_constants(module)]
         self._found = self._objects(definition)
         objects = set(map(id, self._found))
         self.may_be_kept = not any(map(_may_change, self._found)) and all(
@@ -240,7 +265,9 @@ class Description:
         return len(objects) == len(self._found) and all(map(operator.is_, objects, self._found))
 
     def _objects(self, definition: Definition) -> list[Any]:
-        objects: list[Any] = [getattr(definition, name) for name in definition._constants]
+        objects: list[Any] = [*map(len, self._spaces)]
+        if self._constants:
+            objects += [space[name] for name, space in self._constants]
         for part, getter in self._parts:
             module = definition if part is None else part
             own = vars(module)
@@ -270,19 +297,6 @@ def _may_change(value: Any) -> bool:
     return not isinstance(value, (*_CONSTANTS, nn.Module))
 
 
-def _class_constants(cls: type[Definition]) -> tuple[str, ...]:
-    """Constants on the class (`leak = 0.5`), which a step may read too."""
-    bases = cls.__mro__[: cls.__mro__.index(Definition)]
-    return tuple(
-        dict.fromkeys(
-            name
-            for base in bases
-            for name, value in vars(base).items()
-            if not name.startswith("__") and isinstance(value, bool | int | float | str)
-        )
-    )
-
-
 def _bind(module: Any, values: Mapping[str, Tensor], prefix: str) -> Any:
     clone = object.__new__(type(module))
     clone.__dict__.update(module.__dict__)
@@ -297,28 +311,35 @@ def _bind(module: Any, values: Mapping[str, Tensor], prefix: str) -> Any:
     return clone
 
 
+class WrongResult(TypeError):
+    """What a step returned is no pair of outputs and new states."""
+
+
 def call_step(
     definition: Definition, inputs: tuple[Tensor, ...], states: States
 ) -> tuple[Outputs, States]:
     """Run one step and return (outputs, states) as tuples.
 
     Raises:
-        TypeError: `step` returned something other than an output (or a tuple of outputs) and
+        WrongResult: `step` returned something other than an output (or a tuple of outputs) and
             one tensor per declared state.
     """
     result = definition.step(*inputs, *states)
     name, expected = type(definition).__name__, tuple(definition.states)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], tuple)):
-        raise TypeError(
+        wrong = f"it returned {type(result).__name__}"
+        if isinstance(result, tuple) and len(result) == 2:
+            wrong = f"its second item is a {type(result[1]).__name__}: write (v,)"
+        raise WrongResult(
             f"{name}.step must return (output, (new {', new '.join(expected) or 'state'},)); "
-            f"it returned {type(result).__name__}"
+            f"{wrong}"
         )
     outputs = result[0] if isinstance(result[0], tuple) else (result[0],)
     for value in (*outputs, *result[1]):
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name}.step returned a {type(value).__name__} among its tensors")
+            raise WrongResult(f"{name}.step returned a {type(value).__name__} among its tensors")
     if len(result[1]) != len(expected):
-        raise TypeError(
+        raise WrongResult(
             f"{name}.step returned {len(result[1])} new states, but {len(expected)} are declared "
             f"({', '.join(expected)})"
         )
@@ -347,24 +368,3 @@ def channel_view(name: str, value: Tensor, step_shape: torch.Size) -> Tensor:
             f"per channel (dim 2 of [T, B, C, ...]; this input has C = {channels})"
         )
     return value.view(-1, *(1,) * (len(step_shape) - 2))
-
-
-def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> Any:
-    """A checked parameter: a finite float in [low, high]; tensors and `Learnable` as they are.
-
-    Raises:
-        TypeError: not a number or a floating-point tensor.
-        ValueError: not finite, or out of range.
-    """
-    if isinstance(value, Learnable):
-        return value
-    if isinstance(value, Tensor):
-        if not value.is_floating_point():
-            raise TypeError(f"{name} is a {value.dtype} tensor: expected a floating-point one")
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r}: expected a number or a tensor")
-    if not (math.isfinite(value) and low <= value <= high):
-        bounds = "a finite number" if math.isinf(low) else f"a number in [{low:g}, {high:g}]"
-        raise ValueError(f"{name} is {value!r}: expected {bounds}")
-    return float(value)

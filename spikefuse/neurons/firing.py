@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor
@@ -9,17 +10,10 @@ from torch import Tensor
 from spikefuse.neurons.definition import Definition, number
 from spikefuse.neurons.learnable import Learnable
 from spikefuse.surrogate import Sigmoid, Surrogate
+from spikefuse.values import positive as positive
 
 RESETS = ("hard", "soft")
 Value = float | Tensor | Learnable
-
-
-def positive(name: str, value: Any) -> Any:
-    """`number`, for a float that must be greater than 0."""
-    value = number(name, value)
-    if isinstance(value, float) and value <= 0:
-        raise ValueError(f"{name} is {value!r}: expected a positive number")
-    return value
 
 
 class Firing(Definition):
@@ -33,7 +27,7 @@ class Firing(Definition):
         surrogate: replaces the derivative of the spike; `Sigmoid(4.0)` by default.
 
     Raises:
-        TypeError, ValueError: a parameter of the wrong kind or out of range.
+        TypeError, ValueError: a parameter of the wrong kind or out of range, or not known.
     """
 
     def __init__(
@@ -43,8 +37,11 @@ class Firing(Definition):
         reset: str = "hard",
         detach_reset: bool = False,
         surrogate: Surrogate | None = None,
+        **unknown: Any,
     ) -> None:
         super().__init__()
+        if unknown:
+            raise _no_option(type(self), next(iter(unknown)))
         if reset not in RESETS:
             raise ValueError(f"reset is {reset!r}: expected one of {', '.join(RESETS)}")
         if not isinstance(surrogate, Surrogate | None):
@@ -67,3 +64,17 @@ class Firing(Definition):
         """The potential after the reset that the spike `s` causes."""
         r = s.detach() if self.detach_reset else s
         return h * (1 - r) + self.v_reset * r if self.reset == "hard" else h - threshold * r
+
+
+def _no_option(cls: type[Firing], name: str) -> TypeError:
+    names: dict[str, None] = {}
+    for base in cls.__mro__[: cls.__mro__.index(Firing) + 1]:
+        init = vars(base).get("__init__")
+        if init is not None:
+            parameters = list(inspect.signature(init).parameters.values())[1:]
+            names |= dict.fromkeys(p.name for p in parameters if p.kind != p.VAR_KEYWORD)
+    return TypeError(
+        f"{cls.__name__} has no option '{name}', but {', '.join(names)}; decay_from_tau(tau) is "
+        "the decay of a time constant, and docs/differences.md tells what other libraries' "
+        "options are here"
+    )

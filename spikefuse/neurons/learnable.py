@@ -7,17 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-
-class Learnable(nn.Module):
-    """A parameter computed by PyTorch from learnable tensors, once per call: `value = self()`.
-
-    Assigned where a float could stand (`LIF(decay=LearnableFraction(0.9))`). The kernel receives
-    the value and returns its gradient; autograd does the rest. `forward` returns a 0-d tensor,
-    or a 1-d tensor of one value per channel.
-    """
-
-    def forward(self) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} does not define forward(self)")
+from spikefuse.values import Learnable as Learnable
 
 
 class LearnableFraction(Learnable):

@@ -82,6 +82,8 @@ class Explanation:
             lines.append(f"not called: {', '.join(self.not_called)}")
         return "\n".join([*lines, *_legend(self)])
 
+    __repr__ = __str__
+
 
 def _label(layer: Layer) -> str:
     return layer.name or "(the model)"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from spikefuse import LIF, Neuron
+from spikefuse import LIF, Neuron, UnsupportedOperation
+from spikefuse.surrogate import Custom
 
 
 def test_a_value_may_be_a_float_or_a_tensor() -> None:
@@ -33,3 +35,21 @@ def test_equal_kernels_forward_but_not_backward() -> None:
         assert neuron.gain.grad is not None
         found.append(neuron.gain.grad.item())
     assert found == [0.0, 12.0]
+
+
+def test_what_is_not_learned_needs_no_kernel() -> None:
+    def derivative(u: Tensor, width: Tensor) -> Tensor:
+        return torch.exp(-width * u * u)
+
+    def primal(u: Tensor, width: Tensor) -> Tensor:
+        return torch.erf(width * u)
+
+    found = []
+    for impl in ("auto", "reference"):
+        x = torch.linspace(0, 2, 12).view(3, 4).requires_grad_()
+        LIF(surrogate=Custom(derivative, primal=primal, width=2.0))(x, impl=impl).sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found)
+    learned = Custom(derivative, primal=primal, width=nn.Parameter(torch.tensor(2.0)))
+    with pytest.raises(UnsupportedOperation, match=r"derivative of LIF\.step uses 'erf'"):
+        LIF(surrogate=learned)(torch.rand(3, 4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -113,6 +114,12 @@ BRANCHES = {
     "float": lambda self, x, v: x * float(self.decay),
     "item": lambda self, x, v: x * v.item(),
     "range": lambda self, x, v: x * sum(range(int(self.decay))),
+    "numpy": lambda self, x, v: x * float(v.numpy()),
+    "a numpy function": lambda self, x, v: x * float(np.exp(self.decay)),
+    "an array": lambda self, x, v: x * float(np.asarray(v)),
+    "tolist": lambda self, x, v: x * v.tolist(),
+    "numel": lambda self, x, v: x * v.numel(),
+    "len": lambda self, x, v: x * len(v),
 }
 
 
@@ -166,6 +173,43 @@ def test_python_control_flow_in_a_surrogate():
     assert "Python value" in message
 
 
+class Reading(sf.surrogate.Surrogate):
+    def derivative(self, u: Tensor) -> Tensor:
+        return u * float(u.numpy())
+
+
+class Dims(sf.surrogate.Surrogate):
+    def derivative(self, u: Tensor) -> Tensor:
+        return u.sum(0, 1, 2)
+
+
+def test_values_read_in_a_surrogate():
+    message = complaint(sf.LIF(surrogate=Reading()))
+    line = Reading.derivative.__code__.co_firstlineno + 1
+    assert message.startswith(
+        f"the derivative of LIF.step turns a tensor into a Python value at {__file__}, line {line}"
+    )
+
+
+def test_errors_of_pytorch_name_the_step():
+    message = complaint(sf.LIF(surrogate=Dims()))
+    assert message.startswith("the derivative of LIF.step can't be compiled: inside step a tensor")
+    for function in (lambda self, x, v: sum(x), lambda self, x, v: x.sum(0, 1, 2)):
+        message = complaint(defined_by(function), reference=False)
+        assert message.startswith("Defined.step can't be compiled: inside step a tensor is one")
+
+
+def test_wrong_results_are_no_matter_of_kernels():
+    class Wrong(sf.Neuron):
+        v = sf.State()
+
+        def step(self, x, v):
+            return x, v
+
+    with pytest.raises(TypeError, match=r"its second item is a Tensor: write \(v,\)"):
+        Wrong()(torch.rand(2, 3))
+
+
 def test_error_in_a_users_own_helper_names_the_helpers_line():
     def helper(x):
         return torch.cos(x)
@@ -189,6 +233,26 @@ def test_a_scalar_tensor_is_a_constant():
     ):
         neuron = defined_by(function)
         torch.testing.assert_close(neuron(x), neuron(x, impl="reference"), rtol=1e-6, atol=0)
+
+
+def test_constants_in_double_precision():
+    third, x = torch.tensor(0.3, dtype=torch.float64), torch.rand(3, 4)
+    torch.set_default_dtype(torch.float64)
+    try:
+        for function in (
+            lambda self, x, v: x * torch.tensor(0.3) + torch.full((), 0.25) * third + v,
+            lambda self, x, v: torch.where(x > third, x * torch.exp(third), torch.tensor(0.1)),
+            lambda self, x, v: sf.surrogate.Sigmoid()(x - 0.5),
+        ):
+            neuron = defined_by(function)
+            found = []
+            for impl in ("auto", "reference"):
+                leaf = x.clone().requires_grad_()
+                y = neuron(leaf, impl=impl)
+                found.append((y, *torch.autograd.grad(y.sum(), leaf)))
+            torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize(

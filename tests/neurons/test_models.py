@@ -173,7 +173,7 @@ def test_a_learnable_fraction_lies_strictly_between(value: float) -> None:
 def test_values_must_be_finite_numbers(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is nan: expected a finite number"):
         LIF(**{name: float("nan")})
-    with pytest.raises(TypeError, match=f"{name} is '1': expected a number or a tensor"):
+    with pytest.raises(TypeError, match=f"{name} is '1': expected a number, a tensor or"):
         LIF(**{name: "1"})
     with pytest.raises(TypeError, match=f"{name} is True"):
         LIF(**{name: True})
@@ -221,3 +221,12 @@ def test_decay_from_tau():
     for wrong in ({"tau": 0.0}, {"tau": 0.5}, {"tau": 2.0, "dt": -1.0}, {"tau": math.inf}):
         with pytest.raises(ValueError, match="tau"):
             decay_from_tau(**wrong)
+
+
+def test_options_that_there_are_not() -> None:
+    message = (
+        r"LIF has no option 'tau', but decay, threshold, decay_input, v_reset, reset, "
+        r"detach_reset, surrogate; decay_from_tau\(tau\) .* docs/differences\.md"
+    )
+    with pytest.raises(TypeError, match=message):
+        LIF(tau=2.0)

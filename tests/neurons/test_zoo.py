@@ -243,15 +243,18 @@ def test_two_compartment_lif() -> None:
     ("make", "message"),
     [
         (lambda: sf.CubaLIF(current_decay=1.5), "current_decay is 1.5"),
-        (lambda: sf.QIF(tau=0.0), "tau is 0.0: expected a positive number"),
-        (lambda: sf.EIF(sharpness=-1.0), "sharpness is -1.0: expected a positive number"),
+        (lambda: sf.QIF(tau=0.0), "tau is 0.0: expected a positive finite number"),
+        (lambda: sf.EIF(sharpness=-1.0), "sharpness is -1.0: expected a positive finite number"),
         (lambda: sf.Izhikevich(tau_recovery=0.0), "tau_recovery is 0.0"),
-        (lambda: sf.KLIF(k=0.0), "k is 0.0: expected a positive number"),
+        (lambda: sf.KLIF(k=0.0), "k is 0.0: expected a positive finite number"),
         (lambda: sf.GatedLIF(threshold=1.0), "threshold is 1.0: expected .* strictly between"),
         (lambda: sf.LI(decay=-0.1), "decay is -0.1"),
         (lambda: sf.RefractoryLIF(refractory=-1), "refractory is -1: expected a number of steps"),
         (lambda: sf.RefractoryLIF(refractory=1.5), "refractory is 1.5"),  # type: ignore[arg-type]
-        (lambda: sf.TernaryLIF(threshold=0.0), "threshold is 0.0: expected a positive number"),
+        (
+            lambda: sf.TernaryLIF(threshold=0.0),
+            "threshold is 0.0: expected a positive finite number",
+        ),
         (lambda: sf.IntegerLIF(levels=0), "levels is 0: expected a whole number, 1 or more"),
         (lambda: sf.IntegerLIF(levels=True), "levels is True"),
         (lambda: sf.TwoCompartmentLIF(drive=1.0), "strictly between 0 and 1"),

@@ -77,3 +77,8 @@ def test_without_times():
 
 def test_without_neurons():
     assert str(Explanation((), (), 2, None)) == "2 other modules are ordinary PyTorch"
+
+
+def test_a_prompt_shows_the_table():
+    explanation = Explanation((FUSED,), (), 1, None)
+    assert repr(explanation) == str(explanation)
