@@ -270,13 +270,18 @@ class Description:
             objects += [space[name] for name, space in self._constants]
         for part, getter in self._parts:
             module = definition if part is None else part
-            own = vars(module)
+            own = module.__dict__
             parameters, buffers, modules, *values = getter(own)
             objects += (type(module), len(own) - ("_known" in own), *values)
-            for group in (parameters, buffers, modules):
-                if group:
-                    objects += group
-                    objects += group.values()
+            if parameters:
+                objects += parameters
+                objects += parameters.values()
+            if buffers:
+                objects += buffers
+                objects += buffers.values()
+            if modules:
+                objects += modules
+                objects += modules.values()
         return objects
 
     def __reduce__(self) -> tuple[Any, ...]:
