@@ -20,12 +20,13 @@ HAS_DEV   := $(VENV)/.has-dev
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help train test lint format bench clean
+.PHONY: help train test judges lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train    train a small convolutional SNN on handwritten digits (ARGS='--help' says what else)"
 	@echo "make test     run all tests"
+	@echo "make judges   compare with SpikingJelly, snnTorch and Norse, which it downloads"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make bench    run the benchmarks and rebuild the tables in README.md"
@@ -36,6 +37,11 @@ train: $(HAS_TRAIN)
 
 test: $(HAS_DEV)
 	$(PY) -m pytest -n auto --maxprocesses 8 $(ARGS)
+
+# In a folder of their own: what finds them imports them, and their warnings are errors elsewhere.
+judges: $(HAS_DEV)
+	$(PIP) --no-deps --upgrade --target .judges --requirement tests/judges/requirements.txt
+	PYTHONPATH=.judges $(PY) -m pytest -n auto --maxprocesses 8 tests/judges $(ARGS)
 
 lint: $(HAS_DEV)
 	$(PY) -m ruff check .

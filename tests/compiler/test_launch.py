@@ -242,7 +242,8 @@ def test_new_steps_sizes_and_values_compile_nothing(backends):
                 kernels = program.program(name).module()
                 signatures.add(tuple(kernels.forward.signatures + kernels.backward.signatures))
         assert (len(names), len(modules)) == (1, 1)
-        assert [len(found) for found in signatures] == ([2] if impl == "numba" else [])
+        # Other tests of this process may have compiled for other dtypes, but none of these calls.
+        assert len(signatures) == (1 if impl == "numba" else 0)
 
 
 def kept(call) -> list[Tensor]:
