@@ -46,6 +46,7 @@ OUTSIDERS = {
     "tensorboard": {"train"},
     "matplotlib": {"train"},
     "tqdm": {"train", "data"},
+    "yaml": {"train"},
     "sklearn": {"data"},
     "pooch": {"data"},
 }

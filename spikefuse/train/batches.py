@@ -5,7 +5,8 @@ Shape legend: B images of a batch, C channels, H rows, W columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -62,15 +63,42 @@ class EvalBatches:
         return zip(pixels, self.images.labels.split(self.batch_size), strict=True)
 
 
+class Timed:
+    """The same batches, whose consumer's time of waiting is reported.
+
+    Args:
+        batches: what to iterate over, with a length.
+        wait: called with the seconds that each batch took to come.
+    """
+
+    def __init__(self, batches: Iterable[Batch], wait: Callable[[float], None]) -> None:
+        self.batches, self.wait = batches, wait
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Batch]:
+        iterator, end = iter(self.batches), object()
+        while True:
+            start = time.perf_counter()
+            batch = next(iterator, end)
+            self.wait(time.perf_counter() - start)
+            if batch is end:
+                return
+            yield batch  # type: ignore[misc]
+
+
 def shifted(pixels: Tensor, distance: int) -> Tensor:
     """Move each image by up to `distance` pixels in each direction, filling with zeros.
 
     Args:
-        pixels: `[B, C, H, W]`.
+        pixels: `[B, C, H, W]`, or frames `[B, T, C, H, W]`, those of one sample moved alike.
         distance: the largest move; 0 returns `pixels` itself.
     """
     if distance == 0:
         return pixels
+    if pixels.ndim == 5:
+        return shifted(pixels.flatten(1, 2), distance).unflatten(1, pixels.shape[1:3])
     num, channels, height, width = pixels.shape
     padded = F.pad(pixels, (distance,) * 4)
 

@@ -24,7 +24,9 @@ NEURONS: dict[str, type] = {
 # What a neuron learns as a fraction may not begin at 0 or 1.
 FRACTIONS = {"plif": ("decay",), "gatedlif": ("decay", "threshold")}
 ENCODINGS = ("direct", "poisson")
-OPTIMIZERS = ("adam", "sgd")
+OPTIMIZERS = ("adam", "adamw", "sgd")
+SCHEDULES = ("constant", "cosine")
+LOSSES = ("mean", "last", "every")
 PRECISIONS = ("32", "bf16", "16")
 SEED_LIMIT = 2**63
 
@@ -41,15 +43,17 @@ def option(
     high: float = math.inf,
     positive: bool = False,
     shown: str | None = None,
+    kind: type | None = None,
 ) -> Any:
     """A field of `TrainConfig`, with what its check and its command-line option need.
 
     Args:
-        default: its default; None stands for a number that may be left out.
+        default: its default; None stands for a value that may be left out.
         help: one line for `--help`.
         choices: the values allowed, or None for a number in [low, high].
         positive: 0 and less are not allowed.
         shown: the default as `--help` shows it, where `default` does not tell.
+        kind: the type of its values, where `default` does not tell; float if that is None.
     """
     metadata = {
         "help": help,
@@ -57,7 +61,7 @@ def option(
         "low": low,
         "high": high,
         "positive": positive,
-        "kind": float if default is None else type(default),
+        "kind": kind or (float if default is None else type(default)),
         "optional": default is None,
         "shown": str(default) if shown is None else shown,
     }
@@ -89,12 +93,52 @@ class TrainConfig:
     )
     epochs: int = option(20, "passes over the training images", low=1)
     batch_size: int = option(32, "images per step of the optimizer", low=1)
-    optimizer: str = option("adam", "the optimizer; sgd has momentum 0.9", OPTIMIZERS)
+    optimizer: str = option(
+        "adam",
+        "the optimizer; adamw decouples the weight decay, sgd has momentum 0.9",
+        OPTIMIZERS,
+    )
     lr: float = option(1e-3, "learning rate", positive=True)
+    schedule: str = option(
+        "constant", "of the learning rate; cosine: falls to 0 along half a period", SCHEDULES
+    )
+    warmup: float = option(0.0, "epochs over which the learning rate first rises linearly", low=0.0)
+    weight_decay: float = option(0.0, "decay of all parameters towards 0", low=0.0)
+    loss: str = option(
+        "mean",
+        "cross entropy of the mean output over time, of the last step's output, or, averaged, of "
+        "every step's",
+        LOSSES,
+    )
+    label_smoothing: float = option(
+        0.0, "share of the target spread over all classes, in training", low=0.0, high=1.0
+    )
+    clip: float | None = option(
+        None, "largest norm of the gradient of all parameters", positive=True, shown="none"
+    )
+    accumulate: int = option(
+        1, "parts of a batch computed one after the other, for less memory", low=1
+    )
+    tbptt: int | None = option(
+        None,
+        "time steps through which a gradient flows back: truncated BPTT in chunks of so many",
+        low=1,
+        shown="all",
+        kind=int,
+    )
     shift: int = option(
         1, "move each training image by up to this many pixels, at random", low=0, high=8
     )
     precision: str = option("32", "32, or mixed precision: bf16, 16 (float16, CUDA)", PRECISIONS)
+    channels_last: bool | None = option(
+        None, "keep channels innermost in memory", shown="on a GPU", kind=bool
+    )
+    cuda_graph: bool = option(
+        False, "replay the training step as one CUDA graph, once recorded", shown="no"
+    )
+    sync_batch_norm: bool = option(
+        False, "batch normalization over the GPUs of a run under torchrun", shown="no"
+    )
     seed: int = option(0, "seed of all random choices", low=0, high=SEED_LIMIT - 1)
 
     def __post_init__(self) -> None:
@@ -111,10 +155,34 @@ class TrainConfig:
                 raise ConfigError(
                     f"{name} is {value}: expected a number between 0 and 1 for {self.neuron}"
                 )
-        if self.num_steps * self.batch_size < 2:
+        self._check_training()
+
+    def _check_training(self) -> None:
+        parts = f"accumulate is {self.accumulate}"
+        if self.accumulate > self.batch_size:
             raise ConfigError(
-                "num_steps and batch_size are both 1: batch normalization needs two values to "
-                "train on, so raise one of them"
+                f"{parts}: expected at most batch_size, {self.batch_size}, the images to part"
+            )
+        smallest = self.batch_size // self.accumulate
+        steps = self.num_steps if self.tbptt is None else min(self.num_steps, self.tbptt)
+        last = self.num_steps % steps or steps
+        if last * smallest < 2:
+            limit = "num_steps and batch_size are both 1"
+            if (self.accumulate, last) != (1, self.num_steps):
+                limit = f"{parts} and tbptt {self.tbptt}, which leaves one step of one image"
+            raise ConfigError(
+                f"{limit}: batch normalization needs two values to train on, so raise one of them"
+            )
+        if self.warmup >= self.epochs:
+            raise ConfigError(
+                f"warmup is {self.warmup:g}: expected fewer than epochs, {self.epochs}"
+            )
+        if self.label_smoothing == 1:
+            raise ConfigError("label_smoothing is 1, which leaves nothing to learn: lower it")
+        if self.cuda_graph and self.precision == "16":
+            raise ConfigError(
+                "cuda_graph is given with precision 16, whose loss scale decides anew whether to "
+                "step: choose bf16 or 32"
             )
 
     @classmethod
@@ -153,6 +221,10 @@ def _check(name: str, value: Any, rule: Mapping[str, Any]) -> None:
             raise ConfigError(f"unknown {name} {value!r}: {hint}choose one of {', '.join(choices)}")
         return
     if value is None and rule["optional"]:
+        return
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}: expected true or false")
         return
     noun = "whole number" if kind is int else "number"
     numeric = isinstance(value, int if kind is int else int | float)

@@ -8,6 +8,8 @@ import logging
 import math
 import shutil
 import signal
+import statistics
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -18,19 +20,21 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from tqdm import tqdm
 
 import spikefuse
 from spikefuse import data
 from spikefuse.data import DATASETS, Images
-from spikefuse.train.batches import EvalBatches, TrainBatches
+from spikefuse.train.batches import EvalBatches, Timed, TrainBatches
 from spikefuse.train.callbacks import Checkpoints, Log, Progress
 from spikefuse.train.checkpoint import BEST, LAST, Loaded, load, replacing
 from spikefuse.train.classifier import Classifier, best_row
 from spikefuse.train.config import ConfigError, TrainConfig
 from spikefuse.train.interruption import Interrupted, Interruption
 from spikefuse.train.pictures import draw_curves, draw_raster
+from spikefuse.train.processes import Processes, lost_peer
 
 RUNS = Path("runs")
 DEVICES = ("auto", "cpu", "cuda")
@@ -76,44 +80,63 @@ def train(config: TrainConfig, place: Place, resumed: Loaded | None = None) -> d
             the run's own best.ckpt that turns out wrong at the end.
         Interrupted: a signal stopped the run.
     """
-    device = _device(place.device, config.precision)
-    rest, test = data.load(config.dataset, place.data_dir, place.download)
-    training, validation = data.split(rest, VALIDATION_FRACTION, VALIDATION_SEED)
-    if config.batch_size > len(training):
-        raise ConfigError(
-            f"batch_size is {config.batch_size}: {config.dataset} has only {len(training)} "
-            "training images"
-        )
-    module = Classifier(config)
-    if resumed is not None:
-        _load_weights(module, resumed)  # an early check: Lightning loads them again
-    existed = resumed is not None or (place.out is not None and place.out.exists())
-    directory = _run_directory(config, place, resumed)
-    parameters = sum(p.numel() for p in module.parameters())
-    print(
-        f"{config.dataset}: {len(training):,} training, {len(validation):,} validation, "
-        f"{len(test):,} test images\n"
-        f"{config.model} of {config.neuron} neurons: {parameters:,} parameters, "
-        f"{config.num_steps} time steps, {config.encoding} encoding, on {device.type}\n"
-        f"writing to {directory}",
-        flush=True,
-    )
-    start = time.perf_counter()
-    try:
-        _fit(module, training.to(device), validation.to(device), directory, resumed)
-    except BaseException:
-        if resumed is None and not (directory / LAST).exists():
-            _remove(directory, existed)
-        raise
-    facts = {
-        "parameters": parameters,
-        "training_seconds": round(time.perf_counter() - start, 2),
-        "resumed": resumed is not None,
-    }
+    processes = Processes.started()
+    device = _device(place.device, config.precision, processes)
+    _check_device(config, device, processes)
+    with processes.connected(device):
+        with processes.one_first():
+            rest, test = data.load(config.dataset, place.data_dir, place.download)
+        training, validation = data.split(rest, VALIDATION_FRACTION, VALIDATION_SEED)
+        _check_data(config, len(training))
+        module = _make_module(config, device, processes)
+        if resumed is not None:
+            _load_weights(module, resumed)  # an early check: Lightning loads them again
+        existed = resumed is not None or (place.out is not None and place.out.exists())
+        directory = _agreed_directory(config, place, resumed, processes)
+        if processes.main:
+            sizes = (len(training), len(validation), len(test))
+            print(_introduction(module, sizes, device), f"writing to {directory}", sep="\n")
+            sys.stdout.flush()
+        start = time.perf_counter()
+        try:
+            _fit(module, training.to(device), validation.to(device), directory, resumed)
+        except BaseException:
+            if processes.main and resumed is None and not (directory / LAST).exists():
+                _remove(directory, existed)
+            raise
+        seconds = time.perf_counter() - start
+    if not processes.main:
+        return {}
+    facts = {**_speed(module, seconds), "resumed": resumed is not None}
+    module.processes = Processes()  # what follows is done by this one alone
     try:
         return _finish(module, test, device, directory, facts)
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT, directory / LAST) from None
+
+
+def _introduction(module: Classifier, sizes: tuple[int, int, int], device: torch.device) -> str:
+    config, processes = module.config, module.processes
+    training, validation, test = sizes
+    parameters = sum(p.numel() for p in module.parameters())
+    several = f", {processes.count} processes" if processes.count > 1 else ""
+    return (
+        f"{config.dataset}: {training:,} training, {validation:,} validation, "
+        f"{test:,} test images\n"
+        f"{config.model} of {config.neuron} neurons: {parameters:,} parameters, "
+        f"{config.num_steps} time steps, {config.encoding} encoding, on {device.type}{several}"
+    )
+
+
+def _speed(module: Classifier, seconds: float) -> dict[str, Any]:
+    rows = module.history
+    return {
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "training_seconds": round(seconds, 2),
+        "images_per_second": round(statistics.median(r["images_per_second"] for r in rows), 1),
+        "data_wait": round(statistics.fmean(r.get("data_wait", 0.0) for r in rows), 4),
+        "processes": module.processes.count,
+    }
 
 
 def evaluate(loaded: Loaded, place: Place) -> tuple[float, float]:
@@ -123,9 +146,9 @@ def evaluate(loaded: Loaded, place: Place) -> tuple[float, float]:
         ConfigError, DataError: a setting or a file is wrong.
     """
     config = loaded.config
-    device = _device(place.device, config.precision)
+    device = _device(place.device, config.precision, Processes())
     _, test = data.load(config.dataset, place.data_dir, place.download)
-    module = Classifier(config)
+    module = _make_module(config, device)
     _load_weights(module, loaded)
     return _test(module, test, device)
 
@@ -147,32 +170,54 @@ def _fit(
     directory: Path,
     resumed: Loaded | None,
 ) -> None:
-    config = module.config
-    device = training.labels.device
+    config, processes = module.config, module.processes
     batches = TrainBatches(
         training, config.batch_size, config.seed, lambda: module.trainer.global_step
     )
-    with _quiet(), _threads(config), Interruption(directory / LAST) as interruption:
-        trainer = pl.Trainer(
-            accelerator=device.type,
-            devices=1,
-            precision=LIGHTNING_PRECISION[config.precision],  # type: ignore[arg-type]
-            max_epochs=config.epochs,
-            callbacks=[Progress(), Log(directory), Checkpoints(directory, interruption)],
-            plugins=[LightningEnvironment()],
-            default_root_dir=directory,
-            num_sanity_val_steps=0,
-            benchmark=device.type == "cuda",
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(
-            module,
-            batches,
-            EvalBatches(validation, config.batch_size),
-            ckpt_path=None if resumed is None else resumed.path,
-        )
+    with _quiet(), _threads(config), Interruption(directory / LAST, processes) as interruption:
+        callbacks: list[pl.Callback] = [Checkpoints(directory, interruption, processes)]
+        if processes.main:
+            callbacks = [Progress(), Log(directory), *callbacks]
+        trainer = _trainer(config, training.labels.device, processes, callbacks, directory)
+        try:
+            trainer.fit(
+                module,
+                Timed(batches, module.wait),
+                EvalBatches(validation, config.batch_size),
+                ckpt_path=None if resumed is None else resumed.path,
+            )
+        except Exception as error:
+            if processes.count > 1 and lost_peer(error):
+                interruption.give_up()
+            raise
+
+
+def _trainer(
+    config: TrainConfig,
+    device: torch.device,
+    processes: Processes,
+    callbacks: list[pl.Callback],
+    directory: Path,
+) -> pl.Trainer:
+    several = processes.count > 1
+    return pl.Trainer(
+        accelerator=device.type,
+        devices=processes.local_count if several else 1 if device.index is None else [device.index],
+        num_nodes=processes.count // processes.local_count,
+        strategy="ddp" if several else "auto",
+        sync_batchnorm=several and config.sync_batch_norm,
+        precision=LIGHTNING_PRECISION[config.precision],  # type: ignore[arg-type]
+        max_epochs=config.epochs,
+        callbacks=callbacks,
+        plugins=[TorchElasticEnvironment() if several else LightningEnvironment()],
+        default_root_dir=directory,
+        num_sanity_val_steps=0,
+        benchmark=device.type == "cuda",
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
 
 
 def _test(module: Classifier, test: Images, device: torch.device) -> tuple[float, float]:
@@ -228,7 +273,7 @@ def _finish(
     return result
 
 
-def _device(name: str, precision: str) -> torch.device:
+def _device(name: str, precision: str, processes: Processes) -> torch.device:
     if name not in DEVICES:
         raise ConfigError(f"unknown device {name!r}: choose one of {', '.join(DEVICES)}")
     cuda = torch.cuda.is_available()
@@ -238,7 +283,68 @@ def _device(name: str, precision: str) -> torch.device:
         if precision == "16":
             raise ConfigError("precision is 16, which needs a CUDA GPU: choose bf16 or 32")
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    if processes.count == 1:
+        return torch.device("cuda", torch.cuda.current_device())
+    if processes.local_count > torch.cuda.device_count():
+        raise ConfigError(
+            f"{processes.local_count} processes on this machine, but {torch.cuda.device_count()} "
+            "GPUs: start torchrun with fewer, or choose --device cpu"
+        )
+    return torch.device("cuda", processes.local_rank)
+
+
+def _check_device(config: TrainConfig, device: torch.device, processes: Processes) -> None:
+    """What a run asks for and this machine cannot do."""
+    if config.cuda_graph and device.type != "cuda":
+        raise ConfigError("cuda_graph needs a CUDA GPU: leave out --cuda-graph")
+    if config.cuda_graph and processes.count > 1:
+        raise ConfigError("cuda_graph is for a single process: leave out --cuda-graph")
+    if config.sync_batch_norm and device.type != "cuda":
+        raise ConfigError("sync_batch_norm needs CUDA GPUs: leave out --sync-batch-norm")
+    if config.batch_size % processes.count:
+        raise ConfigError(
+            f"batch_size is {config.batch_size}: expected a multiple of the {processes.count} "
+            "processes, which share it equally"
+        )
+    if config.batch_size // processes.count < config.accumulate:
+        raise ConfigError(
+            f"accumulate is {config.accumulate}: expected at most "
+            f"{config.batch_size // processes.count}, each process's share of a batch"
+        )
+
+
+def _check_data(config: TrainConfig, num_training: int) -> None:
+    if config.batch_size > num_training:
+        raise ConfigError(
+            f"batch_size is {config.batch_size}: {config.dataset} has only {num_training} "
+            "training images"
+        )
+
+
+def _make_module(
+    config: TrainConfig, device: torch.device, processes: Processes | None = None
+) -> Classifier:
+    module = Classifier(config, processes)
+    if config.channels_last or (config.channels_last is None and device.type == "cuda"):
+        module.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return module
+
+
+def _agreed_directory(
+    config: TrainConfig, place: Place, resumed: Loaded | None, processes: Processes
+) -> Path:
+    """The folder of the run, made by the main process if it is a new one."""
+    outcome: Path | ConfigError | None = None
+    if processes.main:
+        try:
+            outcome = _run_directory(config, place, resumed)
+        except ConfigError as error:
+            outcome = error
+    outcome = processes.told(outcome)
+    if isinstance(outcome, ConfigError):
+        raise outcome
+    assert outcome is not None
+    return outcome
 
 
 def _run_directory(config: TrainConfig, place: Place, resumed: Loaded | None) -> Path:
