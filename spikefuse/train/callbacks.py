@@ -130,6 +130,7 @@ class Checkpoints(Checkpoint):
         self._saved = time.monotonic()
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.interruption.listen()  # Lightning has put a handler of its own before ours
         # The end of one of several processes leaves no time to save anything.
         if self.processes.count > 1:
             self._save(trainer)

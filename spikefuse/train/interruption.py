@@ -53,7 +53,8 @@ class Interruption:
         self._over = threading.Event()
 
     def __enter__(self) -> Interruption:
-        self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._previous = {number: signal.getsignal(number) for number in SIGNALS}
+        self.listen()
         if self.processes.count > 1:
             self._bells = socket.socketpair()
             self._bells[1].setblocking(False)
@@ -67,6 +68,11 @@ class Interruption:
             signal.set_wakeup_fd(-1)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def listen(self) -> None:
+        """Handle the signals here, and nowhere else."""
+        for number in SIGNALS:
+            signal.signal(number, self._note)
 
     def stop(self) -> None:
         """Raise `Interrupted`, as the signal asked for."""

@@ -200,7 +200,7 @@ def _trainer(
     directory: Path,
 ) -> pl.Trainer:
     several = processes.count > 1
-    return pl.Trainer(
+    trainer = pl.Trainer(
         accelerator=device.type,
         devices=processes.local_count if several else 1 if device.index is None else [device.index],
         num_nodes=processes.count // processes.local_count,
@@ -218,6 +218,12 @@ def _trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    # Before each step it would ask all processes about a signal, and wait for the GPU's answer;
+    # `Checkpoints` asks them now and then, on the host.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = (  # type: ignore[method-assign]
+        lambda: None
+    )
+    return trainer
 
 
 def _test(module: Classifier, test: Images, device: torch.device) -> tuple[float, float]:

@@ -31,7 +31,15 @@ def test_help_names_every_option_with_its_default(
         assert f"(default: {f.metadata['shown']})" in text
     for name in [*data.DATASETS, *models.MODELS, *NEURONS]:
         assert name in text
-    for word in ("--resume", "--out", "--config", "--device", "--data-dir", "--download", "SPIKEFUSE_DATA"):
+    for word in (
+        "--resume",
+        "--out",
+        "--config",
+        "--device",
+        "--data-dir",
+        "--download",
+        "SPIKEFUSE_DATA",
+    ):
         assert word in text
     assert "spikefuse train --resume" in text
 
