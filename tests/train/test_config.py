@@ -14,7 +14,7 @@ from spikefuse.train.config import NEURONS
 
 WRONG = [
     ({"dataset": "minst"}, "unknown dataset 'minst': did you mean mnist? choose one of digits, "),
-    ({"model": "transformer"}, "unknown model 'transformer': choose one of mlp, conv, resnet18"),
+    ({"model": "perceiver"}, "unknown model 'perceiver': choose one of mlp, conv, resnet18"),
     ({"neuron": "LIF"}, "unknown neuron 'LIF': "),
     ({"encoding": 3}, "unknown encoding 3: choose one of direct, poisson"),
     ({"precision": "64"}, "unknown precision '64': choose one of 32, bf16, 16"),
