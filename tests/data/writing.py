@@ -94,7 +94,7 @@ def write_gestures(folder: Path, trials: dict[str, list[list[tuple[int, Columns]
                 rows.append(f"{label},{start},{end}")
                 parts.append((x, y, p, t + start))
                 start = end + 50_000
-                stray = tuple(np.array([value]) for value in (1, 2, 0, end + 10))
+                stray = tuple(np.array([value]) for value in (1, 2, 0, end))
                 parts.append(stray)  # between two gestures: belongs to neither
             columns = tuple(np.concatenate(column) for column in zip(*parts, strict=True))
             (folder / names[-1]).write_bytes(aedat3_bytes(columns))
