@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
-from spikefuse.data import DATASETS
+from spikefuse.data import DATASETS, random_flip, random_shift
 from spikefuse.nn.encode import direct, poisson
 from spikefuse.train import optimize
-from spikefuse.train.batches import Batch, shifted
+from spikefuse.train.batches import Batch
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.graph import GraphedStep
 from spikefuse.train.objective import learning_rate, readout
@@ -103,11 +103,21 @@ class Classifier(pl.LightningModule):
     def encode(self, inputs: Tensor) -> Tensor:
         """Bytes to the network's input `[T, B, ...]`: images `[B, C, H, W]` by the encoding, event
         data `[B, T, ...]`, which has a time dimension already, as it is."""
-        if inputs.ndim == len(DATASETS[self.config.dataset].shape) + 2:
+        if DATASETS[self.config.dataset].kind == "events":
             frames = inputs.transpose(0, 1)
             return frames.to(torch.float32, memory_format=torch.contiguous_format)
         encoding = poisson if self.config.encoding == "poisson" else direct
         return encoding(inputs / 255, self.config.num_steps)
+
+    def augment(self, inputs: Tensor) -> Tensor:
+        """Shift and mirror at random, from PyTorch's own generator of the device, which is the one
+        that a CUDA graph reads anew at each replay."""
+        generator = torch.default_generator
+        if inputs.is_cuda:
+            generator = torch.cuda.default_generators[inputs.get_device()]
+        if self.config.shift:
+            inputs = random_shift(inputs, self.config.shift, generator)
+        return random_flip(inputs, generator) if self.config.flip else inputs
 
     def forward(self, inputs: Tensor) -> Tensor:
         return readout(self.net(self.encode(inputs)), self.config.loss)
@@ -156,7 +166,7 @@ class Classifier(pl.LightningModule):
         """The loss, the logits and the labels of this process's share of a batch."""
         self._optimizer().zero_grad()
         share = self.processes.share(len(labels))
-        x = self.encode(shifted(inputs, self.config.shift))[:, share]
+        x = self.encode(self.augment(inputs))[:, share]
         loss, logits = optimize.gradients(self.net, x, labels[share], self.config, self._backward)
         return loss, logits, labels[share]
 

@@ -20,13 +20,16 @@ from spikefuse.train.config import ConfigError, TrainConfig
 USER_ERROR = 2
 EXTRA = ("lightning", "tensorboard", "matplotlib", "tqdm", "yaml")
 # What a resumed run may change: it continues to the same result.
-RESUMABLE = ("epochs",)
+RESUMABLE = ("epochs", "cuda_graph")
 
 GROUPS = {
-    "what to learn": ("dataset", "model", "neuron", "decay", "threshold", "num_steps", "encoding"),
+    "what to learn": (
+        *("dataset", "model", "neuron", "decay", "threshold", "surrogate"),
+        *("num_steps", "encoding", "slicing", "slice_us"),
+    ),
     "how to learn": (
         *("epochs", "batch_size", "optimizer", "lr", "schedule", "warmup", "weight_decay"),
-        *("loss", "label_smoothing", "clip", "shift", "seed"),
+        *("loss", "label_smoothing", "clip", "shift", "flip", "seed"),
     ),
     "how to compute": (
         *("precision", "accumulate", "tbptt", "channels_last", "cuda_graph", "sync_batch_norm"),
@@ -196,7 +199,9 @@ def _resumed_config(
     if arguments.out is not None:
         raise ConfigError("out is given with resume: a resumed run goes on in its own folder")
     for name, value in given.items():
-        fixed = name not in RESUMABLE or saved.schedule != "constant"  # which ends with the run
+        fixed = name not in RESUMABLE
+        if name == "epochs":
+            fixed = saved.schedule != "constant"  # which ends with the run
         if fixed and value != getattr(saved, name):
             raise ConfigError(
                 f"{name} is {value}, but {arguments.resume} was trained with "

@@ -82,6 +82,8 @@ class GraphedStep:
     def _record(self, inputs: Tensor, labels: Tensor) -> None:
         self.inputs, self.labels = inputs.clone(), labels.clone()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
+        # Another thread may be fetching batches, and is not part of this.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode=mode):
             self.result = self.step(self.inputs, self.labels)
         self.graph = graph

@@ -26,7 +26,8 @@ from tqdm import tqdm
 
 import spikefuse
 from spikefuse import data
-from spikefuse.data import DATASETS, Images
+from spikefuse.data import DATASETS, Examples
+from spikefuse.train import batches
 from spikefuse.train.batches import EvalBatches, Timed, TrainBatches
 from spikefuse.train.callbacks import Checkpoints, Log, Progress
 from spikefuse.train.checkpoint import BEST, LAST, Loaded, load, replacing
@@ -85,7 +86,7 @@ def train(config: TrainConfig, place: Place, resumed: Loaded | None = None) -> d
     _check_device(config, device, processes)
     with processes.connected(device):
         with processes.one_first():
-            rest, test = data.load(config.dataset, place.data_dir, place.download)
+            rest, test = _load_data(config, place)
         training, validation = data.split(rest, VALIDATION_FRACTION, VALIDATION_SEED)
         _check_data(config, len(training))
         module = _make_module(config, device, processes)
@@ -99,7 +100,7 @@ def train(config: TrainConfig, place: Place, resumed: Loaded | None = None) -> d
             sys.stdout.flush()
         start = time.perf_counter()
         try:
-            _fit(module, training.to(device), validation.to(device), directory, resumed)
+            _fit(module, (training, validation), device, directory, resumed)
         except BaseException:
             if processes.main and resumed is None and not (directory / LAST).exists():
                 _remove(directory, existed)
@@ -120,11 +121,13 @@ def _introduction(module: Classifier, sizes: tuple[int, int, int], device: torch
     training, validation, test = sizes
     parameters = sum(p.numel() for p in module.parameters())
     several = f", {processes.count} processes" if processes.count > 1 else ""
+    events = DATASETS[config.dataset].kind == "events"
+    encoding = "event frames" if events else f"{config.encoding} encoding"
     return (
         f"{config.dataset}: {training:,} training, {validation:,} validation, "
         f"{test:,} test images\n"
         f"{config.model} of {config.neuron} neurons: {parameters:,} parameters, "
-        f"{config.num_steps} time steps, {config.encoding} encoding, on {device.type}{several}"
+        f"{config.num_steps} time steps, {encoding}, on {device.type}{several}"
     )
 
 
@@ -147,7 +150,7 @@ def evaluate(loaded: Loaded, place: Place) -> tuple[float, float]:
     """
     config = loaded.config
     device = _device(place.device, config.precision, Processes())
-    _, test = data.load(config.dataset, place.data_dir, place.download)
+    _, test = _load_data(config, place)
     module = _make_module(config, device)
     _load_weights(module, loaded)
     return _test(module, test, device)
@@ -165,25 +168,25 @@ def _load_weights(module: Classifier, loaded: Loaded) -> None:
 
 def _fit(
     module: Classifier,
-    training: Images,
-    validation: Images,
+    examples: tuple[Examples, Examples],
+    device: torch.device,
     directory: Path,
     resumed: Loaded | None,
 ) -> None:
     config, processes = module.config, module.processes
-    batches = TrainBatches(
-        training, config.batch_size, config.seed, lambda: module.trainer.global_step
-    )
+    training, validation = (batches.place(part, device) for part in examples)
+    size = config.batch_size
+    steps = TrainBatches(training, size, config.seed, lambda: module.trainer.global_step, device)
     with _quiet(), _threads(config), Interruption(directory / LAST, processes) as interruption:
         callbacks: list[pl.Callback] = [Checkpoints(directory, interruption, processes)]
         if processes.main:
             callbacks = [Progress(), Log(directory), *callbacks]
-        trainer = _trainer(config, training.labels.device, processes, callbacks, directory)
+        trainer = _trainer(config, device, processes, callbacks, directory)
         try:
             trainer.fit(
                 module,
-                Timed(batches, module.wait),
-                EvalBatches(validation, config.batch_size),
+                Timed(steps, module.wait),
+                EvalBatches(validation, size, device),
                 ckpt_path=None if resumed is None else resumed.path,
             )
         except Exception as error:
@@ -226,21 +229,25 @@ def _trainer(
     return trainer
 
 
-def _test(module: Classifier, test: Images, device: torch.device) -> tuple[float, float]:
+def _load_data(config: TrainConfig, place: Place) -> tuple[Examples, Examples]:
+    return data.load(config.dataset, place.data_dir, place.download, **config.transform())
+
+
+def _test(module: Classifier, test: Examples, device: torch.device) -> tuple[float, float]:
     config = module.config
     module.to(device).eval()
     module.on_test_epoch_start()
-    batches = EvalBatches(test.to(device), config.batch_size)
+    steps = EvalBatches(batches.place(test, device), config.batch_size, device)
     dtype = DTYPES[config.precision]
     autocast = torch.autocast(device.type, dtype, enabled=config.precision != "32")
     with _threads(config), torch.no_grad(), autocast:
-        for index, batch in enumerate(tqdm(batches, "test", disable=None, leave=False)):
+        for index, batch in enumerate(tqdm(steps, "test", disable=None, leave=False)):
             module.test_step(batch, index)
     return module.eval_tally.mean()
 
 
 def _finish(
-    module: Classifier, test: Images, device: torch.device, directory: Path, facts: dict[str, Any]
+    module: Classifier, test: Examples, device: torch.device, directory: Path, facts: dict[str, Any]
 ) -> dict[str, Any]:
     """Test the best epoch, draw the pictures, write and return the result."""
     best = best_row(module.history)
@@ -268,7 +275,7 @@ def _finish(
     curves, raster = directory / "curves.png", directory / "raster.png"
     classes = DATASETS[module.config.dataset].classes
     draw_curves(module.history, curves)
-    draw_raster(module, test.pixels[:1].to(device), int(test.labels[0]), classes, raster)
+    draw_raster(module, test[:1].pixels.to(device), int(test.labels[0]), classes, raster)
     with replacing(directory / "result.json") as path:
         path.write_text(json.dumps(result, indent=2) + "\n")
     print(
