@@ -248,6 +248,7 @@ class Classifier(pl.LightningModule):
         checkpoint[KEY] = {
             "config": self.config.to_dict(),
             "history": self.history,
+            "step": self.global_step,
             "tally": self.tally.over(self.processes, self.device).state(),
         }
 

@@ -364,6 +364,11 @@ def _run_directory(config: TrainConfig, place: Place, resumed: Loaded | None) ->
     """The folder of the run, made if it is a new one."""
     if resumed is not None:
         directory = resumed.path.parent
+        if not resumed.resumable:
+            raise ConfigError(
+                f"{resumed.path} was saved by an earlier version of spikefuse: it can be tested, "
+                "but not resumed; train anew"
+            )
         if resumed.history and not (directory / BEST).is_file():
             raise ConfigError(
                 f"{directory / BEST} is missing: resume a run in the folder where it began"
