@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import layer, record
+from benchmarks import layer, record, reproduce
 
 README = record.ROOT / "README.md"
 NOTHING = "Not measured yet: run `{}`."
@@ -54,7 +54,9 @@ def filled(text: str, results: Path, root: Path) -> str:
             raise ValueError(f"no table is called {name!r}: there are {', '.join(REGIONS)}")
         benchmark, table, command = REGIONS[name]
         found = list(_results(results, benchmark))
-        body = table(found, root) if found else NOTHING.format(command)
+        body = NOTHING.format(command)
+        if found or name == "papers":  # whose figures are there before ours
+            body = table(found, root)
         return f"<!-- generated:{name} begin -->\n{body}\n<!-- generated:{name} end -->"
 
     pattern = r"<!-- generated:(?P<name>\S+) begin -->.*?<!-- generated:(?P=name) end -->"
@@ -253,6 +255,23 @@ def training(results: Results, root: Path) -> str:
     return "\n\n".join([markdown(head, lines), "\n".join(origins)])
 
 
+def papers(results: Results, root: Path) -> str:
+    """A row per recipe, the paper's figures beside ours; where ours were measured below."""
+    lines = []
+    by_recipe = {result["settings"]["recipe"]: result for _, result in results}
+    for recipe, paper in reproduce.PAPER.items():
+        accuracy = seconds = "–"
+        if recipe in by_recipe:
+            rows = by_recipe[recipe]["rows"]
+            accuracy = ", ".join(f"{100 * row['test_accuracy']:.2f}%" for row in rows)
+            seconds = ", ".join(number(row["training_seconds"]) for row in rows)
+        theirs = "–" if paper.seconds is None else number(paper.seconds)
+        lines.append([f"`{recipe}`", f"{paper.accuracy:.2f}%", accuracy, theirs, seconds])
+    head = ["recipe", "paper's accuracy", "ours", "paper's training seconds", "ours"]
+    origins = [f"- `{recipe}`: {origin(result)}" for recipe, result in by_recipe.items()]
+    return "\n\n".join([markdown(head, lines), "\n".join(origins)]).rstrip()
+
+
 def bars_line(result: dict[str, Any]) -> list[str]:
     """Which of the project's own bars a result missed; nothing where none was judged."""
     bars = result.get("bars", [])
@@ -289,6 +308,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "first-call": ("first_call", each(first_call), BENCH),
     "cpu": ("cpu_neuron", each(cpu), BENCH),
     "training": ("training_*", training, "python -m benchmarks.training digits"),
+    "papers": ("reproduce_*", papers, reproduce.COMMAND),
 }
 
 

@@ -47,8 +47,12 @@ OUTSIDERS = {
     "tensorboard": {"train"},
     "matplotlib": {"train"},
     "tqdm": {"train", "data"},
+    "yaml": {"train"},
     "sklearn": {"data"},
     "pooch": {"data"},
+    "tonic": {"data"},
+    "h5py": {"data"},
+    "PIL": {"data"},
 }
 
 
@@ -203,9 +207,12 @@ def python(code: str) -> None:
 
 def test_import_needs_no_optional_package() -> None:
     optional = ["triton", "lightning", "sklearn", "matplotlib", "tensorboard", "pooch", "tqdm"]
-    python(f"import sys; sys.modules.update(dict.fromkeys({optional})); import spikefuse")
+    optional += ["tonic", "h5py", "PIL"]
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({optional}))"
+    python(f"{blocked}; import spikefuse, spikefuse.data")
 
 
 def test_import_is_lazy() -> None:
-    heavy = {"numba", "triton", "lightning", "sklearn", "matplotlib"}
-    python(f"import sys, spikefuse; loaded = {heavy} & set(sys.modules); assert not loaded, loaded")
+    heavy = {"numba", "triton", "lightning", "sklearn", "matplotlib", "tonic", "h5py", "PIL"}
+    loaded = f"loaded = {heavy} & set(sys.modules); assert not loaded, loaded"
+    python(f"import sys, spikefuse, spikefuse.data; {loaded}")

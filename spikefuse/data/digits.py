@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from spikefuse.data.errors import DataError
-from spikefuse.data.images import Images, split
+from spikefuse.data.images import Examples, Images, split
 
 TEST_FRACTION = 0.2
 # Fixed, so that every run, whatever its seed, holds out the same test images.
@@ -16,7 +16,7 @@ TEST_SEED = 0
 LEVELS = 16  # pixels are published as 0 to 16
 
 
-def load_digits(directory: Path, download: bool) -> tuple[Images, Images]:
+def load_digits(directory: Path, download: bool) -> tuple[Examples, Examples]:
     """Training and test images; the test split is a stratified fifth, the same in every run.
 
     The images come with scikit-learn, so both arguments are ignored.

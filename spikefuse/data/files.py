@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import sys
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,3 +100,54 @@ def _download(source: Source, name: str, folder: Path) -> Path:
             f"the file elsewhere and put it in {folder}"
         ) from error
     return Path(path)
+
+
+def find_folder(name: str, marks: tuple[str, ...], directory: Path, page: str) -> Path:
+    """The folder that holds every file or folder of `marks`: `directory/name` or `directory`.
+
+    Args:
+        name: the data set's name, also of its folder.
+        marks: what has to be there, relative to the folder.
+        directory: where data sets lie.
+        page: where the data set is published, for the message.
+
+    Raises:
+        DataError: something of `marks` is missing.
+    """
+    folders = (directory / name, directory)
+    for folder in folders:
+        if all((folder / mark).exists() for mark in marks):
+            return folder
+    best = max(folders, key=lambda folder: sum((folder / mark).exists() for mark in marks))
+    missing = next(mark for mark in marks if not (best / mark).exists())
+    raise DataError(
+        f"{name}: {missing} is neither in {folders[0]} nor in {directory}: fetch the data set "
+        f"from {page} and unpack it there, or name the folder that has it with --data-dir or "
+        f"{ENVIRONMENT}; --download does not fetch this one"
+    )
+
+
+def read_bytes(path: Path) -> bytes:
+    """Content of a file, decompressed if it is gzip (told by its content, not by its name).
+
+    Raises:
+        DataError: the file cannot be read, or its compression is damaged.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    if content[:2] != b"\x1f\x8b":
+        return content
+    try:
+        return gzip.decompress(content)
+    except (EOFError, OSError, zlib.error) as error:
+        raise damaged(path, f"gzip: {str(error).rstrip('.')}") from error
+
+
+def damaged(path: Path, what: str) -> DataError:
+    """The error for a file that is there but cannot be what its name says."""
+    return DataError(
+        f"{path} is damaged ({what}): delete it, then fetch it anew, with "
+        f"--download where the data set has one"
+    )

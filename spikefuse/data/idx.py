@@ -6,16 +6,15 @@ as a big-endian uint32, then the elements, big-endian, last dimension fastest.
 
 from __future__ import annotations
 
-import gzip
 import math
 import os
 import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
 
 from spikefuse.data.errors import DataError
+from spikefuse.data.files import read_bytes
 
 DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
@@ -33,7 +32,7 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
         DataError: the file is missing, truncated, corrupt, or of another format.
     """
     path = Path(path)
-    content = _bytes(path)
+    content = read_bytes(path)
     if len(content) < 4:
         raise _bad(path, f"{len(content)} bytes are too few for an IDX header")
     zeros, code, ndim = struct.unpack_from(">HBB", content)
@@ -51,19 +50,6 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
             path, f"{kind}: {len(content)} bytes, expected {expected} for shape {list(shape)}"
         )
     return np.frombuffer(content, dtype, offset=start).reshape(shape)
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    if content[:2] != b"\x1f\x8b":
-        return content
-    try:
-        return gzip.decompress(content)
-    except (EOFError, OSError, zlib.error) as error:
-        raise _bad(path, f"gzip: {str(error).rstrip('.')}") from error
 
 
 def _bad(path: Path, what: str) -> DataError:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
+from spikefuse.data import cifar, cifar10_dvs, dvs_gesture, heidelberg, nmnist
+from spikefuse.data.cifar import load_cifar10
 from spikefuse.data.digits import load_digits
 from spikefuse.data.errors import DataError
+from spikefuse.data.events import Recordings
 from spikefuse.data.files import default_directory
-from spikefuse.data.images import Images
+from spikefuse.data.folder import load_imagenet
+from spikefuse.data.frames import Frames, Slicing
+from spikefuse.data.images import Examples
 from spikefuse.data.mnist import load_fashion_mnist, load_mnist
+from spikefuse.data.store import load_frames
 
 DIGITS = tuple("0123456789")
 CLOTHES = (
@@ -24,38 +32,106 @@ class Dataset:
     """What is known of a data set before it is read.
 
     Args:
-        shape: of one image, (C, H, W).
+        shape: of one image, (C, H, W), or of one frame, (P, H, W) or (W,) for audio.
         classes: name of each label.
-        read: (directory, download) to (training images, test images).
+        read: (directory, download, **transform) to (training examples, test examples).
+        kind: "images", which an encoding makes sequences of, or "events", which are sequences.
+        transform: the options of `load` that this data set takes, with their defaults.
     """
 
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     classes: tuple[str, ...]
-    read: Callable[[Path, bool], tuple[Images, Images]]
+    read: Callable[..., tuple[Examples, Examples]]
+    kind: Literal["images", "events"] = "images"
+    transform: Mapping[str, Any] = field(default_factory=dict)
 
+
+def _events(
+    name: str,
+    shape: tuple[int, ...],
+    classes: tuple[str, ...],
+    find: Callable[[Path], tuple[Recordings, Recordings]],
+    slicing: Slicing,
+) -> Dataset:
+    def read(directory: Path, download: bool, **options: Any) -> tuple[Frames, Frames]:
+        chosen = Slicing(**options)
+        train, test = find(directory)
+        return (
+            load_frames(f"{name}-train", train, chosen),
+            load_frames(f"{name}-test", test, chosen),
+        )
+
+    return Dataset(shape, classes, read, "events", vars(slicing))
+
+
+SHD = partial(heidelberg.find_heidelberg, "shd", len(heidelberg.SHD_CLASSES))
+SSC = partial(heidelberg.find_heidelberg, "ssc", len(heidelberg.SSC_CLASSES))
+# 1.4 seconds hold every recording.
+SPEECH = Slicing("duration", num_steps=100, dt=14_000, bits=4)
 
 DATASETS: dict[str, Dataset] = {
     "digits": Dataset((1, 8, 8), DIGITS, load_digits),
     "mnist": Dataset((1, 28, 28), DIGITS, load_mnist),
     "fashion_mnist": Dataset((1, 28, 28), CLOTHES, load_fashion_mnist),
+    "cifar10": Dataset(cifar.SHAPE, cifar.CLASSES, load_cifar10),
+    "imagenet": Dataset(
+        (3, 224, 224),
+        tuple(f"class {i}" for i in range(1000)),
+        load_imagenet,
+        "images",
+        {"size": 224},
+    ),
+    # T = 32 and by number in both: temporal-fusion, section 5.2.
+    "nmnist": _events(
+        "nmnist", nmnist.SIZE, DIGITS, nmnist.find_nmnist, Slicing("number", 32, bits=4)
+    ),
+    "dvs_gesture": _events(
+        "dvs_gesture",
+        dvs_gesture.SIZE,
+        dvs_gesture.CLASSES,
+        dvs_gesture.find_dvs_gesture,
+        Slicing("number", 32, bits=8),
+    ),
+    "cifar10_dvs": _events(
+        "cifar10_dvs",
+        cifar10_dvs.SIZE,
+        cifar.CLASSES,
+        cifar10_dvs.find_cifar10_dvs,
+        Slicing("number", 10, bits=8),
+    ),
+    "shd": _events("shd", heidelberg.SIZE, heidelberg.SHD_CLASSES, SHD, SPEECH),
+    "ssc": _events("ssc", heidelberg.SIZE, heidelberg.SSC_CLASSES, SSC, SPEECH),
 }
 
 
 def load(
-    name: str, directory: str | Path | None = None, download: bool = False
-) -> tuple[Images, Images]:
-    """Training and test images of a data set.
+    name: str,
+    directory: str | Path | None = None,
+    download: bool = False,
+    **transform: Any,
+) -> tuple[Examples, Examples]:
+    """Training and test examples of a data set.
 
     Args:
         name: one of `DATASETS`.
         directory: where its files lie, or are put by a download; by default $SPIKEFUSE_DATA, or
             else a folder in the user's cache.
-        download: fetch the files that are missing, with checksum and progress bar.
+        download: fetch the files that are missing, with checksum and progress bar, where the data
+            set is published as plain files; the message says where to get the others.
+        transform: options of the data set: those of `Slicing` for events, `size` for imagenet.
+
+    Returns:
+        `Images`, `ImageFolder`s or `Frames`. Frames are made once and kept in the cache.
 
     Raises:
-        DataError: no such data set; a file is missing or damaged; the download failed.
+        DataError: no such data set or option; a file is missing or damaged; the download failed.
     """
     if name not in DATASETS:
         raise DataError(f"unknown data set {name!r}: choose one of {', '.join(DATASETS)}")
+    dataset = DATASETS[name]
+    for option in transform:
+        if option not in dataset.transform:
+            options = ", ".join(dataset.transform) or "none"
+            raise DataError(f"{name} has no option {option!r}: its options are {options}")
     place = default_directory() if directory is None else Path(directory).expanduser()
-    return DATASETS[name].read(place, download)
+    return dataset.read(place, download, **{**dataset.transform, **transform})

@@ -1,6 +1,7 @@
 """Architectures: networks written for one time step, to be run by `spikefuse.Temporal`.
 
-Every builder takes the same arguments:
+Every builder takes these arguments first, and some take more, with the published values as
+defaults:
 
     neuron: makes one neuron module per call, such as `lambda: spikefuse.LIF(decay=0.5)`.
     in_channels: channels of the input.
@@ -15,11 +16,53 @@ from collections.abc import Callable
 from torch import nn
 
 from spikefuse.models.conv import conv
-from spikefuse.models.mlp import mlp
-from spikefuse.models.resnet import resnet18
+from spikefuse.models.mlp import SPLIT_LAYERS, mlp, split_mlp, split_widths
+from spikefuse.models.ms_resnet import ms_resnet34
+from spikefuse.models.plain import alexnet, cifar_large, cifar_medium, cifar_small
+from spikefuse.models.resnet import resnet18, resnet34, resnet50
+from spikefuse.models.sew_resnet import sew_resnet18, sew_resnet34, sew_resnet50
+from spikefuse.models.spikformer import spikformer
+from spikefuse.models.vgg import vggsnn
 
 Builder = Callable[[Callable[[], nn.Module], int, int, tuple[int, int]], nn.Module]
 
-MODELS: dict[str, Builder] = {"mlp": mlp, "conv": conv, "resnet18": resnet18}
+MODELS: dict[str, Builder] = {
+    "mlp": mlp,
+    "conv": conv,
+    "resnet18": resnet18,
+    "resnet34": resnet34,
+    "resnet50": resnet50,
+    "sew_resnet18": sew_resnet18,
+    "sew_resnet34": sew_resnet34,
+    "sew_resnet50": sew_resnet50,
+    "ms_resnet34": ms_resnet34,
+    "cifar_small": cifar_small,
+    "cifar_medium": cifar_medium,
+    "cifar_large": cifar_large,
+    "alexnet": alexnet,
+    "vggsnn": vggsnn,
+    "spikformer": spikformer,
+    **{f"mlp{num_layers}": split_mlp(num_layers) for num_layers in SPLIT_LAYERS},
+}
 
-__all__ = ["MODELS", "Builder", "conv", "mlp", "resnet18"]
+__all__ = [
+    "MODELS",
+    "Builder",
+    "alexnet",
+    "cifar_large",
+    "cifar_medium",
+    "cifar_small",
+    "conv",
+    "mlp",
+    "ms_resnet34",
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "sew_resnet18",
+    "sew_resnet34",
+    "sew_resnet50",
+    "spikformer",
+    "split_mlp",
+    "split_widths",
+    "vggsnn",
+]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import nn
+
+from spikefuse.models.blocks import MakeNeuron, conv_norm
 
 CHANNELS = (32, 64)
 
 
 def conv(
-    neuron: Callable[[], nn.Module], in_channels: int, num_classes: int, size: tuple[int, int]
+    neuron: MakeNeuron, in_channels: int, num_classes: int, size: tuple[int, int]
 ) -> nn.Sequential:
     """Two stages of 3 x 3 convolution, batch norm, neuron and 2 x 2 pooling, with 32 and 64
     channels.
@@ -30,12 +30,7 @@ def conv(
     layers: list[nn.Module] = []
     height, width = size
     for channels in CHANNELS:
-        layers += [
-            nn.Conv2d(in_channels, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels),
-            neuron(),
-            nn.AvgPool2d(2),
-        ]
+        layers += [*conv_norm(in_channels, channels), neuron(), nn.AvgPool2d(2)]
         in_channels, height, width = channels, height // 2, width // 2
     return nn.Sequential(
         *layers, nn.Flatten(), nn.Linear(in_channels * height * width, num_classes)

@@ -1,20 +1,60 @@
-"""Batches of images that lie in memory.
+"""Batches of examples: those of a training step, in an order that the seed decides.
 
-Shape legend: B images of a batch, C channels, H rows, W columns.
+A batch is (inputs, labels): the bytes of images `[B, C, H, W]` or of event frames `[B, T, ...]`, on
+the device of the run. A set that takes up little of a GPU's memory lies there as a whole, so that
+no batch has to come; of any other a thread fetches the next batches while a step runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from spikefuse.data import Images
+from spikefuse.data import Examples
 from spikefuse.train.randomness import order
 
 Batch = tuple[Tensor, Tensor]
+CPU = torch.device("cpu")
+# Largest share of a GPU's free memory that a set of examples may take.
+SHARE = 0.25
+# Batches that are fetched in advance.
+AHEAD = 3
+
+
+def place(examples: Examples, device: torch.device) -> Examples:
+    """The set on a GPU, if it has room enough; in any other case the set as it is."""
+    if device.type != "cuda" or examples.nbytes > SHARE * torch.cuda.mem_get_info(device)[0]:
+        return examples
+    return examples.to(device)
+
+
+def fetched(
+    examples: Examples, chosen: Iterable[Tensor | slice], device: torch.device
+) -> Iterator[Batch]:
+    """The batches of the chosen rows, from wherever the set lies."""
+
+    def fetch(rows: Tensor | slice) -> Batch:
+        batch = examples[rows]
+        if batch.labels.device.type != device.type:
+            batch = batch.to(device, non_blocking=True)
+        return batch.pixels, batch.labels
+
+    if examples.labels.device.type == device.type:
+        yield from map(fetch, chosen)
+        return
+    waiting: deque[Future[Batch]] = deque()
+    with ThreadPoolExecutor(1) as thread:
+        for rows in chosen:
+            waiting.append(thread.submit(fetch, rows))
+            if len(waiting) > AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 class TrainBatches:
@@ -25,16 +65,22 @@ class TrainBatches:
     batch are left out; the next epoch shuffles anew.
 
     Args:
-        images: the training images.
+        images: the training examples.
         batch_size: images per batch, at most `len(images)`.
         seed: the run's seed.
         steps_done: number of optimizer steps done so far.
+        device: where the batches are to be.
     """
 
     def __init__(
-        self, images: Images, batch_size: int, seed: int, steps_done: Callable[[], int]
+        self,
+        images: Examples,
+        batch_size: int,
+        seed: int,
+        steps_done: Callable[[], int],
+        device: torch.device = CPU,
     ) -> None:
-        self.images, self.batch_size = images, batch_size
+        self.images, self.batch_size, self.device = images, batch_size, device
         self.seed, self.steps_done = seed, steps_done
 
     def __len__(self) -> int:
@@ -43,42 +89,45 @@ class TrainBatches:
     def __iter__(self) -> Iterator[Batch]:
         epoch, first = divmod(self.steps_done(), len(self))
         shuffled = order(len(self.images), self.seed, epoch).to(self.images.labels.device)
-        for chosen in shuffled.split(self.batch_size)[first : len(self)]:
-            batch = self.images[chosen]
-            yield batch.pixels, batch.labels
+        chosen = shuffled.split(self.batch_size)[first : len(self)]
+        yield from fetched(self.images, chosen, self.device)
 
 
 class EvalBatches:
-    """All images in order, in batches of at most `batch_size`."""
+    """All examples in order, in batches of at most `batch_size`."""
 
-    def __init__(self, images: Images, batch_size: int) -> None:
-        self.images, self.batch_size = images, batch_size
+    def __init__(self, images: Examples, batch_size: int, device: torch.device = CPU) -> None:
+        self.images, self.batch_size, self.device = images, batch_size, device
 
     def __len__(self) -> int:
         return -(-len(self.images) // self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        pixels = self.images.pixels.split(self.batch_size)
-        return zip(pixels, self.images.labels.split(self.batch_size), strict=True)
+        starts = range(0, len(self.images), self.batch_size)
+        chosen = (slice(start, start + self.batch_size) for start in starts)
+        return fetched(self.images, chosen, self.device)
 
 
-def shifted(pixels: Tensor, distance: int) -> Tensor:
-    """Move each image by up to `distance` pixels in each direction, filling with zeros.
+class Timed:
+    """The same batches, whose consumer's time of waiting is reported.
 
     Args:
-        pixels: `[B, C, H, W]`.
-        distance: the largest move; 0 returns `pixels` itself.
+        batches: what to iterate over, with a length.
+        wait: called with the seconds that each batch took to come.
     """
-    if distance == 0:
-        return pixels
-    num, channels, height, width = pixels.shape
-    padded = F.pad(pixels, (distance,) * 4)
 
-    def places(size: int) -> Tensor:
-        offsets = torch.randint(0, 2 * distance + 1, (num, 1), device=pixels.device)
-        return offsets + torch.arange(size, device=pixels.device)
+    def __init__(self, batches: Iterable[Batch], wait: Callable[[float], None]) -> None:
+        self.batches, self.wait = batches, wait
 
-    image = torch.arange(num, device=pixels.device).view(num, 1, 1, 1)
-    channel = torch.arange(channels, device=pixels.device).view(1, channels, 1, 1)
-    rows, columns = places(height), places(width)
-    return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Batch]:
+        iterator, end = iter(self.batches), object()
+        while True:
+            start = time.perf_counter()
+            batch = next(iterator, end)
+            self.wait(time.perf_counter() - start)
+            if batch is end:
+                return
+            yield batch  # type: ignore[misc]

@@ -46,12 +46,14 @@ class Loaded:
         config: of its run.
         history: one row per epoch that its run had finished.
         weights: the state of the Lightning module.
+        resumable: whether it counts its steps as this version does.
     """
 
     path: Path
     config: TrainConfig
     history: list[Row]
     weights: dict[str, Any]
+    resumable: bool
 
 
 def load(path: Path) -> Loaded:
@@ -74,7 +76,7 @@ def load(path: Path) -> Loaded:
             raise ValueError("not a checkpoint of this library")
         own = content[KEY]
         config, history = TrainConfig.from_dict(own["config"]), list(own["history"])
-        return Loaded(path, config, history, content["state_dict"])
+        return Loaded(path, config, history, content["state_dict"], "step" in own)
     except ConfigError as error:
         raise ConfigError(f"checkpoint {path}: {error}") from error
     except UNREADABLE as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -10,16 +11,23 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim import Optimizer
 
+from spikefuse.data import DATASETS, random_flip, random_shift
 from spikefuse.nn.encode import direct, poisson
-from spikefuse.train.batches import Batch, shifted
+from spikefuse.train import optimize
+from spikefuse.train.batches import Batch
 from spikefuse.train.config import TrainConfig
+from spikefuse.train.graph import GraphedStep
+from spikefuse.train.objective import learning_rate, readout
+from spikefuse.train.processes import Processes
 from spikefuse.train.randomness import Purpose, reseed
 
 # Where this library keeps what is its own inside a Lightning checkpoint.
 KEY = "spikefuse"
 
 Row = dict[str, float]
+LOG_EVERY_STEPS = 10
 
 
 class Tally:
@@ -40,6 +48,17 @@ class Tally:
         loss, correct = [0.0, 0.0] if self.totals is None else self.totals.tolist()
         return loss / max(self.count, 1), correct / max(self.count, 1)
 
+    def over(self, processes: Processes, device: torch.device) -> Tally:
+        """That of all processes together, which all have to ask for it."""
+        if processes.count == 1:
+            return self
+        totals = torch.zeros(2, dtype=torch.float64) if self.totals is None else self.totals
+        count = torch.tensor([float(self.count)], dtype=torch.float64, device=device)
+        values = processes.sum(torch.cat([totals.to(device), count]))
+        tally = Tally()
+        tally.totals, tally.count = values[:2], int(values[2])
+        return tally
+
     def state(self) -> dict[str, Any]:
         return {
             "totals": None if self.totals is None else self.totals.tolist(),
@@ -56,36 +75,65 @@ class Tally:
 
 
 class Classifier(pl.LightningModule):
-    """A spiking network that classifies images by its mean output over time.
+    """A spiking network that classifies images, or event data, by its output over time.
 
     `history` has one row per finished epoch. A checkpoint holds it, the tally of the epoch that
-    has begun, and the configuration, besides what Lightning saves.
+    has begun, and the configuration, besides what Lightning saves. Of several processes each
+    gets the same batches, makes the same random choices, and computes its share.
+
+    Args:
+        config: of the run.
+        processes: those of the run.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, processes: Processes | None = None) -> None:
         super().__init__()
+        # One training step may hold several backward passes, or be the replay of a CUDA graph.
+        self.automatic_optimization = False
         self.config = config
+        self.processes = Processes() if processes is None else processes
         reseed(config.seed, Purpose.WEIGHTS)
         self.net = config.make_network()
         self.history: list[Row] = []
         self._row: Row = {}
         self.tally, self.eval_tally = Tally(), Tally()
-        self._clock, self._clock_count = 0.0, 0
+        self._clock, self._clock_count, self._waited = 0.0, 0, 0.0
+        self._graph: GraphedStep | None = None
 
-    def encode(self, pixels: Tensor) -> Tensor:
-        """Bytes `[B, C, H, W]` to the network's input `[T, B, C, H, W]`."""
+    def encode(self, inputs: Tensor) -> Tensor:
+        """Bytes to the network's input `[T, B, ...]`: images `[B, C, H, W]` by the encoding, event
+        data `[B, T, ...]`, which has a time dimension already, as it is."""
+        if DATASETS[self.config.dataset].kind == "events":
+            frames = inputs.transpose(0, 1)
+            return frames.to(torch.float32, memory_format=torch.contiguous_format)
         encoding = poisson if self.config.encoding == "poisson" else direct
-        return encoding(pixels / 255, self.config.num_steps)
+        return encoding(inputs / 255, self.config.num_steps)
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        return self.net(self.encode(pixels)).float().mean(0)
+    def augment(self, inputs: Tensor) -> Tensor:
+        """Shift and mirror at random, from PyTorch's own generator of the device, which is the one
+        that a CUDA graph reads anew at each replay."""
+        generator = torch.default_generator
+        if inputs.is_cuda:
+            generator = torch.cuda.default_generators[inputs.get_device()]
+        if self.config.shift:
+            inputs = random_shift(inputs, self.config.shift, generator)
+        return random_flip(inputs, generator) if self.config.flip else inputs
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.config.optimizer == "sgd":
-            return torch.optim.SGD(self.parameters(), self.config.lr, momentum=0.9)
-        return torch.optim.Adam(self.parameters(), self.config.lr)
+    def forward(self, inputs: Tensor) -> Tensor:
+        return readout(self.net(self.encode(inputs)), self.config.loss)
+
+    def configure_optimizers(self) -> Optimizer:
+        return optimize.make_optimizer(self.config, self.parameters(), self.device)
 
     # Training
+
+    def on_train_start(self) -> None:
+        optimize.settle(self._optimizer())
+        if self.config.cuda_graph:
+            self._graph = GraphedStep(self._step, self._optimizer())
+
+    def on_train_end(self) -> None:
+        self._graph = None  # and its memory
 
     def on_train_epoch_start(self) -> None:
         self.tally = Tally()
@@ -94,30 +142,79 @@ class Classifier(pl.LightningModule):
         # Not at the start of the epoch, which a run resumed within one does not see.
         if not self._clock:
             self._clock, self._clock_count = time.perf_counter(), self.tally.count
+            self._waited = 0.0
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         reseed(self.config.seed, Purpose.STEP, self.global_step)
-        pixels, labels = batch
-        logits = self(shifted(pixels, self.config.shift))
-        loss = F.cross_entropy(logits, labels)
-        self.tally.add(loss, logits, labels)
+        inputs, labels = batch
+        optimizer = self.optimizers(use_pl_optimizer=True)
+        steps = int(self.trainer.num_training_batches)
+        rate = learning_rate(self.config, self.global_step, steps)
+        optimize.set_learning_rate(self._optimizer(), rate)
+        if self._graph is None:
+            loss, logits, shown = self._gradients(inputs, labels)
+            optimizer.step()  # type: ignore[union-attr]
+        else:
+            loss, logits, shown = self._graph(optimizer, inputs, labels)
+            loss = loss.clone()  # the next replay overwrites it
+        self.tally.add(loss, logits, shown)
+        if self.processes.count > 1 and (self.global_step % LOG_EVERY_STEPS) == 0:
+            loss = self.processes.sum(loss) / self.processes.count
         return loss
 
+    def _gradients(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss, the logits and the labels of this process's share of a batch."""
+        self._optimizer().zero_grad()
+        share = self.processes.share(len(labels))
+        x = self.encode(self.augment(inputs))[:, share]
+        loss, logits = optimize.gradients(self.net, x, labels[share], self.config, self._backward)
+        return loss, logits, labels[share]
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        block = getattr(self.trainer.strategy, "block_backward_sync", None)
+        with contextlib.nullcontext() if last or block is None else block():
+            self.manual_backward(loss)
+
+    def _step(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A whole step without Lightning's part in it, for a CUDA graph."""
+        result = self._gradients(inputs, labels)
+        self.on_before_optimizer_step(self._optimizer())
+        self._optimizer().step()
+        return result
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        # Here a float16 gradient has been unscaled.
+        optimize.clip(optimizer, self.config.clip)
+
+    def _optimizer(self) -> Optimizer:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        assert isinstance(optimizer, Optimizer)
+        return optimizer
+
     def images_per_second(self) -> float:
-        """Training speed since the epoch, or what was resumed of it, began."""
+        """Training speed of all processes since the epoch, or what was resumed of it, began."""
         seconds = time.perf_counter() - self._clock
-        return (self.tally.count - self._clock_count) / seconds
+        return (self.tally.count - self._clock_count) * self.processes.count / seconds
+
+    def waited(self) -> float:
+        """Share of that time in which this process waited for data, from 0 to 1."""
+        return self._waited / (time.perf_counter() - self._clock)
+
+    def wait(self, seconds: float) -> None:
+        """Count time spent waiting for data."""
+        self._waited += seconds
 
     # Validation and test
 
     def on_validation_epoch_start(self) -> None:
-        loss, accuracy = self.tally.mean()
+        row = {"images_per_second": self.images_per_second(), "data_wait": self.waited()}
+        loss, accuracy = self.tally.over(self.processes, self.device).mean()
         self._row = {
             "epoch": self.current_epoch + 1,
             "step": self.global_step,
             "train_loss": loss,
             "train_accuracy": accuracy,
-            "images_per_second": self.images_per_second(),
+            **row,
         }
         self._clock = 0.0
         self.eval_tally = Tally()
@@ -126,7 +223,7 @@ class Classifier(pl.LightningModule):
         self._evaluate(batch, batch_idx)
 
     def on_validation_epoch_end(self) -> None:
-        loss, accuracy = self.eval_tally.mean()
+        loss, accuracy = self.eval_tally.over(self.processes, self.device).mean()
         self.history.append({**self._row, "val_loss": loss, "val_accuracy": accuracy})
 
     def on_test_epoch_start(self) -> None:
@@ -137,8 +234,12 @@ class Classifier(pl.LightningModule):
 
     def _evaluate(self, batch: Batch, batch_idx: int) -> None:
         reseed(self.config.seed, Purpose.EVALUATION, batch_idx)
-        pixels, labels = batch
-        logits = self(pixels)
+        inputs, labels = batch
+        share = self.processes.share(len(labels))
+        x, labels = self.encode(inputs)[:, share], labels[share]
+        if len(labels) == 0:  # fewer images than processes
+            return
+        logits = readout(self.net(x), self.config.loss)
         self.eval_tally.add(F.cross_entropy(logits, labels), logits, labels)
 
     # Checkpoints
@@ -147,12 +248,14 @@ class Classifier(pl.LightningModule):
         checkpoint[KEY] = {
             "config": self.config.to_dict(),
             "history": self.history,
-            "tally": self.tally.state(),
+            "step": self.global_step,
+            "tally": self.tally.over(self.processes, self.device).state(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.history = [dict(row) for row in checkpoint[KEY]["history"]]
-        self.tally = Tally.from_state(checkpoint[KEY]["tally"])
+        if self.processes.main:  # the others begin at nothing: the sum is what was saved
+            self.tally = Tally.from_state(checkpoint[KEY]["tally"])
 
 
 def best_row(history: list[Row]) -> Row:

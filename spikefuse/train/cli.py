@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,13 +18,22 @@ from spikefuse.data.files import ENVIRONMENT
 from spikefuse.train.config import ConfigError, TrainConfig
 
 USER_ERROR = 2
-EXTRA = ("lightning", "tensorboard", "matplotlib", "tqdm")
+EXTRA = ("lightning", "tensorboard", "matplotlib", "tqdm", "yaml")
 # What a resumed run may change: it continues to the same result.
-RESUMABLE = ("epochs",)
+RESUMABLE = ("epochs", "cuda_graph")
 
 GROUPS = {
-    "what to learn": ("dataset", "model", "neuron", "decay", "threshold", "num_steps", "encoding"),
-    "how": ("epochs", "batch_size", "optimizer", "lr", "shift", "precision", "seed"),
+    "what to learn": (
+        *("dataset", "model", "neuron", "decay", "threshold", "surrogate"),
+        *("num_steps", "encoding", "slicing", "slice_us"),
+    ),
+    "how to learn": (
+        *("epochs", "batch_size", "optimizer", "lr", "schedule", "warmup", "weight_decay"),
+        *("loss", "label_smoothing", "clip", "shift", "flip", "seed"),
+    ),
+    "how to compute": (
+        *("precision", "accumulate", "tbptt", "channels_last", "cuda_graph", "sync_batch_norm"),
+    ),
 }
 
 TRAIN_EXAMPLES = f"""\
@@ -32,7 +42,9 @@ examples:
   spikefuse train --neuron plif -T 16 --seed 1
   spikefuse train --dataset mnist --download --model resnet18 -T 32 --encoding poisson \\
       --epochs 5 --batch-size 100 --shift 0
+  spikefuse train --config configs/temporal-fusion-mnist-resnet18.yaml --download
   spikefuse train --resume runs/digits-conv-1/last.ckpt
+  torchrun --nproc_per_node 2 -m spikefuse train --batch-size 64
   tensorboard --logdir runs
 
 A run's folder receives last.ckpt, best.ckpt (highest validation accuracy), metrics.csv, TensorBoard
@@ -72,18 +84,11 @@ def _add_train(commands: Any) -> None:
     for title, names in GROUPS.items():
         group = train.add_argument_group(title)
         for name in names:
-            rule = options[name]
-            flags = ["-T"] if name == "num_steps" else []
-            group.add_argument(
-                *flags,
-                f"--{name.replace('_', '-')}",
-                type=rule["kind"],
-                metavar="|".join(rule["choices"]) if rule["choices"] else "N",
-                # Absent unless given: a resumed run has to tell what was asked for.
-                default=argparse.SUPPRESS,
-                help=f"{rule['help']} (default: {rule['shown']})",
-            )
+            _add_option(group, name, options[name])
     where = train.add_argument_group("where")
+    where.add_argument(
+        "--config", type=Path, metavar="YAML", help="a file of options; those given here come first"
+    )
     where.add_argument(
         "--out", type=Path, metavar="DIR", help="a new folder (default: runs/DATASET-MODEL-N)"
     )
@@ -91,6 +96,22 @@ def _add_train(commands: Any) -> None:
         "--resume", type=Path, metavar="CKPT", help="continue the run of this checkpoint"
     )
     _add_place(where)
+
+
+def _add_option(group: Any, name: str, rule: Mapping[str, Any]) -> None:
+    """An option that is absent unless given: a resumed run has to tell what was asked for."""
+    flags = ["-T"] if name == "num_steps" else []
+    values: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    if rule["kind"] is not bool:
+        metavar = "|".join(rule["choices"]) if rule["choices"] else "N"
+        values = {"type": rule["kind"], "metavar": metavar}
+    group.add_argument(
+        *flags,
+        f"--{name.replace('_', '-')}",
+        default=argparse.SUPPRESS,
+        help=f"{rule['help']} (default: {rule['shown']})",
+        **values,
+    )
 
 
 def _add_eval(commands: Any) -> None:
@@ -127,7 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return (_eval if arguments.command == "eval" else _train)(arguments)
     except (ConfigError, DataError) as error:
-        print(f"spikefuse {arguments.command}: error: {error}", file=sys.stderr)
+        if _main_process():
+            print(f"spikefuse {arguments.command}: error: {error}", file=sys.stderr)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in EXTRA:
             raise
@@ -144,9 +166,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     given = {f.name: getattr(arguments, f.name) for f in fields(TrainConfig) if f.name in arguments}
+    if arguments.config is not None:
+        from spikefuse.train import recipe
+
+        given = {**recipe.read(arguments.config), **given}
     config = TrainConfig(**given)  # before the slow imports
     from spikefuse.train import checkpoint, run
     from spikefuse.train.interruption import Interrupted
+    from spikefuse.train.processes import PeerLost
 
     resumed = None
     if arguments.resume is not None:
@@ -156,8 +183,13 @@ def _train(arguments: argparse.Namespace) -> int:
     try:
         run.train(config, place, resumed)
     except Interrupted as stop:
-        print(_how_to_continue(stop.checkpoint, arguments), file=sys.stderr)
+        if _main_process():
+            print(_how_to_continue(stop.checkpoint, arguments), file=sys.stderr)
         return 128 + stop.signum
+    except PeerLost as loss:
+        print(f"spikefuse train: {loss}", file=sys.stderr, flush=True)
+        # Not by an orderly exit, in which connections and the GPU wait for who is gone.
+        os._exit(1)
     return 0
 
 
@@ -167,7 +199,10 @@ def _resumed_config(
     if arguments.out is not None:
         raise ConfigError("out is given with resume: a resumed run goes on in its own folder")
     for name, value in given.items():
-        if name not in RESUMABLE and value != getattr(saved, name):
+        fixed = name not in RESUMABLE
+        if name == "epochs":
+            fixed = saved.schedule != "constant"  # which ends with the run
+        if fixed and value != getattr(saved, name):
             raise ConfigError(
                 f"{name} is {value}, but {arguments.resume} was trained with "
                 f"{getattr(saved, name)}: leave it out, or train anew without --resume"
@@ -196,8 +231,15 @@ def _how_to_continue(checkpoint: Path | None, arguments: argparse.Namespace) -> 
     return f"stopped; saved {checkpoint}; continue with:\n  {shlex.join(command)}"
 
 
+def _main_process() -> bool:
+    """Whether this is the one process that prints, of those that torchrun may have started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _program() -> list[str]:
     """How this program was called, for a command that can be pasted."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return ["torchrun", "--nproc_per_node", os.environ["LOCAL_WORLD_SIZE"], "-m", "spikefuse"]
     called = sys.argv[0]
     if Path(called).name == "__main__.py":
         return [sys.executable, "-m", "spikefuse"]

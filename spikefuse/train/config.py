@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from spikefuse import surrogate
 from spikefuse.data import DATASETS
 from spikefuse.models import MODELS
 from spikefuse.nn import Temporal, zoo
@@ -21,12 +22,23 @@ NEURONS: dict[str, type] = {
     for name in zoo.__all__
     if "threshold" in inspect.signature(getattr(zoo, name)).parameters
 }
+SURROGATES: dict[str, type] = {
+    name.lower(): kind
+    for name, kind in vars(surrogate).items()
+    if inspect.isclass(kind)
+    and issubclass(kind, surrogate.Surrogate)
+    and kind not in (surrogate.Surrogate, surrogate.Custom, surrogate.StraightThrough)
+}
 # What a neuron learns as a fraction may not begin at 0 or 1.
 FRACTIONS = {"plif": ("decay",), "gatedlif": ("decay", "threshold")}
 ENCODINGS = ("direct", "poisson")
-OPTIMIZERS = ("adam", "sgd")
+SLICINGS = ("number", "time", "duration")
+OPTIMIZERS = ("adam", "adamw", "sgd")
+SCHEDULES = ("constant", "cosine")
+LOSSES = ("mean", "last", "every")
 PRECISIONS = ("32", "bf16", "16")
 SEED_LIMIT = 2**63
+DEFAULT_STEPS = 8
 
 
 class ConfigError(ValueError):
@@ -41,15 +53,17 @@ def option(
     high: float = math.inf,
     positive: bool = False,
     shown: str | None = None,
+    kind: type | None = None,
 ) -> Any:
     """A field of `TrainConfig`, with what its check and its command-line option need.
 
     Args:
-        default: its default; None stands for a number that may be left out.
+        default: its default; None stands for a value that may be left out.
         help: one line for `--help`.
         choices: the values allowed, or None for a number in [low, high].
         positive: 0 and less are not allowed.
         shown: the default as `--help` shows it, where `default` does not tell.
+        kind: the type of its values, where `default` does not tell; float if that is None.
     """
     metadata = {
         "help": help,
@@ -57,7 +71,7 @@ def option(
         "low": low,
         "high": high,
         "positive": positive,
-        "kind": float if default is None else type(default),
+        "kind": kind or (float if default is None else type(default)),
         "optional": default is None,
         "shown": str(default) if shown is None else shown,
     }
@@ -83,24 +97,97 @@ class TrainConfig:
         shown="the neuron's own",
     )
     threshold: float = option(1.0, "firing threshold", positive=True)
-    num_steps: int = option(8, "time steps", low=1)
+    surrogate: str | None = option(
+        None,
+        "surrogate derivative of the spike, with its default values",
+        SURROGATES,
+        shown="the neuron's own",
+        kind=str,
+    )
+    num_steps: int = option(
+        None, "time steps", low=1, shown="8, of event data the data set's own", kind=int
+    )
     encoding: str = option(
-        "direct", "direct: the same image at each step; poisson: random spikes", ENCODINGS
+        "direct",
+        "of images; direct: the same image at each step; poisson: random spikes",
+        ENCODINGS,
+    )
+    slicing: str | None = option(
+        None,
+        "event data into frames; by number of events, by equal times, by duration of slice_us",
+        SLICINGS,
+        shown="the data set's own",
+        kind=str,
+    )
+    slice_us: int | None = option(
+        None, "microseconds of a frame", low=1, shown="the data set's own", kind=int
     )
     epochs: int = option(20, "passes over the training images", low=1)
     batch_size: int = option(32, "images per step of the optimizer", low=1)
-    optimizer: str = option("adam", "the optimizer; sgd has momentum 0.9", OPTIMIZERS)
-    lr: float = option(1e-3, "learning rate", positive=True)
-    shift: int = option(
-        1, "move each training image by up to this many pixels, at random", low=0, high=8
+    optimizer: str = option(
+        "adam",
+        "the optimizer; adamw decouples the weight decay, sgd has momentum 0.9",
+        OPTIMIZERS,
     )
+    lr: float = option(1e-3, "learning rate", positive=True)
+    schedule: str = option(
+        "constant", "of the learning rate; cosine: falls to 0 along half a period", SCHEDULES
+    )
+    warmup: float = option(0.0, "epochs over which the learning rate first rises linearly", low=0.0)
+    weight_decay: float = option(0.0, "decay of all parameters towards 0", low=0.0)
+    loss: str = option(
+        "mean",
+        "cross entropy of the mean output over time, of the last step's output, or, averaged, of "
+        "every step's",
+        LOSSES,
+    )
+    label_smoothing: float = option(
+        0.0, "share of the target spread over all classes, in training", low=0.0, high=1.0
+    )
+    clip: float | None = option(
+        None, "largest norm of the gradient of all parameters", positive=True, shown="none"
+    )
+    accumulate: int = option(
+        1, "parts of a batch computed one after the other, for less memory", low=1
+    )
+    tbptt: int | None = option(
+        None,
+        "time steps through which a gradient flows back: truncated BPTT in chunks of so many",
+        low=1,
+        shown="all",
+        kind=int,
+    )
+    shift: int = option(
+        None,
+        "move each training image by up to this many pixels, at random",
+        low=0,
+        high=8,
+        shown="1, without rows and columns 0",
+        kind=int,
+    )
+    flip: bool = option(False, "mirror half of the training images, at random", shown="no")
     precision: str = option("32", "32, or mixed precision: bf16, 16 (float16, CUDA)", PRECISIONS)
+    channels_last: bool | None = option(
+        None, "keep channels innermost in memory", shown="on a GPU", kind=bool
+    )
+    cuda_graph: bool = option(
+        False, "replay the training step as one CUDA graph, once recorded", shown="no"
+    )
+    sync_batch_norm: bool = option(
+        False, "batch normalization over the GPUs of a run under torchrun", shown="no"
+    )
     seed: int = option(0, "seed of all random choices", low=0, high=SEED_LIMIT - 1)
 
     def __post_init__(self) -> None:
         for f in fields(self):
             _check(f.name, getattr(self, f.name), f.metadata)
-        has_decay = "decay" in inspect.signature(NEURONS[self.neuron]).parameters
+        self._check_data()
+        parameters = inspect.signature(NEURONS[self.neuron]).parameters
+        if self.surrogate is not None and not {"surrogate", "firing"} & parameters.keys():
+            raise ConfigError(
+                f"surrogate is given, but the neuron {self.neuron} takes none: leave it out"
+            )
+        has_decay = "decay" in parameters
         if self.decay is not None and not has_decay:
             raise ConfigError(
                 f"decay is given, but the neuron {self.neuron} has none: leave it out"
@@ -111,10 +198,55 @@ class TrainConfig:
                 raise ConfigError(
                     f"{name} is {value}: expected a number between 0 and 1 for {self.neuron}"
                 )
-        if self.num_steps * self.batch_size < 2:
+        self._check_training()
+
+    def _check_data(self) -> None:
+        """Also fill in what is left to the data set."""
+        dataset, flat = DATASETS[self.dataset], len(DATASETS[self.dataset].shape) == 1
+        own: dict[str, Any] = {
+            "num_steps": dataset.transform.get("num_steps", DEFAULT_STEPS),
+            "shift": 0 if flat else 1,
+        }
+        for name, value in own.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if flat and (self.shift or self.flip):
+            name = "shift" if self.shift else "flip"
+            raise ConfigError(f"{name} is given, but {self.dataset} has no rows and columns")
+        if flat and not self.model.startswith("mlp"):
             raise ConfigError(
-                "num_steps and batch_size are both 1: batch normalization needs two values to "
-                "train on, so raise one of them"
+                f"model is {self.model}, but {self.dataset} has no rows and columns: choose mlp"
+            )
+        for name in ("slicing", "slice_us"):
+            if getattr(self, name) is not None and dataset.kind != "events":
+                raise ConfigError(f"{name} is given, but {self.dataset} is no event data")
+
+    def _check_training(self) -> None:
+        parts = f"accumulate is {self.accumulate}"
+        if self.accumulate > self.batch_size:
+            raise ConfigError(
+                f"{parts}: expected at most batch_size, {self.batch_size}, the images to part"
+            )
+        smallest = self.batch_size // self.accumulate
+        steps = self.num_steps if self.tbptt is None else min(self.num_steps, self.tbptt)
+        last = self.num_steps % steps or steps
+        if last * smallest < 2:
+            limit = "num_steps and batch_size are both 1"
+            if (self.accumulate, last) != (1, self.num_steps):
+                limit = f"{parts} and tbptt {self.tbptt}, which leaves one step of one image"
+            raise ConfigError(
+                f"{limit}: batch normalization needs two values to train on, so raise one of them"
+            )
+        if self.warmup >= self.epochs:
+            raise ConfigError(
+                f"warmup is {self.warmup:g}: expected fewer than epochs, {self.epochs}"
+            )
+        if self.label_smoothing == 1:
+            raise ConfigError("label_smoothing is 1, which leaves nothing to learn: lower it")
+        if self.cuda_graph and self.precision == "16":
+            raise ConfigError(
+                "cuda_graph is given with precision 16, whose loss scale decides anew whether to "
+                "step: choose bf16 or 32"
             )
 
     @classmethod
@@ -133,26 +265,40 @@ class TrainConfig:
         return asdict(self)
 
     def make_neuron(self) -> nn.Module:
-        decay = {} if self.decay is None else {"decay": self.decay}
-        return NEURONS[self.neuron](threshold=self.threshold, **decay)
+        options: dict[str, Any] = {} if self.decay is None else {"decay": self.decay}
+        if self.surrogate is not None:
+            options["surrogate"] = SURROGATES[self.surrogate]()
+        return NEURONS[self.neuron](threshold=self.threshold, **options)
 
     def make_network(self) -> Temporal:
         """The network with new weights, from PyTorch's random numbers."""
         dataset = DATASETS[self.dataset]
-        channels, height, width = dataset.shape
+        channels, *size = dataset.shape if len(dataset.shape) == 3 else (*dataset.shape, 1, 1)
+        height, width = size
         build = MODELS[self.model]
         return Temporal(build(self.make_neuron, channels, len(dataset.classes), (height, width)))
+
+    def transform(self) -> dict[str, Any]:
+        """What `spikefuse.data.load` is to be told."""
+        if DATASETS[self.dataset].kind != "events":
+            return {}
+        options = {"num_steps": self.num_steps, "by": self.slicing, "dt": self.slice_us}
+        return {name: value for name, value in options.items() if value is not None}
 
 
 def _check(name: str, value: Any, rule: Mapping[str, Any]) -> None:
     choices, kind, low, high = (rule[key] for key in ("choices", "kind", "low", "high"))
+    if value is None and rule["optional"]:
+        return
     if choices is not None:
         if value not in choices:
             near = difflib.get_close_matches(str(value), choices, 1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(f"unknown {name} {value!r}: {hint}choose one of {', '.join(choices)}")
         return
-    if value is None and rule["optional"]:
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}: expected true or false")
         return
     noun = "whole number" if kind is int else "number"
     numeric = isinstance(value, int if kind is int else int | float)

@@ -39,11 +39,11 @@ def draw_curves(history: list[Row], path: Path) -> None:
 
 
 def record(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """What goes through the network for one image `[1, C, H, W]`.
+    """What goes through the network for one example, the bytes of a batch of one.
 
     Returns:
-        The encoded input `[T, C, H, W]`, the spikes `[T, ...]` of each neuron layer by name, and
-        the output `[T, classes]`.
+        The encoded input `[T, C, H, W]` or `[T, units]`, the spikes `[T, ...]` of each neuron
+        layer by name, and the output `[T, classes]`.
     """
     spikes: dict[str, Tensor] = {}
 
@@ -65,7 +65,7 @@ def record(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor
 def draw_raster(
     module: Classifier, pixels: Tensor, label: int, classes: tuple[str, ...], path: Path
 ) -> None:
-    """The spikes of one image `[1, C, H, W]` in every neuron layer, with input and output."""
+    """The spikes of one example, a batch of one, in every neuron layer, with input and output."""
     x, spikes, output = record(module, pixels)
     columns = math.ceil(math.sqrt(len(spikes) + 2))
     rows = math.ceil((len(spikes) + 2) / columns)
@@ -83,8 +83,12 @@ def draw_raster(
 
 
 def _draw_input(axes: Axes, x: Tensor, label: str) -> None:
-    axes.imshow(x.mean((0, 1)).numpy(), cmap="gray")
     axes.set_title(f"input: {label}")
+    if x.ndim == 2:  # units without rows and columns
+        axes.imshow(x.T.numpy(), cmap="binary", aspect="auto", interpolation="nearest")
+        axes.set(xlabel="time step", ylabel="units")
+        return
+    axes.imshow(x.mean((0, 1)).numpy(), cmap="gray")
     axes.set_axis_off()
 
 

@@ -8,6 +8,8 @@ import logging
 import math
 import shutil
 import signal
+import statistics
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -18,19 +20,22 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from tqdm import tqdm
 
 import spikefuse
 from spikefuse import data
-from spikefuse.data import DATASETS, Images
-from spikefuse.train.batches import EvalBatches, TrainBatches
+from spikefuse.data import DATASETS, Examples
+from spikefuse.train import batches
+from spikefuse.train.batches import EvalBatches, Timed, TrainBatches
 from spikefuse.train.callbacks import Checkpoints, Log, Progress
 from spikefuse.train.checkpoint import BEST, LAST, Loaded, load, replacing
 from spikefuse.train.classifier import Classifier, best_row
 from spikefuse.train.config import ConfigError, TrainConfig
 from spikefuse.train.interruption import Interrupted, Interruption
 from spikefuse.train.pictures import draw_curves, draw_raster
+from spikefuse.train.processes import Processes, lost_peer
 
 RUNS = Path("runs")
 DEVICES = ("auto", "cpu", "cuda")
@@ -76,44 +81,65 @@ def train(config: TrainConfig, place: Place, resumed: Loaded | None = None) -> d
             the run's own best.ckpt that turns out wrong at the end.
         Interrupted: a signal stopped the run.
     """
-    device = _device(place.device, config.precision)
-    rest, test = data.load(config.dataset, place.data_dir, place.download)
-    training, validation = data.split(rest, VALIDATION_FRACTION, VALIDATION_SEED)
-    if config.batch_size > len(training):
-        raise ConfigError(
-            f"batch_size is {config.batch_size}: {config.dataset} has only {len(training)} "
-            "training images"
-        )
-    module = Classifier(config)
-    if resumed is not None:
-        _load_weights(module, resumed)  # an early check: Lightning loads them again
-    existed = resumed is not None or (place.out is not None and place.out.exists())
-    directory = _run_directory(config, place, resumed)
-    parameters = sum(p.numel() for p in module.parameters())
-    print(
-        f"{config.dataset}: {len(training):,} training, {len(validation):,} validation, "
-        f"{len(test):,} test images\n"
-        f"{config.model} of {config.neuron} neurons: {parameters:,} parameters, "
-        f"{config.num_steps} time steps, {config.encoding} encoding, on {device.type}\n"
-        f"writing to {directory}",
-        flush=True,
-    )
-    start = time.perf_counter()
-    try:
-        _fit(module, training.to(device), validation.to(device), directory, resumed)
-    except BaseException:
-        if resumed is None and not (directory / LAST).exists():
-            _remove(directory, existed)
-        raise
-    facts = {
-        "parameters": parameters,
-        "training_seconds": round(time.perf_counter() - start, 2),
-        "resumed": resumed is not None,
-    }
+    processes = Processes.started()
+    device = _device(place.device, config.precision, processes)
+    _check_device(config, device, processes)
+    with processes.connected(device):
+        with processes.one_first():
+            rest, test = _load_data(config, place)
+        training, validation = data.split(rest, VALIDATION_FRACTION, VALIDATION_SEED)
+        _check_data(config, len(training))
+        module = _make_module(config, device, processes)
+        if resumed is not None:
+            _load_weights(module, resumed)  # an early check: Lightning loads them again
+        existed = resumed is not None or (place.out is not None and place.out.exists())
+        directory = _agreed_directory(config, place, resumed, processes)
+        if processes.main:
+            sizes = (len(training), len(validation), len(test))
+            print(_introduction(module, sizes, device), f"writing to {directory}", sep="\n")
+            sys.stdout.flush()
+        start = time.perf_counter()
+        try:
+            _fit(module, (training, validation), device, directory, resumed)
+        except BaseException:
+            if processes.main and resumed is None and not (directory / LAST).exists():
+                _remove(directory, existed)
+            raise
+        seconds = time.perf_counter() - start
+    if not processes.main:
+        return {}
+    facts = {**_speed(module, seconds), "resumed": resumed is not None}
+    module.processes = Processes()  # what follows is done by this one alone
     try:
         return _finish(module, test, device, directory, facts)
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT, directory / LAST) from None
+
+
+def _introduction(module: Classifier, sizes: tuple[int, int, int], device: torch.device) -> str:
+    config, processes = module.config, module.processes
+    training, validation, test = sizes
+    parameters = sum(p.numel() for p in module.parameters())
+    several = f", {processes.count} processes" if processes.count > 1 else ""
+    events = DATASETS[config.dataset].kind == "events"
+    encoding = "event frames" if events else f"{config.encoding} encoding"
+    return (
+        f"{config.dataset}: {training:,} training, {validation:,} validation, "
+        f"{test:,} test images\n"
+        f"{config.model} of {config.neuron} neurons: {parameters:,} parameters, "
+        f"{config.num_steps} time steps, {encoding}, on {device.type}{several}"
+    )
+
+
+def _speed(module: Classifier, seconds: float) -> dict[str, Any]:
+    rows = module.history
+    return {
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "training_seconds": round(seconds, 2),
+        "images_per_second": round(statistics.median(r["images_per_second"] for r in rows), 1),
+        "data_wait": round(statistics.fmean(r.get("data_wait", 0.0) for r in rows), 4),
+        "processes": module.processes.count,
+    }
 
 
 def evaluate(loaded: Loaded, place: Place) -> tuple[float, float]:
@@ -123,9 +149,9 @@ def evaluate(loaded: Loaded, place: Place) -> tuple[float, float]:
         ConfigError, DataError: a setting or a file is wrong.
     """
     config = loaded.config
-    device = _device(place.device, config.precision)
-    _, test = data.load(config.dataset, place.data_dir, place.download)
-    module = Classifier(config)
+    device = _device(place.device, config.precision, Processes())
+    _, test = _load_data(config, place)
+    module = _make_module(config, device)
     _load_weights(module, loaded)
     return _test(module, test, device)
 
@@ -142,54 +168,86 @@ def _load_weights(module: Classifier, loaded: Loaded) -> None:
 
 def _fit(
     module: Classifier,
-    training: Images,
-    validation: Images,
+    examples: tuple[Examples, Examples],
+    device: torch.device,
     directory: Path,
     resumed: Loaded | None,
 ) -> None:
-    config = module.config
-    device = training.labels.device
-    batches = TrainBatches(
-        training, config.batch_size, config.seed, lambda: module.trainer.global_step
+    config, processes = module.config, module.processes
+    training, validation = (batches.place(part, device) for part in examples)
+    size = config.batch_size
+    steps = TrainBatches(training, size, config.seed, lambda: module.trainer.global_step, device)
+    with _quiet(), _threads(config), Interruption(directory / LAST, processes) as interruption:
+        callbacks: list[pl.Callback] = [Checkpoints(directory, interruption, processes)]
+        if processes.main:
+            callbacks = [Progress(), Log(directory), *callbacks]
+        trainer = _trainer(config, device, processes, callbacks, directory)
+        try:
+            trainer.fit(
+                module,
+                Timed(steps, module.wait),
+                EvalBatches(validation, size, device),
+                ckpt_path=None if resumed is None else resumed.path,
+            )
+        except Exception as error:
+            if processes.count > 1 and lost_peer(error):
+                interruption.give_up()
+            raise
+
+
+def _trainer(
+    config: TrainConfig,
+    device: torch.device,
+    processes: Processes,
+    callbacks: list[pl.Callback],
+    directory: Path,
+) -> pl.Trainer:
+    several = processes.count > 1
+    trainer = pl.Trainer(
+        accelerator=device.type,
+        devices=processes.local_count if several else 1 if device.index is None else [device.index],
+        num_nodes=processes.count // processes.local_count,
+        strategy="ddp" if several else "auto",
+        sync_batchnorm=several and config.sync_batch_norm,
+        precision=LIGHTNING_PRECISION[config.precision],  # type: ignore[arg-type]
+        max_epochs=config.epochs,
+        callbacks=callbacks,
+        plugins=[TorchElasticEnvironment() if several else LightningEnvironment()],
+        default_root_dir=directory,
+        num_sanity_val_steps=0,
+        benchmark=device.type == "cuda",
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
-    with _quiet(), _threads(config), Interruption(directory / LAST) as interruption:
-        trainer = pl.Trainer(
-            accelerator=device.type,
-            devices=1,
-            precision=LIGHTNING_PRECISION[config.precision],  # type: ignore[arg-type]
-            max_epochs=config.epochs,
-            callbacks=[Progress(), Log(directory), Checkpoints(directory, interruption)],
-            plugins=[LightningEnvironment()],
-            default_root_dir=directory,
-            num_sanity_val_steps=0,
-            benchmark=device.type == "cuda",
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(
-            module,
-            batches,
-            EvalBatches(validation, config.batch_size),
-            ckpt_path=None if resumed is None else resumed.path,
-        )
+    # Before each step it would ask all processes about a signal, and wait for the GPU's answer;
+    # `Checkpoints` asks them now and then, on the host.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = (  # type: ignore[method-assign]
+        lambda: None
+    )
+    return trainer
 
 
-def _test(module: Classifier, test: Images, device: torch.device) -> tuple[float, float]:
+def _load_data(config: TrainConfig, place: Place) -> tuple[Examples, Examples]:
+    return data.load(config.dataset, place.data_dir, place.download, **config.transform())
+
+
+def _test(module: Classifier, test: Examples, device: torch.device) -> tuple[float, float]:
     config = module.config
     module.to(device).eval()
     module.on_test_epoch_start()
-    batches = EvalBatches(test.to(device), config.batch_size)
+    steps = EvalBatches(batches.place(test, device), config.batch_size, device)
     dtype = DTYPES[config.precision]
     autocast = torch.autocast(device.type, dtype, enabled=config.precision != "32")
     with _threads(config), torch.no_grad(), autocast:
-        for index, batch in enumerate(tqdm(batches, "test", disable=None, leave=False)):
+        for index, batch in enumerate(tqdm(steps, "test", disable=None, leave=False)):
             module.test_step(batch, index)
     return module.eval_tally.mean()
 
 
 def _finish(
-    module: Classifier, test: Images, device: torch.device, directory: Path, facts: dict[str, Any]
+    module: Classifier, test: Examples, device: torch.device, directory: Path, facts: dict[str, Any]
 ) -> dict[str, Any]:
     """Test the best epoch, draw the pictures, write and return the result."""
     best = best_row(module.history)
@@ -217,7 +275,7 @@ def _finish(
     curves, raster = directory / "curves.png", directory / "raster.png"
     classes = DATASETS[module.config.dataset].classes
     draw_curves(module.history, curves)
-    draw_raster(module, test.pixels[:1].to(device), int(test.labels[0]), classes, raster)
+    draw_raster(module, test[:1].pixels.to(device), int(test.labels[0]), classes, raster)
     with replacing(directory / "result.json") as path:
         path.write_text(json.dumps(result, indent=2) + "\n")
     print(
@@ -228,7 +286,7 @@ def _finish(
     return result
 
 
-def _device(name: str, precision: str) -> torch.device:
+def _device(name: str, precision: str, processes: Processes) -> torch.device:
     if name not in DEVICES:
         raise ConfigError(f"unknown device {name!r}: choose one of {', '.join(DEVICES)}")
     cuda = torch.cuda.is_available()
@@ -238,13 +296,79 @@ def _device(name: str, precision: str) -> torch.device:
         if precision == "16":
             raise ConfigError("precision is 16, which needs a CUDA GPU: choose bf16 or 32")
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    if processes.count == 1:
+        return torch.device("cuda", torch.cuda.current_device())
+    if processes.local_count > torch.cuda.device_count():
+        raise ConfigError(
+            f"{processes.local_count} processes on this machine, but {torch.cuda.device_count()} "
+            "GPUs: start torchrun with fewer, or choose --device cpu"
+        )
+    return torch.device("cuda", processes.local_rank)
+
+
+def _check_device(config: TrainConfig, device: torch.device, processes: Processes) -> None:
+    """What a run asks for and this machine cannot do."""
+    if config.cuda_graph and device.type != "cuda":
+        raise ConfigError("cuda_graph needs a CUDA GPU: leave out --cuda-graph")
+    if config.cuda_graph and processes.count > 1:
+        raise ConfigError("cuda_graph is for a single process: leave out --cuda-graph")
+    if config.sync_batch_norm and device.type != "cuda":
+        raise ConfigError("sync_batch_norm needs CUDA GPUs: leave out --sync-batch-norm")
+    if config.batch_size % processes.count:
+        raise ConfigError(
+            f"batch_size is {config.batch_size}: expected a multiple of the {processes.count} "
+            "processes, which share it equally"
+        )
+    if config.batch_size // processes.count < config.accumulate:
+        raise ConfigError(
+            f"accumulate is {config.accumulate}: expected at most "
+            f"{config.batch_size // processes.count}, each process's share of a batch"
+        )
+
+
+def _check_data(config: TrainConfig, num_training: int) -> None:
+    if config.batch_size > num_training:
+        raise ConfigError(
+            f"batch_size is {config.batch_size}: {config.dataset} has only {num_training} "
+            "training images"
+        )
+
+
+def _make_module(
+    config: TrainConfig, device: torch.device, processes: Processes | None = None
+) -> Classifier:
+    module = Classifier(config, processes)
+    if config.channels_last or (config.channels_last is None and device.type == "cuda"):
+        module.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return module
+
+
+def _agreed_directory(
+    config: TrainConfig, place: Place, resumed: Loaded | None, processes: Processes
+) -> Path:
+    """The folder of the run, made by the main process if it is a new one."""
+    outcome: Path | ConfigError | None = None
+    if processes.main:
+        try:
+            outcome = _run_directory(config, place, resumed)
+        except ConfigError as error:
+            outcome = error
+    outcome = processes.told(outcome)
+    if isinstance(outcome, ConfigError):
+        raise outcome
+    assert outcome is not None
+    return outcome
 
 
 def _run_directory(config: TrainConfig, place: Place, resumed: Loaded | None) -> Path:
     """The folder of the run, made if it is a new one."""
     if resumed is not None:
         directory = resumed.path.parent
+        if not resumed.resumable:
+            raise ConfigError(
+                f"{resumed.path} was saved by an earlier version of spikefuse: it can be tested, "
+                "but not resumed; train anew"
+            )
         if resumed.history and not (directory / BEST).is_file():
             raise ConfigError(
                 f"{directory / BEST} is missing: resume a run in the folder where it began"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spikefuse.data import Images, split
+from spikefuse.data import Images, Subset, split
 
 
 def numbered(labels: torch.Tensor) -> Images:
@@ -38,3 +38,41 @@ def test_split_depends_on_the_seed_alone() -> None:
 def test_fraction_is_checked(fraction: float) -> None:
     with pytest.raises(ValueError, match="expected a number from 0 to 1"):
         split(numbered(torch.zeros(4, dtype=torch.int64)), fraction, seed=0)
+
+
+class Lazy:
+    """Examples that write down which rows are read."""
+
+    def __init__(self, images: Images) -> None:
+        self.images, self.read = images, []
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: torch.Tensor) -> Images:
+        self.read += index.tolist()
+        return self.images[index]
+
+    @property
+    def labels(self) -> torch.Tensor:
+        return self.images.labels
+
+    @property
+    def nbytes(self) -> int:
+        return self.images.nbytes
+
+
+def test_a_split_of_lazy_examples_reads_nothing() -> None:
+    images = numbered(torch.arange(200) % 10)
+    lazy = Lazy(images)
+    for ours, expected in zip(split(lazy, 0.2, seed=0), split(images, 0.2, seed=0), strict=True):
+        assert lazy.read == []
+        assert isinstance(ours, Subset)
+        assert len(ours) == len(expected)
+        assert ours.nbytes == expected.nbytes
+        assert torch.equal(ours.labels, expected.labels)
+        for index in (slice(3, 9), torch.tensor([7, 2]), torch.arange(len(ours)) % 3 == 0):
+            assert torch.equal(ours[index].pixels, expected[index].pixels)
+        assert set(lazy.read) <= set(expected.pixels.flatten().tolist())
+        assert torch.equal(ours.to(torch.device("cpu")).pixels, expected.pixels)
+        lazy.read.clear()

@@ -15,5 +15,18 @@ def test_an_unknown_name() -> None:
 @pytest.mark.parametrize("name", data.DATASETS)
 def test_shape_and_classes(name: str) -> None:
     dataset = data.DATASETS[name]
-    assert len(dataset.shape) == 3
-    assert len(set(dataset.classes)) == len(dataset.classes) == 10
+    numbers = {"imagenet": 1000, "dvs_gesture": 11, "shd": 20, "ssc": 35}
+    assert len(set(dataset.classes)) == len(dataset.classes) == numbers.get(name, 10)
+    assert len(dataset.shape) == (1 if name in ("shd", "ssc") else 3)
+    if dataset.kind == "events":
+        assert set(dataset.transform) == {"by", "num_steps", "dt", "bits"}
+        data.Slicing(**dataset.transform)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "options"),
+    [("mnist", "num_steps", "none"), ("nmnist", "steps", "by, num_steps, dt, bits")],
+)
+def test_an_unknown_option(name: str, option: str, options: str) -> None:
+    with pytest.raises(data.DataError, match=f"has no option '{option}': .* {options}$"):
+        data.load(name, "nowhere", **{option: 3})

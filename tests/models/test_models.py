@@ -1,4 +1,4 @@
-"""Each architecture: parameter count, shapes, a neuron wherever one belongs, gradients."""
+"""Every architecture: parameters, sizes, a neuron wherever one belongs, spikes and gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,75 @@ import torch
 from torch import nn
 
 import spikefuse as sf
-from spikefuse.models import MODELS, conv, mlp, resnet18
+from spikefuse.models import MODELS, conv
+
+IMAGENET, CIFAR, SHD = (3, 1000, (224, 224)), (3, 10, (32, 32)), (1, 20, (1, 700))
+BATCH_NORMS = {  # weights and biases
+    "cifar_small": 2 * (128 + 256 + 512 + 1024 + 512),
+    "cifar_medium": 2 * (3 * 128 + 2 * 256 + 2 * 512 + 1024 + 512),
+    "cifar_large": 2 * (3 * 128 + 3 * 256 + 3 * 512 + 1024 + 512),
+    "alexnet": 2 * (64 + 128 + 256 + 256 + 384 + 256 + 256 + 4096 + 4096),
+}
+LINEAR = 4 * 4 * 512 * 1024 + 1024 * 512 + 512 * 10 + 10
+
+# model | (in_channels, num_classes, size) | neurons | parameters
+PUBLISHED = [
+    # torchvision's table for the same topologies: 11.69, 21.80 and 25.56 million.
+    ("resnet18", IMAGENET, 17, 11_689_512),
+    ("resnet34", IMAGENET, 33, 21_797_672),
+    ("resnet50", IMAGENET, 49, 25_557_032),
+    # Fang et al., NeurIPS 2021: the same layers, with neurons on the projections too.
+    ("sew_resnet18", IMAGENET, 17 + 3, 11_689_512),
+    ("sew_resnet34", IMAGENET, 33 + 3, 21_797_672),
+    ("sew_resnet50", IMAGENET, 49 + 4, 25_557_032),
+    # Liang et al., Table I: ResNet34 with a projection, 64B0, in the first stage as well.
+    ("ms_resnet34", IMAGENET, 33, 21_797_672 + 64 * 64 + 2 * 64),
+    # The same table, its widths and kernels multiplied out.
+    (
+        "cifar_small",
+        CIFAR,
+        5,
+        9 * (3 * 128 + 128 * 256 + 256 * 512) + LINEAR + BATCH_NORMS["cifar_small"],
+    ),
+    (
+        "cifar_medium",
+        CIFAR,
+        9,
+        9 * (3 * 128 + 2 * 128**2 + 128 * 256 + 256**2 + 256 * 512 + 512**2)
+        + LINEAR
+        + BATCH_NORMS["cifar_medium"],
+    ),
+    (
+        "cifar_large",
+        CIFAR,
+        11,
+        9 * (3 * 128 + 2 * 128**2 + 128 * 256 + 2 * 256**2 + 256 * 512 + 2 * 512**2)
+        + LINEAR
+        + BATCH_NORMS["cifar_large"],
+    ),
+    (
+        "alexnet",
+        IMAGENET,
+        9,
+        9 * (3 * 64 + 64 * 128 + 128 * 256 + 256**2 + 256 * 384 + 384 * 256 + 256**2)
+        + 7 * 7 * 256 * 4096
+        + 4096**2
+        + 4096 * 1000
+        + 1000
+        + BATCH_NORMS["alexnet"],
+    ),
+    # Deng et al., ICLR 2022, VGGSNN: 9.27 million, 2,752 of which are biases before batch norm.
+    ("vggsnn", (2, 10, (48, 48)), 8, 9_271_498 - 2_752),
+    # Zhou et al., ICLR 2023: 9.32 million, 13,824 of which are biases before batch norm.
+    ("spikformer", CIFAR, 33, 9_324_730 - 13_824),
+    # Finkbeiner and Neftci: 2,944 neurons in all, up to rounding.
+    ("mlp2", SHD, 2, 700 * 1471 + 1471**2 + 1471 * 20 + 2 * 1471 + 20),
+    ("mlp3", SHD, 3, 700 * 980 + 2 * 980**2 + 980 * 20 + 3 * 980 + 20),
+    ("mlp4", SHD, 4, 700 * 735 + 3 * 735**2 + 735 * 20 + 4 * 735 + 20),
+    ("mlp5", SHD, 5, 700 * 588 + 4 * 588**2 + 588 * 20 + 5 * 588 + 20),
+    ("mlp", (1, 10, (8, 8)), 2, 64 * 256 + 256**2 + 4 * 256 + 256 * 10 + 10),
+    ("conv", (1, 10, (28, 28)), 2, 9 * 32 + 9 * 32 * 64 + 2 * 96 + 64 * 7 * 7 * 10 + 10),
+]
 
 
 def parameters(net: nn.Module) -> int:
@@ -18,59 +86,102 @@ def neurons(net: nn.Module) -> int:
     return sum(isinstance(m, sf.Neuron) for m in net.modules())
 
 
-def test_resnet18_is_the_published_one() -> None:
-    net = resnet18(sf.LIF, 3, 1000, (224, 224))
-    assert parameters(net) == 11_689_512
-    assert neurons(net) == 17
-    assert sum(isinstance(m, nn.Conv2d) for m in net.modules()) == 20
+def test_every_model_is_in_the_table() -> None:
+    assert sorted(row[0] for row in PUBLISHED) == sorted(MODELS)
 
 
-def test_resnet18_halves_the_size_as_published() -> None:
-    net = resnet18(sf.LIF, 1, 10, (64, 64))
-    sizes = []
+@pytest.mark.parametrize(("name", "arguments", "num_neurons", "num_parameters"), PUBLISHED)
+def test_parameters_and_neurons(name, arguments, num_neurons, num_parameters) -> None:
+    with torch.device("meta"):
+        net = MODELS[name](sf.LIF, *arguments)
+    assert parameters(net) == num_parameters
+    assert neurons(net) == num_neurons
+
+
+def sizes(net: nn.Sequential, x: torch.Tensor) -> list[tuple[int, ...]]:
+    """Channels and size at the end, without repetitions, of each of the net's children."""
+    found: list[tuple[int, ...]] = []
+
+    def note(module: nn.Module, inputs: object, y: torch.Tensor) -> None:
+        if y.ndim == 4 and (not found or found[-1] != (y.shape[1], y.shape[2])):
+            found.append((y.shape[1], y.shape[2]))
+
     for module in net:
-        if not isinstance(module, nn.Flatten | nn.Linear):
-            module.register_forward_hook(lambda m, x, y: sizes.append(tuple(y.shape[1:3])))
-    sf.Temporal(net)(torch.rand(1, 1, 1, 64, 64))
-    assert sizes == [
-        *[(64, 32)] * 3,
-        *[(64, 16)] * 3,
-        *[(128, 8)] * 2,
-        *[(256, 4)] * 2,
-        *[(512, 2)] * 2,
-        (512, 1),
-    ]
+        module.register_forward_hook(note)
+    sf.Temporal(net)(x[None])
+    return found
 
 
-def test_conv() -> None:
-    net = conv(sf.LIF, 1, 10, (28, 28))
-    norms = 2 * (32 + 64)
-    assert parameters(net) == 9 * 32 + 9 * 32 * 64 + norms + 64 * 7 * 7 * 10 + 10
-    assert neurons(net) == 2
-    with pytest.raises(ValueError, match="at least"):
-        conv(sf.LIF, 1, 10, (3, 8))
-
-
-def test_mlp() -> None:
-    net = mlp(sf.LIF, 1, 10, (8, 8))
-    assert parameters(net) == 64 * 256 + 256 * 256 + 4 * 256 + 256 * 10 + 10
-    assert neurons(net) == 2
+@pytest.mark.parametrize(
+    ("name", "size", "expected"),
+    [
+        ("resnet18", 64, [(64, 32), (64, 16), (128, 8), (256, 4), (512, 2), (512, 1)]),
+        (
+            "resnet50",
+            64,
+            [(64, 32), (64, 16), (256, 16), (512, 8), (1024, 4), (2048, 2), (2048, 1)],
+        ),
+        ("ms_resnet34", 64, [(64, 32), (64, 16), (128, 8), (256, 4), (512, 2), (512, 1)]),
+        ("cifar_large", 32, [(128, 32), (128, 16), (256, 16), (256, 8), (512, 8), (512, 4)]),
+        ("cifar_small", 32, [(128, 16), (256, 8), (512, 4)]),
+        ("alexnet", 64, [(64, 32), (128, 16), (256, 8), (256, 4), (384, 4), (256, 4), (256, 2)]),
+        (
+            "vggsnn",
+            48,
+            [(64, 48), (128, 48), (128, 24), (256, 24), (256, 12), (512, 12), (512, 6), (512, 3)],
+        ),
+        (
+            "spikformer",
+            32,
+            [(48, 32), (96, 32), (192, 32), (192, 16), (384, 16), (384, 8), (384, 1)],
+        ),
+    ],
+)
+def test_sizes(name: str, size: int, expected: list[tuple[int, int]]) -> None:
+    with torch.no_grad():
+        assert sizes(MODELS[name](sf.LIF, 1, 10, (size, size)), torch.rand(2, 1, size, size)) == (
+            expected
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("size", [(8, 8), (28, 28), (9, 13)])
-def test_shapes_and_gradients(name: str, size: tuple[int, int]) -> None:
+def test_spikes_and_gradients(name: str) -> None:
     torch.manual_seed(0)
-    net = sf.Temporal(MODELS[name](lambda: sf.LIF(threshold=0.5), 2, 5, size))
-    logits = net(torch.rand(3, 4, 2, *size))
-    assert logits.shape == (3, 4, 5)
+    size = (9, 13)
+    net = sf.Temporal(MODELS[name](lambda: sf.LIF(threshold=0.3), 2, 5, size))
+    rates = {}
+    for label, neuron in net.neurons().items():
+        neuron.register_forward_hook(
+            lambda m, x, y, label=label: rates.update({label: y.mean().item()})
+        )
+    logits = net((torch.rand(4, 3, 2, *size) < 0.5).float())
+    assert logits.shape == (4, 3, 5)
+    assert rates.keys() == net.neurons().keys()
+    assert all(0.01 < rate < 1 for rate in rates.values()), rates
     logits.square().sum().backward()
-    for parameter in net.parameters():
-        assert parameter.grad is not None
+    for label, parameter in net.named_parameters():
+        assert parameter.grad is not None, label
         assert parameter.grad.isfinite().all()
+        assert parameter.grad.any() or parameter.ndim == 1, label
 
 
-def test_every_neuron_is_its_own() -> None:
-    net = resnet18(sf.PLIF, 1, 10, (28, 28))
-    decays = [p for n, p in net.named_parameters() if "neuron" in n or n.startswith("2.")]
-    assert len(decays) == len({id(p) for p in decays}) == 17
+@pytest.mark.parametrize("name", ["mlp", "conv", "resnet18", "vggsnn", "spikformer"])
+@pytest.mark.parametrize("size", [(8, 8), (28, 28)])
+def test_other_sizes(name: str, size: tuple[int, int]) -> None:
+    net = sf.Temporal(MODELS[name](sf.LIF, 1, 5, size)).eval()
+    with torch.no_grad():
+        assert net(torch.rand(2, 1, 1, *size)).shape == (2, 1, 5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_neuron_is_its_own(name: str) -> None:
+    with torch.device("meta"):
+        net = MODELS[name](sf.PLIF, 1, 10, (28, 28))
+    found = [m for m in net.modules() if isinstance(m, sf.Neuron)]
+    decays = {id(p) for neuron in found for p in neuron.parameters()}
+    assert len(decays) == len(found)
+
+
+def test_conv_of_a_small_image() -> None:
+    with pytest.raises(ValueError, match="at least"):
+        conv(sf.LIF, 1, 10, (3, 8))

@@ -1,13 +1,17 @@
-"""Batches: every image once, a start anywhere, and shifted images."""
+"""Batches: every image once, a start anywhere, wherever the images lie."""
 
 from __future__ import annotations
 
 import itertools
+import threading
+import time
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 from spikefuse.data import Images
-from spikefuse.train.batches import EvalBatches, TrainBatches, shifted
+from spikefuse.train.batches import SHARE, Batch, EvalBatches, Timed, TrainBatches, place
 
 
 def numbered(count: int) -> Images:
@@ -50,18 +54,75 @@ def test_evaluation_takes_all_in_order() -> None:
     assert flat(labels(batches)) == list(range(23))
 
 
-def test_shifted_moves_whole_images() -> None:
-    torch.manual_seed(0)
-    x = torch.randint(1, 256, (300, 2, 5, 4), dtype=torch.uint8)
-    y = shifted(x, 2)
-    assert y.shape == x.shape
-    assert y.dtype == torch.uint8
-    padded = torch.zeros(300, 2, 9, 8, dtype=torch.uint8)
-    padded[:, :, 2:7, 2:6] = x
-    moves = set()
-    for before, after in zip(padded, y, strict=True):
-        windows = {(r, c): before[:, r : r + 5, c : c + 4] for r in range(5) for c in range(5)}
-        (move,) = [m for m, window in windows.items() if torch.equal(window, after)]
-        moves.add(move)
-    assert len(moves) == 25
-    assert shifted(x, 0) is x
+@pytest.mark.parametrize("make", [TrainBatches, EvalBatches])
+def test_batches_that_a_thread_fetches_are_the_same(make: type) -> None:
+    """From a set that does not lie on the device of the run, here one without data."""
+    meta = torch.device("meta")
+    options = {"seed": 0, "steps_done": lambda: 0} if make is TrainBatches else {}
+    here = list(make(numbered(23), 5, **options))
+    there = make(Elsewhere(numbered(23)), 5, **options, device=meta)
+    assert [y.tolist() for _, y in here] == [y.tolist() for y in Elsewhere.moved(there)]
+
+
+class Elsewhere:
+    """Examples whose batches note what was moved to another device."""
+
+    def __init__(self, images: Images) -> None:
+        self.images, self.labels, self.pixels = images, images.labels, images.pixels
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, rows: torch.Tensor | slice) -> Elsewhere:
+        return Elsewhere(self.images[rows])
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Elsewhere:
+        assert threading.current_thread() is not threading.main_thread()
+        return self
+
+    @staticmethod
+    def moved(batches: TrainBatches | EvalBatches) -> list[torch.Tensor]:
+        return [y for _, y in batches]
+
+
+def test_an_error_of_the_thread_reaches_the_consumer() -> None:
+    class Broken(Elsewhere):
+        def __getitem__(self, rows: torch.Tensor | slice) -> Elsewhere:
+            raise ArithmeticError("on purpose")
+
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        list(EvalBatches(Broken(numbered(5)), 2, torch.device("meta")))
+
+
+def test_a_gpu_takes_what_leaves_it_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, gpu, moved = numbered(8), torch.device("cuda", 0), []
+    monkeypatch.setattr(Images, "to", lambda self, device: moved.append(device) or self)
+    free = {"bytes": int(images.nbytes / SHARE)}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free["bytes"], 0))
+    assert place(images, torch.device("cpu")) is images
+    assert moved == []
+    place(images, gpu)
+    assert moved == [gpu]
+    free["bytes"] -= 8
+    assert place(images, gpu) is images
+    assert moved == [gpu]
+
+
+def test_only_the_wait_is_counted() -> None:
+    waits: list[float] = []
+
+    def slow() -> Iterator[Batch]:
+        for batch in EvalBatches(numbered(6), 2):
+            time.sleep(0.02)
+            yield batch
+
+    class Slow(list):
+        def __iter__(self) -> Iterator[Batch]:
+            return slow()
+
+    timed = Timed(Slow([1, 2, 3]), waits.append)
+    assert len(timed) == 3
+    for _ in timed:
+        time.sleep(0.05)
+    assert len(waits) == 4  # the last found the end
+    assert all(0.02 <= wait < 0.05 for wait in waits[:3])

@@ -92,6 +92,17 @@ def test_what_a_resumed_run_cannot_change(
     assert message.format(path=path) in line
 
 
+def test_of_a_version_that_counted_otherwise(
+    spikefuse: Spikefuse, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = torch.load(trained / "last.ckpt", weights_only=True)
+    del content["spikefuse"]["step"]
+    torch.save(content, "old.ckpt")
+    assert spikefuse("eval", "old.ckpt") == 0
+    assert spikefuse("train", "--resume", "old.ckpt") == 2
+    assert "old.ckpt was saved by an earlier version of spikefuse" in capsys.readouterr().err
+
+
 def test_without_the_best_epoch(
     spikefuse: Spikefuse, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,11 +27,19 @@ def test_help_names_every_option_with_its_default(
     text = " ".join(capsys.readouterr().out.split())
     assert sorted(sum(GROUPS.values(), ())) == sorted(f.name for f in fields(TrainConfig))
     for f in fields(TrainConfig):
-        assert f"--{f.name.replace('_', '-')} " in text
+        assert re.search(rf"--{f.name.replace('_', '-')}\b", text)
         assert f"(default: {f.metadata['shown']})" in text
     for name in [*data.DATASETS, *models.MODELS, *NEURONS]:
         assert name in text
-    for word in ("--resume", "--out", "--device", "--data-dir", "--download", "SPIKEFUSE_DATA"):
+    for word in (
+        "--resume",
+        "--out",
+        "--config",
+        "--device",
+        "--data-dir",
+        "--download",
+        "SPIKEFUSE_DATA",
+    ):
         assert word in text
     assert "spikefuse train --resume" in text
 
@@ -69,12 +78,18 @@ WRONG = [
     (["--colour", "red"], "unrecognized arguments: --colour red"),
     (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
     (["--dataset", "digit"], "unknown dataset 'digit': did you mean digits? choose one of"),
-    (["--model", "vgg"], "unknown model 'vgg': choose one of mlp, conv, resnet18"),
+    (
+        ["--model", "vgg"],
+        "unknown model 'vgg': did you mean vggsnn? choose one of mlp, conv, resnet18",
+    ),
     (["--neuron", "if", "--decay", "0.5"], "decay is given, but the neuron if has none"),
     (["-T", "0"], "num_steps is 0: expected a whole number of at least 1"),
     (["--batch-size", "5000"], "batch_size is 5000: digits has only 1295 training images"),
     (["--device", "tpu"], "unknown device 'tpu': choose one of auto, cpu, cuda"),
     (["--device", "cpu", "--precision", "16"], "precision is 16, which needs a CUDA GPU"),
+    (["--device", "cpu", "--cuda-graph"], "cuda_graph needs a CUDA GPU: leave out --cuda-graph"),
+    (["--device", "cpu", "--sync-batch-norm"], "sync_batch_norm needs CUDA GPUs: leave out"),
+    (["--config", "none.yaml"], "cannot read config none.yaml: No such file or directory"),
     (["--dataset", "mnist", "--data-dir", "data"], "mnist: train-images-idx3-ubyte.gz is neither"),
     (["--resume", "nothing.ckpt"], "checkpoint nothing.ckpt does not exist: expected last.ckpt"),
     (["--resume", "."], "checkpoint . is a folder: expected last.ckpt"),

@@ -10,11 +10,11 @@ import torch
 import spikefuse as sf
 from spikefuse.nn import zoo
 from spikefuse.train import ConfigError, TrainConfig
-from spikefuse.train.config import NEURONS
+from spikefuse.train.config import NEURONS, SURROGATES
 
 WRONG = [
     ({"dataset": "minst"}, "unknown dataset 'minst': did you mean mnist? choose one of digits, "),
-    ({"model": "transformer"}, "unknown model 'transformer': choose one of mlp, conv, resnet18"),
+    ({"model": "perceiver"}, "unknown model 'perceiver': choose one of mlp, conv, resnet18"),
     ({"neuron": "LIF"}, "unknown neuron 'LIF': "),
     ({"encoding": 3}, "unknown encoding 3: choose one of direct, poisson"),
     ({"precision": "64"}, "unknown precision '64': choose one of 32, bf16, 16"),
@@ -33,6 +33,25 @@ WRONG = [
     ({"threshold": -1}, "threshold is -1: expected a positive number"),
     ({"seed": -1}, "seed is -1: expected a whole number from 0 to"),
     ({"num_steps": 1, "batch_size": 1}, "num_steps and batch_size are both 1: "),
+    ({"cuda_graph": 1}, "cuda_graph is 1: expected true or false"),
+    ({"clip": 0.0}, "clip is 0.0: expected a positive number"),
+    ({"tbptt": 0}, "tbptt is 0: expected a whole number of at least 1"),
+    ({"warmup": 20}, "warmup is 20: expected fewer than epochs, 20"),
+    ({"label_smoothing": 1.0}, "label_smoothing is 1, which leaves nothing to learn"),
+    ({"accumulate": 33}, "accumulate is 33: expected at most batch_size, 32"),
+    (
+        {"accumulate": 32, "tbptt": 7},
+        "accumulate is 32 and tbptt 7, which leaves one step of one image: batch normalization",
+    ),
+    ({"cuda_graph": True, "precision": "16"}, "cuda_graph is given with precision 16"),
+    ({"surrogate": "sigmod"}, "unknown surrogate 'sigmod': did you mean sigmoid? choose one of"),
+    ({"surrogate": "erf", "neuron": "integerlif"}, "surrogate is given, but the neuron integerlif"),
+    ({"slicing": "number"}, "slicing is given, but digits is no event data"),
+    ({"slice_us": 5}, "slice_us is given, but digits is no event data"),
+    ({"slicing": "events"}, "unknown slicing 'events': choose one of number, time, duration"),
+    ({"dataset": "shd"}, "model is conv, but shd has no rows and columns: choose mlp"),
+    ({"dataset": "shd", "shift": 1}, "shift is given, but shd has no rows and columns"),
+    ({"dataset": "shd", "flip": True}, "flip is given, but shd has no rows and columns"),
     ({"shift": 9}, "shift is 9: expected a whole number from 0 to 8"),
 ]
 
@@ -52,6 +71,18 @@ def test_round_trip() -> None:
         TrainConfig.from_dict({"colour": "red"})
 
 
+def test_event_data_has_its_own_steps() -> None:
+    config = TrainConfig(dataset="nmnist")
+    assert (config.num_steps, config.shift) == (32, 1)
+    assert config.transform() == {"num_steps": 32}
+    config = TrainConfig(dataset="shd", model="mlp", num_steps=20, slicing="time", slice_us=9)
+    assert (config.num_steps, config.shift) == (20, 0)
+    assert config.transform() == {"num_steps": 20, "by": "time", "dt": 9}
+    assert config.make_network()(torch.zeros(20, 2, 700)).shape == (20, 2, 20)
+    assert TrainConfig().num_steps == 8
+    assert TrainConfig().transform() == {}
+
+
 @pytest.mark.parametrize("name", NEURONS)
 def test_neurons_get_their_parameters(name: str) -> None:
     has_decay = "decay" in inspect.signature(NEURONS[name]).parameters
@@ -63,6 +94,16 @@ def test_neurons_get_their_parameters(name: str) -> None:
     expected = {"threshold": 0.75} | ({"decay": 0.25} if has_decay else {})
     found = {key: torch.as_tensor(values[key]).detach().item() for key in expected}
     assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_every_neuron_of_zeros_and_ones_takes_every_surrogate(name: str) -> None:
+    for neuron in NEURONS:
+        if neuron == "integerlif":
+            continue
+        threshold = 0.5 if neuron == "gatedlif" else 1.0
+        made = TrainConfig(neuron=neuron, surrogate=name, threshold=threshold).make_neuron()
+        assert type(made.surrogate) is SURROGATES[name]
 
 
 def test_the_neurons_are_those_that_fire() -> None:

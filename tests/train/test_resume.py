@@ -49,7 +49,8 @@ def assert_same_run(one: Path, other: Path) -> None:
     for name in ("last.ckpt", "best.ckpt"):
         a, b = read_checkpoint(one / name), read_checkpoint(other / name)
         for row in a["spikefuse"]["history"] + b["spikefuse"]["history"]:
-            row.pop("images_per_second")
+            for name in ("images_per_second", "data_wait"):
+                row.pop(name)
         for checkpoint in (a, b):  # an extended run was to end earlier when it was saved
             checkpoint["spikefuse"]["config"].pop("epochs")
         for key in ("state_dict", "optimizer_states", "spikefuse", "epoch", "global_step"):
@@ -159,6 +160,38 @@ def test_conv_interrupted_twice_with_sgd(
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")
 
 
+def test_every_training_feature_interrupted(
+    spikefuse: Spikefuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, four: list[str]
+) -> None:
+    features = shlex.split(
+        "--model mlp --optimizer adamw --weight-decay 0.01 --schedule cosine --warmup 1.5 --clip 1 "
+        "--label-smoothing 0.1 --loss every --accumulate 2 --tbptt 2 -T 5 --flip"
+    )
+    assert spikefuse("train", *four, *features, "--out", "straight") == 0
+    with monkeypatch.context() as patch:
+        interrupt(patch, "training_step", 14)
+        assert spikefuse("train", *four, *features, "--out", "stopped") == 130
+    assert spikefuse("train", "--resume", "stopped/last.ckpt") == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "stopped")
+    rate = read_checkpoint(tmp_path / "straight" / "last.ckpt")["optimizer_states"][0]
+    assert rate["param_groups"][0]["lr"] < 1e-5
+
+
+def test_saved_within_a_long_epoch(
+    spikefuse: Spikefuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: list[str]
+) -> None:
+    """Without a request to stop, and resumed bit for bit where it broke off."""
+    options = [*small, *POISSON]
+    assert spikefuse("train", *options, "--out", "straight") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(callbacks, "SAVE_SECONDS", 0.0)
+        interrupt(patch, "training_step", 13, times=2)
+        assert spikefuse("train", *options, "--out", "broken") == 130
+    assert read_checkpoint(tmp_path / "broken" / "last.ckpt")["global_step"] == 13
+    assert spikefuse("train", "--resume", "broken/last.ckpt") == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "broken")
+
+
 def test_a_second_ctrl_c_stops_at_once(
     spikefuse: Spikefuse,
     tmp_path: Path,
@@ -212,6 +245,16 @@ def test_stopped_between_two_files(
     assert len(best["spikefuse"]["history"]) >= best_row(history)["epoch"]
     assert spikefuse("train", "--resume", "stopped/last.ckpt") == 0
     assert_same_run(straight, tmp_path / "stopped")
+
+
+def test_a_schedule_that_ends_with_the_run_is_not_prolonged(
+    spikefuse: Spikefuse, capsys: pytest.CaptureFixture[str], small: list[str]
+) -> None:
+    options = [*small, "--model", "mlp", "--schedule", "cosine", "--out", "run"]
+    assert spikefuse("train", *options) == 0
+    capsys.readouterr()
+    assert spikefuse("train", "--resume", "run/last.ckpt", "--epochs", "3") == 2
+    assert "epochs is 3, but run/last.ckpt was trained with 2" in capsys.readouterr().err
 
 
 def test_a_best_epoch_of_another_run(

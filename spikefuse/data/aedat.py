@@ -1,0 +1,93 @@
+"""AEDAT, the formats of jAER and cAER: version 2.0 of a DVS128, and polarity events of 3.1.
+
+tonic 1.7 reads neither: its functions for them fail before the first event.
+
+Source: iniVation, "AEDAT file formats",
+https://docs.inivation.com/software/software-advanced-usage/file-formats
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from spikefuse.data.errors import DataError
+from spikefuse.data.files import damaged
+
+# Coordinates x, y, polarity p and time t of events, each [E].
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+END = b"#!END-HEADER"
+# eventType, eventSource, eventSize, eventTSOffset, eventTSOverflow, eventCapacity, eventNumber,
+# eventValid
+PACKET = struct.Struct("<hhiiiiii")
+POLARITY = 1
+EXTERNAL = 1 << 15  # AEDAT 2.0, DVS128: an event of the input pin, not of a pixel
+
+
+def read_aedat2(path: Path) -> Columns:
+    """Address words and timestamps of a DVS128, as the bits stand in the file.
+
+    A word holds the polarity in bit 0, the address X in bits 1 to 7 and Y in bits 8 to 14.
+
+    Raises:
+        DataError: the file is missing or damaged, or of another version.
+    """
+    content, start = _header(path, b"2.0")
+    if (len(content) - start) % 8:
+        raise damaged(path, f"{len(content) - start} bytes are no whole number of events of 8")
+    words = np.frombuffer(content, ">u4", offset=start).reshape(-1, 2)
+    words = words[words[:, 0] & EXTERNAL == 0]
+    address, t = words[:, 0], words[:, 1].astype(np.int64)
+    return (address >> 1) & 0x7F, (address >> 8) & 0x7F, address & 1, t
+
+
+def read_aedat3(path: Path) -> Columns:
+    """All polarity events of an AEDAT 3.1 file that are valid; other packets are passed over.
+
+    Raises:
+        DataError: the file is missing or damaged, or of another version.
+    """
+    content, at = _header(path, b"3.1")
+    found: list[np.ndarray] = []
+    while at < len(content):
+        if at + PACKET.size > len(content):
+            raise damaged(path, "it ends inside the header of a packet")
+        kind, _, size, _, overflow, capacity, number, valid = PACKET.unpack_from(content, at)
+        at += PACKET.size
+        if size <= 0 or not 0 <= valid <= number <= capacity:
+            raise damaged(path, f"the header of a packet at byte {at} makes no sense")
+        if at + size * capacity > len(content):
+            raise damaged(path, "it ends inside a packet of events")
+        if kind == POLARITY and size == 8:
+            words = np.frombuffer(content, "<u4", 2 * number, at).reshape(-1, 2).astype(np.int64)
+            if valid < number:
+                words = words[words[:, 0] & 1 == 1]
+            words[:, 1] |= overflow << 31
+            found.append(words)
+        at += size * capacity
+    words = np.concatenate(found) if found else np.zeros((0, 2), np.int64)
+    data = words[:, 0]
+    return (data >> 17) & 0x7FFF, (data >> 2) & 0x7FFF, (data >> 1) & 1, words[:, 1]
+
+
+def _header(path: Path, version: bytes) -> tuple[bytes, int]:
+    """(content, where the header's lines end)."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    mark = b"#!AER-DAT" + version
+    if not content.startswith(mark):
+        raise damaged(path, f"it does not begin with {mark.decode()}")
+    at = 0
+    while content[at : at + 1] == b"#":
+        line_end = content.find(b"\n", at)
+        if line_end < 0:
+            raise damaged(path, "it ends inside its header")
+        line, at = content[at:line_end], line_end + 1
+        if line.startswith(END):
+            break
+    return content, at

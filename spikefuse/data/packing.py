@@ -1,0 +1,54 @@
+"""Small whole numbers packed into bytes: packed with NumPy, unpacked by torch on any device.
+
+Shape legend: V values of a frame, S = ceil(V bits / 8) bytes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BITS = (1, 2, 4, 8)
+
+
+def pack(values: np.ndarray, bits: int) -> np.ndarray:
+    """Pack the last dimension, `8 / bits` values to a byte, the first in the lowest bits.
+
+    Args:
+        values: uint8 `[..., V]`, each at most `2**bits - 1`.
+        bits: of one value: 1, 2, 4 or 8.
+
+    Returns:
+        uint8 `[..., S]`.
+    """
+    if bits == 8:
+        return values
+    if bits == 1:
+        return np.packbits(values, axis=-1, bitorder="little")
+    per_byte = 8 // bits
+    missing = -values.shape[-1] % per_byte
+    if missing:
+        values = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)])
+    packed = values[..., ::per_byte].copy()
+    for k in range(1, per_byte):
+        packed |= values[..., k::per_byte] << np.uint8(k * bits)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
+    """Undo `pack`, on the device of `packed`.
+
+    Args:
+        packed: uint8 `[..., S]`.
+        bits: of one value.
+        shape: of the V values.
+
+    Returns:
+        uint8 `[..., *shape]`.
+    """
+    if bits < 8:
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+        packed = ((packed.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
+    count = int(np.prod(shape))
+    return packed[..., :count].unflatten(-1, shape)

@@ -1,0 +1,128 @@
+"""Gradients of a batch in parts and chunks, and the optimizer that uses them.
+
+Shape legend: T time steps, B samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from spikefuse.nn import Temporal
+from spikefuse.train.config import TrainConfig
+from spikefuse.train.objective import objective, readout
+
+MOMENTUM = 0.9
+# (loss, whether it is the last one of this optimizer step)
+Backward = Callable[[Tensor, bool], None]
+
+
+def gradients(
+    net: Temporal, x: Tensor, labels: Tensor, config: TrainConfig, backward: Backward
+) -> tuple[Tensor, Tensor]:
+    """Add the gradients of a batch to those of the parameters.
+
+    The batch is computed in `config.accumulate` parts. Each part goes through the network in
+    chunks of `config.tbptt` time steps: the state at the end of a chunk is handed on, but no
+    gradient flows back through it. A chunk's loss is that of its own outputs, weighted by its
+    share of the steps; with the loss "last" only the last chunk has one.
+
+    Args:
+        net: the network.
+        x: its input `[T, B, ...]`.
+        labels: classes `[B]`.
+        config: of the run.
+        backward: adds the gradients of a loss.
+
+    Returns:
+        The loss, a scalar, and the logits `[B, classes]` of the whole batch, both detached.
+    """
+    num_steps, batch = x.shape[:2]
+    length = min(config.tbptt or num_steps, num_steps)
+    parts = torch.arange(batch).tensor_split(config.accumulate)
+    loss, logits = torch.zeros((), device=x.device), []
+    for part in parts:
+        rows = slice(int(part[0]), int(part[-1]) + 1)
+        last_part = rows.stop == batch
+        outputs = []
+        for stop, output in _chunks(net, x[:, rows], length, config.loss):
+            outputs.append(output.detach())
+            if config.loss == "last" and stop < num_steps:
+                continue
+            value = objective(output, labels[rows], config.loss, config.label_smoothing)
+            share = 1.0 if config.loss == "last" else len(output) / num_steps
+            weighted = value * (share * len(part) / batch)
+            backward(weighted, last_part and stop == num_steps)
+            loss += weighted.detach()
+        logits.append(readout(torch.cat(outputs), config.loss))
+    return loss, torch.cat(logits)
+
+
+def _chunks(net: Temporal, x: Tensor, length: int, loss: str) -> Iterator[tuple[int, Tensor]]:
+    """The output of each chunk, and the number of steps done by its end."""
+    num_steps = len(x)
+    if length == num_steps:
+        yield num_steps, net(x)
+        return
+    state: dict[str, Any] | None = None
+    for chunk, stop in zip(x.split(length), _stops(num_steps, length), strict=True):
+        with torch.set_grad_enabled(loss != "last" or stop == num_steps):
+            output, state = net(chunk, state=state, return_state=True)
+        state = {name: tuple(s.detach() for s in states) for name, states in state.items()}
+        yield stop, output
+
+
+def _stops(num_steps: int, length: int) -> list[int]:
+    return [min(start + length, num_steps) for start in range(0, num_steps, length)]
+
+
+def make_optimizer(
+    config: TrainConfig, parameters: Iterator[torch.nn.Parameter], device: torch.device
+) -> Optimizer:
+    """The optimizer of a run. On a GPU it is one fused kernel, save in float16, whose gradients
+    have to be rescaled, and may be clipped, before the step."""
+    options: dict[str, Any] = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "fused": True if device.type == "cuda" and config.precision != "16" else None,
+    }
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(parameters, momentum=MOMENTUM, **options)
+    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
+    return kind(parameters, **options)
+
+
+def settle(optimizer: Optimizer) -> None:
+    """Fit the restored state of an optimizer to this device and memory layout."""
+    for group in optimizer.param_groups:
+        group["fused"] = fused = optimizer.defaults["fused"]
+        group["lr"] = float(group["lr"])  # a CUDA graph's is a tensor
+        if "capturable" in group:
+            group["capturable"] = False
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if name == "step":  # a kernel's lies beside the parameter
+                    state[name] = value.to(parameter.device if fused else "cpu")
+                elif isinstance(value, Tensor) and value.stride() != parameter.stride():
+                    state[name] = torch.empty_like(parameter).copy_(value)
+
+
+def set_learning_rate(optimizer: Optimizer, value: float) -> None:
+    """For the next step; a rate that lives in a tensor stays there."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value
+
+
+def clip(optimizer: Optimizer, largest: float | None) -> None:
+    """Scale the gradients of all parameters down to a norm of at most `largest`."""
+    if largest is not None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, largest)

@@ -1,0 +1,77 @@
+"""AEDAT files written from the specification, whole and damaged."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spikefuse.data import DataError
+from spikefuse.data.aedat import EXTERNAL, read_aedat2, read_aedat3
+from tests.data.writing import aedat2_bytes, aedat3_bytes, random_columns
+
+
+@pytest.mark.parametrize("invalid", [0, 3])
+@pytest.mark.parametrize("num", [0, 1, 250])
+def test_version_3_gives_the_valid_polarity_events(tmp_path: Path, num: int, invalid: int) -> None:
+    columns = random_columns(num, (128, 128), 0)
+    (tmp_path / "file").write_bytes(aedat3_bytes(columns, invalid=invalid))
+    for read, written in zip(read_aedat3(tmp_path / "file"), columns, strict=True):
+        np.testing.assert_array_equal(read, written)
+
+
+def test_version_3_timestamps_overflow(tmp_path: Path) -> None:
+    x, y, p, t = random_columns(50, (128, 128), 1)
+    t = t + (3 << 31)
+    (tmp_path / "file").write_bytes(aedat3_bytes((x, y, p, t)))
+    np.testing.assert_array_equal(read_aedat3(tmp_path / "file")[3], t)
+
+
+def test_version_2_splits_the_address(tmp_path: Path) -> None:
+    x, y, p, t = random_columns(200, (128, 128), 2)
+    address = y << 8 | x << 1 | p
+    address[::7] |= EXTERNAL
+    (tmp_path / "file").write_bytes(aedat2_bytes(address, t))
+    pixels = address & EXTERNAL == 0
+    for read, written in zip(read_aedat2(tmp_path / "file"), (x, y, p, t), strict=True):
+        np.testing.assert_array_equal(read, written[pixels])
+
+
+def test_a_first_event_that_begins_like_a_header(tmp_path: Path) -> None:
+    """The end mark of 3.1 closes the header, whatever follows."""
+    content = aedat3_bytes(random_columns(0, (128, 128), 0))
+    packet = struct.pack("<hhiiiiii", ord("#"), 0, 8, 4, 0, 0, 0, 0)
+    (tmp_path / "file").write_bytes(content + packet)
+    assert len(read_aedat3(tmp_path / "file")[0]) == 0
+
+
+THREE = aedat3_bytes(random_columns(150, (128, 128), 0))
+TWO = aedat2_bytes(np.arange(20) << 1, np.arange(20))
+DAMAGED = {
+    "empty": (read_aedat3, b"", "does not begin with #!AER-DAT3.1"),
+    "other version": (read_aedat3, TWO, "does not begin with #!AER-DAT3.1"),
+    "other version of 2": (read_aedat2, THREE, "does not begin with #!AER-DAT2.0"),
+    "cut in a packet": (read_aedat3, THREE[:-5], "ends inside a packet"),
+    "cut in a packet's header": (read_aedat3, THREE[: -50 * 8 - 5], "inside the header of a"),
+    "cut in the header": (read_aedat3, THREE[:20], "ends inside its header"),
+    "nonsense": (read_aedat3, THREE + bytes(28), "makes no sense"),
+    "cut in an event": (read_aedat2, TWO[:-3], "no whole number of events"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
+    read, content, what = DAMAGED[kind]
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read(tmp_path / "file")
+    assert str(tmp_path / "file") in str(caught.value)
+    assert what in str(caught.value)
+
+
+@pytest.mark.parametrize("read", [read_aedat2, read_aedat3])
+def test_a_missing_file_is_named(tmp_path: Path, read) -> None:
+    with pytest.raises(DataError, match=r"cannot read .*nothing: No such file"):
+        read(tmp_path / "nothing")

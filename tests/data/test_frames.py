@@ -1,0 +1,138 @@
+"""Frames against a loop over the events, and what they count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spikefuse.data import DataError, Events, Frames, Images, Slicing, expand, to_frames
+from spikefuse.data.events import make_events
+from spikefuse.data.frames import num_slices, pack_frames
+
+SIZES = [(2, 5, 7), (1, 3, 3), (11,)]
+
+
+def random_events(num: int, size: tuple[int, ...], seed: int) -> Events:
+    rng = np.random.default_rng(seed)
+    polarities, height, width = size if len(size) == 3 else (1, 1, size[0])
+    columns = [rng.integers(0, limit, num) for limit in (width, height, polarities)]
+    return make_events(*columns, np.sort(rng.integers(0, 1000, num)), size, Path("file"))
+
+
+def slow_frames(events: Events, slicing: Slicing) -> np.ndarray:
+    """The definition, one event at a time, as a whole number of any size."""
+    num, total = slicing.num_steps, len(events)
+    frames = np.zeros((num, *events.size), np.int64)
+    for i in range(total):
+        t, first, last = (int(events.t[k]) for k in (i, 0, -1))
+        if slicing.by == "number":
+            share = total // num
+            step = min(i // share, num - 1) if share else i
+        elif slicing.by == "time":
+            # Slice k is [first + k d, first + (k + 1) d) with d the duration over T.
+            step = next(k for k in range(num) if (t - first) * num < (k + 1) * (last - first + 1))
+        else:
+            step = t // slicing.dt
+            if step >= num:
+                continue
+        site = (events.p[i], events.y[i], events.x[i])[-len(events.size) :]
+        frames[(step, *site)] += 1
+    return frames
+
+
+@st.composite
+def slicings(draw: st.DrawFn) -> Slicing:
+    by = draw(st.sampled_from(["number", "time", "duration"]))
+    dt = draw(st.integers(1, 400)) if by == "duration" else None
+    return Slicing(by, draw(st.integers(1, 12)), dt, draw(st.sampled_from([1, 2, 4, 8])))
+
+
+@given(slicings(), st.integers(0, 200), st.sampled_from(SIZES), st.integers(0, 9))
+def test_frames_are_what_the_loop_counts(
+    slicing: Slicing, num: int, size: tuple[int, ...], seed: int
+) -> None:
+    events = random_events(num, size, seed)
+    frames = to_frames(events, slicing)
+    expected = slow_frames(events, slicing)
+    assert frames.dtype == np.uint8
+    np.testing.assert_array_equal(frames, np.minimum(expected, 2**slicing.bits - 1))
+    if slicing.by != "duration":
+        assert expected.sum() == num
+        if expected.max(initial=0) < 2**slicing.bits:
+            assert frames.sum() == num
+
+
+def test_by_number_every_frame_but_the_last_has_the_same_number() -> None:
+    events = random_events(103, (2, 5, 7), 0)
+    frames = to_frames(events, Slicing("number", 10, bits=8))
+    assert frames.sum(axis=(1, 2, 3)).tolist() == [10] * 9 + [13]
+
+
+def test_by_duration_counts_every_event_when_there_are_slices_enough() -> None:
+    events = random_events(150, (11,), 1)
+    num = num_slices(events, 30)
+    assert num == -(-(int(events.t[-1]) + 1) // 30)
+    assert to_frames(events, Slicing("duration", num, 30)).sum() == 150
+    padded = to_frames(events, Slicing("duration", num + 3, 30))
+    assert padded.shape == (num + 3, 11)
+    assert not padded[num:].any()
+    assert (
+        to_frames(events, Slicing("duration", num - 1, 30)).sum()
+        == (events.t < 30 * (num - 1)).sum()
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"by": "chance"}, "by is 'chance'"),
+        ({"num_steps": 0}, "num_steps is 0"),
+        ({"bits": 3}, "bits is 3"),
+        ({"by": "duration"}, "dt is None"),
+        ({"by": "duration", "dt": 0}, "dt is 0"),
+        ({"dt": 10}, "dt is 10"),
+    ],
+)
+def test_wrong_options_are_named(options: dict, what: str) -> None:
+    with pytest.raises(DataError, match=what):
+        Slicing(**options)
+
+
+@pytest.fixture
+def batch() -> tuple[Frames, np.ndarray]:
+    """Six sequences of five frames of counts below 16, packed, and the counts."""
+    counts = np.random.default_rng(0).integers(0, 16, (6, 5, 2, 3, 3), np.uint8)
+    packed = torch.from_numpy(np.stack([pack_frames(frames, 4) for frames in counts]))
+    return Frames(packed, torch.arange(6), (2, 3, 3), 4), counts
+
+
+def test_frames_index_like_images(batch: tuple[Frames, np.ndarray]) -> None:
+    frames, counts = batch
+    assert len(frames) == 6
+    assert frames.num_steps == 5
+    for index in (slice(2, 5), torch.tensor([4, 1]), torch.arange(6) % 2 == 0):
+        part = frames[index]
+        assert part.pixels.dtype == torch.uint8
+        chosen = index if isinstance(index, slice) else index.numpy()
+        np.testing.assert_array_equal(part.pixels.numpy(), counts[chosen])
+        assert torch.equal(part.labels, torch.arange(6)[index])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+def test_expand_puts_time_first(batch: tuple[Frames, np.ndarray], dtype: torch.dtype) -> None:
+    frames, counts = batch
+    sequence = expand(frames.to(torch.device("cpu")), dtype)
+    assert sequence.dtype == dtype
+    assert sequence.is_contiguous()
+    np.testing.assert_array_equal(sequence.float().numpy(), counts.swapaxes(0, 1))
+
+
+def test_expand_scales_images() -> None:
+    pixels = torch.tensor([0, 51, 255], dtype=torch.uint8).view(3, 1, 1, 1)
+    values = expand(Images(pixels, torch.zeros(3, dtype=torch.int64)))
+    assert torch.equal(values.flatten(), torch.tensor([0, 51, 255]) / 255)

@@ -1,0 +1,115 @@
+"""SHD and SSC from HDF5 files of their layout, and from real spikes if present."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from spikefuse import data
+from tests.data.writing import real, real_data
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPIKEFUSE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def write(path: Path, times: list, units: list, labels: np.ndarray) -> None:
+    """Ragged times in seconds as float16 and units as uint16, as published."""
+    with h5py.File(path, "w") as file:
+        for name, rows, dtype in (("times", times, np.float16), ("units", units, np.uint16)):
+            data_set = file.create_dataset(
+                f"spikes/{name}", (len(rows),), h5py.vlen_dtype(np.dtype(dtype))
+            )
+            for i, row in enumerate(rows):
+                data_set[i] = np.asarray(row, dtype)
+        file["labels"] = labels.astype(np.uint16)
+
+
+def spikes(num: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return np.sort(rng.uniform(0, 1.3, num)).astype(np.float16), rng.integers(0, 700, num)
+
+
+@pytest.mark.parametrize(("name", "num_classes"), [("shd", 20), ("ssc", 35)])
+def test_reads_the_published_layout(tmp_path: Path, name: str, num_classes: int) -> None:
+    recordings = [spikes(300, seed) for seed in range(4)]
+    times, units = [r[0] for r in recordings], [r[1] for r in recordings]
+    labels = np.array([0, 5, num_classes - 1, 5])
+    write(tmp_path / f"{name}_train.h5", times, units, labels)
+    write(tmp_path / f"{name}_test.h5", times[:1], units[:1], labels[:1])
+    train, test = data.load(name, tmp_path)
+    assert train.pixels.shape == (4, 100, 700)
+    assert train.labels.tolist() == labels.tolist()
+    assert len(test) == 1
+    expected = np.zeros((4, 100, 700), np.uint8)
+    for n in range(4):
+        steps = np.rint(times[n].astype(np.float64) * 1e6).astype(int) // 14_000
+        np.add.at(expected[n], (steps, units[n]), 1)
+    assert expected.sum() == 1200
+    np.testing.assert_array_equal(train.pixels.numpy(), expected)
+    assert data.expand(train[:2]).shape == (100, 2, 700)
+
+
+def write_both(folder: Path, labels: np.ndarray, units: list) -> None:
+    times = [np.zeros(len(row)) for row in units]
+    write(folder / "shd_test.h5", times, units, labels)
+    write(folder / "shd_train.h5", times, units, labels)
+
+
+def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
+    with pytest.raises(data.DataError, match=r"shd: shd_train\.h5 is neither .*zenkelab"):
+        data.load("shd", tmp_path)
+    write_both(tmp_path, np.array([20]), [[1, 2]])
+    with pytest.raises(data.DataError, match=r"shd_train\.h5 is damaged .*labels to 20"):
+        data.load("shd", tmp_path)
+    write_both(tmp_path, np.array([3]), [[1, 700]])
+    with pytest.raises(data.DataError, match=r"shd_train\.h5 is damaged .*x = 700"):
+        data.load("shd", tmp_path)
+    write_both(tmp_path, np.array([3, 4]), [[1, 2]])
+    with pytest.raises(data.DataError, match=r"2 labels, 1 times, 1 units"):
+        data.load("shd", tmp_path)
+    write_both(tmp_path, np.array([3]), [[1, 2]])
+    with h5py.File(tmp_path / "shd_train.h5", "a") as file:
+        file["spikes/times"][0] = np.zeros(3, np.float16)
+    with pytest.raises(data.DataError, match=r"recording 0: 3 times, 2 units"):
+        data.load("shd", tmp_path)
+    with h5py.File(tmp_path / "shd_train.h5", "a") as file:
+        del file["spikes"]
+    with pytest.raises(data.DataError, match=r"shd_train\.h5 is damaged"):
+        data.load("shd", tmp_path)
+    whole = (tmp_path / "shd_test.h5").read_bytes()
+    (tmp_path / "shd_train.h5").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(data.DataError, match=r"shd_train\.h5 is damaged .*no HDF5 file"):
+        data.load("shd", tmp_path)
+
+
+def test_without_h5py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_both(tmp_path, np.array([3]), [[1, 2]])
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(data.DataError, match=r'pip install "spikefuse\[events\]"'):
+        data.load("shd", tmp_path)
+
+
+@real_data
+def test_real_spikes(tmp_path: Path) -> None:
+    """100 recordings of the binned test set, as HDF5: the bins come back bit for bit."""
+    packed = np.load(real("shd/shd_test_10ms.npz"))
+    bins = np.unpackbits(packed["bits"][:100], axis=2)[..., :700]
+    assert not bins[:, :, 0].any()  # channel 700 - unit
+    found = [np.nonzero(sample) for sample in bins]
+    times = [(step + 0.5) * 0.01 for step, _ in found]
+    units = [700 - channel for _, channel in found]
+    labels = packed["labels"][:100]
+    write(tmp_path / "shd_test.h5", times, units, labels)
+    write(tmp_path / "shd_train.h5", times[:1], units[:1], labels[:1])
+    _, test = data.load("shd", tmp_path, num_steps=99, dt=10_000, bits=1)
+    ours = test.pixels.numpy()
+    np.testing.assert_array_equal(ours[:, :, 1:], bins[:, :, :0:-1])
+    assert ours.sum() == bins.sum()
+    assert torch.equal(test.labels, torch.from_numpy(labels.astype(np.int64)))

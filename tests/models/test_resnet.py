@@ -1,0 +1,35 @@
+"""The stems, and the first layers' names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import spikefuse as sf
+from spikefuse.models.resnet import resnet18, stem_layers
+
+
+def test_stems() -> None:
+    x = torch.rand(1, 2, 3, 32, 32)
+    shapes = []
+    for stem in ("imagenet", "cifar"):
+        layers = sf.Temporal(torch.nn.Sequential(*stem_layers(sf.LIF, 3, stem)))
+        shapes.append(tuple(layers(x).shape[2:]))
+    assert shapes == [(64, 8, 8), (64, 32, 32)]
+
+
+def test_an_unknown_stem() -> None:
+    with pytest.raises(ValueError, match="stem is 'mnist': expected imagenet or cifar"):
+        resnet18(sf.LIF, 1, 10, (28, 28), stem="mnist")
+
+
+def test_the_neuron_after_a_sum_receives_it() -> None:
+    net = resnet18(sf.LIF, 1, 10, (8, 8), stem="cifar")
+    block, received = net[3], []
+    block.activation.register_forward_pre_hook(lambda m, x: received.append(x[0]))
+    x = torch.rand(2, 64, 8, 8)
+    block.eval()
+    with torch.no_grad():
+        sf.Temporal(block)(x[None])
+        branch = sf.Temporal(block.branch)(x[None])[0]
+    torch.testing.assert_close(received[0], branch + x)

@@ -1,0 +1,145 @@
+"""Gradients in parts and chunks against those of the whole batch, and the optimizers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import spikefuse as sf
+from spikefuse.train.config import LOSSES, OPTIMIZERS, TrainConfig
+from spikefuse.train.objective import objective, readout
+from spikefuse.train.optimize import clip, gradients, make_optimizer, set_learning_rate, settle
+
+T, B = 6, 8
+
+
+@pytest.fixture
+def net() -> sf.Temporal:
+    """Without batch normalization, whose statistics depend on what is computed together."""
+    torch.manual_seed(0)
+    lif = sf.LIF(decay=0.7, threshold=0.5)
+    return sf.Temporal(nn.Sequential(nn.Linear(5, 16), lif, nn.Linear(16, 3)))
+
+
+@pytest.fixture
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.rand(T, B, 5), torch.randint(0, 3, (B,))
+
+
+def of_whole(net, batch, loss="mean"):
+    x, labels = batch
+    net.zero_grad()
+    outputs = net(x)
+    value = objective(outputs, labels, loss)
+    value.backward()
+    return value.detach(), readout(outputs, loss).detach(), [p.grad for p in net.parameters()]
+
+
+def in_pieces(net, batch, **options):
+    x, labels = batch
+    net.zero_grad()
+    last = []
+
+    def backward(loss, is_last):
+        last.append(is_last)
+        loss.backward()
+
+    config = TrainConfig(batch_size=B, num_steps=T, **options)
+    value, logits = gradients(net, x, labels, config, backward)
+    assert last[-1]
+    assert not any(last[:-1])
+    return value, logits, [p.grad for p in net.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("loss", "accumulate", "tbptt"),
+    [*itertools.product(LOSSES, (1, 3), (None,)), ("mean", 1, T), ("every", 1, 99), ("last", 2, T)],
+)
+def test_parts_and_one_chunk_give_the_gradients_of_the_whole(
+    net, batch, loss: str, accumulate: int, tbptt: int | None
+) -> None:
+    whole = of_whole(net, batch, loss)
+    pieces = in_pieces(net, batch, loss=loss, accumulate=accumulate, tbptt=tbptt)
+    torch.testing.assert_close(pieces, whole)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_chunks_truncate_the_gradient(net, batch, loss: str) -> None:
+    """Chunks of 4 and 2 steps: what their losses, states given, say on their own."""
+    x, labels = batch
+    net.zero_grad()
+    first, state = net(x[:4], return_state=True)
+    second = net(x[4:], state={k: tuple(s.detach() for s in v) for k, v in state.items()})
+    share = 0.0 if loss == "last" else 4 / 6
+    value = share * objective(first, labels, loss) + (1 - share) * objective(second, labels, loss)
+    value.backward()
+    logits = readout(torch.cat([first, second]), loss).detach()
+    expected = value.detach(), logits, [p.grad for p in net.parameters()]
+    found = in_pieces(net, batch, loss=loss, tbptt=4)
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found[2][0], of_whole(net, batch, loss)[2][0], rtol=1e-3)
+
+
+def test_every_is_the_same_loss_in_chunks(net, batch) -> None:
+    assert in_pieces(net, batch, loss="every", tbptt=2)[0] == pytest.approx(
+        of_whole(net, batch, "every")[0].item()
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(net, batch, name: str) -> None:
+    config = TrainConfig(optimizer=name, lr=0.1, weight_decay=0.01)
+    optimizer = make_optimizer(config, net.parameters(), torch.device("cpu"))
+    assert type(optimizer).__name__.lower() == name
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.1, 0.01)
+    assert group.get("momentum", 0.9) == 0.9
+    set_learning_rate(optimizer, 0.0)
+    before = [p.clone() for p in net.parameters()]
+    of_whole(net, batch)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+
+
+def test_a_rate_in_a_tensor_stays_there(net) -> None:
+    optimizer = make_optimizer(TrainConfig(), net.parameters(), torch.device("cpu"))
+    rate = optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    set_learning_rate(optimizer, 0.25)
+    assert rate.item() == 0.25
+    assert optimizer.param_groups[0]["lr"] is rate
+
+
+def test_clip(net, batch) -> None:
+    optimizer = make_optimizer(TrainConfig(), net.parameters(), torch.device("cpu"))
+
+    def norm() -> float:
+        return float(torch.cat([p.grad.flatten() for p in net.parameters()]).norm())
+
+    of_whole(net, batch)
+    whole = norm()
+    clip(optimizer, None)
+    clip(optimizer, 2 * whole)
+    assert norm() == pytest.approx(whole)
+    clip(optimizer, 0.5 * whole)
+    assert norm() == pytest.approx(0.5 * whole, rel=1e-4)
+
+
+def test_settle_undoes_what_another_device_left() -> None:
+    conv = nn.Conv2d(4, 8, 3)
+    optimizer = make_optimizer(TrainConfig(), conv.parameters(), torch.device("cpu"))
+    conv(torch.rand(1, 4, 5, 5)).sum().backward()
+    optimizer.step()
+    (group,) = optimizer.param_groups
+    group.update(fused=True, capturable=True, lr=torch.tensor(0.5))
+    state = optimizer.state[conv.weight]
+    average = state["exp_avg"]
+    state["exp_avg"] = average.contiguous(memory_format=torch.channels_last)
+    settle(optimizer)
+    assert (group["fused"], group["capturable"], group["lr"]) == (None, False, 0.5)
+    assert state["exp_avg"].stride() == conv.weight.stride()
+    assert torch.equal(state["exp_avg"], average)
+    optimizer.step()

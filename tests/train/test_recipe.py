@@ -1,0 +1,64 @@
+"""Recipes: read as the command line reads its options, and those of the project are right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from spikefuse.train.config import ConfigError, TrainConfig
+from spikefuse.train.recipe import read
+
+Spikefuse = Callable[..., int]
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_of_the_project(path: Path) -> None:
+    config = TrainConfig(**read(path))
+    assert config.make_network()
+    assert f"--config configs/{path.name}" in (ROOT / "docs" / "reproduce.md").read_text()
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_values_are_what_the_command_line_takes(tmp_path: Path) -> None:
+    text = "lr: 1e-3\nprecision: 32\nbatch-size: 64\nclip: 1\nflip: yes\n"
+    settings = read(written(tmp_path, text))
+    assert settings == {"lr": 1e-3, "precision": "32", "batch_size": 64, "clip": 1, "flip": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch: 5", "config {path}: unknown option 'epoch': did you mean epochs?"),
+        ("colour: 5", "config {path}: unknown option 'colour'; see spikefuse train --help"),
+        ("lr: fast", "config {path}: lr is 'fast': expected a number"),
+        ("epochs: 0", "config {path}: epochs is 0: expected a whole number of at least 1"),
+        ("- lr", "config {path}: expected lines like 'lr: 0.1', an option and its value"),
+        ("", "config {path}: expected lines like 'lr: 0.1', an option and its value"),
+        ("lr: 1\nlr: [", "config {path}, line 2: not YAML: expected lines like 'lr: 0.1'"),
+    ],
+)
+def test_mistakes(tmp_path: Path, text: str, message: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    assert str(caught.value) == message.format(path=path)
+
+
+def test_options_come_before_the_file(
+    spikefuse: Spikefuse, tmp_path: Path, small: list[str]
+) -> None:
+    path = written(tmp_path, "model: mlp\nepochs: 3\nlr: 0.01\n")
+    assert spikefuse("train", "--config", path, *small, "--epochs", "1", "--out", "run") == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    config = TrainConfig.from_dict(result["config"])
+    assert (config.model, config.epochs, config.lr) == ("mlp", 1, 0.01)
