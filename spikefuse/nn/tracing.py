@@ -64,9 +64,12 @@ def trace(net: nn.Module) -> fx.Graph:
     """
     try:
         with _tracing, torch.random.fork_rng(devices=[]):
-            return _Tracer().trace(net)
+            graph = _Tracer().trace(net)
     except Untraceable:
         raise
     except Exception as error:
         # Python meets a stand-in for a tensor in code of any kind, which may raise anything.
         raise Untraceable(f"{type(error).__name__}: {error}") from error
+    for node in graph.nodes:
+        node.type = None  # annotations may be strings, with which a GraphModule can't be pickled
+    return graph
