@@ -31,6 +31,7 @@ from spikefuse.nn import (
     TernaryLIF,
     TwoCompartmentLIF,
     explain,
+    spiking,
 )
 
 __version__ = "0.1.0"
@@ -64,5 +65,6 @@ __all__ = [
     "__version__",
     "decay_from_tau",
     "explain",
+    "spiking",
     "surrogate",
 ]

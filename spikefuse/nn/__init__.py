@@ -1,5 +1,6 @@
 """Modules for ordinary PyTorch networks."""
 
+from spikefuse.nn.convert import spiking
 from spikefuse.nn.explain import explain
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.temporal import Temporal
@@ -44,4 +45,5 @@ __all__ = [
     "TernaryLIF",
     "TwoCompartmentLIF",
     "explain",
+    "spiking",
 ]

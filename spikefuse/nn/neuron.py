@@ -25,6 +25,8 @@ class Sequence:
     impl: str = "auto"
     initial: dict[str, States] | None = None
     keep_final: bool = False
+    # Of a tensor [B, ...] that stands for all steps; None if every tensor is [T*B, ...].
+    constant_rows: int | None = None
     final: dict[str, States] = field(default_factory=dict)
 
 
@@ -98,7 +100,7 @@ class Neuron(Definition):
             raise ValueError("inside Temporal, pass state= and return_state= to the container")
         steps, name = sequence.num_steps, sequence.names[id(self)]
         for x in inputs:
-            if x.ndim == 0 or x.shape[0] % steps:
+            if x.ndim == 0 or (x.shape[0] % steps and x.shape[0] != sequence.constant_rows):
                 raise ValueError(
                     f"neuron '{name}' received shape {list(x.shape)} inside Temporal: "
                     f"expected [T*B, ...] with T = {steps}"
@@ -110,7 +112,7 @@ class Neuron(Definition):
                 f"neuron '{name}' is called twice in one step, so its state is ambiguous: "
                 "use one module per call"
             )
-        unfolded = tuple(x.unflatten(0, (steps, x.shape[0] // steps)) for x in inputs)
+        unfolded = tuple(_unfolded(x, sequence) for x in inputs)
         outputs, final = self._scan(unfolded, state, sequence.impl, sequence.keep_final)
         sequence.final[name] = final
         folded = tuple(y.flatten(0, 1) for y in outputs)
@@ -121,7 +123,8 @@ class Neuron(Definition):
         in a backward pass, Temporal's call is over."""
         call: tuple[Any, ...] = _ALONE
         if sequence is not None and id(self) in sequence.names:
-            call = (sequence.num_steps, sequence.impl, sequence.initial is not None)
+            started = sequence.initial is not None
+            call = (sequence.num_steps, sequence.impl, started, sequence.constant_rows)
         seen = self.__dict__.setdefault("_seen", {})
         rows = _rows(inputs)
         # None where the same number of rows has been read in another way.
@@ -137,7 +140,7 @@ class Neuron(Definition):
                 "a neuron is computed again for a checkpoint, but its number of time steps or its "
                 "state is not known any more: checkpoint the whole Temporal"
             )
-        return Sequence(call[0], {id(self): ""}, call[1])
+        return Sequence(call[0], {id(self): ""}, call[1], constant_rows=call[3])
 
     def _scan(
         self, inputs: tuple[Tensor, ...], state: States | None, impl: str, return_state: bool
@@ -162,6 +165,14 @@ class Neuron(Definition):
             f"no kernels for device '{x.device.type}': move the input to cuda or cpu, or pass "
             'impl="reference" for the eager loop'
         )
+
+
+def _unfolded(x: Tensor, sequence: Sequence) -> Tensor:
+    """`[T, B, ...]` of what stands folded, or once, for all steps."""
+    steps, rows = sequence.num_steps, x.shape[0]
+    if rows == sequence.constant_rows:
+        return x.unsqueeze(0).expand(steps, *x.shape)
+    return x.unflatten(0, (steps, rows // steps))
 
 
 def _rows(inputs: tuple[Tensor, ...]) -> int:

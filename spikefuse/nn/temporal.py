@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from spikefuse.neurons.definition import States
+from spikefuse.nn import constant
 from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron, Sequence, calls
 
 
@@ -18,6 +19,12 @@ class Temporal(nn.Module):
     Time is folded into the batch for stateless layers, so each layer runs once per call on
     `[T*B, ...]`; the neurons inside are told T. Normalisation layers see all time steps at once
     (their statistics run over T and B), and dropout draws anew at each step.
+
+    An input that is the same at each step (its time has stride 0, as from `encode.direct`) and
+    needs no gradient goes through the layers before the first neuron once, as `[B, ...]`. The
+    result is the same up to rounding, running statistics included. It takes a network that
+    torch.fx can trace, in which these layers are ordinary, not random, and have no forward hooks,
+    and in which what they give reaches the rest through neurons only; else they run T times.
 
     Call: `Temporal(net)(x, state=None, return_state=False, impl="auto")`
 
@@ -43,6 +50,7 @@ class Temporal(nn.Module):
         if any(isinstance(m, Temporal) for m in net.modules()):
             raise ValueError("a Temporal inside a Temporal: wrap the outermost network only")
         self.net = net
+        self._plan: constant.Plan | None = None
 
     def neurons(self) -> dict[str, Neuron]:
         """The neurons inside, by their qualified name in `net`."""
@@ -60,9 +68,15 @@ class Temporal(nn.Module):
         num_steps, batch = x.shape[:2]
         names = {id(neuron): name for name, neuron in neurons.items()}
         sequence = Sequence(num_steps, names, impl, state, return_state)
+        plan = self._sharing(x)
         outer, calls.sequence = calls.sequence, sequence
         try:
-            folded = self.net(x.flatten(0, 1))
+            if plan is None:
+                folded = self.net(x.flatten(0, 1))
+            else:
+                sequence.constant_rows = batch
+                with constant.same_statistics(plan, sequence):
+                    folded = self.net(x[0])
         finally:
             calls.sequence = outer
 
@@ -76,6 +90,16 @@ class Temporal(nn.Module):
 
         output = pytree.tree_map_only(torch.Tensor, unfold, folded)
         return (output, sequence.final) if return_state else output
+
+    def _sharing(self, x: Tensor) -> constant.Plan | None:
+        """The plan to compute once what does not change over time, if that is possible."""
+        # nn.DataParallel makes the network anew for every call.
+        if not constant.is_constant(x) or getattr(self.net, "_is_replica", False):
+            return None
+        modules, plan = tuple(self.net.modules()), self._plan
+        if plan is None or not plan.fits(modules):
+            plan = self._plan = constant.make_plan(self.net, modules)
+        return plan if constant.can_share(plan, x.shape[1]) else None
 
     def _check(
         self,

@@ -78,10 +78,7 @@ WRONG = [
     (["--colour", "red"], "unrecognized arguments: --colour red"),
     (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
     (["--dataset", "digit"], "unknown dataset 'digit': did you mean digits? choose one of"),
-    (
-        ["--model", "vgg"],
-        "unknown model 'vgg': did you mean vggsnn? choose one of mlp, conv, resnet18",
-    ),
+    (["--model", "vgg"], "unknown model 'vgg': did you mean vggsnn? choose one of mlp"),
     (["--neuron", "if", "--decay", "0.5"], "decay is given, but the neuron if has none"),
     (["-T", "0"], "num_steps is 0: expected a whole number of at least 1"),
     (["--batch-size", "5000"], "batch_size is 5000: digits has only 1295 training images"),

@@ -1,0 +1,75 @@
+"""A network as a graph of its layers and functions, by torch.fx."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from spikefuse.nn.neuron import Neuron
+
+
+class Untraceable(Exception):
+    """torch.fx cannot write the network down; the message says why."""
+
+
+# A tracer patches nn.Module while it works: two at a time would not clean up.
+_tracing = threading.Lock()
+
+
+class _Tracer(fx.Tracer):
+    """Keeps neurons and the layers of torch.nn whole, adds nothing to the network, and leaves the
+    calls of other threads alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, Neuron) or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(
+        self,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if threading.get_ident() != self.thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self.thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_arg(self, a: Any) -> Any:
+        # The original would make an attribute of the network of it.
+        if isinstance(a, Tensor) and not isinstance(a, nn.Parameter) and a not in self.tensor_attrs:
+            raise Untraceable(f"its forward makes a tensor of shape {list(a.shape)}")
+        return super().create_arg(a)
+
+
+def trace(net: nn.Module) -> fx.Graph:
+    """The graph of `net` in its present mode. Its `forward` runs once, without tensors; random
+    numbers that it draws are put back.
+
+    Raises:
+        Untraceable: `forward` does something that depends on values, or anything else that only
+            works on tensors.
+    """
+    try:
+        with _tracing, torch.random.fork_rng(devices=[]):
+            graph = _Tracer().trace(net)
+    except Untraceable:
+        raise
+    except Exception as error:
+        # Python meets a stand-in for a tensor in code of any kind, which may raise anything.
+        raise Untraceable(f"{type(error).__name__}: {error}") from error
+    for node in graph.nodes:
+        node.type = None  # annotations may be strings, with which a GraphModule can't be pickled
+    return graph
