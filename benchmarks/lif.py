@@ -106,6 +106,19 @@ class Compiler:
         return contender(COMPILED, compiled, inputs, f"compiled in {seconds:.1f} s, not counted")
 
 
+def spikingjelly() -> tuple[Any, Any, Any]:
+    """SpikingJelly's modules of functions, neurons and surrogates.
+
+    Raises:
+        Exception: not only ImportError: its own dependencies may be missing.
+    """
+    names = ("functional", "neuron", "surrogate")
+    functional, neurons, surrogate = (
+        importlib.import_module(f"spikingjelly.activation_based.{name}") for name in names
+    )
+    return functional, neurons, surrogate
+
+
 def rivals(inputs: Inputs) -> list[Contender]:
     """SpikingJelly's layer, and its function with a float32 state.
 
@@ -113,11 +126,8 @@ def rivals(inputs: Inputs) -> list[Contender]:
     has a fused path for a bfloat16 input, which needs a float32 state.
     """
     try:
-        functional, neurons, surrogate = (
-            importlib.import_module(f"spikingjelly.activation_based.{name}")
-            for name in ("functional", "neuron", "surrogate")
-        )
-    except Exception as error:  # not only ImportError: its own dependencies may be missing
+        functional, neurons, surrogate = spikingjelly()
+    except Exception as error:
         return [Contender(name, unavailable=first_line(error)) for name in RIVALS]
     x = inputs.like
     constants: dict[str, Any] = {

@@ -28,7 +28,8 @@ class Contender:
     """One way to do the work.
 
     `run` does it once and returns what is verified; None where it is unavailable, for the reason
-    in `unavailable`. `forward` does only the part whose results backward needs.
+    in `unavailable`. `forward` does only the part whose results backward needs. `held_bytes` is
+    what it keeps allocated from run to run, such as the memory of a CUDA graph.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Contender:
     forward: Callable[[], Any] | None = None
     unavailable: str = ""
     note: str = ""
+    held_bytes: int = 0
 
 
 @dataclass
@@ -57,8 +59,8 @@ class Settings:
     max_repetitions: int = 200
 
 
-# Untimed calls with which a slot on a GPU begins.
-SLOT_WARMUP = 5
+# Of a slot on a GPU: untimed calls with which it begins, and single ones timed by events.
+SLOT_WARMUP, SLOT_SINGLES = 5, 3
 
 
 class Clock(Protocol):
@@ -107,16 +109,23 @@ class GpuClock:
     """Wall-clock time of back-to-back calls (host included), and device time by events.
 
     Device time is that of single calls with a cold L2 cache. For the wall-clock time, callers
-    rotate among inputs past the size of the cache.
+    rotate among inputs past the size of the cache. A slot begins with `warmup` untimed calls and
+    ends with at most `singles` single ones.
     """
 
-    def __init__(self, device: torch.device, flush_bytes: int = FLUSH_BYTES) -> None:
-        self.device = device
+    def __init__(
+        self,
+        device: torch.device,
+        flush_bytes: int = FLUSH_BYTES,
+        warmup: int = SLOT_WARMUP,
+        singles: int = SLOT_SINGLES,
+    ) -> None:
+        self.device, self.warmup, self.singles = device, warmup, singles
         self.flush = torch.empty(flush_bytes, dtype=torch.uint8, device=device)
 
     def slot(self, run: Callable[[], Any], repetitions: int) -> dict[str, float]:
         # Other contenders and the collection between slots have emptied the host's caches.
-        for _ in range(SLOT_WARMUP):
+        for _ in range(self.warmup):
             run()
         torch.cuda.synchronize(self.device)
         start = time.perf_counter()
@@ -125,7 +134,7 @@ class GpuClock:
         torch.cuda.synchronize(self.device)
         wall = (time.perf_counter() - start) * 1e3 / repetitions
         pairs = []
-        for _ in range(min(repetitions, 3)):
+        for _ in range(min(repetitions, self.singles)):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.flush.zero_()
             begin.record()
@@ -137,7 +146,8 @@ class GpuClock:
         return {"wall_ms": wall, "device_ms": device}
 
     def memory(self, contender: Contender) -> dict[str, int]:
-        """Bytes above what was allocated before the call: at the peak, and after forward."""
+        """Bytes above what was allocated before the call: at the peak, and after forward. What a
+        contender holds from run to run counts in its peak."""
         assert contender.run is not None
         gc.collect()
         torch.cuda.synchronize(self.device)
@@ -145,7 +155,8 @@ class GpuClock:
         torch.cuda.reset_peak_memory_stats(self.device)
         contender.run()
         torch.cuda.synchronize(self.device)
-        found = {"peak_bytes": torch.cuda.max_memory_allocated(self.device) - before}
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        found = {"peak_bytes": peak + contender.held_bytes}
         if contender.forward is not None:
             before = torch.cuda.memory_allocated(self.device)
             result = contender.forward()

@@ -1,0 +1,270 @@
+"""Whole training and evaluation steps of whole networks: who computes them, and what is computed.
+
+Shape legend: T time steps, B samples, K classes.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import spikefuse as sf
+from benchmarks import layer, lif
+from benchmarks.workloads import Task, Workload
+
+OURS, EAGER = layer.OURS, layer.EAGER
+RELU, CONVOLUTIONS = "ReLU and batch norm", "convolutions alone"
+RIVAL_HALF = "SpikingJelly function, bfloat16 kept"
+RIVALS = (*lif.RIVALS, RIVAL_HALF)
+
+# So small that the weights, and with them the spikes, hardly change while a step is timed.
+LEARNING_RATE = 1e-5
+MOMENTUM = 0.9
+# Steps before a recording: they compile kernels, choose algorithms and make the optimizer's state.
+STEPS_BEFORE_GRAPH = 3
+
+
+@dataclass
+class Result:
+    """What a step gives: logits `[B, K]`; in training the loss and the gradients too."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+    grads: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class Network:
+    """A contender's network.
+
+    Args:
+        net: for one time step.
+        call: the same over all steps, `[T, B, C, H, W]` to `[T, B, K]`.
+        neuron: what stands in it for a neuron, `[T*B, ...]` to the same; None if it spikes not.
+        exact: whether its spikes are the reference's bit for bit.
+        note: what its users should know.
+        same_gradient: whether its surrogate is the reference's.
+    """
+
+    net: nn.Module
+    call: Callable[[Tensor], Tensor]
+    neuron: Callable[[Tensor], Tensor] | None = None
+    exact: bool = False
+    note: str = ""
+    same_gradient: bool = True
+
+
+# Who computes it
+
+
+def ours(task: Task) -> Network:
+    """As users write it: the container over a network of torch modules."""
+    net, neuron = task.network(task.workload.neuron), task.workload.neuron()
+    twin = lambda x: neuron(task.folded(x)).flatten(0, 1)  # noqa: E731
+    return Network(net, sf.Temporal(net), twin, exact=True)
+
+
+def eager_loop(task: Task) -> Network:
+    net, neuron = task.network(task.workload.neuron), task.workload.neuron()
+    twin = lambda x: neuron(task.folded(x), impl="reference").flatten(0, 1)  # noqa: E731
+    return Network(net, functools.partial(sf.Temporal(net), impl="reference"), twin, exact=True)
+
+
+def relu(task: Task) -> Network:
+    return _stateless(task.network(nn.ReLU))
+
+
+def convolutions(task: Task) -> Network:
+    """Norms and neurons left out."""
+    return _stateless(task.network(nn.Identity, norms=False))
+
+
+def _stateless(net: nn.Module, **more: Any) -> Network:
+    return Network(net, lambda x: net(x.flatten(0, 1)).unflatten(0, x.shape[:2]), **more)
+
+
+class JellyFunction(nn.Module):
+    """SpikingJelly's function on `[T, M]`: a view of the folded tensor in its own order in memory.
+
+    Args:
+        T: time steps.
+        function: of a sequence and a state.
+    """
+
+    def __init__(self, T: int, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.T, self.function = T, function
+        self.rest: dict[int, Tensor] = {}  # made once: not part of its time
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = not x.is_contiguous()
+        rows = x.movedim(1, -1) if last else x
+        flat = rows.view(self.T, -1)
+        size = flat.shape[1]
+        if size not in self.rest:
+            self.rest[size] = torch.zeros(size, device=x.device)
+        spikes = self.function(flat, self.rest[size]).view(rows.shape)
+        return spikes.movedim(-1, 1) if last else spikes
+
+
+def jelly_function(task: Task, **more: Any) -> Network:
+    functional, _, surrogates = lif.spikingjelly()
+    constants, note = _jelly_constants(task.workload, surrogates)
+
+    def function(x: Tensor, rest: Tensor) -> Tensor:
+        return functional.lif_multi_step(x, rest, **constants, **more)[0]
+
+    make = functools.partial(JellyFunction, task.workload.T, function)
+    net = task.network(make)
+    return _stateless(net, neuron=make(), note=note, same_gradient=not note)
+
+
+def jelly_half(task: Task) -> Network:
+    """The function with the potentials for backward kept in bfloat16."""
+    if task.dtype != "bfloat16":
+        raise ValueError("for bfloat16 only")
+    return jelly_function(task, neuron_storage=torch.bfloat16)
+
+
+class JellyNode(nn.Module):
+    """SpikingJelly's module on the folded tensor."""
+
+    def __init__(self, T: int, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.T, self.node = T, make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.node(x.unflatten(0, (self.T, -1))).flatten(0, 1)
+
+
+def jelly_node(task: Task) -> Network:
+    if task.dtype != "float32":
+        # It keeps its state in the dtype of its input.
+        raise ValueError(f"its state would be {task.dtype}, for which it has an eager loop only")
+    functional, neurons, surrogates = lif.spikingjelly()
+    constants, note = _jelly_constants(task.workload, surrogates)
+    make = functools.partial(neurons.LIFNode, **constants, step_mode="m")
+    net = task.network(lambda: JellyNode(task.workload.T, make))
+    alone = JellyNode(task.workload.T, make)
+
+    def reset(module: nn.Module, x: Tensor) -> Tensor:
+        y = module(x)
+        functional.reset_net(module)
+        return y
+
+    def call(x: Tensor) -> Tensor:
+        return reset(net, x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    return Network(net, call, functools.partial(reset, alone), note=note, same_gradient=not note)
+
+
+def _jelly_constants(workload: Workload, surrogates: Any) -> tuple[dict[str, Any], str]:
+    """The arguments of its neurons; its decay is 1 - 1/tau. And what differs, for a note."""
+    if workload.surrogate == "sigmoid":
+        surrogate, note = surrogates.Sigmoid(alpha=lif.WIDTH), ""
+    else:
+        # The cheapest of those in its kernels.
+        surrogate = surrogates.PiecewiseQuadratic(alpha=1.0)
+        note = f"its kernels have no {workload.surrogate} surrogate: PiecewiseQuadratic instead"
+    constants = {
+        "tau": 1 / (1 - workload.decay),
+        "decay_input": False,
+        "v_threshold": workload.threshold,
+        "v_reset": 0.0,
+        "surrogate_function": surrogate,
+        "detach_reset": False,
+    }
+    return constants, note
+
+
+# By name; a network that cannot be made says why in an exception.
+NETWORKS: dict[str, Callable[[Task], Network]] = {
+    OURS: ours,
+    lif.RIVAL_FUNCTION: jelly_function,
+    lif.RIVAL_NODE: jelly_node,
+    RIVAL_HALF: jelly_half,
+    RELU: relu,
+    CONVOLUTIONS: convolutions,
+    EAGER: eager_loop,
+}
+# The first autotunes a kernel for every layer, which takes minutes; the second is slow.
+ONLY_IF_ASKED = (RIVAL_HALF, EAGER)
+
+
+# What they compute
+
+
+def make_optimizer(workload: Workload, net: nn.Module, device: torch.device) -> Any:
+    if workload.optimizer == "sgd":
+        return torch.optim.SGD(net.parameters(), LEARNING_RATE, MOMENTUM, fused=True)
+    capturable = device.type == "cuda"
+    return torch.optim.Adam(net.parameters(), LEARNING_RATE, fused=True, capturable=capturable)
+
+
+def training(task: Task, network: Network) -> Callable[[], Result]:
+    """A whole training step; between steps there are no gradients."""
+    network.net.train()
+    parameters = tuple(network.net.parameters())
+    optimizer = make_optimizer(task.workload, network.net, task.device)
+
+    def step() -> Result:
+        with task.autocast():  # all of it, as the trainer does
+            logits = network.call(task.x).mean(0, dtype=torch.float32)
+            loss = F.cross_entropy(logits, task.labels)
+            loss.backward()
+            grads = tuple(p.grad for p in parameters if p.grad is not None)
+            optimizer.step()
+            optimizer.zero_grad()
+        return Result(logits.detach(), loss.detach(), grads)
+
+    return step
+
+
+def evaluation(task: Task, network: Network) -> Callable[[], Result]:
+    """The logits of a batch and its classes."""
+    network.net.eval()
+
+    def step() -> Result:
+        with torch.no_grad(), task.autocast():
+            logits = network.call(task.x).mean(0, dtype=torch.float32)
+            logits.argmax(1)
+        return Result(logits)
+
+    return step
+
+
+STEPS: dict[str, Callable[[Task, Network], Callable[[], Result]]] = {
+    "training": training,
+    "evaluation": evaluation,
+}
+
+
+def graphed(step: Callable[[], Result]) -> tuple[Callable[[], Result], int]:
+    """A step as the replay of a CUDA graph, and the bytes that the graph holds."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(STEPS_BEFORE_GRAPH):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        result = step()
+    held = torch.cuda.memory_reserved() - before
+
+    def run() -> Result:
+        graph.replay()
+        return result
+
+    return run, held
