@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks import record, steps
-from benchmarks.agreement import Truth
+from benchmarks.agreement import Agreement, Reference
 from benchmarks.runner import (
     Clock,
     Contender,
@@ -177,29 +177,27 @@ def attempt(plan: Plan, row: Row, seconds: float) -> tuple[dict[str, Any] | None
 def measure_one(plan: Plan, row: Row) -> dict[str, Any]:
     workload = WORKLOADS[row.workload]
     task = Task(workload.small() if plan.quick else workload, row.dtype, plan.device)
-    entrants = {(name, way): Entrant(task, row.steps, name, way) for name in plan.names
-                for way in WAYS}  # fmt: skip
-    spiking = {name: e.network for (name, way), e in entrants.items()
-               if way == EAGERLY and e.network is not None and e.network.neuron is not None}  # fmt: skip
-    truth = Truth.of_reference(task, row.steps, spiking)
-    truths = {
-        name: truth if name in spiking else Truth.of_itself(task, row.steps, NETWORKS[name])
-        for (name, way), e in entrants.items()
-        if way == EAGERLY and e.network is not None
-    }
-    by_contender = {e.contender.name: e for e in entrants.values()}
+    reference = Reference.of(task, row.steps)
+    num_spikes = reference.num_spikes
+    agreements: dict[str, Agreement] = {}
+    entrants = []
+    for name in plan.names:
+        made = [Entrant(task, row.steps, name, way) for way in WAYS]
+        if any(entrant.network is not None for entrant in made):
+            agreements[name] = Agreement(task, row.steps, NETWORKS[name], reference)
+        entrants += made
+    del reference  # which would be in the way of all
+    by_contender = {e.contender.name: e for e in entrants}
 
     def verify(contender: Contender, result: Result) -> None:
-        entrant = by_contender[contender.name]
-        assert entrant.network is not None
-        truths[entrant.name].verify(entrant.name, entrant.network, result, task.labels)
+        agreements[by_contender[contender.name].name].verify(result, task.labels)
 
     def prepare() -> None:
-        for entrant in entrants.values():
+        for entrant in entrants:
             if entrant.network is not None:
                 task.restore(entrant.network.net)
 
-    contenders = [e.contender for e in entrants.values()]
+    contenders = [e.contender for e in entrants]
     measured = measure(contenders, [], verify, plan.clock, 0, plan.turns, prepare)
     for contender in measured["contenders"]:
         entrant = by_contender[contender["name"]]
@@ -216,7 +214,8 @@ def measure_one(plan: Plan, row: Row) -> dict[str, Any]:
         "optimizer": task.workload.optimizer,
         "input_bytes": task.x.nbytes,
         "weight_bytes": sum(value.nbytes for value in task.state.values()),
-        "agreement": truth.about(),
+        "spikes": num_spikes,
+        "agreement": {name: agreement.about() for name, agreement in agreements.items()},
         "contenders": measured["contenders"],
     }
 
@@ -244,9 +243,10 @@ class Entrant:
 
 
 def progress(row: Row, found: dict[str, Any]) -> str:
-    agreement = found["agreement"]
-    flips = ", ".join(f"{name} {count}" for name, count in agreement["flips"].items())
-    lines = [f"{row.title}: of {agreement['spikes']:,} spikes differ: {flips}"]
+    lines = [f"{row.title}: {found['spikes']:,} neuron-steps compared"]
+    for name, about in found["agreement"].items():
+        errors = "".join(f", {what} {error:.2g}" for what, error in about["errors"].items())
+        lines.append(f"{name}: {about['flips']} flips{errors}, spread {about['spread']:.2g}")
     for c in found["contenders"]:
         if c["status"] != "ok":
             lines.append(f"{c['name']}: {c['status']}, {c['reason']}")

@@ -47,7 +47,7 @@ class Network:
     Args:
         net: for one time step.
         call: the same over all steps, `[T, B, C, H, W]` to `[T, B, K]`.
-        neuron: what stands in it for a neuron, `[T*B, ...]` to the same; None if it spikes not.
+        neuron: the kind of its modules that spike, `[T*B, ...]` to the same; None: none does.
         exact: whether its spikes are the reference's bit for bit.
         note: what its users should know.
         same_gradient: whether its surrogate is the reference's.
@@ -55,7 +55,7 @@ class Network:
 
     net: nn.Module
     call: Callable[[Tensor], Tensor]
-    neuron: Callable[[Tensor], Tensor] | None = None
+    neuron: type[nn.Module] | None = None
     exact: bool = False
     note: str = ""
     same_gradient: bool = True
@@ -66,15 +66,13 @@ class Network:
 
 def ours(task: Task) -> Network:
     """As users write it: the container over a network of torch modules."""
-    net, neuron = task.network(task.workload.neuron), task.workload.neuron()
-    twin = lambda x: neuron(task.folded(x)).flatten(0, 1)  # noqa: E731
-    return Network(net, sf.Temporal(net), twin, exact=True)
+    net = task.network(task.workload.neuron)
+    return Network(net, sf.Temporal(net), sf.LIF, exact=True)
 
 
 def eager_loop(task: Task) -> Network:
-    net, neuron = task.network(task.workload.neuron), task.workload.neuron()
-    twin = lambda x: neuron(task.folded(x), impl="reference").flatten(0, 1)  # noqa: E731
-    return Network(net, functools.partial(sf.Temporal(net), impl="reference"), twin, exact=True)
+    net = task.network(task.workload.neuron)
+    return Network(net, functools.partial(sf.Temporal(net), impl="reference"), sf.LIF, exact=True)
 
 
 def relu(task: Task) -> Network:
@@ -121,9 +119,8 @@ def jelly_function(task: Task, **more: Any) -> Network:
     def function(x: Tensor, rest: Tensor) -> Tensor:
         return functional.lif_multi_step(x, rest, **constants, **more)[0]
 
-    make = functools.partial(JellyFunction, task.workload.T, function)
-    net = task.network(make)
-    return _stateless(net, neuron=make(), note=note, same_gradient=not note)
+    net = task.network(functools.partial(JellyFunction, task.workload.T, function))
+    return _stateless(net, neuron=JellyFunction, note=note, same_gradient=not note)
 
 
 def jelly_half(task: Task) -> Network:
@@ -152,17 +149,13 @@ def jelly_node(task: Task) -> Network:
     constants, note = _jelly_constants(task.workload, surrogates)
     make = functools.partial(neurons.LIFNode, **constants, step_mode="m")
     net = task.network(lambda: JellyNode(task.workload.T, make))
-    alone = JellyNode(task.workload.T, make)
-
-    def reset(module: nn.Module, x: Tensor) -> Tensor:
-        y = module(x)
-        functional.reset_net(module)
-        return y
 
     def call(x: Tensor) -> Tensor:
-        return reset(net, x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        y = net(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        functional.reset_net(net)
+        return y
 
-    return Network(net, call, functools.partial(reset, alone), note=note, same_gradient=not note)
+    return Network(net, call, JellyNode, note=note, same_gradient=not note)
 
 
 def _jelly_constants(workload: Workload, surrogates: Any) -> tuple[dict[str, Any], str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import spikefuse as sf
 from benchmarks import lif
@@ -52,7 +52,9 @@ class Workload:
 
     def small(self) -> Workload:
         """The same for trials."""
-        return replace(self, shape=(self.shape[0], 8, 8), T=2, batch=2)
+        # Not smaller: of a convolution with stride 2 on one pixel, oneDNN leaves a part of the
+        # bfloat16 weight gradient unwritten.
+        return replace(self, shape=(self.shape[0], 32, 32), T=2, batch=2)
 
 
 # The neurons of "Accelerating Spatiotemporal Supervised Training of Large-Scale Spiking Neural
@@ -123,10 +125,6 @@ class Task:
         with torch.no_grad():
             for name, value in net.state_dict().items():
                 value.copy_(self.state[name])
-
-    def folded(self, x: Tensor) -> Tensor:
-        """`[T*B, ...]` to `[T, B, ...]`."""
-        return x.unflatten(0, (self.workload.T, -1))
 
 
 def without_norms(net: nn.Module) -> None:
