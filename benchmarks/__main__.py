@@ -9,7 +9,7 @@ import argparse
 
 import torch
 
-from benchmarks import cpu_neuron, first_call, neurons, tables, timestep_scaling
+from benchmarks import cpu_neuron, first_call, networks, neurons, tables, timestep_scaling
 
 
 def main() -> None:
@@ -19,8 +19,9 @@ def main() -> None:
     if torch.cuda.is_available():
         timestep_scaling.main([])
         neurons.main([])
+        networks.main([])
     else:
-        print("no GPU: the time-step scaling and the neurons' rooflines are left out")
+        print("no GPU: the time-step scaling, the neurons' rooflines and networks are left out")
     first_call.main([])
     cpu_neuron.main([])
     tables.main([])

@@ -174,34 +174,64 @@ def attempt(plan: Plan, row: Row, seconds: float) -> tuple[dict[str, Any] | None
     return found, progress(row, found)
 
 
+@dataclass(frozen=True)
+class Entrant:
+    """A network that runs in one way, with weights of its own; without one where it cannot."""
+
+    name: str
+    way: str
+    contender: Contender
+    network: Network | None = None
+
+
+def absent(name: str, way: str, reason: str) -> Entrant:
+    return Entrant(name, way, Contender(f"{name}, {way}", unavailable=reason))
+
+
+def entrant(task: Task, kind: str, name: str, way: str) -> Entrant:
+    if way == GRAPH and task.device.type != "cuda":
+        return absent(name, way, "CUDA graphs need a CUDA GPU")
+    try:
+        network = NETWORKS[name](task)
+        run, held = STEPS[kind](task, network), 0
+        if way == GRAPH:
+            run, held = steps.graphed(run)
+    except Exception as error:  # whatever it is: the reason is the result
+        return absent(name, way, first_line(error))
+    contender = Contender(f"{name}, {way}", run, note=network.note, held_bytes=held)
+    return Entrant(name, way, contender, network)
+
+
 def measure_one(plan: Plan, row: Row) -> dict[str, Any]:
     workload = WORKLOADS[row.workload]
     task = Task(workload.small() if plan.quick else workload, row.dtype, plan.device)
     reference = Reference.of(task, row.steps)
     num_spikes = reference.num_spikes
     agreements: dict[str, Agreement] = {}
-    entrants = []
+    entrants: list[Entrant] = []
     for name in plan.names:
-        made = [Entrant(task, row.steps, name, way) for way in WAYS]
-        if any(entrant.network is not None for entrant in made):
+        try:
             agreements[name] = Agreement(task, row.steps, NETWORKS[name], reference)
-        entrants += made
-    del reference  # which would be in the way of all
+        except Exception as error:  # whatever it is: the reason is the result
+            entrants += [absent(name, way, first_line(error)) for way in WAYS]
+        else:
+            entrants += [entrant(task, row.steps, name, way) for way in WAYS]
+    del reference  # its spikes are not needed any more
     by_contender = {e.contender.name: e for e in entrants}
 
     def verify(contender: Contender, result: Result) -> None:
         agreements[by_contender[contender.name].name].verify(result, task.labels)
 
     def prepare() -> None:
-        for entrant in entrants:
-            if entrant.network is not None:
-                task.restore(entrant.network.net)
+        for one in entrants:
+            if one.network is not None:
+                task.restore(one.network.net)
 
     contenders = [e.contender for e in entrants]
     measured = measure(contenders, [], verify, plan.clock, 0, plan.turns, prepare)
     for contender in measured["contenders"]:
-        entrant = by_contender[contender["name"]]
-        contender |= {"network": entrant.name, "way": entrant.way}
+        one = by_contender[contender["name"]]
+        contender |= {"network": one.name, "way": one.way}
     return {
         "row": row.title,
         "workload": row.workload,
@@ -218,28 +248,6 @@ def measure_one(plan: Plan, row: Row) -> dict[str, Any]:
         "agreement": {name: agreement.about() for name, agreement in agreements.items()},
         "contenders": measured["contenders"],
     }
-
-
-class Entrant:
-    """A network that runs in one way, each with weights of its own."""
-
-    def __init__(self, task: Task, kind: str, name: str, way: str) -> None:
-        self.name, self.way = name, way
-        self.network: Network | None = None
-        called = f"{name}, {way}"
-        if way == GRAPH and task.device.type != "cuda":
-            self.contender = Contender(called, unavailable="CUDA graphs need a CUDA GPU")
-            return
-        try:
-            network = NETWORKS[name](task)
-            run, held = STEPS[kind](task, network), 0
-            if way == GRAPH:
-                run, held = steps.graphed(run)
-        except Exception as error:  # whatever it is: the reason is the result
-            self.contender = Contender(called, unavailable=first_line(error))
-            return
-        self.network = network
-        self.contender = Contender(called, run, note=network.note, held_bytes=held)
 
 
 def progress(row: Row, found: dict[str, Any]) -> str:

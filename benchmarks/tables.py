@@ -220,6 +220,43 @@ def _device_lines(row: dict[str, Any]) -> list[list[str]]:
     return lines
 
 
+def networks(result: dict[str, Any], path: Path, root: Path) -> str:
+    """Per kind of step a table of times, and one of memory in training."""
+    parts = [origin(result)]
+    for kind in dict.fromkeys(row["steps"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["steps"] == kind]
+        parts.append(f"A whole {kind} step, milliseconds by the clock, eager / CUDA graph:")
+        parts.append(_network_table(rows, lambda c: number(c["wall_ms"]["median"])))
+        if kind == "training" and any("peak_bytes" in c for r in rows for c in r["contenders"]):
+            parts.append("Memory of a training step in MiB, eager / CUDA graph:")
+            parts.append(_network_table(rows, lambda c: f"{c['peak_bytes'] / 2**20:,.0f}"))
+    notes = {
+        c["network"]: c["note"] for r in result["rows"] for c in r["contenders"] if "note" in c
+    }
+    parts += [f"{name}: {note}." for name, note in notes.items()]
+    left_out = [f"{one['row']} ({one['reason']})" for one in result["left_out"]]
+    if left_out:
+        parts.append(f"Not measured: {'; '.join(left_out)}.")
+    parts += bars_line(result)
+    return "\n\n".join(parts)
+
+
+def _network_table(rows: list[dict[str, Any]], value: Callable[[dict[str, Any]], str]) -> str:
+    """A line for each workload and dtype; a column for each network that ran at all."""
+    contenders = [c for row in rows for c in row["contenders"]]
+    names = list(dict.fromkeys(c["network"] for c in contenders if c["status"] == "ok"))
+    lines = []
+    for row in rows:
+        cells = []
+        for name in names:
+            found = [c for c in row["contenders"] if c["network"] == name]
+            ran = any(c["status"] == "ok" for c in found)
+            shown = [value(c) if c["status"] == "ok" else "–" for c in found]
+            cells.append(" / ".join(shown) if ran else "–")
+        lines.append([row["workload"], row["dtype"], *cells])
+    return markdown(["workload", "dtype", *names], lines)
+
+
 def first_call(result: dict[str, Any], path: Path, root: Path) -> str:
     """Seconds by backend and neuron, cold and warm."""
     lines = []
@@ -305,6 +342,7 @@ def each(table: Callable[[dict[str, Any], Path, Path], str]) -> Callable[[Result
 REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "time-steps": ("timestep_scaling", each(time_steps), BENCH),
     "neurons": ("neurons", each(neurons), BENCH),
+    "networks": ("networks", each(networks), "python -m benchmarks.networks"),
     "first-call": ("first_call", each(first_call), BENCH),
     "cpu": ("cpu_neuron", each(cpu), BENCH),
     "training": ("training_*", training, "python -m benchmarks.training digits"),
