@@ -40,11 +40,8 @@ from benchmarks.runner import (
     first_line,
     measure,
 )
-from benchmarks.steps import NETWORKS, STEPS, Network, Result
+from benchmarks.steps import EAGERLY, GRAPH, NETWORKS, STEPS, WAYS, Network, Result
 from benchmarks.workloads import DTYPES, RESNETS, WORKLOADS, Task
-
-EAGERLY, GRAPH = "eager", "CUDA graph"
-WAYS = (EAGERLY, GRAPH)
 
 # For the Spiking-ResNets: wall-clock time over that of SpikingJelly's best in the same way.
 BARS = {
@@ -190,7 +187,7 @@ def absent(name: str, way: str, reason: str) -> Entrant:
 
 def entrant(task: Task, kind: str, name: str, way: str) -> Entrant:
     if way == GRAPH and task.device.type != "cuda":
-        return absent(name, way, "CUDA graphs need a CUDA GPU")
+        return absent(name, way, steps.NO_GRAPHS)
     try:
         network = NETWORKS[name](task)
         run, held = STEPS[kind](task, network), 0

@@ -24,6 +24,10 @@ RELU, CONVOLUTIONS = "ReLU and batch norm", "convolutions alone"
 RIVAL_HALF = "SpikingJelly function, bfloat16 kept"
 RIVALS = (*lif.RIVALS, RIVAL_HALF)
 
+EAGERLY, GRAPH = "eager", "CUDA graph"
+WAYS = (EAGERLY, GRAPH)
+NO_GRAPHS = "CUDA graphs need a CUDA GPU"
+
 # So small that the weights, and with them the spikes, hardly change while a step is timed.
 LEARNING_RATE = 1e-5
 MOMENTUM = 0.9
@@ -239,12 +243,14 @@ STEPS: dict[str, Callable[[Task, Network], Callable[[], Result]]] = {
 }
 
 
-def graphed(step: Callable[[], Result]) -> tuple[Callable[[], Result], int]:
+def graphed(
+    step: Callable[[], Result], steps_before: int = STEPS_BEFORE_GRAPH
+) -> tuple[Callable[[], Result], int]:
     """A step as the replay of a CUDA graph, and the bytes that the graph holds."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(STEPS_BEFORE_GRAPH):
+        for _ in range(steps_before):
             step()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
@@ -252,7 +258,8 @@ def graphed(step: Callable[[], Result]) -> tuple[Callable[[], Result], int]:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    # Other threads, such as NCCL's, are not part of this.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result = step()
     held = torch.cuda.memory_reserved() - before
 

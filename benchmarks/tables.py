@@ -257,6 +257,19 @@ def _network_table(rows: list[dict[str, Any]], value: Callable[[dict[str, Any]],
     return markdown(["workload", "dtype", *names], lines)
 
 
+def ddp(result: dict[str, Any], path: Path, root: Path) -> str:
+    """A line for each way of running."""
+    lines = []
+    for row in result["rows"]:
+        found = [row["status"], "–", "–", "–"]
+        if row["status"] == "ok":
+            times = [number(row[key]["median"]) for key in ("alone_ms", "together_ms")]
+            found = [*times, number(row["images_per_second"]), f"{row['throughput']:.2f}×"]
+        lines.append([row["way"], str(row["processes"]), *found])
+    head = ["step", "GPUs", "one alone, ms", "all, ms", "images a second", "throughput of one"]
+    return "\n\n".join([origin(result), markdown(head, lines), *bars_line(result)])
+
+
 def first_call(result: dict[str, Any], path: Path, root: Path) -> str:
     """Seconds by backend and neuron, cold and warm."""
     lines = []
@@ -342,7 +355,8 @@ def each(table: Callable[[dict[str, Any], Path, Path], str]) -> Callable[[Result
 REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "time-steps": ("timestep_scaling", each(time_steps), BENCH),
     "neurons": ("neurons", each(neurons), BENCH),
-    "networks": ("networks", each(networks), "python -m benchmarks.networks"),
+    "networks": ("networks", each(networks), BENCH),
+    "ddp": ("ddp", each(ddp), "torchrun --nproc_per_node 2 -m benchmarks.ddp"),
     "first-call": ("first_call", each(first_call), BENCH),
     "cpu": ("cpu_neuron", each(cpu), BENCH),
     "training": ("training_*", training, "python -m benchmarks.training digits"),
