@@ -59,7 +59,7 @@ class Reference:
         net = task.network(functools.partial(task.workload.neuron, THRESHOLD_MOVED))
         call = functools.partial(sf.Temporal(net), impl="reference")
         moved = Network(net, call, neuron=sf.LIF)
-        _, flips = forced(moved, STEPS["evaluation"](task, moved), spikes)
+        _, flips = forced(moved, STEPS[kind](task, moved), spikes)
         return cls(result, spikes, round(FACTOR * flips) + SPARE_FLIPS)
 
     @property
@@ -156,7 +156,12 @@ class Agreement:
     def about(self) -> dict[str, Any]:
         """For the record."""
         errors = {what: float(f"{error:.3g}") for what, error in self.errors.items()}
-        return {"flips": self.flips, "errors": errors, "spread": float(f"{self.spread:.3g}")}
+        return {
+            "flips": self.flips,
+            "flips_allowed": self.flips_allowed,
+            "errors": errors,
+            "spread": float(f"{self.spread:.3g}"),
+        }
 
 
 def _all(result: Result) -> list[Tensor]:

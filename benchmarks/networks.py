@@ -73,14 +73,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         help=f"slow ones: {', '.join(steps.ONLY_IF_ASKED)}",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, help="turns of each contender (7)")
+    parser.add_argument("--rounds", type=int, help="turns of each contender (5)")
     parser.add_argument("--within", type=float, default=190.0, help="seconds; later rows left out")
     parser.add_argument("--name", default="networks", help="of the result; another keeps that one")
     parser.add_argument("--out", type=Path, help="folder for the result (benchmarks/results)")
     parser.add_argument("--quick", action="store_true", help="a trial: small shapes, few rounds")
     args = parser.parse_args(argv)
     args.workloads = args.workloads or list(RESNETS)[: 1 if args.quick else None]
-    args.rounds = args.rounds or (2 if args.quick else 7)
+    args.rounds = args.rounds or (2 if args.quick else 5)
     if args.rounds < 1:
         parser.error("--rounds must be at least 1")
     if args.device == "cpu" and not args.quick:

@@ -146,6 +146,50 @@ def test_neurons(tmp_path: Path) -> None:
     assert "\n\nBars missed: ALIF: of the roofline (not measured, bar 0.65).\n" in text
 
 
+def test_networks(tmp_path: Path) -> None:
+    def ran(name: str, way: str, ms: float, mebibytes: int) -> dict[str, Any]:
+        said = {"network": name, "way": way, "status": "ok", "wall_ms": {"median": ms}}
+        return said | {"peak_bytes": mebibytes << 20}
+
+    def made(kind: str, *contenders: dict[str, Any]) -> dict[str, Any]:
+        about = {"workload": "resnet18-mnist", "dtype": "float32", "steps": kind}
+        return about | {"contenders": list(contenders)}
+
+    wrong = {"network": "SpikingJelly node", "status": "wrong", "reason": "why"}
+    training = made(
+        "training",
+        ran("spikefuse", "eager", 6.0, 1000),
+        ran("spikefuse", "CUDA graph", 5.5, 1100),
+        ran("SpikingJelly function", "eager", 12.0, 2087) | {"note": "it has another surrogate"},
+        wrong | {"network": "SpikingJelly function", "way": "CUDA graph"},
+        wrong | {"way": "eager"},
+    )
+    rows = [training, made("evaluation", ran("spikefuse", "eager", 2.0, 500))]
+    left_out = [{"row": "resnet34-mnist", "reason": "left out, the time is up"}]
+    record.write(tmp_path, result("networks", rows, left_out=left_out, bars=[]))
+    text = "<!-- generated:networks begin --><!-- generated:networks end -->"
+    text = tables.filled(text, tmp_path, tmp_path)
+    assert "| workload | dtype | spikefuse | SpikingJelly function |" in text
+    assert "| resnet18-mnist | float32 | 6.00 / 5.50 | 12.0 / – |" in text
+    assert "| resnet18-mnist | float32 | 1,000 / 1,100 | 2,087 / – |" in text
+    assert "A whole evaluation step, milliseconds by the clock, eager / CUDA graph:" in text
+    assert "| resnet18-mnist | float32 | 2.00 |" in text
+    assert "| 500 |" not in text  # memory in training only
+    assert "\n\nSpikingJelly function: it has another surrogate.\n" in text
+    assert "\n\nNot measured: resnet34-mnist (left out, the time is up).\n" in text
+
+
+def test_ddp(tmp_path: Path) -> None:
+    eager = {"way": "eager", "processes": 2, "status": "ok", "alone_ms": {"median": 4.0}}
+    eager |= {"together_ms": {"median": 4.2}, "images_per_second": 47619.0, "throughput": 1.9048}
+    graph = {"way": "CUDA graph", "processes": 2, "status": "unavailable", "reason": "why"}
+    record.write(tmp_path, result("ddp", [eager, graph], bars=[]))
+    text = "<!-- generated:ddp begin --><!-- generated:ddp end -->"
+    text = tables.filled(text, tmp_path, tmp_path)
+    assert "| eager | 2 | 4.00 | 4.20 | 47,619 | 1.90× |" in text
+    assert "| CUDA graph | 2 | unavailable | – | – | – |" in text
+
+
 def test_first_call(tmp_path: Path) -> None:
     rows = [
         {"backend": "triton", "status": "failed", "reason": "exit code 1: no GPU"},

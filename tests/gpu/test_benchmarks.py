@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import first_call, layer, neurons, record, timestep_scaling
+from benchmarks import first_call, layer, networks, neurons, record, steps, timestep_scaling
 
 
 def test_timestep_scaling(tmp_path: Path) -> None:
@@ -37,6 +37,23 @@ def test_neurons(tmp_path: Path) -> None:
         if not row["training"]:
             # The allocator hands out multiples of 512 bytes.
             assert ours["peak_bytes"] == -(-row["output_bytes"] // 512) * 512
+
+
+def test_networks(tmp_path: Path) -> None:
+    command = ["--device", "cuda", "--quick", "--also", steps.EAGER, "--out", str(tmp_path)]
+    result = record.read(networks.main(command))
+    assert result["left_out"] == []
+    assert len(result["rows"]) == 4
+    for row in result["rows"]:
+        found = {(c["network"], c["way"]): c for c in row["contenders"]}
+        for name in (steps.OURS, steps.RELU, steps.CONVOLUTIONS, steps.EAGER):
+            for way in steps.WAYS:
+                assert found[name, way]["status"] == "ok", found[name, way]
+                assert found[name, way]["peak_bytes"] > 0
+        ours, eager = (
+            found[name, steps.EAGERLY]["peak_bytes"] for name in (steps.OURS, steps.EAGER)
+        )
+        assert ours <= eager
 
 
 def test_first_call(tmp_path: Path) -> None:
