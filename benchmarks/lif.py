@@ -119,6 +119,15 @@ def spikingjelly() -> tuple[Any, Any, Any]:
     return functional, neurons, surrogate
 
 
+def implementation(functional: Any, device: torch.device) -> str:
+    """Which of its implementations SpikingJelly has chosen, for a note."""
+    try:
+        used = functional.neuron_implementation("lif", device)["implementation"]
+    except Exception:  # a CPU has one implementation only
+        used = "torch"
+    return f"its implementation: {used}"
+
+
 def rivals(inputs: Inputs) -> list[Contender]:
     """SpikingJelly's layer, and its function with a float32 state.
 
@@ -149,11 +158,7 @@ def rivals(inputs: Inputs) -> list[Contender]:
     def function(x: Tensor) -> Tensor:
         return functional.lif_multi_step(x, rest, **constants)[0]
 
-    try:
-        used = functional.neuron_implementation("lif", x.device)["implementation"]
-    except Exception:  # a CPU has one implementation only
-        used = "torch"
-    note = f"its implementation: {used}"
+    note = implementation(functional, x.device)
     if x.dtype != torch.float32:
         return [
             contender(RIVAL_NODE, whole, inputs, f"its implementation: eager loop in {x.dtype}"),

@@ -118,13 +118,14 @@ class JellyFunction(nn.Module):
 
 def jelly_function(task: Task, **more: Any) -> Network:
     functional, _, surrogates = lif.spikingjelly()
-    constants, note = _jelly_constants(task.workload, surrogates)
+    constants, surrogate = _jelly_constants(task.workload, surrogates)
+    note = "; ".join([lif.implementation(functional, task.device), *surrogate])
 
     def function(x: Tensor, rest: Tensor) -> Tensor:
         return functional.lif_multi_step(x, rest, **constants, **more)[0]
 
     net = task.network(functools.partial(JellyFunction, task.workload.T, function))
-    return _stateless(net, neuron=JellyFunction, note=note, same_gradient=not note)
+    return _stateless(net, neuron=JellyFunction, note=note, same_gradient=not surrogate)
 
 
 def jelly_half(task: Task) -> Network:
@@ -150,7 +151,8 @@ def jelly_node(task: Task) -> Network:
         # It keeps its state in the dtype of its input.
         raise ValueError(f"its state would be {task.dtype}, for which it has an eager loop only")
     functional, neurons, surrogates = lif.spikingjelly()
-    constants, note = _jelly_constants(task.workload, surrogates)
+    constants, surrogate = _jelly_constants(task.workload, surrogates)
+    note = "; ".join([lif.implementation(functional, task.device), *surrogate])
     make = functools.partial(neurons.LIFNode, **constants, step_mode="m")
     net = task.network(lambda: JellyNode(task.workload.T, make))
 
@@ -159,17 +161,18 @@ def jelly_node(task: Task) -> Network:
         functional.reset_net(net)
         return y
 
-    return Network(net, call, JellyNode, note=note, same_gradient=not note)
+    return Network(net, call, JellyNode, note=note, same_gradient=not surrogate)
 
 
-def _jelly_constants(workload: Workload, surrogates: Any) -> tuple[dict[str, Any], str]:
+def _jelly_constants(workload: Workload, surrogates: Any) -> tuple[dict[str, Any], list[str]]:
     """The arguments of its neurons; its decay is 1 - 1/tau. And what differs, for a note."""
+    note = []
     if workload.surrogate == "sigmoid":
-        surrogate, note = surrogates.Sigmoid(alpha=lif.WIDTH), ""
+        surrogate = surrogates.Sigmoid(alpha=lif.WIDTH)
     else:
         # The cheapest of those in its kernels.
         surrogate = surrogates.PiecewiseQuadratic(alpha=1.0)
-        note = f"its kernels have no {workload.surrogate} surrogate: PiecewiseQuadratic instead"
+        note.append(f"without a {workload.surrogate} surrogate: PiecewiseQuadratic instead")
     constants = {
         "tau": 1 / (1 - workload.decay),
         "decay_input": False,
