@@ -128,3 +128,7 @@ def run(recipe: str, where: list[str], seed: int) -> tuple[dict[str, Any], dict[
     config = {name: value for name, value in found["config"].items() if name != "seed"}
     row = {"seed": seed, "seconds": round(seconds, 2)}
     return row | {name: found[name] for name in FACTS}, config
+
+
+if __name__ == "__main__":
+    main()

@@ -264,10 +264,17 @@ def graphed(
     # Other threads, such as NCCL's, are not part of this.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result = step()
-    held = torch.cuda.memory_reserved() - before
+    return Replay(graph, result, step), torch.cuda.memory_reserved() - before
 
-    def run() -> Result:
-        graph.replay()
-        return result
 
-    return run, held
+@dataclass
+class Replay:
+    """A recorded step; `step` holds what the recording uses, such as the optimizer's state."""
+
+    graph: torch.cuda.CUDAGraph
+    result: Result
+    step: Callable[[], Result]
+
+    def __call__(self) -> Result:
+        self.graph.replay()
+        return self.result
