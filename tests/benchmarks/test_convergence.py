@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,15 @@ def learned(
     args: Any, name: str, steps: int, training: data.Examples, validation: data.Examples
 ) -> dict[str, Any]:
     return convergence.learn(args.config, name, steps, training, validation, CPU)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """More would only wait for each other in so small a network."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
