@@ -52,3 +52,32 @@ def timestep_scaling(result: dict[str, Any], path: Path) -> Path | None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path
+
+
+def learning(result: dict[str, Any], path: Path) -> Path | None:
+    """Loss and accuracy over the epochs, of every seed; None where matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        return None
+    figure = Figure(figsize=(9, 3.5), layout="constrained", dpi=120)
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2)
+    for panel, quantity, scale in zip(panels, ("loss", "accuracy"), (1, 100), strict=True):
+        for index, row in enumerate(result["rows"]):
+            epochs = [epoch["epoch"] for epoch in row["curve"]]
+            for part, name, line in (("train", "training", "--"), ("val", "validation", "-")):
+                values = [scale * epoch[f"{part}_{quantity}"] for epoch in row["curve"]]
+                label = f"{name}, seed {row['seed']}"
+                panel.plot(epochs, values, line, color=f"C{index % 10}", marker=".", label=label)
+        panel.set(xlabel="epoch", ylabel=quantity if scale == 1 else f"{quantity}, %")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.grid(alpha=0.3)
+    panels[1].legend(loc="lower right")
+    machine = result["machine"]
+    figure.suptitle(f"{result['settings']['recipe']}, {machine.get('gpu') or machine['cpu']}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path

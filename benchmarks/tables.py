@@ -7,12 +7,13 @@ python -m benchmarks.tables --check    fail if README.md differs from the result
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import layer, record, reproduce
+from benchmarks import convergence, layer, record, reproduce
 
 README = record.ROOT / "README.md"
 NOTHING = "Not measured yet: run `{}`."
@@ -316,10 +317,38 @@ def papers(results: Results, root: Path) -> str:
             accuracy = ", ".join(f"{100 * row['test_accuracy']:.2f}%" for row in rows)
             seconds = ", ".join(number(row["training_seconds"]) for row in rows)
         theirs = "–" if paper.seconds is None else number(paper.seconds)
-        lines.append([f"`{recipe}`", f"{paper.accuracy:.2f}%", accuracy, theirs, seconds])
+        printed = "–" if paper.accuracy is None else f"{paper.accuracy:.2f}%"
+        lines.append([f"`{recipe}`", printed, accuracy, theirs, seconds])
     head = ["recipe", "paper's accuracy", "ours", "paper's training seconds", "ours"]
-    origins = [f"- `{recipe}`: {origin(result)}" for recipe, result in by_recipe.items()]
+    origins = []
+    for path, result in results:
+        said = [f"{origin(result)}.", *bars_line(result)]
+        plot = path.with_suffix(".png")
+        if plot.exists():
+            link = Path(os.path.relpath(plot.resolve(), root.resolve())).as_posix()
+            said.append(f"[Curve]({link}).")
+        origins.append(f"- `{result['settings']['recipe']}`: {' '.join(said)}")
     return "\n\n".join([markdown(head, lines), "\n".join(origins)]).rstrip()
+
+
+def converging(result: dict[str, Any], path: Path, root: Path) -> str:
+    """A line for each run: the loss in every part of the steps, what came out, and how fast."""
+    settings = result["settings"]
+    config = settings["config"]
+    said = f"{config['dataset']}, {config['model']}, T = {config['num_steps']}, batches of "
+    said += f"{config['batch_size']}, {settings['steps']} steps of the optimizer:"
+    lines = [
+        [
+            f"{row['name']}, {row['dtype']}, seed {row['seed']}",
+            *(f"{mean:.4f}" for mean in row["parts"]),
+            f"{100 * row['accuracy']:.2f}%",
+            number(row["seconds"]),
+        ]
+        for row in result["rows"]
+    ]
+    fifths = ["loss, first fifth", "second", "third", "fourth", "last"]
+    table = markdown(["", *fifths, "accuracy held out", "seconds"], lines)
+    return "\n\n".join([origin(result), said, table, *bars_line(result)])
 
 
 def bars_line(result: dict[str, Any]) -> list[str]:
@@ -361,6 +390,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "cpu": ("cpu_neuron", each(cpu), BENCH),
     "training": ("training_*", training, "python -m benchmarks.training digits"),
     "papers": ("reproduce_*", papers, reproduce.COMMAND),
+    "convergence": ("convergence", each(converging), convergence.COMMAND),
 }
 
 
