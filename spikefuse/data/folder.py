@@ -21,6 +21,7 @@ from spikefuse.data.files import damaged, find_folder
 from spikefuse.data.images import Images, Index
 
 PAGE = "https://www.image-net.org/download.php"
+MAX_CLASSES = 1000
 ENDINGS = {".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm"}
 # The shorter side before the crop, relative to the crop: 256 for 224.
 MARGIN = 256 / 224
@@ -84,7 +85,8 @@ def load_imagenet(
         Two `ImageFolder`s. The label of a class is its place in the order of the names.
 
     Raises:
-        DataError: a folder is missing, the two have other classes, or Pillow is not installed.
+        DataError: a folder is missing, the two have other classes or too many, or Pillow is not
+            installed.
     """
     if size < 1:
         raise DataError(f"size is {size}: expected at least 1")
@@ -106,6 +108,10 @@ def _classes(folder: Path) -> list[str]:
         raise DataError(
             f"imagenet: {folder} has no folder per class: sort its images into folders named by "
             "class, such as n01440764"
+        )
+    if len(names) > MAX_CLASSES:
+        raise DataError(
+            f"imagenet: {folder} has {len(names)} folders: expected at most {MAX_CLASSES} classes"
         )
     return names
 

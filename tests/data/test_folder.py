@@ -90,6 +90,10 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "val" / "n02").mkdir()
     with pytest.raises(data.DataError, match=r"n02 is a class in only one of"):
         data.load("imagenet", tmp_path)
+    for i in range(1001):
+        (tmp_path / "train" / f"m{i:04}").mkdir()
+    with pytest.raises(data.DataError, match=r"has 1002 folders: expected at most 1000 classes"):
+        data.load("imagenet", tmp_path)
     with pytest.raises(data.DataError, match=r"cannot read .*nothing"):
         read_image(tmp_path / "nothing", 8)
 
