@@ -14,7 +14,7 @@ from spikefuse.data.digits import load_digits
 from spikefuse.data.errors import DataError
 from spikefuse.data.events import Recordings
 from spikefuse.data.files import default_directory
-from spikefuse.data.folder import load_imagenet
+from spikefuse.data.folder import MAX_CLASSES, load_imagenet
 from spikefuse.data.frames import Frames, Slicing
 from spikefuse.data.images import Examples
 from spikefuse.data.mnist import load_fashion_mnist, load_mnist
@@ -76,7 +76,7 @@ DATASETS: dict[str, Dataset] = {
     "cifar10": Dataset(cifar.SHAPE, cifar.CLASSES, load_cifar10),
     "imagenet": Dataset(
         (3, 224, 224),
-        tuple(f"class {i}" for i in range(1000)),
+        tuple(f"class {i}" for i in range(MAX_CLASSES)),
         load_imagenet,
         "images",
         {"size": 224},
@@ -133,5 +133,8 @@ def load(
         if option not in dataset.transform:
             options = ", ".join(dataset.transform) or "none"
             raise DataError(f"{name} has no option {option!r}: its options are {options}")
+    own = dict(dataset.transform)
+    if transform.get("by", own.get("by")) != own.get("by"):
+        del own["dt"]  # it belongs to the way of slicing that was not chosen
     place = default_directory() if directory is None else Path(directory).expanduser()
-    return dataset.read(place, download, **{**dataset.transform, **transform})
+    return dataset.read(place, download, **{**own, **transform})

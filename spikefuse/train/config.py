@@ -86,7 +86,7 @@ class TrainConfig:
         ConfigError: a value of the wrong type, out of range, or unknown.
     """
 
-    dataset: str = option("digits", "the images to learn", DATASETS)
+    dataset: str = option("digits", "the data to learn", DATASETS)
     model: str = option("conv", "the architecture", MODELS)
     neuron: str = option("lif", "the neuron model", NEURONS)
     decay: float | None = option(
@@ -220,6 +220,19 @@ class TrainConfig:
         for name in ("slicing", "slice_us"):
             if getattr(self, name) is not None and dataset.kind != "events":
                 raise ConfigError(f"{name} is given, but {self.dataset} is no event data")
+        self._check_slicing()
+
+    def _check_slicing(self) -> None:
+        own = DATASETS[self.dataset].transform
+        slicing = self.slicing or own.get("by")
+        if self.slice_us is not None and slicing != "duration":
+            raise ConfigError(
+                f"slice_us is given, but slicing is {slicing}: leave it out, or choose duration"
+            )
+        if slicing == "duration" and self.slice_us is None and own["dt"] is None:
+            raise ConfigError(
+                f"slicing is duration, and {self.dataset} has no duration of its own: give slice_us"
+            )
 
     def _check_training(self) -> None:
         parts = f"accumulate is {self.accumulate}"

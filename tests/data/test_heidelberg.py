@@ -56,6 +56,16 @@ def test_reads_the_published_layout(tmp_path: Path, name: str, num_classes: int)
     assert data.expand(train[:2]).shape == (100, 2, 700)
 
 
+@pytest.mark.parametrize("by", ["number", "time"])
+def test_another_slicing_than_its_own(tmp_path: Path, by: str) -> None:
+    times, units = spikes(300, 0)
+    for part in ("train", "test"):
+        write(tmp_path / f"shd_{part}.h5", [times], [units], np.array([7]))
+    train, _ = data.load("shd", tmp_path, by=by, num_steps=10)
+    assert train.pixels.shape == (1, 10, 700)
+    assert train.pixels.sum() == 300
+
+
 def write_both(folder: Path, labels: np.ndarray, units: list) -> None:
     times = [np.zeros(len(row)) for row in units]
     write(folder / "shd_test.h5", times, units, labels)

@@ -48,6 +48,18 @@ WRONG = [
     ({"surrogate": "erf", "neuron": "integerlif"}, "surrogate is given, but the neuron integerlif"),
     ({"slicing": "number"}, "slicing is given, but digits is no event data"),
     ({"slice_us": 5}, "slice_us is given, but digits is no event data"),
+    (
+        {"dataset": "nmnist", "slice_us": 5},
+        "slice_us is given, but slicing is number: leave it out, or choose duration",
+    ),
+    (
+        {"dataset": "shd", "model": "mlp", "slicing": "time", "slice_us": 5},
+        "slice_us is given, but slicing is time: leave it out, or choose duration",
+    ),
+    (
+        {"dataset": "nmnist", "slicing": "duration"},
+        "slicing is duration, and nmnist has no duration of its own: give slice_us",
+    ),
     ({"slicing": "events"}, "unknown slicing 'events': choose one of number, time, duration"),
     ({"dataset": "shd"}, "model is conv, but shd has no rows and columns: choose mlp"),
     ({"dataset": "shd", "shift": 1}, "shift is given, but shd has no rows and columns"),
@@ -75,9 +87,9 @@ def test_event_data_has_its_own_steps() -> None:
     config = TrainConfig(dataset="nmnist")
     assert (config.num_steps, config.shift) == (32, 1)
     assert config.transform() == {"num_steps": 32}
-    config = TrainConfig(dataset="shd", model="mlp", num_steps=20, slicing="time", slice_us=9)
+    config = TrainConfig(dataset="shd", model="mlp", num_steps=20, slicing="duration", slice_us=9)
     assert (config.num_steps, config.shift) == (20, 0)
-    assert config.transform() == {"num_steps": 20, "by": "time", "dt": 9}
+    assert config.transform() == {"num_steps": 20, "by": "duration", "dt": 9}
     assert config.make_network()(torch.zeros(20, 2, 700)).shape == (20, 2, 20)
     assert TrainConfig().num_steps == 8
     assert TrainConfig().transform() == {}
