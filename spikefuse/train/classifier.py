@@ -207,14 +207,15 @@ class Classifier(pl.LightningModule):
     # Validation and test
 
     def on_validation_epoch_start(self) -> None:
-        row = {"images_per_second": self.images_per_second(), "data_wait": self.waited()}
+        # Waits for the device, whose time counts too.
         loss, accuracy = self.tally.over(self.processes, self.device).mean()
         self._row = {
             "epoch": self.current_epoch + 1,
             "step": self.global_step,
             "train_loss": loss,
             "train_accuracy": accuracy,
-            **row,
+            "images_per_second": self.images_per_second(),
+            "data_wait": self.waited(),
         }
         self._clock = 0.0
         self.eval_tally = Tally()
