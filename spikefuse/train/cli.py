@@ -21,6 +21,8 @@ USER_ERROR = 2
 EXTRA = ("lightning", "tensorboard", "matplotlib", "tqdm", "yaml")
 # What a resumed run may change: it continues to the same result.
 RESUMABLE = ("epochs", "cuda_graph")
+# Choices that fit beside an option's name in the help; more are listed below it.
+FEW = 4
 
 GROUPS = {
     "what to learn": (
@@ -75,7 +77,8 @@ def _add_train(commands: Any) -> None:
     train = commands.add_parser(
         "train",
         help="train a network, test it, draw pictures",
-        description="Train a spiking network to classify images.",
+        usage="%(prog)s [OPTION ...]",
+        description="Train a spiking network to classify images or event data.",
         epilog=TRAIN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -101,15 +104,18 @@ def _add_train(commands: Any) -> None:
 def _add_option(group: Any, name: str, rule: Mapping[str, Any]) -> None:
     """An option that is absent unless given: a resumed run has to tell what was asked for."""
     flags = ["-T"] if name == "num_steps" else []
+    text, choices = rule["help"], rule["choices"] or ()
     values: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     if rule["kind"] is not bool:
-        metavar = "|".join(rule["choices"]) if rule["choices"] else "N"
+        metavar = "|".join(choices) or "N"
+        if len(choices) > FEW:
+            metavar, text = "NAME", f"{text}: {', '.join(choices)}"
         values = {"type": rule["kind"], "metavar": metavar}
     group.add_argument(
         *flags,
         f"--{name.replace('_', '-')}",
         default=argparse.SUPPRESS,
-        help=f"{rule['help']} (default: {rule['shown']})",
+        help=f"{text} (default: {rule['shown']})",
         **values,
     )
 

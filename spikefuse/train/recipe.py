@@ -11,6 +11,9 @@ import yaml
 
 from spikefuse.train.config import ConfigError, TrainConfig
 
+# Options of `spikefuse train` that say where a run takes place, not what it is.
+PLACE = ("config", "data_dir", "device", "download", "out", "resume")
+
 
 def read(path: Path) -> dict[str, Any]:
     """The settings in a recipe, under the names of `TrainConfig`'s fields.
@@ -44,6 +47,11 @@ def read(path: Path) -> dict[str, Any]:
 def _typed(name: str, value: Any, path: Path) -> Any:
     """A value as the command line would read it: YAML takes 1e-3 for a text, 32 for a number."""
     kinds = {f.name: f.metadata["kind"] for f in fields(TrainConfig)}
+    if name in PLACE:
+        raise ConfigError(
+            f"config {path}: {name} is an option of the command line alone: give it there, as "
+            f"--{name.replace('_', '-')}"
+        )
     if name not in kinds:
         near = difflib.get_close_matches(name, kinds, 1)
         hint = f": did you mean {near[0]}?" if near else "; see spikefuse train --help"

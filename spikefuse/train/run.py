@@ -309,11 +309,11 @@ def _device(name: str, precision: str, processes: Processes) -> torch.device:
 def _check_device(config: TrainConfig, device: torch.device, processes: Processes) -> None:
     """What a run asks for and this machine cannot do."""
     if config.cuda_graph and device.type != "cuda":
-        raise ConfigError("cuda_graph needs a CUDA GPU: leave out --cuda-graph")
+        raise ConfigError("cuda_graph needs a CUDA GPU: add --no-cuda-graph")
     if config.cuda_graph and processes.count > 1:
-        raise ConfigError("cuda_graph is for a single process: leave out --cuda-graph")
+        raise ConfigError("cuda_graph is for a single process: add --no-cuda-graph")
     if config.sync_batch_norm and device.type != "cuda":
-        raise ConfigError("sync_batch_norm needs CUDA GPUs: leave out --sync-batch-norm")
+        raise ConfigError("sync_batch_norm needs CUDA GPUs: add --no-sync-batch-norm")
     if config.batch_size % processes.count:
         raise ConfigError(
             f"batch_size is {config.batch_size}: expected a multiple of the {processes.count} "

@@ -40,6 +40,11 @@ def test_values_are_what_the_command_line_takes(tmp_path: Path) -> None:
     [
         ("epoch: 5", "config {path}: unknown option 'epoch': did you mean epochs?"),
         ("colour: 5", "config {path}: unknown option 'colour'; see spikefuse train --help"),
+        (
+            "data-dir: here",
+            "config {path}: data_dir is an option of the command line alone: give it there, as "
+            "--data-dir",
+        ),
         ("lr: fast", "config {path}: lr is 'fast': expected a number"),
         ("epochs: 0", "config {path}: epochs is 0: expected a whole number of at least 1"),
         ("- lr", "config {path}: expected lines like 'lr: 0.1', an option and its value"),
