@@ -138,10 +138,6 @@ class Frames:
         labels = self.labels.to(device, non_blocking=non_blocking)
         return Frames(packed, labels, self.shape, self.bits)
 
-    def pin_memory(self) -> Frames:
-        packed, labels = self.packed.pin_memory(), self.labels.pin_memory()
-        return Frames(packed, labels, self.shape, self.bits)
-
 
 def expand(batch: Images | Frames, dtype: torch.dtype = torch.float32) -> Tensor:
     """The input of a network from a batch, on the device where the batch lies.

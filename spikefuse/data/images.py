@@ -70,9 +70,6 @@ class Images:
             self.labels.to(device, non_blocking=non_blocking),
         )
 
-    def pin_memory(self) -> Images:
-        return Images(self.pixels.pin_memory(), self.labels.pin_memory())
-
 
 @dataclass(frozen=True)
 class Subset:
