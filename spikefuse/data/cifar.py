@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from spikefuse.data.errors import DataError
-from spikefuse.data.files import Source, damaged, locate, read_bytes
+from spikefuse.data.files import ENVIRONMENT, Source, damaged, locate, read_bytes
 from spikefuse.data.images import Images
 
 SHAPE = (3, 32, 32)
@@ -51,6 +51,13 @@ def load_cifar10(directory: Path, download: bool) -> tuple[Images, Images]:
     """
     found = _find_batches(directory) or _find_archive(directory)
     if found is None:
+        if not download:
+            raise DataError(
+                f"cifar10: neither batches (data_batch_1.bin or data_batch_1) nor an archive "
+                f"(cifar-10-binary.tar.gz) in {directory / CIFAR10.name} or {directory}: add "
+                f"--download to fetch it, or name the folder that has it with --data-dir or "
+                f"{ENVIRONMENT}"
+            )
         archive = locate(CIFAR10, directory, download)["cifar-10-binary.tar.gz"]
         found = _unpacked(archive)
     parts = {name: _batch(content, path) for name, (path, content) in found.items()}

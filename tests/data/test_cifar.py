@@ -115,7 +115,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(data.DataError, match=r"cifar-10-binary\.tar\.gz is neither .*--download"):
+    with pytest.raises(data.DataError, match=r"neither batches .* nor an archive .*--download"):
         data.load("cifar10", tmp_path)
     write(tmp_path, "bin.tar")
     archive = tmp_path / "cifar-10-binary.tar.gz"
