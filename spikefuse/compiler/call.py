@@ -46,9 +46,13 @@ class Call:
         """Unwritten (outputs, final states, stored states); a short sequence stores none."""
         outputs = [self._sequence(self.dtype) for _ in range(self.num_outputs)]
         finals = [self._step() for _ in range(self.num_states)] if final else []
-        if not (save and self.num_saved):
-            return outputs, finals, []
-        return outputs, finals, [self._per_neuron(self.num_saved) for _ in range(self.num_states)]
+        return outputs, finals, self.stored() if save else []
+
+    def stored(self) -> list[Tensor]:
+        """Unwritten stored states."""
+        if not self.num_saved:
+            return []
+        return [self._per_neuron(self.num_saved) for _ in range(self.num_states)]
 
     def gradients(
         self, input_grads: Sequence[bool], state_grads: bool, param_grads: Sequence[bool]
@@ -116,18 +120,51 @@ class Call:
         param_grads: Sequence[bool],
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Gradients of (inputs, initial states, parameters), as far as they are wanted."""
+        grads, starts, sums = self.differentiate(
+            inputs,
+            states,
+            params,
+            scalars,
+            saved,
+            grad_outputs,
+            grad_states,
+            input_grads,
+            param_grads,
+        )
+        totals = zip(sums, compress(params, param_grads), strict=True)
+        return grads, starts, [self.layout.reduce_to(total, p).to(p.dtype) for total, p in totals]
+
+    def differentiate(
+        self,
+        inputs: Tensors,
+        states: Tensors,
+        params: Tensors,
+        scalars: Sequence[float],
+        saved: Tensors,
+        grad_outputs: Sequence[Tensor | None],
+        grad_states: Sequence[Tensor | None],
+        input_grads: Sequence[bool],
+        param_grads: Sequence[bool],
+        rebuild: bool = False,
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """The same, but gradients of parameters per neuron.
+
+        Args:
+            rebuild: `saved` is unwritten, and is written here; where the program `rebuilds`.
+        """
         layout = self.layout
         grads, starts, sums = self.gradients(input_grads, bool(states), param_grads)
         if not layout.num_neurons:
-            return grads, starts, [torch.zeros_like(p) for p in compress(params, param_grads)]
+            return grads, starts, sums
         incoming = [self._zeros() if g is None else layout.conform(g) for g in grad_outputs]
         finals = [None if g is None else layout.conform_step(g) for g in grad_states]
         sequences = [*self._conforming(inputs), *incoming, *grads]
-        key = (*input_grads, *param_grads, *[(g.stride(), g.dtype) for g in incoming])
+        key = (rebuild, *input_grads, *param_grads, *[(g.stride(), g.dtype) for g in incoming])
         launch = self._backward.get(key)
         if launch is None:
             kernel = self.program.module(*self._names(input_grads, param_grads)).backward
-            launch = self._backward[key] = self.program.launcher.prepare(kernel, layout, sequences)
+            launcher = self.program.launcher
+            launch = self._backward[key] = launcher.prepare(kernel, layout, sequences, rebuild)
         begins = [layout.conform_step(s) for s in states]
         launch(
             sequences,
@@ -135,8 +172,7 @@ class Call:
             sums,
             self._values(params, scalars),
         )
-        totals = zip(sums, compress(params, param_grads), strict=True)
-        return grads, starts, [layout.reduce_to(total, p).to(p.dtype) for total, p in totals]
+        return grads, starts, sums
 
     def _conforming(self, inputs: Tensors) -> Tensors:
         return inputs if self._fits else [self.layout.conform(x) for x in inputs]
@@ -168,8 +204,7 @@ class Call:
             return scalars
         tensors, floats = iter(params), iter(scalars)
         return [
-            next(floats) if kind == FLOAT else next(tensors).detach().float().contiguous()
-            for kind in self.program.kinds
+            next(floats) if kind == FLOAT else _plain(next(tensors)) for kind in self.program.kinds
         ]
 
     def _names(
@@ -183,6 +218,13 @@ class Call:
             tuple(compress(step.inputs, input_grads)),
             tuple(compress(tensors, param_grads)),
         )
+
+
+def _plain(value: Tensor) -> Tensor:
+    """A parameter as contiguous float32."""
+    if value.dtype == torch.float32 and value.is_contiguous():
+        return value
+    return value.detach().float().contiguous()
 
 
 def spec(inputs: Tensors) -> tuple[Spec, ...]:

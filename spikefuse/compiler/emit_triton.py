@@ -59,6 +59,7 @@ live = lane < count
 # The mask of step `start + k` in a chunk that the sequence may not fill.
 PARTIAL = "live_k = lane < tl.multiple_of(tl.where(start + k < T, count, 0), UNIT)"
 EACH_STEP = "for k in tl.static_range(CHUNK):"
+BARRIER = "tl.debug_barrier()"
 
 
 def source(
@@ -119,7 +120,8 @@ class _Emitter(Roles):
             is_pointer = p in self.channel or p in self.tensors
             arguments.append(f"{p}_ptr" if is_pointer else f"{p}: tl.float32")
         arguments += [f"{i}: tl.int64" for i in integers]
-        arguments += [f"{flag}: tl.constexpr" for flag in ("BLOCK", "CHUNK", "FLAT", "UNIT")]
+        flags = ["BLOCK", "CHUNK", "FLAT", "UNIT", *(["REBUILD"] if name == "backward" else [])]
+        arguments += [f"{flag}: tl.constexpr" for flag in flags]
         lines = [f"@triton.jit(do_not_specialize={integers!r})", f"def {name}("]
         lines += [f"    {argument}," for argument in arguments] + ["):"]
         body = [f"{i} = {i} * UNIT" for i in integers[:-3]]
@@ -227,14 +229,14 @@ class _Emitter(Roles):
         pointers = [f"{v}_{role}" for v in self.vs for role in roles]
         pointers += [f"{g}_ptr" for g in self.grads]
         lines = self.head("backward", [*self.xs, *self.gys, *self.gxs], pointers)
-        body = []
+        body = ["if REBUILD:", *indent(self.rebuild(), 1)] if self.vs else []
         for v, g in zip(self.vs, self.gvs, strict=True):
             body += self.optional_state(g, f"{v}_gfinal", 0.0)
         body += [f"{g} = tl.zeros([BLOCK], tl.float32)" for g in self.grads]
-        # Inputs are loaded a chunk ahead of their use.
+        # What is read is loaded a chunk ahead of its use.
         body += [
             "start = whole",
-            *self.load_chunk(self.xs, "start", "live_k"),
+            *self.load_chunk([*self.xs, *self.gys], "start", "live_k"),
             "if whole < T:",
             *indent(self.backward_chunk("live_k"), 1),
             "else:",
@@ -249,17 +251,31 @@ class _Emitter(Roles):
         body += [f"tl.store({g}_ptr + first + lane, {g}, mask=live)" for g in self.grads]
         return lines + indent(body, 1)
 
+    def rebuild(self) -> list[str]:
+        """Walk forward and store the states that a forward call has not stored."""
+        xs = [f"{x}[k].to(tl.float32)" for x in self.xs]
+        walk = [*self.load_chunk(self.xs, "start", "live"), EACH_STEP]
+        walk.append("    " + self.call("advance", self.vs, [*xs, *self.vs]))
+        walk += ["reached = start + CHUNK", *self.save_states("reached")]
+        lines = []
+        for v, rest in zip(self.vs, self.step.initial, strict=True):
+            lines += self.optional_state(v, f"{v}_start", rest)
+        end = f"(T - 1) // {SEGMENT} * {SEGMENT}"
+        # Each thread reads what it has itself stored, but Triton does not promise that.
+        return [*lines, f"for start in range(0, {end}, CHUNK):", *indent(walk, 1), BARRIER]
+
     def load_before(self) -> list[str]:
-        """Inputs of the chunk before this one, if there is one."""
+        """What the chunk before this one reads, if there is one."""
         mask = "ahead = lane < tl.multiple_of(tl.where(start > 0, count, 0), UNIT)"
-        return [mask, *self.load_chunk(self.xs, "start - CHUNK", "ahead", "before_")]
+        names = [*self.xs, *self.gys]
+        return [mask, *self.load_chunk(names, "start - CHUNK", "ahead", "before_")]
 
     def take_over(self) -> list[str]:
-        return [f"{x} = before_{x}" for x in self.xs]
+        return [f"{name} = before_{name}" for name in (*self.xs, *self.gys)]
 
     def backward_chunk(self, mask: str) -> list[str]:
         """Recompute the states of the chunk at `start`, and walk back through it."""
-        lines = [*self.load_before(), *self.load_chunk(self.gys, "start", mask)]
+        lines = self.load_before()
         for v, rest in zip(self.vs, self.step.initial, strict=True):
             lines += self.segment_state(v, rest)
         if self.vs:

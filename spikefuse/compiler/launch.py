@@ -50,21 +50,38 @@ def scan(
         backend: "triton" or "numba".
         return_state: whether to write the final states; without, they are ().
     """
-    _check_transforms()
-    _check_backend(backend, inputs[0])
+    check(backend, inputs[0])
     name, num_outputs, scalars, params = _choose(definition, backend, inputs[0])
     states = [] if state is None else list(state)
+    num_finals = len(type(definition).states) if return_state else 0
+    return run(name, num_outputs, num_finals, list(inputs), states, params, scalars)
+
+
+def run(
+    name: str,
+    num_outputs: int,
+    num_finals: int,
+    inputs: list[Tensor],
+    states: list[Tensor],
+    params: list[Tensor],
+    scalars: list[float],
+) -> tuple[Outputs, States]:
+    """(outputs, final states) of a program, with gradients of all tensors.
+
+    Args:
+        num_finals: of its states if they are wanted, else 0.
+    """
     tensors = (*inputs, *states, *params)
     save = torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]
-    arguments = name, list(inputs), states, params, scalars, save, return_state
-    if not _is_plain(tensors):
+    arguments = name, inputs, states, params, scalars, save, num_finals > 0
+    if not is_plain(tensors):
         results = torch.ops.spikefuse.scan(*arguments)
     elif save:
         results = _apply(arguments, *tensors)
     else:
         outputs, finals, _ = call_of(name, spec(inputs)).forward(*arguments[1:])
         return tuple(outputs), tuple(finals)
-    end = num_outputs + (len(type(definition).states) if return_state else 0)
+    end = num_outputs + num_finals
     return tuple(results[:num_outputs]), tuple(results[num_outputs:end])
 
 
@@ -105,6 +122,12 @@ def _prepare(
 
 def _kinds(values: Mapping[str, float | Tensor]) -> tuple[tuple[str, str], ...]:
     return tuple([(name, kind_of(value)) for name, value in values.items()])
+
+
+def check(backend: str, x: Tensor) -> None:
+    """Refuse what kernels can't do: transforms of functions, and tensors of another device."""
+    _check_transforms()
+    _check_backend(backend, x)
 
 
 def _check_transforms() -> None:
@@ -248,7 +271,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
         param_grads,
     )
     # With create_graph, the op: it has the clear error about double backward.
-    if call is not None and not torch.is_grad_enabled() and _is_plain(tensors):
+    if call is not None and not torch.is_grad_enabled() and is_plain(tensors):
         found, starts, reduced = call.backward(*arguments)
         results = iter((*found, *starts, *reduced))
     else:
@@ -275,11 +298,11 @@ class _Scan(torch.autograd.Function):
         return None, *inputs, *states, *params
 
 
-# That of torch.autograd.Function first looks for transforms, which `_is_plain` has done.
+# That of torch.autograd.Function first looks for transforms, which `is_plain` has done.
 _apply = super(torch.autograd.Function, _Scan).apply
 
 
-def _is_plain(tensors: Sequence[Tensor]) -> bool:
+def is_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether nothing watches or transforms operations, so that the dispatcher can be skipped."""
     if (
         torch.compiler.is_compiling()

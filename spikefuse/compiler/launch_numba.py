@@ -19,8 +19,11 @@ _STREAMED = 1 << 25
 _MIN_ROW = 1 << 10
 
 
-def prepare(kernel: Any, layout: Layout, sequences: Sequence[Tensor]) -> _Launch:
+def prepare(
+    kernel: Any, layout: Layout, sequences: Sequence[Tensor], rebuild: bool = False
+) -> _Launch:
     """See `spikefuse.compiler.program.Launcher`."""
+    assert not rebuild
     return _Launch(kernel, layout, sequences)
 
 

@@ -33,52 +33,55 @@ SHAPES = {
 }
 
 
-def prepare(kernel: Any, layout: Layout, sequences: Sequence[Tensor]) -> _Launch:
+def prepare(
+    kernel: Any, layout: Layout, sequences: Sequence[Tensor], rebuild: bool = False
+) -> _Launch:
     """See `spikefuse.compiler.program.Launcher`."""
-    return _Launch(kernel, layout, sequences)
+    return _Launch(kernel, layout, sequences, rebuild)
 
 
 # What is compiled, and whether it runs directly, for a launch not seen before.
 _UNSEEN = (None, False)
 
 
-class _Launch:
-    """A kernel with its grid and integers, and what Triton has compiled of it.
+class Direct:
+    """A kernel with its grid and constants on one device, and what Triton has compiled of it.
 
     A launch seen before, told by the alignments, passes Triton's dispatch by. It also passes by
     its closure, its metadata for hooks and its query of every pointer, where they are as we know
     them and no hook waits.
+
+    Args:
+        constants: the arguments of every launch, which come after those that differ.
     """
 
-    def __init__(self, kernel: Any, layout: Layout, sequences: Sequence[Tensor]) -> None:
-        self.kernel = kernel
-        shape = _shape(kernel, layout, sequences[0])
-        self.num_warps = shape.warps
-        self.grid, self.integers = _geometry(layout, sequences, shape)
-        self.device = sequences[0].device
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        constants: Sequence[Any],
+        num_warps: int,
+        device: torch.device,
+    ) -> None:
+        self.kernel, self.grid, self.constants = kernel, grid, constants
+        self.num_warps, self.device = num_warps, device
         # Attributes of a device take longer to read.
-        self.is_cpu, self.index = sequences[0].is_cpu, self.device.index
+        self.is_cpu, self.index = device.type == "cpu", device.index
         self.compiled: dict[tuple[int, ...], tuple[Any, bool]] = {}
 
-    def __call__(
-        self,
-        sequences: Sequence[Tensor],
-        states: Sequence[Tensor | None],
-        sums: Sequence[Tensor],
-        params: Sequence[float | Tensor],
-    ) -> None:
-        tensors = [*sequences, *states, *sums, *params]
+    def run(self, arguments: Sequence[Any]) -> None:
+        """Launch on tensors, None and floats, in the order of the kernel."""
         if self.is_cpu:
             # The interpreter computes in NumPy; like a GPU, it has nothing to say of infinities.
             with np.errstate(all="ignore"):
-                self._compile(tensors)
+                self._compile(arguments)
         elif self.index == _current_device():
-            self._launch(tensors)
+            self._launch(arguments)
         else:
             with torch.cuda.device(self.device):
-                self._launch(tensors)
+                self._launch(arguments)
 
-    def _launch(self, tensors: list[Any]) -> None:
+    def _launch(self, tensors: Sequence[Any]) -> None:
         raw: list[Any] = []
         # What Triton's own dispatch would look at and the sequences' dtypes have not decided.
         told: list[int] = []
@@ -99,23 +102,46 @@ class _Launch:
             stream = torch._C._cuda_getCurrentRawStream(self.index)
             function, metadata = compiled.function, compiled.packed_metadata
             run = compiled.run
-            run(*self.grid, stream, function, metadata, None, None, None, *raw, *self.integers)
+            run(*self.grid, stream, function, metadata, None, None, None, *raw, *self.constants)
         else:
-            compiled[self.grid](*tensors, *self.integers)
+            compiled[self.grid](*tensors, *self.constants)
 
-    def _compile(self, tensors: list[Any]) -> Any:
+    def _compile(self, tensors: Sequence[Any]) -> Any:
         """Run by Triton's own dispatch, which compiles what it has not yet compiled."""
         return self.kernel[self.grid](
             *tensors,
-            *self.integers,
+            *self.constants,
             num_warps=self.num_warps,
             # Contracted multiply-adds would change spikes.
             enable_fp_fusion=False,
         )
 
 
+class _Launch(Direct):
+    """A generated kernel on sequences that lie alike."""
+
+    def __init__(
+        self, kernel: Any, layout: Layout, sequences: Sequence[Tensor], rebuild: bool
+    ) -> None:
+        x = sequences[0]
+        shape = _shape(kernel, layout, x)
+        grid, integers = _geometry(layout, sequences, shape)
+        if kernel.__name__ == "backward":
+            integers = (*integers, rebuild)
+        super().__init__(kernel, grid, integers, shape.warps, x.device)
+
+    def __call__(
+        self,
+        sequences: Sequence[Tensor],
+        states: Sequence[Tensor | None],
+        sums: Sequence[Tensor],
+        params: Sequence[float | Tensor],
+    ) -> None:
+        self.run([*sequences, *states, *sums, *params])
+
+
 def _runs_directly(compiled: Any) -> bool:
-    """Whether Triton runs its compiled kernels with the arguments that `_Launch` passes.
+    """Whether Triton runs its compiled kernels with the arguments that `Direct` passes.
 
     It promises nothing about them, so its own launch is watched, with stand-ins for all parts.
     """

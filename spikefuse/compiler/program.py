@@ -46,8 +46,15 @@ class Launch(Protocol):
 class Launcher(Protocol):
     """How a backend runs a generated kernel; launch_numba and launch_triton are two."""
 
-    def prepare(self, kernel: Any, layout: Layout, sequences: Sequence[Tensor]) -> Launch:
-        """What runs `kernel` on these sequences, and on others that differ in values only."""
+    def prepare(
+        self, kernel: Any, layout: Layout, sequences: Sequence[Tensor], rebuild: bool = False
+    ) -> Launch:
+        """What runs `kernel` on these sequences, and on others that differ in values only.
+
+        Args:
+            rebuild: `backward` first writes the stored states, which `forward` did not; where
+                the program `rebuilds`.
+        """
         ...
 
 
@@ -68,6 +75,11 @@ class Program:
     def chunk(self) -> int:
         """Steps between the states that are stored for backward."""
         return emit_triton.SEGMENT if self.backend == "triton" else emit_numba.CHUNK
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether backward can do without stored states. On a CPU, they are few."""
+        return self.backend == "triton" and bool(self.step.states)
 
     @property
     def launcher(self) -> Launcher:

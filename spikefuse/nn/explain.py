@@ -21,7 +21,7 @@ from spikefuse.compiler.layout import layout_of, outer_stride
 from spikefuse.compiler.program import kind_of, prepare, program
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.explanation import LOOP_STEPS, Explanation, Layer
-from spikefuse.nn.neuron import Neuron, calls
+from spikefuse.nn.neuron import Neuron, backend_of, calls
 from spikefuse.nn.temporal import Temporal
 
 # What the copy reads that stands for the bandwidth, and as much again that it writes.
@@ -158,7 +158,7 @@ def _record(model: nn.Module, inputs: Sequence[Any], keywords: dict[str, Any]) -
     ) -> tuple[Outputs, States]:
         if threading.get_ident() != thread:
             return scan(neuron, inputs, state, impl, return_state)
-        backend, error = neuron._backend(inputs, impl), ""
+        backend, error = backend_of(inputs, impl), ""
         try:
             result = scan(neuron, inputs, state, backend, return_state)
         except UnsupportedOperation as unsupported:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from spikefuse import compiler, reference
 from spikefuse.neurons.definition import Definition, Outputs, States
+
+#: (inputs `[T, B, ...]`, state, impl, return_state) to (outputs, final states).
+Scan = Callable[[tuple[Tensor, ...], States | None, str, bool], tuple[Outputs, States]]
 
 IMPLEMENTATIONS = ("auto", "triton", "numba", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,6 +80,17 @@ class Neuron(Definition):
         return_state: bool = False,
         impl: str = "auto",
     ) -> Any:
+        return self.call(self._scan, inputs, state, return_state, impl)
+
+    def call(
+        self,
+        scan: Scan,
+        inputs: tuple[Tensor, ...],
+        state: States | None,
+        return_state: bool,
+        impl: str,
+    ) -> Any:
+        """`forward` by the scan of a block that this neuron is a part of."""
         sequence = calls.sequence
         if not torch.compiler.is_compiling():
             if sequence is None and torch._C._current_graph_task_id() != -1:
@@ -83,13 +98,14 @@ class Neuron(Definition):
             else:
                 self._remember(inputs, sequence)
         if sequence is not None and id(self) in sequence.names:
-            return self._folded(sequence, inputs, state, return_state)
-        outputs, final = self._scan(inputs, state, impl, return_state)
+            return self._folded(scan, sequence, inputs, state, return_state)
+        outputs, final = scan(inputs, state, impl, return_state)
         result = outputs[0] if len(outputs) == 1 else outputs
         return (result, final) if return_state else result
 
     def _folded(
         self,
+        scan: Scan,
         sequence: Sequence,
         inputs: tuple[Tensor, ...],
         state: States | None,
@@ -113,7 +129,7 @@ class Neuron(Definition):
                 "use one module per call"
             )
         unfolded = tuple(_unfolded(x, sequence) for x in inputs)
-        outputs, final = self._scan(unfolded, state, sequence.impl, sequence.keep_final)
+        outputs, final = scan(unfolded, state, sequence.impl, sequence.keep_final)
         sequence.final[name] = final
         folded = tuple(y.flatten(0, 1) for y in outputs)
         return folded[0] if len(folded) == 1 else folded
@@ -145,26 +161,28 @@ class Neuron(Definition):
     def _scan(
         self, inputs: tuple[Tensor, ...], state: States | None, impl: str, return_state: bool
     ) -> tuple[Outputs, States]:
-        backend = self._backend(inputs, impl)
-        _check(self, inputs, state, backend)
+        backend = backend_of(inputs, impl)
+        check(self, type(self).input_names, inputs, state, backend)
         if backend == "reference":
             return reference.scan(self, inputs, state)
         return compiler.scan(self, inputs, state, backend, return_state)
 
-    def _backend(self, inputs: tuple[Tensor, ...], impl: str) -> str:
-        if impl not in IMPLEMENTATIONS:
-            raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
-        if impl != "auto" or not inputs or not isinstance(inputs[0], Tensor):
-            return impl
-        x = inputs[0]
-        if x.is_cuda:
-            return "triton"
-        if x.is_cpu:
-            return "numba"
-        raise ValueError(
-            f"no kernels for device '{x.device.type}': move the input to cuda or cpu, or pass "
-            'impl="reference" for the eager loop'
-        )
+
+def backend_of(inputs: tuple[Tensor, ...], impl: str) -> str:
+    """What `impl` stands for on these inputs."""
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
+    if impl != "auto" or not inputs or not isinstance(inputs[0], Tensor):
+        return impl
+    x = inputs[0]
+    if x.is_cuda:
+        return "triton"
+    if x.is_cpu:
+        return "numba"
+    raise ValueError(
+        f"no kernels for device '{x.device.type}': move the input to cuda or cpu, or pass "
+        'impl="reference" for the eager loop'
+    )
 
 
 def _unfolded(x: Tensor, sequence: Sequence) -> Tensor:
@@ -180,8 +198,15 @@ def _rows(inputs: tuple[Tensor, ...]) -> int:
     return x.shape[0] if isinstance(x, Tensor) and x.ndim else 0
 
 
-def _check(neuron: Neuron, inputs: tuple[Tensor, ...], state: States | None, backend: str) -> None:
-    name, names = type(neuron).__name__, type(neuron).input_names
+def check(
+    neuron: Neuron,
+    names: tuple[str, ...],
+    inputs: tuple[Tensor, ...],
+    state: States | None,
+    backend: str,
+) -> None:
+    """Refuse inputs, called `names`, and states of the wrong number, dtype or shape."""
+    name = type(neuron).__name__
     if len(inputs) != len(names):
         raise TypeError(f"{name} takes {len(names)} inputs ({', '.join(names)}), not {len(inputs)}")
     for label, x in zip(names, inputs, strict=True):

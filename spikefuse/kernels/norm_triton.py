@@ -1,0 +1,336 @@
+"""Sums over each channel on a GPU: the statistics of a norm, and what its gradient needs of them.
+
+Both kernels cut memory `[outer, channels, inner]` into tiles of channels and shares of rows. Each
+thread block leaves the sums of its share; the last of a tile, told by a counter, combines them, in
+the order of the shares: the results repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spikefuse.compiler.launch_triton import Direct
+from spikefuse.kernels.place import Place
+
+# Elements of a tile, threads over 32, and thread blocks of a multiprocessor that are aimed at.
+TILE, WARPS, BLOCKS = 4096, 8, 4
+MAX_SHARES = 512
+
+
+@triton.jit
+def _place(channels, inner, first, height: tl.constexpr, width: tl.constexpr, last: tl.constexpr):
+    """(offsets of the tile's first row, its columns, their number, the distance of rows)."""
+    tile = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, width)[None, :]
+    if last:
+        start, length, stride = tile * width, channels - tile * width, channels
+    else:
+        start, length, stride = tile * inner, inner, channels * inner
+    offsets = (first + tl.arange(0, height)[:, None]) * stride + start + column
+    return offsets, column, length, stride
+
+
+@triton.jit
+def _over_rows(values, last: tl.constexpr):
+    """Sum to one value per channel of the tile."""
+    total = tl.sum(values, 0)
+    if not last:
+        total = tl.sum(total, 0) + tl.zeros([1], tl.float32)
+    return total
+
+
+@triton.jit
+def _is_last(arrived_ptr):
+    """Whether all other shares of this tile have left their sums."""
+    tl.debug_barrier()
+    counter = arrived_ptr + tl.program_id(0)
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(1) - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+@triton.jit
+def _add(sums, squares, at, live, origin):
+    """Add a tile, taken about `origin`, and its squares."""
+    d = tl.load(at, mask=live, other=0.0).to(tl.float32) - origin[None, :]
+    d = tl.where(live, d, 0.0)
+    return sums + d, squares + d * d
+
+
+@triton.jit(do_not_specialize=["outer", "channels", "inner", "rows", "repeats"])
+def statistics(
+    x_ptr,
+    weight_ptr,
+    running_mean_ptr,
+    running_variance_ptr,
+    batches_ptr,
+    results_ptr,
+    partial_ptr,
+    arrived_ptr,
+    momentum: tl.float32,
+    eps: tl.float32,
+    outer: tl.int64,
+    channels: tl.int64,
+    inner: tl.int64,
+    rows: tl.int64,
+    repeats: tl.int64,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LAST: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    if LAST:
+        channels = channels * UNIT
+    else:
+        inner = inner * UNIT
+    shares = tl.num_programs(1)
+    share = tl.program_id(1).to(tl.int64)
+    first = share * rows
+    count = tl.minimum(outer - first, rows)
+    offsets, column, length, stride = _place(channels, inner, first, HEIGHT, WIDTH, LAST)
+    row = tl.arange(0, HEIGHT)[:, None]
+    width = tl.multiple_of(tl.minimum(length, WIDTH).to(tl.int32), UNIT)
+
+    # Sums are taken about the mean of the first tile, in case that the mean is large.
+    live = (row < count) & (column < width)
+    seen = tl.load(x_ptr + offsets, mask=live, other=0.0).to(tl.float32)
+    weights = _over_rows(tl.where(live, 1.0, 0.0), LAST)
+    origin = tl.div_rn(_over_rows(seen, LAST), tl.maximum(weights, 1.0))
+    sums = tl.zeros([HEIGHT, WIDTH], tl.float32)
+    squares = tl.zeros([HEIGHT, WIDTH], tl.float32)
+    for top in range(0, count, HEIGHT):
+        at = x_ptr + offsets + top * stride
+        live = (row < count - top) & (column < width)
+        if LAST:
+            sums, squares = _add(sums, squares, at, live, origin)
+        else:
+            for start in range(0, length, WIDTH):
+                width = tl.multiple_of(tl.minimum(length - start, WIDTH).to(tl.int32), UNIT)
+                live = (row < count - top) & (column < width)
+                sums, squares = _add(sums, squares, at + start, live, origin)
+    each = 1 if LAST else inner
+    total = _over_rows(sums, LAST)
+    shift = tl.div_rn(total, (count * each).to(tl.float32))
+    spread = _over_rows(squares, LAST) - shift * total
+    CHANNELS: tl.constexpr = WIDTH if LAST else 1
+    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    exists = c < channels
+    means_ptr, spreads_ptr = partial_ptr + c, partial_ptr + shares * channels + c
+    tl.store(means_ptr + share * channels, origin + shift, mask=exists)
+    tl.store(spreads_ptr + share * channels, spread, mask=exists)
+
+    if _is_last(arrived_ptr):
+        FOLD: tl.constexpr = 1024 // CHANNELS
+        others = tl.arange(0, FOLD)[:, None]
+        base = tl.load(means_ptr, mask=exists, other=0.0, cache_modifier=".cg")
+        number = (outer * each).to(tl.float32)
+        shifted = tl.zeros([FOLD, CHANNELS], tl.float32)
+        for start in range(0, shares, FOLD):
+            n, live = _numbers(start + others, shares, rows, outer, each, exists)
+            at = means_ptr[None, :] + (start + others) * channels
+            m = tl.load(at, mask=live, other=0.0, cache_modifier=".cg") - base[None, :]
+            shifted += tl.where(live, n * m, 0.0)
+        delta = tl.div_rn(tl.sum(shifted, 0), number)
+        squares = tl.zeros([FOLD, CHANNELS], tl.float32)
+        for start in range(0, shares, FOLD):
+            n, live = _numbers(start + others, shares, rows, outer, each, exists)
+            at = (start + others) * channels
+            m = tl.load(means_ptr[None, :] + at, mask=live, other=0.0, cache_modifier=".cg")
+            d = m - base[None, :] - delta[None, :]
+            inside = tl.load(spreads_ptr[None, :] + at, mask=live, other=0.0, cache_modifier=".cg")
+            squares += tl.where(live, inside + n * d * d, 0.0)
+        mean = base + delta
+        variance = tl.div_rn(tl.maximum(tl.sum(squares, 0), 0.0), number)
+        deviation = tl.sqrt_rn(variance + eps)
+        inverse = tl.div_rn(1.0, deviation)
+        scale = inverse
+        if weight_ptr is not None:
+            scale = inverse * tl.load(weight_ptr + c, mask=exists, other=0.0).to(tl.float32)
+        tl.store(results_ptr + c, mean, mask=exists)
+        tl.store(results_ptr + channels + c, scale, mask=exists)
+        tl.store(results_ptr + 2 * channels + c, inverse, mask=exists)
+        tl.store(results_ptr + 3 * channels + c, variance, mask=exists)
+        if running_mean_ptr is not None:
+            times = number * repeats.to(tl.float32)
+            unbiased = variance * tl.div_rn(times, times - 1.0)
+            _move(running_mean_ptr + c, mean, momentum, exists)
+            _move(running_variance_ptr + c, unbiased, momentum, exists)
+        if batches_ptr is not None:  # noqa: SIM102
+            if tl.program_id(0) == 0:
+                tl.store(batches_ptr, tl.load(batches_ptr) + 1)
+
+
+@triton.jit
+def _numbers(share, shares, rows, outer, each, exists):
+    """How many values each of these shares has, and which shares there are."""
+    n = tl.minimum(outer - share * rows, rows) * each
+    return n.to(tl.float32), (share < shares) & exists[None, :]
+
+
+@triton.jit
+def _move(at, value, momentum, mask):
+    """Store `(1 - momentum) * old + momentum * value`."""
+    old = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, (1.0 - momentum) * old + momentum * value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["outer", "channels", "inner", "rows"])
+def gradient_sums(
+    scale_sums_ptr,
+    shift_sums_ptr,
+    normalization_ptr,
+    results_ptr,
+    partial_ptr,
+    arrived_ptr,
+    number: tl.float32,
+    outer: tl.int64,
+    channels: tl.int64,
+    inner: tl.int64,
+    rows: tl.int64,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LAST: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    if LAST:
+        channels = channels * UNIT
+    else:
+        inner = inner * UNIT
+    shares = tl.num_programs(1)
+    share = tl.program_id(1).to(tl.int64)
+    first = share * rows
+    count = tl.minimum(outer - first, rows)
+    offsets, column, length, stride = _place(channels, inner, first, HEIGHT, WIDTH, LAST)
+    row = tl.arange(0, HEIGHT)[:, None]
+    scales = tl.zeros([HEIGHT, WIDTH], tl.float32)
+    shifts = tl.zeros([HEIGHT, WIDTH], tl.float32)
+    for top in range(0, count, HEIGHT):
+        for start in range(0, WIDTH if LAST else length, WIDTH):
+            width = tl.multiple_of(tl.minimum(length - start, WIDTH).to(tl.int32), UNIT)
+            live = (row < count - top) & (column < width)
+            at = offsets + (top * stride + start)
+            scales += tl.load(scale_sums_ptr + at, mask=live, other=0.0)
+            shifts += tl.load(shift_sums_ptr + at, mask=live, other=0.0)
+    CHANNELS: tl.constexpr = WIDTH if LAST else 1
+    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    exists = c < channels
+    scales_ptr, shifts_ptr = partial_ptr + c, partial_ptr + shares * channels + c
+    tl.store(scales_ptr + share * channels, _over_rows(scales, LAST), mask=exists)
+    tl.store(shifts_ptr + share * channels, _over_rows(shifts, LAST), mask=exists)
+
+    if _is_last(arrived_ptr):
+        FOLD: tl.constexpr = 1024 // CHANNELS
+        others = tl.arange(0, FOLD)[:, None]
+        folded_scales = tl.zeros([FOLD, CHANNELS], tl.float32)
+        folded_shifts = tl.zeros([FOLD, CHANNELS], tl.float32)
+        for start in range(0, shares, FOLD):
+            live = (start + others < shares) & exists[None, :]
+            at = (start + others) * channels
+            folded_scales += tl.load(
+                scales_ptr[None, :] + at, mask=live, other=0.0, cache_modifier=".cg"
+            )
+            folded_shifts += tl.load(
+                shifts_ptr[None, :] + at, mask=live, other=0.0, cache_modifier=".cg"
+            )
+        by_scale, by_shift = tl.sum(folded_scales, 0), tl.sum(folded_shifts, 0)
+        scale = tl.load(normalization_ptr + channels + c, mask=exists, other=0.0)
+        inverse = tl.load(normalization_ptr + 2 * channels + c, mask=exists, other=0.0)
+        share_of_each = -tl.div_rn(scale, number)
+        tl.store(results_ptr + c, share_of_each * by_shift, mask=exists)
+        slope = share_of_each * inverse * inverse * by_scale
+        tl.store(results_ptr + channels + c, slope, mask=exists)
+        tl.store(results_ptr + 2 * channels + c, inverse * by_scale, mask=exists)
+        tl.store(results_ptr + 3 * channels + c, by_shift, mask=exists)
+
+
+class _Launch:
+    """A kernel on arrays of one shape, with its scratch memory."""
+
+    def __init__(self, kernel: Any, at: Place, more: tuple[int, ...], device: torch.device) -> None:
+        self.channels, is_last = at.channels, at.inner == 1
+        length = at.channels if is_last else at.inner
+        unit = 1 if length % 16 else 16
+        width = min(triton.next_power_of_2(length), 64 if is_last else 1024)
+        height = TILE // width
+        tiles = -(-at.channels // width) if is_last else at.channels
+        wanted = max(1, BLOCKS * _multiprocessors(device) // tiles)
+        rows = -(-at.outer // min(wanted, MAX_SHARES))
+        rows = -(-rows // height) * height
+        self.shares = -(-at.outer // rows)
+        sizes = (at.channels // unit, 1) if is_last else (at.channels, at.inner // unit)
+        constants = (at.outer, *sizes, rows, *more, height, width, is_last, unit)
+        self.direct = Direct(kernel, (tiles, self.shares, 1), constants, WARPS, device)
+        self.arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
+
+    def __call__(self, *arguments: Any, numbers: tuple[float, ...]) -> Tensor:
+        """Four rows of results."""
+        empty = partial(torch.empty, dtype=torch.float32, device=self.direct.device)
+        results = empty((4, self.channels))
+        scratch = empty((2, self.shares, self.channels))
+        self.direct.run((*arguments, results, scratch, self.arrived, *numbers))
+        return results
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 1  # the interpreter runs one block after the other
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=4096)
+def _launch(
+    kernel: Any,
+    at: Place,
+    more: tuple[int, ...],
+    device: torch.device,
+    dtypes: tuple[torch.dtype | None, ...],
+    owner: tuple[int, bool],
+) -> _Launch:
+    """One for all calls that Triton's dispatch would tell apart by alignments only.
+
+    Args:
+        owner: whose counters they are, see `_owner`.
+    """
+    return _Launch(kernel, at, more, device)
+
+
+def _owner(device: torch.device) -> tuple[int, bool]:
+    """What runs one kernel at a time: a stream; apart from it, the graphs captured on it, which
+    clear their counters only when they are replayed."""
+    if device.type == "cpu":
+        return 0, False
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    return stream, torch._C._cuda_isCurrentStreamCapturing()
+
+
+def run_statistics(
+    x: Tensor,
+    at: Place,
+    repeats: int,
+    weight: Tensor | None,
+    running: tuple[Tensor | None, Tensor | None, Tensor | None],
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """See `spikefuse.kernels.norm.statistics`."""
+    device = x.device
+    dtypes = x.dtype, *(None if t is None else t.dtype for t in (weight, running[0]))
+    launch = _launch(statistics, at, (repeats,), device, dtypes, _owner(device))
+    return launch(x, weight, *running, numbers=(momentum, eps))
+
+
+def run_gradient_sums(
+    scale_sums: Tensor, shift_sums: Tensor, normalization: Tensor, at: Place, number: float
+) -> Tensor:
+    """See `spikefuse.kernels.norm.gradient_sums`."""
+    device = scale_sums.device
+    launch = _launch(gradient_sums, at, (), device, (), _owner(device))
+    return launch(scale_sums, shift_sums, normalization, numbers=(number,))
