@@ -43,16 +43,19 @@ def scan(
     state: States | None,
     backend: str,
     return_state: bool = True,
-) -> tuple[Outputs, States]:
+) -> tuple[Outputs, States, tuple[bool, ...]]:
     """Run `definition` over dim 0 of `inputs` in one kernel; see `spikefuse.reference.scan`.
 
     Args:
         backend: "triton" or "numba".
         return_state: whether to write the final states; without, they are ().
+
+    Returns:
+        (outputs, final states, for each output whether all its values are sure to be 0 or 1)
     """
     _check_transforms()
     _check_backend(backend, inputs[0])
-    name, num_outputs, scalars, params = _choose(definition, backend, inputs[0])
+    name, binary, scalars, params = _choose(definition, backend, inputs[0])
     states = [] if state is None else list(state)
     tensors = (*inputs, *states, *params)
     save = torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]
@@ -63,25 +66,26 @@ def scan(
         results = _apply(arguments, *tensors)
     else:
         outputs, finals, _ = call_of(name, spec(inputs)).forward(*arguments[1:])
-        return tuple(outputs), tuple(finals)
+        return tuple(outputs), tuple(finals), binary
+    num_outputs = len(binary)
     end = num_outputs + (len(type(definition).states) if return_state else 0)
-    return tuple(results[:num_outputs]), tuple(results[num_outputs:end])
+    return tuple(results[:num_outputs]), tuple(results[num_outputs:end]), binary
 
 
 def _choose(
     definition: Definition, backend: str, x: Tensor
-) -> tuple[str, int, list[float], list[Tensor]]:
-    """(program, its number of outputs, the floats and the tensors that it reads)."""
+) -> tuple[str, tuple[bool, ...], list[float], list[Tensor]]:
+    """(program, which of its outputs are binary, the floats and the tensors that it reads)."""
     if torch.compiler.is_compiling():
         notes, values = None, definition.values()
-        name, used, num_outputs = definition.evaluate(_prepare, backend, _kinds(values))
+        name, used, binary = definition.evaluate(_prepare, backend, _kinds(values))
     else:
         description = definition.description()
         notes, values = description.notes, description.values()
         if backend in notes:
             return notes[backend]
         name, used = prepare(definition, backend, description.statics, _kinds(values))
-        num_outputs = program(name).step.num_outputs
+        binary = program(name).step.binary
     scalars, params = [], []
     for label in used:
         value = values[label]
@@ -90,7 +94,7 @@ def _choose(
         else:
             _check_param(definition, label, value, x)
             params.append(value)
-    chosen = name, num_outputs, scalars, params
+    chosen = name, binary, scalars, params
     if notes is not None and all(isinstance(value, float) for value in values.values()):
         notes[backend] = chosen
     return chosen
@@ -98,9 +102,9 @@ def _choose(
 
 def _prepare(
     definition: Definition, backend: str, kinds: tuple[tuple[str, str], ...]
-) -> tuple[str, tuple[str, ...], int]:
+) -> tuple[str, tuple[str, ...], tuple[bool, ...]]:
     name, used = prepare(definition, backend, definition.describe()[1], kinds)
-    return name, used, program(name).step.num_outputs
+    return name, used, program(name).step.binary
 
 
 def _kinds(values: Mapping[str, float | Tensor]) -> tuple[tuple[str, str], ...]:

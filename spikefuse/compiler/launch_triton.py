@@ -33,39 +33,48 @@ SHAPES = {
 }
 
 
-def prepare(kernel: Any, layout: Layout, sequences: Sequence[Tensor]) -> _Launch:
+def prepare(kernel: Any, layout: Layout, sequences: Sequence[Tensor]) -> Launch:
     """See `spikefuse.compiler.program.Launcher`."""
-    return _Launch(kernel, layout, sequences)
+    shape = _shape(kernel, layout, sequences[0])
+    grid, integers = _geometry(layout, sequences, shape)
+    return Launch(kernel, grid, integers, shape.warps, sequences[0].device)
 
 
 # What is compiled, and whether it runs directly, for a launch not seen before.
 _UNSEEN = (None, False)
 
 
-class _Launch:
+class Launch:
     """A kernel with its grid and integers, and what Triton has compiled of it.
+
+    The integers are its last arguments, constants included; the tensors' dtypes are always the
+    same.
 
     A launch seen before, told by the alignments, passes Triton's dispatch by. It also passes by
     its closure, its metadata for hooks and its query of every pointer, where they are as we know
     them and no hook waits.
     """
 
-    def __init__(self, kernel: Any, layout: Layout, sequences: Sequence[Tensor]) -> None:
-        self.kernel = kernel
-        shape = _shape(kernel, layout, sequences[0])
-        self.num_warps = shape.warps
-        self.grid, self.integers = _geometry(layout, sequences, shape)
-        self.device = sequences[0].device
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        integers: tuple[int, ...],
+        num_warps: int,
+        device: torch.device,
+    ) -> None:
+        self.kernel, self.grid, self.integers = kernel, grid, integers
+        self.num_warps, self.device = num_warps, device
         # Attributes of a device take longer to read.
-        self.is_cpu, self.index = sequences[0].is_cpu, self.device.index
+        self.is_cpu, self.index = device.type == "cpu", device.index
         self.compiled: dict[tuple[int, ...], tuple[Any, bool]] = {}
 
     def __call__(
         self,
         sequences: Sequence[Tensor],
-        states: Sequence[Tensor | None],
-        sums: Sequence[Tensor],
-        params: Sequence[float | Tensor],
+        states: Sequence[Tensor | None] = (),
+        sums: Sequence[Tensor] = (),
+        params: Sequence[float | Tensor] = (),
     ) -> None:
         tensors = [*sequences, *states, *sums, *params]
         if self.is_cpu:
@@ -115,7 +124,7 @@ class _Launch:
 
 
 def _runs_directly(compiled: Any) -> bool:
-    """Whether Triton runs its compiled kernels with the arguments that `_Launch` passes.
+    """Whether Triton runs its compiled kernels with the arguments that `Launch` passes.
 
     It promises nothing about them, so its own launch is watched, with stand-ins for all parts.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from spikefuse import compiler, reference
 from spikefuse.neurons.definition import Definition, Outputs, States
+from spikefuse.nn.kept import Spikes
 
 IMPLEMENTATIONS = ("auto", "triton", "numba", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,6 +30,8 @@ class Sequence:
     # Of a tensor [B, ...] that stands for all steps; None if every tensor is [T*B, ...].
     constant_rows: int | None = None
     final: dict[str, States] = field(default_factory=dict)
+    # Where neurons mark outputs that are binary; None if layers keep spikes as they are.
+    spikes: Spikes | None = None
 
 
 class _Calls(threading.local):
@@ -149,7 +153,12 @@ class Neuron(Definition):
         _check(self, inputs, state, backend)
         if backend == "reference":
             return reference.scan(self, inputs, state)
-        return compiler.scan(self, inputs, state, backend, return_state)
+        outputs, final, binary = compiler.scan(self, inputs, state, backend, return_state)
+        spikes = None if calls.sequence is None else calls.sequence.spikes
+        if spikes is not None and not torch.compiler.is_compiling():
+            for y in compress(outputs, binary):
+                spikes.mark(y)
+        return outputs, final
 
     def _backend(self, inputs: tuple[Tensor, ...], impl: str) -> str:
         if impl not in IMPLEMENTATIONS:
