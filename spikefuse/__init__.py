@@ -1,6 +1,6 @@
 """spikefuse: spiking neural networks in PyTorch, fused over time."""
 
-from spikefuse import surrogate
+from spikefuse import memory, surrogate
 from spikefuse.compiler import UnsupportedOperation
 from spikefuse.neurons import (
     Learnable,
@@ -65,6 +65,7 @@ __all__ = [
     "__version__",
     "decay_from_tau",
     "explain",
+    "memory",
     "spiking",
     "surrogate",
 ]

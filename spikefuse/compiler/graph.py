@@ -62,6 +62,15 @@ class Graph:
                 needed.update(o for o in node.operands if isinstance(o, str))
         return Graph(self.inputs, kept[::-1], tuple(outputs), self.kinds)
 
+    def is_binary(self, operand: Operand) -> bool:
+        """Whether a float is a truth value, 0 or 1, or a choice between such, whatever goes in."""
+        if not isinstance(operand, str):
+            return operand in (0.0, 1.0)
+        node = next((node for node in self.nodes if node.name == operand), None)
+        if node is None or node.op not in ("float", "where"):
+            return False
+        return node.op == "float" or all(map(self.is_binary, node.operands[1:]))
+
     def used(self) -> set[str]:
         """Names that the nodes and outputs read."""
         names = {o for node in self.nodes for o in node.operands if isinstance(o, str)}

@@ -43,18 +43,22 @@ def scan(
     state: States | None,
     backend: str,
     return_state: bool = True,
-) -> tuple[Outputs, States]:
+) -> tuple[Outputs, States, tuple[bool, ...]]:
     """Run `definition` over dim 0 of `inputs` in one kernel; see `spikefuse.reference.scan`.
 
     Args:
         backend: "triton" or "numba".
         return_state: whether to write the final states; without, they are ().
+
+    Returns:
+        (outputs, final states, for each output whether all its values are sure to be 0 or 1)
     """
     check(backend, inputs[0])
-    name, num_outputs, scalars, params = _choose(definition, backend, inputs[0])
+    name, binary, scalars, params = _choose(definition, backend, inputs[0])
     states = [] if state is None else list(state)
     num_finals = len(type(definition).states) if return_state else 0
-    return run(name, num_outputs, num_finals, list(inputs), states, params, scalars)
+    outputs, finals = run(name, len(binary), num_finals, list(inputs), states, params, scalars)
+    return outputs, finals, binary
 
 
 def run(
@@ -87,18 +91,18 @@ def run(
 
 def _choose(
     definition: Definition, backend: str, x: Tensor
-) -> tuple[str, int, list[float], list[Tensor]]:
-    """(program, its number of outputs, the floats and the tensors that it reads)."""
+) -> tuple[str, tuple[bool, ...], list[float], list[Tensor]]:
+    """(program, which of its outputs are binary, the floats and the tensors that it reads)."""
     if torch.compiler.is_compiling():
         notes, values = None, definition.values()
-        name, used, num_outputs = definition.evaluate(_prepare, backend, _kinds(values))
+        name, used, binary = definition.evaluate(_prepare, backend, _kinds(values))
     else:
         description = definition.description()
         notes, values = description.notes, description.values()
         if backend in notes:
             return notes[backend]
         name, used = prepare(definition, backend, description.statics, _kinds(values))
-        num_outputs = program(name).step.num_outputs
+        binary = program(name).step.binary
     scalars, params = [], []
     for label in used:
         value = values[label]
@@ -107,7 +111,7 @@ def _choose(
         else:
             _check_param(definition, label, value, x)
             params.append(value)
-    chosen = name, num_outputs, scalars, params
+    chosen = name, binary, scalars, params
     if notes is not None and all(isinstance(value, float) for value in values.values()):
         notes[backend] = chosen
     return chosen
@@ -115,9 +119,9 @@ def _choose(
 
 def _prepare(
     definition: Definition, backend: str, kinds: tuple[tuple[str, str], ...]
-) -> tuple[str, tuple[str, ...], int]:
+) -> tuple[str, tuple[str, ...], tuple[bool, ...]]:
     name, used = prepare(definition, backend, definition.describe()[1], kinds)
-    return name, used, program(name).step.num_outputs
+    return name, used, program(name).step.binary
 
 
 def _kinds(values: Mapping[str, float | Tensor]) -> tuple[tuple[str, str], ...]:

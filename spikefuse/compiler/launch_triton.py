@@ -35,51 +35,61 @@ SHAPES = {
 
 def prepare(
     kernel: Any, layout: Layout, sequences: Sequence[Tensor], rebuild: bool = False
-) -> _Launch:
+) -> Launch:
     """See `spikefuse.compiler.program.Launcher`."""
-    return _Launch(kernel, layout, sequences, rebuild)
+    shape = _shape(kernel, layout, sequences[0])
+    grid, integers = _geometry(layout, sequences, shape)
+    if kernel.__name__ == "backward":
+        integers = (*integers, rebuild)
+    return Launch(kernel, grid, integers, shape.warps, sequences[0].device)
 
 
 # What is compiled, and whether it runs directly, for a launch not seen before.
 _UNSEEN = (None, False)
 
 
-class Direct:
-    """A kernel with its grid and constants on one device, and what Triton has compiled of it.
+class Launch:
+    """A kernel with its grid and integers, and what Triton has compiled of it.
+
+    The integers are its last arguments, constants included; the tensors' dtypes are always the
+    same.
 
     A launch seen before, told by the alignments, passes Triton's dispatch by. It also passes by
     its closure, its metadata for hooks and its query of every pointer, where they are as we know
     them and no hook waits.
-
-    Args:
-        constants: the arguments of every launch, which come after those that differ.
     """
 
     def __init__(
         self,
         kernel: Any,
         grid: tuple[int, int, int],
-        constants: Sequence[Any],
+        integers: tuple[int, ...],
         num_warps: int,
         device: torch.device,
     ) -> None:
-        self.kernel, self.grid, self.constants = kernel, grid, constants
+        self.kernel, self.grid, self.integers = kernel, grid, integers
         self.num_warps, self.device = num_warps, device
         # Attributes of a device take longer to read.
         self.is_cpu, self.index = device.type == "cpu", device.index
         self.compiled: dict[tuple[int, ...], tuple[Any, bool]] = {}
 
-    def run(self, arguments: Sequence[Any]) -> None:
-        """Launch on tensors, None and floats, in the order of the kernel."""
+    def __call__(
+        self,
+        sequences: Sequence[Tensor | None],
+        states: Sequence[Tensor | None] = (),
+        sums: Sequence[Tensor] = (),
+        params: Sequence[float | Tensor] = (),
+    ) -> None:
+        tensors = [*sequences, *states, *sums, *params]
         if self.is_cpu:
             # The interpreter computes in NumPy; like a GPU, it has nothing to say of infinities.
             with np.errstate(all="ignore"):
-                self._compile(arguments)
+                self._compile(tensors)
         elif self.index == _current_device():
-            self._launch(arguments)
+            self._launch(tensors)
         else:
             with torch.cuda.device(self.device):
-                self._launch(arguments)
+                self._launch(tensors)
 
     def _launch(self, tensors: Sequence[Any]) -> None:
         raw: list[Any] = []
@@ -102,46 +112,23 @@ class Direct:
             stream = torch._C._cuda_getCurrentRawStream(self.index)
             function, metadata = compiled.function, compiled.packed_metadata
             run = compiled.run
-            run(*self.grid, stream, function, metadata, None, None, None, *raw, *self.constants)
+            run(*self.grid, stream, function, metadata, None, None, None, *raw, *self.integers)
         else:
-            compiled[self.grid](*tensors, *self.constants)
+            compiled[self.grid](*tensors, *self.integers)
 
     def _compile(self, tensors: Sequence[Any]) -> Any:
         """Run by Triton's own dispatch, which compiles what it has not yet compiled."""
         return self.kernel[self.grid](
             *tensors,
-            *self.constants,
+            *self.integers,
             num_warps=self.num_warps,
             # Contracted multiply-adds would change spikes.
             enable_fp_fusion=False,
         )
 
 
-class _Launch(Direct):
-    """A generated kernel on sequences that lie alike."""
-
-    def __init__(
-        self, kernel: Any, layout: Layout, sequences: Sequence[Tensor], rebuild: bool
-    ) -> None:
-        x = sequences[0]
-        shape = _shape(kernel, layout, x)
-        grid, integers = _geometry(layout, sequences, shape)
-        if kernel.__name__ == "backward":
-            integers = (*integers, rebuild)
-        super().__init__(kernel, grid, integers, shape.warps, x.device)
-
-    def __call__(
-        self,
-        sequences: Sequence[Tensor],
-        states: Sequence[Tensor | None],
-        sums: Sequence[Tensor],
-        params: Sequence[float | Tensor],
-    ) -> None:
-        self.run([*sequences, *states, *sums, *params])
-
-
 def _runs_directly(compiled: Any) -> bool:
-    """Whether Triton runs its compiled kernels with the arguments that `Direct` passes.
+    """Whether Triton runs its compiled kernels with the arguments that `Launch` passes.
 
     It promises nothing about them, so its own launch is watched, with stand-ins for all parts.
     """

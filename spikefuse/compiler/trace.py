@@ -6,6 +6,7 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ class Step:
     @property
     def outputs(self) -> tuple[str, ...]:
         return tuple(f"y{i}" for i in range(self.num_outputs))
+
+    @cached_property
+    def binary(self) -> tuple[bool, ...]:
+        """For each output, whether the graph proves that all its values are 0 or 1."""
+        return tuple(map(self.graph.is_binary, self.graph.outputs[: self.num_outputs]))
 
     def without_unused(self, used: set[str]) -> Step:
         """The step without the parameters that neither it nor its reverse reads."""

@@ -5,6 +5,7 @@ thread block leaves the sums of its share; the last of a tile, told by a counter
 the order of the shares: the results repeat bit for bit.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from functools import cache, lru_cache, partial
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spikefuse.compiler.launch_triton import Direct
+from spikefuse.compiler.launch_triton import Launch
 from spikefuse.kernels.place import Place
 
 # Elements of a tile, threads over 32, and thread blocks of a multiprocessor that are aimed at.
@@ -62,6 +63,57 @@ def _add(sums, squares, at, live, origin):
     d = tl.load(at, mask=live, other=0.0).to(tl.float32) - origin[None, :]
     d = tl.where(live, d, 0.0)
     return sums + d, squares + d * d
+
+
+@triton.jit
+def _combined(
+    means_ptr,
+    spreads_ptr,
+    shares,
+    rows,
+    outer,
+    each,
+    channels,
+    exists,
+    CHANNELS: tl.constexpr,
+):
+    """Mean and variance of all shares; sums are taken about the mean of the first."""
+    FOLD: tl.constexpr = 1024 // CHANNELS
+    base = tl.load(means_ptr, mask=exists, other=0.0, cache_modifier=".cg")
+    number = (outer * each).to(tl.float32)
+    sums = tl.zeros([FOLD, CHANNELS], tl.float32)
+    for start in range(0, shares, FOLD):
+        share = start + tl.arange(0, FOLD)[:, None]
+        n, live = _numbers(share, shares, rows, outer, each, exists)
+        at = means_ptr[None, :] + share * channels
+        d = tl.load(at, mask=live, other=0.0, cache_modifier=".cg") - base[None, :]
+        sums += tl.where(live, n * d, 0.0)
+    shift = tl.div_rn(tl.sum(sums, 0), number)
+    squares = tl.zeros([FOLD, CHANNELS], tl.float32)
+    for start in range(0, shares, FOLD):
+        share = start + tl.arange(0, FOLD)[:, None]
+        n, live = _numbers(share, shares, rows, outer, each, exists)
+        at = means_ptr[None, :] + share * channels
+        d = tl.load(at, mask=live, other=0.0, cache_modifier=".cg") - base[None, :]
+        d = d - shift[None, :]
+        at = spreads_ptr[None, :] + share * channels
+        inside = tl.load(at, mask=live, other=0.0, cache_modifier=".cg")
+        squares += tl.where(live, inside + n * d * d, 0.0)
+    return base + shift, tl.div_rn(tl.maximum(tl.sum(squares, 0), 0.0), number)
+
+
+@triton.jit
+def _numbers(share, shares, rows, outer, each, exists):
+    """How many values each of these shares has, and which shares there are."""
+    n = tl.minimum(outer - share * rows, rows) * each
+    return n.to(tl.float32), (share < shares) & exists[None, :]
+
+
+@triton.jit
+def _move(at, value, momentum, mask):
+    """Store `(1 - momentum) * old + momentum * value`."""
+    old = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, (1.0 - momentum) * old + momentum * value, mask=mask)
 
 
 @triton.jit(do_not_specialize=["outer", "channels", "inner", "rows", "repeats"])
@@ -127,27 +179,9 @@ def statistics(
     tl.store(spreads_ptr + share * channels, spread, mask=exists)
 
     if _is_last(arrived_ptr):
-        FOLD: tl.constexpr = 1024 // CHANNELS
-        others = tl.arange(0, FOLD)[:, None]
-        base = tl.load(means_ptr, mask=exists, other=0.0, cache_modifier=".cg")
-        number = (outer * each).to(tl.float32)
-        shifted = tl.zeros([FOLD, CHANNELS], tl.float32)
-        for start in range(0, shares, FOLD):
-            n, live = _numbers(start + others, shares, rows, outer, each, exists)
-            at = means_ptr[None, :] + (start + others) * channels
-            m = tl.load(at, mask=live, other=0.0, cache_modifier=".cg") - base[None, :]
-            shifted += tl.where(live, n * m, 0.0)
-        delta = tl.div_rn(tl.sum(shifted, 0), number)
-        squares = tl.zeros([FOLD, CHANNELS], tl.float32)
-        for start in range(0, shares, FOLD):
-            n, live = _numbers(start + others, shares, rows, outer, each, exists)
-            at = (start + others) * channels
-            m = tl.load(means_ptr[None, :] + at, mask=live, other=0.0, cache_modifier=".cg")
-            d = m - base[None, :] - delta[None, :]
-            inside = tl.load(spreads_ptr[None, :] + at, mask=live, other=0.0, cache_modifier=".cg")
-            squares += tl.where(live, inside + n * d * d, 0.0)
-        mean = base + delta
-        variance = tl.div_rn(tl.maximum(tl.sum(squares, 0), 0.0), number)
+        mean, variance = _combined(
+            means_ptr, spreads_ptr, shares, rows, outer, each, channels, exists, CHANNELS
+        )
         deviation = tl.sqrt_rn(variance + eps)
         inverse = tl.div_rn(1.0, deviation)
         scale = inverse
@@ -158,7 +192,7 @@ def statistics(
         tl.store(results_ptr + 2 * channels + c, inverse, mask=exists)
         tl.store(results_ptr + 3 * channels + c, variance, mask=exists)
         if running_mean_ptr is not None:
-            times = number * repeats.to(tl.float32)
+            times = (outer * each * repeats).to(tl.float32)
             unbiased = variance * tl.div_rn(times, times - 1.0)
             _move(running_mean_ptr + c, mean, momentum, exists)
             _move(running_variance_ptr + c, unbiased, momentum, exists)
@@ -168,17 +202,16 @@ def statistics(
 
 
 @triton.jit
-def _numbers(share, shares, rows, outer, each, exists):
-    """How many values each of these shares has, and which shares there are."""
-    n = tl.minimum(outer - share * rows, rows) * each
-    return n.to(tl.float32), (share < shares) & exists[None, :]
-
-
-@triton.jit
-def _move(at, value, momentum, mask):
-    """Store `(1 - momentum) * old + momentum * value`."""
-    old = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(at, (1.0 - momentum) * old + momentum * value, mask=mask)
+def _folded(sums_ptr, shares, channels, exists, CHANNELS: tl.constexpr):
+    """The sum of all shares."""
+    FOLD: tl.constexpr = 1024 // CHANNELS
+    sums = tl.zeros([FOLD, CHANNELS], tl.float32)
+    for start in range(0, shares, FOLD):
+        share = start + tl.arange(0, FOLD)[:, None]
+        live = (share < shares) & exists[None, :]
+        at = sums_ptr[None, :] + share * channels
+        sums += tl.load(at, mask=live, other=0.0, cache_modifier=".cg")
+    return tl.sum(sums, 0)
 
 
 @triton.jit(do_not_specialize=["outer", "channels", "inner", "rows"])
@@ -226,20 +259,8 @@ def gradient_sums(
     tl.store(shifts_ptr + share * channels, _over_rows(shifts, LAST), mask=exists)
 
     if _is_last(arrived_ptr):
-        FOLD: tl.constexpr = 1024 // CHANNELS
-        others = tl.arange(0, FOLD)[:, None]
-        folded_scales = tl.zeros([FOLD, CHANNELS], tl.float32)
-        folded_shifts = tl.zeros([FOLD, CHANNELS], tl.float32)
-        for start in range(0, shares, FOLD):
-            live = (start + others < shares) & exists[None, :]
-            at = (start + others) * channels
-            folded_scales += tl.load(
-                scales_ptr[None, :] + at, mask=live, other=0.0, cache_modifier=".cg"
-            )
-            folded_shifts += tl.load(
-                shifts_ptr[None, :] + at, mask=live, other=0.0, cache_modifier=".cg"
-            )
-        by_scale, by_shift = tl.sum(folded_scales, 0), tl.sum(folded_shifts, 0)
+        by_scale = _folded(scales_ptr, shares, channels, exists, CHANNELS)
+        by_shift = _folded(shifts_ptr, shares, channels, exists, CHANNELS)
         scale = tl.load(normalization_ptr + channels + c, mask=exists, other=0.0)
         inverse = tl.load(normalization_ptr + 2 * channels + c, mask=exists, other=0.0)
         share_of_each = -tl.div_rn(scale, number)
@@ -266,15 +287,15 @@ class _Launch:
         self.shares = -(-at.outer // rows)
         sizes = (at.channels // unit, 1) if is_last else (at.channels, at.inner // unit)
         constants = (at.outer, *sizes, rows, *more, height, width, is_last, unit)
-        self.direct = Direct(kernel, (tiles, self.shares, 1), constants, WARPS, device)
+        self.launch = Launch(kernel, (tiles, self.shares, 1), constants, WARPS, device)
         self.arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
 
     def __call__(self, *arguments: Any, numbers: tuple[float, ...]) -> Tensor:
         """Four rows of results."""
-        empty = partial(torch.empty, dtype=torch.float32, device=self.direct.device)
+        empty = partial(torch.empty, dtype=torch.float32, device=self.launch.device)
         results = empty((4, self.channels))
         scratch = empty((2, self.shares, self.channels))
-        self.direct.run((*arguments, results, scratch, self.arrived, *numbers))
+        self.launch((*arguments, results, scratch, self.arrived), params=numbers)
         return results
 
 

@@ -20,7 +20,7 @@ from spikefuse.compiler.program import kind_of, prepare, program
 from spikefuse.kernels.norm import gradient_sums, move, normalization, revision, statistics
 from spikefuse.kernels.place import Place
 from spikefuse.neurons.definition import Outputs, States
-from spikefuse.nn.neuron import Neuron, backend_of, check
+from spikefuse.nn.neuron import Neuron, backend_of, calls, check, mark
 from spikefuse.nn.normed import REVISION, VALUES, normed
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -108,7 +108,9 @@ def _scan(
     launch.check(backend, inputs[0])
     chosen, own = _kernels(neuron, backend, len(inputs) > 1, _by_batch(norm))
     function = _train if chosen.revises else _evaluate
-    return function(norm, chosen, own, inputs, list(state or ()), return_state)
+    outputs, finals = function(norm, chosen, own, inputs, list(state or ()), return_state)
+    mark(outputs, chosen.binary)
+    return outputs, finals
 
 
 def _check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor) -> None:
@@ -183,7 +185,8 @@ class _Kernels:
     """The program of a neuron behind a norm."""
 
     name: str
-    num_outputs: int
+    #: For each output, whether it is sure to be 0 or 1.
+    binary: tuple[bool, ...]
     num_states: int
     backend: str
     #: Whether the statistics are the batch's.
@@ -223,7 +226,7 @@ def _make_kernels(neuron: Neuron, backend: str, adds: bool, revises: bool) -> _K
     made = program(name)
     return _Kernels(
         name=name,
-        num_outputs=made.step.num_outputs,
+        binary=made.step.binary,
         num_states=len(made.step.states),
         backend=backend,
         revises=revises,
@@ -251,7 +254,7 @@ def _evaluate(
     num_finals = kernels.num_states if return_state else 0
     return launch.run(
         kernels.name,
-        kernels.num_outputs,
+        len(kernels.binary),
         num_finals,
         list(inputs),
         states,
@@ -272,12 +275,13 @@ def _train(
     x, weight, shift = inputs[0], norm.weight, _shift(norm, inputs[0])
     found, number, group = _statistics(norm, x, kernels.backend)
     call = call_of(kernels.name, spec(inputs))
-    job = _Job(kernels, call, found, number, group, len(inputs), len(states), return_state)
+    keeps = not kernels.rebuilds or (calls.sequence is not None and calls.sequence.keeps_states)
+    job = _Job(kernels, call, found, number, group, len(inputs), len(states), keeps, return_state)
     tensors = (*inputs, *states, weight, shift, *own)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         results = _apply(job, *tensors)
-        outputs = results[: kernels.num_outputs]
-        return tuple(outputs), tuple(results[kernels.num_outputs :])
+        outputs = results[: len(kernels.binary)]
+        return tuple(outputs), tuple(results[len(kernels.binary) :])
     outputs, finals, _ = job.forward(inputs, states, shift, own, save=False)
     return tuple(outputs), tuple(finals)
 
@@ -340,6 +344,7 @@ class _Job:
     group: Group | None
     num_inputs: int
     num_states: int
+    keeps_states: bool
     return_state: bool
 
     def params(self, shift: Tensor, own: Sequence[Tensor], revision: Sequence[Tensor]) -> Any:
@@ -386,7 +391,7 @@ class _Training(torch.autograd.Function):
     def forward(ctx: Any, job: _Job, *tensors: Tensor) -> tuple[Tensor, ...]:
         split, end = job.num_inputs, job.num_inputs + job.num_states
         inputs, states, (_, shift, *own) = tensors[:split], tensors[split:end], tensors[end:]
-        save = not job.kernels.rebuilds
+        save = job.keeps_states
         outputs, finals, saved = job.forward(inputs, states, shift, own, save)
         ctx.save_for_backward(*inputs, *states, shift, *own, *saved)
         ctx.set_materialize_grads(False)
@@ -402,9 +407,9 @@ class _Training(torch.autograd.Function):
         inputs, states = tensors[:split], tensors[split:end]
         shift, own = tensors[end], tensors[end + 1 : end + 1 + ctx.num_own]
         saved = tensors[end + 1 + ctx.num_own :]
-        rebuild = kernels.rebuilds and call.num_saved > 0
+        rebuild = not job.keeps_states and call.num_saved > 0
         saved = call.stored() if rebuild else saved
-        results = grads[: kernels.num_outputs], grads[kernels.num_outputs :]
+        results = grads[: len(kernels.binary)], grads[len(kernels.binary) :]
         _, *needs = ctx.needs_input_grad
         needs_inputs, needs_own = needs[:split], iter(needs[end + 2 :])
         sums = [n in VALUES[1:] or (n.startswith("neuron.") and next(needs_own)) for n in labels]

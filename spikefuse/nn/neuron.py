@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from spikefuse import compiler, reference
 from spikefuse.neurons.definition import Definition, Outputs, States
+from spikefuse.nn.kept import Spikes
 
 #: (inputs `[T, B, ...]`, state, impl, return_state) to (outputs, final states).
 Scan = Callable[[tuple[Tensor, ...], States | None, str, bool], tuple[Outputs, States]]
@@ -32,6 +34,10 @@ class Sequence:
     # Of a tensor [B, ...] that stands for all steps; None if every tensor is [T*B, ...].
     constant_rows: int | None = None
     final: dict[str, States] = field(default_factory=dict)
+    # Where neurons mark outputs that are binary; None if layers keep spikes as they are.
+    spikes: Spikes | None = None
+    # Whether blocks keep the states that they store, or compute them again.
+    keeps_states: bool = False
 
 
 class _Calls(threading.local):
@@ -165,7 +171,17 @@ class Neuron(Definition):
         check(self, type(self).input_names, inputs, state, backend)
         if backend == "reference":
             return reference.scan(self, inputs, state)
-        return compiler.scan(self, inputs, state, backend, return_state)
+        outputs, final, binary = compiler.scan(self, inputs, state, backend, return_state)
+        mark(outputs, binary)
+        return outputs, final
+
+
+def mark(outputs: Outputs, binary: tuple[bool, ...]) -> None:
+    """Tell the call of Temporal which outputs are binary."""
+    spikes = None if calls.sequence is None else calls.sequence.spikes
+    if spikes is not None and not torch.compiler.is_compiling():
+        for y in compress(outputs, binary):
+            spikes.mark(y)
 
 
 def backend_of(inputs: tuple[Tensor, ...], impl: str) -> str:

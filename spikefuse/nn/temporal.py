@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from spikefuse.memory import Policy, Recompute
 from spikefuse.neurons.definition import States
-from spikefuse.nn import constant
+from spikefuse.nn import constant, kept
 from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron, Sequence, calls
 
 
@@ -25,6 +26,10 @@ class Temporal(nn.Module):
     result is the same up to rounding, running statistics included. It takes a network that
     torch.fx can trace, in which these layers are ordinary, not random, and have no forward hooks,
     and in which what they give reaches the rest through neurons only; else they run T times.
+
+    Args:
+        net: the network.
+        memory: what is kept for backward, a policy of `spikefuse.memory`; None for `Recompute()`.
 
     Call: `Temporal(net)(x, state=None, return_state=False, impl="auto")`
 
@@ -43,13 +48,19 @@ class Temporal(nn.Module):
         TypeError, ValueError: wrong shapes, or states that do not belong to this network.
     """
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, memory: Policy | None = None) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
             raise TypeError(f"net is a {type(net).__name__}: expected a torch.nn.Module")
         if any(isinstance(m, Temporal) for m in net.modules()):
             raise ValueError("a Temporal inside a Temporal: wrap the outermost network only")
+        if memory is not None and not isinstance(memory, Policy):
+            raise TypeError(
+                f"memory is {memory!r}: expected None, or a policy of spikefuse.memory: SaveAll(), "
+                "Recompute() or Bits()"
+            )
         self.net = net
+        self.memory = Recompute() if memory is None else memory
         self._plan: constant.Plan | None = None
 
     def neurons(self) -> dict[str, Neuron]:
@@ -67,16 +78,18 @@ class Temporal(nn.Module):
         self._check(x, state, impl, neurons)
         num_steps, batch = x.shape[:2]
         names = {id(neuron): name for name, neuron in neurons.items()}
-        sequence = Sequence(num_steps, names, impl, state, return_state)
+        keeps = self.memory.keeps_states
+        sequence = Sequence(num_steps, names, impl, state, return_state, keeps_states=keeps)
         plan = self._sharing(x)
         outer, calls.sequence = calls.sequence, sequence
         try:
-            if plan is None:
-                folded = self.net(x.flatten(0, 1))
-            else:
-                sequence.constant_rows = batch
-                with constant.same_statistics(plan, sequence):
-                    folded = self.net(x[0])
+            with kept.keeping(self.memory) as sequence.spikes:
+                if plan is None:
+                    folded = self.net(x.flatten(0, 1))
+                else:
+                    sequence.constant_rows = batch
+                    with constant.same_statistics(plan, sequence):
+                        folded = self.net(x[0])
         finally:
             calls.sequence = outer
 

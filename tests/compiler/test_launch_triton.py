@@ -89,7 +89,7 @@ def test_a_launch_seen_before_runs_directly():
     x, y, saved = (tensors[i].data_ptr() for i in (0, 1, 4))
     head = (*made.grid, STREAM, Compiled.function, Compiled.packed_metadata, None, None, None)
     assert kernel.dispatched == 1
-    assert kernel.compiled.runs == [(*head, x, y, None, None, saved, 0.5, *made.constants)]
+    assert kernel.compiled.runs == [(*head, x, y, None, None, saved, 0.5, *made.integers)]
 
 
 @pytest.mark.usefixtures("driver")

@@ -1,0 +1,83 @@
+"""Binary tensors as one bit per value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What `pack` made of a tensor.
+
+    `bits`: uint8; value i in memory is bit i % 8 of byte i // 8. `num`: values in memory. `shape`,
+    `strides` and `offset`: of the tensor that `unpack` gives, in that memory.
+    """
+
+    bits: Tensor
+    num: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    def unpack(self) -> Tensor:
+        """The tensor, in new memory: 1 where it was not 0."""
+        memory = torch.empty(self.num, dtype=self.dtype, device=self.bits.device)
+        _kernels(memory).unpack(self.bits, memory)
+        return memory.as_strided(self.shape, self.strides, self.offset)
+
+    def viewed_as(self, view: Tensor) -> Packed:
+        """The same bits for a view of the tensor, whose memory started where its storage does."""
+        shape, strides, offset = tuple(view.shape), view.stride(), view.storage_offset()
+        return Packed(self.bits, self.num, self.dtype, shape, strides, int(offset))
+
+
+def pack(x: Tensor) -> Packed:
+    """One bit per value of `x`, of any shape, whether it is not 0: all of a binary tensor.
+
+    It works on the memory of `x` in order, whatever its layout, and never waits for a GPU.
+
+    Raises:
+        TypeError: `x` is not float32, bfloat16 or float16.
+        ValueError: the memory of `x` has gaps, its values overlap, or it is on an unknown device.
+    """
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x is {x.dtype}: expected float32, bfloat16 or float16")
+    shape, strides, num = tuple(x.shape), x.stride(), x.numel()
+    if not _is_dense(shape, strides):
+        raise ValueError(
+            f"x has shape {list(shape)} and strides {list(strides)}: expected memory without gaps "
+            "or overlaps; pass x.contiguous()"
+        )
+    bits = torch.empty(-(-num // 8), dtype=torch.uint8, device=x.device)
+    _kernels(x).pack(x, bits)
+    return Packed(bits, num, x.dtype, shape, strides)
+
+
+def _kernels(x: Tensor) -> ModuleType:
+    if x.is_cuda:
+        from spikefuse.kernels import bits_triton
+
+        return bits_triton
+    if x.is_cpu:
+        from spikefuse.kernels import bits_numba
+
+        return bits_numba
+    raise ValueError(f"no kernels for device '{x.device.type}': move x to cuda or cpu")
+
+
+@lru_cache(maxsize=4096)
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for stride, size in sorted((b, a) for a, b in zip(shape, strides, strict=True) if a != 1):
+        if stride != expected and 0 not in shape:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,63 @@
+"""`spikefuse.kernels.bits` on a GPU, or in Triton's interpreter.
+
+Threads read and write 16 bytes at a time where the number of values is a multiple of 16.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spikefuse.compiler.launch_triton import Launch
+
+# Bytes of bits per block: 32 values per thread, so that several loads are under way at once.
+BLOCK, WARPS = 512, 4
+
+
+@triton.jit
+def pack_kernel(x, bits, num, BLOCK: tl.constexpr):
+    byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    bit = tl.arange(0, 8)
+    value = byte[:, None] * 8 + bit[None, :]
+    fired = tl.load(x + value, mask=value < num, other=0.0).to(tl.float32) != 0.0
+    packed = tl.sum(fired.to(tl.int32) << bit[None, :], axis=1)
+    tl.store(bits + byte, packed.to(tl.uint8), mask=byte * 8 < num)
+
+
+@triton.jit
+def unpack_kernel(bits, x, num, BLOCK: tl.constexpr):
+    byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    bit = tl.arange(0, 8)
+    value = byte[:, None] * 8 + bit[None, :]
+    packed = tl.load(bits + byte, mask=byte * 8 < num, other=0).to(tl.int32)
+    fired = ((packed[:, None] >> bit[None, :]) & 1).to(tl.float32)
+    tl.store(x + value, fired.to(x.dtype.element_ty), mask=value < num)
+
+
+def pack(x: Tensor, bits: Tensor) -> None:
+    """Write a bit for each value in the memory of `x`, which has no gaps."""
+    _run(pack_kernel, x.numel(), x.dtype, x.device, (x, bits))
+
+
+def unpack(bits: Tensor, x: Tensor) -> None:
+    """Write 0 or 1 for each value in the memory of `x`, which has no gaps."""
+    _run(unpack_kernel, x.numel(), x.dtype, x.device, (bits, x))
+
+
+def _run(
+    kernel: Any, num: int, dtype: torch.dtype, device: torch.device, tensors: tuple[Tensor, Tensor]
+) -> None:
+    if num:
+        _launch(kernel, num, dtype, device)(tensors)
+
+
+@lru_cache(maxsize=4096)
+def _launch(kernel: Any, num: int, dtype: torch.dtype, device: torch.device) -> Launch:
+    grid = (-(-num // (8 * BLOCK)), 1, 1)
+    return Launch(kernel, grid, (num, BLOCK), WARPS, device)

@@ -1,0 +1,70 @@
+"""Hand-written Triton kernels, compiled for a GPU where there is none: the interpreter, which runs
+them in the other tests, accepts more than the compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# module | its kernel | types of its arguments; all of 16 where they are addresses or numbers
+KERNELS = r"""
+bits_triton | pack_kernel | x=*{dtype} bits=*u8 num=i32 BLOCK=512
+bits_triton | unpack_kernel | bits=*u8 x=*{dtype} num=i64 BLOCK=512
+norm_triton | statistics | x=*{dtype} weight=*fp32 mean=*fp32 variance=*fp32 batches=*i64 \
+results=*fp32 partial=*fp32 arrived=*i32 momentum=fp32 eps=fp32 outer=i64 channels=i64 \
+inner=i64 rows=i64 repeats=i64 HEIGHT=64 WIDTH=64 LAST={last} UNIT=16
+norm_triton | gradient_sums | scales=*fp32 shifts=*fp32 statistics=*fp32 results=*fp32 \
+partial=*fp32 arrived=*i32 number=fp32 outer=i64 channels=i64 inner=i64 rows=i64 \
+HEIGHT=64 WIDTH=64 LAST={last} UNIT=16
+"""
+
+CODE = """
+import importlib, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+for line in sys.stdin:
+    module, name, arguments = line.split(" | ")
+    kernel = getattr(importlib.import_module(f"spikefuse.kernels.{module}"), name)
+    types = [argument.split("=")[1] for argument in arguments.split()]
+    types = dict(zip(kernel.arg_names, types, strict=True))
+    constants = {(i,): int(t) for i, t in enumerate(types.values()) if t.isdigit()}
+    sixteen = [["tt.divisibility", 16]]
+    attributes = {(i,): sixteen for i, t in enumerate(types.values()) if t[0] in "*i"}
+    types = {n: "constexpr" if t.isdigit() else t for n, t in types.items()}
+    source = ASTSource(kernel, types, constants, attributes)
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print(name, max(w for w in (1, 2, 4) if w == 1 or f".v{w}.b32" in made.asm["ptx"]))
+"""
+
+
+def compiled(lines: str, cache: Path) -> list[str]:
+    """Each kernel's name, and the 32-bit words that it reads or writes at a time."""
+    unset = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", CODE],
+        input=lines,
+        env=unset | {"TRITON_CACHE_DIR": str(cache)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+@pytest.mark.parametrize(("dtype", "last"), [("fp32", 1), ("bf16", 0), ("fp16", 1)])
+def test_kernels_compile(dtype: str, last: int, tmp_path: Path) -> None:
+    lines = KERNELS.strip().replace("\\\n", "").format(dtype=dtype, last=last)
+    expected = [f"{line.split(' | ')[1]} 4" for line in lines.splitlines()]
+    assert compiled(lines, tmp_path) == expected
