@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spikefuse import reference
 from spikefuse.neurons.definition import Outputs, States
+from spikefuse.nn.block import Block
 from spikefuse.nn.neuron import DTYPES, Neuron
 
 LAYOUTS = ("contiguous", "channels_last", "batch_first")
@@ -101,8 +102,8 @@ class Run:
         }
 
 
-def run(neuron: Neuron, inputs: Sequence[Tensor], state: States | None, impl: str) -> Run:
-    """Run `neuron` on fresh leaves: its inputs, initial states and parameters.
+def run(neuron: Neuron | Block, inputs: Sequence[Tensor], state: States | None, impl: str) -> Run:
+    """Run a neuron or block on fresh leaves: its inputs, initial states and parameters.
 
     `impl` is one of the neuron's, or "float64" for the eager loop in double precision.
     """
@@ -111,11 +112,10 @@ def run(neuron: Neuron, inputs: Sequence[Tensor], state: States | None, impl: st
     leaves = {f"input {i}": x for i, x in enumerate(xs)}
     leaves |= {f"state {i}": s for i, s in enumerate(starts or ())}
     leaves |= dict(neuron.named_parameters())
-    if impl == "float64":
-        outputs, states = reference.scan(neuron, tuple(x.double() for x in xs), starts)
-    else:
-        result, states = neuron(*xs, state=starts, return_state=True, impl=impl)
-        outputs = result if isinstance(result, tuple) else (result,)
+    given = [x.double() for x in xs] if impl == "float64" else xs
+    impl = "reference" if impl == "float64" else impl
+    result, states = neuron(*given, state=starts, return_state=True, impl=impl)
+    outputs = result if isinstance(result, tuple) else (result,)
     return Run(outputs, states, leaves)
 
 
