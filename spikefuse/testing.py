@@ -11,7 +11,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from spikefuse import reference
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.block import Block
 from spikefuse.nn.neuron import DTYPES, Neuron
