@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from spikefuse.nn.block import Block, normed
 from spikefuse.nn.neuron import Neuron
 
 
@@ -21,15 +22,19 @@ _tracing = threading.Lock()
 
 
 class _Tracer(fx.Tracer):
-    """Keeps neurons and the layers of torch.nn whole, adds nothing to the network, and leaves the
-    calls of other threads alone."""
+    """Keeps neurons, blocks, the layers of torch.nn and `leaves` whole, adds nothing to the
+    network, and leaves the calls of other threads alone."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    # Code that depends on a buffer's values is none that a graph can stand for.
+    proxy_buffer_attributes = True
+
+    def __init__(self, leaves: Collection[nn.Module] = ()) -> None:
+        super().__init__(autowrap_functions=(normed,))
         self.thread = threading.get_ident()
+        self.leaves = leaves
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, Neuron) or super().is_leaf_module(m, module_qualified_name)
+        return m in self.leaves or is_layer(m)
 
     def call_module(
         self,
@@ -54,9 +59,14 @@ class _Tracer(fx.Tracer):
         return super().create_arg(a)
 
 
-def trace(net: nn.Module) -> fx.Graph:
-    """The graph of `net` in its present mode. Its `forward` runs once, without tensors; random
-    numbers that it draws are put back.
+def is_layer(module: nn.Module) -> bool:
+    """Whether a graph calls the module as one thing."""
+    return isinstance(module, Neuron | Block) or fx.Tracer().is_leaf_module(module, "")
+
+
+def trace(net: nn.Module, leaves: Collection[nn.Module] = ()) -> fx.Graph:
+    """The graph of `net` in its present mode, in which `leaves` are called as they are. Its
+    `forward` runs once, without tensors; random numbers that it draws are put back.
 
     Raises:
         Untraceable: `forward` does something that depends on values, or anything else that only
@@ -64,7 +74,7 @@ def trace(net: nn.Module) -> fx.Graph:
     """
     try:
         with _tracing, torch.random.fork_rng(devices=[]):
-            graph = _Tracer().trace(net)
+            graph = _Tracer(leaves).trace(net)
     except Untraceable:
         raise
     except Exception as error:
@@ -73,3 +83,23 @@ def trace(net: nn.Module) -> fx.Graph:
     for node in graph.nodes:
         node.type = None  # annotations may be strings, with which a GraphModule can't be pickled
     return graph
+
+
+def trace_modes(net: nn.Module, leaves: Collection[nn.Module] = ()) -> fx.Graph:
+    """As `trace`: the graph that holds in training and in evaluation alike.
+
+    Raises:
+        Untraceable: also where the two differ.
+    """
+    modes = [(m, m.training) for m in net.modules()]
+    try:
+        graphs = [trace(net.train(mode), leaves) for mode in (True, False)]
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    first, second = (
+        [(n.op, n.target, str(n.args), str(n.kwargs)) for n in graph.nodes] for graph in graphs
+    )
+    if first != second:
+        raise Untraceable("its forward differs between training and evaluation")
+    return graphs[0]
