@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.neurons.definition import States
-from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.neuron import Neuron, calls
 
 
 class Block(nn.Module):
@@ -34,5 +34,8 @@ class Block(nn.Module):
 
 def normed(norm: _BatchNorm, neuron: Neuron, x: Tensor, residual: Tensor | None = None) -> Any:
     """The same as a function of the two modules."""
+    sequence = calls.sequence
+    if sequence is not None and x.shape[0] == sequence.constant_rows:
+        x = x.repeat(sequence.num_steps, *[1] * (x.ndim - 1))
     y = norm(x)
     return neuron(y if residual is None else y + residual)

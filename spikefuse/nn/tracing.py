@@ -17,6 +17,8 @@ class Untraceable(Exception):
     """torch.fx cannot write the network down; the message says why."""
 
 
+_FX = fx.Tracer()
+
 # A tracer patches nn.Module while it works: two at a time would not clean up.
 _tracing = threading.Lock()
 
@@ -61,7 +63,7 @@ class _Tracer(fx.Tracer):
 
 def is_layer(module: nn.Module) -> bool:
     """Whether a graph calls the module as one thing."""
-    return isinstance(module, Neuron | Block) or fx.Tracer().is_leaf_module(module, "")
+    return isinstance(module, Neuron | Block) or _FX.is_leaf_module(module, "")
 
 
 def trace(net: nn.Module, leaves: Collection[nn.Module] = ()) -> fx.Graph:
