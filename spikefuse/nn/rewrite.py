@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import fx, nn
@@ -94,29 +94,7 @@ def _inside(module: nn.Module, closed: dict[nn.Module, str]) -> dict[nn.Module, 
 def _traced(module: nn.Module, closed: Mapping[nn.Module, str]) -> fx.Graph:
     if type(module).get_extra_state is not nn.Module.get_extra_state:
         raise Untraceable("its state dict is more than its tensors: it defines get_extra_state")
-    with _without_side_effects(module):
-        return trace_modes(module, closed)
-
-
-@contextlib.contextmanager
-def _without_side_effects(module: nn.Module) -> Iterator[None]:
-    """Put attributes back, and raise Untraceable if any was set: a graph would not set it."""
-    before = [(m, dict(vars(m))) for m in module.modules()]
-    try:
-        yield
-    finally:
-        changed = []
-        for m, attributes in before:
-            now = dict(vars(m))
-            if now.keys() != attributes.keys() or any(
-                now[k] is not v for k, v in attributes.items()
-            ):
-                names = [k for k in now if k not in attributes or now[k] is not attributes[k]]
-                changed += [f"{type(m).__name__}.{name}" for name in names]
-                vars(m).clear()
-                vars(m).update(attributes)
-    if changed:
-        raise Untraceable(f"its forward sets {', '.join(changed)}")
+    return trace_modes(module, closed, pure=True)
 
 
 def rebuilt(model: nn.Module, graphs: Mapping[nn.Module, fx.Graph]) -> nn.Module:
