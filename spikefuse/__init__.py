@@ -31,6 +31,7 @@ from spikefuse.nn import (
     TernaryLIF,
     TwoCompartmentLIF,
     explain,
+    fuse,
     spiking,
 )
 
@@ -65,6 +66,7 @@ __all__ = [
     "__version__",
     "decay_from_tau",
     "explain",
+    "fuse",
     "memory",
     "spiking",
     "surrogate",

@@ -2,6 +2,7 @@
 
 from spikefuse.nn.convert import spiking
 from spikefuse.nn.explain import explain
+from spikefuse.nn.fuse import fuse
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.temporal import Temporal
 from spikefuse.nn.zoo import (
@@ -45,5 +46,6 @@ __all__ = [
     "TernaryLIF",
     "TwoCompartmentLIF",
     "explain",
+    "fuse",
     "spiking",
 ]

@@ -21,7 +21,7 @@ from spikefuse.kernels.norm import gradient_sums, move, normalization, revision,
 from spikefuse.kernels.place import Place
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.neuron import Neuron, backend_of, calls, check, mark
-from spikefuse.nn.normed import REVISION, VALUES, normed
+from spikefuse.nn.normed import REVISION, VALUES, behind_norm
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -72,10 +72,10 @@ class Block(nn.Module):
         return_state: bool = False,
         impl: str = "auto",
     ) -> Any:
-        return run(self.norm, self.neuron, x, residual, state, return_state, impl)
+        return normed(self.norm, self.neuron, x, residual, state, return_state, impl)
 
 
-def run(
+def normed(
     norm: _BatchNorm,
     neuron: Neuron,
     x: Tensor,
@@ -153,7 +153,7 @@ def _reference(
         mean, variance = norm.running_mean, norm.running_var
     inverse = torch.rsqrt(variance + norm.eps)
     scale = inverse if norm.weight is None else inverse * norm.weight
-    definition = normed(neuron, mean, scale, _shift(norm, x), len(inputs) > 1)
+    definition = behind_norm(neuron, mean, scale, _shift(norm, x), len(inputs) > 1)
     return reference.scan(definition, inputs, state)
 
 
@@ -218,7 +218,7 @@ def _kernels(neuron: Neuron, backend: str, adds: bool, revises: bool) -> tuple[_
 
 def _make_kernels(neuron: Neuron, backend: str, adds: bool, revises: bool) -> _Kernels:
     placeholder = torch.zeros(1)
-    definition = normed(neuron, placeholder, placeholder, placeholder, adds, revises)
+    definition = behind_norm(neuron, placeholder, placeholder, placeholder, adds, revises)
     values, statics = definition.describe()
     kinds = tuple((name, kind_of(value)) for name, value in values.items())
     name, used = prepare(definition, backend, statics, kinds)

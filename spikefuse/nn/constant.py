@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules import batchnorm, conv, dropout, pooling
 
 from spikefuse.nn.activations import ACTIVATIONS, FUNCTIONS, METHODS
+from spikefuse.nn.block import Block, normed
 from spikefuse.nn.neuron import Neuron, Sequence, calls
 from spikefuse.nn.tracing import Untraceable, trace
 
@@ -97,7 +98,7 @@ def _layers_before_neurons(net: nn.Module, graph: fx.Graph) -> list[nn.Module] |
             constant.add(node)
         elif same and (changing or node.op == "output"):
             return None
-        elif isinstance(module, Neuron) or changing:
+        elif isinstance(module, Neuron | Block) or node.target is normed or changing:
             varying.add(node)
         elif same:
             if not _is_plain(node, module):

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from spikefuse.nn.activations import ACTIVATIONS, FUNCTIONS, METHODS
 from spikefuse.nn.neuron import Neuron, calls
 from spikefuse.nn.temporal import Temporal
-from spikefuse.nn.tracing import Untraceable, trace
+from spikefuse.nn.tracing import Untraceable, trace_modes
 
 MakeNeuron = Callable[[], Neuron]
 
@@ -56,7 +56,7 @@ def spiking(
     model = copying.deepcopy(model) if copy else model
     make = functools.partial(_new, neuron, set())
     try:
-        graph = _graph(model)
+        graph = trace_modes(model)
     except Untraceable as error:
         return _exchanged(model, make, replace, error)
     sites = [_Site(node, *found) for node, found in _activations(model, graph, replace)]
@@ -121,22 +121,6 @@ def _new(neuron: MakeNeuron, made: set[Neuron]) -> Neuron:
         raise ValueError("neuron makes the same module again: expected a new one at each call")
     made.add(found)
     return found
-
-
-def _graph(model: nn.Module) -> fx.Graph:
-    """The graph of the model, which must be the same in training and in evaluation."""
-    modes = [(m, m.training) for m in model.modules()]
-    try:
-        graphs = [trace(model.train(mode)) for mode in (True, False)]
-    finally:
-        for module, mode in modes:
-            module.training = mode
-    first, second = (
-        [(n.op, n.target, str(n.args), str(n.kwargs)) for n in graph.nodes] for graph in graphs
-    )
-    if first != second:
-        raise Untraceable("its forward differs between training and evaluation")
-    return graphs[0]
 
 
 def _activations(

@@ -34,7 +34,7 @@ class _Revise(torch.autograd.Function):
 
 class Normed(Definition):
     """A neuron whose first input is normalised: `(x - mean) * scale + shift`, one value of each per
-    channel, plus a residual where there is one. `normed` makes one."""
+    channel, plus a residual where there is one. `behind_norm` makes one."""
 
     neuron: Definition
     mean: Tensor
@@ -55,7 +55,7 @@ class Normed(Definition):
         return self.neuron.step(u, *rest)
 
 
-def normed(
+def behind_norm(
     neuron: Definition,
     mean: Tensor,
     scale: Tensor,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from spikefuse.nn.block import Block, normed
 from spikefuse.nn.neuron import Neuron
 
 
@@ -16,20 +18,52 @@ class Untraceable(Exception):
     """torch.fx cannot write the network down; the message says why."""
 
 
+_FX = fx.Tracer()
+
 # A tracer patches nn.Module while it works: two at a time would not clean up.
 _tracing = threading.Lock()
 
 
-class _Tracer(fx.Tracer):
-    """Keeps neurons and the layers of torch.nn whole, adds nothing to the network, and leaves the
-    calls of other threads alone."""
+class _Proxy(fx.Proxy):
+    """Notes what is changed in place: torch.fx takes `x += y` for `x = x + y`."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    tracer: _Tracer
+
+    def __iadd__(self, other: Any) -> Any:
+        return self._changed(self + other)
+
+    def __isub__(self, other: Any) -> Any:
+        return self._changed(self - other)
+
+    def __imul__(self, other: Any) -> Any:
+        return self._changed(self * other)
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self._changed(self / other)
+
+    def _changed(self, result: Any) -> Any:
+        self.tracer.changed.append((self.node, result.node))
+        return result
+
+
+class _Tracer(fx.Tracer):
+    """Keeps neurons, blocks, the layers of torch.nn and `leaves` whole, adds nothing to the
+    network, and leaves the calls of other threads alone."""
+
+    # Code that depends on a buffer's values is none that a graph can stand for.
+    proxy_buffer_attributes = True
+
+    def __init__(self, leaves: Collection[nn.Module] = ()) -> None:
+        super().__init__(autowrap_functions=(normed,))
         self.thread = threading.get_ident()
+        self.leaves = leaves
+        self.changed: list[tuple[fx.Node, fx.Node]] = []
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, Neuron) or super().is_leaf_module(m, module_qualified_name)
+        return m in self.leaves or is_layer(m)
 
     def call_module(
         self,
@@ -54,22 +88,74 @@ class _Tracer(fx.Tracer):
         return super().create_arg(a)
 
 
-def trace(net: nn.Module) -> fx.Graph:
-    """The graph of `net` in its present mode. Its `forward` runs once, without tensors; random
-    numbers that it draws are put back.
+def is_layer(module: nn.Module) -> bool:
+    """Whether a graph calls the module as one thing."""
+    return isinstance(module, Neuron | Block) or _FX.is_leaf_module(module, "")
+
+
+def trace(net: nn.Module, leaves: Collection[nn.Module] = (), pure: bool = False) -> fx.Graph:
+    """The graph of `net` in its present mode, in which `leaves` are called as they are. Its
+    `forward` runs once, without tensors; random numbers that it draws, and attributes that it
+    sets, are put back.
 
     Raises:
         Untraceable: `forward` does something that depends on values, or anything else that only
-            works on tensors.
+            works on tensors; with `pure` also if it sets attributes, which the graph does not.
     """
+    tracer = _Tracer(leaves)
     try:
-        with _tracing, torch.random.fork_rng(devices=[]):
-            graph = _Tracer().trace(net)
+        with _tracing, torch.random.fork_rng(devices=[]), _attributes_kept(net) as changed:
+            graph = tracer.trace(net)
     except Untraceable:
         raise
     except Exception as error:
         # Python meets a stand-in for a tensor in code of any kind, which may raise anything.
         raise Untraceable(f"{type(error).__name__}: {error}") from error
+    if changed and pure:
+        raise Untraceable(f"its forward sets {', '.join(changed)}")
+    for node, result in tracer.changed:
+        if any(user > result for user in node.users):
+            raise Untraceable("its forward changes a tensor in place and reads it by another name")
     for node in graph.nodes:
         node.type = None  # annotations may be strings, with which a GraphModule can't be pickled
     return graph
+
+
+@contextlib.contextmanager
+def _attributes_kept(net: nn.Module) -> Iterator[list[str]]:
+    """Put back what is set meanwhile, and list it."""
+    kept = [
+        (type(m).__name__, held, dict(held))
+        for m in net.modules()
+        for held in (vars(m), m._buffers)
+    ]
+    changed: list[str] = []
+    try:
+        yield changed
+    finally:
+        for kind, held, before in kept:
+            names = [k for k in {**before, **held} if held.get(k, kept) is not before.get(k, kept)]
+            if names:
+                changed += [f"{kind}.{name}" for name in names]
+                held.clear()
+                held.update(before)
+
+
+def trace_modes(net: nn.Module, leaves: Collection[nn.Module] = (), pure: bool = False) -> fx.Graph:
+    """As `trace`: the graph that holds in training and in evaluation alike.
+
+    Raises:
+        Untraceable: also where the two differ.
+    """
+    modes = [(m, m.training) for m in net.modules()]
+    try:
+        graphs = [trace(net.train(mode), leaves, pure) for mode in (True, False)]
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    first, second = (
+        [(n.op, n.target, str(n.args), str(n.kwargs)) for n in graph.nodes] for graph in graphs
+    )
+    if first != second:
+        raise Untraceable("its forward differs between training and evaluation")
+    return graphs[0]

@@ -13,7 +13,7 @@ import spikefuse as sf
 from spikefuse import reference
 from spikefuse.kernels.norm import statistics
 from spikefuse.nn.block import Block
-from spikefuse.nn.normed import normed
+from spikefuse.nn.normed import behind_norm
 from spikefuse.testing import DTYPES, LAYOUTS, lay_out, make_input, poisoned, run, within_budget
 from tests.test_exactness import DEFINITIONS, SMOOTH, make
 
@@ -50,7 +50,7 @@ def expected_of_step(block, inputs, state, impl):
         scale = torch.rsqrt(norm.running_var + norm.eps)
         scale = scale if norm.weight is None else scale * norm.weight
     shift = torch.zeros_like(mean) if norm.bias is None else norm.bias
-    definition = normed(block.neuron, mean, scale.detach(), shift.detach(), len(inputs) > 1)
+    definition = behind_norm(block.neuron, mean, scale.detach(), shift.detach(), len(inputs) > 1)
     return reference.scan(definition, inputs, state)
 
 
