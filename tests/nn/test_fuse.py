@@ -344,7 +344,7 @@ def test_an_optimizer_made_before() -> None:
     after = []
     for fuse in (False, True):
         net = network()
-        optimizer = torch.optim.Adam(net.parameters())
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
         fused = sf.fuse(net) if fuse else net
         for _ in range(3):
             optimizer.zero_grad()
