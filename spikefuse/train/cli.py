@@ -20,7 +20,7 @@ from spikefuse.train.config import ConfigError, TrainConfig
 USER_ERROR = 2
 EXTRA = ("lightning", "tensorboard", "matplotlib", "tqdm", "yaml")
 # What a resumed run may change: it continues to the same result.
-RESUMABLE = ("epochs", "cuda_graph")
+RESUMABLE = ("epochs", "cuda_graph", "memory")
 # Choices that fit beside an option's name in the help; more are listed below it.
 FEW = 4
 
@@ -34,7 +34,8 @@ GROUPS = {
         *("loss", "label_smoothing", "clip", "shift", "flip", "seed"),
     ),
     "how to compute": (
-        *("precision", "accumulate", "tbptt", "channels_last", "cuda_graph", "sync_batch_norm"),
+        *("precision", "accumulate", "tbptt", "memory", "channels_last", "cuda_graph"),
+        "sync_batch_norm",
     ),
 }
 

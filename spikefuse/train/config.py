@@ -13,6 +13,7 @@ from torch import nn
 
 from spikefuse import surrogate
 from spikefuse.data import DATASETS
+from spikefuse.memory import POLICIES
 from spikefuse.models import MODELS
 from spikefuse.nn import Temporal, zoo
 
@@ -167,6 +168,7 @@ class TrainConfig:
     )
     flip: bool = option(False, "mirror half of the training images, at random", shown="no")
     precision: str = option("32", "32, or mixed precision: bf16, 16 (float16, CUDA)", PRECISIONS)
+    memory: str = option("recompute", "what is kept for backward (docs/memory.md)", POLICIES)
     channels_last: bool | None = option(
         None, "keep channels innermost in memory", shown="on a GPU", kind=bool
     )
@@ -289,7 +291,8 @@ class TrainConfig:
         channels, *size = dataset.shape if len(dataset.shape) == 3 else (*dataset.shape, 1, 1)
         height, width = size
         build = MODELS[self.model]
-        return Temporal(build(self.make_neuron, channels, len(dataset.classes), (height, width)))
+        net = build(self.make_neuron, channels, len(dataset.classes), (height, width))
+        return Temporal(net, POLICIES[self.memory])
 
     def transform(self) -> dict[str, Any]:
         """What `spikefuse.data.load` is to be told."""
