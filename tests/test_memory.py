@@ -395,6 +395,13 @@ def test_compiled(backends, part):
     assert seen == ([SPIKES, SPIKES] if part else [])
 
 
+def test_what_policies_say():
+    said = {name: (p.packs_spikes, p.keeps_states) for name, p in memory.POLICIES.items()}
+    expected = {"save-all": (False, True), "recompute": (True, False), "bits": (True, True)}
+    assert said == expected
+    assert repr(memory.Bits()) == "Bits()"
+
+
 def test_what_is_no_policy():
     assert sf.Temporal(sf.LIF()).memory == sf.memory.Recompute()
     for given in ("bits", sf.memory.Bits, 1):
