@@ -20,7 +20,7 @@ from spikefuse.train.config import ConfigError, TrainConfig
 USER_ERROR = 2
 EXTRA = ("lightning", "tensorboard", "matplotlib", "tqdm", "yaml")
 # What a resumed run may change: it continues to the same result.
-RESUMABLE = ("epochs", "cuda_graph", "fuse")
+RESUMABLE = ("epochs", "cuda_graph", "fuse", "memory")
 # Choices that fit beside an option's name in the help; more are listed below it.
 FEW = 4
 
@@ -34,7 +34,7 @@ GROUPS = {
         *("loss", "label_smoothing", "clip", "shift", "flip", "seed"),
     ),
     "how to compute": (
-        *("precision", "accumulate", "tbptt", "fuse", "channels_last", "cuda_graph"),
+        *("precision", "accumulate", "tbptt", "fuse", "memory", "channels_last", "cuda_graph"),
         "sync_batch_norm",
     ),
 }
