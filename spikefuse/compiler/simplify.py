@@ -52,13 +52,13 @@ def _contracted(graph: Graph) -> Graph:
     for node in graph.nodes:
         if not flows.isdisjoint(o for o in node.operands if isinstance(o, str)):
             flows.add(node.name)
-            first, second = (*node.operands, None)[:2]
-            if node.op == "add" and (factors := product(first)):
-                node = replace(node, op="fma", operands=(*factors, second))
-            elif node.op == "add" and (factors := product(second)):
-                node = replace(node, op="fma", operands=(*factors, first))
-            elif node.op == "sub" and (factors := product(second)):
-                node = replace(node, op="fnma", operands=(*factors, first))
+            if node.op in ("add", "sub"):
+                first, second = node.operands
+                if factors := product(second):
+                    op = "fma" if node.op == "add" else "fnma"
+                    node = replace(node, op=op, operands=(*factors, first))
+                elif node.op == "add" and (factors := product(first)):
+                    node = replace(node, op="fma", operands=(*factors, second))
         result.nodes.append(node)
     return result.select(graph.outputs)
 
