@@ -22,7 +22,7 @@ from spikefuse.kernels import bits
 from spikefuse.nn import kept
 from spikefuse.testing import DTYPES, make_input
 
-POLICIES = tuple(memory.POLICIES.values())
+EVERY = tuple(memory.POLICIES.values())
 SHAPE = (4, 3, 5, 8, 12)  # T, B, C, H, W
 SPIKES = 4 * 3 * 8 * 8 * 12  # of the first neuron
 
@@ -130,7 +130,7 @@ def test_policies_give_the_same_numbers(backends, dtype, channels_last):
     if channels_last:
         x = x.flatten(0, 1).to(memory_format=torch.channels_last).unflatten(0, SHAPE[:2])
     expected = step(wrapped(Net, sf.memory.SaveAll(), backends.device, dtype), x)
-    for policy in POLICIES:
+    for policy in EVERY:
         with packings() as seen:
             found = step(wrapped(Net, policy, backends.device, dtype), x)
         assert_same(found, expected)
@@ -140,7 +140,7 @@ def test_policies_give_the_same_numbers(backends, dtype, channels_last):
 
 def test_bytes(backends):
     x = make_input(SHAPE, device=backends.device)
-    nets = {p: wrapped(lambda: conv(nn.Conv2d(8, 4, 1)), p, backends.device) for p in POLICIES}
+    nets = {p: wrapped(lambda: conv(nn.Conv2d(8, 4, 1)), p, backends.device) for p in EVERY}
     found = {p: bytes_kept(net, x) for p, net in nets.items()}
     saved = found[memory.SaveAll()][0] - found[memory.Recompute()][0]
     assert saved == SPIKES * 4 - SPIKES // 8
@@ -216,7 +216,7 @@ VIEWS = {
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_share_a_packing(backends, name):
     x = make_input(SHAPE, device=backends.device)
-    nets = {p: wrapped(lambda: Functional(VIEWS[name]), p, backends.device) for p in POLICIES}
+    nets = {p: wrapped(lambda: Functional(VIEWS[name]), p, backends.device) for p in EVERY}
     expected = step(nets[memory.SaveAll()], x)
     with packings() as seen:
         assert_same(step(nets[memory.Recompute()], x), expected)
@@ -235,7 +235,7 @@ NOT_SPIKES = {
 @pytest.mark.parametrize("name", NOT_SPIKES)
 def test_what_is_not_spikes_passes_untouched(backends, name):
     x = make_input(SHAPE, device=backends.device)
-    nets = {p: wrapped(lambda: Functional(NOT_SPIKES[name]), p, backends.device) for p in POLICIES}
+    nets = {p: wrapped(lambda: Functional(NOT_SPIKES[name]), p, backends.device) for p in EVERY}
     expected = step(nets[memory.SaveAll()], x)
     with packings() as seen:
         assert_same(step(nets[memory.Recompute()], x), expected)
@@ -280,7 +280,7 @@ def test_a_change_after_a_layer_has_read(backends):
     assert_same(
         step(wrapped(lambda: Functional(spikes_too_late), device=backends.device), x), expected
     )
-    for policy in POLICIES:
+    for policy in EVERY:
         net = wrapped(lambda: Functional(potentials_too_late), policy, backends.device)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             step(net, x)
@@ -362,7 +362,7 @@ def test_threads(backends):
     """Each call marks and packs its own."""
     x = make_input(SHAPE, device=backends.device)
     expected = step(wrapped(Net, memory.SaveAll(), backends.device), x)
-    nets = [wrapped(Net, policy, backends.device) for policy in POLICIES]
+    nets = [wrapped(Net, policy, backends.device) for policy in EVERY]
     found = {}
 
     def work(i):
@@ -391,7 +391,8 @@ def test_compiled(backends, part):
     model = net if part else torch.compile(net, backend="aot_eager", fullgraph=True)
     with packings() as seen:
         found = step(model, x)
-    assert_same(found, expected)
+    # Compiled convolutions may add in another order.
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert seen == ([SPIKES, SPIKES] if part else [])
 
 

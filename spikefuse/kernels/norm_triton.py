@@ -21,7 +21,7 @@ from spikefuse.kernels.place import Place
 
 # Elements of a tile, channels of one, threads over 32, thread blocks of a multiprocessor that are
 # aimed at, and shares of a tile of channels at most: the last block combines them all at once.
-TILE, WIDTH, WARPS, BLOCKS = 4096, 64, 8, 4
+TILE, WIDTH, WARPS, BLOCKS = 8192, 32, 8, 4
 MAX_SHARES = 128
 
 
@@ -135,11 +135,12 @@ def statistics(
     row = tl.arange(0, HEIGHT)[:, None]
     width = tl.multiple_of(tl.minimum(length, WIDTH).to(tl.int32), UNIT)
 
-    # Sums are taken about the mean of the first tile, in case that the mean is large.
-    live = (row < count) & (column < width)
-    seen = tl.load(x_ptr + offsets, mask=live, other=0.0).to(tl.float32)
-    weights = _over_rows(tl.where(live, 1.0, 0.0), LAST)
-    origin = tl.div_rn(_over_rows(seen, LAST), tl.maximum(weights, 1.0))
+    CHANNELS: tl.constexpr = WIDTH if LAST else 1
+    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    exists = c < channels
+    # Sums are taken about the first value, in case that the mean is large.
+    origin = tl.load(x_ptr + first * stride + c * (1 if LAST else inner), exists, 0.0)
+    origin = origin.to(tl.float32)
     sums = tl.zeros([HEIGHT, WIDTH], tl.float32)
     squares = tl.zeros([HEIGHT, WIDTH], tl.float32)
     for top in range(0, count, HEIGHT):
@@ -156,9 +157,6 @@ def statistics(
     total = _over_rows(sums, LAST)
     shift = tl.div_rn(total, (count * each).to(tl.float32))
     spread = _over_rows(squares, LAST) - shift * total
-    CHANNELS: tl.constexpr = WIDTH if LAST else 1
-    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    exists = c < channels
     means_ptr, spreads_ptr = partial_ptr + c, partial_ptr + shares * channels + c
     tl.store(means_ptr + share * channels, origin + shift, mask=exists)
     tl.store(spreads_ptr + share * channels, spread, mask=exists)
