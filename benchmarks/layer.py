@@ -17,6 +17,8 @@ from spikefuse.testing import within_budget
 
 Tensors = tuple[Tensor, ...]
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
 OURS, EAGER = "spikefuse", "eager loop"
 
 # Elements of a sequence for which the eager loop's graph is kept at a time while verifying.

@@ -119,6 +119,18 @@ def spikingjelly() -> tuple[Any, Any, Any]:
     return functional, neurons, surrogate
 
 
+def constants(surrogate: Any, decay: float = DECAY, threshold: float = THRESHOLD) -> dict[str, Any]:
+    """What SpikingJelly's neurons and functions take; its decay is 1 - 1/tau."""
+    return {
+        "tau": 1 / (1 - decay),
+        "decay_input": False,
+        "v_threshold": threshold,
+        "v_reset": 0.0,
+        "surrogate_function": surrogate,
+        "detach_reset": False,
+    }
+
+
 def implementation(functional: Any, device: torch.device) -> str:
     """Which of its implementations SpikingJelly has chosen, for a note."""
     try:
@@ -131,23 +143,16 @@ def implementation(functional: Any, device: torch.device) -> str:
 def rivals(inputs: Inputs) -> list[Contender]:
     """SpikingJelly's layer, and its function with a float32 state.
 
-    Its decay is 1 - 1/tau. The layer keeps its state in the dtype of the input; only the function
-    has a fused path for a bfloat16 input, which needs a float32 state.
+    The layer keeps its state in the dtype of the input; only the function has a fused path for a
+    bfloat16 input, which needs a float32 state.
     """
     try:
         functional, neurons, surrogate = spikingjelly()
     except Exception as error:
         return [Contender(name, unavailable=first_line(error)) for name in RIVALS]
     x = inputs.like
-    constants: dict[str, Any] = {
-        "tau": 1 / (1 - DECAY),
-        "decay_input": False,
-        "v_threshold": THRESHOLD,
-        "v_reset": 0.0,
-        "surrogate_function": surrogate.Sigmoid(alpha=WIDTH),
-        "detach_reset": False,
-    }
-    node = neurons.LIFNode(**constants, step_mode="m")
+    given = constants(surrogate.Sigmoid(alpha=WIDTH))
+    node = neurons.LIFNode(**given, step_mode="m")
     rest = torch.zeros(x.shape[1:], device=x.device)  # made once: not part of its time
 
     def whole(x: Tensor) -> Tensor:
@@ -156,7 +161,7 @@ def rivals(inputs: Inputs) -> list[Contender]:
         return y
 
     def function(x: Tensor) -> Tensor:
-        return functional.lif_multi_step(x, rest, **constants)[0]
+        return functional.lif_multi_step(x, rest, **given)[0]
 
     note = implementation(functional, x.device)
     if x.dtype != torch.float32:

@@ -11,7 +11,8 @@ convolutions, as PyTorch's default; bfloat16 is by autocast, as in the trainer.
 
 SpikingJelly takes part where it is installed: as its users write it, and by the function that its
 modules call, on views of the same tensors. "ReLU and batch norm" is the same network with ReLUs in
-place of the neurons, on T times the batch; "convolutions alone" leaves the norms out too.
+place of the neurons, on T times the batch; "convolutions alone" leaves the norms out too. Of the
+fused network there are contenders for all memory policies, if asked for.
 
 Memory is what a step needs beyond weights, optimizer and input: at its peak, or the growth of a
 graph's pool. Without a GPU it is a trial of the script, on small shapes.
@@ -20,8 +21,7 @@ graph's pool. Without a GPU it is a trial of the script, on small shapes.
 from __future__ import annotations
 
 import argparse
-import gc
-import time
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import record, steps
+from benchmarks import bars, series, steps
 from benchmarks.agreement import Agreement, Reference
 from benchmarks.runner import (
     Clock,
@@ -40,21 +40,12 @@ from benchmarks.runner import (
     first_line,
     measure,
 )
-from benchmarks.steps import EAGERLY, GRAPH, NETWORKS, STEPS, WAYS, Network, Result
+from benchmarks.steps import GRAPH, NETWORKS, STEPS, WAYS, Network, Result
 from benchmarks.workloads import DTYPES, RESNETS, WORKLOADS, Task
-
-# For the Spiking-ResNets: wall-clock time over that of SpikingJelly's best in the same way.
-BARS = {
-    ("training", EAGERLY): 0.7,
-    ("training", GRAPH): 0.95,
-    ("evaluation", EAGERLY): 0.6,
-    ("evaluation", GRAPH): 0.6,
-}
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("benchmarks.networks", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = series.parser("networks", __doc__, rounds=5, within=190.0)
     parser.add_argument(
         "--workloads",
         nargs="+",
@@ -70,21 +61,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         choices=steps.ONLY_IF_ASKED,
         default=[],
         metavar="CONTENDER",
-        help=f"slow ones: {', '.join(steps.ONLY_IF_ASKED)}",
+        help=f"not always there: {', '.join(steps.ONLY_IF_ASKED)}",
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, help="turns of each contender (5)")
-    parser.add_argument("--within", type=float, default=190.0, help="seconds; later rows left out")
-    parser.add_argument("--name", default="networks", help="of the result; another keeps that one")
-    parser.add_argument("--out", type=Path, help="folder for the result (benchmarks/results)")
-    parser.add_argument("--quick", action="store_true", help="a trial: small shapes, few rounds")
-    args = parser.parse_args(argv)
+    args = series.parse(parser, argv)
     args.workloads = args.workloads or list(RESNETS)[: 1 if args.quick else None]
-    args.rounds = args.rounds or (2 if args.quick else 5)
-    if args.rounds < 1:
-        parser.error("--rounds must be at least 1")
-    if args.device == "cpu" and not args.quick:
-        parser.error("the rows are sized for a GPU: add --quick for a trial on the CPU")
     return args
 
 
@@ -108,8 +88,13 @@ class Plan:
     device: torch.device
     clock: Clock
     turns: Settings
-    names: tuple[str, ...]
+    also: frozenset[str]
     quick: bool
+
+    def names(self, row: Row) -> list[str]:
+        """Its contenders."""
+        left_out = set(steps.ONLY_IF_ASKED) - self.also - bars.needed(row.workload, row.steps)
+        return [name for name in NETWORKS if name not in left_out]
 
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:
@@ -122,53 +107,24 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 def main(argv: list[str] | None = None) -> Path:
     args = arguments(argv)
     device = torch.device(args.device)
-    settings = {k: v for k, v in vars(args).items() if k not in ("out", "quick", "device", "name")}
-    result = record.document(args.name, device, args.quick, settings)
     plan = Plan(
         device,
         # A step is long: what other contenders have left in caches matters little to it.
         GpuClock(device, warmup=1, singles=1) if device.type == "cuda" else CpuClock(),
         Settings(args.rounds, slot_ms=0.5 if args.quick else 25.0, warmup=2),
-        tuple(n for n in NETWORKS if n not in steps.ONLY_IF_ASKED or n in args.also),
+        frozenset(args.also),
         args.quick,
     )
-    into = record.folder(args.out, args.quick)
-    result |= {"rows": [], "left_out": [], "bars": []}
-    started = time.perf_counter()
     searching = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = device.type == "cuda"  # as the trainer sets it
     try:
-        for row in rows(args):
-            seconds = time.perf_counter() - started
-            found, said = attempt(plan, row, args.within - seconds)
-            print(f"[{seconds:.0f} s] {said}", flush=True)
-            if found is None:
-                result["left_out"].append({"row": row.title, "reason": said.partition(": ")[2]})
-            else:
-                result["rows"].append(found)
-            if device.type == "cuda" and not args.quick:
-                result["bars"] += bars(row, found)
-            path = record.write(into, result)  # now: a later row may end the process
+        return series.run(args, rows(args), functools.partial(measure_one, plan), progress, judged)
     finally:
         torch.backends.cudnn.benchmark = searching
-    record.print_bars(result["bars"])
-    print(f"wrote {path}, {time.perf_counter() - started:.0f} s")
-    return path
 
 
-def attempt(plan: Plan, row: Row, seconds: float) -> tuple[dict[str, Any] | None, str]:
-    """A row's result and what to print; no result where it fails or no time is left."""
-    if seconds <= 0:
-        return None, f"{row.title}: left out, the time is up"
-    try:
-        found = measure_one(plan, row)
-    except Exception as error:  # whatever it is: the other rows are still measured
-        return None, f"{row.title}: left out, {first_line(error)}"
-    finally:
-        gc.collect()  # graphs and their memory, which the next row needs in other sizes
-        if plan.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return found, progress(row, found)
+def judged(row: Row, found: dict[str, Any] | None) -> list[dict[str, Any]]:
+    return bars.of(row.title, row.workload, row.dtype, row.steps, found)
 
 
 @dataclass(frozen=True)
@@ -203,17 +159,19 @@ def measure_one(plan: Plan, row: Row) -> dict[str, Any]:
     workload = WORKLOADS[row.workload]
     task = Task(workload.small() if plan.quick else workload, row.dtype, plan.device)
     reference = Reference.of(task, row.steps)
+    fused = Reference.of(task, row.steps, fused=True, other=reference)
     num_spikes = reference.num_spikes
     agreements: dict[str, Agreement] = {}
     entrants: list[Entrant] = []
-    for name in plan.names:
+    for name in plan.names(row):
+        right = fused if name.startswith(steps.FUSED) else reference
         try:
-            agreements[name] = Agreement(task, row.steps, NETWORKS[name], reference)
+            agreements[name] = Agreement(task, row.steps, NETWORKS[name], right)
         except Exception as error:  # whatever it is: the reason is the result
             entrants += [absent(name, way, first_line(error)) for way in WAYS]
         else:
             entrants += [entrant(task, row.steps, name, way) for way in WAYS]
-    del reference  # its spikes are not needed any more
+    del reference, fused, right  # their spikes are not needed any more
     by_contender = {e.contender.name: e for e in entrants}
 
     def verify(contender: Contender, result: Result) -> None:
@@ -248,10 +206,13 @@ def measure_one(plan: Plan, row: Row) -> dict[str, Any]:
 
 
 def progress(row: Row, found: dict[str, Any]) -> str:
-    lines = [f"{row.title}: {found['spikes']:,} neuron-steps compared"]
+    lines = [f": {found['spikes']:,} neuron-steps compared"]
     for name, about in found["agreement"].items():
         errors = "".join(f", {what} {error:.2g}" for what, error in about["errors"].items())
-        lines.append(f"{name}: {about['flips']} flips{errors}, spread {about['spread']:.2g}")
+        flips = f"{about['flips']} flips"
+        if about["flip_rate"]:
+            flips += f" (fusing turns {about['flip_rate']:.2g})"
+        lines.append(f"{name}: {flips}{errors}, spread {about['spread']:.2g}")
     for c in found["contenders"]:
         if c["status"] != "ok":
             lines.append(f"{c['name']}: {c['status']}, {c['reason']}")
@@ -264,27 +225,6 @@ def progress(row: Row, found: dict[str, Any]) -> str:
             text += f", {c['peak_bytes'] / 2**20:,.0f} MiB"
         lines.append(text)
     return "\n    ".join(lines)
-
-
-def bars(row: Row, found: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The project's own bars for a row; what could not be measured is None, and missed."""
-    made = []
-    for way in WAYS if row.workload in RESNETS else ():
-        ours, rival = median(found, (steps.OURS,), way), median(found, steps.RIVALS, way)
-        ratio = None if ours is None or rival is None else ours / rival
-        what = f"{row.title}, {way}: over SpikingJelly's best"
-        made.append(record.bar(what, ratio, BARS[row.steps, way], at_least=False))
-    return made
-
-
-def median(found: dict[str, Any] | None, names: tuple[str, ...], way: str) -> float | None:
-    """Wall-clock milliseconds of the fastest of some contenders; None where none was measured."""
-    times = [
-        c["wall_ms"]["median"]
-        for c in (found or {}).get("contenders", [])
-        if c["status"] == "ok" and c["network"] in names and c["way"] == way
-    ]
-    return min(times, default=None)
 
 
 if __name__ == "__main__":

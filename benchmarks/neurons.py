@@ -20,7 +20,6 @@ Without a GPU it is a trial of the scripts, on few neurons.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,11 +29,11 @@ from typing import Any
 import torch
 
 import spikefuse as sf
-from benchmarks import gated, layer, lif, record
+from benchmarks import gated, layer, lif, record, series
+from benchmarks.layer import DTYPES
 from benchmarks.runner import Clock, Contender, Copy, Settings, clock_for, first_line, measure
 
 GROUPS = ("lif", "inference", "zoo", "custom", "layout", "long", "wide", "short", "host")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COPY_BYTES = 1 << 31
 BARE = "bare autograd.Function"
 CHANNELS_LAST = f"{layer.OURS}, channels-last"
@@ -135,22 +134,10 @@ def small(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("benchmarks.neurons", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = series.parser("neurons", __doc__, rounds=11, within=140.0)
     parser.add_argument("--rows", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="GROUP")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, help="turns of each contender (11)")
-    parser.add_argument("--within", type=float, default=140.0, help="seconds; later rows left out")
-    parser.add_argument("--out", type=Path, help="folder for the result (benchmarks/results)")
-    parser.add_argument("--quick", action="store_true", help="a trial: few neurons and rounds")
-    args = parser.parse_args(argv)
-    args.rounds = args.rounds or (2 if args.quick else 11)
-    if args.rounds < 1:
-        parser.error("--rounds must be at least 1")
-    if args.device == "cpu" and not args.quick:
-        parser.error("the rows are sized for a GPU: add --quick for a trial on the CPU")
-    return args
+    return series.parse(parser, argv)
 
 
 @dataclass(frozen=True)
@@ -166,53 +153,14 @@ class Plan:
 def main(argv: list[str] | None = None) -> Path:
     args = arguments(argv)
     device = torch.device(args.device)
-    settings = {k: v for k, v in vars(args).items() if k not in ("out", "quick", "device")}
-    result = record.document("neurons", device, args.quick, settings)
     plan = Plan(
         device,
         clock_for(device),
         layer.large_copy(1 << 20 if args.quick else COPY_BYTES, device),
         Settings(args.rounds, slot_ms=0.5 if args.quick else 25.0),
     )
-    into = record.folder(args.out, args.quick)
-    result |= {"rows": [], "left_out": [], "bars": []}
-    started = time.perf_counter()
-    for row in rows(args.rows, args.dtype, args.quick):
-        seconds = time.perf_counter() - started
-        found, said = attempt(plan, row, args.within - seconds)
-        print(f"[{seconds:.0f} s] {said}", flush=True)
-        if found is None:
-            result["left_out"].append({"row": row.title, "reason": said.partition(": ")[2]})
-        else:
-            result["rows"].append(found)
-        if device.type == "cuda" and not args.quick:
-            result["bars"] += bars(row, found)
-        path = record.write(into, result)  # now: a later row may end the process
-    record.print_bars(result["bars"])
-    print(f"wrote {path}, {time.perf_counter() - started:.0f} s")
-    return path
-
-
-def attempt(plan: Plan, row: Row, seconds: float) -> tuple[dict[str, Any] | None, str]:
-    """A row's result and what to print; no result where it fails or no time is left."""
-    if seconds <= 0:
-        return None, f"{row.title}: left out, the time is up"
-    try:
-        found = measure_one(plan, row)
-    except Exception as error:  # whatever it is: the other rows are still measured
-        return None, f"{row.title}: left out, {first_line(error)}"
-    finally:
-        if plan.device.type == "cuda":
-            release()
-    return found, progress(row, found)
-
-
-def release() -> None:
-    """Hand back a row's memory, which the next one needs in other sizes."""
-    try:
-        torch.cuda.empty_cache()
-    except RuntimeError as error:  # after a kernel that failed, every call does
-        print(f"torch.cuda.empty_cache: {first_line(error)}", flush=True)
+    planned = rows(args.rows, args.dtype, args.quick)
+    return series.run(args, planned, partial(measure_one, plan), progress, bars)
 
 
 def measure_one(plan: Plan, row: Row) -> dict[str, Any]:
@@ -286,7 +234,7 @@ def verify_bare(inputs: layer.Inputs, result: layer.Result) -> None:
 
 
 def progress(row: Row, found: dict[str, Any]) -> str:
-    lines = [f"{row.title}: copy {found['copies'][0]['gb_per_s']:.0f} GB/s"]
+    lines = [f": copy {found['copies'][0]['gb_per_s']:.0f} GB/s"]
     for c in found["contenders"]:
         if c["status"] != "ok":
             lines.append(f"{c['name']}: {c['status']}, {c['reason']}")

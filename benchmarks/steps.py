@@ -18,8 +18,10 @@ from torch import Tensor, nn
 import spikefuse as sf
 from benchmarks import layer, lif
 from benchmarks.workloads import Task, Workload
+from spikefuse import memory
 
 OURS, EAGER = layer.OURS, layer.EAGER
+FUSED = f"{OURS}, fused"
 RELU, CONVOLUTIONS = "ReLU and batch norm", "convolutions alone"
 RIVAL_HALF = "SpikingJelly function, bfloat16 kept"
 RIVALS = (*lif.RIVALS, RIVAL_HALF)
@@ -68,15 +70,28 @@ class Network:
 # Who computes it
 
 
-def ours(task: Task) -> Network:
-    """As users write it: the container over a network of torch modules."""
-    net = task.network(task.workload.neuron)
-    return Network(net, sf.Temporal(net), sf.LIF, exact=True)
+def spiking(
+    task: Task,
+    fused: bool = False,
+    policy: memory.Policy | None = None,
+    impl: str = "auto",
+    threshold: float = 1.0,
+    shared: Callable[[nn.Module], Callable[..., Tensor]] = lambda net: net,
+) -> Network:
+    """As users write it: the container over a network of torch modules.
 
-
-def eager_loop(task: Task) -> Network:
-    net = task.network(task.workload.neuron)
-    return Network(net, functools.partial(sf.Temporal(net), impl="reference"), sf.LIF, exact=True)
+    Args:
+        fused: with batch norms and neurons as one.
+        threshold: a factor of the neurons'.
+        shared: what is called in place of the container, such as DistributedDataParallel of it.
+    """
+    net = sf.Temporal(task.network(functools.partial(task.workload.neuron, threshold)), policy)
+    note = ""
+    if fused:
+        net = sf.fuse(net)
+        note = net.fusion.summary
+    call = functools.partial(shared(net), impl=impl)
+    return Network(net.net, call, sf.LIF, exact=not fused, note=note)
 
 
 def relu(task: Task) -> Network:
@@ -165,7 +180,7 @@ def jelly_node(task: Task) -> Network:
 
 
 def _jelly_constants(workload: Workload, surrogates: Any) -> tuple[dict[str, Any], list[str]]:
-    """The arguments of its neurons; its decay is 1 - 1/tau. And what differs, for a note."""
+    """The arguments of its neurons, and what differs, for a note."""
     note = []
     if workload.surrogate == "sigmoid":
         surrogate = surrogates.Sigmoid(alpha=lif.WIDTH)
@@ -173,29 +188,31 @@ def _jelly_constants(workload: Workload, surrogates: Any) -> tuple[dict[str, Any
         # The cheapest of those in its kernels.
         surrogate = surrogates.PiecewiseQuadratic(alpha=1.0)
         note.append(f"without a {workload.surrogate} surrogate: PiecewiseQuadratic instead")
-    constants = {
-        "tau": 1 / (1 - workload.decay),
-        "decay_input": False,
-        "v_threshold": workload.threshold,
-        "v_reset": 0.0,
-        "surrogate_function": surrogate,
-        "detach_reset": False,
-    }
+    constants = lif.constants(surrogate, workload.decay, workload.threshold)
     return constants, note
 
 
+# The fused network by the memory policies that are not the default.
+POLICIES = {
+    f"{FUSED}, {name}": policy
+    for name, policy in memory.POLICIES.items()
+    if policy != memory.Recompute()
+}
+CHECKPOINT = f"{FUSED}, checkpoint"
 # By name; a network that cannot be made says why in an exception.
 NETWORKS: dict[str, Callable[[Task], Network]] = {
-    OURS: ours,
+    FUSED: functools.partial(spiking, fused=True),
+    OURS: spiking,
     lif.RIVAL_FUNCTION: jelly_function,
     lif.RIVAL_NODE: jelly_node,
     RIVAL_HALF: jelly_half,
     RELU: relu,
     CONVOLUTIONS: convolutions,
-    EAGER: eager_loop,
+    EAGER: functools.partial(spiking, impl="reference"),
+    **{name: functools.partial(spiking, fused=True, policy=p) for name, p in POLICIES.items()},
 }
 # The first autotunes a kernel for every layer, which takes minutes; the second is slow.
-ONLY_IF_ASKED = (RIVAL_HALF, EAGER)
+ONLY_IF_ASKED = (RIVAL_HALF, EAGER, *POLICIES)
 
 
 # What they compute

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from benchmarks import layer, lif, plots, record
+from benchmarks.layer import DTYPES
 from benchmarks.runner import Clock, Copy, Settings, clock_for, first_line, measure
 
 STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COPY_BYTES = 1 << 31  # read plus written; on a GPU many times its cache
 
 # What the project has set itself, for this many neurons on one H200.

@@ -14,9 +14,9 @@ from torch import nn
 
 import spikefuse as sf
 from benchmarks import lif
+from benchmarks.layer import DTYPES
 from spikefuse.models import MODELS
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SURROGATES: dict[str, Callable[[], sf.surrogate.Surrogate]] = {
     "sigmoid": lambda: sf.surrogate.Sigmoid(lif.WIDTH),
     "rectangle": sf.surrogate.Rectangle,

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import spikefuse as sf
 from benchmarks import lif, networks, record, steps
 from benchmarks.agreement import Agreement, Reference, apart
 from benchmarks.networks import Row
+from benchmarks.runner import CpuClock, Settings
 from benchmarks.steps import EAGERLY, GRAPH, Network, Result
 from benchmarks.workloads import RESNETS, WORKLOADS, Task, Workload
 
@@ -32,17 +34,20 @@ def run(tmp_path: Path, *more: str) -> dict[str, Any]:
 
 
 def test_rows_are_verified_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(tmp_path, "--also", steps.EAGER)
+    result = run(tmp_path, "--also", steps.EAGER, f"{steps.FUSED}, bits")
     assert result["left_out"] == []
     assert [(row["dtype"], row["steps"]) for row in result["rows"]] == [
         ("float32", "training"), ("float32", "evaluation"),
         ("bfloat16", "training"), ("bfloat16", "evaluation"),
     ]  # fmt: skip
-    always = (steps.OURS, steps.RELU, steps.CONVOLUTIONS, steps.EAGER)
+    fused = (steps.FUSED, f"{steps.FUSED}, bits")
+    always = (*fused, steps.OURS, steps.RELU, steps.CONVOLUTIONS, steps.EAGER)
     for row in result["rows"]:
         assert row["spikes"] == 2 * 2 * (32 * 32 * 32 + 64 * 16 * 16)
         agreement = row["agreement"][steps.OURS]
         assert (agreement["flips"], agreement["flips_allowed"]) == (0, 0)
+        for name in fused:
+            assert row["agreement"][name]["flips"] <= row["agreement"][name]["flips_allowed"]
         found = {(c["network"], c["way"]): c for c in row["contenders"]}
         for name in always:
             assert found[name, EAGERLY]["status"] == "ok", found[name, EAGERLY]
@@ -81,10 +86,80 @@ def test_other_neurons_are_wrong(
     assert message in found[steps.RELU, EAGERLY]["reason"]
 
 
+@pytest.fixture(scope="module")
+def fused_reference() -> tuple[Task, Reference]:
+    task = Task(CONV.small(), "float32", CPU)
+    return task, Reference.of(task, "training", fused=True, other=Reference.of(task, "training"))
+
+
+def judged(reference: tuple[Task, Reference], network: Network) -> Agreement:
+    """What a step of a fused network has to be, verified."""
+    task, right = reference
+    agreement = Agreement(task, "training", lambda task: network, right)
+    agreement.verify(agreement.expected, task.labels)
+    return agreement
+
+
+def test_a_fused_network_is_held_to_its_own_arithmetic(
+    fused_reference: tuple[Task, Reference],
+) -> None:
+    task, right = fused_reference
+    network = steps.spiking(task, fused=True)
+    assert network.note == "2 of 2 batch norms fused with the neuron after them"
+    about = judged(fused_reference, network).about()
+    assert about["flips"] <= about["flips_allowed"]
+    assert about["errors"]["gradients"] < 1e-4
+    assert right.flip_rate < 1e-5
+
+
+def eps(net: nn.Module) -> None:
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eps = 0.1
+
+
+def gradient_alone(net: nn.Module) -> None:
+    """Without what flows through the statistics."""
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+            setattr(module, "train", lambda mode=True, module=module: module)  # noqa: B010
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(eps, "spikes differ for the same inputs"), (gradient_alone, "gradients differ by")],
+)
+def test_a_fused_network_with_other_norms_is_wrong(
+    fused_reference: tuple[Task, Reference], change: Any, message: str
+) -> None:
+    network = steps.spiking(fused_reference[0], fused=True)
+    change(network.net)
+    with pytest.raises(AssertionError, match=message):
+        judged(fused_reference, network)
+
+
+def test_fusing_may_turn_few_spikes(fused_reference: tuple[Task, Reference]) -> None:
+    task, _ = fused_reference
+    agreement = judged(fused_reference, steps.spiking(task, fused=True))
+    agreement.flip_rate = 1e-3
+    with pytest.raises(AssertionError, match=r"fusing turns 0\.001 of the spikes"):
+        agreement.verify(agreement.expected, task.labels)
+
+
+def test_contenders_of_a_row() -> None:
+    plan = networks.Plan(CPU, CpuClock(), Settings(), frozenset(), quick=True)
+    usual = plan.names(Row("resnet18-mnist", "float32", "training"))
+    assert usual[:2] == [steps.FUSED, steps.OURS]
+    assert steps.EAGER not in usual
+    assert steps.EAGER in plan.names(Row("alexnet-imagenet", "float32", "training"))
+    assert plan.names(Row("alexnet-imagenet", "float32", "evaluation")) == usual
+
+
 def test_a_step_repeats_the_first() -> None:
     task = Task(CONV.small(), "float32", CPU)
-    agreement = Agreement(task, "training", steps.ours, Reference.of(task, "training"))
-    network = steps.ours(task)
+    agreement = Agreement(task, "training", steps.spiking, Reference.of(task, "training"))
+    network = steps.spiking(task)
     step = steps.training(task, network)
     right = step()
     agreement.verify(right, task.labels)
@@ -100,11 +175,11 @@ def test_a_step_repeats_the_first() -> None:
 
 def test_a_step_changes_the_weights_and_restoring_undoes_it() -> None:
     task = Task(CONV.small(), "float32", CPU)
-    network = steps.ours(task)
+    network = steps.spiking(task)
     step = steps.training(task, network)
     first = step()
     stepped, initial = (
-        [p.detach() for p in net.parameters()] for net in (network.net, steps.ours(task).net)
+        [p.detach() for p in net.parameters()] for net in (network.net, steps.spiking(task).net)
     )
     assert 0 < apart(stepped, initial) < 1e-3
     assert all(p.grad is None for p in network.net.parameters())
@@ -156,35 +231,6 @@ def test_what_fails_does_not_stop_the_others(
     assert left_out["reason"] == "left out, KeyError: 'none'"
     late = run(tmp_path, *one, "--within", "0")
     assert [one["reason"] for one in late["left_out"]] == ["left out, the time is up"]
-
-
-def contender(network: str, way: str, ms: float, status: str = "ok") -> dict[str, Any]:
-    return {"network": network, "way": way, "status": status, "wall_ms": {"median": ms}}
-
-
-def test_bars_compare_with_the_best_rival_in_the_same_way() -> None:
-    found = {
-        "contenders": [
-            contender(steps.OURS, EAGERLY, 6.0),
-            contender(steps.OURS, GRAPH, 5.7),
-            contender(lif.RIVAL_FUNCTION, EAGERLY, 10.0),
-            contender(lif.RIVAL_NODE, EAGERLY, 12.0),
-            contender(lif.RIVAL_FUNCTION, GRAPH, 1.0, "wrong"),
-            contender(lif.RIVAL_NODE, GRAPH, 5.0),
-            contender(steps.RELU, EAGERLY, 1.0),
-        ]
-    }
-    for kind, limits in (("training", (0.7, 0.95)), ("evaluation", (0.6, 0.6))):
-        row = Row("resnet18-mnist", "float32", kind)
-        eagerly, graph = networks.bars(row, found)
-        assert (eagerly["measured"], eagerly["bar"], eagerly["met"]) == (0.6, limits[0], True)
-        assert (graph["measured"], graph["bar"], graph["met"]) == (1.14, limits[1], False)
-        assert (
-            eagerly["what"] == f"resnet18-mnist, float32, {kind}, eager: over SpikingJelly's best"
-        )
-        missing = networks.bars(row, None)
-        assert [(b["measured"], b["met"]) for b in missing] == [(None, False)] * 2
-    assert networks.bars(Row("large-cifar10", "float32", "training"), found) == []
 
 
 def test_all_workloads_can_be_made() -> None:
