@@ -192,6 +192,21 @@ def test_in_temporal(policy, backends):
     assert all(map(torch.equal, gradients, [p.grad for p in net.parameters()]))
 
 
+def test_its_own_policy(backends):
+    gradients = []
+    for policy in (None, sf.memory.Bits()):
+        block = make_block(device=backends.device)
+        block.memory = policy
+        (x,) = make_inputs(20, 1, device=backends.device)
+        x.requires_grad_()
+        y = block(x, impl=backends.impls[-1])
+        kept = sum(t.numel() for t in y.grad_fn.saved_tensors) - x.numel() - block.norm.num_features
+        assert kept == (0 if policy is None else 2 * x[0].numel())
+        y.sum().backward()
+        gradients.append([x.grad, *(p.grad for p in block.parameters())])
+    assert all(map(torch.equal, *gradients))
+
+
 def test_refusals():
     block = make_block()
     x = torch.zeros(2, *SHAPE)
@@ -199,6 +214,8 @@ def test_refusals():
         Block(nn.GroupNorm(2, 6), sf.LIF())
     with pytest.raises(TypeError, match="neuron is a ReLU"):
         Block(nn.BatchNorm2d(6), nn.ReLU())
+    with pytest.raises(TypeError, match="memory is 'bits'"):
+        Block(nn.BatchNorm2d(6), sf.LIF(), "bits")
     with pytest.raises(ValueError, match="C = 6"):
         block(x[:, :, :5])
     with pytest.raises(ValueError, match="residual is"):
