@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import compress
 from typing import Any
 
@@ -167,7 +167,10 @@ def _reference(
     inverse = torch.rsqrt(variance + norm.eps)
     scale = inverse if norm.weight is None else inverse * norm.weight
     definition = behind_norm(neuron, mean, scale, _shift(norm, x), len(inputs) > 1)
-    return reference.scan(definition, inputs, state)
+    # Of x in one dtype, so that its gradient is rounded once.
+    outputs, finals = reference.scan(definition, (x, *inputs[1:]), state)
+    dtype = reduce(torch.promote_types, (x.dtype for x in inputs))
+    return tuple(y.to(dtype) for y in outputs), finals
 
 
 def _shift(norm: _BatchNorm, x: Tensor) -> Tensor:
