@@ -8,9 +8,10 @@ from torch import Tensor
 
 from spikefuse.compiler.numba_runtime import flat, kernel, load, parallel
 
-# Neighbours in memory that are summed side by side, and rows of them in float32.
+# Neighbours in memory that are summed side by side, and rows of them in float32, the first time
+# fewer.
 WIDTH = 256
-ROWS = 256
+ROWS, HEAD = 256, 16
 
 
 def moments(
@@ -25,8 +26,9 @@ def moments(
 def _moments(first, last, x, outer, channels, inner, mean, variance):
     """Of channels first ... last - 1.
 
-    Sums about the first of a few rows are taken in float32, so that a mean that is large against
-    the deviation does no harm; they are merged in double precision, as Chan et al. do.
+    Sums of a few rows are taken in float32, about the mean so far, or the first row, so that a mean
+    that is large against the deviation does no harm; they are merged in double precision, as Chan
+    et al. do.
     """
     origin, sums, squares = np.empty((3, WIDTH), np.float32)
     count = np.zeros(last - first)
@@ -37,10 +39,12 @@ def _moments(first, last, x, outer, channels, inner, mean, variance):
     while begin < end:
         limit = end if inner == 1 else (begin // inner + 1) * inner
         width = min(WIDTH, limit - begin)
-        for top in range(0, outer, ROWS):
-            rows = min(ROWS, outer - top)
+        top = 0
+        while top < outer:
+            rows = min(ROWS if top else HEAD, outer - top)
             for i in range(width):
-                origin[i] = load(x, top * channels * inner + begin + i, 0)
+                c = (begin + i) // inner - first
+                origin[i] = center[c] if count[c] else load(x, begin + i, 0)
                 sums[i] = squares[i] = np.float32(0.0)
             for row in range(top, top + rows):
                 at = row * channels * inner + begin
@@ -52,10 +56,11 @@ def _moments(first, last, x, outer, channels, inner, mean, variance):
                 c = (begin + i) // inner - first
                 shift = sums[i] / np.float64(rows)
                 total = count[c] + rows
-                delta = origin[i] + shift - center[c]
+                delta = np.float64(origin[i]) + shift - center[c]
                 center[c] += delta * rows / total
                 spread[c] += squares[i] - shift * sums[i] + delta * delta * count[c] * rows / total
                 count[c] = total
+            top += rows
         begin += width
     for c in range(last - first):
         mean[first + c] = center[c]

@@ -23,6 +23,7 @@ from spikefuse.kernels.place import Place
 # aimed at, and shares of a tile of channels at most: the last block combines them all at once.
 TILE, WIDTH, WARPS, BLOCKS = 8192, 32, 8, 4
 MAX_SHARES = 128
+HEAD: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
@@ -138,9 +139,11 @@ def statistics(
     CHANNELS: tl.constexpr = WIDTH if LAST else 1
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     exists = c < channels
-    # Sums are taken about the first value, in case that the mean is large.
-    origin = tl.load(x_ptr + first * stride + c * (1 if LAST else inner), exists, 0.0)
-    origin = origin.to(tl.float32)
+    # Sums are taken about the mean of the first rows, in case that the mean is large.
+    head = tl.arange(0, HEAD)[:, None]
+    heads_ptr = x_ptr + (first + head) * stride + (c * (1 if LAST else inner))[None, :]
+    seen = tl.load(heads_ptr, (head < count) & exists[None, :], 0.0).to(tl.float32)
+    origin = tl.div_rn(tl.sum(seen, 0), tl.minimum(count, HEAD).to(tl.float32))
     sums = tl.zeros([HEIGHT, WIDTH], tl.float32)
     squares = tl.zeros([HEIGHT, WIDTH], tl.float32)
     for top in range(0, count, HEIGHT):
