@@ -259,16 +259,21 @@ def _network_table(rows: list[dict[str, Any]], value: Callable[[dict[str, Any]],
 
 
 def ddp(result: dict[str, Any], path: Path, root: Path) -> str:
-    """A line for each way of running."""
+    """A line for each network and way of running."""
     lines = []
     for row in result["rows"]:
-        found = [row["status"], "–", "–", "–"]
+        found = [row["status"], "–", "–", "–", "–"]
         if row["status"] == "ok":
             times = [number(row[key]["median"]) for key in ("alone_ms", "together_ms")]
-            found = [*times, number(row["images_per_second"]), f"{row['throughput']:.2f}×"]
-        lines.append([row["way"], str(row["processes"]), *found])
+            peaks = [row.get(key) for key in ("alone_bytes", "together_bytes")]
+            peak = " / ".join("–" if b is None else f"{b / 2**20:,.0f}" for b in peaks)
+            found = [*times, number(row["images_per_second"]), f"{row['throughput']:.2f}×", peak]
+        name = f"{row.get('network', layer.OURS)}, {row['way']}"
+        lines.append([name, str(row["processes"]), *found])
     head = ["step", "GPUs", "one alone, ms", "all, ms", "images a second", "throughput of one"]
-    return "\n\n".join([origin(result), markdown(head, lines), *bars_line(result)])
+    table = markdown([*head, "MiB, alone / each"], lines)
+    said = f"{result['settings']['workload']}, {result['settings']['dtype']}:"
+    return "\n\n".join([origin(result), said, table, *bars_line(result)])
 
 
 def first_call(result: dict[str, Any], path: Path, root: Path) -> str:
@@ -385,7 +390,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "time-steps": ("timestep_scaling", each(time_steps), BENCH),
     "neurons": ("neurons", each(neurons), BENCH),
     "networks": ("networks", each(networks), BENCH),
-    "ddp": ("ddp", each(ddp), "torchrun --nproc_per_node 2 -m benchmarks.ddp"),
+    "ddp": ("ddp*", each(ddp), "torchrun --nproc_per_node 2 -m benchmarks.ddp"),
     "first-call": ("first_call", each(first_call), BENCH),
     "cpu": ("cpu_neuron", each(cpu), BENCH),
     "training": ("training_*", training, "python -m benchmarks.training digits"),

@@ -183,11 +183,19 @@ def test_ddp(tmp_path: Path) -> None:
     eager = {"way": "eager", "processes": 2, "status": "ok", "alone_ms": {"median": 4.0}}
     eager |= {"together_ms": {"median": 4.2}, "images_per_second": 47619.0, "throughput": 1.9048}
     graph = {"way": "CUDA graph", "processes": 2, "status": "unavailable", "reason": "why"}
-    record.write(tmp_path, result("ddp", [eager, graph], bars=[]))
+    fused = eager | {
+        "network": "spikefuse, fused",
+        "alone_bytes": 1 << 30,
+        "together_bytes": 1 << 31,
+    }
+    settings = {"workload": "resnet18-mnist", "dtype": "bfloat16"}
+    record.write(tmp_path, result("ddp", [eager, graph, fused], bars=[], settings=settings))
     text = "<!-- generated:ddp begin --><!-- generated:ddp end -->"
     text = tables.filled(text, tmp_path, tmp_path)
-    assert "| eager | 2 | 4.00 | 4.20 | 47,619 | 1.90× |" in text
-    assert "| CUDA graph | 2 | unavailable | – | – | – |" in text
+    assert "resnet18-mnist, bfloat16:" in text
+    assert "| spikefuse, eager | 2 | 4.00 | 4.20 | 47,619 | 1.90× | – / – |" in text
+    assert "| spikefuse, CUDA graph | 2 | unavailable | – | – | – | – |" in text
+    assert "| spikefuse, fused, eager | 2 | 4.00 | 4.20 | 47,619 | 1.90× | 1,024 / 2,048 |" in text
 
 
 def test_first_call(tmp_path: Path) -> None:
