@@ -1,10 +1,11 @@
-"""The figures of "Efficient and Accurate BPTT Training on GPU" that compare time and memory.
+"""Time and memory as in the figures of *bptt-on-gpu*: Liang et al., "Accelerating Spatiotemporal
+Supervised Training of Large-Scale Spiking Neural Networks on GPU".
 
     python -m benchmarks.bptt_figures
 
-The paper's networks for CIFAR-10 and neurons, float32 (with TF32 convolutions, as PyTorch's
-default), channels-last, SGD. Its own kernels' place is taken by ours, TorchScript's by
-torch.compile of the loop over time. Steps are verified as in benchmarks.networks, run eagerly, and
+The paper's networks and neurons for CIFAR-10, float32 (with TF32 convolutions, as PyTorch's
+default), channels-last, SGD. Our kernels take the place of the paper's, torch.compile of the loop
+over time that of TorchScript. Steps are verified as in benchmarks.networks, run eagerly, and
 timed by the clock; memory is what a training step needs beyond weights, optimizer and input.
 
 - Fig. 3: the eager loop over T, with and without neurons and batch norm (medium network)
@@ -129,16 +130,16 @@ def measure_one(
 
 
 def breakdown(task: Task, name: str) -> dict[str, float]:
-    """Of a training step, on a GPU: the bytes of weights, gradients and optimizer, and those kept
-    by forward; milliseconds in convolutions and linear layers, and in other kernels."""
+    """Of a training step, on a GPU: the bytes of weights and optimizer, and those kept by forward;
+    milliseconds in convolutions and linear layers, and in other kernels."""
     if task.device.type != "cuda":
         return {}
     network = NETWORKS[name](task)
     step = steps.training(task, network)
     times = kernel_times(step, task.device)
     products = sum(t for n, t in times if any(part in n.lower() for part in PRODUCTS))
-    # Each weight has a gradient and a momentum.
-    weights = 3 * sum(p.nbytes for p in network.net.parameters())
+    # Each weight has a momentum; its gradient is a part of the peak.
+    weights = 2 * sum(p.nbytes for p in network.net.parameters())
     before = torch.cuda.memory_allocated(task.device)
     with task.autocast():
         logits = network.call(task.x).mean(0, dtype=torch.float32)

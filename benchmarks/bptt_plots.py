@@ -19,7 +19,7 @@ COLORS = {
     CONVOLUTIONS: "tab:olive",
 }
 PARTS = {
-    "weights, gradients, optimizer": "tab:gray",
+    "weights, optimizer": "tab:gray",
     "kept for backward": "tab:blue",
     "the rest at the peak": "tab:orange",
     "convolutions, linear layers": "tab:gray",
@@ -36,7 +36,8 @@ def figures(result: Found, ddp: Sequence[Found], path: Path) -> Path | None:
         lambda time, memory: comparison(time, memory, result["rows"], norms=True),
         lambda time, memory: batches(time, memory, result["rows"]),
         lambda time, memory: breakdowns(time, memory, result["rows"]),
-        lambda time, memory: forward_and_imagenet(time, memory, result["rows"], ddp),
+        lambda time, faster: forward(time, faster, result["rows"]),
+        lambda time, memory: imagenet(time, memory, ddp),
     ]
     figure = plots.canvas((11, 3.4 * len(rows)))
     if figure is None:
@@ -136,25 +137,49 @@ def breakdowns(time: Any, memory: Any, rows: Sequence[Found]) -> None:
         label(panel, "Fig. 8: medium network, T = 10", unit)
 
 
-def forward_and_imagenet(
-    forward: Any, imagenet: Any, rows: Sequence[Found], ddp: Sequence[Found]
-) -> None:
-    """Figs. 9 and 10."""
+def forward(time: Any, faster: Any, rows: Sequence[Found]) -> None:
+    """Fig. 9."""
     found = selected(rows, steps="forward")
-    names = (EAGER, lif.COMPILED, FUSED)
-    groups(forward, [row["size"] for row in found],
-           {name: [value(row, name, "ms") for row in found] for name in names})  # fmt: skip
-    label(forward, "Fig. 9: forward, T = 10", "ms")
-    places, heights = [], {name: [] for name in (EAGER, FUSED)}  # type: ignore[var-annotated]
-    for result in ddp:
-        by_name = {r["network"]: r for r in result["rows"] if r["way"] == EAGERLY}
-        for gpus, key in ((1, "alone_ms"), (2, "together_ms")):
-            places.append(f"{result['settings']['workload'].split('-')[0]}, {gpus}")
-            for name, values in heights.items():
-                row = by_name.get(name, {})
-                values.append(row[key]["median"] if row.get("status") == "ok" else None)
-    groups(imagenet, places, heights)
-    label(imagenet, "Fig. 10: ImageNet's shape, by the number of GPUs", "ms")
+    sizes = [row["size"] for row in found]
+    taken = {n: [value(row, n, "ms") for row in found] for n in (EAGER, lif.COMPILED, FUSED)}
+    groups(time, sizes, taken)
+    label(time, "Fig. 9: forward, T = 10", "ms")
+    ratios = {
+        name: [a / b if a and b else None for a, b in zip(taken[EAGER], values, strict=True)]
+        for name, values in taken.items()
+        if name != EAGER
+    }
+    groups(faster, sizes, ratios)
+    label(faster, "Fig. 9: forward, T = 10", "eager loop / this")
+
+
+def imagenet(time: Any, memory: Any, ddp: Sequence[Found]) -> None:
+    """Fig. 10."""
+    places = [
+        (result["settings"]["workload"].split("-")[0], gpus, key, result)
+        for result in ddp
+        for gpus, key in ((1, "alone"), (2, "together"))
+    ]
+    names = [f"{model}, {gpus}" for model, gpus, _, _ in places]
+    title = "Fig. 10: ImageNet's shape, by the number of GPUs"
+    for panel, unit in ((time, "ms"), (memory, "MiB")):
+        heights = {
+            name: [of_one(result, name, key, unit) for _, _, key, result in places]
+            for name in (EAGER, FUSED)
+        }
+        groups(panel, names, heights)
+        label(panel, title, unit)
+
+
+def of_one(ddp: Found, name: str, key: str, unit: str) -> float | None:
+    """Milliseconds or MiB of one GPU "alone" or "together" with others."""
+    for row in ddp["rows"]:
+        if (row["network"], row["way"], row["status"]) == (name, EAGERLY, "ok"):
+            peak = row.get(f"{key}_bytes")
+            if unit == "ms":
+                return float(row[f"{key}_ms"]["median"])
+            return None if peak is None else peak / MIB
+    return None
 
 
 def groups(panel: Any, places: list[str], heights: dict[str, list[float | None]]) -> None:

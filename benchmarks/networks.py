@@ -1,7 +1,7 @@
 """Whole training steps and evaluation steps of whole networks on one GPU.
 
     python -m benchmarks.networks                    Spiking-ResNets at MNIST's and CIFAR-10's shape
-    python -m benchmarks.networks --workloads large-cifar10 alexnet-imagenet --name more_networks
+    python -m benchmarks.networks --workloads large-cifar10 alexnet-imagenet --name networks_more
 
 Every contender has the same weights, input and layout (channels-last), and runs in two ways:
 eagerly, and as the replay of a CUDA graph of the whole step, which hides what Python costs. A
