@@ -41,6 +41,7 @@ from spikefuse.testing import within_budget
 SHAPES = {"large": (32, 100, 64, 56, 56), "late": (32, 100, 512, 4, 4)}
 TRIAL = (4, 3, 4, 5, 5)
 LAYOUTS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
+AGAIN = f"{layer.OURS}, states computed again"
 TWO = f"batch norm, then {layer.OURS}"
 RIVAL = f"batch norm, then {lif.RIVAL_FUNCTION}"
 
@@ -103,10 +104,11 @@ def measure_one(plan: Plan, profile: bool, row: Row) -> dict[str, Any]:
     inputs = Inputs(row.shape, dtype, plan.device).in_layout(LAYOUTS[row.layout])
     norm = make_norm(row.shape[2], plan.device)
     truth = Truth.of(norm, inputs, row.dtype)
-    ours = contender(layer.OURS, norm, inputs, Block(norm, lif.neuron()))
+    ours = contender(layer.OURS, norm, inputs, Block(norm, lif.neuron(), sf.memory.Bits()))
     measured = measure(
         [
             ours,
+            contender(AGAIN, norm, inputs, Block(norm, lif.neuron(), sf.memory.Recompute())),
             contender(TWO, norm, inputs, partial(in_turn, norm, lif.neuron())),
             rival(norm, inputs),
         ],

@@ -130,7 +130,7 @@ def learn(
     device: torch.device,
 ) -> dict[str, Any]:
     """Train anew: the loss of each step, the means of its parts, accuracy and seconds."""
-    module = Classifier(config)
+    module = Classifier(config if name == OURS else replace(config, fuse=False))
     if name == EAGER:
         module.net = Reference(module.net.net)
     if config.channels_last or (config.channels_last is None and device.type == "cuda"):

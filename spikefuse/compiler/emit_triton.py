@@ -40,7 +40,14 @@ def reciprocal(x):
 @triton.jit
 def sigmoid(x):
     if FAST:
-        e = tl.exp2(x * -1.4426950408889634)
+        e = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [x * -1.4426950408889634],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
     else:
         e = tl.exp(-x)
     return reciprocal(1.0 + e)

@@ -18,7 +18,7 @@ _inline = numba.njit(inline="always", error_model="numpy")
 
 @intrinsic
 def _multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """`a * b + c` with one rounding; for approximations, never for a neuron's own arithmetic."""
+    """`a * b + c` with one rounding; for approximations and gradients, never for a step itself."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fma(*args)
@@ -27,7 +27,7 @@ def _multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 # Through Any: the type of an intrinsic shows its typing context as an argument.
-_fma: Any = _multiply_add
+fma: Any = _multiply_add
 
 
 # Adding it rounds to a whole number, which stands in the low bits, with the bias of an exponent.
@@ -42,14 +42,14 @@ def _exp_parts(x):
     x = n ln 2 + r with |r| <= ln 2 / 2, and p is the polynomial 1 + r + c2 r^2 + ... + c6 r^6 of
     least maximal relative error, 3e-9, found by Lawson's reweighted least squares.
     """
-    m = _fma(x, f32(1.4426950408889634), _ROUND)
+    m = fma(x, f32(1.4426950408889634), _ROUND)
     n = m - _ROUND
     # ln 2 in two parts; the product of n and the first is exact.
-    r = _fma(n, f32(2.12194440054690583e-4), _fma(n, f32(-0.693359375), x))
+    r = fma(n, f32(2.12194440054690583e-4), fma(n, f32(-0.693359375), x))
     square = r * r
-    p = _fma(f32(1.3814540e-3), square, _fma(f32(8.3687454e-3), r, f32(4.1668389e-2)))
-    p = _fma(p, square, _fma(f32(1.6666521e-1), r, f32(4.9999994e-1)))
-    return m, _fma(p, square, r) + f32(1.0)
+    p = fma(f32(1.3814540e-3), square, fma(f32(8.3687454e-3), r, f32(4.1668389e-2)))
+    p = fma(p, square, fma(f32(1.6666521e-1), r, f32(4.9999994e-1)))
+    return m, fma(p, square, r) + f32(1.0)
 
 
 @_inline
@@ -75,4 +75,4 @@ def sigmoid(x):
     x = f32(87.0) if f32(87.0) < x else x
     m, p = _exp_parts(-x)
     scale = np.int32(np.float32(m).view(np.int32) << np.int32(23)).view(np.float32)
-    return f32(1.0) / _fma(p, scale, f32(1.0))
+    return f32(1.0) / fma(p, scale, f32(1.0))

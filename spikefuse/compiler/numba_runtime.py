@@ -25,7 +25,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from spikefuse.compiler.emit_numba import MAX_SLOTS
-from spikefuse.compiler.numba_math import exp, floor, log, sigmoid, sqrt
+from spikefuse.compiler.numba_math import exp, floor, fma, log, sigmoid, sqrt
 
 __all__ = [
     "channel_rows",
@@ -33,6 +33,7 @@ __all__ = [
     "f32",
     "fence",
     "floor",
+    "fma",
     "kernel",
     "load",
     "log",

@@ -50,6 +50,9 @@ TABLE: dict[str, Op] = {
     "mul": _both("({0} * {1})", aten=(aten.mul,)),
     # Triton's own division is approximate; torch's is not.
     "div": Op("tl.div_rn({0}, {1})", "({0} / {1})", aten=(aten.div,)),
+    # Multiply-adds, for gradients only: `a * b + c` and `c - a * b`.
+    "fma": Op("tl.fma({0}, {1}, {2})", "fma({0}, {1}, {2})", operands="fff", exact=False),
+    "fnma": Op("tl.fma(-{0}, {1}, {2})", "fma(-{0}, {1}, {2})", operands="fff", exact=False),
     "quick_div": Op("({0} * reciprocal({1}))", "({0} / {1})", exact=False),
     "neg": _both("(-{0})", operands="f", aten=(aten.neg,)),
     "abs": Op("tl.abs({0})", "abs({0})", operands="f", aten=(aten.abs,)),

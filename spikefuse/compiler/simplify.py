@@ -9,7 +9,9 @@ rounding only, every product with a spike is a choice.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from spikefuse.compiler.graph import Graph, Node
 from spikefuse.compiler.ops import Operand
@@ -29,7 +31,36 @@ def simplify(graph: Graph, gradients: bool = False) -> Graph:
         operands = [values[o] if isinstance(o, str) else o for o in node.operands]
         values[node.name] = builder.make(node.op, *operands)
     outputs = [values[o] if isinstance(o, str) else o for o in graph.outputs]
-    return builder.graph.select(outputs)
+    simpler = builder.graph.select(outputs)
+    return _contracted(simpler) if gradients else simpler
+
+
+def _contracted(graph: Graph) -> Graph:
+    """Products of gradients that are only added become multiply-adds, which round once."""
+    made = {node.name: node for node in graph.nodes}
+    uses = Counter(o for node in graph.nodes for o in node.operands)
+    uses.update(graph.outputs)
+    # What the step itself computes stays as it is: it decides who spikes.
+    flows = {name for name in graph.inputs if name.startswith("g")}
+
+    def product(operand: Operand) -> tuple[Operand, ...] | None:
+        node = made.get(operand) if isinstance(operand, str) else None
+        alone = node is not None and node.op == "mul" and uses[operand] == 1
+        return node.operands if node is not None and alone else None
+
+    result = Graph(graph.inputs, [], graph.outputs, graph.kinds)
+    for node in graph.nodes:
+        if not flows.isdisjoint(o for o in node.operands if isinstance(o, str)):
+            flows.add(node.name)
+            if node.op in ("add", "sub"):
+                first, second = node.operands
+                if factors := product(second):
+                    op = "fma" if node.op == "add" else "fnma"
+                    node = replace(node, op=op, operands=(*factors, first))
+                elif node.op == "add" and (factors := product(first)):
+                    node = replace(node, op="fma", operands=(*factors, second))
+        result.nodes.append(node)
+    return result.select(graph.outputs)
 
 
 class _Builder:

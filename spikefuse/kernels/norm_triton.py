@@ -19,9 +19,10 @@ from torch import Tensor
 from spikefuse.compiler.launch_triton import Launch
 from spikefuse.kernels.place import Place
 
-# Elements of a tile, threads over 32, and thread blocks of a multiprocessor that are aimed at.
-TILE, WARPS, BLOCKS = 4096, 8, 4
-MAX_SHARES = 512
+# Elements of a tile, channels of one, threads over 32, thread blocks of a multiprocessor that are
+# aimed at, and shares of a tile of channels at most: the last block combines them all at once.
+TILE, WIDTH, WARPS, BLOCKS = 8192, 32, 8, 4
+MAX_SHARES = 128
 
 
 @triton.jit
@@ -69,44 +70,27 @@ def _add(sums, squares, at, live, origin):
 def _combined(
     means_ptr,
     spreads_ptr,
-    shares,
     rows,
     outer,
     each,
     channels,
     exists,
     CHANNELS: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
     """Mean and variance of all shares; sums are taken about the mean of the first."""
-    FOLD: tl.constexpr = 1024 // CHANNELS
+    share = tl.arange(0, SHARES)[:, None]
+    live = (share < tl.num_programs(1)) & exists[None, :]
+    means = tl.load(means_ptr[None, :] + share * channels, live, 0.0, cache_modifier=".cg")
+    spreads = tl.load(spreads_ptr[None, :] + share * channels, live, 0.0, cache_modifier=".cg")
     base = tl.load(means_ptr, mask=exists, other=0.0, cache_modifier=".cg")
+    n = (tl.minimum(outer - share * rows, rows) * each).to(tl.float32)
     number = (outer * each).to(tl.float32)
-    sums = tl.zeros([FOLD, CHANNELS], tl.float32)
-    for start in range(0, shares, FOLD):
-        share = start + tl.arange(0, FOLD)[:, None]
-        n, live = _numbers(share, shares, rows, outer, each, exists)
-        at = means_ptr[None, :] + share * channels
-        d = tl.load(at, mask=live, other=0.0, cache_modifier=".cg") - base[None, :]
-        sums += tl.where(live, n * d, 0.0)
-    shift = tl.div_rn(tl.sum(sums, 0), number)
-    squares = tl.zeros([FOLD, CHANNELS], tl.float32)
-    for start in range(0, shares, FOLD):
-        share = start + tl.arange(0, FOLD)[:, None]
-        n, live = _numbers(share, shares, rows, outer, each, exists)
-        at = means_ptr[None, :] + share * channels
-        d = tl.load(at, mask=live, other=0.0, cache_modifier=".cg") - base[None, :]
-        d = d - shift[None, :]
-        at = spreads_ptr[None, :] + share * channels
-        inside = tl.load(at, mask=live, other=0.0, cache_modifier=".cg")
-        squares += tl.where(live, inside + n * d * d, 0.0)
-    return base + shift, tl.div_rn(tl.maximum(tl.sum(squares, 0), 0.0), number)
-
-
-@triton.jit
-def _numbers(share, shares, rows, outer, each, exists):
-    """How many values each of these shares has, and which shares there are."""
-    n = tl.minimum(outer - share * rows, rows) * each
-    return n.to(tl.float32), (share < shares) & exists[None, :]
+    d = tl.where(live, means - base[None, :], 0.0)
+    shift = tl.div_rn(tl.sum(n * d, 0), number)
+    d = tl.where(live, d - shift[None, :], 0.0)
+    variance = tl.div_rn(tl.maximum(tl.sum(spreads + n * d * d, 0), 0.0), number)
+    return base + shift, variance
 
 
 @triton.jit
@@ -137,6 +121,7 @@ def statistics(
     WIDTH: tl.constexpr,
     LAST: tl.constexpr,
     UNIT: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
     if LAST:
         channels = channels * UNIT
@@ -150,11 +135,12 @@ def statistics(
     row = tl.arange(0, HEIGHT)[:, None]
     width = tl.multiple_of(tl.minimum(length, WIDTH).to(tl.int32), UNIT)
 
-    # Sums are taken about the mean of the first tile, in case that the mean is large.
-    live = (row < count) & (column < width)
-    seen = tl.load(x_ptr + offsets, mask=live, other=0.0).to(tl.float32)
-    weights = _over_rows(tl.where(live, 1.0, 0.0), LAST)
-    origin = tl.div_rn(_over_rows(seen, LAST), tl.maximum(weights, 1.0))
+    CHANNELS: tl.constexpr = WIDTH if LAST else 1
+    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    exists = c < channels
+    # Sums are taken about the first value, in case that the mean is large.
+    origin = tl.load(x_ptr + first * stride + c * (1 if LAST else inner), exists, 0.0)
+    origin = origin.to(tl.float32)
     sums = tl.zeros([HEIGHT, WIDTH], tl.float32)
     squares = tl.zeros([HEIGHT, WIDTH], tl.float32)
     for top in range(0, count, HEIGHT):
@@ -171,16 +157,13 @@ def statistics(
     total = _over_rows(sums, LAST)
     shift = tl.div_rn(total, (count * each).to(tl.float32))
     spread = _over_rows(squares, LAST) - shift * total
-    CHANNELS: tl.constexpr = WIDTH if LAST else 1
-    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    exists = c < channels
     means_ptr, spreads_ptr = partial_ptr + c, partial_ptr + shares * channels + c
     tl.store(means_ptr + share * channels, origin + shift, mask=exists)
     tl.store(spreads_ptr + share * channels, spread, mask=exists)
 
     if _is_last(arrived_ptr):
         mean, variance = _combined(
-            means_ptr, spreads_ptr, shares, rows, outer, each, channels, exists, CHANNELS
+            means_ptr, spreads_ptr, rows, outer, each, channels, exists, CHANNELS, SHARES
         )
         deviation = tl.sqrt_rn(variance + eps)
         inverse = tl.div_rn(1.0, deviation)
@@ -202,16 +185,12 @@ def statistics(
 
 
 @triton.jit
-def _folded(sums_ptr, shares, channels, exists, CHANNELS: tl.constexpr):
+def _folded(sums_ptr, channels, exists, SHARES: tl.constexpr):
     """The sum of all shares."""
-    FOLD: tl.constexpr = 1024 // CHANNELS
-    sums = tl.zeros([FOLD, CHANNELS], tl.float32)
-    for start in range(0, shares, FOLD):
-        share = start + tl.arange(0, FOLD)[:, None]
-        live = (share < shares) & exists[None, :]
-        at = sums_ptr[None, :] + share * channels
-        sums += tl.load(at, mask=live, other=0.0, cache_modifier=".cg")
-    return tl.sum(sums, 0)
+    share = tl.arange(0, SHARES)[:, None]
+    live = (share < tl.num_programs(1)) & exists[None, :]
+    at = sums_ptr[None, :] + share * channels
+    return tl.sum(tl.load(at, mask=live, other=0.0, cache_modifier=".cg"), 0)
 
 
 @triton.jit(do_not_specialize=["outer", "channels", "inner", "rows"])
@@ -231,6 +210,7 @@ def gradient_sums(
     WIDTH: tl.constexpr,
     LAST: tl.constexpr,
     UNIT: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
     if LAST:
         channels = channels * UNIT
@@ -259,8 +239,8 @@ def gradient_sums(
     tl.store(shifts_ptr + share * channels, _over_rows(shifts, LAST), mask=exists)
 
     if _is_last(arrived_ptr):
-        by_scale = _folded(scales_ptr, shares, channels, exists, CHANNELS)
-        by_shift = _folded(shifts_ptr, shares, channels, exists, CHANNELS)
+        by_scale = _folded(scales_ptr, channels, exists, SHARES)
+        by_shift = _folded(shifts_ptr, channels, exists, SHARES)
         scale = tl.load(normalization_ptr + channels + c, mask=exists, other=0.0)
         inverse = tl.load(normalization_ptr + 2 * channels + c, mask=exists, other=0.0)
         share_of_each = -tl.div_rn(scale, number)
@@ -278,7 +258,7 @@ class _Launch:
         self.channels, is_last = at.channels, at.inner == 1
         length = at.channels if is_last else at.inner
         unit = 1 if length % 16 else 16
-        width = min(triton.next_power_of_2(length), 64 if is_last else 1024)
+        width = min(triton.next_power_of_2(length), WIDTH if is_last else 1024)
         height = TILE // width
         tiles = -(-at.channels // width) if is_last else at.channels
         wanted = max(1, BLOCKS * _multiprocessors(device) // tiles)
@@ -286,7 +266,7 @@ class _Launch:
         rows = -(-rows // height) * height
         self.shares = -(-at.outer // rows)
         sizes = (at.channels // unit, 1) if is_last else (at.channels, at.inner // unit)
-        constants = (at.outer, *sizes, rows, *more, height, width, is_last, unit)
+        constants = (at.outer, *sizes, rows, *more, height, width, is_last, unit, MAX_SHARES)
         self.launch = Launch(kernel, (tiles, self.shares, 1), constants, WARPS, device)
         self.arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
 

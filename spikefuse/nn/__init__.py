@@ -1,5 +1,6 @@
 """Modules for ordinary PyTorch networks."""
 
+from spikefuse.nn.block import Block
 from spikefuse.nn.convert import spiking
 from spikefuse.nn.explain import explain
 from spikefuse.nn.fuse import fuse
@@ -36,6 +37,7 @@ __all__ = [
     "PLIF",
     "QIF",
     "AlphaLIF",
+    "Block",
     "CubaLIF",
     "GatedLIF",
     "IntegerLIF",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import compress
 from typing import Any
 
@@ -19,6 +19,7 @@ from spikefuse.compiler.call import Call, call_of, spec
 from spikefuse.compiler.program import kind_of, prepare, program
 from spikefuse.kernels.norm import gradient_sums, move, normalization, revision, statistics
 from spikefuse.kernels.place import Place
+from spikefuse.memory import Policy
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.neuron import Neuron, backend_of, calls, check, mark
 from spikefuse.nn.normed import REVISION, VALUES, behind_norm
@@ -43,6 +44,8 @@ class Block(nn.Module):
     Args:
         norm: an `nn.BatchNorm1d`, `2d`, `3d` or `nn.SyncBatchNorm`.
         neuron: takes one input.
+        memory: a policy of `spikefuse.memory`, which decides whether the neuron's states are kept
+            for backward; None for that of `Temporal`, which is `Recompute()` if there is none.
 
     Shapes: `x` and `residual` are `[T, B, C, ...]`, float32, bfloat16 or float16, in any layout;
     inside `Temporal` they are folded, as all tensors are. Others as in `Neuron`. Arithmetic is
@@ -55,13 +58,15 @@ class Block(nn.Module):
     kernel; Ioffe and Szegedy, "Batch Normalization", for the norm and its gradient.
     """
 
-    def __init__(self, norm: _BatchNorm, neuron: Neuron) -> None:
+    def __init__(self, norm: _BatchNorm, neuron: Neuron, memory: Policy | None = None) -> None:
         super().__init__()
         if type(norm) not in NORMS:
             raise TypeError(f"norm is a {type(norm).__name__}: expected one of torch's batch norms")
         if not isinstance(neuron, Neuron):
             raise TypeError(f"neuron is a {type(neuron).__name__}: expected a spikefuse.Neuron")
-        self.norm, self.neuron = norm, neuron
+        if memory is not None and not isinstance(memory, Policy):
+            raise TypeError(f"memory is {memory!r}: expected a policy of spikefuse.memory, or None")
+        self.norm, self.neuron, self.memory = norm, neuron, memory
 
     def forward(
         self,
@@ -72,26 +77,24 @@ class Block(nn.Module):
         return_state: bool = False,
         impl: str = "auto",
     ) -> Any:
-        return normed(self.norm, self.neuron, x, residual, state, return_state, impl)
+        scan = partial(_scan, self.norm, self.neuron, self.memory)
+        return self.neuron.call(scan, _inputs(x, residual), state, return_state, impl)
 
 
-def normed(
-    norm: _BatchNorm,
-    neuron: Neuron,
-    x: Tensor,
-    residual: Tensor | None = None,
-    state: States | None = None,
-    return_state: bool = False,
-    impl: str = "auto",
-) -> Any:
-    """`Block(norm, neuron)` on `x`."""
-    inputs = (x,) if residual is None else (x, residual)
-    return neuron.call(partial(_scan, norm, neuron), inputs, state, return_state, impl)
+def normed(norm: _BatchNorm, neuron: Neuron, x: Tensor, residual: Tensor | None = None) -> Any:
+    """`Block(norm, neuron)(x, residual)`."""
+    scan = partial(_scan, norm, neuron, None)
+    return neuron.call(scan, _inputs(x, residual), None, False, "auto")
+
+
+def _inputs(x: Tensor, residual: Tensor | None) -> tuple[Tensor, ...]:
+    return (x,) if residual is None else (x, residual)
 
 
 def _scan(
     norm: _BatchNorm,
     neuron: Neuron,
+    memory: Policy | None,
     inputs: tuple[Tensor, ...],
     state: States | None,
     impl: str,
@@ -107,10 +110,20 @@ def _scan(
         return neuron._scan((u if len(inputs) == 1 else u + inputs[1],), state, impl, return_state)
     launch.check(backend, inputs[0])
     chosen, own = _kernels(neuron, backend, len(inputs) > 1, _by_batch(norm))
-    function = _train if chosen.revises else _evaluate
-    outputs, finals = function(norm, chosen, own, inputs, list(state or ()), return_state)
+    states = list(state or ())
+    if chosen.revises:
+        keeps = not chosen.rebuilds or _keeps_states(memory)
+        outputs, finals = _train(norm, chosen, own, inputs, states, keeps, return_state)
+    else:
+        outputs, finals = _evaluate(norm, chosen, own, inputs, states, return_state)
     mark(outputs, chosen.binary)
     return outputs, finals
+
+
+def _keeps_states(memory: Policy | None) -> bool:
+    if memory is not None:
+        return memory.keeps_states
+    return calls.sequence is not None and calls.sequence.keeps_states
 
 
 def _check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor) -> None:
@@ -154,7 +167,10 @@ def _reference(
     inverse = torch.rsqrt(variance + norm.eps)
     scale = inverse if norm.weight is None else inverse * norm.weight
     definition = behind_norm(neuron, mean, scale, _shift(norm, x), len(inputs) > 1)
-    return reference.scan(definition, inputs, state)
+    # Of x in one dtype, so that its gradient is rounded once.
+    outputs, finals = reference.scan(definition, (x, *inputs[1:]), state)
+    dtype = reduce(torch.promote_types, (x.dtype for x in inputs))
+    return tuple(y.to(dtype) for y in outputs), finals
 
 
 def _shift(norm: _BatchNorm, x: Tensor) -> Tensor:
@@ -269,14 +285,17 @@ def _train(
     own: list[Tensor],
     inputs: tuple[Tensor, ...],
     states: list[Tensor],
+    keeps_states: bool,
     return_state: bool,
 ) -> tuple[Outputs, States]:
     """With the statistics of the batch."""
     x, weight, shift = inputs[0], norm.weight, _shift(norm, inputs[0])
     found, number, group = _statistics(norm, x, kernels.backend)
     call = call_of(kernels.name, spec(inputs))
-    keeps = not kernels.rebuilds or (calls.sequence is not None and calls.sequence.keeps_states)
-    job = _Job(kernels, call, found, number, group, len(inputs), len(states), keeps, return_state)
+    num_inputs, num_states = len(inputs), len(states)
+    job = _Job(
+        kernels, call, found, number, group, num_inputs, num_states, keeps_states, return_state
+    )
     tensors = (*inputs, *states, weight, shift, *own)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         results = _apply(job, *tensors)
@@ -333,7 +352,7 @@ def _combine(statistics: Tensor, number: float, group: Group) -> Tensor:
     return total
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Job:
     """One call in training."""
 

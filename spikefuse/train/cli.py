@@ -20,7 +20,7 @@ from spikefuse.train.config import ConfigError, TrainConfig
 USER_ERROR = 2
 EXTRA = ("lightning", "tensorboard", "matplotlib", "tqdm", "yaml")
 # What a resumed run may change: it continues to the same result.
-RESUMABLE = ("epochs", "cuda_graph")
+RESUMABLE = ("epochs", "cuda_graph", "fuse", "memory")
 # Choices that fit beside an option's name in the help; more are listed below it.
 FEW = 4
 
@@ -34,7 +34,8 @@ GROUPS = {
         *("loss", "label_smoothing", "clip", "shift", "flip", "seed"),
     ),
     "how to compute": (
-        *("precision", "accumulate", "tbptt", "channels_last", "cuda_graph", "sync_batch_norm"),
+        *("precision", "accumulate", "tbptt", "fuse", "memory", "channels_last", "cuda_graph"),
+        "sync_batch_norm",
     ),
 }
 
@@ -132,6 +133,8 @@ def _add_eval(commands: Any) -> None:
     evaluate.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="best.ckpt or last.ckpt of a run"
     )
+    (rule,) = (f.metadata for f in fields(TrainConfig) if f.name == "fuse")
+    _add_option(evaluate, "fuse", {**rule, "shown": "as in training"})
     _add_place(evaluate)
 
 
@@ -220,6 +223,8 @@ def _eval(arguments: argparse.Namespace) -> int:
     from spikefuse.train import checkpoint, run
 
     loaded = checkpoint.load(arguments.checkpoint)
+    if "fuse" in arguments:
+        loaded = replace(loaded, config=replace(loaded.config, fuse=arguments.fuse))
     place = run.Place(arguments.device, arguments.data_dir, arguments.download)
     loss, accuracy = run.evaluate(loaded, place)
     print(f"test accuracy {100 * accuracy:.2f} %, loss {loss:.4f} ({loaded.config.dataset})")

@@ -13,8 +13,9 @@ from torch import nn
 
 from spikefuse import surrogate
 from spikefuse.data import DATASETS
+from spikefuse.memory import POLICIES
 from spikefuse.models import MODELS
-from spikefuse.nn import Temporal, zoo
+from spikefuse.nn import Temporal, fuse, zoo
 
 # Every model of the zoo that fires; lif first, as the default.
 NEURONS: dict[str, type] = {
@@ -167,6 +168,8 @@ class TrainConfig:
     )
     flip: bool = option(False, "mirror half of the training images, at random", shown="no")
     precision: str = option("32", "32, or mixed precision: bf16, 16 (float16, CUDA)", PRECISIONS)
+    fuse: bool = option(True, "batch norm and the neuron after it as one", shown="yes")
+    memory: str = option("recompute", "what is kept for backward (docs/memory.md)", POLICIES)
     channels_last: bool | None = option(
         None, "keep channels innermost in memory", shown="on a GPU", kind=bool
     )
@@ -289,7 +292,9 @@ class TrainConfig:
         channels, *size = dataset.shape if len(dataset.shape) == 3 else (*dataset.shape, 1, 1)
         height, width = size
         build = MODELS[self.model]
-        return Temporal(build(self.make_neuron, channels, len(dataset.classes), (height, width)))
+        net = build(self.make_neuron, channels, len(dataset.classes), (height, width))
+        temporal = Temporal(net, POLICIES[self.memory])
+        return fuse(temporal) if self.fuse else temporal
 
     def transform(self) -> dict[str, Any]:
         """What `spikefuse.data.load` is to be told."""

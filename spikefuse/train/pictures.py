@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,14 @@ def record(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor
         # Inside Temporal time is folded into the batch, which is 1 here.
         return lambda _, inputs, output: spikes.update({name: output.float().cpu()})
 
-    hooks = [n.register_forward_hook(keep(name)) for name, n in module.net.neurons().items()]
-    try:
-        with torch.no_grad():
-            x = module.encode(pixels)
-            output = module.net(x)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    # The same network, with neurons that are called themselves.
+    net = replace(module.config, fuse=False).make_network().to(module.device)
+    net.load_state_dict(module.net.state_dict())
+    for name, neuron in net.neurons().items():
+        neuron.register_forward_hook(keep(name))
+    with torch.no_grad():
+        x = module.encode(pixels)
+        output = net.train(module.training)(x)
     return x[:, 0].cpu(), spikes, output[:, 0].float().cpu()
 
 

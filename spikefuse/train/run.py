@@ -27,6 +27,7 @@ from tqdm import tqdm
 import spikefuse
 from spikefuse import data
 from spikefuse.data import DATASETS, Examples
+from spikefuse.nn.fusion import Fusion
 from spikefuse.train import batches
 from spikefuse.train.batches import EvalBatches, Timed, TrainBatches
 from spikefuse.train.callbacks import Checkpoints, Log, Progress
@@ -123,11 +124,13 @@ def _introduction(module: Classifier, sizes: tuple[int, int, int], device: torch
     several = f", {processes.count} processes" if processes.count > 1 else ""
     events = DATASETS[config.dataset].kind == "events"
     encoding = "event frames" if events else f"{config.encoding} encoding"
+    fusion = getattr(module.net, "fusion", None)
+    fused = f"\n{fusion.summary}" if isinstance(fusion, Fusion) and fusion.fused else ""
     return (
         f"{config.dataset}: {training:,} training, {validation:,} validation, "
         f"{test:,} test images\n"
         f"{config.model} of {config.neuron} neurons: {parameters:,} parameters, "
-        f"{config.num_steps} time steps, {encoding}, on {device.type}{several}"
+        f"{config.num_steps} time steps, {encoding}, on {device.type}{several}{fused}"
     )
 
 

@@ -216,7 +216,8 @@ def test_every_operation_and_row_is_here():
     rows = set()
     for neuron in (*map(Exact, range(PARTS)), Inexact(), Powers(-1, 0.5)):
         rows |= {node.op for node in trace_step(neuron).graph.nodes}
-    assert rows == set(ops.TABLE)
+    # Multiply-adds are in gradients only, which test_adjoint.py runs.
+    assert rows | {"fma", "fnma"} == set(ops.TABLE)
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import spikefuse as sf
+from spikefuse.compiler.adjoint import reverse_step
 from spikefuse.compiler.graph import Graph
 from spikefuse.compiler.simplify import simplify
 from spikefuse.compiler.trace import trace_step
@@ -113,3 +114,17 @@ def test_two_conditions_are_not_one():
 
     assert "where" not in simplified(build)[0]
     assert simplified(build, gradients=True)[0].count("where") == 2
+
+
+def test_gradients_are_contracted_and_steps_are_not():
+    definition = sf.LIF(0.5, detach_reset=True)
+    step = trace_step(definition)
+    reverse = reverse_step(definition, step)
+    assert {"fma", "fnma"}.isdisjoint(node.op for node in step.graph.nodes)
+    assert any(node.op in ("fma", "fnma") for node in reverse.graph.nodes)
+    flows = {name for name in reverse.graph.inputs if name.startswith("g")}
+    for node in reverse.graph.nodes:
+        if not flows.isdisjoint(map(str, node.operands)):
+            flows.add(node.name)
+        else:
+            assert node.op not in ("fma", "fnma")

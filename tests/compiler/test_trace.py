@@ -367,3 +367,35 @@ def test_too_many_arrays():
     neuron = type("Many", (sf.Neuron,), {**states, "step": scope["step"]})()
     with pytest.raises(UnsupportedOperation, match="Many has too many inputs, outputs, states"):
         neuron(torch.rand(2, 3))
+
+
+def chosen(self, x: Tensor, v: Tensor) -> Tensor:
+    return torch.where(v > 0.0, (x > 0.0).float(), 1.0)
+
+
+# By whether values other than 0 and 1 are sure not to come out.
+BINARY = {
+    "compared": (lambda self, x, v: (x >= v).float(), True),
+    "chosen": (chosen, True),
+    "constant": (lambda self, x, v: torch.ones_like(x), True),
+    "doubled": (lambda self, x, v: 2.0 * (x >= v).float(), False),
+    "chosen, other": (lambda self, x, v: torch.where(v > 0.0, (x > 0.0).float(), 0.5), False),
+    "input": (lambda self, x, v: x, False),
+    "condition only": (lambda self, x, v: torch.where(x > 0.0, x, v), False),
+}
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_binary_outputs_are_proved(name):
+    function, expected = BINARY[name]
+    assert trace_step(defined_by(function)).binary == (expected,)
+
+
+def test_each_output_is_proved_binary_for_itself():
+    def both(self, x, v):
+        return (x >= 1.0).float(), x
+
+    step = trace_step(
+        type("Both", (sf.Neuron,), {"step": lambda self, x: (both(self, x, None), ())})()
+    )
+    assert step.binary == (True, False)

@@ -179,16 +179,32 @@ def test_in_temporal(policy, backends):
     block = make_block()
     net = sf.Temporal(nn.Sequential(conv, block, out), memory=policy).to(backends.device)
     x = make_input((20, 3, 2, 7, 7), device=backends.device)
-    y, state = net(x, return_state=True)
-    y.square().sum().backward()
-    assert state.keys() == {"1.neuron"}
-    gradients = [p.grad.clone() for p in net.parameters()]
-    net.zero_grad()
-    h = conv(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-    plain = out(block(h).flatten(0, 1))
-    plain.square().sum().backward()
+    with torch.backends.cudnn.flags(deterministic=True):
+        y, state = net(x, return_state=True)
+        y.square().sum().backward()
+        assert state.keys() == {"1.neuron"}
+        gradients = [p.grad.clone() for p in net.parameters()]
+        net.zero_grad()
+        h = conv(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        plain = out(block(h).flatten(0, 1))
+        plain.square().sum().backward()
     assert torch.equal(y.flatten(0, 1), plain)
     assert all(map(torch.equal, gradients, [p.grad for p in net.parameters()]))
+
+
+def test_its_own_policy(backends):
+    gradients = []
+    for policy in (None, sf.memory.Bits()):
+        block = make_block(device=backends.device)
+        block.memory = policy
+        (x,) = make_inputs(20, 1, device=backends.device)
+        x.requires_grad_()
+        y = block(x, impl=backends.impls[-1])
+        kept = sum(t.numel() for t in y.grad_fn.saved_tensors) - x.numel() - block.norm.num_features
+        assert kept == (0 if policy is None else 2 * x[0].numel())
+        y.sum().backward()
+        gradients.append([x.grad, *(p.grad for p in block.parameters())])
+    assert all(map(torch.equal, *gradients))
 
 
 def test_refusals():
@@ -198,6 +214,8 @@ def test_refusals():
         Block(nn.GroupNorm(2, 6), sf.LIF())
     with pytest.raises(TypeError, match="neuron is a ReLU"):
         Block(nn.BatchNorm2d(6), nn.ReLU())
+    with pytest.raises(TypeError, match="memory is 'bits'"):
+        Block(nn.BatchNorm2d(6), sf.LIF(), "bits")
     with pytest.raises(ValueError, match="C = 6"):
         block(x[:, :, :5])
     with pytest.raises(ValueError, match="residual is"):

@@ -31,6 +31,7 @@ WRONG = [
     ({"neuron": "gatedlif"}, "threshold is 1.0: expected a number between 0 and 1 for gatedlif"),
     ({"neuron": "li"}, "unknown neuron 'li': did you mean lif? choose one of lif, if, plif, "),
     ({"threshold": -1}, "threshold is -1: expected a positive number"),
+    ({"memory": "bit"}, "unknown memory 'bit': did you mean bits? choose one of save-all, recom"),
     ({"seed": -1}, "seed is -1: expected a whole number from 0 to"),
     ({"num_steps": 1, "batch_size": 1}, "num_steps and batch_size are both 1: "),
     ({"cuda_graph": 1}, "cuda_graph is 1: expected true or false"),
@@ -121,3 +122,8 @@ def test_every_neuron_of_zeros_and_ones_takes_every_surrogate(name: str) -> None
 def test_the_neurons_are_those_that_fire() -> None:
     assert list(NEURONS)[:4] == ["lif", "if", "plif", "alif"]
     assert set(NEURONS) == {name.lower() for name in zoo.__all__} - {"li"}
+
+
+def test_memory_is_the_networks_policy():
+    assert TrainConfig().make_network().memory == sf.memory.Recompute()
+    assert TrainConfig(memory="save-all").make_network().memory == sf.memory.SaveAll()

@@ -28,6 +28,9 @@ def test_record_sees_every_layer() -> None:
     with torch.no_grad():
         assert torch.equal(output.mean(0), module(pixels)[0])
     assert not any(n._forward_hooks for n in module.net.neurons().values())
+    plain = Classifier(TrainConfig(num_steps=5, threshold=0.3, fuse=False)).eval()
+    for name, layer in record(plain, pixels)[1].items():
+        assert torch.equal(layer, spikes[name])
 
 
 @pytest.mark.parametrize("model", ["mlp", "resnet18"])

@@ -43,6 +43,7 @@ def test_a_run_and_its_evaluation(
     assert [int(row["epoch"]) for row in rows] == list(range(1, 9))
     best = max(rows, key=lambda row: (float(row["val_accuracy"]), -float(row["val_loss"])))
     assert int(best["epoch"]) == result["best_epoch"]
+    assert "\n2 of 2 batch norms fused with the neuron after them\n" in output
     assert len(re.findall(r"^epoch \d/8 .* images/s$", output, re.M)) == 8
     percent = f"{100 * result['test_accuracy']:.2f} %"
     assert f"test accuracy {percent} on 359 images held out" in output
@@ -50,6 +51,27 @@ def test_a_run_and_its_evaluation(
     assert spikefuse("eval", directory / "best.ckpt", "--device", "cpu") == 0
     loss = f"{result['test_loss']:.4f}"
     assert capsys.readouterr().out == f"test accuracy {percent}, loss {loss} (digits)\n"
+
+
+def test_a_run_with_fusion_and_without(
+    spikefuse: Spikefuse, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same weights up to rounding, and checkpoints of each go on as the other."""
+    options = [*small, "--model", "mlp", "--epochs", "1"]
+    weights = []
+    for out, flag in (("a", "--fuse"), ("b", "--no-fuse")):
+        assert spikefuse("train", *options, "--out", out, flag) == 0
+        assert ("batch norms fused" in capsys.readouterr().out) == (flag == "--fuse")
+        weights.append(torch.load(tmp_path / out / "last.ckpt", weights_only=True)["state_dict"])
+    assert [*weights[0]] == [*weights[1]]
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-2, atol=1e-3)
+    for out, flag in (("a", "--no-fuse"), ("b", "--fuse")):
+        assert spikefuse("eval", f"{out}/best.ckpt", "--device", "cpu", flag) == 0
+        resume = ["--resume", f"{out}/last.ckpt", "--epochs", "2", "--device", "cpu", flag]
+        assert spikefuse("train", *resume) == 0
+        assert ("batch norms fused" in capsys.readouterr().out) == (flag == "--fuse")
+        result = json.loads((tmp_path / out / "result.json").read_text())
+        assert result["config"]["fuse"] == (flag == "--fuse")
 
 
 def test_runs_are_numbered_and_never_overwritten(
