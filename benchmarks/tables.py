@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import bptt_figures, bptt_tables, convergence, layer, record, reproduce
-from benchmarks.block import RIVAL, TWO
+from benchmarks.block import AGAIN, RIVAL, TWO
 from benchmarks.text import bars_line, device, markdown, number, origin
 
 README = record.ROOT / "README.md"
@@ -225,7 +225,7 @@ def _device_lines(row: dict[str, Any]) -> list[list[str]]:
 
 def block(result: dict[str, Any], path: Path, root: Path) -> str:
     """Device times, ours against the roofline; what each kernel takes where it is known."""
-    names = (layer.OURS, TWO, RIVAL)
+    names = (layer.OURS, AGAIN, TWO, RIVAL)
     lines, said = [], []
     for row in result["rows"]:
         found = _by_name(row)
@@ -238,7 +238,7 @@ def block(result: dict[str, Any], path: Path, root: Path) -> str:
         parts = [f"{k['part'] or k['kernel']} {number(k['us'])}" for k in row["kernels"]]
         if parts:
             said.append(f"{row['row']}, microseconds by kernel: {', '.join(parts)}.")
-    head = ["T × B × C × H × W", "dtype", "layout", "one block, ms", "roofline", TWO, RIVAL]
+    head = ["T × B × C × H × W", "dtype", "layout", "one block, ms", "roofline", AGAIN, TWO, RIVAL]
     return "\n\n".join([origin(result), markdown(head, lines), *said, *bars_line(result)])
 
 

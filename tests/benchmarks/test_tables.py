@@ -158,14 +158,14 @@ def test_block(tmp_path: Path) -> None:
         "layout": "channels-last",
         "kernels": [{"part": "statistics", "kernel": "k", "us": 312.4},
                     {"part": "", "kernel": "fill", "us": 2.5}],
-        "contenders": [ran("spikefuse", 3.5), ran(block.TWO, 5.0),
+        "contenders": [ran("spikefuse", 3.5), ran(block.AGAIN, 4.0), ran(block.TWO, 5.0),
                        {"name": block.RIVAL, "status": "failed", "reason": "why"}],
     }  # fmt: skip
     record.write(tmp_path, result("block", [row], bars=[]))
     text = "<!-- generated:block begin --><!-- generated:block end -->"
     text = tables.filled(text, tmp_path, tmp_path)
     sizes = "32 × 100 × 64 × 56 × 56"
-    assert f"| {sizes} | bfloat16 | channels-last | 3.50 | 80% | 5.00 | – |" in text
+    assert f"| {sizes} | bfloat16 | channels-last | 3.50 | 80% | 4.00 | 5.00 | – |" in text
     assert "large, bfloat16, microseconds by kernel: statistics 312, fill 2.50." in text
 
 
