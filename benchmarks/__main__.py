@@ -9,7 +9,16 @@ import argparse
 
 import torch
 
-from benchmarks import cpu_neuron, first_call, networks, neurons, tables, timestep_scaling
+from benchmarks import (
+    block,
+    bptt_figures,
+    cpu_neuron,
+    first_call,
+    networks,
+    neurons,
+    tables,
+    timestep_scaling,
+)
 
 
 def main() -> None:
@@ -19,9 +28,11 @@ def main() -> None:
     if torch.cuda.is_available():
         timestep_scaling.main([])
         neurons.main([])
+        block.main([])
         networks.main([])
+        bptt_figures.main([])
     else:
-        print("no GPU: the time-step scaling, the neurons' rooflines and networks are left out")
+        print("no GPU: the time-step scaling, the rooflines, networks and figures are left out")
     first_call.main([])
     cpu_neuron.main([])
     tables.main([])

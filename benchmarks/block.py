@@ -34,7 +34,7 @@ from benchmarks import layer, lif, record, series, steps
 from benchmarks.agreement import ROUNDING, apart
 from benchmarks.layer import DTYPES, Inputs, Result
 from benchmarks.neurons import COPY_BYTES, Plan, progress
-from benchmarks.runner import Contender, Settings, clock_for, first_line, measure
+from benchmarks.runner import Contender, Settings, clock_for, first_line, kernel_times, measure
 from spikefuse.nn.block import Block
 from spikefuse.testing import within_budget
 
@@ -275,23 +275,13 @@ def _joined(results: list[Result]) -> Result:
 
 def kernels(contender: Contender, device: torch.device) -> list[dict[str, Any]]:
     """What each kernel of a run takes, in order; called by its part of the block if they are five.
-
-    Empty where there is no GPU.
-    """
-    if device.type != "cuda":
-        return []
+    None without a GPU."""
     assert contender.run is not None
-    contender.run()
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        contender.run()
-        torch.cuda.synchronize(device)
-    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    events.sort(key=lambda e: e.time_range.start)
-    parts = KERNELS if len(events) == len(KERNELS) else ("",) * len(events)
+    found = kernel_times(contender.run, device)
+    parts = KERNELS if len(found) == len(KERNELS) else ("",) * len(found)
     return [
-        {"part": part, "kernel": event.name, "us": round(event.time_range.elapsed_us(), 2)}
-        for part, event in zip(parts, events, strict=True)
+        {"part": part, "kernel": name, "us": round(micros, 2)}
+        for part, (name, micros) in zip(parts, found, strict=True)
     ]
 
 

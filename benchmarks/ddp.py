@@ -1,11 +1,13 @@
 """Training steps of Spiking-ResNet18 by several GPUs, against those of one.
 
     torchrun --nproc_per_node 2 -m benchmarks.ddp
+    torchrun --nproc_per_node 2 -m benchmarks.ddp --workload resnet34-imagenet
 
 T = 32, batches of 100 per process, bfloat16, channels-last, by DistributedDataParallel over NCCL,
-on CPUs over Gloo. In turns, the first process steps alone while the others wait, and all step
-together; eagerly, and as replays of a CUDA graph. Together, the gradients have to be the mean of
-those that each process has alone. Throughput is in images a second.
+on CPUs over Gloo; the networks for ImageNet are compared with the eager loop. In turns, the first
+process steps alone while the others wait, and all step together; eagerly, and as replays of a CUDA
+graph. Together, the gradients have to be the mean of those that each process has alone. Throughput
+is in images a second.
 """
 
 from __future__ import annotations
@@ -24,15 +26,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import spikefuse as sf
-from benchmarks import record, steps
+from benchmarks import bars, record, steps
 from benchmarks.agreement import ROUNDING, apart
-from benchmarks.runner import first_line, spread
-from benchmarks.steps import GRAPH, WAYS, Network, Result
+from benchmarks.runner import Contender, CpuClock, GpuClock, first_line, spread
+from benchmarks.steps import EAGER, EAGERLY, FUSED, GRAPH, OURS, WAYS, Result
 from benchmarks.workloads import DTYPES, WORKLOADS, Task
 from spikefuse.train.processes import Processes
 
 WORKLOAD = "resnet18-mnist"
+SPIKING: dict[str, dict[str, Any]] = {
+    FUSED: {"fused": True},
+    OURS: {},
+    EAGER: {"impl": "reference"},
+}
 # Times the throughput of one GPU, for two.
 BAR_PROCESSES, BAR = 2, 1.85
 # DistributedDataParallel arranges its buckets in the first steps and times some of them.
@@ -44,6 +50,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--workload", choices=WORKLOADS, default=WORKLOAD, metavar="WORKLOAD")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--networks", nargs="+", choices=SPIKING, metavar="NETWORK",
+                        help=f"of {', '.join(SPIKING)}")  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--rounds", type=int, help="turns of one and of all (11)")
     parser.add_argument("--repetitions", type=int, help="steps in a turn (20)")
@@ -51,6 +59,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a trial: small images, few rounds")
     args = parser.parse_args(argv)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    usual = (FUSED, EAGER) if args.workload in bars.AGAINST_EAGER else (FUSED, OURS)
+    args.networks = args.networks or list(usual)
     args.rounds = args.rounds or (2 if args.quick else 11)
     args.repetitions = args.repetitions or (1 if args.quick else 20)
     if min(args.rounds, args.repetitions) < 1:
@@ -78,14 +88,16 @@ def main(argv: list[str] | None = None) -> Path | None:
         task = Task(workload.small() if args.quick else workload, args.dtype, device,
                     seed=processes.rank)  # fmt: skip
         rows = []
-        for way in WAYS:
-            rows.append(measure(task, way, processes, args))
-            gc.collect()  # a graph may not outlive its connections
+        for name in args.networks:
+            for way in WAYS:
+                rows.append(measure(task, name, way, processes, args))
+                gc.collect()  # a graph may not outlive its connections
     if not processes.main:
         return None
-    result = record.document("ddp", device, args.quick, settings)
+    name = "ddp" if args.workload == WORKLOAD else f"ddp_{args.workload}"
+    result = record.document(name, device, args.quick, settings)
     judged = device.type == "cuda" and processes.count == BAR_PROCESSES and not args.quick
-    result |= {"rows": rows, "bars": bars(rows) if judged else []}
+    result |= {"rows": rows, "bars": judge(args.workload, rows) if judged else []}
     print("\n".join(progress(row) for row in rows), flush=True)
     record.print_bars(result["bars"])
     path = record.write(record.folder(args.out, args.quick), result)
@@ -99,23 +111,28 @@ class Runner:
 
     net: nn.Module
     step: Callable[[], Result]
+    held_bytes: int
 
 
-def make(task: Task, way: str) -> tuple[Runner, Runner]:
+def make(task: Task, name: str, way: str) -> tuple[Runner, Runner]:
     """The step of this process alone, and its part in that of all."""
-    alone, net = steps.ours(task), task.network(task.workload.neuron)
     cuda = task.device.type == "cuda"
     aside = torch.cuda.Stream() if cuda else None  # as a recording demands
-    with torch.cuda.stream(aside):
-        shared = DistributedDataParallel(sf.Temporal(net), [task.device] if cuda else None)
+
+    def shared(net: nn.Module) -> nn.Module:
+        with torch.cuda.stream(aside):
+            return DistributedDataParallel(net, [task.device] if cuda else None)
+
+    kind = SPIKING[name]
+    networks = (steps.spiking(task, **kind), steps.spiking(task, **kind, shared=shared))
     if aside is not None:
         torch.cuda.current_stream().wait_stream(aside)
     made = []
-    for network in (alone, Network(net, shared)):
-        step = steps.training(task, network)
+    for network in networks:
+        step, held = steps.training(task, network), 0
         if way == GRAPH:
-            step, _ = steps.graphed(step, STEPS_BEFORE_GRAPH)
-        made.append(Runner(network.net, step))
+            step, held = steps.graphed(step, STEPS_BEFORE_GRAPH)
+        made.append(Runner(network.net, step, held))
     return made[0], made[1]
 
 
@@ -157,14 +174,16 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure(task: Task, way: str, processes: Processes, args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    task: Task, name: str, way: str, processes: Processes, args: argparse.Namespace
+) -> dict[str, Any]:
     """A row: verified, then timed in turns. What one process cannot do is left out in all."""
-    about: dict[str, Any] = {"way": way, "processes": processes.count}
+    about: dict[str, Any] = {"network": name, "way": way, "processes": processes.count}
     if way == GRAPH and task.device.type != "cuda":
         return about | {"status": "unavailable", "reason": steps.NO_GRAPHS}
     reason, made = "", None
     try:
-        made = make(task, way)
+        made = make(task, name, way)
     except Exception as error:  # whatever it is: the reason is the result
         reason = first_line(error)
     if processes.highest(int(made is None)):
@@ -177,6 +196,11 @@ def measure(task: Task, way: str, processes: Processes, args: argparse.Namespace
         reason = str(error)
     if processes.highest(int(bool(reason))):
         return about | {"status": "wrong", "reason": reason or "another process is wrong"}
+    clock = GpuClock(task.device, flush_bytes=1) if task.device.type == "cuda" else CpuClock()
+    for key, runner in (("alone_bytes", alone), ("together_bytes", together)):
+        found = clock.memory(Contender(name, runner.step, held_bytes=runner.held_bytes))
+        if found:
+            about[key] = found["peak_bytes"]
     times: dict[str, list[float]] = {"alone": [], "together": []}
     for _ in range(args.rounds):
         # Where `highest` is asked, the others wait for the first.
@@ -196,7 +220,7 @@ def measure(task: Task, way: str, processes: Processes, args: argparse.Namespace
 
 
 def progress(row: dict[str, Any]) -> str:
-    said = f"{row['processes']} processes, {row['way']}: "
+    said = f"{row['processes']} processes, {row['network']}, {row['way']}: "
     if row["status"] != "ok":
         return said + f"{row['status']}, {row['reason']}"
     return said + (
@@ -205,13 +229,30 @@ def progress(row: dict[str, Any]) -> str:
     )
 
 
-def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The project's own bars; where nothing was measured, one is missed."""
-    return [
-        record.bar(f"{row['processes']} GPUs, {row['way']}: times the throughput of one",
-                   row.get("throughput"), BAR)
-        for row in rows
-    ]  # fmt: skip
+def judge(workload: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The project's own bars for the fused network; where nothing was measured, one is missed."""
+    found = {(row["network"], row["way"]): row for row in rows}
+    made = []
+
+    def over_eager(way: str, value: Callable[[dict[str, Any]], float]) -> float | None:
+        pair = [found.get((name, way), {}) for name in (FUSED, EAGER)]
+        right = all(row.get("status") == "ok" for row in pair)
+        return value(pair[0]) / value(pair[1]) if right else None
+
+    for way in WAYS:
+        where = f"{BAR_PROCESSES} GPUs, {way}: "
+        if workload == WORKLOAD:
+            share = found.get((FUSED, way), {}).get("throughput")
+            made.append(record.bar(f"{where}times the throughput of one", share, BAR))
+        if workload in bars.AGAINST_EAGER:
+            share = over_eager(way, lambda row: row["together_ms"]["median"])
+            what = f"{where}{workload}, time over the eager loop"
+            made.append(record.bar(what, share, bars.EAGER_TIME, at_least=False))
+    if workload in bars.AGAINST_EAGER:
+        share = over_eager(EAGERLY, lambda row: row["together_bytes"])
+        what = f"{BAR_PROCESSES} GPUs: {workload}, memory over the eager loop"
+        made.append(record.bar(what, share, bars.EAGER_MEMORY, at_least=False))
+    return made
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Whole training steps and evaluation steps of whole networks on one GPU.
 
     python -m benchmarks.networks                    Spiking-ResNets at MNIST's and CIFAR-10's shape
-    python -m benchmarks.networks --workloads large-cifar10 alexnet-imagenet --name more_networks
+    python -m benchmarks.networks --workloads large-cifar10 alexnet-imagenet --name networks_more
 
 Every contender has the same weights, input and layout (channels-last), and runs in two ways:
 eagerly, and as the replay of a CUDA graph of the whole step, which hides what Python costs. A
@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ from benchmarks.runner import (
 from benchmarks.steps import GRAPH, NETWORKS, STEPS, WAYS, Network, Result
 from benchmarks.workloads import DTYPES, RESNETS, WORKLOADS, Task
 
+JUDGED = ("training", "evaluation")
+
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = series.parser("networks", __doc__, rounds=5, within=190.0)
@@ -54,7 +57,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         help=f"of {', '.join(WORKLOADS)} (the first {len(RESNETS)})",
     )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(JUDGED))
     parser.add_argument(
         "--also",
         nargs="+",
@@ -115,12 +118,19 @@ def main(argv: list[str] | None = None) -> Path:
         frozenset(args.also),
         args.quick,
     )
-    searching = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = device.type == "cuda"  # as the trainer sets it
-    try:
+    with searching(device):
         return series.run(args, rows(args), functools.partial(measure_one, plan), progress, judged)
+
+
+@contextmanager
+def searching(device: torch.device) -> Iterator[None]:
+    """Inside, cuDNN looks for the fastest algorithms, as the trainer lets it."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = device.type == "cuda"
+    try:
+        yield
     finally:
-        torch.backends.cudnn.benchmark = searching
+        torch.backends.cudnn.benchmark = before
 
 
 def judged(row: Row, found: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -158,35 +168,6 @@ def entrant(task: Task, kind: str, name: str, way: str) -> Entrant:
 def measure_one(plan: Plan, row: Row) -> dict[str, Any]:
     workload = WORKLOADS[row.workload]
     task = Task(workload.small() if plan.quick else workload, row.dtype, plan.device)
-    reference = Reference.of(task, row.steps)
-    fused = Reference.of(task, row.steps, fused=True, other=reference)
-    num_spikes = reference.num_spikes
-    agreements: dict[str, Agreement] = {}
-    entrants: list[Entrant] = []
-    for name in plan.names(row):
-        right = fused if name.startswith(steps.FUSED) else reference
-        try:
-            agreements[name] = Agreement(task, row.steps, NETWORKS[name], right)
-        except Exception as error:  # whatever it is: the reason is the result
-            entrants += [absent(name, way, first_line(error)) for way in WAYS]
-        else:
-            entrants += [entrant(task, row.steps, name, way) for way in WAYS]
-    del reference, fused, right  # their spikes are not needed any more
-    by_contender = {e.contender.name: e for e in entrants}
-
-    def verify(contender: Contender, result: Result) -> None:
-        agreements[by_contender[contender.name].name].verify(result, task.labels)
-
-    def prepare() -> None:
-        for one in entrants:
-            if one.network is not None:
-                task.restore(one.network.net)
-
-    contenders = [e.contender for e in entrants]
-    measured = measure(contenders, [], verify, plan.clock, 0, plan.turns, prepare)
-    for contender in measured["contenders"]:
-        one = by_contender[contender["name"]]
-        contender |= {"network": one.name, "way": one.way}
     return {
         "row": row.title,
         "workload": row.workload,
@@ -199,13 +180,58 @@ def measure_one(plan: Plan, row: Row) -> dict[str, Any]:
         "optimizer": task.workload.optimizer,
         "input_bytes": task.x.nbytes,
         "weight_bytes": sum(value.nbytes for value in task.state.values()),
+    } | compare(task, row.steps, plan.names(row), WAYS, plan.clock, plan.turns)
+
+
+def compare(
+    task: Task,
+    kind: str,
+    names: Sequence[str],
+    ways: Sequence[str],
+    clock: Clock,
+    turns: Settings,
+) -> dict[str, Any]:
+    """The step of several networks, verified and timed."""
+    reference = Reference.of(task, kind)
+    num_spikes = reference.num_spikes
+    agreements: dict[str, Agreement] = {}
+    entrants: list[Entrant] = []
+    fused = None
+    for name in names:
+        try:
+            if name.startswith(steps.FUSED):
+                fused = fused or Reference.of(task, kind, fused=True, other=reference)
+                agreements[name] = Agreement(task, kind, NETWORKS[name], fused)
+            else:
+                agreements[name] = Agreement(task, kind, NETWORKS[name], reference)
+        except Exception as error:  # whatever it is: the reason is the result
+            entrants += [absent(name, way, first_line(error)) for way in ways]
+        else:
+            entrants += [entrant(task, kind, name, way) for way in ways]
+    del reference, fused  # their spikes are not needed any more
+    by_contender = {e.contender.name: e for e in entrants}
+
+    def verify(contender: Contender, result: Result) -> None:
+        agreements[by_contender[contender.name].name].verify(result, task.labels)
+
+    def prepare() -> None:
+        for one in entrants:
+            if one.network is not None:
+                task.restore(one.network.net)
+
+    contenders = [e.contender for e in entrants]
+    measured = measure(contenders, [], verify, clock, 0, turns, prepare)
+    for contender in measured["contenders"]:
+        one = by_contender[contender["name"]]
+        contender |= {"network": one.name, "way": one.way}
+    return {
         "spikes": num_spikes,
         "agreement": {name: agreement.about() for name, agreement in agreements.items()},
         "contenders": measured["contenders"],
     }
 
 
-def progress(row: Row, found: dict[str, Any]) -> str:
+def progress(row: series.Titled, found: dict[str, Any]) -> str:
     lines = [f": {found['spikes']:,} neuron-steps compared"]
     for name, about in found["agreement"].items():
         errors = "".join(f", {what} {error:.2g}" for what, error in about["errors"].items())

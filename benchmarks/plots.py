@@ -16,16 +16,30 @@ STYLE = {
 }
 
 
-def timestep_scaling(result: dict[str, Any], path: Path) -> Path | None:
-    """Time against T, one panel per dtype; None where matplotlib is not installed."""
+def canvas(size: tuple[float, float]) -> Any:
+    """A figure of so many inches; None where matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
-    figure = Figure(figsize=(5.2 * len(dtypes), 4.2), layout="constrained", dpi=120)
+    figure = Figure(figsize=size, layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def timestep_scaling(result: dict[str, Any], path: Path) -> Path | None:
+    """Time against T, one panel per dtype; None where matplotlib is not installed."""
+    dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
+    figure = canvas((5.2 * len(dtypes), 4.2))
+    if figure is None:
+        return None
     panels = figure.subplots(1, len(dtypes), sharey=True, squeeze=False)[0]
     for panel, dtype in zip(panels, dtypes, strict=True):
         rows = sorted((r for r in result["rows"] if r["dtype"] == dtype), key=lambda r: r["T"])
@@ -49,21 +63,16 @@ def timestep_scaling(result: dict[str, Any], path: Path) -> Path | None:
     panels[0].legend()
     machine, rows = result["machine"], result["rows"]
     figure.suptitle(f"{rows[0]['N']:,} LIF neurons, {machine.get('gpu') or machine['cpu']}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return save(figure, path)
 
 
 def learning(result: dict[str, Any], path: Path) -> Path | None:
     """Loss and accuracy over the epochs, of every seed; None where matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
+    figure = canvas((9, 3.5))
+    if figure is None:
         return None
-    figure = Figure(figsize=(9, 3.5), layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
+    from matplotlib.ticker import MaxNLocator
+
     panels = figure.subplots(1, 2)
     for panel, quantity, scale in zip(panels, ("loss", "accuracy"), (1, 100), strict=True):
         for index, row in enumerate(result["rows"]):
@@ -78,6 +87,4 @@ def learning(result: dict[str, Any], path: Path) -> Path | None:
     panels[1].legend(loc="lower right")
     machine = result["machine"]
     figure.suptitle(f"{result['settings']['recipe']}, {machine.get('gpu') or machine['cpu']}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return save(figure, path)

@@ -290,6 +290,20 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
+def kernel_times(run: Callable[[], Any], device: torch.device) -> list[tuple[str, float]]:
+    """Name and microseconds of each kernel of one run on a GPU, in order; nothing on a CPU."""
+    if device.type != "cuda":
+        return []
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize(device)
+    on_gpu = torch.autograd.DeviceType.CUDA
+    events = [event for event in profile.events() if event.device_type == on_gpu]
+    events.sort(key=lambda event: event.time_range.start)
+    return [(event.name, event.time_range.elapsed_us()) for event in events]
+
+
 def first_line(error: BaseException) -> str:
     """What an exception says, in one line of at most 300 characters."""
     text = str(error).strip().splitlines()

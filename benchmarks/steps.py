@@ -108,7 +108,8 @@ def _stateless(net: nn.Module, **more: Any) -> Network:
 
 
 class JellyFunction(nn.Module):
-    """SpikingJelly's function on `[T, M]`: a view of the folded tensor in its own order in memory.
+    """A function of SpikingJelly's kind on `[T, M]`: a view of the folded tensor in its own order
+    in memory.
 
     Args:
         T: time steps.
@@ -192,6 +193,28 @@ def _jelly_constants(workload: Workload, surrogates: Any) -> tuple[dict[str, Any
     return constants, note
 
 
+@functools.cache
+def compiled_loop(decay: float, threshold: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """LIF neurons as users write them, by torch.compile for any number of them; forward only."""
+
+    def loop(x: Tensor, v: Tensor) -> Tensor:
+        spikes = []
+        for current in x.unbind(0):
+            h = decay * v + current
+            s = (h >= threshold).to(torch.float32)
+            v = h * (1 - s)
+            spikes.append(s.to(x.dtype))
+        return torch.stack(spikes)
+
+    return torch.compile(loop, fullgraph=True, dynamic=True)
+
+
+def compiled(task: Task) -> Network:
+    loop = compiled_loop(task.workload.decay, task.workload.threshold)
+    net = task.network(functools.partial(JellyFunction, task.workload.T, loop))
+    return _stateless(net, neuron=JellyFunction)
+
+
 # The fused network by the memory policies that are not the default.
 POLICIES = {
     f"{FUSED}, {name}": policy
@@ -209,10 +232,12 @@ NETWORKS: dict[str, Callable[[Task], Network]] = {
     RELU: relu,
     CONVOLUTIONS: convolutions,
     EAGER: functools.partial(spiking, impl="reference"),
+    lif.COMPILED: compiled,
     **{name: functools.partial(spiking, fused=True, policy=p) for name, p in POLICIES.items()},
 }
-# The first autotunes a kernel for every layer, which takes minutes; the second is slow.
-ONLY_IF_ASKED = (RIVAL_HALF, EAGER, *POLICIES)
+# The first autotunes a kernel for every layer, which takes minutes; the second is slow; the third
+# has no gradients.
+ONLY_IF_ASKED = (RIVAL_HALF, EAGER, lif.COMPILED, *POLICIES)
 
 
 # What they compute
@@ -257,9 +282,17 @@ def evaluation(task: Task, network: Network) -> Callable[[], Result]:
     return step
 
 
+def forward(task: Task, network: Network) -> Callable[[], Result]:
+    """Evaluation with the statistics of the batch, as in forward of training."""
+    step = evaluation(task, network)
+    network.net.train()
+    return step
+
+
 STEPS: dict[str, Callable[[Task, Network], Callable[[], Result]]] = {
     "training": training,
     "evaluation": evaluation,
+    "forward": forward,
 }
 
 

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import convergence, layer, record, reproduce
+from benchmarks import bptt_figures, bptt_tables, convergence, layer, record, reproduce
+from benchmarks.block import AGAIN, RIVAL, TWO
+from benchmarks.text import bars_line, device, markdown, number, origin
 
 README = record.ROOT / "README.md"
 NOTHING = "Not measured yet: run `{}`."
@@ -221,6 +223,25 @@ def _device_lines(row: dict[str, Any]) -> list[list[str]]:
     return lines
 
 
+def block(result: dict[str, Any], path: Path, root: Path) -> str:
+    """Device times, ours against the roofline; what each kernel takes where it is known."""
+    names = (layer.OURS, AGAIN, TWO, RIVAL)
+    lines, said = [], []
+    for row in result["rows"]:
+        found = _by_name(row)
+        right = {n: found[n] for n in names if n in found and found[n]["status"] == "ok"}
+        cells = [number(right[n]["device_ms"]["median"]) if n in right else "–" for n in names]
+        ours = right.get(layer.OURS)
+        share = "–" if ours is None else f"{ours['fraction']['device_ms']:.0%}"
+        shape = " × ".join(str(size) for size in row["shape"])
+        lines.append([shape, row["dtype"], row["layout"], cells[0], share, *cells[1:]])
+        parts = [f"{k['part'] or k['kernel']} {number(k['us'])}" for k in row["kernels"]]
+        if parts:
+            said.append(f"{row['row']}, microseconds by kernel: {', '.join(parts)}.")
+    head = ["T × B × C × H × W", "dtype", "layout", "one block, ms", "roofline", AGAIN, TWO, RIVAL]
+    return "\n\n".join([origin(result), markdown(head, lines), *said, *bars_line(result)])
+
+
 def networks(result: dict[str, Any], path: Path, root: Path) -> str:
     """Per kind of step a table of times, and one of memory in training."""
     parts = [origin(result)]
@@ -259,16 +280,21 @@ def _network_table(rows: list[dict[str, Any]], value: Callable[[dict[str, Any]],
 
 
 def ddp(result: dict[str, Any], path: Path, root: Path) -> str:
-    """A line for each way of running."""
+    """A line for each network and way of running."""
     lines = []
     for row in result["rows"]:
-        found = [row["status"], "–", "–", "–"]
+        found = [row["status"], "–", "–", "–", "–"]
         if row["status"] == "ok":
             times = [number(row[key]["median"]) for key in ("alone_ms", "together_ms")]
-            found = [*times, number(row["images_per_second"]), f"{row['throughput']:.2f}×"]
-        lines.append([row["way"], str(row["processes"]), *found])
+            peaks = [row.get(key) for key in ("alone_bytes", "together_bytes")]
+            peak = " / ".join("–" if b is None else f"{b / 2**20:,.0f}" for b in peaks)
+            found = [*times, number(row["images_per_second"]), f"{row['throughput']:.2f}×", peak]
+        name = f"{row.get('network', layer.OURS)}, {row['way']}"
+        lines.append([name, str(row["processes"]), *found])
     head = ["step", "GPUs", "one alone, ms", "all, ms", "images a second", "throughput of one"]
-    return "\n\n".join([origin(result), markdown(head, lines), *bars_line(result)])
+    table = markdown([*head, "MiB, alone / each"], lines)
+    said = f"{result['settings']['workload']}, {result['settings']['dtype']}:"
+    return "\n\n".join([origin(result), said, table, *bars_line(result)])
 
 
 def first_call(result: dict[str, Any], path: Path, root: Path) -> str:
@@ -351,23 +377,6 @@ def converging(result: dict[str, Any], path: Path, root: Path) -> str:
     return "\n\n".join([origin(result), said, table, *bars_line(result)])
 
 
-def bars_line(result: dict[str, Any]) -> list[str]:
-    """Which of the project's own bars a result missed; nothing where none was judged."""
-    bars = result.get("bars", [])
-    if not bars:
-        return []
-    missed = [
-        f"{bar['what']} ({measured(bar['measured'])}, bar {bar['bar']:g})"
-        for bar in bars
-        if not bar["met"]
-    ]
-    return [f"Bars missed: {'; '.join(missed)}." if missed else "All bars met."]
-
-
-def measured(value: float | None) -> str:
-    return "not measured" if value is None else number(value)
-
-
 Results = list[tuple[Path, dict[str, Any]]]
 
 
@@ -384,51 +393,16 @@ def each(table: Callable[[dict[str, Any], Path, Path], str]) -> Callable[[Result
 REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "time-steps": ("timestep_scaling", each(time_steps), BENCH),
     "neurons": ("neurons", each(neurons), BENCH),
-    "networks": ("networks", each(networks), BENCH),
-    "ddp": ("ddp", each(ddp), "torchrun --nproc_per_node 2 -m benchmarks.ddp"),
+    "networks": ("networks*", each(networks), BENCH),
+    "block": ("block", each(block), BENCH),
+    "bptt-figures": ("bptt_figures", each(bptt_tables.tables), bptt_figures.COMMAND),
+    "ddp": ("ddp*", each(ddp), "torchrun --nproc_per_node 2 -m benchmarks.ddp"),
     "first-call": ("first_call", each(first_call), BENCH),
     "cpu": ("cpu_neuron", each(cpu), BENCH),
     "training": ("training_*", training, "python -m benchmarks.training digits"),
     "papers": ("reproduce_*", papers, reproduce.COMMAND),
     "convergence": ("convergence", each(converging), convergence.COMMAND),
 }
-
-
-def device(result: dict[str, Any]) -> str:
-    machine = result["machine"]
-    return machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
-
-
-def origin(result: dict[str, Any], both: bool = False) -> str:
-    """Where and when a result was measured, with which versions; those of both backends?"""
-    machine, versions = result["machine"], result["versions"]
-    names = {
-        "torch": "PyTorch",
-        "triton": "Triton",
-        "numba": "Numba",
-        "spikingjelly": "SpikingJelly",
-    }
-    used = "triton" if "gpu" in machine else "numba"
-    shown = ["torch", *(("triton", "numba") if both else (used, "spikingjelly"))]
-    listed = ", ".join(f"{names[n]} {versions[n]}" for n in shown if n in versions)
-    revision = result["revision"]
-    said = "revision unknown" if revision is None else f"revision {revision[:10]}"
-    if result["dirty"]:
-        said += " with changes"
-    return f"**{device(result)}** ({listed}; {result['date'][:10]}, {said})"
-
-
-def number(value: float) -> str:
-    """Three significant digits, without an exponent."""
-    if value >= 100:
-        return f"{value:,.0f}"
-    digits = 1 if value >= 10 else 2 if value >= 1 else 3 if value >= 0.1 else 4
-    return f"{value:.{digits}f}"
-
-
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---", *(["---:"] * (len(head) - 1))], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ class Workload:
     threshold: float = lif.THRESHOLD
     surrogate: str = "sigmoid"
     optimizer: str = "adam"
+    norms: bool = True
 
     def neuron(self, threshold: float = 1.0) -> sf.LIF:
         """A new one; `threshold` is a factor of its own."""
@@ -48,7 +49,9 @@ class Workload:
 
     def network(self, activation: Callable[[], nn.Module]) -> nn.Module:
         """For one time step, `[B, C, H, W]` to `[B, K]`."""
-        return MODELS[self.model](activation, self.shape[0], self.num_classes, self.shape[1:])
+        size = (self.shape[0], self.num_classes, self.shape[1:])
+        more = {} if self.norms else {"norm": False}  # the plain stacks alone know it
+        return MODELS[self.model](activation, *size, **more)
 
     def small(self) -> Workload:
         """The same for trials."""
@@ -69,7 +72,10 @@ RESNETS = {
 WORKLOADS: dict[str, Workload] = {
     **RESNETS,
     "resnet18-mnist-sgd": Workload("resnet18", MNIST, optimizer="sgd"),
-    "large-cifar10": Workload("cifar_large", CIFAR, T=10, batch=64, **_BPTT),
+    **{
+        f"{size}-cifar10": Workload(f"cifar_{size}", CIFAR, T=10, batch=64, **_BPTT)
+        for size in ("small", "medium", "large")
+    },
     "resnet18-gesture": Workload("resnet18", (2, 128, 128), num_classes=11, batch=10),
     "alexnet-imagenet": Workload("alexnet", IMAGENET, 1000, T=6, batch=16, **_BPTT),
     "resnet34-imagenet": Workload("ms_resnet34", IMAGENET, 1000, T=6, batch=16, **_BPTT),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import ddp, record, steps
-from benchmarks.steps import EAGERLY, GRAPH
+from benchmarks.steps import EAGER, EAGERLY, FUSED, GRAPH, OURS, WAYS
 
 SECONDS = 90.0
 
@@ -18,7 +19,7 @@ def test_two_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", "2", "-m", "benchmarks.ddp", "--quick", "--device", "cpu"]
     with subprocess.Popen(
-        [*command, "--out", str(tmp_path)],
+        [*command, "--networks", FUSED, "--out", str(tmp_path)],
         cwd=record.ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -33,6 +34,7 @@ def test_two_processes(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("ddp-*.json")
     result = record.read(path)
     assert result["settings"]["processes"] == 2
+    assert [row["network"] for row in result["rows"]] == [FUSED] * 2
     eager, graph = result["rows"]
     assert (eager["way"], eager["status"]) == (EAGERLY, "ok"), eager
     one, several = eager["alone_ms"]["median"], eager["together_ms"]["median"]
@@ -40,18 +42,28 @@ def test_two_processes(tmp_path: Path) -> None:
     assert eager["images_per_second"] == pytest.approx(4e3 / several, rel=0.01)
     assert graph["reason"] == steps.NO_GRAPHS
     assert result["bars"] == []  # they are meant for GPUs
-    assert "2 processes, eager: " in said
+    assert f"2 processes, {FUSED}, eager: " in said
+
+
+def row(network: str, way: str, ms: float, mib: int, **more: Any) -> dict[str, Any]:
+    found = {"network": network, "way": way, "together_ms": {"median": ms}, "together_bytes": mib}
+    return found | {"processes": 2, "status": "ok", "throughput": 1.9} | more
 
 
 def test_bars() -> None:
-    rows = [
-        {"way": EAGERLY, "processes": 2, "status": "ok", "throughput": 1.9},
-        {"way": GRAPH, "processes": 2, "status": "unavailable", "reason": "why"},
-    ]
-    eager, graph = ddp.bars(rows)
+    rows = [row(FUSED, EAGERLY, 1, 1), row(OURS, GRAPH, 1, 1)]
+    eager, graph = ddp.judge(ddp.WORKLOAD, rows)
     assert (eager["measured"], eager["bar"], eager["met"]) == (1.9, 1.85, True)
     assert (graph["measured"], graph["met"]) == (None, False)
     assert eager["what"] == "2 GPUs, eager: times the throughput of one"
+
+
+def test_bars_against_the_eager_loop() -> None:
+    rows = [row(FUSED, way, 4, 30) for way in WAYS]
+    rows += [row(EAGER, EAGERLY, 10, 100), row(EAGER, GRAPH, 5, 1, status="wrong")]
+    assert [(b["measured"], b["bar"], b["met"]) for b in ddp.judge("alexnet-imagenet", rows)] == [
+        (0.4, 0.5, True), (None, 0.5, False), (0.3, 0.25, False)
+    ]  # fmt: skip
 
 
 def test_it_takes_several_processes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,20 +34,18 @@ def run(tmp_path: Path, *more: str) -> dict[str, Any]:
 
 
 def test_rows_are_verified_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(tmp_path, "--also", steps.EAGER, f"{steps.FUSED}, bits")
+    result = run(tmp_path, "--also", steps.EAGER, "--dtype", "bfloat16")
     assert result["left_out"] == []
     assert [(row["dtype"], row["steps"]) for row in result["rows"]] == [
-        ("float32", "training"), ("float32", "evaluation"),
         ("bfloat16", "training"), ("bfloat16", "evaluation"),
     ]  # fmt: skip
-    fused = (steps.FUSED, f"{steps.FUSED}, bits")
-    always = (*fused, steps.OURS, steps.RELU, steps.CONVOLUTIONS, steps.EAGER)
+    always = (steps.FUSED, steps.OURS, steps.RELU, steps.CONVOLUTIONS, steps.EAGER)
     for row in result["rows"]:
         assert row["spikes"] == 2 * 2 * (32 * 32 * 32 + 64 * 16 * 16)
         agreement = row["agreement"][steps.OURS]
         assert (agreement["flips"], agreement["flips_allowed"]) == (0, 0)
-        for name in fused:
-            assert row["agreement"][name]["flips"] <= row["agreement"][name]["flips_allowed"]
+        fused = row["agreement"][steps.FUSED]
+        assert fused["flips"] <= fused["flips_allowed"]
         found = {(c["network"], c["way"]): c for c in row["contenders"]}
         for name in always:
             assert found[name, EAGERLY]["status"] == "ok", found[name, EAGERLY]
@@ -58,6 +56,17 @@ def test_rows_are_verified_and_timed(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert result["bars"] == []  # they are meant for a GPU
     said = capsys.readouterr().out
     assert "conv, bfloat16, evaluation: 196,608 neuron-steps compared" in said
+
+
+References = tuple[Task, Reference, Reference]
+
+
+@pytest.fixture(scope="module")
+def references() -> References:
+    """Of the network, and of the fused one."""
+    task = Task(CONV.small(), "float32", CPU)
+    first = Reference.of(task, "training")
+    return task, first, Reference.of(task, "training", fused=True, other=first)
 
 
 def other(task: Task, exact: bool = True, **changes: Any) -> Network:
@@ -76,37 +85,27 @@ def other(task: Task, exact: bool = True, **changes: Any) -> Network:
     ],
 )
 def test_other_neurons_are_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+    references: References, changes: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setitem(steps.NETWORKS, steps.RELU, functools.partial(other, **changes))
-    (row,) = run(tmp_path, "--dtype", "float32", "--steps", "training")["rows"]
-    found = {(c["network"], c["way"]): c for c in row["contenders"]}
-    assert found[steps.OURS, EAGERLY]["status"] == "ok"
-    assert found[steps.RELU, EAGERLY]["status"] == "wrong"
-    assert message in found[steps.RELU, EAGERLY]["reason"]
+    task, right, _ = references
+    agreement = Agreement(task, "training", functools.partial(other, **changes), right)
+    with pytest.raises(AssertionError, match=message):
+        agreement.verify(agreement.expected, task.labels)
 
 
-@pytest.fixture(scope="module")
-def fused_reference() -> tuple[Task, Reference]:
-    task = Task(CONV.small(), "float32", CPU)
-    return task, Reference.of(task, "training", fused=True, other=Reference.of(task, "training"))
-
-
-def judged(reference: tuple[Task, Reference], network: Network) -> Agreement:
+def judged(references: References, network: Network) -> Agreement:
     """What a step of a fused network has to be, verified."""
-    task, right = reference
+    task, _, right = references
     agreement = Agreement(task, "training", lambda task: network, right)
     agreement.verify(agreement.expected, task.labels)
     return agreement
 
 
-def test_a_fused_network_is_held_to_its_own_arithmetic(
-    fused_reference: tuple[Task, Reference],
-) -> None:
-    task, right = fused_reference
+def test_a_fused_network_is_held_to_its_own_arithmetic(references: References) -> None:
+    task, _, right = references
     network = steps.spiking(task, fused=True)
     assert network.note == "2 of 2 batch norms fused with the neuron after them"
-    about = judged(fused_reference, network).about()
+    about = judged(references, network).about()
     assert about["flips"] <= about["flips_allowed"]
     assert about["errors"]["gradients"] < 1e-4
     assert right.flip_rate < 1e-5
@@ -131,17 +130,17 @@ def gradient_alone(net: nn.Module) -> None:
     [(eps, "spikes differ for the same inputs"), (gradient_alone, "gradients differ by")],
 )
 def test_a_fused_network_with_other_norms_is_wrong(
-    fused_reference: tuple[Task, Reference], change: Any, message: str
+    references: References, change: Any, message: str
 ) -> None:
-    network = steps.spiking(fused_reference[0], fused=True)
+    network = steps.spiking(references[0], fused=True)
     change(network.net)
     with pytest.raises(AssertionError, match=message):
-        judged(fused_reference, network)
+        judged(references, network)
 
 
-def test_fusing_may_turn_few_spikes(fused_reference: tuple[Task, Reference]) -> None:
-    task, _ = fused_reference
-    agreement = judged(fused_reference, steps.spiking(task, fused=True))
+def test_fusing_may_turn_few_spikes(references: References) -> None:
+    task = references[0]
+    agreement = judged(references, steps.spiking(task, fused=True))
     agreement.flip_rate = 1e-3
     with pytest.raises(AssertionError, match=r"fusing turns 0\.001 of the spikes"):
         agreement.verify(agreement.expected, task.labels)
@@ -156,9 +155,18 @@ def test_contenders_of_a_row() -> None:
     assert plan.names(Row("alexnet-imagenet", "float32", "evaluation")) == usual
 
 
-def test_a_step_repeats_the_first() -> None:
-    task = Task(CONV.small(), "float32", CPU)
-    agreement = Agreement(task, "training", steps.spiking, Reference.of(task, "training"))
+def test_policies_are_contenders_by_name() -> None:
+    assert steps.POLICIES[f"{steps.FUSED}, bits"] == sf.memory.Bits()
+    assert sf.memory.Recompute() not in steps.POLICIES.values()  # that is without a name
+    for name, policy in steps.POLICIES.items():
+        network = steps.NETWORKS[name](Task(CONV.small(), "float32", CPU))
+        container = network.call.func  # type: ignore[attr-defined]
+        assert (container.memory, container.net) == (policy, network.net)
+
+
+def test_a_step_repeats_the_first(references: References) -> None:
+    task, reference, _ = references
+    agreement = Agreement(task, "training", steps.spiking, reference)
     network = steps.spiking(task)
     step = steps.training(task, network)
     right = step()
@@ -218,6 +226,7 @@ def test_what_fails_does_not_stop_the_others(
         raise RuntimeError("no such network\nand more")
 
     monkeypatch.setitem(steps.NETWORKS, steps.RELU, broken)
+    monkeypatch.setitem(steps.NETWORKS, steps.CONVOLUTIONS, functools.partial(other, decay=0.3))
     monkeypatch.setitem(WORKLOADS, "none", Workload("none", (1, 28, 28)))
     one = ["--dtype", "float32", "--steps", "evaluation"]
     result = run(tmp_path, *one, "--workloads", "none", "conv", "--name", "networks_trial")
@@ -226,6 +235,8 @@ def test_what_fails_does_not_stop_the_others(
     found = {(c["network"], c["way"]): c for c in row["contenders"]}
     for way in steps.WAYS:
         assert found[steps.RELU, way]["reason"] == "RuntimeError: no such network"
+    assert found[steps.CONVOLUTIONS, EAGERLY]["status"] == "wrong"
+    assert "spikes differ" in found[steps.CONVOLUTIONS, EAGERLY]["reason"]
     assert found[steps.OURS, EAGERLY]["status"] == "ok"
     (left_out,) = result["left_out"]
     assert left_out["reason"] == "left out, KeyError: 'none'"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import record, tables
+from benchmarks import block, record, tables, text
 
 NOTHING = tables.NOTHING.format(tables.BENCH)
 README = """# A
@@ -105,10 +105,10 @@ def test_cpu(tmp_path: Path) -> None:
 def test_bars() -> None:
     missed = {"what": "fresh: speed", "measured": 7.3573, "bar": 15.0, "met": False}
     met = {"what": "other", "measured": 1.0, "bar": 0.5, "met": True}
-    line = tables.bars_line({"bars": [met, missed, missed | {"what": "b", "measured": 0.9694}]})
+    line = text.bars_line({"bars": [met, missed, missed | {"what": "b", "measured": 0.9694}]})
     assert line == ["Bars missed: fresh: speed (7.36, bar 15); b (0.969, bar 15)."]
-    assert tables.bars_line({"bars": [met]}) == ["All bars met."]
-    assert tables.bars_line({"bars": []}) == []
+    assert text.bars_line({"bars": [met]}) == ["All bars met."]
+    assert text.bars_line({"bars": []}) == []
 
 
 def test_neurons(tmp_path: Path) -> None:
@@ -144,6 +144,29 @@ def test_neurons(tmp_path: Path) -> None:
     assert "| 128 | 1,000,000 | float32 | 0.100 | 0.130 |" in text
     assert "\n\nNot measured: ALIF, T=128 (left out, RuntimeError: why).\n" in text
     assert "\n\nBars missed: ALIF: of the roofline (not measured, bar 0.65).\n" in text
+
+
+def test_block(tmp_path: Path) -> None:
+    def ran(name: str, ms: float) -> dict[str, Any]:
+        times = {"device_ms": {"median": ms}, "fraction": {"device_ms": 0.804}}
+        return {"name": name, "status": "ok"} | times
+
+    row = {
+        "row": "large, bfloat16",
+        "shape": [32, 100, 64, 56, 56],
+        "dtype": "bfloat16",
+        "layout": "channels-last",
+        "kernels": [{"part": "statistics", "kernel": "k", "us": 312.4},
+                    {"part": "", "kernel": "fill", "us": 2.5}],
+        "contenders": [ran("spikefuse", 3.5), ran(block.AGAIN, 4.0), ran(block.TWO, 5.0),
+                       {"name": block.RIVAL, "status": "failed", "reason": "why"}],
+    }  # fmt: skip
+    record.write(tmp_path, result("block", [row], bars=[]))
+    text = "<!-- generated:block begin --><!-- generated:block end -->"
+    text = tables.filled(text, tmp_path, tmp_path)
+    sizes = "32 × 100 × 64 × 56 × 56"
+    assert f"| {sizes} | bfloat16 | channels-last | 3.50 | 80% | 4.00 | 5.00 | – |" in text
+    assert "large, bfloat16, microseconds by kernel: statistics 312, fill 2.50." in text
 
 
 def test_networks(tmp_path: Path) -> None:
@@ -183,11 +206,19 @@ def test_ddp(tmp_path: Path) -> None:
     eager = {"way": "eager", "processes": 2, "status": "ok", "alone_ms": {"median": 4.0}}
     eager |= {"together_ms": {"median": 4.2}, "images_per_second": 47619.0, "throughput": 1.9048}
     graph = {"way": "CUDA graph", "processes": 2, "status": "unavailable", "reason": "why"}
-    record.write(tmp_path, result("ddp", [eager, graph], bars=[]))
+    fused = eager | {
+        "network": "spikefuse, fused",
+        "alone_bytes": 1 << 30,
+        "together_bytes": 1 << 31,
+    }
+    settings = {"workload": "resnet18-mnist", "dtype": "bfloat16"}
+    record.write(tmp_path, result("ddp", [eager, graph, fused], bars=[], settings=settings))
     text = "<!-- generated:ddp begin --><!-- generated:ddp end -->"
     text = tables.filled(text, tmp_path, tmp_path)
-    assert "| eager | 2 | 4.00 | 4.20 | 47,619 | 1.90× |" in text
-    assert "| CUDA graph | 2 | unavailable | – | – | – |" in text
+    assert "resnet18-mnist, bfloat16:" in text
+    assert "| spikefuse, eager | 2 | 4.00 | 4.20 | 47,619 | 1.90× | – / – |" in text
+    assert "| spikefuse, CUDA graph | 2 | unavailable | – | – | – | – |" in text
+    assert "| spikefuse, fused, eager | 2 | 4.00 | 4.20 | 47,619 | 1.90× | 1,024 / 2,048 |" in text
 
 
 def test_first_call(tmp_path: Path) -> None:
