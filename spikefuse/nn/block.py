@@ -54,8 +54,8 @@ class Block(nn.Module):
     Raises:
         TypeError, ValueError: wrong modules, shapes or dtypes.
 
-    Source: Li et al., "Efficient and Accurate BPTT Training on GPU" folds norm and neuron into one
-    kernel; Ioffe and Szegedy, "Batch Normalization", for the norm and its gradient.
+    Source: Liang et al., "Accelerating Spatiotemporal Supervised Training of Large-Scale Spiking
+    Neural Networks on GPU", folds norm and neuron into one kernel; Ioffe and Szegedy, "Batch Normalization", for the norm and its gradient.
     """
 
     def __init__(self, norm: _BatchNorm, neuron: Neuron, memory: Policy | None = None) -> None:
