@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -86,10 +86,10 @@ def normed(
 ) -> Any:
     """`Block(norm, neuron)` on `x`."""
     inputs = (x,) if residual is None else (x, residual)
-    return neuron.call(partial(_scan, norm, neuron), inputs, state, return_state, impl)
+    return neuron.call(partial(scan, norm, neuron), inputs, state, return_state, impl)
 
 
-def _scan(
+def scan(
     norm: _BatchNorm,
     neuron: Neuron,
     inputs: tuple[Tensor, ...],
@@ -97,23 +97,24 @@ def _scan(
     impl: str,
     return_state: bool,
 ) -> tuple[Outputs, States]:
+    """(outputs, final states) on inputs `[T, B, C, ...]`, whatever Temporal tells."""
     backend = backend_of(inputs, impl)
     check(neuron, ("x", "residual")[: len(inputs)], inputs, state, backend)
-    _check_norm(norm, neuron, inputs[0])
+    check_norm(norm, neuron, inputs[0])
     if backend == "reference":
         return _reference(norm, neuron, inputs, state)
     if torch.compiler.is_compiling():
         u = _folded(norm, inputs[0])
         return neuron._scan((u if len(inputs) == 1 else u + inputs[1],), state, impl, return_state)
     launch.check(backend, inputs[0])
-    chosen, own = _kernels(neuron, backend, len(inputs) > 1, _by_batch(norm))
+    chosen, own = kernels_of(neuron, backend, len(inputs) > 1, by_batch(norm))
     function = _train if chosen.revises else _evaluate
     outputs, finals = function(norm, chosen, own, inputs, list(state or ()), return_state)
     mark(outputs, chosen.binary)
     return outputs, finals
 
 
-def _check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor) -> None:
+def check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor) -> None:
     if len(type(neuron).input_names) != 1:
         raise TypeError(f"{type(neuron).__name__} takes several inputs: a block gives it one")
     if x.ndim < 3 or x.shape[2] != norm.num_features:
@@ -121,14 +122,14 @@ def _check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor) -> None:
             f"x has shape {list(x.shape)}: expected [T, B, C, ...] with C = {norm.num_features}, "
             "the number of features of the norm"
         )
-    if _by_batch(norm) and x.numel() == x.shape[2]:
+    if by_batch(norm) and x.numel() == x.shape[2]:
         raise ValueError(
             f"x has shape {list(x.shape)}: one value per channel has no variance, so that batch "
             "norm can't be trained on it"
         )
 
 
-def _by_batch(norm: _BatchNorm) -> bool:
+def by_batch(norm: _BatchNorm) -> bool:
     """Whether the norm uses the statistics of the batch."""
     return norm.training or norm.running_mean is None
 
@@ -143,7 +144,7 @@ def _reference(
     norm: _BatchNorm, neuron: Neuron, inputs: tuple[Tensor, ...], state: States | None
 ) -> tuple[Outputs, States]:
     x = inputs[0].to(torch.promote_types(inputs[0].dtype, torch.float32))
-    if _by_batch(norm):
+    if by_batch(norm):
         variance, mean = torch.var_mean(x, [0, 1, *range(3, x.ndim)], correction=0)
         number = x.numel() / x.shape[2]
         with torch.no_grad():
@@ -153,11 +154,11 @@ def _reference(
         mean, variance = norm.running_mean, norm.running_var
     inverse = torch.rsqrt(variance + norm.eps)
     scale = inverse if norm.weight is None else inverse * norm.weight
-    definition = behind_norm(neuron, mean, scale, _shift(norm, x), len(inputs) > 1)
+    definition = behind_norm(neuron, mean, scale, shift_of(norm, x), len(inputs) > 1)
     return reference.scan(definition, inputs, state)
 
 
-def _shift(norm: _BatchNorm, x: Tensor) -> Tensor:
+def shift_of(norm: _BatchNorm, x: Tensor) -> Tensor:
     if norm.bias is not None:
         return norm.bias
     return torch.zeros(norm.num_features, dtype=torch.float32, device=x.device)
@@ -181,7 +182,7 @@ def _momentum(norm: _BatchNorm) -> float:
 
 
 @dataclass(frozen=True)
-class _Kernels:
+class Kernels:
     """The program of a neuron behind a norm."""
 
     name: str
@@ -204,7 +205,9 @@ class _Kernels:
         return [given[label] if label in given else next(rest) for label in self.labels]
 
 
-def _kernels(neuron: Neuron, backend: str, adds: bool, revises: bool) -> tuple[_Kernels, list[Any]]:
+def kernels_of(
+    neuron: Neuron, backend: str, adds: bool, revises: bool
+) -> tuple[Kernels, list[Any]]:
     """The program, and the neuron's own tensors that it reads."""
     description = neuron.description()
     values = description.values()
@@ -216,7 +219,7 @@ def _kernels(neuron: Neuron, backend: str, adds: bool, revises: bool) -> tuple[_
     return made, [values[name] for name in made.own]
 
 
-def _make_kernels(neuron: Neuron, backend: str, adds: bool, revises: bool) -> _Kernels:
+def _make_kernels(neuron: Neuron, backend: str, adds: bool, revises: bool) -> Kernels:
     placeholder = torch.zeros(1)
     definition = behind_norm(neuron, placeholder, placeholder, placeholder, adds, revises)
     values, statics = definition.describe()
@@ -224,7 +227,7 @@ def _make_kernels(neuron: Neuron, backend: str, adds: bool, revises: bool) -> _K
     name, used = prepare(definition, backend, statics, kinds)
     labels = tuple(label for label in used if isinstance(values[label], Tensor))
     made = program(name)
-    return _Kernels(
+    return Kernels(
         name=name,
         binary=made.step.binary,
         num_states=len(made.step.states),
@@ -239,7 +242,7 @@ def _make_kernels(neuron: Neuron, backend: str, adds: bool, revises: bool) -> _K
 
 def _evaluate(
     norm: _BatchNorm,
-    kernels: _Kernels,
+    kernels: Kernels,
     own: list[Tensor],
     inputs: tuple[Tensor, ...],
     states: list[Tensor],
@@ -249,7 +252,7 @@ def _evaluate(
     assert norm.running_mean is not None and norm.running_var is not None
     scale = torch.rsqrt(norm.running_var + norm.eps)
     scale = scale if norm.weight is None else scale * norm.weight
-    given = dict(zip(VALUES, (norm.running_mean, scale, _shift(norm, inputs[0])), strict=True))
+    given = dict(zip(VALUES, (norm.running_mean, scale, shift_of(norm, inputs[0])), strict=True))
     params = kernels.tensors(given, own)
     num_finals = kernels.num_states if return_state else 0
     return launch.run(
@@ -265,25 +268,36 @@ def _evaluate(
 
 def _train(
     norm: _BatchNorm,
-    kernels: _Kernels,
+    kernels: Kernels,
     own: list[Tensor],
     inputs: tuple[Tensor, ...],
     states: list[Tensor],
     return_state: bool,
 ) -> tuple[Outputs, States]:
     """With the statistics of the batch."""
-    x, weight, shift = inputs[0], norm.weight, _shift(norm, inputs[0])
-    found, number, group = _statistics(norm, x, kernels.backend)
-    call = call_of(kernels.name, spec(inputs))
-    keeps = not kernels.rebuilds or (calls.sequence is not None and calls.sequence.keeps_states)
-    job = _Job(kernels, call, found, number, group, len(inputs), len(states), keeps, return_state)
+    weight, shift = norm.weight, shift_of(norm, inputs[0])
+    job = start(norm, kernels, inputs, len(states), return_state)
     tensors = (*inputs, *states, weight, shift, *own)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         results = _apply(job, *tensors)
         outputs = results[: len(kernels.binary)]
         return tuple(outputs), tuple(results[len(kernels.binary) :])
-    outputs, finals, _ = job.forward(inputs, states, shift, own, save=False)
+    outputs, finals, _ = job.forward(job.call, Given(inputs, states, shift, own), save=False)
     return tuple(outputs), tuple(finals)
+
+
+def start(
+    norm: _BatchNorm,
+    kernels: Kernels,
+    inputs: tuple[Tensor, ...],
+    num_states: int,
+    return_state: bool,
+) -> Job:
+    """Take the statistics of the batch, and note all that does not change in this call."""
+    found, number, group = _statistics(norm, inputs[0], kernels.backend)
+    call = call_of(kernels.name, spec(inputs))
+    keeps = not kernels.rebuilds or (calls.sequence is not None and calls.sequence.keeps_states)
+    return Job(kernels, call, found, number, group, len(inputs), num_states, keeps, return_state)
 
 
 def _statistics(
@@ -333,11 +347,20 @@ def _combine(statistics: Tensor, number: float, group: Group) -> Tensor:
     return total
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One call in training."""
+class Given(NamedTuple):
+    """The tensors of a call, but for the weight of the norm, which the statistics contain."""
 
-    kernels: _Kernels
+    inputs: Tensors
+    states: Tensors
+    shift: Tensor
+    own: Tensors
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call in training. Its methods work on the whole batch or on a part of it."""
+
+    kernels: Kernels
     call: Call
     statistics: Tensor
     number: float | Tensor
@@ -347,32 +370,43 @@ class _Job:
     keeps_states: bool
     return_state: bool
 
-    def params(self, shift: Tensor, own: Sequence[Tensor], revision: Sequence[Tensor]) -> Any:
+    def params(self, given: Given, revision: Tensors) -> Any:
         """The program's tensors; `revision` is read by the gradient of the input only."""
         mean, scale, _, _ = self.statistics.unbind(0)
-        values = (mean, scale, shift, *(revision or (mean, mean)))
-        return self.kernels.tensors(dict(zip((*VALUES, *REVISION), values, strict=True)), own)
+        values = (mean, scale, given.shift, *(revision or (mean, mean)))
+        named = dict(zip((*VALUES, *REVISION), values, strict=True))
+        return self.kernels.tensors(named, given.own)
 
     def forward(
-        self,
-        inputs: Sequence[Tensor],
-        states: Sequence[Tensor],
-        shift: Tensor,
-        own: Any,
-        save: bool,
+        self, call: Call, given: Given, save: bool
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """(outputs, final states, stored states)."""
-        params = self.params(shift, own, ())
-        scalars = self.kernels.scalars
-        return self.call.forward(inputs, states, params, scalars, save, self.return_state)
+        params, scalars = self.params(given, ()), self.kernels.scalars
+        return call.forward(given.inputs, given.states, params, scalars, save, self.return_state)
 
-    def revision(
-        self, scale_sums: Tensor, shift_sums: Tensor
-    ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    def reduce(
+        self,
+        call: Call,
+        given: Given,
+        saved: Tensors,
+        grads: Sequence[Tensor | None],
+        needs_own: Sequence[bool],
+        rebuild: bool,
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The first pass: gradients of the initial states, and sums per neuron by the value whose
+        gradient they make."""
+        owns, labels = iter(needs_own), self.kernels.labels
+        sums = [n in VALUES[1:] or (n.startswith("neuron.") and next(owns)) for n in labels]
+        none = [False] * self.num_inputs
+        _, starts, totals = self._pass(call, given, (), saved, grads, none, sums, rebuild)
+        return starts, dict(zip(compress(labels, sums), totals, strict=True))
+
+    def revision(self, found: Mapping[str, Tensor]) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
         """((offset, slope), gradient of the weight, gradient of the shift)."""
         layout, number = self.call.layout, self.number
         inner, channels = layout.channel_inner, layout.channels
         place = Place(layout.num_neurons // (inner * channels), channels, inner)
+        scale_sums, shift_sums = (found[name] for name in VALUES[1:])
         offset, slope, by_weight, by_shift = gradient_sums(
             scale_sums, shift_sums, self.statistics, place, number, self.kernels.backend
         )
@@ -382,77 +416,81 @@ class _Job:
             offset, slope = revision(everywhere[0], everywhere[1], self.statistics, number)
         return (offset, slope), by_weight, by_shift
 
+    def write(
+        self,
+        call: Call,
+        given: Given,
+        saved: Tensors,
+        grads: Sequence[Tensor | None],
+        revision: Tensors,
+        needs_inputs: Sequence[bool],
+        rebuild: bool = False,
+    ) -> list[Tensor]:
+        """The second pass: gradients of the inputs that need one."""
+        none = [False] * len(self.kernels.labels)
+        return self._pass(call, given, revision, saved, grads, needs_inputs, none, rebuild)[0]
+
+    def _pass(
+        self,
+        call: Call,
+        given: Given,
+        revision: Tensors,
+        saved: Tensors,
+        grads: Sequence[Tensor | None],
+        *wanted: Any,
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        params, num = self.params(given, revision), len(self.kernels.binary)
+        results = (self.kernels.scalars, saved, grads[:num], grads[num:])
+        return call.differentiate(given.inputs, given.states, params, *results, *wanted)
+
+    def grad_own(self, found: Mapping[str, Tensor], own: Tensors) -> list[Tensor | None]:
+        """Gradients of the neuron's own tensors, None where no sum was asked for."""
+        names, layout = (f"neuron.{name}" for name in self.kernels.own), self.call.layout
+        return [
+            layout.reduce_to(found[n], p).to(p.dtype) if n in found else None
+            for n, p in zip(names, own, strict=True)
+        ]
+
 
 class _Training(torch.autograd.Function):
     """Backward is two passes over x and the incoming gradient: the first sums over each channel
     what flows through its statistics, the second writes the gradient of x."""
 
     @staticmethod
-    def forward(ctx: Any, job: _Job, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, job: Job, *tensors: Tensor) -> tuple[Tensor, ...]:
         split, end = job.num_inputs, job.num_inputs + job.num_states
-        inputs, states, (_, shift, *own) = tensors[:split], tensors[split:end], tensors[end:]
-        save = job.keeps_states
-        outputs, finals, saved = job.forward(inputs, states, shift, own, save)
-        ctx.save_for_backward(*inputs, *states, shift, *own, *saved)
+        _, shift, *own = tensors[end:]
+        given = Given(tensors[:split], tensors[split:end], shift, own)
+        outputs, finals, saved = job.forward(job.call, given, job.keeps_states)
+        ctx.save_for_backward(*given.inputs, *given.states, shift, *own, *saved)
         ctx.set_materialize_grads(False)
         ctx.job, ctx.num_own = job, len(own)
         return (*outputs, *finals)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        job: _Job = ctx.job
-        tensors, kernels, call = ctx.saved_tensors, job.kernels, job.call
-        labels = kernels.labels
+        job: Job = ctx.job
+        tensors, call = ctx.saved_tensors, job.call
         split, end = job.num_inputs, job.num_inputs + job.num_states
-        inputs, states = tensors[:split], tensors[split:end]
-        shift, own = tensors[end], tensors[end + 1 : end + 1 + ctx.num_own]
-        saved = tensors[end + 1 + ctx.num_own :]
+        last = end + 1 + ctx.num_own
+        given = Given(tensors[:split], tensors[split:end], tensors[end], tensors[end + 1 : last])
         rebuild = not job.keeps_states and call.num_saved > 0
-        saved = call.stored() if rebuild else saved
-        results = grads[: len(kernels.binary)], grads[len(kernels.binary) :]
+        saved = call.stored() if rebuild else tensors[last:]
         _, *needs = ctx.needs_input_grad
-        needs_inputs, needs_own = needs[:split], iter(needs[end + 2 :])
-        sums = [n in VALUES[1:] or (n.startswith("neuron.") and next(needs_own)) for n in labels]
 
-        params = job.params(shift, own, ())
-        _, starts, totals = call.differentiate(
-            inputs,
-            states,
-            params,
-            kernels.scalars,
-            saved,
-            *results,
-            [False] * split,
-            sums,
-            rebuild,
-        )
-        found = dict(zip(compress(labels, sums), totals, strict=True))
-        revision, grad_weight, grad_shift = job.revision(*(found[n] for n in VALUES[1:]))
-        grad_inputs: Iterator[Tensor | None] = iter(())
-        if any(needs_inputs):
-            params = job.params(shift, own, revision)
-            written, _, _ = call.differentiate(
-                inputs,
-                states,
-                params,
-                kernels.scalars,
-                saved,
-                *results,
-                needs_inputs,
-                [False] * len(labels),
-            )
-            grad_inputs = iter(written)
-        names = [n for n in labels if n.startswith("neuron.")]
+        starts, found = job.reduce(call, given, saved, grads, needs[end + 2 :], rebuild)
+        revision, grad_weight, grad_shift = job.revision(found)
+        grad_inputs: Iterator[Tensor] = iter(())
+        if any(needs[:split]):
+            grad_inputs = iter(job.write(call, given, saved, grads, revision, needs[:split]))
+        dtype = given.shift.dtype
         return (
             None,
-            *(next(grad_inputs) if wanted else None for wanted in needs_inputs),
-            *(g.to(s.dtype) for g, s in zip(starts, states, strict=True)),
-            grad_weight.to(shift.dtype) if needs[end] else None,
-            grad_shift.to(shift.dtype) if needs[end + 1] else None,
-            *(
-                call.layout.reduce_to(found[n], p).to(p.dtype) if n in found else None
-                for n, p in zip(names, own, strict=True)
-            ),
+            *(next(grad_inputs) if wanted else None for wanted in needs[:split]),
+            *(g.to(s.dtype) for g, s in zip(starts, given.states, strict=True)),
+            grad_weight.to(dtype) if needs[end] else None,
+            grad_shift.to(dtype) if needs[end + 1] else None,
+            *job.grad_own(found, given.own),
         )
 
 
