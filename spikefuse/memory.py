@@ -43,7 +43,38 @@ class Bits:
     keeps_states: ClassVar[bool] = True
 
 
-Policy = SaveAll | Recompute | Bits
+@dataclass(frozen=True)
+class Checkpoint:
+    """Keep one bit per spike and compute everything else again, a segment of the network at a time:
+    the least memory.
+
+    A segment goes from neuron to neuron. Its working set would set the peak, so a large one is
+    worked through in parts of the batch; the statistics of norms are always those of the whole.
+
+    Args:
+        chunks: about how many parts the largest segment has; others have as many as keep their
+            working set below its. With 1, all are computed as a whole.
+
+    Raises:
+        ValueError: `chunks` is no whole number of at least 1.
+    """
+
+    packs_spikes: ClassVar[bool] = True
+    keeps_states: ClassVar[bool] = False
+
+    chunks: int = 8
+
+    def __post_init__(self) -> None:
+        if type(self.chunks) is not int or self.chunks < 1:
+            raise ValueError(f"chunks is {self.chunks!r}: expected a whole number of at least 1")
+
+
+Policy = SaveAll | Recompute | Bits | Checkpoint
 
 #: Policies by the name that a command line gives them.
-POLICIES: dict[str, Policy] = {"save-all": SaveAll(), "recompute": Recompute(), "bits": Bits()}
+POLICIES: dict[str, Policy] = {
+    "save-all": SaveAll(),
+    "recompute": Recompute(),
+    "bits": Bits(),
+    "checkpoint": Checkpoint(),
+}

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
-from itertools import compress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse import reference
 from spikefuse.compiler import launch
-from spikefuse.compiler.call import Call, call_of, spec
+from spikefuse.compiler.call import call_of, spec
 from spikefuse.compiler.program import kind_of, prepare, program
-from spikefuse.kernels.norm import gradient_sums, move, normalization, revision, statistics
-from spikefuse.kernels.place import Place
+from spikefuse.kernels.norm import move
 from spikefuse.memory import Policy
 from spikefuse.neurons.definition import Outputs, States
+from spikefuse.nn.batch_norm import (
+    NORMS,
+    batch_statistics,
+    by_batch,
+    momentum_of,
+    running_of,
+    shift_of,
+)
 from spikefuse.nn.neuron import Neuron, backend_of, calls, check, mark
-from spikefuse.nn.normed import REVISION, VALUES, behind_norm
-
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+from spikefuse.nn.normed import VALUES, behind_norm
+from spikefuse.nn.passes import Given, Job, Kernels, apply
 
 
 class Block(nn.Module):
@@ -55,7 +57,8 @@ class Block(nn.Module):
         TypeError, ValueError: wrong modules, shapes or dtypes.
 
     Source: Liang et al., "Accelerating Spatiotemporal Supervised Training of Large-Scale Spiking
-    Neural Networks on GPU", folds norm and neuron into one kernel; Ioffe and Szegedy, "Batch Normalization", for the norm and its gradient.
+    Neural Networks on GPU", folds norm and neuron into one kernel; Ioffe and Szegedy, "Batch
+    Normalization", for the norm and its gradient.
     """
 
     def __init__(self, norm: _BatchNorm, neuron: Neuron, memory: Policy | None = None) -> None:
@@ -77,21 +80,21 @@ class Block(nn.Module):
         return_state: bool = False,
         impl: str = "auto",
     ) -> Any:
-        scan = partial(_scan, self.norm, self.neuron, self.memory)
-        return self.neuron.call(scan, _inputs(x, residual), state, return_state, impl)
+        run = partial(scan, self.norm, self.neuron, self.memory)
+        return self.neuron.call(run, _inputs(x, residual), state, return_state, impl)
 
 
 def normed(norm: _BatchNorm, neuron: Neuron, x: Tensor, residual: Tensor | None = None) -> Any:
     """`Block(norm, neuron)(x, residual)`."""
-    scan = partial(_scan, norm, neuron, None)
-    return neuron.call(scan, _inputs(x, residual), None, False, "auto")
+    run = partial(scan, norm, neuron, None)
+    return neuron.call(run, _inputs(x, residual), None, False, "auto")
 
 
 def _inputs(x: Tensor, residual: Tensor | None) -> tuple[Tensor, ...]:
     return (x,) if residual is None else (x, residual)
 
 
-def _scan(
+def scan(
     norm: _BatchNorm,
     neuron: Neuron,
     memory: Policy | None,
@@ -100,16 +103,17 @@ def _scan(
     impl: str,
     return_state: bool,
 ) -> tuple[Outputs, States]:
+    """(outputs, final states) on inputs `[T, B, C, ...]`, whatever Temporal tells."""
     backend = backend_of(inputs, impl)
     check(neuron, ("x", "residual")[: len(inputs)], inputs, state, backend)
-    _check_norm(norm, neuron, inputs[0])
+    check_norm(norm, neuron, inputs[0])
     if backend == "reference":
         return _reference(norm, neuron, inputs, state)
     if torch.compiler.is_compiling():
         u = _folded(norm, inputs[0])
         return neuron._scan((u if len(inputs) == 1 else u + inputs[1],), state, impl, return_state)
     launch.check(backend, inputs[0])
-    chosen, own = _kernels(neuron, backend, len(inputs) > 1, _by_batch(norm))
+    chosen, own = kernels_of(neuron, backend, len(inputs) > 1, by_batch(norm))
     states = list(state or ())
     if chosen.revises:
         keeps = not chosen.rebuilds or _keeps_states(memory)
@@ -126,7 +130,7 @@ def _keeps_states(memory: Policy | None) -> bool:
     return calls.sequence is not None and calls.sequence.keeps_states
 
 
-def _check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor) -> None:
+def check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor) -> None:
     if len(type(neuron).input_names) != 1:
         raise TypeError(f"{type(neuron).__name__} takes several inputs: a block gives it one")
     if x.ndim < 3 or x.shape[2] != norm.num_features:
@@ -134,16 +138,11 @@ def _check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor) -> None:
             f"x has shape {list(x.shape)}: expected [T, B, C, ...] with C = {norm.num_features}, "
             "the number of features of the norm"
         )
-    if _by_batch(norm) and x.numel() == x.shape[2]:
+    if by_batch(norm) and x.numel() == x.shape[2]:
         raise ValueError(
             f"x has shape {list(x.shape)}: one value per channel has no variance, so that batch "
             "norm can't be trained on it"
         )
-
-
-def _by_batch(norm: _BatchNorm) -> bool:
-    """Whether the norm uses the statistics of the batch."""
-    return norm.training or norm.running_mean is None
 
 
 def _folded(norm: nn.Module, x: Tensor) -> Tensor:
@@ -156,71 +155,26 @@ def _reference(
     norm: _BatchNorm, neuron: Neuron, inputs: tuple[Tensor, ...], state: States | None
 ) -> tuple[Outputs, States]:
     x = inputs[0].to(torch.promote_types(inputs[0].dtype, torch.float32))
-    if _by_batch(norm):
+    if by_batch(norm):
         variance, mean = torch.var_mean(x, [0, 1, *range(3, x.ndim)], correction=0)
         number = x.numel() / x.shape[2]
         with torch.no_grad():
-            move(_running(norm), mean, variance * (number / (number - 1)), _momentum(norm))
+            move(running_of(norm), mean, variance * (number / (number - 1)), momentum_of(norm))
     else:
         assert norm.running_mean is not None and norm.running_var is not None
         mean, variance = norm.running_mean, norm.running_var
     inverse = torch.rsqrt(variance + norm.eps)
     scale = inverse if norm.weight is None else inverse * norm.weight
-    definition = behind_norm(neuron, mean, scale, _shift(norm, x), len(inputs) > 1)
+    definition = behind_norm(neuron, mean, scale, shift_of(norm, x), len(inputs) > 1)
     # Of x in one dtype, so that its gradient is rounded once.
     outputs, finals = reference.scan(definition, (x, *inputs[1:]), state)
     dtype = reduce(torch.promote_types, (x.dtype for x in inputs))
     return tuple(y.to(dtype) for y in outputs), finals
 
 
-def _shift(norm: _BatchNorm, x: Tensor) -> Tensor:
-    if norm.bias is not None:
-        return norm.bias
-    return torch.zeros(norm.num_features, dtype=torch.float32, device=x.device)
-
-
-Running = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
-def _running(norm: _BatchNorm) -> Running:
-    """The statistics that a call in training moves on."""
-    if not (norm.training and norm.track_running_stats):
-        return None, None, None
-    return norm.running_mean, norm.running_var, norm.num_batches_tracked
-
-
-def _momentum(norm: _BatchNorm) -> float:
-    if norm.momentum is not None:
-        return norm.momentum
-    batches = norm.num_batches_tracked
-    return 0.0 if batches is None else 1.0 / (1.0 + batches.item())  # a mean over all batches
-
-
-@dataclass(frozen=True)
-class _Kernels:
-    """The program of a neuron behind a norm."""
-
-    name: str
-    #: For each output, whether it is sure to be 0 or 1.
-    binary: tuple[bool, ...]
-    num_states: int
-    backend: str
-    #: Whether the statistics are the batch's.
-    revises: bool
-    rebuilds: bool
-    scalars: list[float]
-    #: Of the tensors that are run-time values, in the order of the program.
-    labels: tuple[str, ...]
-    #: Of those among them that belong to the neuron, the names there.
-    own: tuple[str, ...]
-
-    def tensors(self, given: Mapping[str, Tensor], own: Sequence[Tensor]) -> list[Tensor]:
-        """The program's tensors, from those of the norm and the neuron's own."""
-        rest = iter(own)
-        return [given[label] if label in given else next(rest) for label in self.labels]
-
-
-def _kernels(neuron: Neuron, backend: str, adds: bool, revises: bool) -> tuple[_Kernels, list[Any]]:
+def kernels_of(
+    neuron: Neuron, backend: str, adds: bool, revises: bool
+) -> tuple[Kernels, list[Any]]:
     """The program, and the neuron's own tensors that it reads."""
     description = neuron.description()
     values = description.values()
@@ -232,7 +186,7 @@ def _kernels(neuron: Neuron, backend: str, adds: bool, revises: bool) -> tuple[_
     return made, [values[name] for name in made.own]
 
 
-def _make_kernels(neuron: Neuron, backend: str, adds: bool, revises: bool) -> _Kernels:
+def _make_kernels(neuron: Neuron, backend: str, adds: bool, revises: bool) -> Kernels:
     placeholder = torch.zeros(1)
     definition = behind_norm(neuron, placeholder, placeholder, placeholder, adds, revises)
     values, statics = definition.describe()
@@ -240,7 +194,7 @@ def _make_kernels(neuron: Neuron, backend: str, adds: bool, revises: bool) -> _K
     name, used = prepare(definition, backend, statics, kinds)
     labels = tuple(label for label in used if isinstance(values[label], Tensor))
     made = program(name)
-    return _Kernels(
+    return Kernels(
         name=name,
         binary=made.step.binary,
         num_states=len(made.step.states),
@@ -255,7 +209,7 @@ def _make_kernels(neuron: Neuron, backend: str, adds: bool, revises: bool) -> _K
 
 def _evaluate(
     norm: _BatchNorm,
-    kernels: _Kernels,
+    kernels: Kernels,
     own: list[Tensor],
     inputs: tuple[Tensor, ...],
     states: list[Tensor],
@@ -265,7 +219,7 @@ def _evaluate(
     assert norm.running_mean is not None and norm.running_var is not None
     scale = torch.rsqrt(norm.running_var + norm.eps)
     scale = scale if norm.weight is None else scale * norm.weight
-    given = dict(zip(VALUES, (norm.running_mean, scale, _shift(norm, inputs[0])), strict=True))
+    given = dict(zip(VALUES, (norm.running_mean, scale, shift_of(norm, inputs[0])), strict=True))
     params = kernels.tensors(given, own)
     num_finals = kernels.num_states if return_state else 0
     return launch.run(
@@ -281,7 +235,7 @@ def _evaluate(
 
 def _train(
     norm: _BatchNorm,
-    kernels: _Kernels,
+    kernels: Kernels,
     own: list[Tensor],
     inputs: tuple[Tensor, ...],
     states: list[Tensor],
@@ -289,191 +243,28 @@ def _train(
     return_state: bool,
 ) -> tuple[Outputs, States]:
     """With the statistics of the batch."""
-    x, weight, shift = inputs[0], norm.weight, _shift(norm, inputs[0])
-    found, number, group = _statistics(norm, x, kernels.backend)
-    call = call_of(kernels.name, spec(inputs))
-    num_inputs, num_states = len(inputs), len(states)
-    job = _Job(
-        kernels, call, found, number, group, num_inputs, num_states, keeps_states, return_state
-    )
+    weight, shift = norm.weight, shift_of(norm, inputs[0])
+    job = start(norm, kernels, inputs, len(states), keeps_states, return_state)
     tensors = (*inputs, *states, weight, shift, *own)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        results = _apply(job, *tensors)
+        results = apply(job, *tensors)
         outputs = results[: len(kernels.binary)]
         return tuple(outputs), tuple(results[len(kernels.binary) :])
-    outputs, finals, _ = job.forward(inputs, states, shift, own, save=False)
+    outputs, finals, _ = job.forward(job.call, Given(inputs, states, shift, own), save=False)
     return tuple(outputs), tuple(finals)
 
 
-def _statistics(
-    norm: _BatchNorm, x: Tensor, backend: str
-) -> tuple[Tensor, float | Tensor, Group | None]:
-    """(what `statistics` returns, values per channel, the ranks that share them)."""
-    number, group = x.numel() / x.shape[2], _group(norm)
-    running, weight = _running(norm), norm.weight
-    if group is None:
-        momentum = _momentum(norm)
-        found = statistics(x, weight, running, momentum, norm.eps, backend)
-        return found, number, None
-    found = statistics(x, None, (None, None, None), 0.0, norm.eps, backend)
-    total = _combine(found, number, group)
-    normalization(found, weight, norm.eps)
-    unbiased = found[3] * (total / (total - 1))
-    move(running, found[0], unbiased, _momentum(norm))
-    return found, total, group
-
-
-Group = dist.ProcessGroup
-Tensors = Sequence[Tensor]
-
-
-def _group(norm: _BatchNorm) -> Group | None:
-    """The ranks over which a norm takes its statistics, if there are several."""
-    if not (isinstance(norm, nn.SyncBatchNorm) and norm.training and dist.is_initialized()):
-        return None
-    group = norm.process_group or dist.group.WORLD
-    return group if dist.get_world_size(group) > 1 else None
-
-
-def _combine(statistics: Tensor, number: float, group: Group) -> Tensor:
-    """Replace mean and variance by those over all ranks; returns the values per channel there."""
-    own = torch.cat((statistics[0], statistics[3], statistics.new_full((1,), number)))
-    gathered = own.new_empty(dist.get_world_size(group), own.numel())
-    dist.all_gather_into_tensor(gathered, own, group)
-    channels = statistics.shape[1]
-    means, variances = gathered[:, :channels], gathered[:, channels:-1]
-    numbers = gathered[:, -1:]
-    total = numbers.sum()
-    # About the first rank's mean, in case that means are large.
-    shift = (numbers * (means - means[:1])).sum(0) / total
-    statistics[0] = means[0] + shift
-    inside = variances + (means - means[:1] - shift).square()
-    statistics[3] = (numbers * inside).sum(0) / total
-    return total
-
-
-@dataclass
-class _Job:
-    """One call in training."""
-
-    kernels: _Kernels
-    call: Call
-    statistics: Tensor
-    number: float | Tensor
-    group: Group | None
-    num_inputs: int
-    num_states: int
-    keeps_states: bool
-    return_state: bool
-
-    def params(self, shift: Tensor, own: Sequence[Tensor], revision: Sequence[Tensor]) -> Any:
-        """The program's tensors; `revision` is read by the gradient of the input only."""
-        mean, scale, _, _ = self.statistics.unbind(0)
-        values = (mean, scale, shift, *(revision or (mean, mean)))
-        return self.kernels.tensors(dict(zip((*VALUES, *REVISION), values, strict=True)), own)
-
-    def forward(
-        self,
-        inputs: Sequence[Tensor],
-        states: Sequence[Tensor],
-        shift: Tensor,
-        own: Any,
-        save: bool,
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """(outputs, final states, stored states)."""
-        params = self.params(shift, own, ())
-        scalars = self.kernels.scalars
-        return self.call.forward(inputs, states, params, scalars, save, self.return_state)
-
-    def revision(
-        self, scale_sums: Tensor, shift_sums: Tensor
-    ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-        """((offset, slope), gradient of the weight, gradient of the shift)."""
-        layout, number = self.call.layout, self.number
-        inner, channels = layout.channel_inner, layout.channels
-        place = Place(layout.num_neurons // (inner * channels), channels, inner)
-        offset, slope, by_weight, by_shift = gradient_sums(
-            scale_sums, shift_sums, self.statistics, place, number, self.kernels.backend
-        )
-        if self.group is not None:
-            everywhere = torch.stack((by_weight, by_shift))
-            dist.all_reduce(everywhere, group=self.group)
-            offset, slope = revision(everywhere[0], everywhere[1], self.statistics, number)
-        return (offset, slope), by_weight, by_shift
-
-
-class _Training(torch.autograd.Function):
-    """Backward is two passes over x and the incoming gradient: the first sums over each channel
-    what flows through its statistics, the second writes the gradient of x."""
-
-    @staticmethod
-    def forward(ctx: Any, job: _Job, *tensors: Tensor) -> tuple[Tensor, ...]:
-        split, end = job.num_inputs, job.num_inputs + job.num_states
-        inputs, states, (_, shift, *own) = tensors[:split], tensors[split:end], tensors[end:]
-        save = job.keeps_states
-        outputs, finals, saved = job.forward(inputs, states, shift, own, save)
-        ctx.save_for_backward(*inputs, *states, shift, *own, *saved)
-        ctx.set_materialize_grads(False)
-        ctx.job, ctx.num_own = job, len(own)
-        return (*outputs, *finals)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        job: _Job = ctx.job
-        tensors, kernels, call = ctx.saved_tensors, job.kernels, job.call
-        labels = kernels.labels
-        split, end = job.num_inputs, job.num_inputs + job.num_states
-        inputs, states = tensors[:split], tensors[split:end]
-        shift, own = tensors[end], tensors[end + 1 : end + 1 + ctx.num_own]
-        saved = tensors[end + 1 + ctx.num_own :]
-        rebuild = not job.keeps_states and call.num_saved > 0
-        saved = call.stored() if rebuild else saved
-        results = grads[: len(kernels.binary)], grads[len(kernels.binary) :]
-        _, *needs = ctx.needs_input_grad
-        needs_inputs, needs_own = needs[:split], iter(needs[end + 2 :])
-        sums = [n in VALUES[1:] or (n.startswith("neuron.") and next(needs_own)) for n in labels]
-
-        params = job.params(shift, own, ())
-        _, starts, totals = call.differentiate(
-            inputs,
-            states,
-            params,
-            kernels.scalars,
-            saved,
-            *results,
-            [False] * split,
-            sums,
-            rebuild,
-        )
-        found = dict(zip(compress(labels, sums), totals, strict=True))
-        revision, grad_weight, grad_shift = job.revision(*(found[n] for n in VALUES[1:]))
-        grad_inputs: Iterator[Tensor | None] = iter(())
-        if any(needs_inputs):
-            params = job.params(shift, own, revision)
-            written, _, _ = call.differentiate(
-                inputs,
-                states,
-                params,
-                kernels.scalars,
-                saved,
-                *results,
-                needs_inputs,
-                [False] * len(labels),
-            )
-            grad_inputs = iter(written)
-        names = [n for n in labels if n.startswith("neuron.")]
-        return (
-            None,
-            *(next(grad_inputs) if wanted else None for wanted in needs_inputs),
-            *(g.to(s.dtype) for g, s in zip(starts, states, strict=True)),
-            grad_weight.to(shift.dtype) if needs[end] else None,
-            grad_shift.to(shift.dtype) if needs[end + 1] else None,
-            *(
-                call.layout.reduce_to(found[n], p).to(p.dtype) if n in found else None
-                for n, p in zip(names, own, strict=True)
-            ),
-        )
-
-
-# That of torch.autograd.Function first looks for transforms, which `launch.check` has refused.
-_apply = super(torch.autograd.Function, _Training).apply
+def start(
+    norm: _BatchNorm,
+    kernels: Kernels,
+    inputs: tuple[Tensor, ...],
+    num_states: int,
+    keeps_states: bool,
+    return_state: bool,
+) -> Job:
+    """Take the statistics of the batch, and note all that does not change in this call."""
+    found, number, group = batch_statistics(norm, inputs[0], kernels.backend)
+    call = call_of(kernels.name, spec(inputs))
+    return Job(
+        kernels, call, found, number, group, len(inputs), num_states, keeps_states, return_state
+    )

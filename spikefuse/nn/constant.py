@@ -101,14 +101,16 @@ def _layers_before_neurons(net: nn.Module, graph: fx.Graph) -> list[nn.Module] |
         elif isinstance(module, Neuron | Block) or node.target is normed or changing:
             varying.add(node)
         elif same:
-            if not _is_plain(node, module):
+            if not is_plain(node, module):
                 return None
             constant.add(node)
             layers += [module] if module is not None else []
     return layers if varying else None
 
 
-def _is_plain(node: fx.Node, module: nn.Module | None) -> bool:
+def is_plain(node: fx.Node, module: nn.Module | None) -> bool:
+    """Whether it computes each row along dim 0 by itself and alike, but for the statistics of a
+    batch norm, and gives the same when called again."""
     if module is None:
         if node.target in (torch.flatten, "flatten"):
             return len(node.args) > 1 and isinstance(node.args[1], int) and node.args[1] > 0

@@ -12,13 +12,14 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from spikefuse.nn.batch_norm import NORMS
 from spikefuse.nn.block import Block, normed
 from spikefuse.nn.fusion import Fusion, Place
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.rewrite import divide, has_hooks, rebuilt
 from spikefuse.nn.temporal import Temporal
+from spikefuse.nn.tracing import works_in_place
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 ADDS = (operator.add, torch.add, "add", "add_")
 
 
@@ -215,7 +216,7 @@ class _Match:
         """The block reads at the neuron what the norm has read, which must still be the same."""
         node = self.norm.next
         while node is not self.neuron:
-            if node not in self.between and _in_place(node, self.part.called(node)):
+            if node not in self.between and works_in_place(node, self.part.called(node)):
                 return f"{self.part.described(node)} works in place between the two"
             node = node.next
         return None
@@ -253,16 +254,6 @@ def _other(add: fx.Node, node: fx.Node) -> fx.Node | None:
     if not isinstance(other, fx.Node) or other is node or other.op == "get_attr":
         return None
     return other
-
-
-def _in_place(node: fx.Node, module: nn.Module | None) -> bool:
-    name = node.target if isinstance(node.target, str) else node.target.__name__
-    return bool(
-        getattr(module, "inplace", False)
-        or node.kwargs.get("inplace", False)
-        or "out" in node.kwargs
-        or (module is None and name.endswith("_") and not name.endswith("__"))
-    )
 
 
 def _fusion(

@@ -19,6 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from spikefuse.kernels import bits
 from spikefuse.memory import Policy
 
+#: What is kept instead of a tensor: its bits, or itself and its version.
+Kept = bits.Packed | tuple[Tensor, int]
+
 # Below so many values, two launches cost more than 4 bits of every 4 bytes are worth.
 MIN_VALUES = 1 << 12
 
@@ -64,7 +67,8 @@ class Spikes:
     def clear(self) -> None:
         self._marked.clear()
 
-    def pack(self, x: Tensor) -> bits.Packed | tuple[Tensor, int]:
+    def pack(self, x: Tensor) -> Kept:
+        """What to keep instead of `x`."""
         if self._marked and type(x) is Tensor and x.layout is torch.strided:
             marked = self._marked.get(x.untyped_storage()._cdata)
             if marked is not None and x._version == marked.version and x.dtype is marked.dtype:
@@ -73,7 +77,8 @@ class Spikes:
         return x if x.is_leaf else x.detach(), x._version
 
 
-def _unpack(kept: bits.Packed | tuple[Tensor, int]) -> Tensor:
+def unpack(kept: Kept) -> Tensor:
+    """The tensor instead of which `kept` was kept."""
     if isinstance(kept, bits.Packed):
         return kept.unpack()
     x, version = kept
@@ -105,7 +110,7 @@ def keeping(policy: Policy) -> Iterator[Spikes | None]:
         return
     spikes = Spikes()
     try:
-        with saved_tensors_hooks(spikes.pack, _unpack):
+        with saved_tensors_hooks(spikes.pack, unpack):
             yield spikes
     finally:
         # The graph holds on to the hooks, and must not hold on to more through them.

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from spikefuse.memory import Policy, Recompute
+from spikefuse.memory import Checkpoint, Policy, Recompute
 from spikefuse.neurons.definition import States
-from spikefuse.nn import constant, kept
+from spikefuse.nn import checkpoint, constant, kept
 from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron, Sequence, calls
+from spikefuse.nn.segments import Segments
 
 
 class Temporal(nn.Module):
@@ -57,11 +58,12 @@ class Temporal(nn.Module):
         if memory is not None and not isinstance(memory, Policy):
             raise TypeError(
                 f"memory is {memory!r}: expected None, or a policy of spikefuse.memory: SaveAll(), "
-                "Recompute() or Bits()"
+                "Recompute(), Bits() or Checkpoint()"
             )
         self.net = net
         self.memory = Recompute() if memory is None else memory
         self._plan: constant.Plan | None = None
+        self._segments: Segments | None = None
 
     def neurons(self) -> dict[str, Neuron]:
         """The neurons inside, by their qualified name in `net`."""
@@ -85,11 +87,11 @@ class Temporal(nn.Module):
         try:
             with kept.keeping(self.memory) as sequence.spikes:
                 if plan is None:
-                    folded = self.net(x.flatten(0, 1))
+                    folded = self._run(x.flatten(0, 1), sequence)
                 else:
                     sequence.constant_rows = batch
                     with constant.same_statistics(plan, sequence):
-                        folded = self.net(x[0])
+                        folded = self._run(x[0], sequence)
         finally:
             calls.sequence = outer
 
@@ -103,6 +105,15 @@ class Temporal(nn.Module):
 
         output = pytree.tree_map_only(torch.Tensor, unfold, folded)
         return (output, sequence.final) if return_state else output
+
+    def _run(self, x: Tensor, sequence: Sequence) -> Any:
+        """The network on a folded input."""
+        policy = self.memory
+        if not isinstance(policy, Checkpoint) or not checkpoint.applies(self.net, x, sequence.impl):
+            return self.net(x)
+        if self._segments is None or not self._segments.fits(self.net):
+            self._segments = Segments(self.net)
+        return checkpoint.run(self._segments, policy, sequence, x)
 
     def _sharing(self, x: Tensor) -> constant.Plan | None:
         """The plan to compute once what does not change over time, if that is possible."""

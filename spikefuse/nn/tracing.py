@@ -93,6 +93,17 @@ def is_layer(module: nn.Module) -> bool:
     return isinstance(module, Neuron | Block) or _FX.is_leaf_module(module, "")
 
 
+def works_in_place(node: fx.Node, module: nn.Module | None) -> bool:
+    """Whether the call of a layer or a function changes a tensor in place."""
+    name = node.target if isinstance(node.target, str) else node.target.__name__
+    return bool(
+        getattr(module, "inplace", False)
+        or node.kwargs.get("inplace", False)
+        or "out" in node.kwargs
+        or (module is None and name.endswith("_") and not name.endswith("__"))
+    )
+
+
 def trace(net: nn.Module, leaves: Collection[nn.Module] = (), pure: bool = False) -> fx.Graph:
     """The graph of `net` in its present mode, in which `leaves` are called as they are. Its
     `forward` runs once, without tensors; random numbers that it draws, and attributes that it

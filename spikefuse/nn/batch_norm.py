@@ -1,0 +1,82 @@
+"""Batch norm modules: what their attributes stand for, and the statistics of a batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from spikefuse.kernels.norm import move, normalization, statistics
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+Running = tuple[Tensor | None, Tensor | None, Tensor | None]
+Group = dist.ProcessGroup
+
+
+def by_batch(norm: _BatchNorm) -> bool:
+    """Whether the norm uses the statistics of the batch."""
+    return norm.training or norm.running_mean is None
+
+
+def shift_of(norm: _BatchNorm, x: Tensor) -> Tensor:
+    if norm.bias is not None:
+        return norm.bias
+    return torch.zeros(norm.num_features, dtype=torch.float32, device=x.device)
+
+
+def running_of(norm: _BatchNorm) -> Running:
+    """The statistics that a call in training moves on."""
+    if not (norm.training and norm.track_running_stats):
+        return None, None, None
+    return norm.running_mean, norm.running_var, norm.num_batches_tracked
+
+
+def momentum_of(norm: _BatchNorm) -> float:
+    if norm.momentum is not None:
+        return norm.momentum
+    batches = norm.num_batches_tracked
+    return 0.0 if batches is None else 1.0 / (1.0 + batches.item())  # a mean over all batches
+
+
+def batch_statistics(
+    norm: _BatchNorm, x: Tensor, backend: str
+) -> tuple[Tensor, float | Tensor, Group | None]:
+    """(what `statistics` returns, values per channel, the ranks that share them)."""
+    number, group = x.numel() / x.shape[2], _group(norm)
+    running, weight = running_of(norm), norm.weight
+    if group is None:
+        momentum = momentum_of(norm)
+        found = statistics(x, weight, running, momentum, norm.eps, backend)
+        return found, number, None
+    found = statistics(x, None, (None, None, None), 0.0, norm.eps, backend)
+    total = _combine(found, number, group)
+    normalization(found, weight, norm.eps)
+    unbiased = found[3] * (total / (total - 1))
+    move(running, found[0], unbiased, momentum_of(norm))
+    return found, total, group
+
+
+def _group(norm: _BatchNorm) -> Group | None:
+    """The ranks over which a norm takes its statistics, if there are several."""
+    if not (isinstance(norm, nn.SyncBatchNorm) and norm.training and dist.is_initialized()):
+        return None
+    group = norm.process_group or dist.group.WORLD
+    return group if dist.get_world_size(group) > 1 else None
+
+
+def _combine(statistics: Tensor, number: float, group: Group) -> Tensor:
+    """Replace mean and variance by those over all ranks; returns the values per channel there."""
+    own = torch.cat((statistics[0], statistics[3], statistics.new_full((1,), number)))
+    gathered = own.new_empty(dist.get_world_size(group), own.numel())
+    dist.all_gather_into_tensor(gathered, own, group)
+    channels = statistics.shape[1]
+    means, variances = gathered[:, :channels], gathered[:, channels:-1]
+    numbers = gathered[:, -1:]
+    total = numbers.sum()
+    # About the first rank's mean, in case that means are large.
+    shift = (numbers * (means - means[:1])).sum(0) / total
+    statistics[0] = means[0] + shift
+    inside = variances + (means - means[:1] - shift).square()
+    statistics[3] = (numbers * inside).sum(0) / total
+    return total
