@@ -106,7 +106,7 @@ def _scan(
         u = _folded(norm, inputs[0])
         return neuron._scan((u if len(inputs) == 1 else u + inputs[1],), state, impl, return_state)
     launch.check(backend, inputs[0])
-    chosen, own = _kernels(neuron, backend, len(inputs) > 1, _by_batch(norm))
+    chosen, own = kernels_of(neuron, backend, len(inputs) > 1, uses_batch(norm))
     function = _train if chosen.revises else _evaluate
     outputs, finals = function(norm, chosen, own, inputs, list(state or ()), return_state)
     mark(outputs, chosen.binary)
@@ -121,14 +121,14 @@ def _check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor) -> None:
             f"x has shape {list(x.shape)}: expected [T, B, C, ...] with C = {norm.num_features}, "
             "the number of features of the norm"
         )
-    if _by_batch(norm) and x.numel() == x.shape[2]:
+    if uses_batch(norm) and x.numel() == x.shape[2]:
         raise ValueError(
             f"x has shape {list(x.shape)}: one value per channel has no variance, so that batch "
             "norm can't be trained on it"
         )
 
 
-def _by_batch(norm: _BatchNorm) -> bool:
+def uses_batch(norm: _BatchNorm) -> bool:
     """Whether the norm uses the statistics of the batch."""
     return norm.training or norm.running_mean is None
 
@@ -143,7 +143,7 @@ def _reference(
     norm: _BatchNorm, neuron: Neuron, inputs: tuple[Tensor, ...], state: States | None
 ) -> tuple[Outputs, States]:
     x = inputs[0].to(torch.promote_types(inputs[0].dtype, torch.float32))
-    if _by_batch(norm):
+    if uses_batch(norm):
         variance, mean = torch.var_mean(x, [0, 1, *range(3, x.ndim)], correction=0)
         number = x.numel() / x.shape[2]
         with torch.no_grad():
@@ -204,7 +204,9 @@ class _Kernels:
         return [given[label] if label in given else next(rest) for label in self.labels]
 
 
-def _kernels(neuron: Neuron, backend: str, adds: bool, revises: bool) -> tuple[_Kernels, list[Any]]:
+def kernels_of(
+    neuron: Neuron, backend: str, adds: bool, revises: bool
+) -> tuple[_Kernels, list[Any]]:
     """The program, and the neuron's own tensors that it reads."""
     description = neuron.description()
     values = description.values()
