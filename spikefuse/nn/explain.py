@@ -1,4 +1,4 @@
-"""What a model's neurons run on and what they cost, layer by layer."""
+"""What a model's neurons run on, what they cost, and what its layers keep, layer by layer."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import functools
 import statistics
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.compiler import UnsupportedOperation
 from spikefuse.compiler.layout import layout_of, outer_stride
 from spikefuse.compiler.program import kind_of, prepare, program
 from spikefuse.neurons.definition import Outputs, States
-from spikefuse.nn.explanation import LOOP_STEPS, Explanation, Layer
-from spikefuse.nn.neuron import Neuron, backend_of, calls
+from spikefuse.nn.batch_norm import by_batch
+from spikefuse.nn.block import kernels_of
+from spikefuse.nn.explanation import LOOP_STEPS, Explanation, Kept, Layer
+from spikefuse.nn.kept import Ledger, num_bytes
+from spikefuse.nn.neuron import Neuron, Scan, Sequence, backend_of, calls
 from spikefuse.nn.temporal import Temporal
 
 # What the copy reads that stands for the bandwidth, and as much again that it writes.
@@ -33,7 +36,8 @@ WARMUPS, REPETITIONS = 5, 11
 def explain(
     model: nn.Module, *inputs: Any, time: bool | None = None, **keywords: Any
 ) -> Explanation:
-    """Run `model(*inputs, **keywords)` once and say what its neurons run on and what they cost.
+    """Run `model(*inputs, **keywords)` once and say what its neurons run on, what they cost, and
+    what each layer keeps for backward.
 
     A neuron that can't be compiled is left to the eager loop, and its row says why; a call of the
     model itself raises that error. Buffers of the model and the state of PyTorch's random numbers
@@ -57,13 +61,13 @@ def explain(
     tensors = [x for x in (*inputs, *model.parameters()) if isinstance(x, Tensor)]
     devices = list({x.device for x in tensors if x.device.type == "cuda"})
     with _unchanged(model), torch.random.fork_rng(devices):
-        seen = _record(model, inputs, keywords)
+        seen, kept = _record(model, inputs, keywords)
         layers = tuple(_layer(call, time) for call in seen)
-    called = {id(call.neuron) for call in seen}
-    missed = [n for n, m in model.named_modules() if isinstance(m, Neuron) and id(m) not in called]
+    called = {m for call in seen for m in (call.neuron, call.norm) if m is not None}
+    missed = [n for n, m in model.named_modules() if isinstance(m, Neuron) and m not in called]
     timed = [c.device for c, layer in zip(seen, layers, strict=True) if layer.least is not None]
     bandwidth = copy_bandwidth(timed[0]) if timed else None
-    return Explanation(layers, tuple(missed), _num_others(model), bandwidth)
+    return Explanation(layers, kept, tuple(missed), _num_others(model, called), bandwidth)
 
 
 @contextlib.contextmanager
@@ -79,10 +83,10 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(saved)
 
 
-def _num_others(model: nn.Module) -> int:
+def _num_others(model: nn.Module, called: Collection[nn.Module]) -> int:
     neurons = [m for m in model.modules() if isinstance(m, Neuron)]
-    ours = {id(part) for neuron in neurons for part in neuron.modules()}
-    leaves = [m for m in model.modules() if not any(m.children()) and id(m) not in ours]
+    ours = {part for neuron in neurons for part in neuron.modules()}.union(called)
+    leaves = [m for m in model.modules() if not any(m.children()) and m not in ours]
     return sum(not isinstance(m, Temporal) for m in leaves)
 
 
@@ -92,6 +96,9 @@ class _Call:
 
     name: str
     neuron: Neuron
+    norm: _BatchNorm | None  # of the block that the neuron is a part of
+    scan: Scan
+    keeps_states: bool
     inputs: tuple[Tensor, ...]
     state: States | None
     return_state: bool
@@ -104,26 +111,68 @@ class _Call:
     def device(self) -> torch.device:
         return self.inputs[0].device
 
-    def repeated(self, backend: str, num_steps: int | None = None) -> _Repeated:
-        """The same call on leaves of its own, perhaps of its first steps only."""
+    @property
+    def module(self) -> str:
+        residual = ["residual"] if self.norm and len(self.inputs) > 1 else []
+        norm = [type(self.norm).__name__] if self.norm else []
+        return " + ".join([*norm, *residual, type(self.neuron).__name__])
+
+    def tensors(self) -> Iterator[Tensor]:
+        for module in (self.neuron, self.norm):
+            if module is not None:
+                yield from (*module.parameters(), *module.buffers())
+
+    def repeated(self) -> _Repeated:
+        """The same call on leaves of its own."""
+        return self._repeated(self.scan, self.backend, None)
+
+    def eager(self, num_steps: int | None = None) -> _Repeated:
+        """What PyTorch alone would do, perhaps for the first steps only."""
+        norm, neuron = self.norm, self.neuron
+        scan = neuron._scan if norm is None else functools.partial(_unfused, norm, neuron)
+        return self._repeated(scan, "reference", num_steps)
+
+    def _repeated(self, scan: Scan, backend: str, num_steps: int | None) -> _Repeated:
         xs = tuple(_leaf(x, x[:num_steps]) for x in self.inputs)
         state = None if self.state is None else tuple(_leaf(s, s) for s in self.state)
-        leaves = [x for x in (*xs, *(state or ()), *self.neuron.parameters()) if x.requires_grad]
-        return _Repeated(self, backend, xs, state, leaves)
+        leaves = [x for x in (*xs, *(state or ()), *self.tensors()) if x.requires_grad]
+        return _Repeated(self, scan, backend, xs, state, leaves)
+
+
+def _unfused(
+    norm: _BatchNorm,
+    neuron: Neuron,
+    inputs: tuple[Tensor, ...],
+    state: States | None,
+    impl: str,
+    return_state: bool,
+) -> tuple[Outputs, States]:
+    """Norm, sum and neuron one after the other."""
+    (x, *residual), batch = inputs, by_batch(norm)
+    running = (None, None) if batch else (norm.running_mean, norm.running_var)
+    affine = norm.weight, norm.bias
+    folded = nn.functional.batch_norm(x.flatten(0, 1), *running, *affine, batch, eps=norm.eps)
+    u = sum(residual, folded.unflatten(0, x.shape[:2]))
+    return neuron._scan((u,), state, impl, return_state)
 
 
 @dataclass(frozen=True)
 class _Repeated:
     call: _Call
+    scan: Scan
     backend: str
     inputs: tuple[Tensor, ...]
     state: States | None
     leaves: list[Tensor]
 
     def forward(self) -> Outputs:
-        call = self.call
-        with torch.set_grad_enabled(call.grad):
-            return call.neuron._scan(self.inputs, self.state, self.backend, call.return_state)[0]
+        call, before = self.call, calls.sequence
+        calls.sequence = Sequence(len(self.inputs[0]), {}, keeps_states=call.keeps_states)
+        try:
+            with torch.set_grad_enabled(call.grad):
+                return self.scan(self.inputs, self.state, self.backend, call.return_state)[0]
+        finally:
+            calls.sequence = before
 
     def differentiable(self, outputs: Outputs) -> list[Tensor]:
         return [y for y in outputs if y.requires_grad] if self.leaves else []
@@ -139,61 +188,135 @@ def _leaf(like: Tensor, x: Tensor) -> Tensor:
     return x.detach().requires_grad_(like.requires_grad)
 
 
-# Neurons are watched by one thread at a time.
+# Modules are watched by one thread at a time.
 _watching = threading.RLock()
 
 
-def _record(model: nn.Module, inputs: Sequence[Any], keywords: dict[str, Any]) -> list[_Call]:
-    """Call the model, and note every call of a neuron."""
-    names = {id(module): name for name, module in model.named_modules()}
-    seen: list[_Call] = []
-    thread = threading.get_ident()
+class _Watch:
+    """Notes, in the thread that made it, calls of neurons and what layers keep."""
 
-    def watched(
+    def __init__(self, model: nn.Module) -> None:
+        self.ledger, self.seen = Ledger(), list[_Call]()
+        neurons = [m for m in model.modules() if isinstance(m, Neuron)]
+        parts = {part for neuron in neurons for part in neuron.modules()}.difference(neurons)
+        self.names = {m: name for name, m in model.named_modules() if m not in parts}
+        #: The type of each layer in the order of the calls, by name.
+        self.modules: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def inside(self, module: nn.Module) -> Iterator[None]:
+        """What is kept meanwhile is kept by `module`, or if it is no layer, by that around it."""
+        outer = self.ledger.layer
+        if module in self.names or isinstance(module, Neuron):
+            self.ledger.layer = self.names.get(module, OUTSIDE)
+            self.modules[self.ledger.layer] = type(module).__name__
+        try:
+            yield
+        finally:
+            self.ledger.layer = outer
+
+    def scan(
+        self,
         neuron: Neuron,
+        scan: Scan,
         inputs: tuple[Tensor, ...],
         state: States | None,
         impl: str,
         return_state: bool,
     ) -> tuple[Outputs, States]:
-        if threading.get_ident() != thread:
-            return scan(neuron, inputs, state, impl, return_state)
+        norm = scan.args[0] if isinstance(scan, functools.partial) else None
+        sequence = calls.sequence
         backend, error = backend_of(inputs, impl), ""
         try:
-            result = scan(neuron, inputs, state, backend, return_state)
+            result = scan(inputs, state, backend, return_state)
         except UnsupportedOperation as unsupported:
             backend, error = "reference", str(unsupported)
-            result = scan(neuron, inputs, state, backend, return_state)
+            result = scan(inputs, state, backend, return_state)
         fused = backend != "reference"
+        labels = type(neuron).input_names if norm is None else ("x", "residual")
         call = _Call(
-            name=names.get(id(neuron), "(not in the model)"),
+            name=self.names.get(neuron, OUTSIDE),
             neuron=neuron,
+            norm=norm,
+            scan=scan,
+            keeps_states=sequence is not None and sequence.keeps_states,
             inputs=tuple(_leaf(x, x) for x in inputs),
             state=None if state is None else tuple(_leaf(s, s) for s in state),
             return_state=return_state,
             backend=backend,
-            program=_program(neuron, backend) if fused else None,
-            notes=tuple(_copies(neuron, inputs)) if fused else (_reason(neuron, error),),
+            program=_program(neuron, norm, backend, len(inputs) > 1) if fused else None,
+            notes=tuple(_copies(labels, inputs)) if fused else (_reason(neuron, error),),
             grad=torch.is_grad_enabled(),
         )
-        seen.append(call)
+        self.modules[call.name] = call.module
+        self.seen.append(call)
         return result
+
+
+OUTSIDE = "(not in the model)"
+
+
+def _record(
+    model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[list[_Call], tuple[Kept, ...]]:
+    """Call the model, and note every call of a neuron and what is kept."""
+    watch, thread = _Watch(model), threading.get_ident()
+    run, call = nn.Module.__call__, Neuron.call
+
+    def watched_run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return run(module, *args, **kwargs)
+        with watch.inside(module):
+            return run(module, *args, **kwargs)
+
+    def watched_call(neuron: Neuron, scan: Scan, *args: Any) -> Any:
+        if threading.get_ident() != thread:
+            return call(neuron, scan, *args)
+        with watch.inside(neuron):
+            return call(neuron, functools.partial(watch.scan, neuron, scan), *args)
 
     # A compiled model would not come this way.
     dynamo = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if dynamo else contextlib.nullcontext()
     with _watching, eager:
-        scan = Neuron._scan
-        # On the class, not by hooks: a neuron's own `forward` may draw noise and pass it on.
-        Neuron._scan = watched  # type: ignore[assignment, method-assign]
+        # On the classes, not by hooks: blocks call their neurons as no module, and Temporal
+        # computes networks with hooks in another way.
+        nn.Module.__call__ = watched_run  # type: ignore[method-assign]
+        Neuron.call = watched_call  # type: ignore[assignment, method-assign]
         try:
-            model(*inputs, **keywords)
+            with watch.ledger.hooks():
+                outputs = model(*inputs, **keywords)
         finally:
-            Neuron._scan = scan  # type: ignore[method-assign]
-    return seen
+            nn.Module.__call__ = run  # type: ignore[method-assign]
+            Neuron.call = call  # type: ignore[method-assign]
+    kept = _kept_by_layers(model, watch)
+    del outputs  # What is kept lives as long as they do.
+    return watch.seen, kept
 
 
-def _program(neuron: Neuron, backend: str) -> str:
+def _kept_by_layers(model: nn.Module, watch: _Watch) -> tuple[Kept, ...]:
+    """What each layer keeps, and what it would in PyTorch alone."""
+    ignored = {_address(x) for x in (*model.parameters(), *model.buffers())}
+    now, eager = dict.fromkeys(watch.modules, 0), dict.fromkeys(watch.modules, 0)
+    for size in watch.ledger.sizes(ignored):
+        now[size.layer] += size.now
+    counted: set[int] = set()
+    for size in watch.ledger.sizes(ignored, now.keys() - {call.name for call in watch.seen}):
+        eager[size.layer] += size.plain
+        counted.add(size.address)
+    for call in watch.seen:
+        inputs, others = _eager(call)
+        eager[call.name] += others
+        for x in inputs:
+            eager[call.name] += 0 if _address(x) in counted else num_bytes(x)
+            counted.add(_address(x))
+    rows = [Kept(name, kind, now[name], eager[name]) for name, kind in watch.modules.items()]
+    return tuple(row for row in rows if row.now or row.eager)
+
+
+def _program(neuron: Neuron, norm: _BatchNorm | None, backend: str, adds: bool) -> str:
+    if norm is not None:
+        return kernels_of(neuron, backend, adds, by_batch(norm))[0].name
     with torch.no_grad():
         values, statics = neuron.describe()
     kinds = tuple((name, kind_of(value)) for name, value in values.items())
@@ -209,10 +332,10 @@ def _reason(neuron: Neuron, error: str) -> str:
     return f'on the reference: impl="reference" was passed to {who}'
 
 
-def _copies(neuron: Neuron, inputs: tuple[Tensor, ...]) -> Iterator[str]:
+def _copies(labels: Collection[str], inputs: tuple[Tensor, ...]) -> Iterator[str]:
     """What is said of inputs that kernels can't read where they lie."""
     layout = layout_of(inputs)
-    for i, (label, x) in enumerate(zip(type(neuron).input_names, inputs, strict=True)):
+    for i, (label, x) in enumerate(zip(labels, inputs, strict=False)):
         if outer_stride(x.shape, x.stride(), layout.order, layout.inner) is None:
             shape = f"input copied: {label} {list(x.shape)} with strides {list(x.stride())}"
             first = "its steps are not dense, or in pieces too short to read in place"
@@ -222,23 +345,19 @@ def _copies(neuron: Neuron, inputs: tuple[Tensor, ...]) -> Iterator[str]:
 def _layer(call: _Call, time: bool | None) -> Layer:
     """The row of a call."""
     xs = call.inputs
-    kept_inputs, kept_states = _kept(call, call.backend)
     moved = _moved(call)
     least = achieved = None
     if time or (time is None and call.device.type == "cuda"):
         least = moved / copy_bandwidth(call.device)
-        achieved = _seconds(call.repeated(call.backend).forward_backward, call.device)
+        achieved = _seconds(call.repeated().forward_backward, call.device)
     return Layer(
         name=call.name,
-        module=type(call.neuron).__name__,
+        module=call.module,
         shape=tuple(xs[0].shape),
         dtypes=tuple(x.dtype for x in xs),
         implementation=call.backend,
         program=call.program,
         chunk=program(call.program).chunk if call.program else None,
-        kept_inputs=kept_inputs,
-        kept_states=kept_states,
-        loop_states=_loop_states(call),
         moved=moved,
         least=least,
         achieved=achieved,
@@ -246,58 +365,43 @@ def _layer(call: _Call, time: bool | None) -> Layer:
     )
 
 
-class _Kept:
-    """A tensor that a graph keeps for backward."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def _kept(call: _Call, backend: str, num_steps: int | None = None) -> tuple[int, int]:
-    """Bytes kept for backward as long as the outputs live: (of inputs, others)."""
-    alive: weakref.WeakSet[_Kept] = weakref.WeakSet()
-
-    def pack(x: Tensor) -> _Kept:
-        kept = _Kept(x)
-        alive.add(kept)
-        return kept
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
-        outputs = call.repeated(backend, num_steps).forward()
-    found = {_address(kept.tensor): kept.tensor for kept in alive}
-    del outputs
-    inputs = {x.data_ptr(): _num_bytes(x) for x in call.inputs if _address(x) in found}
-    known = {_address(x) for x in (*call.inputs, *call.neuron.parameters(), *call.neuron.buffers())}
-    others = [x.untyped_storage().nbytes() for at, x in found.items() if at not in known]
-    return sum(inputs.values()), sum(others)
-
-
-def _loop_states(call: _Call) -> int:
-    num_steps = call.inputs[0].shape[0]
+def _eager(call: _Call) -> tuple[list[Tensor], int]:
+    """What PyTorch alone would keep: (the inputs among it, bytes of the rest)."""
+    num_steps = len(call.inputs[0])
     some = min(num_steps, LOOP_STEPS)
-    kept = _kept(call, "reference", some)[1]
-    if num_steps == some:
-        return kept
-    return kept + (num_steps - some) * (kept - _kept(call, "reference", some - 1)[1])
+    inputs, others = _kept(call, some)
+    if num_steps > some:
+        others += (num_steps - some) * (others - _kept(call, some - 1)[1])
+    return inputs, others
+
+
+def _kept(call: _Call, num_steps: int) -> tuple[list[Tensor], int]:
+    """The same for the first steps; what lives as long as the outputs is kept."""
+    ledger = Ledger()
+    with ledger.hooks():
+        outputs = call.eager(num_steps).forward()
+    sizes = list(ledger.sizes({_address(x) for x in call.tensors()}))
+    del outputs
+    inputs = [x for x in call.inputs if any(size.address == _address(x) for size in sizes)]
+    addresses = {_address(x) for x in inputs}
+    return inputs, sum(size.now for size in sizes if size.address not in addresses)
 
 
 def _address(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def _num_bytes(x: Tensor) -> int:
-    """The bytes in memory that a tensor reads; dims of stride 0 count once."""
-    sizes = [size for size, stride in zip(x.shape, x.stride(), strict=True) if stride or not size]
-    return x.itemsize * functools.reduce(int.__mul__, sizes, 1)
-
-
 def _moved(call: _Call) -> int:
-    repeated = call.repeated(call.backend)
+    """The bytes that must move: a norm's statistics take a pass more, forward and backward."""
+    repeated = call.repeated()
     outputs = repeated.forward()
-    once = sum(map(_num_bytes, (*call.inputs, *outputs)))
+    read, written = (sum(map(num_bytes, xs)) for xs in (call.inputs, outputs))
+    twice = call.norm is not None and by_batch(call.norm)
+    forward = read + written + (num_bytes(call.inputs[0]) if twice else 0)
     if not repeated.differentiable(outputs):
-        return once
-    return 2 * once + sum(x.nbytes for x in call.inputs if x.requires_grad)
+        return forward
+    gradients = sum(x.nbytes for x in call.inputs if x.requires_grad)
+    return forward + (2 if twice else 1) * (read + written) + gradients
 
 
 @functools.lru_cache

@@ -13,22 +13,20 @@ LOOP_STEPS = 4
 
 @dataclass(frozen=True)
 class Layer:
-    """One call of a neuron.
+    """One call of a neuron, or of a block of norm and neuron.
 
     Attributes:
         name: the neuron's qualified name in the model; "" for the model itself.
-        module: the name of its type.
+        module: the name of its type, after that of its norm: "BatchNorm2d + residual + LIF".
         shape: of each input, `[T, B, ...]`.
         dtypes: of the inputs.
         implementation: "triton", "numba" or "reference".
         program: the name of its kernels, or None on the reference.
         chunk: K, the steps between the states that are stored for backward, or None.
-        kept_inputs: bytes of the inputs that are kept for backward.
-        kept_states: bytes kept for backward besides inputs and parameters.
-        loop_states: the same in the eager loop: measured for up to four steps, and as much more
-            for each further step as for the fourth.
         moved: the bytes that must move: inputs read, outputs written; for backward inputs and
-            gradients of outputs read, and gradients written of the inputs that require them.
+            gradients of outputs read, and gradients written of the inputs that require them. The
+            statistics of a batch take one more reading of the norm's input, and backward one more
+            of inputs and gradients.
         least: seconds for moving them at the bandwidth of a copy, or None if not measured.
         achieved: seconds of a forward call of this layer alone, and its backward if there is one:
             the median of a few, the host's part included; or None if not measured.
@@ -42,9 +40,6 @@ class Layer:
     implementation: str
     program: str | None
     chunk: int | None
-    kept_inputs: int
-    kept_states: int
-    loop_states: int
     moved: int
     least: float | None
     achieved: float | None
@@ -59,17 +54,38 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What a layer keeps for backward; memory that several layers keep counts at the first.
+
+    Attributes:
+        name: the layer's qualified name in the model; "" for the model itself.
+        module: the name of its type, as in `Layer`.
+        now: bytes under the policy in force; parameters and buffers do not count.
+        eager: bytes if PyTorch did it alone: norm, sum and `impl="reference"` one after the other,
+            and no spikes packed. The loop is measured for up to four steps; each further one is
+            taken to keep as much more as the fourth.
+    """
+
+    name: str
+    module: str
+    now: int
+    eager: int
+
+
+@dataclass(frozen=True)
 class Explanation:
-    """What `explain` has found; as a string, a table.
+    """What `explain` has found; as a string, two tables.
 
     Attributes:
         layers: one per call of a neuron, in the order of the calls.
+        kept: one per layer that keeps anything for backward, in the order of the first calls.
         not_called: the names of neurons that were not called.
         num_others: modules without submodules that are not neurons.
         bandwidth: bytes per second that a copy reads and writes, or None if not measured.
     """
 
     layers: tuple[Layer, ...]
+    kept: tuple[Kept, ...]
     not_called: tuple[str, ...]
     num_others: int
     bandwidth: float | None
@@ -77,32 +93,40 @@ class Explanation:
     def __str__(self) -> str:
         lines = _table(self.layers) if self.layers else []
         for layer in self.layers:
-            lines += [f"{_label(layer)}: {note}" for note in layer.notes]
+            lines += [f"{_label(layer.name)}: {note}" for note in layer.notes]
         if self.not_called:
             lines.append(f"not called: {', '.join(self.not_called)}")
+        lines += ["", *_table_of_kept(self.kept), ""] if self.kept else []
         return "\n".join([*lines, *_legend(self)])
 
     __repr__ = __str__
 
 
-def _label(layer: Layer) -> str:
-    return layer.name or "(the model)"
+def _label(name: str) -> str:
+    return name or "(the model)"
 
 
 def _table(layers: Sequence[Layer]) -> list[str]:
     timed = any(layer.least is not None for layer in layers)
-    rows = [["layer", "module", "input", "dtype", "kernel", "K", "kept: inputs", "states"]]
-    rows[0] += ["(eager loop)", *(["least", "achieved", "fraction"] if timed else [])]
+    rows = [["layer", "module", "input", "dtype", "kernel", "K"]]
+    rows[0] += ["least", "achieved", "fraction"] if timed else []
     for layer in layers:
         count = f"{len(layer.dtypes)} × " if len(layer.dtypes) > 1 else ""
         dtypes = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in layer.dtypes)
-        row = [_label(layer), layer.module, f"{count}{list(layer.shape)}", ", ".join(dtypes)]
+        row = [_label(layer.name), layer.module, f"{count}{list(layer.shape)}", ", ".join(dtypes)]
         row += [layer.program or layer.implementation, str(layer.chunk or "–")]
-        row += map(_bytes, (layer.kept_inputs, layer.kept_states, layer.loop_states))
         if layer.least is not None and layer.achieved is not None:
             row += [_time(layer.least), _time(layer.achieved), f"{layer.fraction:.1%}"]
         rows.append(row + [""] * (len(rows[0]) - len(row)))
     return _aligned(rows, numbers_from=5)
+
+
+def _table_of_kept(layers: Sequence[Kept]) -> list[str]:
+    total = Kept("total", "", sum(x.now for x in layers), sum(x.eager for x in layers))
+    rows = [["layer", "module", "kept", "by eager PyTorch"]]
+    for kept in (*layers, total):
+        rows.append([_label(kept.name), kept.module, _bytes(kept.now), _bytes(kept.eager)])
+    return _aligned(rows, numbers_from=2)
 
 
 def _aligned(rows: list[list[str]], numbers_from: int) -> list[str]:
@@ -121,8 +145,10 @@ def _legend(explanation: Explanation) -> Iterator[str]:
     plural = "module is" if explanation.num_others == 1 else "modules are"
     yield f"{explanation.num_others} other {plural} ordinary PyTorch"
     if explanation.layers:
+        yield "K: steps between stored states"
+    if explanation.kept:
         yield (
-            "K: steps between stored states. kept: for backward; of the eager loop, beyond inputs, "
+            "kept: for backward, at the first of the layers that keep it; by the eager loop, "
             f"measured for {LOOP_STEPS} steps and scaled"
         )
     if explanation.bandwidth is not None:
@@ -135,7 +161,7 @@ def _legend(explanation: Explanation) -> Iterator[str]:
 
 def _bytes(count: int) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
+        if count >= 0.9995 * size:  # 1 MB, not 1000 kB
             return f"{count / size:.3g} {unit}"
     return f"{count} B"
 

@@ -8,8 +8,11 @@ Nothing here looks at values on a GPU, so nothing waits for it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import weakref
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,8 +76,12 @@ class Spikes:
             marked = self._marked.get(x.untyped_storage()._cdata)
             if marked is not None and x._version == marked.version and x.dtype is marked.dtype:
                 return marked.keep(x)
-        # A layer that keeps its own output would, with its history, keep itself alive.
-        return x if x.is_leaf else x.detach(), x._version
+        return _as_it_is(x)
+
+
+def _as_it_is(x: Tensor) -> Kept:
+    # A layer that keeps its own output would, with its history, keep itself alive.
+    return x if x.is_leaf else x.detach(), x._version
 
 
 def unpack(kept: Kept) -> Tensor:
@@ -92,25 +99,106 @@ def unpack(kept: Kept) -> Tensor:
     return x
 
 
+class Ledger:
+    """What layers keep for backward while its `hooks` are in force.
+
+    Attributes:
+        layer: the name of the layer that runs, which its user sets.
+    """
+
+    def __init__(self) -> None:
+        self.layer = ""
+        self._notes: list[weakref.ref[_Note]] = []
+
+    def hooks(self, pack: Callable[[Tensor], Kept] = _as_it_is) -> saved_tensors_hooks:
+        return saved_tensors_hooks(_Noting(self, pack), lambda note: unpack(note.kept))
+
+    def sizes(
+        self, ignored: Container[int], layers: Container[str] | None = None
+    ) -> Iterator[Size]:
+        """What graphs still keep; memory that several layers keep is the first one's.
+
+        Args:
+            ignored: addresses of memory that does not count, such as that of parameters.
+            layers: those that count, None for all.
+        """
+        seen: set[int] = set()
+        left: dict[int, int] = {}  # of each memory, the bytes that no view has counted
+        for note in filter(None, [reference() for reference in self._notes]):
+            packed = note.kept if isinstance(note.kept, bits.Packed) else None
+            x = packed.bits if packed else note.kept[0]  # type: ignore[index]
+            start, memory = x.data_ptr(), x.untyped_storage()
+            address = memory.data_ptr()
+            outside = layers is not None and note.layer not in layers
+            if outside or start in seen or address in ignored:
+                continue
+            seen.add(start)
+            size = min(num_bytes(x), left.setdefault(address, memory.nbytes()))
+            left[address] -= size
+            plain = packed.num * packed.dtype.itemsize if packed else size
+            yield Size(note.layer, size, plain, address)
+
+
+class Size(NamedTuple):
+    """What a layer keeps of the memory at `address`: bytes as it is, and if it were not packed."""
+
+    layer: str
+    now: int
+    plain: int
+    address: int
+
+
+@dataclass(eq=False)
+class _Note:
+    """Lives as long as the graph keeps the tensor."""
+
+    kept: Kept
+    layer: str
+
+
+@dataclass(frozen=True)
+class _Noting:
+    """A hook that keeps what `pack` gives."""
+
+    ledger: Ledger
+    pack: Callable[[Tensor], Kept]
+
+    def __call__(self, x: Tensor) -> _Note:
+        note = _Note(self.pack(x), self.ledger.layer)
+        self.ledger._notes.append(weakref.ref(note))
+        return note
+
+
+def num_bytes(x: Tensor) -> int:
+    """The bytes in memory that a tensor reads; dims of stride 0 count once."""
+    sizes = [size for size, stride in zip(x.shape, x.stride(), strict=True) if stride or not size]
+    return x.itemsize * functools.reduce(int.__mul__, sizes, 1)
+
+
 @contextlib.contextmanager
 def keeping(policy: Policy) -> Iterator[Spikes | None]:
     """Inside, layers keep spikes as the policy says.
 
     Nothing is packed without gradients, under torch.compile, and where other saved-tensor hooks
-    are in force, which would then see nothing: those of torch.utils.checkpoint keep nothing at all.
+    than those of a ledger are in force, which would then see nothing: those of
+    torch.utils.checkpoint keep nothing at all.
     """
     if (
         torch.compiler.is_compiling()
         or not policy.packs_spikes
         or not torch.is_grad_enabled()
         or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-        or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     ):
         yield None
         return
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if top is not None and not isinstance(top[0], _Noting):
+        yield None
+        return
     spikes = Spikes()
+    noted = None if top is None else top[0].ledger.hooks(spikes.pack)
     try:
-        with saved_tensors_hooks(spikes.pack, unpack):
+        with noted or saved_tensors_hooks(spikes.pack, unpack):
             yield spikes
     finally:
         # The graph holds on to the hooks, and must not hold on to more through them.

@@ -13,7 +13,10 @@ def test_times_of_a_network():
     (layer,) = found.layers
     assert layer.implementation == "triton"
     assert layer.program.startswith("LIF-triton-")
-    assert layer.kept_states == 4 * (31 // layer.chunk) * 16 * 8 * 62 * 62
+    inputs = 32 * 16 * 8 * 62 * 62
+    row = found.kept[-1]
+    assert row.name == layer.name
+    assert row.now == 4 * (inputs + inputs // 32 * (31 // layer.chunk))
     # A copy at more than 50 GB/s; no kernel is faster than memory, the caches aside.
     assert found.bandwidth > 5e10
     assert layer.least == layer.moved / found.bandwidth
@@ -25,7 +28,8 @@ def test_times_of_a_network():
 
 def test_the_reference_on_a_gpu():
     x = torch.rand(8, 4, 100, device="cuda", requires_grad=True)
-    (layer,) = sf.explain(sf.LIF(), x, impl="reference").layers
+    found = sf.explain(sf.LIF(), x, impl="reference")
+    (layer,), (row,) = found.layers, found.kept
     assert layer.implementation == "reference"
-    assert layer.kept_states == layer.loop_states > 0
+    assert row.now == row.eager > 0
     assert layer.achieved > 0

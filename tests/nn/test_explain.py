@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import spikefuse as sf
-from spikefuse.nn.explain import COPIED_BYTES, _kept, _record, copy_bandwidth
-from spikefuse.nn.explanation import Layer
+from spikefuse.compiler.program import program
+from spikefuse.nn.explain import COPIED_BYTES, copy_bandwidth
+from spikefuse.nn.explanation import Kept, Layer
 from spikefuse.nn.neuron import Neuron
 from spikefuse.testing import lay_out, make_input
 
@@ -57,22 +58,34 @@ def only(explanation) -> Layer:
     return layer
 
 
+def kept(explanation) -> Kept:
+    """What the only neuron keeps."""
+    rows = {row.name: row for row in explanation.kept}
+    return rows.get(only(explanation).name, Kept("", "", 0, 0))
+
+
 def test_layers_of_a_network(net):
     found = sf.explain(net, torch.rand(T, B, 1, 6, 6))
     lif, alif = found.layers
     assert (lif.name, lif.module, lif.shape) == ("net.2", "LIF", (T, B, 3, 4, 4))
     assert (alif.name, alif.module, alif.shape) == ("net.4", "ALIF", (T, B, 48))
-    for layer, num_states in ((lif, 1), (alif, 2)):
+    image, outputs = 4 * T * B * 36, 4 * T * B * 48
+    for layer in (lif, alif):
         assert layer.dtypes == (torch.float32,)
         assert layer.implementation == "numba"
         assert layer.program.startswith(f"{layer.module}-numba-")
         assert layer.notes == ()
-        assert layer.kept_inputs == 4 * T * B * 48
-        assert layer.kept_states == 4 * num_states * ((T - 1) // layer.chunk) * B * 48
-        assert layer.loop_states > layer.kept_inputs
         # Forward: read x, write y; backward: read x and grad_y, write grad_x.
-        assert layer.moved == 5 * layer.kept_inputs
+        assert layer.moved == 5 * outputs
         assert layer.least is layer.achieved is layer.fraction is None
+    conv, norm, *neurons = found.kept
+    assert conv == Kept("net.0", "Conv2d", image, image)
+    assert (norm.name, norm.now) == ("net.1", norm.eager)
+    assert outputs < norm.now < outputs + 100  # and statistics
+    for row, layer, num_states in zip(neurons, (lif, alif), (1, 2), strict=True):
+        assert (row.name, row.module) == (layer.name, layer.module)
+        assert row.now == outputs + 4 * num_states * ((T - 1) // layer.chunk) * B * 48
+        assert row.eager > 2 * outputs
     assert found.num_others == 3
     assert found.not_called == ()
     assert found.bandwidth is None
@@ -82,35 +95,107 @@ def test_layers_of_a_network(net):
 @pytest.mark.parametrize("num_steps", [1, 2, 4, 5, 9])
 def test_what_the_loop_keeps_is_what_it_keeps_at_full_length(neuron, num_steps):
     x = make_input((num_steps, B, 5)).requires_grad_()
-    (call,) = _record(neuron, (x,), {"impl": "reference"})
-    layer = only(sf.explain(neuron, x))
-    assert layer.loop_states == _kept(call, "reference")[1]
-    assert only(sf.explain(neuron, x, impl="reference")).kept_states == layer.loop_states
+    loop = kept(sf.explain(neuron, x, impl="reference"))
+    assert kept(sf.explain(neuron, x)).eager == loop.eager == loop.now > 0
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.lif = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), sf.LIF()
+
+    def forward(self, x):
+        return self.lif(self.norm(self.conv(x)) + x)
+
+
+def network(policy):
+    front = nn.Conv2d(1, 8, 1), nn.BatchNorm2d(8), sf.LIF()
+    return sf.Temporal(nn.Sequential(*front, Residual(), nn.AvgPool2d(2)), policy)
+
+
+VALUES = T * 2 * 8 * 6 * 6
+
+
+@pytest.mark.parametrize("name", sf.memory.POLICIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks(name, dtype):
+    x, policy = torch.rand(T, 2, 1, 6, 6, dtype=dtype), sf.memory.POLICIES[name]
+    found = sf.explain(sf.fuse(network(policy)).to(dtype), x)
+    first, second = found.layers
+    assert (first.name, first.module) == ("net.2", "BatchNorm2d + LIF")
+    assert (second.name, second.module) == ("net.3.lif", "BatchNorm2d + residual + LIF")
+    assert second.dtypes == (dtype, dtype)
+    assert all(layer.program.startswith("NormedLIF-numba-") for layer in found.layers)
+    assert (found.not_called, found.num_others) == ((), 3)
+    size = dtype.itemsize * VALUES
+    assert first.moved == 8 * size  # 16 bytes per neuron and step in bfloat16
+    assert second.moved == 12 * size  # of the residual: read three times, its gradient written
+    kept = {row.name: row for row in found.kept}
+    assert list(kept) == ["net.0", "net.2", "net.3.conv", "net.3.lif", "net.4"]
+    stores = policy.keeps_states or not program(first.program).rebuilds
+    states = 4 * VALUES // T * ((T - 1) // first.chunk) if stores else 0
+    for layer in ("net.2", "net.3.lif"):  # the residual is what the convolution keeps
+        assert 0 <= kept[layer].now - size - states < 500
+    for layer in ("net.3.conv", "net.4"):
+        assert kept[layer].now == (VALUES // 8 if policy.packs_spikes else size)
+        assert kept[layer].eager == size
+
+
+def test_eager_pytorch_keeps_what_it_is_said_to():
+    x = torch.rand(9, 2, 1, 32, 32)
+    fused = sf.explain(sf.fuse(network(None)), x)
+    eager = sf.explain(network(sf.memory.SaveAll()), x, impl="reference")
+    assert sum(row.eager for row in fused.kept) == sum(row.now for row in eager.kept)
+    assert all(row.now == row.eager for row in eager.kept)
+
+
+def test_blocks_without_gradients():
+    net = network(None).eval()
+    x = torch.rand(T, 2, 1, 6, 6)
+    with torch.no_grad():
+        found = sf.explain(sf.fuse(net), x)
+    first, second = found.layers
+    assert (first.moved, second.moved) == (2 * 4 * VALUES, 3 * 4 * VALUES)
+    assert found.kept == ()
+    assert "kept" not in str(found)
+
+
+def test_memory_counts_once_and_parts_of_it_by_themselves():
+    class Views(nn.Module):
+        def forward(self, x):
+            a, b = (x * 2).chunk(2, -1)
+            return a * b + a.sigmoid() * x[:1, :, :3]
+
+    x = make_input((4, 2, 6)).requires_grad_()
+    (row,) = sf.explain(nn.Sequential(Views()), x).kept
+    # The two halves, the sigmoid's result, and half of a step of x.
+    assert (row.name, row.module) == ("0", "Views")
+    assert row.now == row.eager == 4 * (2 * 24 + 24 + 6)
 
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_nothing_is_kept_without_gradients(grad):
     x = make_input((T, B, 5)).requires_grad_(grad)
-    layer = only(sf.explain(sf.LIF(), x))
-    assert (layer.kept_inputs > 0) == (layer.kept_states > 0) == (layer.loop_states > 0) == grad
-    assert layer.moved == x.nbytes * (5 if grad else 2)
+    found = sf.explain(sf.LIF(), x)
+    assert (kept(found).now > 0) == (kept(found).eager > 0) == grad
+    assert only(found).moved == x.nbytes * (5 if grad else 2)
     with torch.no_grad():
-        layer = only(sf.explain(sf.LIF(), x))
-    assert layer.kept_inputs == layer.kept_states == layer.loop_states == 0
+        assert sf.explain(sf.LIF(), x).kept == ()
 
 
 def test_parameters_need_no_gradient_of_the_input():
     x = make_input((T, B, 5))
-    layer = only(sf.explain(sf.PLIF(), x))
-    assert layer.kept_inputs == x.nbytes
-    assert layer.moved == 4 * x.nbytes
+    found = sf.explain(sf.PLIF(), x)
+    assert kept(found).now >= x.nbytes
+    assert only(found).moved == 4 * x.nbytes
 
 
 def test_a_still_image_is_kept_once():
     x = make_input((T, B, 5), constant=True).requires_grad_()
-    layer = only(sf.explain(sf.LIF(), x))
-    assert layer.kept_inputs == x.nbytes // T
-    assert layer.moved == 2 * (x.nbytes // T + x.nbytes) + x.nbytes
+    found = sf.explain(sf.LIF(), x)
+    states = 4 * ((T - 1) // only(found).chunk) * B * 5
+    assert kept(found).now == x.nbytes // T + states
+    assert only(found).moved == 2 * (x.nbytes // T + x.nbytes) + x.nbytes
 
 
 def test_states_are_passed_on(net):
@@ -119,7 +204,8 @@ def test_states_are_passed_on(net):
     found = sf.explain(net, x, state=state, return_state=True)
     assert len(found.layers) == 2
     x = torch.rand(T, B, 5)
-    assert only(sf.explain(sf.LIF(), x, state=(torch.rand(B, 5, requires_grad=True),))).kept_inputs
+    state = (torch.rand(B, 5, requires_grad=True),)
+    assert kept(sf.explain(sf.LIF(), x, state=state)).now >= x.nbytes
 
 
 def test_several_inputs_and_a_forward_of_its_own():
@@ -146,7 +232,9 @@ def test_what_cannot_be_compiled_is_said_and_the_rest_goes_on():
     found = sf.explain(net, x)
     first, second = found.layers
     assert (first.implementation, second.implementation) == ("reference", "numba")
-    assert first.kept_states == first.loop_states > 0
+    row = found.kept[1]
+    assert (row.name, row.now) == ("net.1", row.eager)
+    assert row.now > 0
     (note,) = first.notes
     assert note.startswith("not compiled, which a call raises as an error: Uncompilable.step uses")
     assert "'erf' at" in note
@@ -189,14 +277,14 @@ def test_the_model_is_left_as_it_was(net):
 
 
 def test_errors_of_the_call_pass_and_nothing_is_watched_any_more(net):
-    scan = Neuron._scan
+    before = Neuron.call, nn.Module.__call__
     with pytest.raises(ValueError, match=r"expected \[T, B, ...\]"):
         sf.explain(sf.LIF(), torch.rand(3))
     with pytest.raises(TypeError, match="x is a list: expected a tensor"):
         sf.explain(sf.LIF(), [1.0])
     with pytest.raises(RuntimeError):
         sf.explain(net, torch.rand(T, B, 2, 6, 6))
-    assert Neuron._scan is scan
+    assert (Neuron.call, nn.Module.__call__) == before
     with pytest.raises(TypeError, match=r"model is a builtin.*: expected a torch.nn.Module"):
         sf.explain(torch.sin, torch.rand(3))
 
@@ -241,10 +329,11 @@ def test_times(net, small_copy):
 def test_the_other_backend(backends):
     x = make_input((5, B, 5)).requires_grad_()
     for impl in backends.impls:
-        layer = only(sf.explain(sf.LIF(), x, impl=impl))
+        found = sf.explain(sf.LIF(), x, impl=impl)
+        layer = only(found)
         assert layer.implementation == impl
         assert layer.program.startswith(f"LIF-{impl}-")
-        assert layer.kept_states == 4 * ((x.shape[0] - 1) // layer.chunk) * B * 5
+        assert kept(found).now == x.nbytes + 4 * ((x.shape[0] - 1) // layer.chunk) * B * 5
 
 
 def test_compiled_models(net):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spikefuse.nn.explanation import Explanation, Layer
+from spikefuse.nn.explanation import Explanation, Kept, Layer
 
 FUSED = Layer(
     name="net.2",
@@ -14,9 +14,6 @@ FUSED = Layer(
     implementation="triton",
     program="LIF-triton-0123",
     chunk=16,
-    kept_inputs=888,
-    kept_states=72_000,
-    loop_states=2_640_000_000,
     moved=4440,
     least=2e-3,
     achieved=2.5e-3,
@@ -30,14 +27,12 @@ LOOP = Layer(
     implementation="reference",
     program=None,
     chunk=None,
-    kept_inputs=0,
-    kept_states=12_345_678,
-    loop_states=12_345_678,
     moved=0,
     least=None,
     achieved=None,
     notes=("not compiled", "and slow"),
 )
+KEPT = Kept("net.2", "LIF", 888, 2_640_000_000), Kept("", "Mine", 12_345_678, 999_999)
 
 
 def test_fraction():
@@ -46,21 +41,18 @@ def test_fraction():
 
 
 def test_the_table():
-    lines = str(Explanation((FUSED, LOOP), ("idle",), 1, 4.29e12)).splitlines()
+    lines = str(Explanation((FUSED, LOOP), (), ("idle",), 1, 4.29e12)).splitlines()
     cells = [line.split("  ") for line in lines[:3]]
     header, fused, loop = ([cell.strip() for cell in row if cell] for row in cells)
     assert header == [
-        *("layer", "module", "input", "dtype", "kernel", "K", "kept: inputs", "states"),
-        *("(eager loop)", "least", "achieved", "fraction"),
+        *("layer", "module", "input", "dtype", "kernel", "K"),
+        *("least", "achieved", "fraction"),
     ]
     assert fused == [
-        *("net.2", "LIF", "[37, 2, 3]", "float32", "LIF-triton-0123", "16", "888 B", "72 kB"),
-        *("2.64 GB", "2 ms", "2.5 ms", "80.0%"),
+        *("net.2", "LIF", "[37, 2, 3]", "float32", "LIF-triton-0123", "16"),
+        *("2 ms", "2.5 ms", "80.0%"),
     ]
-    assert loop == [
-        *("(the model)", "Mine", "2 × [4, 2]", "float32, bfloat16", "reference", "–", "0 B"),
-        *("12.3 MB", "12.3 MB"),
-    ]
+    assert loop == ["(the model)", "Mine", "2 × [4, 2]", "float32, bfloat16", "reference", "–"]
     assert lines[3:7] == [
         "(the model): not compiled",
         "(the model): and slow",
@@ -70,15 +62,28 @@ def test_the_table():
     assert "4,290 GB/s" in lines[-1]
 
 
+def test_the_table_of_what_is_kept():
+    lines = str(Explanation((FUSED,), KEPT, (), 1, None)).splitlines()
+    cells = [[cell.strip() for cell in line.split("  ") if cell] for line in lines[2:8]]
+    assert cells == [
+        [],
+        ["layer", "module", "kept", "by eager PyTorch"],
+        ["net.2", "LIF", "888 B", "2.64 GB"],
+        ["(the model)", "Mine", "12.3 MB", "1 MB"],
+        ["total", "12.3 MB", "2.64 GB"],
+        [],
+    ]
+
+
 def test_without_times():
-    header = str(Explanation((LOOP,), (), 2, None)).splitlines()[0]
-    assert header.endswith("(eager loop)")
+    header = str(Explanation((LOOP,), (), (), 2, None)).splitlines()[0]
+    assert header.endswith("K")
 
 
 def test_without_neurons():
-    assert str(Explanation((), (), 2, None)) == "2 other modules are ordinary PyTorch"
+    assert str(Explanation((), (), (), 2, None)) == "2 other modules are ordinary PyTorch"
 
 
 def test_a_prompt_shows_the_table():
-    explanation = Explanation((FUSED,), (), 1, None)
+    explanation = Explanation((FUSED,), KEPT, (), 1, None)
     assert repr(explanation) == str(explanation)
