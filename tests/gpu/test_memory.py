@@ -50,7 +50,7 @@ def test_allocated_memory():
     x = torch.randn(8, 16, 5, 32, 32, device="cuda")
     spikes = 8 * 16 * 64 * 32 * 32
     held = {}
-    for name, policy in POLICIES.items():
+    for name, policy in list(POLICIES.items())[:3]:
         net = wrapped(lambda: conv(nn.Conv2d(64, 4, 1), channels=64), policy, "cuda")
         net(x)  # compiles
         before = torch.cuda.memory_allocated()
