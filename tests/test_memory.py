@@ -22,7 +22,8 @@ from spikefuse.kernels import bits
 from spikefuse.nn import kept
 from spikefuse.testing import DTYPES, make_input
 
-EVERY = tuple(p for n, p in memory.POLICIES.items() if n != "checkpoint")
+# All for any network; tests/nn/test_checkpoint.py has the one that wants a fused network.
+EVERY = (memory.SaveAll(), memory.Recompute(), memory.Bits())
 SHAPE = (4, 3, 5, 8, 12)  # T, B, C, H, W
 SPIKES = 4 * 3 * 8 * 8 * 12  # of the first neuron
 
@@ -399,7 +400,10 @@ def test_compiled(backends, part):
 def test_what_policies_say():
     said = {name: (p.packs_spikes, p.keeps_states) for name, p in memory.POLICIES.items()}
     expected = {"save-all": (False, True), "recompute": (True, False), "bits": (True, True)}
-    assert said == expected
+    assert said == expected | {"checkpoint": (True, False)}
+    for chunks in (0, 1.5, True):
+        with pytest.raises(ValueError, match=r"chunks is .*: expected a whole"):
+            memory.Checkpoint(chunks)
     assert repr(memory.Bits()) == "Bits()"
 
 

@@ -151,7 +151,7 @@ class _Run:
             y = values[segment.target]
         if not isinstance(y, Tensor):
             raise ValueError(
-                f"memory=Checkpoint() can't run '{segment.target.target}', which gives a "
+                f"memory=Checkpoint() can't run '{segment.target}', which gives a "
                 f"{type(y).__name__}: expected one tensor; use another policy"
             )
         self.graphs[segment] = values, y
