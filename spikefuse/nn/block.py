@@ -277,7 +277,7 @@ def _train(
     x, weight, shift = inputs[0], norm.weight, _shift(norm, inputs[0])
     found, number, group = _statistics(norm, x, kernels.backend)
     call = call_of(kernels.name, spec(inputs))
-    keeps = not kernels.rebuilds or (calls.sequence is not None and calls.sequence.keeps_states)
+    keeps = not kernels.rebuilds or _keeps_states(call)
     job = _Job(kernels, call, found, number, group, len(inputs), len(states), keeps, return_state)
     tensors = (*inputs, *states, weight, shift, *own)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
@@ -286,6 +286,16 @@ def _train(
         return tuple(outputs), tuple(results[len(kernels.binary) :])
     outputs, finals, _ = job.forward(inputs, states, shift, own, save=False)
     return tuple(outputs), tuple(finals)
+
+
+def _keeps_states(call: Call) -> bool:
+    sequence = calls.sequence
+    if sequence is None:
+        return False
+    if not sequence.policy.keeps_states:
+        before = sequence.rebuilt.get(sequence.current, 0)
+        sequence.rebuilt[sequence.current] = before + call.num_stored_bytes
+    return sequence.policy.keeps_states
 
 
 def _statistics(
