@@ -5,6 +5,8 @@ A policy is an object passed to `Temporal`. In float32 all give the same numbers
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -70,6 +72,69 @@ class Checkpoint:
 
 
 Policy = SaveAll | Recompute | Bits | Checkpoint
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Keep as much as a budget allows, for speed: neuron by neuron one of the other policies.
+
+    The first call that keeps anything for backward measures what that is, by `Recompute`; later
+    calls on the same shape, strides and dtype, in the same mode, keep what has been chosen then.
+
+    Args:
+        budget: of all that one call of the network keeps for backward, in GB (1e9 bytes), beside
+            parameters and buffers; gradients, optimizers and what layers need while they run do
+            not count.
+
+    Raises:
+        ValueError: the budget is not a positive number.
+    """
+
+    budget: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.budget, int | float) or not self.budget > 0:
+            raise ValueError(
+                f"budget is {self.budget!r}: expected a positive number of GB, such as 8.0, for "
+                "what a network keeps for backward"
+            )
+
+    def choose(
+        self, kept: int, states: Mapping[str, int], spikes: Mapping[str, int]
+    ) -> tuple[Policy, dict[str, Policy]]:
+        """A policy, and others for some neurons.
+
+        Args:
+            kept: bytes kept by `Recompute`.
+            states: bytes by neuron that `Bits` keeps besides.
+            spikes: bytes by neuron that `SaveAll` keeps besides `Bits`.
+
+        Warns:
+            UserWarning: the budget is too small for `Recompute`.
+        """
+        left = self.budget * 1e9 - kept
+        if left < 0:
+            warnings.warn(
+                f"the network keeps {kept / 1e9:.3g} GB for backward even by Recompute(), more "
+                f"than the budget of {self.budget:.3g} GB: raise it, or make batches smaller",
+                stacklevel=2,
+            )
+        if sum(states.values()) + sum(spikes.values()) <= left:
+            return SaveAll(), {}
+        chosen: dict[str, Policy] = {}
+        # Computing states again takes longer than packing, for fewer bytes.
+        for name, size in _largest_first(states):
+            if size <= left:
+                chosen[name], left = Bits(), left - size
+        for name, size in _largest_first(spikes):
+            if size <= left and (name in chosen or name not in states):
+                chosen[name], left = SaveAll(), left - size
+        return Recompute(), chosen
+
+
+def _largest_first(sizes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    yield from sorted(sizes.items(), key=lambda item: -item[1])
+
 
 #: Policies by the name that a command line gives them.
 POLICIES: dict[str, Policy] = {

@@ -54,6 +54,11 @@ class Call:
             return []
         return [self._per_neuron(self.num_saved) for _ in range(self.num_states)]
 
+    @cached_property
+    def num_stored_bytes(self) -> int:
+        """Bytes of the stored states."""
+        return 4 * self.num_saved * self.num_states * self.layout.num_neurons
+
     def gradients(
         self, input_grads: Sequence[bool], state_grads: bool, param_grads: Sequence[bool]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

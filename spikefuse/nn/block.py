@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse import reference
 from spikefuse.compiler import launch
-from spikefuse.compiler.call import call_of, spec
+from spikefuse.compiler.call import Call, call_of, spec
 from spikefuse.compiler.program import kind_of, prepare, program
 from spikefuse.kernels.norm import move
 from spikefuse.memory import Policy
@@ -116,18 +116,21 @@ def scan(
     chosen, own = kernels_of(neuron, backend, len(inputs) > 1, by_batch(norm))
     states = list(state or ())
     if chosen.revises:
-        keeps = not chosen.rebuilds or _keeps_states(memory)
-        outputs, finals = _train(norm, chosen, own, inputs, states, keeps, return_state)
+        outputs, finals = _train(norm, chosen, own, inputs, states, memory, return_state)
     else:
         outputs, finals = _evaluate(norm, chosen, own, inputs, states, return_state)
     mark(outputs, chosen.binary)
     return outputs, finals
 
 
-def _keeps_states(memory: Policy | None) -> bool:
-    if memory is not None:
-        return memory.keeps_states
-    return calls.sequence is not None and calls.sequence.keeps_states
+def _keeps_states(memory: Policy | None, call: Call) -> bool:
+    sequence = calls.sequence
+    if memory is not None or sequence is None:
+        return memory is not None and memory.keeps_states
+    if not sequence.policy.keeps_states:
+        before = sequence.rebuilt.get(sequence.current, 0)
+        sequence.rebuilt[sequence.current] = before + call.num_stored_bytes
+    return sequence.policy.keeps_states
 
 
 def check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor) -> None:
@@ -239,12 +242,14 @@ def _train(
     own: list[Tensor],
     inputs: tuple[Tensor, ...],
     states: list[Tensor],
-    keeps_states: bool,
+    memory: Policy | None,
     return_state: bool,
 ) -> tuple[Outputs, States]:
     """With the statistics of the batch."""
     weight, shift = norm.weight, shift_of(norm, inputs[0])
-    job = start(norm, kernels, inputs, len(states), keeps_states, return_state)
+    call = call_of(kernels.name, spec(inputs))
+    keeps = not kernels.rebuilds or _keeps_states(memory, call)
+    job = start(norm, kernels, inputs, len(states), keeps, return_state)
     tensors = (*inputs, *states, weight, shift, *own)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         results = apply(job, *tensors)

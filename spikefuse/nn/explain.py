@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spikefuse.compiler import UnsupportedOperation
 from spikefuse.compiler.layout import layout_of, outer_stride
 from spikefuse.compiler.program import kind_of, prepare, program
+from spikefuse.memory import Policy, Recompute
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.batch_norm import by_batch
 from spikefuse.nn.block import kernels_of
@@ -98,7 +99,7 @@ class _Call:
     neuron: Neuron
     norm: _BatchNorm | None  # of the block that the neuron is a part of
     scan: Scan
-    keeps_states: bool
+    memory: Policy
     inputs: tuple[Tensor, ...]
     state: States | None
     return_state: bool
@@ -167,7 +168,7 @@ class _Repeated:
 
     def forward(self) -> Outputs:
         call, before = self.call, calls.sequence
-        calls.sequence = Sequence(len(self.inputs[0]), {}, keeps_states=call.keeps_states)
+        calls.sequence = Sequence(len(self.inputs[0]), {}, memory=call.memory)
         try:
             with torch.set_grad_enabled(call.grad):
                 return self.scan(self.inputs, self.state, self.backend, call.return_state)[0]
@@ -239,7 +240,7 @@ class _Watch:
             neuron=neuron,
             norm=norm,
             scan=scan,
-            keeps_states=sequence is not None and sequence.keeps_states,
+            memory=Recompute() if sequence is None else sequence.policy,
             inputs=tuple(_leaf(x, x) for x in inputs),
             state=None if state is None else tuple(_leaf(s, s) for s in state),
             return_state=return_state,
@@ -356,6 +357,7 @@ def _layer(call: _Call, time: bool | None) -> Layer:
         shape=tuple(xs[0].shape),
         dtypes=tuple(x.dtype for x in xs),
         implementation=call.backend,
+        memory=call.memory,
         program=call.program,
         chunk=program(call.program).chunk if call.program else None,
         moved=moved,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from spikefuse.memory import Policy
+
 # Steps for which the eager loop is measured; each further one keeps as much as the last of them.
 LOOP_STEPS = 4
 
@@ -21,6 +23,7 @@ class Layer:
         shape: of each input, `[T, B, ...]`.
         dtypes: of the inputs.
         implementation: "triton", "numba" or "reference".
+        memory: the policy in force, which says what is kept for backward.
         program: the name of its kernels, or None on the reference.
         chunk: K, the steps between the states that are stored for backward, or None.
         moved: the bytes that must move: inputs read, outputs written; for backward inputs and
@@ -38,6 +41,7 @@ class Layer:
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     implementation: str
+    memory: Policy
     program: str | None
     chunk: int | None
     moved: int
@@ -108,17 +112,18 @@ def _label(name: str) -> str:
 
 def _table(layers: Sequence[Layer]) -> list[str]:
     timed = any(layer.least is not None for layer in layers)
-    rows = [["layer", "module", "input", "dtype", "kernel", "K"]]
+    rows = [["layer", "module", "input", "dtype", "kernel", "memory", "K"]]
     rows[0] += ["least", "achieved", "fraction"] if timed else []
     for layer in layers:
         count = f"{len(layer.dtypes)} × " if len(layer.dtypes) > 1 else ""
         dtypes = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in layer.dtypes)
         row = [_label(layer.name), layer.module, f"{count}{list(layer.shape)}", ", ".join(dtypes)]
-        row += [layer.program or layer.implementation, str(layer.chunk or "–")]
+        row += [layer.program or layer.implementation, type(layer.memory).__name__]
+        row.append(str(layer.chunk or "–"))
         if layer.least is not None and layer.achieved is not None:
             row += [_time(layer.least), _time(layer.achieved), f"{layer.fraction:.1%}"]
         rows.append(row + [""] * (len(rows[0]) - len(row)))
-    return _aligned(rows, numbers_from=5)
+    return _aligned(rows, numbers_from=6)
 
 
 def _table_of_kept(layers: Sequence[Kept]) -> list[str]:

@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class _Marked:
 
     # While it exists, no other storage can have the same address.
     storage: StorageWeakRef
+    neuron: str
     version: int
     num: int
     dtype: torch.dtype
@@ -52,19 +53,24 @@ class _Marked:
 
 
 class Spikes:
-    """The marked spikes of one call, by the address of their storage; see `keeping`."""
+    """The marked spikes of one call, by the address of their storage; see `keeping`.
+
+    Attributes:
+        saved: the bytes by neuron that packing has saved.
+    """
 
     def __init__(self) -> None:
         self._marked: dict[int, _Marked] = {}
+        self.saved: dict[str, int] = {}
 
-    def mark(self, x: Tensor) -> None:
-        """Note that all values of `x` are 0 or 1 now."""
+    def mark(self, x: Tensor, neuron: str = "") -> None:
+        """Note that all values of `x`, an output of `neuron`, are 0 or 1 now."""
         num = x.numel()
         if num < MIN_VALUES or type(x) is not Tensor or x.is_inference():
             return
         storage = x.untyped_storage()
         if storage.nbytes() == num * x.itemsize:
-            marked = _Marked(StorageWeakRef(storage), x._version, num, x.dtype)
+            marked = _Marked(StorageWeakRef(storage), neuron, x._version, num, x.dtype)
             self._marked[storage._cdata] = marked
 
     def clear(self) -> None:
@@ -75,7 +81,12 @@ class Spikes:
         if self._marked and type(x) is Tensor and x.layout is torch.strided:
             marked = self._marked.get(x.untyped_storage()._cdata)
             if marked is not None and x._version == marked.version and x.dtype is marked.dtype:
-                return marked.keep(x)
+                first = marked.packed is None
+                kept = marked.keep(x)
+                if first:
+                    less = marked.num * marked.dtype.itemsize - kept.bits.nbytes
+                    self.saved[marked.neuron] = self.saved.get(marked.neuron, 0) + less
+                return kept
         return _as_it_is(x)
 
 
@@ -175,6 +186,26 @@ def num_bytes(x: Tensor) -> int:
     return x.itemsize * functools.reduce(int.__mul__, sizes, 1)
 
 
+def can_measure() -> bool:
+    """Whether layers keep tensors, and a ledger would see them."""
+    return _hook() is None
+
+
+_NONE = object()
+
+
+def _hook() -> Any:
+    """What is called of what layers keep, None if there is nothing; `_NONE` if nothing can be."""
+    if (
+        torch.compiler.is_compiling()
+        or not torch.is_grad_enabled()
+        or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    ):
+        return _NONE
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if top is None else top[0]
+
+
 @contextlib.contextmanager
 def keeping(policy: Policy) -> Iterator[Spikes | None]:
     """Inside, layers keep spikes as the policy says.
@@ -183,20 +214,12 @@ def keeping(policy: Policy) -> Iterator[Spikes | None]:
     than those of a ledger are in force, which would then see nothing: those of
     torch.utils.checkpoint keep nothing at all.
     """
-    if (
-        torch.compiler.is_compiling()
-        or not policy.packs_spikes
-        or not torch.is_grad_enabled()
-        or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    ):
-        yield None
-        return
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if top is not None and not isinstance(top[0], _Noting):
+    hook = _hook() if policy.packs_spikes else _NONE
+    if hook is not None and not isinstance(hook, _Noting):
         yield None
         return
     spikes = Spikes()
-    noted = None if top is None else top[0].ledger.hooks(spikes.pack)
+    noted = hook.ledger.hooks(spikes.pack) if hook else None
     try:
         with noted or saved_tensors_hooks(spikes.pack, unpack):
             yield spikes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spikefuse import compiler, reference
+from spikefuse.memory import Policy, Recompute
 from spikefuse.neurons.definition import Definition, Outputs, States
 from spikefuse.nn.kept import Spikes
 
@@ -36,8 +37,18 @@ class Sequence:
     final: dict[str, States] = field(default_factory=dict)
     # Where neurons mark outputs that are binary; None if layers keep spikes as they are.
     spikes: Spikes | None = None
-    # Whether blocks keep the states that they store, or compute them again.
-    keeps_states: bool = False
+    # What is kept for backward, and of some neurons in another way, by name.
+    memory: Policy = field(default_factory=Recompute)
+    memory_of: Mapping[str, Policy] = field(default_factory=dict)
+    # The neuron that is being computed.
+    current: str = ""
+    # Bytes of the states that blocks compute again, by neuron.
+    rebuilt: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def policy(self) -> Policy:
+        """What is kept of the neuron that is being computed."""
+        return self.memory_of.get(self.current, self.memory)
 
 
 class _Calls(threading.local):
@@ -135,7 +146,9 @@ class Neuron(Definition):
                 "use one module per call"
             )
         unfolded = tuple(_unfolded(x, sequence) for x in inputs)
+        sequence.current = name
         outputs, final = scan(unfolded, state, sequence.impl, sequence.keep_final)
+        sequence.current = ""
         sequence.final[name] = final
         folded = tuple(y.flatten(0, 1) for y in outputs)
         return folded[0] if len(folded) == 1 else folded
@@ -178,10 +191,12 @@ class Neuron(Definition):
 
 def mark(outputs: Outputs, binary: tuple[bool, ...]) -> None:
     """Tell the call of Temporal which outputs are binary."""
-    spikes = None if calls.sequence is None else calls.sequence.spikes
-    if spikes is not None and not torch.compiler.is_compiling():
+    sequence = calls.sequence
+    if sequence is None or sequence.spikes is None or torch.compiler.is_compiling():
+        return
+    if sequence.policy.packs_spikes:
         for y in compress(outputs, binary):
-            spikes.mark(y)
+            sequence.spikes.mark(y, sequence.current)
 
 
 def backend_of(inputs: tuple[Tensor, ...], impl: str) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from spikefuse.memory import Checkpoint, Policy, Recompute
+from spikefuse.memory import Auto, Checkpoint, Policy, Recompute
 from spikefuse.neurons.definition import States
 from spikefuse.nn import checkpoint, constant, kept
 from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron, Sequence, calls
@@ -30,7 +32,9 @@ class Temporal(nn.Module):
 
     Args:
         net: the network.
-        memory: what is kept for backward, a policy of `spikefuse.memory`; None for `Recompute()`.
+        memory: what is kept for backward, a policy of `spikefuse.memory`; None for `Recompute()`,
+            "auto" for `Auto(budget)`.
+        budget: in GB, with "auto".
 
     Call: `Temporal(net)(x, state=None, return_state=False, impl="auto")`
 
@@ -49,21 +53,40 @@ class Temporal(nn.Module):
         TypeError, ValueError: wrong shapes, or states that do not belong to this network.
     """
 
-    def __init__(self, net: nn.Module, memory: Policy | None = None) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        memory: Policy | Auto | str | None = None,
+        budget: float | None = None,
+    ) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
             raise TypeError(f"net is a {type(net).__name__}: expected a torch.nn.Module")
         if any(isinstance(m, Temporal) for m in net.modules()):
             raise ValueError("a Temporal inside a Temporal: wrap the outermost network only")
-        if memory is not None and not isinstance(memory, Policy):
+        if (memory == "auto") != (budget is not None):
+            raise ValueError(
+                f"memory is {memory!r} and budget {budget!r}: expected a budget in GB with "
+                'memory="auto", and with nothing else'
+            )
+        chosen = Recompute() if memory is None else memory
+        if budget is not None:
+            chosen = Auto(budget)
+        if not isinstance(chosen, Policy | Auto):
             raise TypeError(
                 f"memory is {memory!r}: expected None, or a policy of spikefuse.memory: SaveAll(), "
-                "Recompute(), Bits() or Checkpoint()"
+                'Recompute(), Bits(), Checkpoint(), or Auto(budget), for which "auto" stands'
             )
         self.net = net
-        self.memory = Recompute() if memory is None else memory
+        self.memory: Policy | Auto = chosen
+        # What a budget has led to, by the description of a call.
+        self._chosen: dict[Hashable, tuple[Policy, dict[str, Policy]]] = {}
         self._plan: constant.Plan | None = None
         self._segments: Segments | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy may get another network, and measures anew.
+        return {**self.__dict__, "_chosen": {}}
 
     def neurons(self) -> dict[str, Neuron]:
         """The neurons inside, by their qualified name in `net`."""
@@ -80,12 +103,11 @@ class Temporal(nn.Module):
         self._check(x, state, impl, neurons)
         num_steps, batch = x.shape[:2]
         names = {id(neuron): name for name, neuron in neurons.items()}
-        keeps = self.memory.keeps_states
-        sequence = Sequence(num_steps, names, impl, state, return_state, keeps_states=keeps)
+        sequence = Sequence(num_steps, names, impl, state, return_state)
         plan = self._sharing(x)
         outer, calls.sequence = calls.sequence, sequence
         try:
-            with kept.keeping(self.memory) as sequence.spikes:
+            with self._keeping(x, sequence):
                 if plan is None:
                     folded = self._run(x.flatten(0, 1), sequence)
                 else:
@@ -114,6 +136,28 @@ class Temporal(nn.Module):
         if self._segments is None or not self._segments.fits(self.net):
             self._segments = Segments(self.net)
         return checkpoint.run(self._segments, policy, sequence, x)
+
+    @contextlib.contextmanager
+    def _keeping(self, x: Tensor, sequence: Sequence) -> Iterator[None]:
+        """Inside, the network keeps what its policy says."""
+        memory, call = self.memory, None
+        if not isinstance(memory, Auto):
+            sequence.memory = memory
+        elif not torch.compiler.is_compiling():
+            call = memory, *_described(x), sequence.impl, self.training
+            sequence.memory, sequence.memory_of = self._chosen.get(call, (Recompute(), {}))
+        measures = call is not None and call not in self._chosen and kept.can_measure()
+        ledger = kept.Ledger() if measures else None
+        with (
+            ledger.hooks() if ledger else contextlib.nullcontext(),
+            kept.keeping(sequence.memory) as sequence.spikes,
+        ):
+            yield
+        if isinstance(memory, Auto) and ledger and sequence.spikes:
+            own = {y.untyped_storage().data_ptr() for y in (*self.parameters(), *self.buffers())}
+            num_bytes = sum(size.now for size in ledger.sizes(own))
+            chosen = memory.choose(num_bytes, sequence.rebuilt, sequence.spikes.saved)
+            self._chosen[call] = chosen
 
     def _sharing(self, x: Tensor) -> constant.Plan | None:
         """The plan to compute once what does not change over time, if that is possible."""
@@ -148,3 +192,10 @@ class Temporal(nn.Module):
                 f"state has entries for ({', '.join(state)}), the network has neurons "
                 f"({', '.join(neurons)}): pass what return_state=True returned"
             )
+
+
+def _described(x: Tensor) -> tuple[Hashable, ...]:
+    """What decides how much a network keeps when it is called with `x`."""
+    device = x.device.type
+    amp = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, amp

@@ -20,7 +20,7 @@ from spikefuse.train.config import ConfigError, TrainConfig
 USER_ERROR = 2
 EXTRA = ("lightning", "tensorboard", "matplotlib", "tqdm", "yaml")
 # What a resumed run may change: it continues to the same result.
-RESUMABLE = ("epochs", "cuda_graph", "fuse", "memory")
+RESUMABLE = ("epochs", "cuda_graph", "fuse", "memory", "memory_budget")
 # Choices that fit beside an option's name in the help; more are listed below it.
 FEW = 4
 
@@ -34,8 +34,8 @@ GROUPS = {
         *("loss", "label_smoothing", "clip", "shift", "flip", "seed"),
     ),
     "how to compute": (
-        *("precision", "accumulate", "tbptt", "fuse", "memory", "channels_last", "cuda_graph"),
-        "sync_batch_norm",
+        *("precision", "accumulate", "tbptt", "fuse", "memory", "memory_budget"),
+        *("channels_last", "cuda_graph", "sync_batch_norm"),
     ),
 }
 

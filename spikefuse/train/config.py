@@ -38,6 +38,7 @@ OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("constant", "cosine")
 LOSSES = ("mean", "last", "every")
 PRECISIONS = ("32", "bf16", "16")
+MEMORY = (*POLICIES, "auto")
 SEED_LIMIT = 2**63
 DEFAULT_STEPS = 8
 
@@ -169,7 +170,10 @@ class TrainConfig:
     flip: bool = option(False, "mirror half of the training images, at random", shown="no")
     precision: str = option("32", "32, or mixed precision: bf16, 16 (float16, CUDA)", PRECISIONS)
     fuse: bool = option(True, "batch norm and the neuron after it as one", shown="yes")
-    memory: str = option("recompute", "what is kept for backward (docs/memory.md)", POLICIES)
+    memory: str = option("recompute", "what is kept for backward (docs/memory.md)", MEMORY)
+    memory_budget: float | None = option(
+        None, "GB that may be kept for backward, with memory auto", positive=True, shown="none"
+    )
     channels_last: bool | None = option(
         None, "keep channels innermost in memory", shown="on a GPU", kind=bool
     )
@@ -253,6 +257,11 @@ class TrainConfig:
             raise ConfigError(
                 f"{limit}: batch normalization needs two values to train on, so raise one of them"
             )
+        if (self.memory == "auto") != (self.memory_budget is not None):
+            budget = "no memory_budget" if self.memory_budget is None else "a memory_budget"
+            raise ConfigError(
+                f"memory is {self.memory}, with {budget}: auto and memory_budget need each other"
+            )
         if self.warmup >= self.epochs:
             raise ConfigError(
                 f"warmup is {self.warmup:g}: expected fewer than epochs, {self.epochs}"
@@ -293,7 +302,7 @@ class TrainConfig:
         height, width = size
         build = MODELS[self.model]
         net = build(self.make_neuron, channels, len(dataset.classes), (height, width))
-        temporal = Temporal(net, POLICIES[self.memory])
+        temporal = Temporal(net, POLICIES.get(self.memory, self.memory), self.memory_budget)
         return fuse(temporal) if self.fuse else temporal
 
     def transform(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from spikefuse.nn.explain import COPIED_BYTES, copy_bandwidth
 from spikefuse.nn.explanation import Kept, Layer
 from spikefuse.nn.neuron import Neuron
 from spikefuse.testing import lay_out, make_input
+from tests.test_memory import bytes_kept
 
 T, B = 37, 2
 
@@ -122,6 +123,7 @@ def test_blocks(name, dtype):
     x, policy = torch.rand(T, 2, 1, 6, 6, dtype=dtype), sf.memory.POLICIES[name]
     found = sf.explain(sf.fuse(network(policy)).to(dtype), x)
     first, second = found.layers
+    assert first.memory == second.memory == policy
     assert (first.name, first.module) == ("net.2", "BatchNorm2d + LIF")
     assert (second.name, second.module) == ("net.3.lif", "BatchNorm2d + residual + LIF")
     assert second.dtypes == (dtype, dtype)
@@ -147,6 +149,15 @@ def test_eager_pytorch_keeps_what_it_is_said_to():
     eager = sf.explain(network(sf.memory.SaveAll()), x, impl="reference")
     assert sum(row.eager for row in fused.kept) == sum(row.now for row in eager.kept)
     assert all(row.now == row.eager for row in eager.kept)
+
+
+@pytest.mark.parametrize("name", sf.memory.POLICIES)
+def test_what_is_kept_is_what_is_allocated(name):
+    net, x = sf.fuse(network(sf.memory.POLICIES[name])), make_input((9, 2, 1, 32, 32))
+    size, y = bytes_kept(net, x)
+    kept = sum(row.now for row in sf.explain(net, x).kept)
+    # The input was there before; of the statistics of a norm, those that it works on are not seen.
+    assert 0 <= size - y.nbytes - (kept - x.nbytes) < 500
 
 
 def test_blocks_without_gradients():

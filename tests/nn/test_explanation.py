@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from spikefuse.memory import Recompute, SaveAll
 from spikefuse.nn.explanation import Explanation, Kept, Layer
 
 FUSED = Layer(
@@ -12,6 +13,7 @@ FUSED = Layer(
     shape=(37, 2, 3),
     dtypes=(torch.float32,),
     implementation="triton",
+    memory=SaveAll(),
     program="LIF-triton-0123",
     chunk=16,
     moved=4440,
@@ -25,6 +27,7 @@ LOOP = Layer(
     shape=(4, 2),
     dtypes=(torch.float32, torch.bfloat16),
     implementation="reference",
+    memory=Recompute(),
     program=None,
     chunk=None,
     moved=0,
@@ -45,14 +48,16 @@ def test_the_table():
     cells = [line.split("  ") for line in lines[:3]]
     header, fused, loop = ([cell.strip() for cell in row if cell] for row in cells)
     assert header == [
-        *("layer", "module", "input", "dtype", "kernel", "K"),
+        *("layer", "module", "input", "dtype", "kernel", "memory", "K"),
         *("least", "achieved", "fraction"),
     ]
     assert fused == [
-        *("net.2", "LIF", "[37, 2, 3]", "float32", "LIF-triton-0123", "16"),
+        *("net.2", "LIF", "[37, 2, 3]", "float32", "LIF-triton-0123", "SaveAll", "16"),
         *("2 ms", "2.5 ms", "80.0%"),
     ]
-    assert loop == ["(the model)", "Mine", "2 × [4, 2]", "float32, bfloat16", "reference", "–"]
+    assert loop == [
+        *("(the model)", "Mine", "2 × [4, 2]", "float32, bfloat16", "reference", "Recompute", "–")
+    ]
     assert lines[3:7] == [
         "(the model): not compiled",
         "(the model): and slow",

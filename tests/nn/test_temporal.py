@@ -396,3 +396,27 @@ def test_compiled_networks_of_several_shapes_and_modes():
         for shape in ((4, 2, 3), (6, 5, 3)):
             x = torch.randn(shape)
             assert torch.equal(compiled(x), net(x))
+
+
+def test_what_is_measured_when():
+    layers = nn.Conv2d(5, 8, 1), nn.BatchNorm2d(8), sf.LIF(), nn.Conv2d(8, 2, 1)
+    net = sf.Temporal(nn.Sequential(*layers), "auto", budget=1.0)
+    x = make_input((4, 2, 5, 4, 4))
+    with torch.no_grad():
+        net(x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        net(x)
+    assert len(net._chosen) == 0
+    for given in (x, x, x[:, :1], x[:3], x + 1):
+        net(given)
+    assert len(net._chosen) == 3
+    net.eval()(x)
+    net(x, impl="reference")
+    assert len(net._chosen) == 5
+    fused = sf.fuse(net)
+    assert (len(fused._chosen), len(net._chosen)) == (0, 5)
+    sf.explain(fused, x)
+    assert len(fused._chosen) == 0
+    fused(x)
+    (layer,) = sf.explain(fused, x).layers
+    assert layer.memory == sf.memory.SaveAll()

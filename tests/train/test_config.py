@@ -31,6 +31,8 @@ WRONG = [
     ({"neuron": "gatedlif"}, "threshold is 1.0: expected a number between 0 and 1 for gatedlif"),
     ({"neuron": "li"}, "unknown neuron 'li': did you mean lif? choose one of lif, if, plif, "),
     ({"threshold": -1}, "threshold is -1: expected a positive number"),
+    ({"memory": "auto"}, "memory is auto, with no memory_budget: auto and memory_budget need"),
+    ({"memory_budget": 1.0}, "memory is recompute, with a memory_budget: auto and"),
     ({"memory": "bit"}, "unknown memory 'bit': did you mean bits? choose one of save-all, recom"),
     ({"seed": -1}, "seed is -1: expected a whole number from 0 to"),
     ({"num_steps": 1, "batch_size": 1}, "num_steps and batch_size are both 1: "),
@@ -127,3 +129,5 @@ def test_the_neurons_are_those_that_fire() -> None:
 def test_memory_is_the_networks_policy():
     assert TrainConfig().make_network().memory == sf.memory.Recompute()
     assert TrainConfig(memory="save-all").make_network().memory == sf.memory.SaveAll()
+    auto = TrainConfig(memory="auto", memory_budget=2.5)
+    assert auto.make_network().memory == sf.memory.Auto(2.5)
