@@ -191,17 +191,17 @@ def can_measure() -> bool:
     return _hook() is None
 
 
-_NONE = object()
+_NOTHING = object()
 
 
 def _hook() -> Any:
-    """What is called of what layers keep, None if there is nothing; `_NONE` if nothing can be."""
+    """The hook that gets what layers keep: None without one, `_NOTHING` if none would be called."""
     if (
         torch.compiler.is_compiling()
         or not torch.is_grad_enabled()
         or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     ):
-        return _NONE
+        return _NOTHING
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if top is None else top[0]
 
@@ -214,7 +214,7 @@ def keeping(policy: Policy) -> Iterator[Spikes | None]:
     than those of a ledger are in force, which would then see nothing: those of
     torch.utils.checkpoint keep nothing at all.
     """
-    hook = _hook() if policy.packs_spikes else _NONE
+    hook = _hook() if policy.packs_spikes else _NOTHING
     if hook is not None and not isinstance(hook, _Noting):
         yield None
         return

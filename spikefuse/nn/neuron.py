@@ -37,8 +37,8 @@ class Sequence:
     final: dict[str, States] = field(default_factory=dict)
     # Where neurons mark outputs that are binary; None if layers keep spikes as they are.
     spikes: Spikes | None = None
-    # What is kept for backward, and of some neurons in another way, by name.
-    memory: Policy = field(default_factory=Recompute)
+    # What is kept for backward, None for Recompute(); and of some neurons in another way, by name.
+    memory: Policy | None = None
     memory_of: Mapping[str, Policy] = field(default_factory=dict)
     # The neuron that is being computed.
     current: str = ""
@@ -48,7 +48,7 @@ class Sequence:
     @property
     def policy(self) -> Policy:
         """What is kept of the neuron that is being computed."""
-        return self.memory_of.get(self.current, self.memory)
+        return self.memory_of.get(self.current, self.memory) or Recompute()
 
 
 class _Calls(threading.local):

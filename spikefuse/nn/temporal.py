@@ -140,24 +140,33 @@ class Temporal(nn.Module):
     @contextlib.contextmanager
     def _keeping(self, x: Tensor, sequence: Sequence) -> Iterator[None]:
         """Inside, the network keeps what its policy says."""
-        memory, call = self.memory, None
+        memory = self.memory
         if not isinstance(memory, Auto):
             sequence.memory = memory
-        elif not torch.compiler.is_compiling():
-            call = memory, *_described(x), sequence.impl, self.training
-            sequence.memory, sequence.memory_of = self._chosen.get(call, (Recompute(), {}))
-        measures = call is not None and call not in self._chosen and kept.can_measure()
-        ledger = kept.Ledger() if measures else None
-        with (
-            ledger.hooks() if ledger else contextlib.nullcontext(),
-            kept.keeping(sequence.memory) as sequence.spikes,
-        ):
+            with kept.keeping(memory) as sequence.spikes:
+                yield
+        elif torch.compiler.is_compiling():
             yield
-        if isinstance(memory, Auto) and ledger and sequence.spikes:
-            own = {y.untyped_storage().data_ptr() for y in (*self.parameters(), *self.buffers())}
-            num_bytes = sum(size.now for size in ledger.sizes(own))
-            chosen = memory.choose(num_bytes, sequence.rebuilt, sequence.spikes.saved)
-            self._chosen[call] = chosen
+        else:
+            with self._measuring(memory, x, sequence) as policy, kept.keeping(policy) as spikes:
+                sequence.memory, sequence.spikes = policy, spikes
+                yield
+
+    @contextlib.contextmanager
+    def _measuring(self, auto: Auto, x: Tensor, sequence: Sequence) -> Iterator[Policy]:
+        """The policy that a budget has led to; it is measured inside if there is none yet."""
+        call = auto, *_described(x), sequence.impl, self.training
+        if call in self._chosen or not kept.can_measure():
+            policy, sequence.memory_of = self._chosen.get(call, (Recompute(), {}))
+            yield policy
+            return
+        ledger = kept.Ledger()
+        with ledger.hooks():
+            yield Recompute()
+        own = {y.untyped_storage().data_ptr() for y in (*self.parameters(), *self.buffers())}
+        num_bytes = sum(size.now for size in ledger.sizes(own))
+        packed = {} if sequence.spikes is None else sequence.spikes.saved
+        self._chosen[call] = auto.choose(num_bytes, sequence.rebuilt, packed)
 
     def _sharing(self, x: Tensor) -> constant.Plan | None:
         """The plan to compute once what does not change over time, if that is possible."""

@@ -117,9 +117,11 @@ def test_states_go_in_and_out() -> None:
 
 def test_the_first_neuron_reads_one_step() -> None:
     net, x = convolutional(), images()
-    (seen, *_) = sf.explain(net, x).layers
+    found = sf.explain(net, x)
+    seen = found.layers[0]
     assert seen.shape == (STEPS, 3, 4, 4, 4)
-    assert seen.kept_inputs == 3 * 4 * 4 * 4 * 4  # bytes of one step
+    kept = {row.name: row.now for row in found.kept}
+    assert kept[seen.name] == 3 * 4 * 4 * 4 * 4  # bytes of one step
 
 
 class Wrapped(nn.Module):
