@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from spikefuse.compiler import launch
 from spikefuse.compiler.call import call_of, spec
 from spikefuse.kernels import bits
 from spikefuse.memory import Checkpoint
@@ -181,6 +182,7 @@ class _Run:
             inputs = (x[:, slice(*part)], *map(values.sequence, called.inputs[1:]))
             names = ("x", "residual")[: len(inputs)]
             neuron.check(called.neuron, names, inputs, None, job.kernels.backend)
+            launch.check(job.kernels.backend, inputs[0])
             call = call_of(job.kernels.name, spec(inputs))
             (y,), _, _ = job.forward(call, Given(inputs, (), shift, own), save=False)
             neuron.mark((y,), job.kernels.binary)
@@ -280,7 +282,7 @@ class _Values:
     """The values of a segment for a part of the batch, computed as they are asked for.
 
     Args:
-        differentiable: with a graph from `leaves`, the kept values that the segment reads.
+        differentiable: with a graph from `leaves`, the kept values that were read.
     """
 
     def __init__(
@@ -288,18 +290,23 @@ class _Values:
     ) -> None:
         self.run, self.segment, self.part = run, segment, part
         self.differentiable = differentiable
-        self.leaves = {n: take(run.kept[n], part).detach() for n in segment.inputs}
-        if differentiable:
-            for node, x in self.leaves.items():
-                x.requires_grad_(run.needs[node])
-        self.found: dict[fx.Node, Any] = dict(self.leaves)
+        self.leaves: dict[fx.Node, Tensor] = {}
+        self.found: dict[fx.Node, Any] = {}
 
     def __getitem__(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
             return self.run.segments.attribute(node)
         if node not in self.found:
-            self.found[node] = self._call(node)
+            read = node in self.segment.inputs
+            self.found[node] = self._leaf(node) if read else self._call(node)
         return self.found[node]
+
+    def _leaf(self, node: fx.Node) -> Tensor:
+        x = take(self.run.kept[node], self.part).detach()
+        if self.differentiable:
+            x.requires_grad_(self.run.needs[node])
+        self.leaves[node] = x
+        return x
 
     def sequence(self, node: fx.Node) -> Tensor:
         """`[T, B, ...]`."""
