@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -98,7 +98,7 @@ class _Run:
         self.needs = {segments.input: x.requires_grad}
         # What segments leave for backward: with statistics of the batch; those computed once.
         self.jobs: dict[Segment, Job] = {}
-        self.graphs: dict[Segment, tuple[_Values, Tensor]] = {}
+        self.graphs: dict[Segment, tuple[Mapping[fx.Node, Tensor], Tensor]] = {}
         self.grads: dict[fx.Node, Gradient] = {}
         self.totals: dict[nn.Parameter, Tensor] = {}
         self.largest = 0
@@ -154,7 +154,7 @@ class _Run:
                 f"memory=Checkpoint() can't run '{segment.target}', which gives a "
                 f"{type(y).__name__}: expected one tensor; use another policy"
             )
-        self.graphs[segment] = values, y
+        self.graphs[segment] = values.leaves, y
         self._keep(segment.target, (0, self.batch), y.detach())
 
     def _run_block(self, segment: Segment, called: BlockCall) -> None:
@@ -226,10 +226,11 @@ class _Run:
         elif segment.again:
             for part in gradient.parts:
                 values = _Values(self, segment, part, differentiable=True)
-                values.differentiate([values[segment.target]], [gradient.pop(part)])
+                y = values[segment.target]
+                self.differentiate(segment, part, values.leaves, [y], [gradient.pop(part)])
         else:
-            values, y = self.graphs.pop(segment)
-            values.differentiate([y], [gradient.pop((0, self.batch))])
+            part, (leaves, y) = (0, self.batch), self.graphs.pop(segment)
+            self.differentiate(segment, part, leaves, [y], [gradient.pop(part)])
 
     def _differentiate_block(self, segment: Segment, called: BlockCall, grad: Gradient) -> None:
         """As `block` does, both passes part by part."""
@@ -271,6 +272,29 @@ class _Run:
         if pairs and parameters:
             found = torch.autograd.grad(*_columns(pairs, parameters), allow_unused=True)
             self.add(parameters, found)
+
+    def differentiate(
+        self,
+        segment: Segment,
+        part: Part,
+        leaves: Mapping[fx.Node, Tensor],
+        results: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+    ) -> None:
+        """Add the gradients of all that a segment reads, `leaves` among it."""
+        nodes = [node for node, x in leaves.items() if x.requires_grad]
+        parameters = [p for p in segment.parameters if p.requires_grad]
+        pairs = [
+            (y, g) for y, g in zip(results, grads, strict=True) if g is not None and y.requires_grad
+        ]
+        wanted = [*map(leaves.__getitem__, nodes), *parameters]
+        if not (pairs and wanted):
+            return
+        found = torch.autograd.grad(*_columns(pairs, wanted), allow_unused=True)
+        for node, gradient in zip(nodes, found, strict=False):
+            if gradient is not None:
+                self.grads[node].add(part, gradient)
+        self.add(parameters, found[len(nodes) :])
 
     def add(self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
         for p, g in zip(parameters, grads, strict=True):
@@ -344,23 +368,6 @@ class _Values:
         source = self.run.segments.input
         return largest, sum(x.nbytes for node, x in self.leaves.items() if node is not source)
 
-    def differentiate(self, results: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Add the gradients of all that the segment reads."""
-        run = self.run
-        nodes = [node for node, x in self.leaves.items() if x.requires_grad]
-        parameters = [p for p in self.segment.parameters if p.requires_grad]
-        pairs = [
-            (y, g) for y, g in zip(results, grads, strict=True) if g is not None and y.requires_grad
-        ]
-        leaves = [*map(self.leaves.__getitem__, nodes), *parameters]
-        if not (pairs and leaves):
-            return
-        found = torch.autograd.grad(*_columns(pairs, leaves), allow_unused=True)
-        for node, gradient in zip(nodes, found, strict=False):
-            if gradient is not None:
-                run.grads[node].add(self.part, gradient)
-        run.add(parameters, found[len(nodes) :])
-
 
 class _Again:
     """What goes into a block, computed again for a part of the batch, and the two passes."""
@@ -368,7 +375,7 @@ class _Again:
     def __init__(
         self, run: _Run, segment: Segment, called: BlockCall, job: Job, given: Given, part: Part
     ) -> None:
-        self.job, self.part = job, part
+        self.job = job
         self.values = _Values(run, segment, part, differentiable=True)
         self.inputs = [self.values.sequence(node) for node in called.inputs]
         inputs = tuple(x.detach() for x in self.inputs)
@@ -397,23 +404,21 @@ class _Again:
                 x.as_strided(at.layout.step_shape, at.layout.step_strides)
                 for x, at in ((sums[name], job.call), (total, call))
             )
-            whole[slice(*self.part)].copy_(piece)
+            whole[slice(*self.values.part)].copy_(piece)
 
     def write(self, grad: Tensor | None, revision: Sequence[Tensor]) -> None:
         """The second pass, and on to what the segment reads."""
         needs = [x.requires_grad for x in self.inputs]
         if not any(needs):
             return
-        grads = (self._unfolded(grad),)
-        written = iter(
-            self.job.write(self.call, self.given, self.saved, grads, revision, needs, self.rebuild)
-        )
-        self.values.differentiate(
-            self.inputs, [next(written) if wanted else None for wanted in needs]
-        )
+        at = (self.call, self.given, self.saved, (self._unfolded(grad),))
+        written = iter(self.job.write(*at, revision, needs, self.rebuild))
+        grads = [next(written) if wanted else None for wanted in needs]
+        values = self.values
+        values.run.differentiate(values.segment, values.part, values.leaves, self.inputs, grads)
 
     def _unfolded(self, grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else rows(grad, _size(self.part))
+        return None if grad is None else rows(grad, _size(self.values.part))
 
 
 @contextlib.contextmanager

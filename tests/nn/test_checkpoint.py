@@ -4,6 +4,7 @@ tests/gpu/test_checkpoint.py runs the same tests on a GPU.
 """
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from spikefuse.models import MODELS
 from spikefuse.nn.block import Block
 from spikefuse.nn.neuron import Neuron
 from spikefuse.testing import make_input
-from tests.test_memory import Allocations, assert_same, step
+from tests.test_memory import Allocations, assert_same, packings, step
 
 SHAPE = (4, 6, 3, 8, 8)  # T, B, C, H, W
 CHUNKS = (1, 2, 8)
@@ -138,6 +139,39 @@ def test_parts_of_a_batch(backends):
         train(net, x)
         assert seen == [*first, *parts, *parts, *parts[:-1]]
         seen.clear()
+
+
+def test_spikes_are_kept_as_bits(backends):
+    """Those of neurons, and what pooling makes of them if several segments read it."""
+
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Sequential(nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16), sf.LIF())
+            self.pool, self.branch = nn.MaxPool2d(2), nn.Sequential(nn.Conv2d(16, 16, 1), sf.LIF())
+
+        def forward(self, x):
+            y = self.pool(self.stem(x))
+            return y + self.branch(y)
+
+    net = fused(Pooled, Checkpoint(1), backends.device)
+    with packings() as seen:
+        net(make_input(SHAPE, device=backends.device))
+    rows = SHAPE[0] * SHAPE[1] * 16
+    assert seen == [rows * 8 * 8, rows * 4 * 4, rows * 4 * 4]
+
+
+def test_what_is_kept_goes_with_the_output(backends):
+    x = make_input(SHAPE, device=backends.device)
+    net = fused(Mixed, Checkpoint(), backends.device)
+    net(x)
+    gc.disable()
+    try:
+        with Allocations([x, *net.parameters(), *net.buffers()]) as memory:
+            net(x)
+        assert memory.num_bytes() == 0
+    finally:
+        gc.enable()
 
 
 class Peak(Allocations):
