@@ -104,7 +104,7 @@ class _Run:
         self.largest = 0
 
     def autocast(self) -> Any:
-        # A weight that was cast without gradients must not be found again where they are needed.
+        # A cast weight is not kept until all is over.
         device, dtype, enabled = self.cast
         return torch.autocast(device, dtype, enabled, cache_enabled=False)
 
