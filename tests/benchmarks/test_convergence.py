@@ -72,13 +72,16 @@ def test_the_reference_runs_no_kernel(
     monkeypatch: pytest.MonkeyPatch, digits: tuple[data.Examples, data.Examples]
 ) -> None:
     calls: Counter[str] = Counter()
-    for owner, method in ((Call, "forward"), (reference, "scan")):
+    for owner, function, name in (
+        (Call, Call.forward, "forward"),
+        (reference, reference.scan, "scan"),
+    ):
 
-        def counted(*args: Any, run: Any = getattr(owner, method), name: str = method) -> Any:
+        def counted(*args: Any, function: Any = function, name: str = name) -> Any:
             calls[name] += 1
-            return run(*args)
+            return function(*args)
 
-        monkeypatch.setattr(owner, method, counted)
+        monkeypatch.setattr(owner, name, counted)
     args = convergence.arguments(["--quick"])
     learned(args, EAGER, 5, *digits)
     assert calls.keys() == {"scan"}
