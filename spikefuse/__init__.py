@@ -1,6 +1,6 @@
 """spikefuse: spiking neural networks in PyTorch, fused over time."""
 
-from spikefuse import surrogate
+from spikefuse import distributed, surrogate
 from spikefuse.compiler import UnsupportedOperation
 from spikefuse.neurons import (
     Learnable,
@@ -64,6 +64,7 @@ __all__ = [
     "UnsupportedOperation",
     "__version__",
     "decay_from_tau",
+    "distributed",
     "explain",
     "spiking",
     "surrogate",

@@ -20,6 +20,7 @@ from spikefuse.compiler.adjoint import has_gradient
 from spikefuse.compiler.call import Call, call_of, spec
 from spikefuse.compiler.launch_triton import interpreted
 from spikefuse.compiler.program import kind_of, prepare, program
+from spikefuse.compiler.relayed import Relay, relayed
 from spikefuse.neurons.definition import Definition, Outputs, States, channel_view
 from spikefuse.surrogate import no_gradient
 
@@ -43,12 +44,14 @@ def scan(
     state: States | None,
     backend: str,
     return_state: bool = True,
+    relay: Relay | None = None,
 ) -> tuple[Outputs, States]:
     """Run `definition` over dim 0 of `inputs` in one kernel; see `spikefuse.reference.scan`.
 
     Args:
         backend: "triton" or "numba".
         return_state: whether to write the final states; without, they are ().
+        relay: how states travel if other processes have the steps before and after.
     """
     _check_transforms()
     _check_backend(backend, inputs[0])
@@ -57,7 +60,9 @@ def scan(
     tensors = (*inputs, *states, *params)
     save = torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]
     arguments = name, list(inputs), states, params, scalars, save, return_state
-    if not _is_plain(tensors):
+    if relay is not None:
+        results = relayed(*arguments, relay)
+    elif not _is_plain(tensors):
         results = torch.ops.spikefuse.scan(*arguments)
     elif save:
         results = _apply(arguments, *tensors)

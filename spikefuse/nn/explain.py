@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spikefuse.compiler import UnsupportedOperation
+from spikefuse.compiler import Relay, UnsupportedOperation
 from spikefuse.compiler.layout import layout_of, outer_stride
 from spikefuse.compiler.program import kind_of, prepare, program
 from spikefuse.neurons.definition import Outputs, States
@@ -155,15 +155,16 @@ def _record(model: nn.Module, inputs: Sequence[Any], keywords: dict[str, Any]) -
         state: States | None,
         impl: str,
         return_state: bool,
+        relay: Relay | None = None,
     ) -> tuple[Outputs, States]:
         if threading.get_ident() != thread:
-            return scan(neuron, inputs, state, impl, return_state)
+            return scan(neuron, inputs, state, impl, return_state, relay)
         backend, error = neuron._backend(inputs, impl), ""
         try:
-            result = scan(neuron, inputs, state, backend, return_state)
+            result = scan(neuron, inputs, state, backend, return_state, relay)
         except UnsupportedOperation as unsupported:
             backend, error = "reference", str(unsupported)
-            result = scan(neuron, inputs, state, backend, return_state)
+            result = scan(neuron, inputs, state, backend, return_state, relay)
         fused = backend != "reference"
         call = _Call(
             name=names.get(id(neuron), "(not in the model)"),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spikefuse import compiler, reference
 from spikefuse.neurons.definition import Definition, Outputs, States
+from spikefuse.nn.relay import Shard
 
 IMPLEMENTATIONS = ("auto", "triton", "numba", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,6 +28,8 @@ class Sequence:
     keep_final: bool = False
     # Of a tensor [B, ...] that stands for all steps; None if every tensor is [T*B, ...].
     constant_rows: int | None = None
+    # How states travel where other processes have the steps before and after.
+    relay: Shard | None = None
     final: dict[str, States] = field(default_factory=dict)
 
 
@@ -113,7 +116,9 @@ class Neuron(Definition):
                 "use one module per call"
             )
         unfolded = tuple(_unfolded(x, sequence) for x in inputs)
-        outputs, final = self._scan(unfolded, state, sequence.impl, sequence.keep_final)
+        outputs, final = self._scan(
+            unfolded, state, sequence.impl, sequence.keep_final, sequence.relay
+        )
         sequence.final[name] = final
         folded = tuple(y.flatten(0, 1) for y in outputs)
         return folded[0] if len(folded) == 1 else folded
@@ -143,13 +148,18 @@ class Neuron(Definition):
         return Sequence(call[0], {id(self): ""}, call[1], constant_rows=call[3])
 
     def _scan(
-        self, inputs: tuple[Tensor, ...], state: States | None, impl: str, return_state: bool
+        self,
+        inputs: tuple[Tensor, ...],
+        state: States | None,
+        impl: str,
+        return_state: bool,
+        relay: compiler.Relay | None = None,
     ) -> tuple[Outputs, States]:
         backend = self._backend(inputs, impl)
         _check(self, inputs, state, backend)
         if backend == "reference":
             return reference.scan(self, inputs, state)
-        return compiler.scan(self, inputs, state, backend, return_state)
+        return compiler.scan(self, inputs, state, backend, return_state, relay)
 
     def _backend(self, inputs: tuple[Tensor, ...], impl: str) -> str:
         if impl not in IMPLEMENTATIONS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 from spikefuse.neurons.definition import States
 from spikefuse.nn import constant
 from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron, Sequence, calls
+from spikefuse.nn.relay import Shard
 
 
 class Temporal(nn.Module):
@@ -50,6 +52,8 @@ class Temporal(nn.Module):
         if any(isinstance(m, Temporal) for m in net.modules()):
             raise ValueError("a Temporal inside a Temporal: wrap the outermost network only")
         self.net = net
+        # The steps that other processes hold: see `spikefuse.distributed.shard_time`.
+        self.shard: Shard | None = None
         self._plan: constant.Plan | None = None
 
     def neurons(self) -> dict[str, Neuron]:
@@ -67,7 +71,9 @@ class Temporal(nn.Module):
         self._check(x, state, impl, neurons)
         num_steps, batch = x.shape[:2]
         names = {id(neuron): name for name, neuron in neurons.items()}
-        sequence = Sequence(num_steps, names, impl, state, return_state)
+        sequence = Sequence(num_steps, names, impl, state, return_state, relay=self.shard)
+        if self.shard is not None:
+            self._begin(self.shard, x, state, impl)
         plan = self._sharing(x)
         outer, calls.sequence = calls.sequence, sequence
         try:
@@ -75,7 +81,7 @@ class Temporal(nn.Module):
                 folded = self.net(x.flatten(0, 1))
             else:
                 sequence.constant_rows = batch
-                with constant.same_statistics(plan, sequence):
+                with self._repeated(plan, sequence):
                     folded = self.net(x[0])
         finally:
             calls.sequence = outer
@@ -90,6 +96,30 @@ class Temporal(nn.Module):
 
         output = pytree.tree_map_only(torch.Tensor, unfold, folded)
         return (output, sequence.final) if return_state else output
+
+    def _begin(self, shard: Shard, x: Tensor, state: dict[str, States] | None, impl: str) -> None:
+        if impl == "reference":
+            raise ValueError(
+                'impl is "reference", whose loop has all steps in one process: choose "auto" for a '
+                "network whose time is sharded"
+            )
+        if state is not None and not shard.is_first:
+            raise ValueError(
+                "state is given to a rank that does not hold the first step: pass it to rank 0, as "
+                "spikefuse.distributed.carry_state does"
+            )
+        mode = "training" if self.training else "evaluation"
+        gradients = "with" if torch.is_grad_enabled() else "without"
+        wanted = ", x requires grad" if x.requires_grad else ""
+        shard.begin(x, f"{type(self.net).__name__} in {mode} {gradients} gradients{wanted}")
+
+    def _repeated(
+        self, plan: constant.Plan, sequence: Sequence
+    ) -> contextlib.AbstractContextManager[None]:
+        """For a call in which rows stand for all steps."""
+        if sequence.relay is not None and sequence.relay.exact_statistics:
+            return contextlib.nullcontext()  # batch norms count the steps themselves
+        return constant.same_statistics(plan, sequence)
 
     def _sharing(self, x: Tensor) -> constant.Plan | None:
         """The plan to compute once what does not change over time, if that is possible."""

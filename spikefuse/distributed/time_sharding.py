@@ -1,0 +1,142 @@
+"""A network's sequences shared over the `time` axis of a mesh: each rank has some of the steps.
+
+Layers without state need nothing of it. The neurons of a layer get their state from the rank
+before, and hand it to the rank after: see `spikefuse.compiler.relayed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from spikefuse.compiler.relayed import Parts
+from spikefuse.distributed.agreement import Agreement
+from spikefuse.distributed.links import Link
+from spikefuse.nn import Temporal
+
+STATISTICS = ("exact", "shard")
+M = TypeVar("M", bound=nn.Module)
+
+
+def shard_time(
+    model: M, axis: DeviceMesh, chunks: int = 1, statistics: str = "exact", timeout: float = 300.0
+) -> M:
+    """Let each rank of `axis` hold its slice of every sequence that goes through a `Temporal`.
+
+    Rank r of k passes the steps `steps_of(T, r, k)` of `[T, B, ...]` and gets the outputs of these
+    steps. Spikes in float32 are those of one process, gradients agree to rounding. Every rank
+    makes the same calls, and a backward pass through all of them: the loss of the job is the mean
+    of its ranks' losses, so that gradients are averaged over all ranks, as by
+    `DistributedDataParallel` or `reduce_gradients`.
+
+    With `return_state=True` a rank gets the state after its own last step, the last rank that
+    after the sequence. `state=` belongs to rank 0; see `carry_state`.
+
+    Args:
+        model: a `Temporal`, or a module with some inside; changed in place.
+        axis: one axis of a mesh, such as `mesh["time"]`. Every process of the job has to call this.
+        chunks: parts of the batch in which states are handed on. While a rank computes one part,
+            the next rank computes the part before.
+        statistics: of batch norms in training. "exact": over the steps of all ranks; "shard": over
+            a rank's own, without communication, running statistics being averaged.
+        timeout: seconds that a rank waits for another one.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError, ValueError: no `Temporal`, not one axis, or another value that cannot be.
+    """
+    containers = [m for m in model.modules() if isinstance(m, Temporal)]
+    if not containers:
+        raise TypeError(f"{type(model).__name__} holds no Temporal: wrap the network in one first")
+    if not isinstance(axis, DeviceMesh) or axis.ndim != 1:
+        raise ValueError(f'{axis} is not one axis of a mesh: pass mesh["time"]')
+    if not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"chunks is {chunks!r}: expected a whole number of at least 1")
+    if statistics not in STATISTICS:
+        raise ValueError(f"statistics is {statistics!r}: expected one of {', '.join(STATISTICS)}")
+    shard = TimeShard(axis, chunks, statistics == "exact", timedelta(seconds=timeout))
+    for container in containers:
+        container.shard = shard
+    return model
+
+
+class TimeShard:
+    """A rank's place in time, and its connections: what `spikefuse.nn.relay.Shard` describes."""
+
+    def __init__(
+        self, axis: DeviceMesh, chunks: int, exact_statistics: bool, timeout: timedelta
+    ) -> None:
+        self.axis, self.chunks, self.exact_statistics = axis, chunks, exact_statistics
+        ranks = dist.get_process_group_ranks(axis.get_group())
+        self.rank, self.size = axis.get_local_rank(), len(ranks)
+        self.is_first, self.is_last = self.rank == 0, self.rank == self.size - 1
+        on_gpu = axis.device_type == "cuda"
+        host, links = _connect(ranks, "nccl" if on_gpu else "gloo", timeout)
+        self.agreement = Agreement(host, waits=not on_gpu)
+        self.before = None if self.is_first else links[self.rank - 1]
+        self.after = None if self.is_last else links[self.rank]
+
+    def parts(self, batch: int) -> list[slice]:
+        count = max(1, min(self.chunks, batch))
+        return [slice(i * batch // count, (i + 1) * batch // count) for i in range(count)]
+
+    def begin(self, x: Tensor, about: str) -> None:
+        for link in (self.before, self.after):
+            if link is not None:
+                link.settle()
+        self.agreement.check(x, f"{about}, {self.chunks} chunks")
+
+    def forward(self, received: Parts, run: Callable[[int], Sequence[Tensor]]) -> None:
+        _relay(self.before, self.after, received, run)
+
+    def backward(self, received: Parts, run: Callable[[int], Sequence[Tensor]]) -> None:
+        _relay(self.after, self.before, received, run)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TimeShard:
+        return self  # a copied network has the same place and uses the same connections
+
+
+def _connect(
+    ranks: list[int], backend: str, timeout: timedelta
+) -> tuple[dist.ProcessGroup, dict[int, Link]]:
+    """A group of these ranks on their hosts, and a link from the i-th to the next one for each i
+    that this process has a part in."""
+    # Every process of a job has to make every group of it, in one order.
+    rows: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(rows, ranks)
+    links: dict[int, Link] = {}
+    for row in sorted({tuple(row) for row in rows}):
+        group = dist.new_group(row, timeout, "gloo")
+        if row == tuple(ranks):
+            host = group
+        for i, pair in enumerate(pairwise(row)):
+            group = dist.new_group(pair, timeout, backend)
+            if dist.get_rank() in pair:
+                links[i] = Link(pair[pair[0] == dist.get_rank()], group)
+    return host, links
+
+
+def _relay(
+    source: Link | None,
+    target: Link | None,
+    received: Parts,
+    run: Callable[[int], Sequence[Tensor]],
+) -> None:
+    # All before the first is waited for, so that they arrive while others are computed.
+    arriving = [source.receive(tensors) if source is not None else [] for tensors in received]
+    for i, works in enumerate(arriving):
+        for work in works:
+            work.wait()
+        results = run(i)
+        if target is not None:
+            target.send(results)
+    if target is not None and target.blocks:
+        target.settle()
