@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spikefuse.compiler.relayed import Parts
 from spikefuse.distributed.agreement import Agreement
 from spikefuse.distributed.links import Link
+from spikefuse.distributed.norm import average_statistics, share_statistics
 from spikefuse.nn import Temporal
 
 STATISTICS = ("exact", "shard")
@@ -65,6 +66,10 @@ def shard_time(
     shard = TimeShard(axis, chunks, statistics == "exact", timedelta(seconds=timeout))
     for container in containers:
         container.shard = shard
+        if shard.size > 1 and shard.exact_statistics:
+            share_statistics(container, axis.get_group())
+        elif shard.size > 1:
+            average_statistics(container, axis.get_group())
     return model
 
 
