@@ -1,6 +1,22 @@
 """Training on several processes: the time of a sequence shared among them."""
 
 from spikefuse.distributed.mesh import make_mesh, steps_of
+from spikefuse.distributed.outputs import (
+    carry_state,
+    gather_steps,
+    last_step,
+    mean_over_steps,
+    reduce_gradients,
+)
 from spikefuse.distributed.time_sharding import shard_time
 
-__all__ = ["make_mesh", "shard_time", "steps_of"]
+__all__ = [
+    "carry_state",
+    "gather_steps",
+    "last_step",
+    "make_mesh",
+    "mean_over_steps",
+    "reduce_gradients",
+    "shard_time",
+    "steps_of",
+]
