@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spikefuse.distributed.faults import Watch
 from spikefuse.distributed.mesh import steps_of
 
 # Bytes of what a rank says of a call.
@@ -21,10 +22,11 @@ class Agreement:
     Args:
         group: of the ranks, on their hosts.
         waits: whether to wait for the others in any case.
+        watch: tells which rank is missing.
     """
 
-    def __init__(self, group: dist.ProcessGroup, waits: bool) -> None:
-        self.size, self.waits, self._group = group.size(), waits, group
+    def __init__(self, group: dist.ProcessGroup, waits: bool, watch: Watch) -> None:
+        self.size, self.waits, self._group, self._watch = group.size(), waits, group, watch
         self._number, self._known = 0, set[str]()
         self._unread: tuple[dist.Work, list[Tensor]] | None = None
 
@@ -40,12 +42,14 @@ class Agreement:
         said = f"{said} in memory order {order}, {about}"
         self._read()
         self._number += 1
+        self._watch.count += 1
         # The number of steps comes first: it may differ, as far as `steps_of` says so.
         message = f"{said} (call {self._number})".encode()[:MESSAGE]
         mine = torch.zeros(MESSAGE, dtype=torch.uint8)
         mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        work = dist.all_gather(rows, mine, group=self._group, async_op=True)
+        with self._watch.waiting():
+            work = dist.all_gather(rows, mine, group=self._group, async_op=True)
         assert work is not None
         self._unread = work, rows
         if self.waits or said not in self._known:
@@ -56,7 +60,8 @@ class Agreement:
         if self._unread is None:
             return
         (work, rows), self._unread = self._unread, None
-        work.wait()
+        with self._watch.waiting():
+            work.wait()
         _compare([bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows])
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from spikefuse.distributed.links import Ranks
 from spikefuse.nn.neuron import calls
 
 # The kernels give 1 / sqrt(variance + this).
@@ -26,13 +25,13 @@ class AxisNorm(_BatchNorm):
 
     Args:
         norm: whose parameters, buffers and settings it shares.
-        group: the ranks.
+        ranks: over which.
     """
 
-    def __init__(self, norm: _BatchNorm, group: dist.ProcessGroup) -> None:
+    def __init__(self, norm: _BatchNorm, ranks: Ranks) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(norm.__dict__)
-        self.group = group
+        self.ranks = ranks
 
     def _check_input_dim(self, x: Tensor) -> None:
         if x.ndim < 2:
@@ -46,7 +45,7 @@ class AxisNorm(_BatchNorm):
         if sequence is not None and x.shape[0] == sequence.constant_rows:
             repeats = sequence.num_steps  # rows that stand for all steps count as often
         y, mean, var, count = _Normalize.apply(
-            x, self.weight, self.bias, self.eps, repeats, self.group
+            x, self.weight, self.bias, self.eps, repeats, self.ranks
         )
         if self.training and self.running_mean is not None:
             self._track(mean, var * (count / (count - 1)))
@@ -66,24 +65,17 @@ class AxisNorm(_BatchNorm):
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
         self.running_var.lerp_(var.to(self.running_var.dtype), rate)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AxisNorm:
-        # Of a process group there is no copy.
-        kept = {name: value for name, value in self.__dict__.items() if name != "group"}
-        made = AxisNorm.__new__(AxisNorm)
-        made.__dict__.update(copy.deepcopy(kept, memo), group=self.group)
-        return made
 
-
-def share_statistics(net: nn.Module, group: dist.ProcessGroup) -> None:
+def share_statistics(net: nn.Module, ranks: Ranks) -> None:
     """Put an `AxisNorm` in the place of every batch norm inside. A `torch.nn.SyncBatchNorm` has
     ranks of its own and stays."""
     for module in list(net.modules()):
         for name, child in module.named_children():
             if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
-                setattr(module, name, AxisNorm(child, group))
+                setattr(module, name, AxisNorm(child, ranks))
 
 
-def average_statistics(net: nn.Module, group: dist.ProcessGroup) -> None:
+def average_statistics(net: nn.Module, ranks: Ranks) -> None:
     """Let the running statistics of the batch norms inside be, after each call in training, the
     mean of all ranks'."""
 
@@ -93,8 +85,8 @@ def average_statistics(net: nn.Module, group: dist.ProcessGroup) -> None:
         if not buffers:
             return
         flat = torch.cat([b.detach() for b in buffers])
-        dist.all_reduce(flat, group=group)
-        parts = (flat / group.size()).split([len(b) for b in buffers])
+        ranks.sum(flat)
+        parts = (flat / ranks.size).split([len(b) for b in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
             # Not a change that autograd should see: backward in training does not use it.
             buffer.data.copy_(part)
@@ -117,12 +109,12 @@ class _Normalize(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         repeats: int,
-        group: dist.ProcessGroup,
+        ranks: Ranks,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mean, var, count = _moments(x, repeats, group)
+        mean, var, count = _moments(x, repeats, ranks)
         y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), count)
-        ctx.repeats, ctx.group = repeats, group
+        ctx.repeats, ctx.ranks = repeats, ranks
         ctx.mark_non_differentiable(mean, var, count)
         return y, mean, var, count
 
@@ -132,7 +124,7 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, scale, count = ctx.saved_tensors
         sums, products = _sums(grad, x, mean, scale)
         total = torch.stack([sums, products])
-        dist.all_reduce(total, group=ctx.group)
+        ctx.ranks.sum(total)
         # The gradient of a row that stands for several steps is the sum of theirs.
         shares = ctx.repeats * total / count
         grad_x = None
@@ -147,7 +139,7 @@ class _Normalize(torch.autograd.Function):
         )
 
 
-def _moments(x: Tensor, repeats: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+def _moments(x: Tensor, repeats: int, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance per channel over all ranks, and the number of values."""
     if x.is_cuda:
         mean, scale = torch.batch_norm_stats(_dense(x), _EPS)
@@ -156,9 +148,7 @@ def _moments(x: Tensor, repeats: int, group: dist.ProcessGroup) -> tuple[Tensor,
         var, mean = torch.var_mean(x.float(), _others(x), correction=0)
     values = repeats * x.numel() // x.shape[1]
     mine = torch.cat([mean, var, mean.new_full((1,), values)])
-    rows = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(rows, mine, group=group)
-    means, variances, counts = torch.stack(rows).split([len(mean), len(var), 1], 1)
+    means, variances, counts = torch.stack(ranks.gather(mine)).split([len(mean), len(var), 1], 1)
     count = counts.sum()
     weights = counts / count
     mean = (weights * means).sum(0)

@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from spikefuse.compiler.relayed import Parts
 from spikefuse.distributed.agreement import Agreement
-from spikefuse.distributed.links import Link
+from spikefuse.distributed.faults import Watch
+from spikefuse.distributed.links import Link, Ranks
 from spikefuse.distributed.norm import average_statistics, share_statistics
 from spikefuse.nn import Temporal
 
@@ -67,9 +69,9 @@ def shard_time(
     for container in containers:
         container.shard = shard
         if shard.size > 1 and shard.exact_statistics:
-            share_statistics(container, axis.get_group())
+            share_statistics(container, shard.all)
         elif shard.size > 1:
-            average_statistics(container, axis.get_group())
+            average_statistics(container, shard.all)
     return model
 
 
@@ -84,10 +86,16 @@ class TimeShard:
         self.rank, self.size = axis.get_local_rank(), len(ranks)
         self.is_first, self.is_last = self.rank == 0, self.rank == self.size - 1
         on_gpu = axis.device_type == "cuda"
-        host, links = _connect(ranks, "nccl" if on_gpu else "gloo", timeout)
-        self.agreement = Agreement(host, waits=not on_gpu)
-        self.before = None if self.is_first else links[self.rank - 1]
-        self.after = None if self.is_last else links[self.rank]
+        host, group, *pairs = _groups(ranks, "nccl" if on_gpu else "gloo", timeout)
+        self.watch = watch = Watch(ranks, _store(host), timeout.total_seconds())
+        self.agreement = Agreement(host, not on_gpu, watch)
+        self.all = Ranks(group, watch)
+        self.before: Link | None = None
+        self.after: Link | None = None
+        if not self.is_first:
+            self.before = Link(ranks[self.rank - 1], pairs[0], watch)
+        if not self.is_last:
+            self.after = Link(ranks[self.rank + 1], pairs[-1], watch)
 
     def parts(self, batch: int) -> list[slice]:
         count = max(1, min(self.chunks, batch))
@@ -100,33 +108,40 @@ class TimeShard:
         self.agreement.check(x, f"{about}, {self.chunks} chunks")
 
     def forward(self, received: Parts, run: Callable[[int], Sequence[Tensor]]) -> None:
+        self.watch.count += 1
         _relay(self.before, self.after, received, run)
 
     def backward(self, received: Parts, run: Callable[[int], Sequence[Tensor]]) -> None:
+        self.watch.count += 1
         _relay(self.after, self.before, received, run)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TimeShard:
         return self  # a copied network has the same place and uses the same connections
 
 
-def _connect(
-    ranks: list[int], backend: str, timeout: timedelta
-) -> tuple[dist.ProcessGroup, dict[int, Link]]:
-    """A group of these ranks on their hosts, and a link from the i-th to the next one for each i
-    that this process has a part in."""
+def _groups(ranks: list[int], backend: str, timeout: timedelta) -> list[dist.ProcessGroup]:
+    """Of all these ranks on their hosts, of all on their devices, of this one with the one before
+    it, and of this one with the one after."""
     # Every process of a job has to make every group of it, in one order.
     rows: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(rows, ranks)
-    links: dict[int, Link] = {}
+    # What a GPU waits for too long, a watch is to find before NCCL does.
+    patience = timeout if backend == "gloo" else timeout + timedelta(seconds=60)
+    found = []
     for row in sorted({tuple(row) for row in rows}):
-        group = dist.new_group(row, timeout, "gloo")
-        if row == tuple(ranks):
-            host = group
-        for i, pair in enumerate(pairwise(row)):
-            group = dist.new_group(pair, timeout, backend)
-            if dist.get_rank() in pair:
-                links[i] = Link(pair[pair[0] == dist.get_rank()], group)
-    return host, links
+        made = [dist.new_group(row, timeout, "gloo"), dist.new_group(row, patience, backend)]
+        members = [row, row, *pairwise(row)]
+        made += [dist.new_group(pair, patience, backend) for pair in pairwise(row)]
+        found += [g for g, m in zip(made, members, strict=True) if dist.get_rank() in m]
+    return found
+
+
+def _store(group: dist.ProcessGroup) -> Store:
+    """Of the job, for this group's use from a thread of its own."""
+    store = _get_default_store()
+    # A client is for one thread at a time.
+    store = store.clone() if hasattr(store, "clone") else store
+    return PrefixStore(f"spikefuse/{group.group_name}", store)
 
 
 def _relay(
@@ -138,8 +153,8 @@ def _relay(
     # All before the first is waited for, so that they arrive while others are computed.
     arriving = [source.receive(tensors) if source is not None else [] for tensors in received]
     for i, works in enumerate(arriving):
-        for work in works:
-            work.wait()
+        if source is not None:
+            source.wait(works)
         results = run(i)
         if target is not None:
             target.send(results)
