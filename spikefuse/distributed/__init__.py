@@ -8,14 +8,17 @@ from spikefuse.distributed.outputs import (
     mean_over_steps,
     reduce_gradients,
 )
+from spikefuse.distributed.plan import Plan, plan
 from spikefuse.distributed.time_sharding import shard_time
 
 __all__ = [
+    "Plan",
     "carry_state",
     "gather_steps",
     "last_step",
     "make_mesh",
     "mean_over_steps",
+    "plan",
     "reduce_gradients",
     "shard_time",
     "steps_of",

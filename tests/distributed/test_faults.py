@@ -19,7 +19,7 @@ import spikefuse as sf
 from spikefuse.distributed import faults, make_mesh, shard_time
 from spikefuse.testing import make_input
 
-RANKS, CULPRIT, TIMEOUT = 3, 1, 4.0
+RANKS, CULPRIT, TIMEOUT = 3, 1, 2.0
 
 
 def work(rank: int, store: str, fault: str, pipe: Any) -> None:
@@ -27,7 +27,7 @@ def work(rank: int, store: str, fault: str, pipe: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS,
                             timeout=timedelta(seconds=60))  # fmt: skip
     net = shard_time(sf.Temporal(sf.LIF()), make_mesh(1, device="cpu")["time"], timeout=TIMEOUT)
-    faults.LIFE = 2.0
+    faults.LIFE = 1.5
     x = make_input((2, 3, 6)).requires_grad_()
     net(x).sum().backward()
     y = net(x)
