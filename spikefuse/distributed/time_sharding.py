@@ -24,6 +24,8 @@ from spikefuse.distributed.norm import average_statistics, share_statistics
 from spikefuse.nn import Temporal
 
 STATISTICS = ("exact", "shard")
+# Blocks of a GPU that a link may occupy.
+LINK_CTAS = 4
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -131,9 +133,18 @@ def _groups(ranks: list[int], backend: str, timeout: timedelta) -> list[dist.Pro
     for row in sorted({tuple(row) for row in rows}):
         made = [dist.new_group(row, timeout, "gloo"), dist.new_group(row, patience, backend)]
         members = [row, row, *pairwise(row)]
-        made += [dist.new_group(pair, patience, backend) for pair in pairwise(row)]
+        options = _link_options(patience) if backend == "nccl" else None
+        made += [dist.new_group(pair, patience, backend, options) for pair in pairwise(row)]
         found += [g for g, m in zip(made, members, strict=True) if dist.get_rank() in m]
     return found
+
+
+def _link_options(timeout: timedelta) -> Any:
+    """A stream that goes before computation, on few multiprocessors: it waits most of the time."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    options.config.max_ctas = LINK_CTAS
+    return options
 
 
 def _store(group: dist.ProcessGroup) -> Store:
