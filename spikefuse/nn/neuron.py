@@ -128,7 +128,7 @@ class Neuron(Definition):
         in a backward pass, Temporal's call is over."""
         call: tuple[Any, ...] = _ALONE
         if sequence is not None and id(self) in sequence.names:
-            started = sequence.initial is not None
+            started = sequence.initial is not None or sequence.relay is not None
             call = (sequence.num_steps, sequence.impl, started, sequence.constant_rows)
         seen = self.__dict__.setdefault("_seen", {})
         rows = _rows(inputs)
