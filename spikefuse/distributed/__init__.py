@@ -1,6 +1,7 @@
 """Training on several processes: the time of a sequence shared among them."""
 
-from spikefuse.distributed.mesh import make_mesh, steps_of
+from spikefuse.distributed.faults import RankLost
+from spikefuse.distributed.mesh import connect, make_mesh, steps_of
 from spikefuse.distributed.outputs import (
     carry_state,
     gather_steps,
@@ -13,7 +14,9 @@ from spikefuse.distributed.time_sharding import shard_time
 
 __all__ = [
     "Plan",
+    "RankLost",
     "carry_state",
+    "connect",
     "gather_steps",
     "last_step",
     "make_mesh",

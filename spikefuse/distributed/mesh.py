@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 AXES = ("data", "time")
 
@@ -26,7 +30,7 @@ def make_mesh(data: int | None = None, time: int | None = None, device: str = "a
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        connect("nccl" if device == "cuda" else "gloo")
     count = dist.get_world_size()
     given = {"data": data, "time": time}
     for name, size in given.items():
@@ -44,6 +48,16 @@ def make_mesh(data: int | None = None, time: int | None = None, device: str = "a
             f"{data * time}, or leave one of the two out"
         )
     return init_device_mesh(device, (data, time), mesh_dim_names=AXES)
+
+
+def connect(backend: str) -> None:
+    """Make the group of all processes that torchrun started."""
+    store, rank, count = next(rendezvous("env://"))
+    # When torchrun starts them again, the store still has addresses of the processes before.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        backend, store=PrefixStore(f"attempt {attempt}", store), rank=rank, world_size=count
+    )
 
 
 def steps_of(num_steps: int, rank: int, size: int) -> slice:

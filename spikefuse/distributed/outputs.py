@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from spikefuse.distributed.mesh import steps_of
 from spikefuse.neurons.definition import States
 
 
@@ -31,14 +32,22 @@ def last_step(y: Tensor, axis: DeviceMesh) -> Tensor:
     return _Sum.apply(y[-1] * float(is_last), axis.get_group())
 
 
-def gather_steps(y: Tensor, axis: DeviceMesh) -> Tensor:
-    """All steps, `[T_r, ...]` on each rank of `axis` to `[T, ...]` on all; waits for the device."""
-    counts = torch.zeros(axis.size(), dtype=torch.int64, device=y.device)
-    counts[axis.get_local_rank()] = len(y)
-    dist.all_reduce(counts, group=axis.get_group())
+def gather_steps(y: Tensor, axis: DeviceMesh, num_steps: int | None = None) -> Tensor:
+    """All steps, `[T_r, ...]` on each rank of `axis` to `[T, ...]` on all of them.
+
+    Args:
+        y: this rank's steps, as many as `steps_of` says.
+        axis: over which time is shared.
+        num_steps: T, or None to ask the ranks, which waits for the device.
+    """
+    if num_steps is None:
+        count = torch.tensor(len(y), device=y.device)
+        dist.all_reduce(count, group=axis.get_group())
+        num_steps = int(count)
+    mine = steps_of(num_steps, axis.get_local_rank(), axis.size())
     before, after = (
-        y.new_zeros(int(part.sum()), *y.shape[1:])
-        for part in (counts[: axis.get_local_rank()], counts[axis.get_local_rank() + 1 :])
+        y.new_zeros(mine.start, *y.shape[1:]),
+        y.new_zeros(num_steps - mine.stop, *y.shape[1:]),
     )
     return _Sum.apply(torch.cat([before, y, after]), axis.get_group())
 

@@ -19,17 +19,18 @@ import spikefuse as sf
 from spikefuse.distributed import faults, make_mesh, shard_time
 from spikefuse.testing import make_input
 
-RANKS, CULPRIT, TIMEOUT = 3, 1, 2.0
+RANKS, CULPRIT, TIMEOUT = 3, 1, 6.0
 
 
 def work(rank: int, store: str, fault: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS,
                             timeout=timedelta(seconds=60))  # fmt: skip
-    net = shard_time(sf.Temporal(sf.LIF()), make_mesh(1, device="cpu")["time"], timeout=TIMEOUT)
-    faults.LIFE = 1.5
-    x = make_input((2, 3, 6)).requires_grad_()
-    net(x).sum().backward()
+    axis, x = make_mesh(1, device="cpu")["time"], make_input((2, 3, 6)).requires_grad_()
+    # At first there is much to import, which takes longer than ranks may wait here.
+    shard_time(sf.Temporal(sf.LIF()), axis)(x).sum().backward()
+    net = shard_time(sf.Temporal(sf.LIF()), axis, timeout=TIMEOUT)
+    faults.LIFE = 4.0
     y = net(x)
     if rank == CULPRIT:
         if fault == "dies":
