@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 import spikefuse as sf
 from spikefuse import testing
@@ -207,3 +208,34 @@ def test_what_is_refused(group: Group) -> None:
     )
     for message, part in zip(found, expected, strict=True):
         assert part in message
+
+
+def recomputed(axis: DeviceMesh, x: Tensor) -> list[Tensor]:
+    """Gradients with the whole network, and with a layer of it, computed again in backward."""
+    net = shard_time(plif(), axis, 2)
+    mine = steps_of(len(x), axis.get_local_rank(), axis.size())
+    part = x[mine].clone().requires_grad_()
+    y = checkpoint(net, part, use_reentrant=False)
+    (y * weights_of(y.new_empty(len(x), *y.shape[1:]))[mine]).sum().backward()
+    neuron = shard_time(sf.Temporal(Again()), axis)
+    with pytest.raises(RuntimeError, match="checkpoint the whole Temporal"):
+        neuron(part).sum().backward()
+    return [p.grad for p in net.parameters()]
+
+
+class Again(nn.Module):
+    """A neuron that is computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neuron = sf.LIF()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.neuron, x, use_reentrant=False)
+
+
+def test_checkpoints(group: Group) -> None:
+    x = make_input((T, 4, 6))
+    expected = one_process(plif, x)[1][1:]
+    sums = [torch.stack(gs).sum(0) for gs in zip(*group(recomputed, x, size=3), strict=True)]
+    torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-5)
