@@ -40,6 +40,7 @@ from spikefuse.distributed import (
     shard_time,
     steps_of,
 )
+from spikefuse.distributed.time_sharding import TimeShard
 from spikefuse.train.processes import Processes
 
 NETWORK = Workload("resnet18", (2, 128, 128), num_classes=11, T=128, batch=16)
@@ -91,8 +92,9 @@ def main(argv: list[str] | None = None) -> Path | None:
         # Every process makes all meshes: to make one is a thing that they do together.
         meshes = {k: make_mesh(time=k, device=device.type) for k in _divisors(processes.count)}
         if "layer" in args.only:
+            nets = layers(meshes)
             for T in args.T:
-                rows += layer_rows(T, meshes, device, args)
+                rows += layer_rows(T, meshes, nets, device, args)
                 report(rows, processes)
         if "network" in args.only:
             rows += network_rows(meshes, device, args)
@@ -126,8 +128,20 @@ def _divisors(count: int) -> list[int]:
 # One layer
 
 
+def layers(meshes: dict[int, DeviceMesh]) -> dict[int, sf.Temporal]:
+    """One for each number of GPUs; connections take time and memory."""
+    return {
+        k: sf.Temporal(lif.neuron()) if k == 1 else shard_time(sf.Temporal(lif.neuron()), m["time"])
+        for k, m in meshes.items()
+    }
+
+
 def layer_rows(
-    T: int, meshes: dict[int, DeviceMesh], device: torch.device, args: argparse.Namespace
+    T: int,
+    meshes: dict[int, DeviceMesh],
+    nets: dict[int, sf.Temporal],
+    device: torch.device,
+    args: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """A row for each number of GPUs, with its best number of chunks."""
     batch = max(1, round(args.N**0.5))
@@ -136,17 +150,14 @@ def layer_rows(
     for k, mesh in meshes.items():
         if k > T:
             continue
-        axis, about = mesh["time"], {"what": "layer", "T": T, "N": args.N, "time": k, "data": 1}
-        found = {}
+        about = {"what": "layer", "T": T, "N": args.N, "time": k, "data": 1}
+        step, found = LayerStep(nets[k], shape, mesh["time"], device), {}
         for chunks in args.chunks if k > 1 else (1,):
-            net = sf.Temporal(lif.neuron())
-            if k > 1:
-                net = shard_time(net, axis, chunks)
-            step = LayerStep(net, shape, axis, device)
+            set_chunks(nets[k], chunks)
             if shape[0] * args.N <= VERIFIED:
                 step.verify(shape)
             found[chunks] = timed(step, device, args.rounds)
-            del step
+        del step
         best = min(found, key=lambda chunks: found[chunks]["median"])
         one = one or found[best]["median"]
         row = {**about, "chunks": best, "ms": found[best], "speedup": one / found[best]["median"]}
@@ -207,7 +218,7 @@ class NetworkStep:
         self, workload: Workload, mesh: DeviceMesh | None, device: torch.device, **how: Any
     ) -> None:
         torch.manual_seed(0)
-        self.net: nn.Module = sf.Temporal(workload.network(workload.neuron))
+        self.net = sf.Temporal(workload.network(workload.neuron))
         self.net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.mesh, self.device = mesh, device
         steps, rows = slice(0, workload.T), slice(0, workload.batch)
@@ -276,12 +287,13 @@ def measure_network(
     found: dict[int, dict[str, Any]] = {}
     used = 0
     try:
+        step = NetworkStep(workload, mesh, device, statistics=statistics)
         for chunks in counts if size > 1 else (1,):
-            step = NetworkStep(workload, mesh, device, chunks=chunks, statistics=statistics)
+            set_chunks(step.net, chunks)
             found[chunks] = timed(step, device, args.rounds)
             used = peak(step, device)
-            del step
-            gc.collect()
+        del step
+        gc.collect()
     except torch.OutOfMemoryError as error:
         return {**about, "status": "out of memory", "reason": first_line(error)}
     best = min(found, key=lambda chunks: found[chunks]["median"])
@@ -308,7 +320,7 @@ def fits(workload: Workload, mesh: DeviceMesh | None, device: torch.device) -> b
     """Whether a step can be made, on all ranks."""
     good = torch.ones(1, device=device)
     try:
-        NetworkStep(workload, mesh, device, chunks=4, statistics="shard")()
+        NetworkStep(workload, mesh, device, statistics="shard", chunks=4)()
     except torch.OutOfMemoryError:
         good.zero_()
     gc.collect()
@@ -318,6 +330,11 @@ def fits(workload: Workload, mesh: DeviceMesh | None, device: torch.device) -> b
 
 
 # What all have in common
+
+
+def set_chunks(net: sf.Temporal, chunks: int) -> None:
+    if isinstance(net.shard, TimeShard):
+        net.shard.chunks = chunks
 
 
 def timed(step: Callable[[], None], device: torch.device, rounds: int) -> dict[str, Any]:

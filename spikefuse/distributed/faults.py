@@ -97,8 +97,9 @@ class Watch:
 
     def _ended(self) -> int | None:
         """The rank whose life ended first."""
-        since, rank = min((when, rank) for rank, (_, when) in self.seen.items())
-        return rank if time.monotonic() - since > LIFE else None
+        since = time.monotonic() - LIFE
+        silent = [(when, rank) for rank, (_, when) in self.seen.items() if when < since]
+        return min(silent)[1] if silent else None
 
     def _found(self, ended: int | None) -> str:
         if ended is not None:

@@ -50,6 +50,12 @@ def make_mesh(data: int | None = None, time: int | None = None, device: str = "a
     return init_device_mesh(device, (data, time), mesh_dim_names=AXES)
 
 
+def parts_of(batch: int, count: int) -> list[slice]:
+    """The parts of a batch in which states are handed on: `count`, but none is empty."""
+    count = max(1, min(count, batch))
+    return [slice(i * batch // count, (i + 1) * batch // count) for i in range(count)]
+
+
 def connect(backend: str) -> None:
     """Make the group of all processes that torchrun started."""
     store, rank, count = next(rendezvous("env://"))

