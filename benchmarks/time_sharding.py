@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> Path | None:
     if not processes.main:
         return None
     settings = {k: v for k, v in vars(args).items() if k not in ("out", "quick", "device")}
-    result = record.document("time-sharding", device, args.quick,
+    result = record.document("time_sharding", device, args.quick,
                              {**settings, "processes": processes.count})  # fmt: skip
     judged = device.type == "cuda" and not args.quick
     result |= {"rows": rows, "bars": bars(rows) if judged else []}
@@ -249,7 +249,7 @@ def network_rows(
     meshes: dict[int, DeviceMesh], device: torch.device, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """One GPU with all the work; all GPUs by every data x time; and k of them by time alone."""
-    workload = NETWORK.small() if args.quick else NETWORK
+    workload = replace(NETWORK.small(), model="conv") if args.quick else NETWORK
     rows, whole = [], max(meshes)
     one = measure_network(workload, None, device, args, "exact", (1,))
     rows.append({**one, "time": 1, "data": 1, "speedup": 1.0, "memory": 1.0})

@@ -44,6 +44,7 @@ class Watch:
         self.pending: deque[tuple[dist.Work, float]] = deque()
         # What each of the others wrote last, and when that was seen first.
         self.seen = {rank: ("", time.monotonic()) for rank in ranks if rank != self.rank}
+        self._lock = threading.Lock()
         over = threading.Event()
         weakref.finalize(self, over.set)
         if self.seen:
@@ -63,7 +64,9 @@ class Watch:
 
     def expect(self, work: dist.Work) -> None:
         """Note what a GPU waits for; if it waits for too long, the process ends."""
-        self.pending.append((work, time.monotonic()))
+        with self._lock:
+            self._forget()
+            self.pending.append((work, time.monotonic()))
 
     def look(self, beat: int) -> None:
         """Give a sign of life and read the others'."""
@@ -76,12 +79,15 @@ class Watch:
 
     def overdue(self) -> bool:
         """Whether a GPU waits for another rank in vain: for too long, or for one that ended."""
+        with self._lock:
+            self._forget()
+            waited = time.monotonic() - self.pending[0][1] if self.pending else 0.0
+        return waited > self.timeout or (waited > LIFE and self._ended() is not None)
+
+    def _forget(self) -> None:
+        # At once: a work keeps its tensor alive.
         while self.pending and self.pending[0][0].is_completed():
             self.pending.popleft()
-        if not self.pending:
-            return False
-        waited = time.monotonic() - self.pending[0][1]
-        return waited > self.timeout or (waited > LIFE and self._ended() is not None)
 
     def verdict(self) -> str:
         """What is wrong with which rank, as the first one that asks finds it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ class Link:
         self.peer, self._group, self._watch = peer, group, watch
         #: Whether to wait is to block the host, and what is sent is lost if nobody waits.
         self.blocks = dist.get_backend(group) == "gloo"
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
     def receive(self, tensors: Sequence[Tensor]) -> list[dist.Work]:
         """Begin to write into `tensors` what the peer sends; `wait` for it."""
@@ -86,6 +87,8 @@ class Link:
             for x in tensors:
                 work = dist.isend(_memory(x), self.peer, self._group) if x.numel() else None
                 self._sent += [(work, x)] if work is not None else []
+        while not self.blocks and self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
 
     def settle(self) -> None:
         """Wait until what has been sent has arrived, and let it go. A GPU waits, not its host."""

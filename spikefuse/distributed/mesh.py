@@ -58,6 +58,8 @@ def parts_of(batch: int, count: int) -> list[slice]:
 
 def connect(backend: str) -> None:
     """Make the group of all processes that torchrun started."""
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, count = next(rendezvous("env://"))
     # When torchrun starts them again, the store still has addresses of the processes before.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

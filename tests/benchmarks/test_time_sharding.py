@@ -29,7 +29,7 @@ def test_two_processes(tmp_path: Path) -> None:
             process.terminate()  # it ends the two
             raise
     assert process.returncode == 0, said
-    (path,) = tmp_path.glob("time-sharding-*.json")
+    (path,) = tmp_path.glob("time_sharding-*.json")
     result = record.read(path)
     layers = [r for r in result["rows"] if r["what"] == "layer"]
     assert [(r["T"], r["time"]) for r in layers] == [(8, 1), (8, 2)]
