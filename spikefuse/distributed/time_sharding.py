@@ -62,6 +62,8 @@ def shard_time(
     containers = [m for m in model.modules() if isinstance(m, Temporal)]
     if not containers:
         raise TypeError(f"{type(model).__name__} holds no Temporal: wrap the network in one first")
+    if any(container.shard is not None for container in containers):
+        raise ValueError("the model's time is sharded already: call shard_time once")
     if not isinstance(axis, DeviceMesh) or axis.ndim != 1:
         raise ValueError(f'{axis} is not one axis of a mesh: pass mesh["time"]')
     if not isinstance(chunks, int) or chunks < 1:

@@ -182,6 +182,7 @@ def refused(axis: DeviceMesh) -> list[str]:
     state = {"1": (torch.zeros(3, 5),), "3": (torch.zeros(3, 4),)}
     cases: list[Callable[[], Any]] = [
         lambda: shard_time(nn.Linear(2, 2), axis),  # type: ignore[type-var]
+        lambda: shard_time(net, axis),
         lambda: shard_time(plif(), axis, 0),
         lambda: shard_time(plif(), axis, statistics="none"),
         lambda: shard_time(plif(), "time"),  # type: ignore[arg-type]
@@ -200,6 +201,7 @@ def test_what_is_refused(group: Group) -> None:
     found = group(refused, size=2)[1]
     expected = (
         "Linear holds no Temporal",
+        "sharded already",
         "chunks is 0",
         "statistics is 'none'",
         'pass mesh["time"]',
