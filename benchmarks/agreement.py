@@ -33,6 +33,9 @@ ROUNDING = {"float32": 2e-3, "bfloat16": 2e-2}
 # The same for gradients of fused networks: norms in float32 are not rounded alike, and what that
 # turns in a rounding to bfloat16 changes more in each layer before.
 FUSED_ROUNDING = {"float32": 2e-3, "bfloat16": 5e-2}
+# How far apart the logits of one network may be whose convolutions add in another order, which
+# turns some spikes in each layer.
+ALIKE = 0.1
 # The share of spikes that fusing may turn. Without it, what norms give is rounded to bfloat16.
 FLIP_RATE = {"float32": 1e-5, "bfloat16": 2e-3}
 
@@ -126,6 +129,7 @@ class Agreement:
         flips: spikes that differ from the reference's, given the same inputs.
         flip_rate: that of the reference from the reference of the network that is not fused.
         errors: how far a forced step is from the reference's, by what.
+        like: how far apart the logits are from those of the network that it is like.
     """
 
     def __init__(
@@ -135,6 +139,7 @@ class Agreement:
         self.flips, self.flips_allowed = 0, reference.flips_allowed
         self.flip_rate, self.flip_rate_allowed = reference.flip_rate, FLIP_RATE[task.dtype]
         self.errors: dict[str, float] = {}
+        self.like = 0.0
         network = make(task)
         step = STEPS[kind](task, network)
         if network.neuron is not None:
@@ -143,6 +148,11 @@ class Agreement:
             self.errors["logits"] = apart([result.logits], [reference.result.logits])
             if result.grads and network.same_gradient:
                 self.errors["gradients"] = apart(result.grads, reference.result.grads)
+        elif network.like is not None:
+            other = network.like()
+            logits = STEPS[kind](task, other)().logits
+            self.like = apart([step().logits], [logits])
+            task.restore(network.net)
         self.expected = step()
         task.restore(network.net)
         self.spread = apart(_all(step()), _all(self.expected))
@@ -168,6 +178,10 @@ class Agreement:
             assert error <= self.forced_rounding, (
                 f"{what} differ by {error:.3g} of their size, allowed is {self.forced_rounding:g}"
             )
+        assert self.like <= ALIKE, (
+            f"logits differ by {self.like:.3g} of their size from those by the default policy, "
+            f"allowed is {ALIKE:g}"
+        )
         assert all(value.isfinite().all() for value in _all(result)), "the results are not finite"
         error, allowed = apart(_all(result), _all(self.expected)), self.rounding + 2 * self.spread
         assert error <= allowed, (
@@ -185,6 +199,7 @@ class Agreement:
             "flips_allowed": self.flips_allowed,
             "flip_rate": float(f"{self.flip_rate:.3g}"),
             "errors": errors,
+            "like": float(f"{self.like:.3g}"),
             "spread": float(f"{self.spread:.3g}"),
         }
 

@@ -66,6 +66,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="CONTENDER",
         help=f"not always there: {', '.join(steps.ONLY_IF_ASKED)}",
     )
+    parser.add_argument(
+        "--only", nargs="+", choices=NETWORKS, metavar="CONTENDER", help="no others"
+    )
     args = series.parse(parser, argv)
     args.workloads = args.workloads or list(RESNETS)[: 1 if args.quick else None]
     return args
@@ -92,10 +95,13 @@ class Plan:
     clock: Clock
     turns: Settings
     also: frozenset[str]
+    only: frozenset[str]
     quick: bool
 
     def names(self, row: Row) -> list[str]:
         """Its contenders."""
+        if self.only:
+            return [name for name in NETWORKS if name in self.only]
         left_out = set(steps.ONLY_IF_ASKED) - self.also - bars.needed(row.workload, row.steps)
         return [name for name in NETWORKS if name not in left_out]
 
@@ -116,6 +122,7 @@ def main(argv: list[str] | None = None) -> Path:
         GpuClock(device, warmup=1, singles=1) if device.type == "cuda" else CpuClock(),
         Settings(args.rounds, slot_ms=0.5 if args.quick else 25.0, warmup=2),
         frozenset(args.also),
+        frozenset(args.only or ()),
         args.quick,
     )
     with searching(device):

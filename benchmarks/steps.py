@@ -57,6 +57,7 @@ class Network:
         exact: whether its spikes are the reference's bit for bit.
         note: what its users should know.
         same_gradient: whether its surrogate is the reference's.
+        like: makes a network that computes the same, where neurons can't be told what to hand on.
     """
 
     net: nn.Module
@@ -65,6 +66,7 @@ class Network:
     exact: bool = False
     note: str = ""
     same_gradient: bool = True
+    like: Callable[[], Network] | None = None
 
 
 # Who computes it
@@ -91,6 +93,9 @@ def spiking(
         net = sf.fuse(net)
         note = net.fusion.summary
     call = functools.partial(shared(net), impl=impl)
+    if isinstance(policy, memory.Checkpoint):
+        like = functools.partial(spiking, task, fused=True)
+        return Network(net.net, call, note=note, like=like)
     return Network(net.net, call, sf.LIF, exact=not fused, note=note)
 
 

@@ -147,7 +147,7 @@ def test_fusing_may_turn_few_spikes(references: References) -> None:
 
 
 def test_contenders_of_a_row() -> None:
-    plan = networks.Plan(CPU, CpuClock(), Settings(), frozenset(), quick=True)
+    plan = networks.Plan(CPU, CpuClock(), Settings(), frozenset(), frozenset(), quick=True)
     usual = plan.names(Row("resnet18-mnist", "float32", "training"))
     assert usual[:2] == [steps.FUSED, steps.OURS]
     assert steps.EAGER not in usual
