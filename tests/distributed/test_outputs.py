@@ -118,8 +118,7 @@ def streamed(axis: DeviceMesh, x: Tensor) -> Tensor:
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_sequence_may_be_continued(group: Group, size: int) -> None:
+def test_a_sequence_may_be_continued(group: Group) -> None:
     x = make_input((T, 4, 6))
-    for found in group(streamed, x, size=size):
+    for found in group(streamed, x, size=3):
         torch.testing.assert_close(found, make()(x).detach())
