@@ -1,6 +1,7 @@
 """Memory policies: what a network keeps of its forward pass for backward.
 
-A policy is an object passed to `Temporal`. In float32 all give the same numbers, bit for bit.
+A policy is an object passed to `Temporal`. In float32 all give the same numbers, bit for bit, but
+for sums over parts of the batch in `Checkpoint`.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class Bits:
 @dataclass(frozen=True)
 class Checkpoint:
     """Keep one bit per spike and compute everything else again, a segment of the network at a time:
-    the least memory.
+    the least memory. For networks that `spikefuse.fuse` has fused as a whole.
 
-    A segment goes from neuron to neuron. Its working set would set the peak, so a large one is
-    worked through in parts of the batch; the statistics of norms are always those of the whole.
+    A segment goes from neuron to neuron. Where its working set would set the peak, it is worked
+    through in parts of the batch; norms take their statistics over the whole batch.
 
     Args:
         chunks: about how many parts the largest segment has; others have as many as keep their

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse.compiler.graph import Graph
+from spikefuse.compiler.simplify import contracted
 from spikefuse.compiler.trace import (
     Step,
     capture,
@@ -37,7 +38,7 @@ class Reverse:
         chosen = [self.inputs.index(name) for name in inputs]
         chosen += range(num_inputs, num_inputs + num_states)
         chosen += [num_inputs + num_states + self.params.index(name) for name in params]
-        graph = self.graph.select([self.graph.outputs[i] for i in chosen])
+        graph = contracted(self.graph.select([self.graph.outputs[i] for i in chosen]))
         gradients = (*(f"g{y}" for y in step.outputs), *identifiers("gv", step.states))
         graph = replace(graph, inputs=(*step.graph.inputs, *gradients))
         return Reverse(tuple(inputs), tuple(params), graph)

@@ -31,12 +31,12 @@ def simplify(graph: Graph, gradients: bool = False) -> Graph:
         operands = [values[o] if isinstance(o, str) else o for o in node.operands]
         values[node.name] = builder.make(node.op, *operands)
     outputs = [values[o] if isinstance(o, str) else o for o in graph.outputs]
-    simpler = builder.graph.select(outputs)
-    return _contracted(simpler) if gradients else simpler
+    return builder.graph.select(outputs)
 
 
-def _contracted(graph: Graph) -> Graph:
-    """Products of gradients that are only added become multiply-adds, which round once."""
+def contracted(graph: Graph) -> Graph:
+    """The graph of a reverse, in which products of gradients that are only added become
+    multiply-adds, which round once."""
     made = {node.name: node for node in graph.nodes}
     uses = Counter(o for node in graph.nodes for o in node.operands)
     uses.update(graph.outputs)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from spikefuse.compiler import launch
 from spikefuse.compiler.call import call_of, spec
 from spikefuse.kernels import bits
 from spikefuse.memory import Checkpoint
@@ -98,13 +99,13 @@ class _Run:
         self.needs = {segments.input: x.requires_grad}
         # What segments leave for backward: with statistics of the batch; those computed once.
         self.jobs: dict[Segment, Job] = {}
-        self.graphs: dict[Segment, tuple[_Values, Tensor]] = {}
+        self.graphs: dict[Segment, tuple[Mapping[fx.Node, Tensor], Tensor]] = {}
         self.grads: dict[fx.Node, Gradient] = {}
         self.totals: dict[nn.Parameter, Tensor] = {}
         self.largest = 0
 
     def autocast(self) -> Any:
-        # A weight that was cast without gradients must not be found again where they are needed.
+        # A cast weight is not kept until all is over.
         device, dtype, enabled = self.cast
         return torch.autocast(device, dtype, enabled, cache_enabled=False)
 
@@ -154,7 +155,7 @@ class _Run:
                 f"memory=Checkpoint() can't run '{segment.target}', which gives a "
                 f"{type(y).__name__}: expected one tensor; use another policy"
             )
-        self.graphs[segment] = values, y
+        self.graphs[segment] = values.leaves, y
         self._keep(segment.target, (0, self.batch), y.detach())
 
     def _run_block(self, segment: Segment, called: BlockCall) -> None:
@@ -184,6 +185,7 @@ class _Run:
             inputs = (x[:, slice(*part)], *map(values.sequence, called.inputs[1:]))
             names = ("x", "residual")[: len(inputs)]
             neuron.check(called.neuron, names, inputs, None, job.kernels.backend)
+            launch.check(job.kernels.backend, inputs[0])
             call = call_of(job.kernels.name, spec(inputs))
             (y,), _, _ = job.forward(call, Given(inputs, (), shift, own), save=False)
             neuron.mark((y,), job.kernels.binary)
@@ -227,10 +229,11 @@ class _Run:
         elif segment.again:
             for part in gradient.parts:
                 values = _Values(self, segment, part, differentiable=True)
-                values.differentiate([values[segment.target]], [gradient.pop(part)])
+                y = values[segment.target]
+                self.differentiate(segment, part, values.leaves, [y], [gradient.pop(part)])
         else:
-            values, y = self.graphs.pop(segment)
-            values.differentiate([y], [gradient.pop((0, self.batch))])
+            part, (leaves, y) = (0, self.batch), self.graphs.pop(segment)
+            self.differentiate(segment, part, leaves, [y], [gradient.pop(part)])
 
     def _differentiate_block(self, segment: Segment, called: BlockCall, grad: Gradient) -> None:
         """As `block` does, both passes part by part."""
@@ -273,6 +276,29 @@ class _Run:
             found = torch.autograd.grad(*_columns(pairs, parameters), allow_unused=True)
             self.add(parameters, found)
 
+    def differentiate(
+        self,
+        segment: Segment,
+        part: Part,
+        leaves: Mapping[fx.Node, Tensor],
+        results: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+    ) -> None:
+        """Add the gradients of all that a segment reads, `leaves` among it."""
+        nodes = [node for node, x in leaves.items() if x.requires_grad]
+        parameters = [p for p in segment.parameters if p.requires_grad]
+        pairs = [
+            (y, g) for y, g in zip(results, grads, strict=True) if g is not None and y.requires_grad
+        ]
+        wanted = [*map(leaves.__getitem__, nodes), *parameters]
+        if not (pairs and wanted):
+            return
+        found = torch.autograd.grad(*_columns(pairs, wanted), allow_unused=True)
+        for node, gradient in zip(nodes, found, strict=False):
+            if gradient is not None:
+                self.grads[node].add(part, gradient)
+        self.add(parameters, found[len(nodes) :])
+
     def add(self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
         for p, g in zip(parameters, grads, strict=True):
             if g is not None:
@@ -283,7 +309,7 @@ class _Values:
     """The values of a segment for a part of the batch, computed as they are asked for.
 
     Args:
-        differentiable: with a graph from `leaves`, the kept values that the segment reads.
+        differentiable: with a graph from `leaves`, the kept values that were read.
     """
 
     def __init__(
@@ -291,18 +317,23 @@ class _Values:
     ) -> None:
         self.run, self.segment, self.part = run, segment, part
         self.differentiable = differentiable
-        self.leaves = {n: take(run.kept[n], part).detach() for n in segment.inputs}
-        if differentiable:
-            for node, x in self.leaves.items():
-                x.requires_grad_(run.needs[node])
-        self.found: dict[fx.Node, Any] = dict(self.leaves)
+        self.leaves: dict[fx.Node, Tensor] = {}
+        self.found: dict[fx.Node, Any] = {}
 
     def __getitem__(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
             return self.run.segments.attribute(node)
         if node not in self.found:
-            self.found[node] = self._call(node)
+            read = node in self.segment.inputs
+            self.found[node] = self._leaf(node) if read else self._call(node)
         return self.found[node]
+
+    def _leaf(self, node: fx.Node) -> Tensor:
+        x = take(self.run.kept[node], self.part).detach()
+        if self.differentiable:
+            x.requires_grad_(self.run.needs[node])
+        self.leaves[node] = x
+        return x
 
     def sequence(self, node: fx.Node) -> Tensor:
         """`[T, B, ...]`."""
@@ -340,23 +371,6 @@ class _Values:
         source = self.run.segments.input
         return largest, sum(x.nbytes for node, x in self.leaves.items() if node is not source)
 
-    def differentiate(self, results: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Add the gradients of all that the segment reads."""
-        run = self.run
-        nodes = [node for node, x in self.leaves.items() if x.requires_grad]
-        parameters = [p for p in self.segment.parameters if p.requires_grad]
-        pairs = [
-            (y, g) for y, g in zip(results, grads, strict=True) if g is not None and y.requires_grad
-        ]
-        leaves = [*map(self.leaves.__getitem__, nodes), *parameters]
-        if not (pairs and leaves):
-            return
-        found = torch.autograd.grad(*_columns(pairs, leaves), allow_unused=True)
-        for node, gradient in zip(nodes, found, strict=False):
-            if gradient is not None:
-                run.grads[node].add(self.part, gradient)
-        run.add(parameters, found[len(nodes) :])
-
 
 class _Again:
     """What goes into a block, computed again for a part of the batch, and the two passes."""
@@ -364,7 +378,7 @@ class _Again:
     def __init__(
         self, run: _Run, segment: Segment, called: BlockCall, job: Job, given: Given, part: Part
     ) -> None:
-        self.job, self.part = job, part
+        self.job = job
         self.values = _Values(run, segment, part, differentiable=True)
         self.inputs = [self.values.sequence(node) for node in called.inputs]
         inputs = tuple(x.detach() for x in self.inputs)
@@ -393,23 +407,21 @@ class _Again:
                 x.as_strided(at.layout.step_shape, at.layout.step_strides)
                 for x, at in ((sums[name], job.call), (total, call))
             )
-            whole[slice(*self.part)].copy_(piece)
+            whole[slice(*self.values.part)].copy_(piece)
 
     def write(self, grad: Tensor | None, revision: Sequence[Tensor]) -> None:
         """The second pass, and on to what the segment reads."""
         needs = [x.requires_grad for x in self.inputs]
         if not any(needs):
             return
-        grads = (self._unfolded(grad),)
-        written = iter(
-            self.job.write(self.call, self.given, self.saved, grads, revision, needs, self.rebuild)
-        )
-        self.values.differentiate(
-            self.inputs, [next(written) if wanted else None for wanted in needs]
-        )
+        at = (self.call, self.given, self.saved, (self._unfolded(grad),))
+        written = iter(self.job.write(*at, revision, needs, self.rebuild))
+        grads = [next(written) if wanted else None for wanted in needs]
+        values = self.values
+        values.run.differentiate(values.segment, values.part, values.leaves, self.inputs, grads)
 
     def _unfolded(self, grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else rows(grad, _size(self.part))
+        return None if grad is None else rows(grad, _size(self.values.part))
 
 
 @contextlib.contextmanager

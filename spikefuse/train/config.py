@@ -273,6 +273,12 @@ class TrainConfig:
                 "cuda_graph is given with precision 16, whose loss scale decides anew whether to "
                 "step: choose bf16 or 32"
             )
+        if self.memory == "checkpoint" and (self.tbptt is not None or not self.fuse):
+            given = "fuse is false" if self.tbptt is None else f"tbptt is {self.tbptt}"
+            raise ConfigError(
+                f"memory is checkpoint and {given}: it trains fused networks on whole sequences; "
+                "leave that out, or choose recompute"
+            )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:

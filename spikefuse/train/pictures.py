@@ -53,7 +53,7 @@ def record(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor
         return lambda _, inputs, output: spikes.update({name: output.float().cpu()})
 
     # The same network, with neurons that are called themselves.
-    net = replace(module.config, fuse=False).make_network().to(module.device)
+    net = replace(module.config, fuse=False, memory="recompute").make_network().to(module.device)
     net.load_state_dict(module.net.state_dict())
     for name, neuron in net.neurons().items():
         neuron.register_forward_hook(keep(name))

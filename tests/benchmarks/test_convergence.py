@@ -14,7 +14,8 @@ import torch
 
 from benchmarks import convergence, record, tables
 from benchmarks.convergence import EAGER, OURS
-from spikefuse import compiler, data, reference
+from spikefuse import data, reference
+from spikefuse.compiler.call import Call
 from spikefuse.train import run
 from spikefuse.train.batches import TrainBatches
 
@@ -71,19 +72,19 @@ def test_the_reference_runs_no_kernel(
     monkeypatch: pytest.MonkeyPatch, digits: tuple[data.Examples, data.Examples]
 ) -> None:
     calls: Counter[str] = Counter()
-    for module in (compiler, reference):
+    for owner, method in ((Call, "forward"), (reference, "scan")):
 
-        def counted(*args: Any, scan: Any = module.scan, name: str = module.__name__) -> Any:
+        def counted(*args: Any, run: Any = getattr(owner, method), name: str = method) -> Any:
             calls[name] += 1
-            return scan(*args)
+            return run(*args)
 
-        monkeypatch.setattr(module, "scan", counted)
+        monkeypatch.setattr(owner, method, counted)
     args = convergence.arguments(["--quick"])
     learned(args, EAGER, 5, *digits)
-    assert calls.keys() == {reference.__name__}
+    assert calls.keys() == {"scan"}
     calls.clear()
     learned(args, OURS, 5, *digits)
-    assert calls.keys() == {compiler.__name__}
+    assert calls.keys() == {"forward"}
 
 
 @pytest.mark.parametrize("precision", ["32", "bf16"])

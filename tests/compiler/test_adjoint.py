@@ -20,7 +20,6 @@ LANGUAGE = {
     "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
     "log": math.log,
     "sqrt": math.sqrt,
-    "fma": lambda a, b, c: a * b + c,
     "floor": math.floor,
 }
 

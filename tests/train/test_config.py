@@ -47,6 +47,8 @@ WRONG = [
         "accumulate is 32 and tbptt 7, which leaves one step of one image: batch normalization",
     ),
     ({"cuda_graph": True, "precision": "16"}, "cuda_graph is given with precision 16"),
+    ({"memory": "checkpoint", "fuse": False}, "memory is checkpoint and fuse is false"),
+    ({"memory": "checkpoint", "tbptt": 2}, "memory is checkpoint and tbptt is 2"),
     ({"surrogate": "sigmod"}, "unknown surrogate 'sigmod': did you mean sigmoid? choose one of"),
     ({"surrogate": "erf", "neuron": "integerlif"}, "surrogate is given, but the neuron integerlif"),
     ({"slicing": "number"}, "slicing is given, but digits is no event data"),

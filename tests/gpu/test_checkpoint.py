@@ -1,0 +1,71 @@
+"""tests/nn/test_checkpoint.py on a GPU, and what only a GPU can show."""
+
+import pytest
+import torch
+
+import spikefuse as sf
+from spikefuse.memory import Checkpoint, Recompute
+from spikefuse.models import MODELS
+from spikefuse.testing import make_input
+from tests.nn.test_checkpoint import *  # noqa: F403
+from tests.nn.test_checkpoint import SHAPE, Mixed, fused, train
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch):
+    """cuDNN's fastest algorithms may add in any order."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+@pytest.mark.parametrize("cast", [None, torch.bfloat16])
+def test_peak_of_a_model(cast):
+    """Of cifar_large: the gradient of the first layer, some parts of it, bits and weights."""
+    x = make_input((10, 16, 3, 32, 32), device="cuda")
+    largest = 10 * 16 * 128 * 32 * 32 * (4 if cast is None else 2)
+    peaks = {}
+    for policy in (Recompute(), Checkpoint()):
+        net = fused(lambda: MODELS["cifar_large"](sf.LIF, 3, 10, (32, 32)), policy, "cuda")
+        net.to(memory_format=torch.channels_last)
+        train(net, x, cast)
+        # Room for a second gradient of each weight, which lives until backward is over.
+        weights = sum(p.nbytes for p in net.parameters())
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        train(net, x, cast)
+        peaks[policy] = torch.cuda.max_memory_allocated() - before - weights
+    assert peaks[Checkpoint()] < 2.2 * largest
+    assert peaks[Checkpoint()] < 0.4 * peaks[Recompute()]
+
+
+def test_a_cuda_graph():
+    net, x = fused(Mixed, Checkpoint(2), "cuda"), make_input(SHAPE, device="cuda")
+    leaf = x.clone().requires_grad_()
+
+    def run():
+        return torch.autograd.grad(net(leaf).square().sum(), [leaf, *net.parameters()])
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    with torch.no_grad():
+        leaf.copy_(make_input(SHAPE, device="cuda", seed=1))
+    graph.replay()
+    for a, b in zip(found, run(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_no_waiting_for_the_gpu():
+    net, x = fused(Mixed, Checkpoint(2), "cuda"), make_input(SHAPE, device="cuda")
+    leaf = x.clone().requires_grad_()
+    net(leaf).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        net(leaf).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
