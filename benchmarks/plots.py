@@ -66,6 +66,41 @@ def timestep_scaling(result: dict[str, Any], path: Path) -> Path | None:
     return save(figure, path)
 
 
+def time_sharding(result: dict[str, Any], path: Path) -> Path | None:
+    """Speed-up of a layer against T for each number of GPUs, measured and predicted; None where
+    matplotlib is not installed, or no layer was measured."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    rows = [r for r in result["rows"] if r["what"] == "layer" and r["time"] > 1]
+    if not rows:
+        return None
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained", dpi=120)
+    FigureCanvasAgg(figure)
+    panel = figure.subplots()
+    lines = (("speedup", "o-", "measured"), ("by_paper", ":", "Eq. 5"), ("predicted", "--", "plan"))
+    for index, count in enumerate(sorted({r["time"] for r in rows})):
+        mine = sorted((r for r in rows if r["time"] == count), key=lambda r: r["T"])
+        for key, style, name in lines:
+            points = [(r["T"], r[key]) for r in mine if key in r]
+            if points:
+                label = f"{count} ranks, {name}"
+                panel.plot(*zip(*points, strict=True), style, color=f"C{index}", label=label)
+    steps = sorted({r["T"] for r in rows})
+    panel.set(xscale="log", xlabel="time steps T", ylabel="times as fast as one")
+    panel.set_xticks(steps, [str(T) for T in steps])
+    panel.minorticks_off()
+    panel.grid(alpha=0.3)
+    panel.legend()
+    machine = result["machine"]
+    figure.suptitle(f"{rows[0]['N']:,} LIF neurons, {machine.get('gpu') or machine['cpu']}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
 def learning(result: dict[str, Any], path: Path) -> Path | None:
     """Loss and accuracy over the epochs, of every seed; None where matplotlib is not installed."""
     figure = canvas((9, 3.5))

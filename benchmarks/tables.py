@@ -297,6 +297,34 @@ def ddp(result: dict[str, Any], path: Path, root: Path) -> str:
     return "\n\n".join([origin(result), said, table, *bars_line(result)])
 
 
+def time_sharding(result: dict[str, Any], path: Path, root: Path) -> str:
+    """The picture, a line for each layer, network and layout, and the longest sequence."""
+    lines, notes = [], []
+    for row in result["rows"]:
+        if row["what"] == "long":
+            alone = "fits" if row["fits_one"] else "does not fit"
+            several = "fits" if row["fits"] else "does not fit"
+            notes.append(f"T = {row['T']:,} {alone} on one GPU, and {several} on {row['time']}.")
+            continue
+        about = [f"{row['N']:,} neurons" if row["what"] == "layer" else "Spiking-ResNet18",
+                 f"{row['T']:,}", f"{row['data']} × {row['time']}",
+                 row.get("statistics", "–") if row["time"] > 1 else "–"]  # fmt: skip
+        if "ms" not in row:
+            lines.append([*about, row["status"], *["–"] * 5])
+            continue
+        speedups = [f"{row[key]:.2f}×" if row.get(key) else "–"
+                    for key in ("speedup", "predicted", "by_paper")]  # fmt: skip
+        memory = f"{100 * row['memory']:.0f}%" if row.get("memory") else "–"
+        lines.append([*about, number(row["ms"]["median"]), *speedups, str(row["chunks"]), memory])
+    head = ["", "T", "data × time", "statistics", "ms", "speed-up", "by the plan", "by Eq. 5"]
+    table = markdown([*head, "chunks", "memory of one's"], lines)
+    picture, drawn = path.with_suffix(".png"), []
+    if picture.exists():
+        link = picture.resolve().relative_to(root.resolve()).as_posix()
+        drawn = [f"![speed-up over the number of time steps]({link})"]
+    return "\n\n".join([origin(result), *drawn, table, *notes, *bars_line(result)])
+
+
 def first_call(result: dict[str, Any], path: Path, root: Path) -> str:
     """Seconds by backend and neuron, cold and warm."""
     lines = []
@@ -397,6 +425,11 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "block": ("block", each(block), BENCH),
     "bptt-figures": ("bptt_figures", each(bptt_tables.tables), bptt_figures.COMMAND),
     "ddp": ("ddp*", each(ddp), "torchrun --nproc_per_node 2 -m benchmarks.ddp"),
+    "time-sharding": (
+        "time_sharding",
+        each(time_sharding),
+        "torchrun --nproc_per_node 4 -m benchmarks.time_sharding",
+    ),
     "first-call": ("first_call", each(first_call), BENCH),
     "cpu": ("cpu_neuron", each(cpu), BENCH),
     "training": ("training_*", training, "python -m benchmarks.training digits"),

@@ -1,6 +1,6 @@
 """spikefuse: spiking neural networks in PyTorch, fused over time."""
 
-from spikefuse import memory, surrogate
+from spikefuse import distributed, memory, surrogate
 from spikefuse.compiler import UnsupportedOperation
 from spikefuse.neurons import (
     Learnable,
@@ -65,6 +65,7 @@ __all__ = [
     "UnsupportedOperation",
     "__version__",
     "decay_from_tau",
+    "distributed",
     "explain",
     "fuse",
     "memory",

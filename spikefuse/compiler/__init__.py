@@ -2,5 +2,6 @@
 
 from spikefuse.compiler.launch import scan
 from spikefuse.compiler.ops import UnsupportedOperation
+from spikefuse.compiler.relayed import Relay
 
-__all__ = ["UnsupportedOperation", "scan"]
+__all__ = ["Relay", "UnsupportedOperation", "scan"]

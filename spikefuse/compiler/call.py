@@ -39,13 +39,15 @@ class Call:
         self.num_saved = (self.layout.num_steps - 1) // self.program.chunk
         self._inputs = inputs
         self._absent = (None,) * self.num_states
-        self._forward: Launch | None = None
+        self._forward: dict[Any, Launch] = {}
         self._backward: dict[tuple[Any, ...], Launch] = {}
 
-    def results(self, save: bool, final: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def results(
+        self, save: bool, final: bool, into: Tensors | None = None
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Unwritten (outputs, final states, stored states); a short sequence stores none."""
-        outputs = [self._sequence(self.dtype) for _ in range(self.num_outputs)]
-        finals = [self._step() for _ in range(self.num_states)] if final else []
+        outputs = self._targets([self.dtype] * self.num_outputs, into)
+        finals = self.steps() if final else []
         return outputs, finals, self.stored() if save else []
 
     def stored(self) -> list[Tensor]:
@@ -60,12 +62,26 @@ class Call:
         return 4 * self.num_saved * self.num_states * self.layout.num_neurons
 
     def gradients(
-        self, input_grads: Sequence[bool], state_grads: bool, param_grads: Sequence[bool]
+        self,
+        input_grads: Sequence[bool],
+        state_grads: bool,
+        param_grads: Sequence[bool],
+        into: Tensors | None = None,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Unwritten gradients of inputs and initial states, and of parameters per neuron."""
-        grads = [self._sequence(dtype) for dtype in compress(self.dtypes, input_grads)]
-        starts = [self._step() for _ in range(self.num_states)] if state_grads else []
+        grads = self._targets(list(compress(self.dtypes, input_grads)), into)
+        starts = self.steps() if state_grads else []
         return grads, starts, [self._per_neuron() for wanted in param_grads if wanted]
+
+    def steps(self) -> list[Tensor]:
+        """One unwritten time step for each state."""
+        return [self._step() for _ in range(self.num_states)]
+
+    def _targets(self, dtypes: Sequence[torch.dtype], into: Tensors | None) -> list[Tensor]:
+        """New sequences, or those of `into` wherever kernels can write them in place."""
+        if into is None:
+            return [self._sequence(dtype) for dtype in dtypes]
+        return [x if self.layout.fits(x) else self._sequence(x.dtype) for x in into]
 
     def _sequence(self, dtype: torch.dtype) -> Tensor:
         layout = self.layout
@@ -92,16 +108,21 @@ class Call:
         scalars: Sequence[float],
         save: bool,
         final: bool,
+        into: Tensors | None = None,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """(outputs, final states, stored states), the last two if asked for."""
+        """(outputs, final states, stored states), the last two if asked for; the outputs are
+        written into the sequences of `into`, if there are any."""
         layout = self.layout
-        outputs, finals, saved = self.results(save, final)
+        outputs, finals, saved = self.results(save, final, into)
         if layout.num_neurons:
             sequences = [*self._conforming(inputs), *outputs]
-            launch = self._forward
+            key = None if into is None else tuple([y.stride() for y in outputs])
+            launch = self._forward.get(key)
             if launch is None:
                 kernel = self.program.module().forward
-                launch = self._forward = self.program.launcher.prepare(kernel, layout, sequences)
+                launch = self._forward[key] = self.program.launcher.prepare(
+                    kernel, layout, sequences
+                )
             starts = [layout.conform_step(s) for s in states]
             stored = saved or (self._no_rows if save else ())
             launch(
@@ -110,7 +131,7 @@ class Call:
                 (),
                 self._values(params, scalars),
             )
-        return outputs, finals, saved
+        return _delivered(outputs, into), finals, saved
 
     def backward(
         self,
@@ -123,8 +144,10 @@ class Call:
         grad_states: Sequence[Tensor | None],
         input_grads: Sequence[bool],
         param_grads: Sequence[bool],
+        into: Tensors | None = None,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Gradients of (inputs, initial states, parameters), as far as they are wanted."""
+        """Gradients of (inputs, initial states, parameters), as far as they are wanted; those of
+        the inputs are written into the sequences of `into`, if there are any."""
         grads, starts, sums = self.differentiate(
             inputs,
             states,
@@ -135,6 +158,7 @@ class Call:
             grad_states,
             input_grads,
             param_grads,
+            into=into,
         )
         totals = zip(sums, compress(params, param_grads), strict=True)
         return grads, starts, [self.layout.reduce_to(total, p).to(p.dtype) for total, p in totals]
@@ -151,6 +175,7 @@ class Call:
         input_grads: Sequence[bool],
         param_grads: Sequence[bool],
         rebuild: bool = False,
+        into: Tensors | None = None,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """The same, but gradients of parameters per neuron.
 
@@ -158,13 +183,15 @@ class Call:
             rebuild: `saved` is unwritten, and is written here; where the program `rebuilds`.
         """
         layout = self.layout
-        grads, starts, sums = self.gradients(input_grads, bool(states), param_grads)
+        grads, starts, sums = self.gradients(input_grads, bool(states), param_grads, into)
         if not layout.num_neurons:
-            return grads, starts, sums
+            return _delivered(grads, into), starts, sums
         incoming = [self._zeros() if g is None else layout.conform(g) for g in grad_outputs]
         finals = [None if g is None else layout.conform_step(g) for g in grad_states]
         sequences = [*self._conforming(inputs), *incoming, *grads]
         key = (rebuild, *input_grads, *param_grads, *[(g.stride(), g.dtype) for g in incoming])
+        if into is not None:
+            key += tuple([g.stride() for g in grads])
         launch = self._backward.get(key)
         if launch is None:
             kernel = self.program.module(*self._names(input_grads, param_grads)).backward
@@ -177,7 +204,7 @@ class Call:
             sums,
             self._values(params, scalars),
         )
-        return grads, starts, sums
+        return _delivered(grads, into), starts, sums
 
     def _conforming(self, inputs: Tensors) -> Tensors:
         return inputs if self._fits else [self.layout.conform(x) for x in inputs]
@@ -230,6 +257,16 @@ def _plain(value: Tensor) -> Tensor:
     if value.dtype == torch.float32 and value.is_contiguous():
         return value
     return value.detach().float().contiguous()
+
+
+def _delivered(written: list[Tensor], into: Tensors | None) -> list[Tensor]:
+    """`into`, once it holds what was written elsewhere."""
+    if into is None:
+        return written
+    for x, wanted in zip(written, into, strict=True):
+        if x is not wanted:
+            wanted.copy_(x)
+    return list(into)
 
 
 def spec(inputs: Tensors) -> tuple[Spec, ...]:

@@ -20,6 +20,7 @@ from spikefuse.compiler.adjoint import has_gradient
 from spikefuse.compiler.call import Call, call_of, spec
 from spikefuse.compiler.launch_triton import interpreted
 from spikefuse.compiler.program import kind_of, prepare, program
+from spikefuse.compiler.relayed import Relay, relayed
 from spikefuse.neurons.definition import Definition, Outputs, States, channel_view
 from spikefuse.surrogate import no_gradient
 
@@ -43,12 +44,14 @@ def scan(
     state: States | None,
     backend: str,
     return_state: bool = True,
+    relay: Relay | None = None,
 ) -> tuple[Outputs, States, tuple[bool, ...]]:
     """Run `definition` over dim 0 of `inputs` in one kernel; see `spikefuse.reference.scan`.
 
     Args:
         backend: "triton" or "numba".
         return_state: whether to write the final states; without, they are ().
+        relay: how states travel if other processes have the steps before and after.
 
     Returns:
         (outputs, final states, for each output whether all its values are sure to be 0 or 1)
@@ -57,7 +60,8 @@ def scan(
     name, binary, scalars, params = _choose(definition, backend, inputs[0])
     states = [] if state is None else list(state)
     num_finals = len(type(definition).states) if return_state else 0
-    outputs, finals = run(name, len(binary), num_finals, list(inputs), states, params, scalars)
+    tensors = list(inputs), states, params
+    outputs, finals = run(name, len(binary), num_finals, *tensors, scalars, relay)
     return outputs, finals, binary
 
 
@@ -69,16 +73,20 @@ def run(
     states: list[Tensor],
     params: list[Tensor],
     scalars: list[float],
+    relay: Relay | None = None,
 ) -> tuple[Outputs, States]:
     """(outputs, final states) of a program, with gradients of all tensors.
 
     Args:
         num_finals: of its states if they are wanted, else 0.
+        relay: as in `scan`.
     """
     tensors = (*inputs, *states, *params)
     save = torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]
     arguments = name, inputs, states, params, scalars, save, num_finals > 0
-    if not is_plain(tensors):
+    if relay is not None:
+        results = relayed(*arguments, relay)
+    elif not is_plain(tensors):
         results = torch.ops.spikefuse.scan(*arguments)
     elif save:
         results = _apply(arguments, *tensors)

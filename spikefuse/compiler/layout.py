@@ -61,9 +61,13 @@ class Layout:
             self.step_shape, self.step_strides, dtype=dtype, device=like.device
         )
 
+    def fits(self, x: Tensor) -> bool:
+        """Whether kernels can read or write a sequence where it lies."""
+        return self._outer(x) is not None
+
     def conform(self, x: Tensor) -> Tensor:
         """A sequence as it is where kernels can read it in this layout, else a copy."""
-        if self._outer(x) is not None:
+        if self.fits(x):
             return x
         if x.stride(0) == 0 and self.num_steps > 1:
             return self.conform_step(x[0]).to(x.dtype).expand(x.shape)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse import reference
-from spikefuse.compiler import launch
+from spikefuse.compiler import Relay, launch
 from spikefuse.compiler.call import Call, call_of, spec
 from spikefuse.compiler.program import kind_of, prepare, program
 from spikefuse.kernels.norm import move
@@ -27,6 +27,11 @@ from spikefuse.nn.batch_norm import (
 from spikefuse.nn.neuron import Neuron, backend_of, calls, check, mark
 from spikefuse.nn.normed import VALUES, behind_norm
 from spikefuse.nn.passes import Given, Job, Kernels, apply
+
+SHARDED = (
+    "a norm and a neuron that are fused need all time steps in one process: for a network whose "
+    "time is sharded use them one after the other, without spikefuse.fuse (--no-fuse) or Block"
+)
 
 
 class Block(nn.Module):
@@ -102,8 +107,11 @@ def scan(
     state: States | None,
     impl: str,
     return_state: bool,
+    relay: Relay | None = None,
 ) -> tuple[Outputs, States]:
     """(outputs, final states) on inputs `[T, B, C, ...]`, whatever Temporal tells."""
+    if relay is not None:
+        raise ValueError(SHARDED)
     backend = backend_of(inputs, impl)
     check(neuron, ("x", "residual")[: len(inputs)], inputs, state, backend)
     check_norm(norm, neuron, inputs[0])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.compiler import UnsupportedOperation
+from spikefuse.compiler import Relay, UnsupportedOperation
 from spikefuse.compiler.layout import layout_of, outer_stride
 from spikefuse.compiler.program import kind_of, prepare, program
 from spikefuse.memory import Policy, Recompute
@@ -224,15 +224,16 @@ class _Watch:
         state: States | None,
         impl: str,
         return_state: bool,
+        relay: Relay | None = None,
     ) -> tuple[Outputs, States]:
         norm = scan.args[0] if isinstance(scan, functools.partial) else None
         sequence = calls.sequence
         backend, error = backend_of(inputs, impl), ""
         try:
-            result = scan(inputs, state, backend, return_state)
+            result = scan(inputs, state, backend, return_state, relay)
         except UnsupportedOperation as unsupported:
             backend, error = "reference", str(unsupported)
-            result = scan(inputs, state, backend, return_state)
+            result = scan(inputs, state, backend, return_state, relay)
         fused = backend != "reference"
         labels = type(neuron).input_names if norm is None else ("x", "residual")
         call = _Call(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +15,22 @@ from spikefuse import compiler, reference
 from spikefuse.memory import Policy, Recompute
 from spikefuse.neurons.definition import Definition, Outputs, States
 from spikefuse.nn.kept import Spikes
+from spikefuse.nn.relay import Shard
 
-#: (inputs `[T, B, ...]`, state, impl, return_state) to (outputs, final states).
-Scan = Callable[[tuple[Tensor, ...], States | None, str, bool], tuple[Outputs, States]]
+
+class Scan(Protocol):
+    """(inputs `[T, B, ...]`, state, impl, return_state, relay) to (outputs, final states)."""
+
+    def __call__(
+        self,
+        inputs: tuple[Tensor, ...],
+        state: States | None,
+        impl: str,
+        return_state: bool,
+        relay: compiler.Relay | None = None,
+        /,
+    ) -> tuple[Outputs, States]: ...
+
 
 IMPLEMENTATIONS = ("auto", "triton", "numba", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,6 +47,8 @@ class Sequence:
     keep_final: bool = False
     # Of a tensor [B, ...] that stands for all steps; None if every tensor is [T*B, ...].
     constant_rows: int | None = None
+    # How states travel where other processes have the steps before and after.
+    relay: Shard | None = None
     final: dict[str, States] = field(default_factory=dict)
     # Where neurons mark outputs that are binary; None if layers keep spikes as they are.
     spikes: Spikes | None = None
@@ -147,7 +162,7 @@ class Neuron(Definition):
             )
         unfolded = tuple(_unfolded(x, sequence) for x in inputs)
         sequence.current = name
-        outputs, final = scan(unfolded, state, sequence.impl, sequence.keep_final)
+        outputs, final = scan(unfolded, state, sequence.impl, sequence.keep_final, sequence.relay)
         sequence.current = ""
         sequence.final[name] = final
         folded = tuple(y.flatten(0, 1) for y in outputs)
@@ -158,7 +173,7 @@ class Neuron(Definition):
         in a backward pass, Temporal's call is over."""
         call: tuple[Any, ...] = _ALONE
         if sequence is not None and id(self) in sequence.names:
-            started = sequence.initial is not None
+            started = sequence.initial is not None or sequence.relay is not None
             call = (sequence.num_steps, sequence.impl, started, sequence.constant_rows)
         seen = self.__dict__.setdefault("_seen", {})
         rows = _rows(inputs)
@@ -178,13 +193,18 @@ class Neuron(Definition):
         return Sequence(call[0], {id(self): ""}, call[1], constant_rows=call[3])
 
     def _scan(
-        self, inputs: tuple[Tensor, ...], state: States | None, impl: str, return_state: bool
+        self,
+        inputs: tuple[Tensor, ...],
+        state: States | None,
+        impl: str,
+        return_state: bool,
+        relay: compiler.Relay | None = None,
     ) -> tuple[Outputs, States]:
         backend = backend_of(inputs, impl)
         check(self, type(self).input_names, inputs, state, backend)
         if backend == "reference":
             return reference.scan(self, inputs, state)
-        outputs, final, binary = compiler.scan(self, inputs, state, backend, return_state)
+        outputs, final, binary = compiler.scan(self, inputs, state, backend, return_state, relay)
         mark(outputs, binary)
         return outputs, final
 

@@ -14,6 +14,7 @@ from spikefuse.memory import Auto, Checkpoint, Policy, Recompute
 from spikefuse.neurons.definition import States
 from spikefuse.nn import checkpoint, constant, kept
 from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron, Sequence, calls
+from spikefuse.nn.relay import Shard
 from spikefuse.nn.segments import Segments
 
 
@@ -81,6 +82,8 @@ class Temporal(nn.Module):
         self.memory: Policy | Auto = chosen
         # What a budget has led to, by the description of a call.
         self._chosen: dict[Hashable, tuple[Policy, dict[str, Policy]]] = {}
+        # The steps that other processes hold: see `spikefuse.distributed.shard_time`.
+        self.shard: Shard | None = None
         self._plan: constant.Plan | None = None
         self._segments: Segments | None = None
 
@@ -103,7 +106,9 @@ class Temporal(nn.Module):
         self._check(x, state, impl, neurons)
         num_steps, batch = x.shape[:2]
         names = {id(neuron): name for name, neuron in neurons.items()}
-        sequence = Sequence(num_steps, names, impl, state, return_state)
+        sequence = Sequence(num_steps, names, impl, state, return_state, relay=self.shard)
+        if self.shard is not None:
+            self._begin(self.shard, x, state, impl)
         plan = self._sharing(x)
         outer, calls.sequence = calls.sequence, sequence
         try:
@@ -112,7 +117,7 @@ class Temporal(nn.Module):
                     folded = self._run(x.flatten(0, 1), sequence)
                 else:
                     sequence.constant_rows = batch
-                    with constant.same_statistics(plan, sequence):
+                    with self._repeated(plan, sequence):
                         folded = self._run(x[0], sequence)
         finally:
             calls.sequence = outer
@@ -167,6 +172,35 @@ class Temporal(nn.Module):
         num_bytes = sum(size.now for size in ledger.sizes(own))
         packed = {} if sequence.spikes is None else sequence.spikes.saved
         self._chosen[call] = auto.choose(num_bytes, sequence.rebuilt, packed)
+
+    def _begin(self, shard: Shard, x: Tensor, state: dict[str, States] | None, impl: str) -> None:
+        if impl == "reference":
+            raise ValueError(
+                'impl is "reference", whose loop has all steps in one process: choose "auto" for a '
+                "network whose time is sharded"
+            )
+        if isinstance(self.memory, Checkpoint):
+            raise ValueError(
+                "memory is Checkpoint(), which computes all steps again in one process: choose "
+                "another policy for a network whose time is sharded"
+            )
+        if state is not None and not shard.is_first:
+            raise ValueError(
+                "state is given to a rank that does not hold the first step: pass it to rank 0, as "
+                "spikefuse.distributed.carry_state does"
+            )
+        mode = "training" if self.training else "evaluation"
+        gradients = "with" if torch.is_grad_enabled() else "without"
+        wanted = ", x requires grad" if x.requires_grad else ""
+        shard.begin(x, f"{type(self.net).__name__} in {mode} {gradients} gradients{wanted}")
+
+    def _repeated(
+        self, plan: constant.Plan, sequence: Sequence
+    ) -> contextlib.AbstractContextManager[None]:
+        """For a call in which rows stand for all steps."""
+        if sequence.relay is not None and sequence.relay.exact_statistics:
+            return contextlib.nullcontext()  # batch norms count the steps themselves
+        return constant.same_statistics(plan, sequence)
 
     def _sharing(self, x: Tensor) -> constant.Plan | None:
         """The plan to compute once what does not change over time, if that is possible."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from spikefuse.data import DATASETS, random_flip, random_shift
+from spikefuse.distributed import gather_steps, shard_time
 from spikefuse.nn.encode import direct, poisson
 from spikefuse.train import optimize
 from spikefuse.train.batches import Batch
@@ -54,7 +57,8 @@ class Tally:
             return self
         totals = torch.zeros(2, dtype=torch.float64) if self.totals is None else self.totals
         count = torch.tensor([float(self.count)], dtype=torch.float64, device=device)
-        values = processes.sum(torch.cat([totals.to(device), count]))
+        # Processes with steps of the same samples count them all.
+        values = processes.sum(torch.cat([totals.to(device), count])) / processes.time
         tally = Tally()
         tally.totals, tally.count = values[:2], int(values[2])
         return tally
@@ -93,7 +97,10 @@ class Classifier(pl.LightningModule):
         self.config = config
         self.processes = Processes() if processes is None else processes
         reseed(config.seed, Purpose.WEIGHTS)
-        self.net = config.make_network()
+        # What is fused has all time steps in one process.
+        shares_time = self.processes.time > 1
+        self.net = (replace(config, fuse=False) if shares_time else config).make_network()
+        self._axis: DeviceMesh | None = None
         self.history: list[Row] = []
         self._row: Row = {}
         self.tally, self.eval_tally = Tally(), Tally()
@@ -120,7 +127,22 @@ class Classifier(pl.LightningModule):
         return random_flip(inputs, generator) if self.config.flip else inputs
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return readout(self.net(self.encode(inputs)), self.config.loss)
+        return readout(self.outputs(self.encode(inputs)), self.config.loss)
+
+    def share_time(self, mesh: DeviceMesh, chunks: int) -> None:
+        """Let this process compute its time steps only, from now on."""
+        self._axis = mesh["time"]
+        shard_time(self.net, self._axis, chunks)
+
+    def alone(self) -> None:
+        """From now on this process works without the others, for evaluation."""
+        self.processes, self._axis, self.net.shard = Processes(), None, None
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """Those of the network, `[T, B, ...]`, in all processes that share their time."""
+        if self._axis is None:
+            return self.net(x)
+        return gather_steps(self.net(x[self.processes.steps(len(x))]), self._axis, len(x))
 
     def configure_optimizers(self) -> Optimizer:
         return optimize.make_optimizer(self.config, self.parameters(), self.device)
@@ -167,7 +189,8 @@ class Classifier(pl.LightningModule):
         self._optimizer().zero_grad()
         share = self.processes.share(len(labels))
         x = self.encode(self.augment(inputs))[:, share]
-        loss, logits = optimize.gradients(self.net, x, labels[share], self.config, self._backward)
+        net = self.net if self._axis is None else self.outputs
+        loss, logits = optimize.gradients(net, x, labels[share], self.config, self._backward)
         return loss, logits, labels[share]
 
     def _backward(self, loss: Tensor, last: bool) -> None:
@@ -194,7 +217,7 @@ class Classifier(pl.LightningModule):
     def images_per_second(self) -> float:
         """Training speed of all processes since the epoch, or what was resumed of it, began."""
         seconds = time.perf_counter() - self._clock
-        return (self.tally.count - self._clock_count) * self.processes.count / seconds
+        return (self.tally.count - self._clock_count) * self.processes.data / seconds
 
     def waited(self) -> float:
         """Share of that time in which this process waited for data, from 0 to 1."""
@@ -240,7 +263,7 @@ class Classifier(pl.LightningModule):
         x, labels = self.encode(inputs)[:, share], labels[share]
         if len(labels) == 0:  # fewer images than processes
             return
-        logits = readout(self.net(x), self.config.loss)
+        logits = readout(self.outputs(x), self.config.loss)
         self.eval_tally.add(F.cross_entropy(logits, labels), logits, labels)
 
     # Checkpoints

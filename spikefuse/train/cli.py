@@ -48,6 +48,7 @@ examples:
   spikefuse train --config configs/temporal-fusion-mnist-resnet18.yaml --download
   spikefuse train --resume runs/digits-conv-1/last.ckpt
   torchrun --nproc_per_node 2 -m spikefuse train --batch-size 64
+  torchrun --nproc_per_node 4 -m spikefuse train --time-ranks 2 --data-ranks 2 -T 32
   tensorboard --logdir runs
 
 A run's folder receives last.ckpt, best.ckpt (highest validation accuracy), metrics.csv, TensorBoard
@@ -98,6 +99,23 @@ def _add_train(commands: Any) -> None:
     )
     where.add_argument(
         "--resume", type=Path, metavar="CKPT", help="continue the run of this checkpoint"
+    )
+    where.add_argument(
+        "--time-ranks",
+        type=int,
+        metavar="N",
+        default=1,
+        help="processes of torchrun that share a sequence (default: %(default)s)",
+    )
+    where.add_argument(
+        "--data-ranks", type=int, metavar="N", help="that share a batch (default: all others)"
+    )
+    where.add_argument(
+        "--time-chunks",
+        type=int,
+        metavar="N",
+        default=4,
+        help="parts of a batch in which states go from one to the next (default: %(default)s)",
     )
     _add_place(where)
 
@@ -184,11 +202,15 @@ def _train(arguments: argparse.Namespace) -> int:
     from spikefuse.train.interruption import Interrupted
     from spikefuse.train.processes import PeerLost
 
+    _go_on_after_restart(arguments, checkpoint.LAST)
     resumed = None
     if arguments.resume is not None:
         resumed = checkpoint.load(arguments.resume)
         config = _resumed_config(resumed.config, given, arguments)
-    place = run.Place(arguments.device, arguments.data_dir, arguments.download, arguments.out)
+    place = run.Place(
+        *(arguments.device, arguments.data_dir, arguments.download, arguments.out),
+        *(arguments.time_ranks, arguments.data_ranks, arguments.time_chunks),
+    )
     try:
         run.train(config, place, resumed)
     except Interrupted as stop:
@@ -200,6 +222,17 @@ def _train(arguments: argparse.Namespace) -> int:
         # Not by an orderly exit, in which connections and the GPU wait for who is gone.
         os._exit(1)
     return 0
+
+
+def _go_on_after_restart(arguments: argparse.Namespace, last: str) -> None:
+    """Resume what this command began, if torchrun --max-restarts has started it again."""
+    if arguments.resume is not None or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return
+    if arguments.out is None:
+        raise ConfigError("torchrun restarts a run from its folder: name one with --out")
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if restarted and (arguments.out / last).is_file():
+        arguments.resume, arguments.out = arguments.out / last, None
 
 
 def _resumed_config(

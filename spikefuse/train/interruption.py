@@ -79,10 +79,10 @@ class Interruption:
         assert self.requested is not None
         raise Interrupted(self.requested, self._saved())
 
-    def give_up(self) -> NoReturn:
+    def give_up(self, why: str = "") -> NoReturn:
         """Raise `PeerLost`; what torchrun sends to hurry this process on is ignored from now."""
         self._previous = dict.fromkeys(SIGNALS, signal.SIG_IGN)
-        raise PeerLost(self.processes.rank, self._saved())
+        raise PeerLost(self.processes.rank, self._saved(), why)
 
     def _saved(self) -> Path | None:
         return self.checkpoint if self.checkpoint.exists() else None

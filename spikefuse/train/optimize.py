@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from spikefuse.nn import Temporal
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.objective import objective, readout
 
@@ -22,7 +21,7 @@ Backward = Callable[[Tensor, bool], None]
 
 
 def gradients(
-    net: Temporal, x: Tensor, labels: Tensor, config: TrainConfig, backward: Backward
+    net: Callable[..., Any], x: Tensor, labels: Tensor, config: TrainConfig, backward: Backward
 ) -> tuple[Tensor, Tensor]:
     """Add the gradients of a batch to those of the parameters.
 
@@ -32,7 +31,7 @@ def gradients(
     share of the steps; with the loss "last" only the last chunk has one.
 
     Args:
-        net: the network.
+        net: the network, a `Temporal` or what calls one.
         x: its input `[T, B, ...]`.
         labels: classes `[B]`.
         config: of the run.
@@ -62,7 +61,9 @@ def gradients(
     return loss, torch.cat(logits)
 
 
-def _chunks(net: Temporal, x: Tensor, length: int, loss: str) -> Iterator[tuple[int, Tensor]]:
+def _chunks(
+    net: Callable[..., Any], x: Tensor, length: int, loss: str
+) -> Iterator[tuple[int, Tensor]]:
     """The output of each chunk, and the number of steps done by its end."""
     num_steps = len(x)
     if length == num_steps:

@@ -1,8 +1,9 @@
 """The processes of a run: one, or those that torchrun started, each with a share of every batch.
 
-Data parallelism: every process holds the data and the network, computes the gradients of its
-share, and averages them with the others (PyTorch's DistributedDataParallel, by NCCL on GPUs and
-by Gloo on CPUs).
+Of `data` × `time` processes, `time` neighbours have the same share of a batch, and each of them has
+some of its time steps (see `spikefuse.distributed`). Data parallelism: every process holds the data
+and the network, computes the gradients of its share, and averages them with the others (PyTorch's
+DistributedDataParallel, by NCCL on GPUs and by Gloo on CPUs).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spikefuse.distributed import connect, steps_of
+
 
 class PeerLost(Exception):
     """Another process of the run has ended, so that this one cannot go on.
@@ -25,13 +28,15 @@ class PeerLost(Exception):
     Args:
         rank: of this process.
         checkpoint: the file to resume from, or None if there is none.
+        why: what is known of the other one.
     """
 
-    def __init__(self, rank: int, checkpoint: Path | None) -> None:
+    def __init__(self, rank: int, checkpoint: Path | None, why: str = "") -> None:
+        why = why or "another process has ended, and with it the run"
         saved = "nothing was saved"
         if checkpoint is not None:
             saved = f"saved is {checkpoint}: continue with --resume {checkpoint}"
-        super().__init__(f"rank {rank}: another process has ended, and with it the run; {saved}")
+        super().__init__(f"rank {rank}: {why}; {saved}")
 
 
 @dataclass(frozen=True)
@@ -42,20 +47,28 @@ class Processes:
         rank: its number, from 0.
         count: how many there are.
         local_rank, local_count: the same among those of this machine.
+        time: how many share a sequence.
     """
 
     rank: int = 0
     count: int = 1
     local_rank: int = 0
     local_count: int = 1
+    time: int = 1
 
     @classmethod
-    def started(cls) -> Processes:
+    def started(cls, time: int = 1) -> Processes:
         """Those that torchrun started, or this one alone."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
-            return cls()
+            return cls(time=time)
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        return cls(*(int(os.environ[name]) for name in names))
+        rank, count, local_rank, local_count = (int(os.environ[name]) for name in names)
+        return cls(rank, count, local_rank, local_count, time)
+
+    @property
+    def data(self) -> int:
+        """How many share a batch."""
+        return self.count // self.time
 
     @property
     def main(self) -> bool:
@@ -64,7 +77,12 @@ class Processes:
 
     def share(self, count: int) -> slice:
         """This process's part of `count` samples: equal ones where `count` can be divided."""
-        return slice(count * self.rank // self.count, count * (self.rank + 1) // self.count)
+        rank = self.rank // self.time
+        return slice(count * rank // self.data, count * (rank + 1) // self.data)
+
+    def steps(self, num_steps: int) -> slice:
+        """This process's part of the time steps."""
+        return steps_of(num_steps, self.rank % self.time, self.time)
 
     @contextlib.contextmanager
     def connected(self, device: torch.device) -> Iterator[None]:
@@ -74,7 +92,7 @@ class Processes:
             return
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        connect("nccl" if device.type == "cuda" else "gloo")
         _groups.host = dist.new_group(backend="gloo")
         yield
         # Not after an exception: to leave a group in good order takes all its processes.

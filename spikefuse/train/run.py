@@ -27,6 +27,7 @@ from tqdm import tqdm
 import spikefuse
 from spikefuse import data
 from spikefuse.data import DATASETS, Examples
+from spikefuse.distributed import RankLost, make_mesh
 from spikefuse.nn.fusion import Fusion
 from spikefuse.train import batches
 from spikefuse.train.batches import EvalBatches, Timed, TrainBatches
@@ -58,12 +59,18 @@ class Place:
         data_dir: folder of the data sets, or None for the default one.
         download: fetch missing data.
         out: a new folder for the run, or None for the next runs/<dataset>-<model>-<n>.
+        time_ranks: processes that share a sequence.
+        data_ranks: processes that share a batch, or None for all that are left.
+        time_chunks: parts of a batch in which neurons' states go from process to process.
     """
 
     device: str = "auto"
     data_dir: Path | None = None
     download: bool = False
     out: Path | None = None
+    time_ranks: int = 1
+    data_ranks: int | None = None
+    time_chunks: int = 4
 
 
 def train(config: TrainConfig, place: Place, resumed: Loaded | None = None) -> dict[str, Any]:
@@ -82,7 +89,8 @@ def train(config: TrainConfig, place: Place, resumed: Loaded | None = None) -> d
             the run's own best.ckpt that turns out wrong at the end.
         Interrupted: a signal stopped the run.
     """
-    processes = Processes.started()
+    processes = Processes.started(place.time_ranks)
+    _check_layout(config, place, processes)
     device = _device(place.device, config.precision, processes)
     _check_device(config, device, processes)
     with processes.connected(device):
@@ -93,6 +101,8 @@ def train(config: TrainConfig, place: Place, resumed: Loaded | None = None) -> d
         module = _make_module(config, device, processes)
         if resumed is not None:
             _load_weights(module, resumed)  # an early check: Lightning loads them again
+        if processes.time > 1:
+            module.share_time(make_mesh(None, processes.time, device.type), place.time_chunks)
         existed = resumed is not None or (place.out is not None and place.out.exists())
         directory = _agreed_directory(config, place, resumed, processes)
         if processes.main:
@@ -110,7 +120,7 @@ def train(config: TrainConfig, place: Place, resumed: Loaded | None = None) -> d
     if not processes.main:
         return {}
     facts = {**_speed(module, seconds), "resumed": resumed is not None}
-    module.processes = Processes()  # what follows is done by this one alone
+    module.alone()  # what follows is done by this one
     try:
         return _finish(module, test, device, directory, facts)
     except KeyboardInterrupt:
@@ -126,6 +136,8 @@ def _introduction(module: Classifier, sizes: tuple[int, int, int], device: torch
     encoding = "event frames" if events else f"{config.encoding} encoding"
     fusion = getattr(module.net, "fusion", None)
     fused = f"\n{fusion.summary}" if isinstance(fusion, Fusion) and fusion.fused else ""
+    if processes.time > 1 and config.fuse:
+        fused = f"\nnot fused: {processes.time} processes share each sequence"
     return (
         f"{config.dataset}: {training:,} training, {validation:,} validation, "
         f"{test:,} test images\n"
@@ -194,7 +206,7 @@ def _fit(
             )
         except Exception as error:
             if processes.count > 1 and lost_peer(error):
-                interruption.give_up()
+                interruption.give_up(str(error) if isinstance(error, RankLost) else "")
             raise
 
 
@@ -309,6 +321,33 @@ def _device(name: str, precision: str, processes: Processes) -> torch.device:
     return torch.device("cuda", processes.local_rank)
 
 
+def _check_layout(config: TrainConfig, place: Place, processes: Processes) -> None:
+    """How many processes share what."""
+    if min(place.time_ranks, place.data_ranks or 1, place.time_chunks) < 1:
+        raise ConfigError("time_ranks, data_ranks and time_chunks must be at least 1")
+    count, data = processes.count, place.data_ranks
+    wanted = place.time_ranks * (count // place.time_ranks if data is None else data)
+    if wanted != count:
+        raise ConfigError(
+            f"time_ranks {place.time_ranks} and data_ranks {data or 'as many as are left'} need "
+            f"other than {count} processes: start torchrun --nproc_per_node with their product"
+        )
+    if processes.time == 1:
+        return
+    if config.num_steps < processes.time:
+        raise ConfigError(
+            f"num_steps is {config.num_steps}: expected at least time_ranks, {processes.time}"
+        )
+    if config.memory == "checkpoint":
+        raise ConfigError(
+            "memory is checkpoint, for which one process has all steps: leave out time_ranks, or "
+            "choose another memory"
+        )
+    for name in ("tbptt", "sync_batch_norm"):
+        if getattr(config, name):
+            raise ConfigError(f"{name} is for sequences that one process has: leave out time_ranks")
+
+
 def _check_device(config: TrainConfig, device: torch.device, processes: Processes) -> None:
     """What a run asks for and this machine cannot do."""
     if config.cuda_graph and device.type != "cuda":
@@ -317,15 +356,15 @@ def _check_device(config: TrainConfig, device: torch.device, processes: Processe
         raise ConfigError("cuda_graph is for a single process: add --no-cuda-graph")
     if config.sync_batch_norm and device.type != "cuda":
         raise ConfigError("sync_batch_norm needs CUDA GPUs: add --no-sync-batch-norm")
-    if config.batch_size % processes.count:
+    if config.batch_size % processes.data:
         raise ConfigError(
-            f"batch_size is {config.batch_size}: expected a multiple of the {processes.count} "
+            f"batch_size is {config.batch_size}: expected a multiple of the {processes.data} "
             "processes, which share it equally"
         )
-    if config.batch_size // processes.count < config.accumulate:
+    if config.batch_size // processes.data < config.accumulate:
         raise ConfigError(
             f"accumulate is {config.accumulate}: expected at most "
-            f"{config.batch_size // processes.count}, each process's share of a batch"
+            f"{config.batch_size // processes.data}, each process's share of a batch"
         )
 
 

@@ -221,6 +221,24 @@ def test_ddp(tmp_path: Path) -> None:
     assert "| spikefuse, fused, eager | 2 | 4.00 | 4.20 | 47,619 | 1.90× | 1,024 / 2,048 |" in text
 
 
+def test_time_sharding(tmp_path: Path) -> None:
+    layer = {"what": "layer", "T": 1024, "N": 10**6, "data": 1, "time": 2, "chunks": 8}
+    layer |= {"ms": {"median": 2.5}, "speedup": 1.9, "predicted": 1.85, "by_paper": 1.99}
+    net = {"what": "network", "T": 128, "batch": 16, "statistics": "shard", "data": 2, "time": 2}
+    good = {"status": "ok", "ms": {"median": 100.0}, "speedup": 3.1, "chunks": 4, "memory": 0.26}
+    rows = [layer, {**net, **good}, {**net, "status": "out of memory", "reason": "why"}]
+    rows.append({"what": "long", "T": 1024, "time": 4, "fits_one": False, "fits": True})
+    record.write(tmp_path, result("time_sharding", rows, bars=[]))
+    text = "<!-- generated:time-sharding begin --><!-- generated:time-sharding end -->"
+    text = tables.filled(text, tmp_path, tmp_path)
+    assert (
+        "| 1,000,000 neurons | 1,024 | 1 × 2 | – | 2.50 | 1.90× | 1.85× | 1.99× | 8 | – |" in text
+    )
+    assert "| Spiking-ResNet18 | 128 | 2 × 2 | shard | 100 | 3.10× | – | – | 4 | 26% |" in text
+    assert "| 2 × 2 | shard | out of memory | – | – | – | – | – |" in text
+    assert "T = 1,024 does not fit on one GPU, and fits on 4." in text
+
+
 def test_first_call(tmp_path: Path) -> None:
     rows = [
         {"backend": "triton", "status": "failed", "reason": "exit code 1: no GPU"},

@@ -1,0 +1,197 @@
+"""A scan whose sequence goes on in other processes: states come from the one with the steps
+before and go to the one with the steps after, in backward their gradients the other way.
+
+It is done in parts of the batch, so that one process computes a part while the next one computes
+the part before. Parts are read and written where they lie in the whole sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from spikefuse.compiler.call import Call, call_of, spec
+
+#: The tensors of each part, such as its states.
+Parts = Sequence[Sequence[Tensor]]
+V = TypeVar("V")
+
+
+class Relay(Protocol):
+    """The connections of a process to those with the steps before and after its own."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no steps come before."""
+        ...
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no steps come after."""
+        ...
+
+    def parts(self, batch: int) -> list[slice]:
+        """The parts of a batch, the same in all processes."""
+        ...
+
+    def forward(self, received: Parts, run: Callable[[int], Sequence[Tensor]]) -> None:
+        """For each part wait until its tensors in `received` have been written by the process
+        before, `run` it, and send what that returns to the process after. The first process
+        receives nothing, the last one sends nothing."""
+        ...
+
+    def backward(self, received: Parts, run: Callable[[int], Sequence[Tensor]]) -> None:
+        """The same from the process after to the one before."""
+        ...
+
+
+@_disable_dynamo
+def relayed(
+    name: str,
+    inputs: Sequence[Tensor],
+    states: Sequence[Tensor],
+    params: Sequence[Tensor],
+    scalars: list[float],
+    save: bool,
+    final: bool,
+    relay: Relay,
+) -> Sequence[Tensor]:
+    """Outputs of the steps that are here, then, if asked for, the states after the last of them.
+
+    Args:
+        states: those before the first step of all, in the first process; none in the others.
+        relay: how states travel. The rest is as the library op `spikefuse::scan` has it.
+    """
+    tensors = (*inputs, *states, *params)
+    work = _Work(name, relay, scalars, len(inputs), len(states), save, final)
+    return _RelayedScan.apply(work, *tensors) if save else work.forward(tensors)[0]
+
+
+@dataclass
+class _Work:
+    """One scan in parts: what both passes need besides the tensors that autograd keeps."""
+
+    name: str
+    relay: Relay
+    scalars: list[float]
+    num_inputs: int
+    num_states: int
+    save: bool
+    final: bool
+    #: How many initial and stored states of each part are kept.
+    counts: list[tuple[int, int]] = field(default_factory=list)
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """(outputs and the final states that are asked for, states to keep for backward)"""
+        inputs, states, params = self._split([t.detach() for t in tensors])
+        rows = self.relay.parts(inputs[0].shape[1])
+        calls, xs = self._calls(inputs, rows)
+        outputs, _, _ = call_of(self.name, spec(inputs)).results(False, False)
+        starts = [[s[part] for s in states] for part in rows]
+        if not self.relay.is_first:
+            starts = [call.steps() for call in calls]
+        kept: list[Tensor] = []
+        finals: list[list[Tensor]] = []
+
+        def run(i: int) -> list[Tensor]:
+            into = [y[:, rows[i]] for y in outputs]
+            wanted = self.final or not self.relay.is_last
+            _, ends, stored = calls[i].forward(
+                xs[i], starts[i], params, self.scalars, self.save, wanted, into
+            )
+            kept.extend((*starts[i], *stored))
+            self.counts.append((len(starts[i]), len(stored)))
+            finals.append(ends)
+            return ends
+
+        self.relay.forward(starts, run)
+        ends = [torch.cat(parts) for parts in zip(*finals, strict=True)] if self.final else []
+        return [*outputs, *ends], kept
+
+    def backward(
+        self, saved: Sequence[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> tuple[list[Tensor | None], list[Tensor], list[Tensor | None]]:
+        """Gradients of the inputs, of the initial states if some were passed, and of the
+        parameters.
+
+        Args:
+            needs: which of the tensors need one; those that hooks have kept do not know.
+        """
+        num_tensors = len(saved) - sum(map(sum, self.counts))
+        inputs, states, params = self._split(saved[:num_tensors])
+        rest = iter(saved[num_tensors:])
+        kept = [[[next(rest) for _ in range(n)] for n in counts] for counts in self.counts]
+        rows = self.relay.parts(inputs[0].shape[1])
+        calls, xs = self._calls(inputs, rows)
+        num_outputs = calls[0].num_outputs
+        needs_inputs, _, needs_params = self._split(needs)
+        wanted = needs_inputs, needs_params
+        grad_inputs = call_of(self.name, spec(inputs)).gradients(wanted[0], False, ())[0]
+        received = [[] if self.relay.is_last else call.steps() for call in calls]
+        begins: list[list[Tensor]] = []
+        sums: list[Tensor] = []
+
+        def run(i: int) -> list[Tensor]:
+            part, (starts, stored) = rows[i], kept[i]
+            own = [None if g is None else g[part] for g in grads[num_outputs:]]
+            outer = [None if g is None else g[:, part] for g in grads[:num_outputs]]
+            into = [g[:, part] for g in grad_inputs]
+            arguments = xs[i], starts, params, self.scalars, stored, outer
+            _, found, reduced = calls[i].backward(*arguments, _sum(own, received[i]), *wanted, into)
+            begins.append(found)
+            sums[:] = [a + b for a, b in zip(sums, reduced, strict=True)] if i else reduced
+            return found
+
+        self.relay.backward(received, run)
+        whole = zip(states, zip(*begins, strict=True), strict=True) if states else ()
+        return (
+            _spread(grad_inputs, wanted[0]),
+            [torch.cat(parts).to(s.dtype) for s, parts in whole],
+            _spread(sums, wanted[1]),
+        )
+
+    def _split(self, values: Sequence[V]) -> tuple[Sequence[V], Sequence[V], Sequence[V]]:
+        """Those of the inputs, the initial states and the parameters."""
+        start, end = self.num_inputs, self.num_inputs + self.num_states
+        return values[:start], values[start:end], values[end:]
+
+    def _calls(
+        self, inputs: Sequence[Tensor], rows: Sequence[slice]
+    ) -> tuple[list[Call], list[list[Tensor]]]:
+        xs = [[x[:, part] for x in inputs] for part in rows]
+        return [call_of(self.name, spec(x)) for x in xs], xs
+
+
+class _RelayedScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, work: _Work, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results, kept = work.forward(tensors)
+        ctx.save_for_backward(*tensors, *kept)
+        ctx.set_materialize_grads(False)
+        ctx.work = work
+        return tuple(results)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad[1:]
+        inputs, states, params = ctx.work.backward(ctx.saved_tensors, grads, needs)
+        return None, *inputs, *states, *params
+
+
+def _sum(own: Sequence[Tensor | None], received: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """The gradients of a part's final states, of which the outputs here have one part and what
+    comes after has the other."""
+    if not (own and received):
+        return own or received
+    return [b if a is None else a + b for a, b in zip(own, received, strict=True)]
+
+
+def _spread(found: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+    rest = iter(found)
+    return [next(rest) if want else None for want in wanted]

@@ -1,0 +1,369 @@
+"""How many ranks should share a sequence: from measurements of a network and of its connections.
+
+Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion", Eqs. 4 and 5, take
+T_s for the whole task on one rank, T_c for one exchange, and k ranks to need T_s / k + (k - 1) T_c,
+which is least near k = sqrt(T_s / T_c). Two things are added here. A part of a step's time does not
+shrink with its number of time steps. And a neuron layer's scan can begin on a rank only when the
+rank before has scanned a part of the batch: with n parts each rank lags behind the one before by
+
+    lag = scan / (k n) + exchange of 1/n of a state,
+
+in each pass. Where nothing else makes ranks wait for each other, the lags of layers overlap, and
+only the longest counts; norms with exact statistics let all ranks wait at each layer, and their
+lags add up.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from spikefuse.compiler.relayed import Parts
+from spikefuse.distributed.mesh import parts_of
+from spikefuse.distributed.time_sharding import refuse_fused
+from spikefuse.nn import Temporal
+from spikefuse.nn.neuron import Neuron
+
+WARMUP, REPETITIONS = 2, 5
+# Parts in which a scan is measured to find out what a part costs.
+PARTS = 4
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A neuron layer on the whole batch, forward and backward together.
+
+    Args:
+        scan: seconds over all time steps.
+        part: seconds that each part of the batch costs beyond its share.
+        state_bytes: that travel one way.
+    """
+
+    scan: float
+    part: float
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to share the work; seconds of a training step, bytes on each rank."""
+
+    data: int
+    time: int
+    chunks: int
+    seconds: float
+    speedup: float
+    bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was measured of a training step on the whole input, and what follows.
+
+    Args:
+        num_ranks: of the mesh.
+        batch: B.
+        fixed: seconds of a step that do not shrink with its input.
+        scaled: seconds that do.
+        layers: the neuron layers.
+        latency: seconds of an exchange with a neighbour.
+        bandwidth: of such an exchange, bytes per second.
+        barriers: norms with exact statistics.
+        barrier: seconds that the exchange of one takes, forward and backward.
+        fixed_bytes, scaled_bytes: memory that does not, and that does shrink with the input.
+        capacity: bytes of memory of a rank.
+    """
+
+    num_ranks: int
+    batch: int
+    fixed: float
+    scaled: float
+    layers: list[Layer]
+    latency: float
+    bandwidth: float
+    barriers: int = 0
+    barrier: float = 0.0
+    fixed_bytes: int = 0
+    scaled_bytes: int = 0
+    capacity: int = 0
+    options: list[Option] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", [self._option(k) for k in _divisors(self.num_ranks)])
+
+    @property
+    def whole(self) -> float:
+        """T_s: seconds on one rank."""
+        return self.fixed + self.scaled
+
+    @property
+    def exchange(self) -> float:
+        """T_c: seconds of an exchange of the largest state, there and back."""
+        largest = max((layer.state_bytes for layer in self.layers), default=0)
+        return 2 * (self.latency + largest / self.bandwidth)
+
+    @property
+    def best_by_paper(self) -> float:
+        """sqrt(T_s / T_c), the number of ranks for which Eq. 5 has its maximum."""
+        return math.sqrt(self.whole / self.exchange)
+
+    @property
+    def best(self) -> Option:
+        """The fastest option of those that fit, or if none does, the smallest."""
+        fitting = [option for option in self.options if option.fits]
+        if fitting:
+            return min(fitting, key=lambda option: option.seconds)
+        return min(self.options, key=lambda option: option.bytes)
+
+    def speedup_by_paper(self, ranks: int) -> float:
+        """Eq. 5: k T_s / (k (k - 1) T_c + T_s)."""
+        return ranks * self.whole / (ranks * (ranks - 1) * self.exchange + self.whole)
+
+    def seconds(self, time: int, chunks: int, data: int = 1) -> float:
+        """A training step on `data` × `time` ranks, states handed on in `chunks` parts."""
+        shared = self.fixed + self.scaled / (time * data)
+        if time == 1:
+            return shared
+        lags = [
+            layer.scan / (time * data * chunks)
+            + layer.part
+            + 2 * (self.latency + layer.state_bytes / (data * chunks) / self.bandwidth)
+            for layer in self.layers
+        ]
+        waits = sum(lags) if self.barriers else max(lags, default=0.0)
+        parts = (chunks - 1) * sum(layer.part for layer in self.layers)
+        return shared + (time - 1) * waits + parts + self.barriers * self.barrier
+
+    def _option(self, time: int) -> Option:
+        data = self.num_ranks // time
+        rows = max(1, self.batch // data)
+        counts = [2**i for i in range(rows.bit_length())] if time > 1 else [1]
+        chunks = min(counts, key=lambda n: self.seconds(time, n, data))
+        seconds = self.seconds(time, chunks, data)
+        needed = self.fixed_bytes + self.scaled_bytes // (time * data)
+        fits = needed <= self.capacity
+        return Option(data, time, chunks, seconds, self.whole / seconds, needed, fits)
+
+    def __str__(self) -> str:
+        lines = [
+            f"a step takes {1e3 * self.whole:.2f} ms on one rank, an exchange "
+            f"{1e3 * self.exchange:.3f} ms; by Eq. 5 best on {self.best_by_paper:.1f} ranks",
+            "data  time  chunks        ms  speed-up  by Eq. 5      GiB  fits",
+        ]
+        lines += [
+            f"{o.data:4}  {o.time:4}  {o.chunks:6}  {1e3 * o.seconds:8.2f}  {o.speedup:8.2f}  "
+            f"{self.speedup_by_paper(o.time):8.2f}  {o.bytes / 2**30:7.2f}  "
+            + ("yes" if o.fits else "no")
+            + ("  <- best" if o is self.best else "")
+            for o in self.options
+        ]
+        return "\n".join(lines)
+
+
+def plan(
+    model: nn.Module,
+    example: Tensor,
+    mesh: DeviceMesh,
+    statistics: str = "exact",
+    memory: int | None = None,
+) -> Plan:
+    """Measure training steps of `model` and exchanges between ranks, and predict what sharing the
+    work among the ranks of `mesh` gains. Every rank has to call it; all get the same plan.
+
+    Nothing larger than two ranks' shares of `example` runs here, so that it may be larger than
+    one rank's memory. Gradients are left as they were, running statistics are not.
+
+    Args:
+        model: not sharded yet, with `Temporal` inside.
+        example: the input of the whole job, `[T, B, ...]`, its memory perhaps expanded.
+        mesh: all ranks, of which two at least.
+        statistics: of batch norms in training, as `shard_time` takes it.
+        memory: bytes that a rank may use, or None for what its device has.
+
+    Raises:
+        ValueError: a model that is sharded already or fused, or a single rank.
+    """
+    if any(isinstance(m, Temporal) and m.shard is not None for m in model.modules()):
+        raise ValueError("the model's time is sharded already: make a plan before shard_time")
+    refuse_fused(model)
+    count = mesh.size()
+    if count < 2 or len(example) < count:
+        raise ValueError(
+            f"{count} ranks and {len(example)} steps: a plan needs two ranks, and a step for each"
+        )
+    share = len(example) // count
+    times, sizes = zip(*(_step(model, example[: share * n]) for n in (1, 2)), strict=True)
+    scale = len(example) / share
+    calls = _neuron_inputs(model, example[:share])
+    layers = [_layer(neuron, inputs, scale, example.device) for neuron, inputs in calls]
+    largest = max([layer.state_bytes for layer in layers], default=1)
+    latency, bandwidth = _exchange(largest, example.device)
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
+    barriers = len(norms) if statistics == "exact" else 0
+    numbers = [2 * times[0] - times[1], scale * (times[1] - times[0]), latency, bandwidth]
+    numbers += [_barrier(example.device) if barriers else 0.0]
+    numbers += [_capacity(example.device) if memory is None else memory]
+    numbers += [x for layer in layers for x in (layer.scan, layer.part)]
+    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, numbers)
+    columns = list(zip(*everyone, strict=True))
+    means = [fmean(column) for column in columns]
+    pairs = zip(means[6::2], means[7::2], layers, strict=True)
+    return Plan(
+        num_ranks=count,
+        batch=example.shape[1],
+        fixed=max(means[0], 0.0),
+        scaled=max(means[1], 0.0),
+        layers=[Layer(scan, part, layer.state_bytes) for scan, part, layer in pairs],
+        # A rank without a neighbour to ask has measured nothing: 0, and infinity.
+        latency=max(columns[2]),
+        bandwidth=min(columns[3]),
+        barriers=barriers,
+        barrier=means[4],
+        fixed_bytes=max(2 * sizes[0] - sizes[1], 0),
+        scaled_bytes=int(scale * (sizes[1] - sizes[0])),
+        capacity=int(min(columns[5])),
+    )
+
+
+def _step(model: nn.Module, x: Tensor) -> tuple[float, int]:
+    """(seconds, bytes) of a forward and backward pass."""
+    parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+    kept: dict[int, int] = {}
+
+    def note(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    def run() -> None:
+        leaves = parameters or [x.detach().requires_grad_()]
+        y = model(x if parameters else leaves[0])
+        torch.autograd.grad(y.sum(), leaves, allow_unused=True)
+
+    seconds = _measured(run, x.device)
+    if x.is_cuda:
+        torch.cuda.reset_peak_memory_stats(x.device)
+        run()
+        return seconds, torch.cuda.max_memory_allocated(x.device)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        run()
+    return seconds, sum(kept.values())
+
+
+def _neuron_inputs(model: nn.Module, x: Tensor) -> list[tuple[Neuron, list[Tensor]]]:
+    """Each call of a neuron, and inputs like those it gets, `[T, B, ...]`, without memory."""
+    seen: list[tuple[Neuron, list[Tensor]]] = []
+
+    def note(neuron: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(neuron, Neuron)
+        shape = *x.shape[:2], *inputs[0].shape[1:]
+        seen.append((neuron, [torch.empty((), dtype=y.dtype).expand(shape) for y in inputs]))
+
+    neurons = [m for m in model.modules() if isinstance(m, Neuron)]
+    handles = [neuron.register_forward_pre_hook(note) for neuron in neurons]
+    with torch.no_grad():
+        model(x)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+class _Alone:
+    """A relay with nobody before and after, to measure what parts cost."""
+
+    is_first = is_last = exact_statistics = True
+
+    def __init__(self, chunks: int) -> None:
+        self.chunks = chunks
+
+    def parts(self, batch: int) -> list[slice]:
+        return parts_of(batch, self.chunks)
+
+    def forward(self, received: Parts, run: Callable[[int], object]) -> None:
+        for i in range(len(received)):
+            run(i)
+
+    backward = forward
+
+
+def _layer(neuron: Neuron, inputs: list[Tensor], scale: float, device: torch.device) -> Layer:
+    xs = tuple(
+        torch.rand(x.shape, dtype=x.dtype, device=device, requires_grad=True) for x in inputs
+    )
+    gradients = [torch.ones_like(xs[0])]
+
+    def scan(count: int) -> Callable[[], None]:
+        def run() -> None:
+            outputs, _ = neuron._scan(xs, None, "auto", False, _Alone(count))
+            torch.autograd.grad(outputs, xs, gradients * len(outputs), allow_unused=True)
+
+        return run
+
+    whole = _measured(scan(1), device)
+    count = min(PARTS, xs[0].shape[1])
+    part = (_measured(scan(count), device) - whole) / (count - 1) if count > 1 else 0.0
+    state_bytes = 4 * len(type(neuron).states) * xs[0][0].numel()
+    return Layer(scale * whole, max(part, 0.0), state_bytes)
+
+
+def _exchange(num_bytes: int, device: torch.device) -> tuple[float, float]:
+    """(seconds, bytes per second) of sending from one rank to the next one."""
+    rank = dist.get_rank()
+    peer = rank ^ 1
+    if peer >= dist.get_world_size():
+        return 0.0, math.inf
+    found = []
+    for size in (1, num_bytes):
+        x = torch.zeros(size, dtype=torch.uint8, device=device)
+
+        def there_and_back(x: Tensor = x) -> None:
+            for sends in (rank < peer, rank > peer):
+                (dist.send if sends else dist.recv)(x, peer)
+
+        found.append(_measured(there_and_back, device) / 2)
+    return found[0], num_bytes / max(found[1] - found[0], 1e-9)
+
+
+def _barrier(device: torch.device) -> float:
+    """Seconds that all ranks need for the exchange of a norm, forward and backward."""
+    x = torch.zeros(1024, device=device)
+    return 2 * _measured(lambda: dist.all_reduce(x), device)
+
+
+def _measured(run: Callable[[], object], device: torch.device) -> float:
+    """The median of some runs, in seconds."""
+    found = []
+    for _ in range(WARMUP + REPETITIONS):
+        _synchronize(device)
+        start = time.perf_counter()
+        run()
+        _synchronize(device)
+        found.append(time.perf_counter() - start)
+    return median(found[WARMUP:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _capacity(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
+
+
+def _divisors(number: int) -> list[int]:
+    return [k for k in range(1, number + 1) if number % k == 0]

@@ -1,0 +1,191 @@
+"""A network's sequences shared over the `time` axis of a mesh: each rank has some of the steps.
+
+Layers without state need nothing of it. The neurons of a layer get their state from the rank
+before, and hand it to the rank after: see `spikefuse.compiler.relayed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from spikefuse.compiler.relayed import Parts
+from spikefuse.distributed.agreement import Agreement
+from spikefuse.distributed.faults import Watch
+from spikefuse.distributed.links import Link, Ranks
+from spikefuse.distributed.mesh import parts_of
+from spikefuse.distributed.norm import average_statistics, share_statistics
+from spikefuse.nn import Block, Temporal
+from spikefuse.nn.block import SHARDED
+from spikefuse.nn.fusion import Fusion
+
+STATISTICS = ("exact", "shard")
+# Blocks of a GPU that a link may occupy.
+LINK_CTAS = 4
+M = TypeVar("M", bound=nn.Module)
+
+
+def shard_time(
+    model: M, axis: DeviceMesh, chunks: int = 1, statistics: str = "exact", timeout: float = 300.0
+) -> M:
+    """Let each rank of `axis` hold its slice of every sequence that goes through a `Temporal`.
+
+    Rank r of k passes the steps `steps_of(T, r, k)` of `[T, B, ...]` and gets the outputs of these
+    steps. Spikes in float32 are those of one process, gradients agree to rounding. Every rank
+    makes the same calls, and a backward pass through all of them: the loss of the job is the mean
+    of its ranks' losses, so that gradients are averaged over all ranks, as by
+    `DistributedDataParallel` or `reduce_gradients`.
+
+    With `return_state=True` a rank gets the state after its own last step, the last rank that
+    after the sequence. `state=` belongs to rank 0; see `carry_state`.
+
+    Args:
+        model: a `Temporal`, or a module with some inside; changed in place.
+        axis: one axis of a mesh, such as `mesh["time"]`. Every process of the job has to call this.
+        chunks: parts of the batch in which states are handed on. While a rank computes one part,
+            the next rank computes the part before.
+        statistics: of batch norms in training. "exact": over the steps of all ranks; "shard": over
+            a rank's own, without communication, running statistics being averaged.
+        timeout: seconds that a rank waits for another one.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError, ValueError: no `Temporal`, a network that is fused or sharded already, not one
+            axis, or another value that cannot be.
+    """
+    containers = [m for m in model.modules() if isinstance(m, Temporal)]
+    if not containers:
+        raise TypeError(f"{type(model).__name__} holds no Temporal: wrap the network in one first")
+    if any(container.shard is not None for container in containers):
+        raise ValueError("the model's time is sharded already: call shard_time once")
+    if not isinstance(axis, DeviceMesh) or axis.ndim != 1:
+        raise ValueError(f'{axis} is not one axis of a mesh: pass mesh["time"]')
+    if not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"chunks is {chunks!r}: expected a whole number of at least 1")
+    if statistics not in STATISTICS:
+        raise ValueError(f"statistics is {statistics!r}: expected one of {', '.join(STATISTICS)}")
+    refuse_fused(model)
+    shard = TimeShard(axis, chunks, statistics == "exact", timedelta(seconds=timeout))
+    for container in containers:
+        container.shard = shard
+        if shard.size > 1 and shard.exact_statistics:
+            share_statistics(container, shard.all)
+        elif shard.size > 1:
+            average_statistics(container, shard.all)
+    return model
+
+
+def refuse_fused(model: nn.Module) -> None:
+    """Norms and neurons that are one, by `spikefuse.fuse` or in a `Block`, do not hand states on.
+
+    Raises:
+        ValueError: the model has some.
+    """
+    for module in model.modules():
+        fusion = module.__dict__.get("fusion")
+        if isinstance(module, Block) or (isinstance(fusion, Fusion) and fusion.fused):
+            raise ValueError(SHARDED)
+
+
+class TimeShard:
+    """A rank's place in time, and its connections: what `spikefuse.nn.relay.Shard` describes."""
+
+    def __init__(
+        self, axis: DeviceMesh, chunks: int, exact_statistics: bool, timeout: timedelta
+    ) -> None:
+        self.axis, self.chunks, self.exact_statistics = axis, chunks, exact_statistics
+        ranks = dist.get_process_group_ranks(axis.get_group())
+        self.rank, self.size = axis.get_local_rank(), len(ranks)
+        self.is_first, self.is_last = self.rank == 0, self.rank == self.size - 1
+        on_gpu = axis.device_type == "cuda"
+        host, group, *pairs = _groups(ranks, "nccl" if on_gpu else "gloo", timeout)
+        self.watch = watch = Watch(ranks, _store(host), timeout.total_seconds())
+        self.agreement = Agreement(host, not on_gpu, watch)
+        self.all = Ranks(group, watch)
+        self.before: Link | None = None
+        self.after: Link | None = None
+        if not self.is_first:
+            self.before = Link(ranks[self.rank - 1], pairs[0], watch)
+        if not self.is_last:
+            self.after = Link(ranks[self.rank + 1], pairs[-1], watch)
+
+    def parts(self, batch: int) -> list[slice]:
+        return parts_of(batch, self.chunks)
+
+    def begin(self, x: Tensor, about: str) -> None:
+        for link in (self.before, self.after):
+            if link is not None:
+                link.settle()
+        self.agreement.check(x, f"{about}, {self.chunks} chunks")
+
+    def forward(self, received: Parts, run: Callable[[int], Sequence[Tensor]]) -> None:
+        self.watch.count += 1
+        _relay(self.before, self.after, received, run)
+
+    def backward(self, received: Parts, run: Callable[[int], Sequence[Tensor]]) -> None:
+        self.watch.count += 1
+        _relay(self.after, self.before, received, run)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TimeShard:
+        return self  # a copied network has the same place and uses the same connections
+
+
+def _groups(ranks: list[int], backend: str, timeout: timedelta) -> list[dist.ProcessGroup]:
+    """Of all these ranks on their hosts, of all on their devices, of this one with the one before
+    it, and of this one with the one after."""
+    # Every process of a job has to make every group of it, in one order.
+    rows: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(rows, ranks)
+    # What a GPU waits for too long, a watch is to find before NCCL does.
+    patience = timeout if backend == "gloo" else timeout + timedelta(seconds=60)
+    found = []
+    for row in sorted({tuple(row) for row in rows}):
+        made = [dist.new_group(row, timeout, "gloo"), dist.new_group(row, patience, backend)]
+        members = [row, row, *pairwise(row)]
+        options = _link_options(patience) if backend == "nccl" else None
+        made += [dist.new_group(pair, patience, backend, options) for pair in pairwise(row)]
+        found += [g for g, m in zip(made, members, strict=True) if dist.get_rank() in m]
+    return found
+
+
+def _link_options(timeout: timedelta) -> Any:
+    """A stream that goes before computation, on few multiprocessors: it waits most of the time."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    options.config.max_ctas = LINK_CTAS
+    return options
+
+
+def _store(group: dist.ProcessGroup) -> Store:
+    """Of the job, for this group's use from a thread of its own."""
+    store = _get_default_store()
+    # A client is for one thread at a time.
+    store = store.clone() if hasattr(store, "clone") else store
+    return PrefixStore(f"spikefuse/{group.group_name}", store)
+
+
+def _relay(
+    source: Link | None,
+    target: Link | None,
+    received: Parts,
+    run: Callable[[int], Sequence[Tensor]],
+) -> None:
+    # All before the first is waited for, so that they arrive while others are computed.
+    arriving = [source.receive(tensors) if source is not None else [] for tensors in received]
+    for i, works in enumerate(arriving):
+        if source is not None:
+            source.wait(works)
+        results = run(i)
+        if target is not None:
+            target.send(results)
+    if target is not None and target.blocks:
+        target.settle()

@@ -1,0 +1,16 @@
+"""The group of processes, shared by all tests of a pytest process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.group import Group
+
+
+@pytest.fixture(scope="session")
+def group() -> Iterator[Group]:
+    started = Group()
+    yield started
+    started.close()

@@ -1,0 +1,88 @@
+"""Four processes connected by Gloo, started once, in which tests run functions of theirs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from spikefuse.distributed.mesh import AXES
+
+SIZE = 4
+TIMEOUT = timedelta(seconds=60)
+
+
+class Group:
+    """Call it to run `function(axis, *args)` in all of them; gives the results of the first `size`.
+
+    `axis` is the axis `time` of `size` ranks, of which there are several: 4, 2 of 2 ranks, or one
+    of 3 and one of 1. What a function takes and gives is pickled.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["spikefuse.testing", "numba"])
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes, self._processes = [], []
+        for rank in range(SIZE):
+            ours, theirs = context.Pipe()
+            arguments = rank, theirs, str(Path(self._folder.name) / "store")
+            process = context.Process(target=_work, args=arguments, daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def __call__(self, function: Callable[..., Any], *args: Any, size: int = SIZE) -> list[Any]:
+        for pipe in self._pipes:
+            _send(pipe, (function, size, args))
+        answers = [_received(pipe) for pipe in self._pipes]
+        failures = [text for failed, text in answers if failed]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [result for _, result in answers[:size]]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            _send(pipe, None)
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+        self._folder.cleanup()
+
+
+def _send(pipe: Any, value: Any) -> None:
+    pipe.send_bytes(pickle.dumps(value))  # `send` would share tensors' memory, in other ways
+
+
+def _received(pipe: Any) -> Any:
+    return pickle.loads(pipe.recv_bytes())
+
+
+def _work(rank: int, pipe: Any, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=TIMEOUT
+    )
+    axes = {
+        n: init_device_mesh("cpu", (SIZE // n, n), mesh_dim_names=AXES)["time"] for n in (1, 2, 4)
+    }
+    # Each is made by all processes, those outside it too.
+    three, one = (DeviceMesh("cpu", ranks, mesh_dim_names=("time",)) for ranks in (range(3), [3]))
+    axes[3] = three if rank < 3 else one
+    while (task := _received(pipe)) is not None:
+        function, size, args = task
+        try:
+            answer = False, function(axes[size], *args)
+        except BaseException:
+            answer = True, f"rank {rank}: {traceback.format_exc()}"
+        _send(pipe, answer)
+    dist.destroy_process_group()

@@ -1,0 +1,122 @@
+"""Run by torchrun: networks whose time all processes share, against the same network in one.
+
+torchrun --nproc_per_node 2 tests/distributed/programs/shared.py cpu|cuda [hang]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import spikefuse as sf
+from spikefuse.distributed import (
+    faults,
+    gather_steps,
+    make_mesh,
+    mean_over_steps,
+    reduce_gradients,
+    shard_time,
+    steps_of,
+)
+from spikefuse.testing import make_input
+
+T = 13
+
+
+class Scale(nn.Module):
+    """Learnable, and the same to the last bit however many rows there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2.0, 96))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+def spiking() -> sf.Temporal:
+    return sf.Temporal(nn.Sequential(Scale(), sf.PLIF(0.6, 0.3), Scale(), sf.ALIF()))
+
+
+def normalised() -> sf.Temporal:
+    """No spikes: what rounds in another order stays close."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(16)
+    nn.init.uniform_(norm.weight)
+    conv = nn.Conv2d(3, 16, 3)
+    return sf.Temporal(nn.Sequential(conv, norm, sf.LI(0.5), nn.Flatten(), nn.Linear(576, 10)))
+
+
+def step(net: nn.Module, x: Tensor, mesh: DeviceMesh | None) -> list[Tensor]:
+    """All outputs, the mean gradients and the running statistics."""
+    labels, mine, rows = torch.arange(x.shape[1]) % 10, slice(None), slice(None)
+    if mesh is not None:
+        time_axis, data = mesh["time"], mesh["data"]
+        mine = steps_of(len(x), time_axis.get_local_rank(), time_axis.size())
+        rows = steps_of(x.shape[1], data.get_local_rank(), data.size())
+    y = net(x[mine, rows])
+    mean = y.mean(0) if mesh is None else mean_over_steps(y, mesh["time"])
+    F.cross_entropy(mean, labels.to(x.device)[rows]).backward()
+    if mesh is not None:
+        reduce_gradients(net, mesh)
+        y = gather_steps(y.detach(), mesh["time"])
+    return [y.detach(), *(p.grad for p in net.parameters()), *net.buffers()]
+
+
+def check(mesh: DeviceMesh, device: torch.device) -> None:
+    data = mesh["data"]
+    rows = steps_of(8, data.get_local_rank(), data.size())
+    for chunks, dtype in ((1, torch.bfloat16), (3, torch.float32)):
+        x = make_input((T, 8, 96), dtype, device)
+        one, shared = spiking().to(device, dtype), spiking().to(device, dtype)
+        expected = step(one, x, None)
+        found = step(shard_time(shared, mesh["time"], chunks), x, mesh)
+        assert torch.equal(found[0], expected[0][:, rows]), f"{dtype}, {chunks} chunks"
+        tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+        torch.testing.assert_close(found[1:], expected[1:], rtol=tolerance, atol=tolerance)
+    if data.size() > 1:
+        return
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = make_input((T, 8, 3, 8, 8), device=device)
+        x = x.flatten(0, 1).contiguous(memory_format=layout).unflatten(0, (T, 8))
+        expected = step(normalised().to(device), x, None)
+        found = step(shard_time(normalised().to(device), mesh["time"], 2), x, mesh)
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-4)
+
+
+def hang(mesh: DeviceMesh, device: torch.device) -> None:
+    faults.LIFE = 3.0
+    net = shard_time(spiking().to(device), mesh["time"], timeout=4.0)
+    x = make_input((4, 8, 96), device=device)
+    net(x).sum().backward()
+    if dist.get_rank() == 1:
+        time.sleep(300)
+    print(net(x).sum().item())
+    print(net(x).sum().item())
+
+
+def main() -> None:
+    device = torch.device(sys.argv[1])
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    mesh = make_mesh(time=None, data=1, device=device.type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    if sys.argv[2:] == ["hang"]:
+        hang(mesh, device)
+        return
+    check(mesh, device)
+    if dist.get_world_size() == 4:
+        check(make_mesh(2, 2, device.type), device)
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: all is well", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Ranks whose calls differ: an error on all of them, and no hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import spikefuse as sf
+from spikefuse.distributed import shard_time
+from spikefuse.distributed.agreement import _compare
+from spikefuse.testing import make_input
+from tests.distributed.group import Group
+
+X = make_input((4, 3, 6))
+
+# What the last rank passes, where the others pass X.
+WRONG: dict[str, Callable[[], Tensor]] = {
+    "steps": lambda: X[:2],
+    "batch": lambda: X[:, :2],
+    "dtype": lambda: X.bfloat16(),
+    "memory": lambda: X.transpose(1, 2).contiguous().transpose(1, 2),
+    "gradient": lambda: X.clone().requires_grad_(),
+}
+
+
+def messages(axis: DeviceMesh, what: str) -> list[str]:
+    """Of an error after a good call, and again, so that they stay in step."""
+    net, found = shard_time(sf.Temporal(sf.LIF()), axis), []
+    is_last = axis.get_local_rank() == axis.size() - 1
+    net(X)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the ranks of a time axis") as caught:
+            net(WRONG[what]() if is_last else X)
+        found.append(str(caught.value))
+    net(X)
+    return found
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_rank_that_differs_is_an_error_on_all(group: Group, what: str) -> None:
+    answers = group(messages, what)
+    assert len({answer[0] for answer in answers}) == 1
+    if what == "steps":
+        assert "hold [4, 4, 4, 2] steps: expected [3, 4, 3, 4] of T = 14" in answers[0][0]
+    else:
+        assert "rank 0: 4 steps of [T, 3, 6] float32" in answers[0][0]
+        assert "rank 3: 4 steps of [T" in answers[0][0]
+
+
+def modes(axis: DeviceMesh) -> str:
+    net = shard_time(sf.Temporal(nn.Sequential(nn.Linear(6, 6), sf.LIF())), axis)
+    with pytest.raises(ValueError, match="must make the same calls") as caught:
+        net.train(axis.get_local_rank() > 0)(X)
+    with (
+        torch.set_grad_enabled(axis.get_local_rank() > 0),
+        pytest.raises(ValueError, match="without gradients"),
+    ):
+        net.train()(X)
+    return str(caught.value)
+
+
+def test_modes_have_to_agree(group: Group) -> None:
+    text = group(modes, size=2)[0]
+    assert "in evaluation with gradients" in text
+    assert "in training with gradients" in text
+
+
+def test_shares_may_differ_by_a_step() -> None:
+    _compare(["2 steps x", "2 steps x", "3 steps x"])
+    with pytest.raises(ValueError, match=r"hold \[3, 2\] steps: expected \[2, 3\] of T = 5"):
+        _compare(["3 steps x", "2 steps x"])

@@ -1,0 +1,91 @@
+"""A rank that dies or hangs: the others end, and say which one it was."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import spikefuse as sf
+from spikefuse.distributed import faults, make_mesh, shard_time
+from spikefuse.testing import make_input
+
+RANKS, CULPRIT, TIMEOUT = 3, 1, 6.0
+
+
+def work(rank: int, store: str, fault: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS,
+                            timeout=timedelta(seconds=60))  # fmt: skip
+    axis, x = make_mesh(1, device="cpu")["time"], make_input((2, 3, 6)).requires_grad_()
+    # At first there is much to import, which takes longer than ranks may wait here.
+    shard_time(sf.Temporal(sf.LIF()), axis)(x).sum().backward()
+    net = shard_time(sf.Temporal(sf.LIF()), axis, timeout=TIMEOUT)
+    faults.LIFE = 4.0
+    y = net(x)
+    if rank == CULPRIT:
+        if fault == "dies":
+            os._exit(9)
+        time.sleep(60)
+    start = time.monotonic()
+    try:
+        y.sum().backward()
+        net(x)
+    except faults.RankLost as error:
+        pipe.send((str(error), time.monotonic() - start))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("dies", "rank 1 has ended, and with it the job"), ("hangs", "rank 1 keeps the others wait")],
+)
+def test_the_others_end_and_name_it(tmp_path: Path, fault: str, message: str) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["spikefuse.testing", "numba"])
+    processes, pipes = [], []
+    for rank in range(RANKS):
+        ours, theirs = context.Pipe()
+        arguments = rank, str(tmp_path / "store"), fault, theirs
+        processes.append(context.Process(target=work, args=arguments, daemon=True))
+        pipes.append(ours)
+        processes[-1].start()
+    try:
+        for rank in {*range(RANKS)} - {CULPRIT}:
+            assert pipes[rank].poll(40), f"rank {rank} said nothing"
+            found, seconds = pipes[rank].recv()
+            assert found.startswith(message)
+            assert seconds < 3 * TIMEOUT + 10
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+# A GPU's work that does not end, in a process whose main thread waits for it.
+STUCK = """
+import threading, types
+import torch.distributed as dist
+from spikefuse.distributed import faults
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+watch = faults.Watch([0, 1], dist.HashStore(), timeout=0.1)
+faults.LIFE = 1.0
+watch.expect(types.SimpleNamespace(is_completed=lambda: False))
+threading.Event().wait(30)
+"""
+
+
+def test_a_process_whose_gpu_waits_forever_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "rank 0: rank 1 has ended, and with it the job" in done.stderr

@@ -1,0 +1,42 @@
+"""Meshes of a job's processes, and the steps of each."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+
+from spikefuse.distributed import make_mesh, steps_of
+from tests.distributed.group import Group
+
+
+@pytest.mark.parametrize(("num_steps", "size"), [(8, 1), (8, 4), (7, 3), (4, 4)])
+def test_shares_are_the_whole(num_steps: int, size: int) -> None:
+    shares = [range(num_steps)[steps_of(num_steps, rank, size)] for rank in range(size)]
+    assert [step for share in shares for step in share] == list(range(num_steps))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_what_cannot_be_shared() -> None:
+    with pytest.raises(ValueError, match="a sequence of 3 steps on 4 ranks"):
+        steps_of(3, 0, 4)
+    with pytest.raises(ValueError, match="rank is 4: expected 0 to 3"):
+        steps_of(8, 4, 4)
+
+
+def meshes(axis: DeviceMesh) -> list[object]:
+    shapes = [dict(zip(("data", "time"), make_mesh(*sizes, "cpu").shape, strict=True))
+              for sizes in ((None, 2), (4, None), (None, None), (2, 2))]  # fmt: skip
+    messages = []
+    for sizes in ((3, None), (4, 2)):
+        with pytest.raises(ValueError, match="number of processes") as caught:
+            make_mesh(*sizes, "cpu")
+        messages.append(str(caught.value))
+    return [shapes, make_mesh(2, 2, "cpu")["time"].mesh.tolist(), messages]
+
+
+def test_meshes(group: Group) -> None:
+    shapes, times, messages = zip(*group(meshes), strict=True)
+    assert [(s["data"], s["time"]) for s in shapes[0]] == [(2, 2), (4, 1), (4, 1), (2, 2)]
+    assert times == ([0, 1], [0, 1], [2, 3], [2, 3])
+    assert "data is 3: expected a divisor of 4" in messages[0][0]
+    assert "data × time is 4 × 2: expected 4" in messages[0][1]

@@ -1,0 +1,283 @@
+"""Networks whose time is shared by 1 to 4 processes, against the same network in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import spikefuse as sf
+from spikefuse import memory, testing
+from spikefuse.distributed import shard_time, steps_of
+from spikefuse.nn import Block, zoo
+from spikefuse.testing import lay_out, make_input
+from tests.distributed.group import Group
+
+Make = Callable[[], sf.Temporal]
+T = 7
+
+
+def linear(neuron: Callable[[], nn.Module] = sf.LIF) -> sf.Temporal:
+    torch.manual_seed(0)
+    return sf.Temporal(nn.Sequential(nn.Linear(6, 5), neuron(), nn.Linear(5, 4), neuron()))
+
+
+def plif() -> sf.Temporal:
+    return linear(lambda: sf.PLIF(0.6, 0.3))
+
+
+class Branches(nn.Module):
+    """Neurons side by side, and a residual sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 8, 3, padding=1)
+        self.first, self.left, self.right = sf.LIF(0.5, 0.3), sf.ALIF(), sf.PLIF(0.6, channels=8)
+        self.join, self.last = nn.Conv2d(8, 8, 1), sf.LIF(0.9, 0.2, reset="soft")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(self.stem(x))
+        return self.last(self.join(self.left(2 * x) + self.right(3 * x)) + x)
+
+
+def branches() -> sf.Temporal:
+    torch.manual_seed(0)
+    return sf.Temporal(Branches())
+
+
+def weights_of(y: Tensor) -> Tensor:
+    return torch.sin(torch.arange(float(y.numel()))).view(y.shape)
+
+
+def one_process(make: Make, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Outputs, and gradients of the input and the parameters."""
+    net, x = make(), x.detach().clone().requires_grad_()
+    y = net(x)
+    (y * weights_of(y)).sum().backward()
+    return y.detach(), [x.grad, *(p.grad for p in net.parameters())]
+
+
+def shared(
+    axis: DeviceMesh, make: Make, x: Tensor, chunks: int
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The same of this process's steps."""
+    net = shard_time(make(), axis, chunks)
+    mine = steps_of(len(x), axis.get_local_rank(), axis.size())
+    part = x[mine].detach().requires_grad_()
+    y = net(part)
+    whole = y.new_empty(len(x), *y.shape[1:])
+    (y * weights_of(whole)[mine]).sum().backward()
+    return y.detach(), part.grad, [p.grad for p in net.parameters()]
+
+
+def assert_shared_equals_one(
+    group: Group, size: int, make: Make, x: Tensor, chunks: int, tolerance: float = 1e-5
+) -> None:
+    expected, gradients = one_process(make, x)
+    assert expected.any()
+    found = group(shared, make, x, chunks, size=size)
+    assert torch.equal(torch.cat([y for y, _, _ in found]), expected)
+    whole = torch.cat([g for _, g, _ in found])
+    sums = [torch.stack(gs).sum(0) for gs in zip(*(gs for _, _, gs in found), strict=True)]
+    for actual, wanted in zip([whole, *sums], gradients, strict=True):
+        scale = wanted.abs().max().item()
+        torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize(("size", "chunks"), [(1, 3), (2, 1), (3, 1), (4, 3)])
+def test_any_number_of_ranks(group: Group, size: int, chunks: int) -> None:
+    assert_shared_equals_one(group, size, plif, make_input((T, 4, 6)), chunks)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "batch_first"])
+def test_branches_in_any_layout(group: Group, layout: str) -> None:
+    x = lay_out(make_input((T, 5, 2, 4, 4)), layout)
+    assert_shared_equals_one(group, 3, branches, x, 2)
+
+
+class Scale(nn.Module):
+    """Learnable, and the same to the last bit however many rows there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(4, 12, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+class Single:
+    """A picklable maker of one layer of a neuron model."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self) -> sf.Temporal:
+        return sf.Temporal(nn.Sequential(Scale(), getattr(zoo, self.name)()))
+
+
+# One state and two, that start at rest and elsewhere, and a count; learnable parameters.
+MODELS = "ALIF", "RefractoryLIF", "GatedLIF", "Izhikevich", "TwoCompartmentLIF"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(group: Group, name: str) -> None:
+    assert_shared_equals_one(group, 2, Single(name), make_input((5, 3, 6)), 2)
+
+
+def states(axis: DeviceMesh, x: Tensor, start: dict[str, tuple[Tensor, ...]]) -> Any:
+    """With a state before the first step and after the last, and their gradients."""
+    net, rank = shard_time(plif(), axis, 2), axis.get_local_rank()
+    if rank == 0:
+        start = {name: tuple(s.requires_grad_() for s in ss) for name, ss in start.items()}
+    mine = x[steps_of(len(x), rank, axis.size())]
+    y, final = net(mine, state=start if rank == 0 else None, return_state=True)
+    ends = [s for ss in final.values() for s in ss]
+    # States inside the sequence have a part in the loss too.
+    torch.stack([e.square().sum() for e in (y, *ends)]).sum().backward()
+    grads = [s.grad for ss in start.values() for s in ss] if rank == 0 else []
+    return [e.detach() for e in ends], grads
+
+
+def test_states(group: Group) -> None:
+    x, start = make_input((T, 4, 6)), {"1": (make_input((4, 5)),), "3": (make_input((4, 4)),)}
+    found = group(states, x, start, size=3)
+    net, state = plif(), {n: tuple(s.requires_grad_() for s in ss) for n, ss in start.items()}
+    begins, losses = state, []
+    for rank in range(3):
+        y, state = net(x[steps_of(T, rank, 3)], state=state, return_state=True)
+        ends = [s for ss in state.values() for s in ss]
+        losses += [e.square().sum() for e in (y, *ends)]
+        assert all(torch.equal(a, b) for a, b in zip(found[rank][0], ends, strict=True))
+    torch.stack(losses).sum().backward()
+    grads = [s.grad for ss in begins.values() for s in ss]
+    torch.testing.assert_close(found[0][1], grads, rtol=1e-5, atol=1e-5)
+
+
+def bfloat16(axis: DeviceMesh, x: Tensor) -> Tensor:
+    neuron = shard_time(sf.Temporal(sf.LIF(0.5, 0.3)), axis, 2)
+    return neuron(x[steps_of(len(x), axis.get_local_rank(), axis.size())])
+
+
+def test_bfloat16_and_no_gradients(group: Group) -> None:
+    x = make_input((T, 4, 6)).bfloat16()
+    expected = sf.LIF(0.5, 0.3)(x)
+    assert torch.equal(torch.cat(group(bfloat16, x)), expected)
+
+
+def poisoned(axis: DeviceMesh, x: Tensor) -> Any:
+    with testing.poisoned():
+        return shared(axis, plif, x, 3)
+
+
+def test_nothing_unwritten_is_read(group: Group) -> None:
+    for y, grad, grads in group(poisoned, make_input((T, 5, 6)), size=2):
+        assert all(t.isfinite().all() for t in (y, grad, *grads))
+
+
+def normed() -> sf.Temporal:
+    return sf.Temporal(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), sf.LIF()))
+
+
+def refused(axis: DeviceMesh) -> list[str]:
+    rank, x, net = axis.get_local_rank(), make_input((4, 3, 6)), shard_time(plif(), axis)
+    state = {"1": (torch.zeros(3, 5),), "3": (torch.zeros(3, 4),)}
+    cases: list[Callable[[], Any]] = [
+        lambda: shard_time(nn.Linear(2, 2), axis),  # type: ignore[type-var]
+        lambda: shard_time(net, axis),
+        lambda: shard_time(plif(), axis, 0),
+        lambda: shard_time(plif(), axis, statistics="none"),
+        lambda: shard_time(plif(), "time"),  # type: ignore[arg-type]
+        lambda: net(x, impl="reference"),
+        lambda: net(x, state=state) if rank else shard_time(plif(), axis, -1),
+        lambda: shard_time(sf.fuse(normed()), axis),
+        lambda: shard_time(sf.Temporal(nn.Sequential(Block(nn.BatchNorm1d(6), sf.LIF()))), axis),
+        lambda: sf.fuse(shard_time(normed(), axis, statistics="shard"))(x),
+        lambda: shard_time(sf.Temporal(nn.Linear(6, 5), memory.Checkpoint()), axis)(x),
+    ]
+    messages = []
+    for case in cases:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            case()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_is_refused(group: Group) -> None:
+    found = group(refused, size=2)[1]
+    expected = (
+        "Linear holds no Temporal",
+        "sharded already",
+        "chunks is 0",
+        "statistics is 'none'",
+        'pass mesh["time"]',
+        'impl is "reference"',
+        "state is given to a rank that does not hold the first step",
+        *["a norm and a neuron that are fused need all time steps in one process"] * 3,
+        "memory is Checkpoint()",
+    )
+    for message, part in zip(found, expected, strict=True):
+        assert part in message
+
+
+POLICIES = memory.SaveAll(), memory.Bits(), memory.Auto(1e-3)
+
+
+def keeping(axis: DeviceMesh, x: Tensor) -> list[Any]:
+    """Outputs and gradients by each policy, of a second call, for which `Auto` has chosen."""
+    return [shared_by(axis, x, policy) for policy in (None, *POLICIES)]
+
+
+def shared_by(axis: DeviceMesh, x: Tensor, policy: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 512), sf.LIF(0.5, 0.1), nn.Linear(512, 4), sf.LIF(0.5, 0.1)
+    net = shard_time(sf.Temporal(nn.Sequential(*layers), policy), axis, 2)
+    for _ in range(2):
+        net.zero_grad()
+        y = net(x[steps_of(len(x), axis.get_local_rank(), axis.size())])
+        y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in net.parameters())]
+
+
+def test_memory_policies_give_the_same(group: Group) -> None:
+    x = make_input((8, 4, 6))
+    for plain, *others in group(keeping, x, size=2):
+        assert plain[0].any()
+        for found in others:
+            assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+def recomputed(axis: DeviceMesh, x: Tensor) -> list[Tensor]:
+    """Gradients with the whole network, and with a layer of it, computed again in backward."""
+    net = shard_time(plif(), axis, 2)
+    mine = steps_of(len(x), axis.get_local_rank(), axis.size())
+    part = x[mine].clone().requires_grad_()
+    y = checkpoint(net, part, use_reentrant=False)
+    (y * weights_of(y.new_empty(len(x), *y.shape[1:]))[mine]).sum().backward()
+    neuron = shard_time(sf.Temporal(Again()), axis)
+    with pytest.raises(RuntimeError, match="checkpoint the whole Temporal"):
+        neuron(part).sum().backward()
+    return [p.grad for p in net.parameters()]
+
+
+class Again(nn.Module):
+    """A neuron that is computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neuron = sf.LIF()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.neuron, x, use_reentrant=False)
+
+
+def test_checkpoints(group: Group) -> None:
+    x = make_input((T, 4, 6))
+    expected = one_process(plif, x)[1][1:]
+    sums = [torch.stack(gs).sum(0) for gs in zip(*group(recomputed, x, size=3), strict=True)]
+    torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-5)

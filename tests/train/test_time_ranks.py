@@ -1,0 +1,99 @@
+"""Training whose time several processes share: the curve of one, and a restart by torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spikefuse.train import cli
+from spikefuse.train.config import ConfigError, TrainConfig
+from spikefuse.train.processes import Processes
+from spikefuse.train.run import Place, _check_layout
+from tests.train.test_processes import (
+    OPTIONS,
+    PLAIN,
+    assert_same_curve,
+    finish,
+    rows,
+    start,
+    wait_for,
+)
+
+SHARED = (*OPTIONS, "--time-ranks", "2")
+
+
+def test_time_and_data_shared_learn_as_one_and_can_be_resumed_by_one(tmp_path: Path) -> None:
+    finish(start(1, tmp_path, "train", *OPTIONS, "--epochs", "2", "--out", "one"))
+    output = finish(start(4, tmp_path, "train", *SHARED, "--data-ranks", "2", "--epochs", "1",
+                          "--out", "four"))  # fmt: skip
+    assert "not fused: 2 processes share each sequence" in output
+    assert output.count("epoch 1/1") == output.count("test accuracy") == 1
+    finish(start(1, tmp_path, "train", "--resume", "four/last.ckpt", "--epochs", "2"))
+    assert_same_curve(tmp_path / "one", tmp_path / "four")
+
+
+def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["--max-restarts", "1"]
+    process = subprocess.Popen(
+        [sys.executable, *command, str(PLAIN), "train", *SHARED, "--epochs", "3", "--out", "run"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wait_for((tmp_path / "run" / "best.ckpt").exists, process)
+    os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
+    output = finish(process)
+    # What had been done is not done again.
+    assert output.count("epoch 1/3") == output.count("epoch 3/3") == 1
+    assert [row["epoch"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_a_restart_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resumed(*arguments: str) -> Path | None:
+        parsed = cli.make_parser().parse_args(["train", *arguments])
+        cli._go_on_after_restart(parsed, "last.ckpt")
+        return parsed.resume
+
+    out = ("--out", str(tmp_path))
+    assert resumed() is None
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    with pytest.raises(ConfigError, match="name one with --out"):
+        resumed()
+    (tmp_path / "last.ckpt").touch()
+    assert resumed(*out) is None  # the first start
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert resumed(*out) == tmp_path / "last.ckpt"
+    assert resumed("--resume", "other.ckpt") == Path("other.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("config", "place", "count", "message"),
+    [
+        ({}, {"time_ranks": 2, "data_ranks": 2}, 2, "need other than 2 processes"),
+        ({}, {"time_ranks": 3}, 4, "time_ranks 3 and data_ranks as many as are left"),
+        ({}, {"time_ranks": 0}, 2, "must be at least 1"),
+        ({"num_steps": 3}, {"time_ranks": 4}, 4, "num_steps is 3: expected at least time_ranks"),
+        ({"memory": "checkpoint"}, {"time_ranks": 2}, 2, "memory is checkpoint, for which one"),
+        ({"tbptt": 2}, {"time_ranks": 2}, 2, "tbptt is for sequences that one process has"),
+    ],
+)
+def test_layouts_that_cannot_be(config: dict, place: dict, count: int, message: str) -> None:
+    processes = Processes(0, count, time=max(place["time_ranks"], 1))
+    with pytest.raises(ConfigError, match=message):
+        _check_layout(TrainConfig(**config), Place(**place), processes)
+
+
+def test_shares_of_data_and_time() -> None:
+    ranks = [Processes(rank, 4, time=2) for rank in range(4)]
+    assert [(p.share(10), p.steps(5)) for p in ranks] == [
+        (slice(0, 5), slice(0, 2)), (slice(0, 5), slice(2, 5)),
+        (slice(5, 10), slice(0, 2)), (slice(5, 10), slice(2, 5)),
+    ]  # fmt: skip
