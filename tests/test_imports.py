@@ -23,7 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "surrogate": {"values"},
     "neurons": {"surrogate", "values"},
     "reference": DEFINITIONS,
-    "kernels": DEFINITIONS,
+    "kernels": {"compiler"} | DEFINITIONS,
     "memory": DEFINITIONS,
     "compiler": DEFINITIONS,
     "nn": ENGINE | DEFINITIONS,

@@ -52,7 +52,7 @@ def scan(
     """
     _check_transforms()
     _check_backend(backend, inputs[0])
-    name, num_outputs, scalars, params = _choose(definition, backend, inputs[0])
+    name, num_outputs, scalars, params = choose(definition, backend, inputs[0])
     states = [] if state is None else list(state)
     tensors = (*inputs, *states, *params)
     save = torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]
@@ -68,7 +68,7 @@ def scan(
     return tuple(results[:num_outputs]), tuple(results[num_outputs:end])
 
 
-def _choose(
+def choose(
     definition: Definition, backend: str, x: Tensor
 ) -> tuple[str, int, list[float], list[Tensor]]:
     """(program, its number of outputs, the floats and the tensors that it reads)."""

@@ -1,6 +1,8 @@
 """Modules for ordinary PyTorch networks."""
 
+from spikefuse.kernels.events import Events
 from spikefuse.nn.convert import spiking
+from spikefuse.nn.event import EventLinear
 from spikefuse.nn.explain import explain
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.temporal import Temporal
@@ -36,6 +38,8 @@ __all__ = [
     "QIF",
     "AlphaLIF",
     "CubaLIF",
+    "EventLinear",
+    "Events",
     "GatedLIF",
     "IntegerLIF",
     "Izhikevich",

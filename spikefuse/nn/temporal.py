@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from spikefuse.kernels.events import Events
 from spikefuse.neurons.definition import States
 from spikefuse.nn import constant
 from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron, Sequence, calls
@@ -29,7 +30,8 @@ class Temporal(nn.Module):
     Call: `Temporal(net)(x, state=None, return_state=False, impl="auto")`
 
     Args:
-        x: input `[T, B, ...]`.
+        x: input `[T, B, ...]`, or `Events` of T steps and B samples for a network that begins with
+            an `EventLinear`.
         state: the state that an earlier call returned, or None to start from rest.
         return_state: also return the final state, a dict from each neuron's name in `net` to its
             tuple of states; passed as `state=` to the next call, it continues the sequence.
@@ -58,7 +60,7 @@ class Temporal(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Events,
         state: dict[str, States] | None = None,
         return_state: bool = False,
         impl: str = "auto",
@@ -68,10 +70,12 @@ class Temporal(nn.Module):
         num_steps, batch = x.shape[:2]
         names = {id(neuron): name for name, neuron in neurons.items()}
         sequence = Sequence(num_steps, names, impl, state, return_state)
-        plan = self._sharing(x)
+        plan = None if isinstance(x, Events) else self._sharing(x)
         outer, calls.sequence = calls.sequence, sequence
         try:
-            if plan is None:
+            if isinstance(x, Events):
+                folded = self.net(x)
+            elif plan is None:
                 folded = self.net(x.flatten(0, 1))
             else:
                 sequence.constant_rows = batch
@@ -103,16 +107,16 @@ class Temporal(nn.Module):
 
     def _check(
         self,
-        x: Tensor,
+        x: Tensor | Events,
         state: dict[str, States] | None,
         impl: str,
         neurons: dict[str, Neuron],
     ) -> None:
         if impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor | Events):
             raise TypeError(f"the input is a {type(x).__name__}: expected a tensor [T, B, ...]")
-        if x.ndim < 2 or x.shape[0] == 0:
+        if len(x.shape) < 2 or x.shape[0] == 0:
             raise ValueError(
                 f"the input has shape {list(x.shape)}: expected [T, B, ...] with T >= 1; for a "
                 "single step use x.unsqueeze(0)"

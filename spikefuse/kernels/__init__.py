@@ -1,0 +1,1 @@
+"""Kernels that pointwise tracing cannot express: products with spikes that are few."""
