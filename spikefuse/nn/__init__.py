@@ -3,8 +3,10 @@
 from spikefuse.kernels.events import Events
 from spikefuse.nn.convert import spiking
 from spikefuse.nn.event import EventLinear
+from spikefuse.nn.event_rate import scale_to_rate
 from spikefuse.nn.explain import explain
 from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.row_adam import RowAdam
 from spikefuse.nn.temporal import Temporal
 from spikefuse.nn.zoo import (
     ALIF,
@@ -45,9 +47,11 @@ __all__ = [
     "Izhikevich",
     "Neuron",
     "RefractoryLIF",
+    "RowAdam",
     "Temporal",
     "TernaryLIF",
     "TwoCompartmentLIF",
     "explain",
+    "scale_to_rate",
     "spiking",
 ]

@@ -74,7 +74,7 @@ class EventLinear(nn.Module):
             reaches no neuron here, and such an input gets no gradient from here. "dense": the
             batch is computed by dense products. "raise": a ValueError.
         sparse_grad: the gradient of `weight` is a sparse tensor with the rows of inputs that fired,
-            for optimizers that take it, such as `spikefuse.nn.RowSGD`.
+            for optimizers that take it: torch.optim.SGD, or `spikefuse.nn.RowAdam`.
         impl: "auto"; "numba" (event lists, CPU); "dense" (matrix products, any device).
 
     Source: Finkbeiner and Neftci, "Drastically Improved SNN-Training Throughput on the IPU by
