@@ -15,13 +15,25 @@ from spikefuse.neurons.definition import Definition
 Grads = tuple[Tensor | None, ...]
 
 
-def product(events: Events, weight: Tensor, bias: Tensor | None, sparse: bool) -> Tensor:
+def _kernels(impl: str) -> Any:
+    """The module of a backend's products."""
+    if impl == "triton":
+        from spikefuse.kernels import event_triton
+
+        return event_triton
+    from spikefuse.kernels import event_numba
+
+    return event_numba
+
+
+def product(events: Events, weight: Tensor, bias: Tensor | None, sparse: bool, impl: str) -> Tensor:
     """`[R, O]`: the bias and the sum of the rows of `weight [I, O]` of the inputs that fired.
 
     Args:
+        impl: "numba" or "triton".
         sparse: the gradient of the weight is a sparse tensor of the rows of inputs that fired.
     """
-    return _Product.apply(events.values, weight, bias, events, sparse)
+    return _Product.apply(events.values, weight, bias, events, sparse, impl)
 
 
 class _Product(torch.autograd.Function):
@@ -33,20 +45,18 @@ class _Product(torch.autograd.Function):
         bias: Tensor | None,
         events: Events,
         sparse: bool,
+        impl: str,
     ) -> Tensor:
-        from spikefuse.kernels import event_numba
-
         ctx.save_for_backward(weight)
-        ctx.events, ctx.sparse, ctx.has_bias = events, sparse, bias is not None
-        return event_numba.currents(events, weight, bias)
+        ctx.events, ctx.sparse, ctx.impl = events, sparse, impl
+        ctx.has_bias = bias is not None
+        return _kernels(impl).currents(events, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Grads:
-        from spikefuse.kernels import event_numba
-
         (weight,) = ctx.saved_tensors
-        found = event_numba.gradients(ctx.events, grad, weight, ctx.sparse)
-        return *_grads(ctx, weight, *found), None, None
+        found = _kernels(ctx.impl).gradients(ctx.events, grad, weight, ctx.sparse)
+        return *_grads(ctx, weight, *found), None, None, None
 
 
 def can_fuse(neuron: Definition, weight: Tensor) -> bool:

@@ -187,6 +187,13 @@ def listed(marks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return lists_of(fired, silent)
 
 
+def unpacked(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(offsets, fired, indices) of `Events` from bits `[R, S]`, uint8."""
+    missing = -rows.shape[1] % 4
+    bits = np.pad(rows.numpy(), ((0, 0), (0, missing))).view("<u4").astype(np.uint32)
+    return lists_of(bits, np.zeros_like(bits))
+
+
 @kernel
 def _forward(first, last, size, out, weight, bias, width, offsets, fired, indices):
     for column in range(first, last, size):

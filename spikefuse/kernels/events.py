@@ -71,6 +71,24 @@ class Events:
         return cls.from_marks(sites * FIRED)
 
     @classmethod
+    def from_bits(cls, packed: Tensor, width: int) -> Events:
+        """The events of spikes `[T, B, S]` of a bit each, the first site in the lowest bit.
+
+        Args:
+            packed: uint8, S = ceil(width / 8), further bits 0.
+            width: number of sites.
+        """
+        shape = packed.shape[0], packed.shape[1], width
+        rows = packed.reshape(shape[0] * shape[1], packed.shape[2])
+        if rows.is_cpu:
+            from spikefuse.kernels import event_numba
+
+            return cls(shape, *event_numba.unpacked(rows))
+        shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
+        bits = (rows.unsqueeze(-1) >> shifts & 1).flatten(1)[:, :width]
+        return cls(shape, *cls._from_rows(bits * FIRED))
+
+    @classmethod
     def from_marks(cls, marks: Tensor) -> Events:
         """The events of marks `[T, B, W]`: what a neuron with candidates gives."""
         shape = marks.shape[0], marks.shape[1], marks.shape[2]

@@ -13,7 +13,7 @@ from spikefuse.kernels.events import Events
 from spikefuse.neurons.candidates import with_candidates
 from spikefuse.nn.neuron import Neuron, Sequence, calls
 
-IMPLEMENTATIONS = ("auto", "numba", "dense")
+IMPLEMENTATIONS = ("auto", "numba", "triton", "dense")
 OVERFLOWS = ("drop", "dense", "raise")
 
 
@@ -75,7 +75,8 @@ class EventLinear(nn.Module):
             batch is computed by dense products. "raise": a ValueError.
         sparse_grad: the gradient of `weight` is a sparse tensor with the rows of inputs that fired,
             for optimizers that take it: torch.optim.SGD, or `spikefuse.nn.RowAdam`.
-        impl: "auto"; "numba" (event lists, CPU); "dense" (matrix products, any device).
+        impl: "auto"; "numba" (event lists, CPU); "triton" (event lists, GPU); "dense" (matrix
+            products, any device).
 
     Source: Finkbeiner and Neftci, "Drastically Improved SNN-Training Throughput on the IPU by
     Utilizing Activation Sparsity".
@@ -201,7 +202,8 @@ class EventLinear(nn.Module):
     def _currents(self, events: Events, dense: Tensor | None, impl: str) -> Tensor:
         """`[T, B, out_features]`."""
         if impl != "dense":
-            y = event_autograd.product(events, self.weight, self.bias, self.sparse_grad)
+            sparse = self.sparse_grad
+            y = event_autograd.product(events, self.weight, self.bias, sparse, impl)
             return y.view(*events.shape[:2], self.out_features)
         spikes = events.to_dense() if dense is None else dense.float()
         y = spikes @ self.weight

@@ -79,7 +79,7 @@ class RowAdam(torch.optim.Optimizer):
             from spikefuse.kernels import row_adam
 
             weight, mean, square = (x.view(len(x), -1) for x in tensors)
-            values = values.reshape(len(rows), -1)
+            values = values.unsqueeze(-1).flatten(1)
             betas, eps = group["betas"], group["eps"]
             row_adam.step(weight, mean, square, rows, values, rate, betas, scale, eps)
             return

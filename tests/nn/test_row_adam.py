@@ -50,6 +50,12 @@ def test_some_rows() -> None:
     torch.testing.assert_close(untouched, steps(RowAdam, [])[:4], rtol=0, atol=0)
 
 
+def test_no_rows() -> None:
+    none = sparse(torch.zeros(6, 40))
+    found = steps(RowAdam, [none])
+    assert torch.equal(found, steps(RowAdam, []))
+
+
 def test_a_saved_state() -> None:
     grads = drawn(6)
     expected = steps(RowAdam, grads)

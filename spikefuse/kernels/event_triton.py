@@ -1,0 +1,123 @@
+"""Products with event lists on GPUs: rows of weights are gathered and summed in a fixed order.
+
+The gradient of the weights is the same sum, over lists of the rows of events in which each input
+fired. In these lists and in all sums the order is that of the entries: results are reproducible.
+
+Shape legend: R rows of events, E entries, I inputs, O outputs, L lists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spikefuse.kernels.events import Events
+
+# Columns of a program; one warp reads 128 of them in one 16-byte access a thread.
+WIDEST = 512
+
+
+@triton.jit
+def sum_rows(  # type: ignore[no-untyped-def]
+    out, source, bias, begins, ends, indices, width, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[l] = bias + sum of source[indices[e]] for begins[l] <= e < ends[l]; a program has one
+    list l and BLOCK columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < width
+    if HAS_BIAS:
+        total = tl.load(bias + column, mask=live, other=0.0)
+    else:
+        total = tl.zeros([BLOCK], tl.float32)
+    end = tl.load(ends + row)
+    for e in range(tl.load(begins + row), end):
+        i = tl.load(indices + e).to(tl.int64)
+        total += tl.load(source + i * width + column, mask=live, other=0.0)
+    tl.store(out + row * width + column, total, mask=live)
+
+
+@triton.jit
+def dots(  # type: ignore[no-untyped-def]
+    out, weight, grad, indices, rows, width, BLOCK: tl.constexpr
+):
+    """out[e] = weight[indices[e]] . grad[rows[e]]; a program has one entry."""
+    e = tl.program_id(0).to(tl.int64)
+    at = tl.load(indices + e).to(tl.int64) * width
+    of = tl.load(rows + e).to(tl.int64) * width
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        live = column < width
+        w = tl.load(weight + at + column, mask=live, other=0.0)
+        total += w * tl.load(grad + of + column, mask=live, other=0.0)
+    tl.store(out + e, tl.sum(total, 0))
+
+
+def _block(width: int) -> tuple[int, int]:
+    """(columns of a program, its warps)."""
+    block = min(max(triton.next_power_of_2(width), 32), WIDEST)
+    return block, max(1, block // 128)
+
+
+def _on(device: torch.device) -> Any:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _sums(
+    source: Tensor, bias: Tensor | None, begins: Tensor, ends: Tensor, indices: Tensor
+) -> Tensor:
+    """`[L, O]`: for each list the sum of the rows of `source` `[..., O]` that it names."""
+    width = source.shape[1]
+    out = torch.empty(len(begins), width, device=source.device)
+    block, warps = _block(width)
+    if out.numel():
+        with _on(source.device):
+            sum_rows[(len(begins), triton.cdiv(width, block))](
+                *(out, source, source if bias is None else bias, begins, ends, indices, width),
+                HAS_BIAS=bias is not None,
+                BLOCK=block,
+                num_warps=warps,
+            )
+    return out
+
+
+def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """See `event_numba.currents`."""
+    begins = events.offsets[:-1]
+    return _sums(weight, bias, begins, begins + events.fired, events.indices)
+
+
+def gradients(
+    events: Events, grad: Tensor, weight: Tensor, sparse: bool
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    """See `event_numba.gradients`."""
+    grad, rows = grad.contiguous(), events.rows()
+    fired = events.is_fired() > 0
+    inputs, order = torch.sort(events.indices[fired], stable=True)
+    touched = None
+    if sparse:
+        touched, counts = torch.unique_consecutive(inputs, return_counts=True)
+        touched = touched.long()
+    else:
+        counts = torch.bincount(inputs, minlength=len(weight))
+    ends = counts.cumsum(0)
+    grad_weight = _sums(grad, None, ends - counts, ends, rows[fired][order])
+    values = None if events.values is None else _dots(weight, grad, events.indices, rows)
+    return touched, grad_weight, grad.sum(0), values
+
+
+def _dots(weight: Tensor, grad: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
+    out = torch.empty(len(indices), device=weight.device)
+    block, warps = _block(weight.shape[1])
+    if len(out):
+        with _on(weight.device):
+            dots[(len(out),)](
+                *(out, weight, grad, indices, rows, weight.shape[1]), BLOCK=block, num_warps=warps
+            )
+    return out
