@@ -1,9 +1,9 @@
 """A whole layer on events, on a CPU: its currents, its neurons and their events.
 
 The neurons are the compiler's kernels, called on one tile of columns and one sample at a time, so
-that currents and potentials never leave a core's cache: between layers there are only events, and
-backward computes the currents again from them. Where an entry carries a gradient, and so which rows
-of weights are read, docs/events.md derives.
+that potentials never leave a core's cache, and currents neither where they are sums of few rows:
+backward then computes them again. Between layers there are only events. Where an entry carries a
+gradient, and so which rows of weights are read, docs/events.md derives.
 """
 
 from __future__ import annotations
@@ -26,22 +26,28 @@ from spikefuse.kernels.event_numba import Gradients, given, lists, tile_of, word
 from spikefuse.kernels.events import Events
 from spikefuse.neurons.definition import Definition
 
+# Spikes per row from which on it is quicker to keep the currents than to sum them again.
+KEPT = 16
+
 # What follows the emitted kernels of a neuron. `none` stands for what those need not be given.
 SOURCE = """
 
-from spikefuse.kernels.event_numba import WORD, add_rows, add_to, add_to_rows, dots, pack
+from spikefuse.kernels.event_numba import WORD, add_by_input, add_to, dots, pack, sum_rows
 # in the form {digest}
 
 
 @kernel
 def layer(
-    first, last, size, T, B, weight, bias, width, offsets, fired, indices, words, bits, others{p}
+    first, last, size, T, B, weight, bias, width, kept,
+    offsets, fired, indices, words, bits, others{p}
 ):
     x, y = np.empty(T * size, np.float32), np.empty(T * size, np.float32)
     none = np.empty(0, np.float32)
     for column in range(first, last, size):
         m = min(size, width - column)
         for b in range(B):
+            if kept.size:
+                x = kept[T * (B * column + b * m) :]
             sums(x, T, B, b, weight, bias, width, column, m, offsets, fired, indices)
             forward(0, m, T, m, m, False, x, m, 0, y, m, 0, {forward}{p})
             for t in range(T):
@@ -54,12 +60,13 @@ def sums(x, T, B, b, weight, bias, width, column, m, offsets, fired, indices):
     for t in range(T):
         begin = offsets[t * B + b]
         end = begin + fired[t * B + b]
-        add_rows(x, t * m, weight, bias, width, column, m, indices, begin, end)
+        sum_rows(x, t * m, weight, bias, width, column, m, indices, begin, end)
 
 
 @kernel
 def layer_backward(
-    first, last, size, T, B, weight, bias, width, offsets, fired, indices, slots,
+    first, last, size, T, B, weight, bias, width, kept,
+    offsets, fired, indices, bases, counts, slots, ends, rows,
     out_offsets, out_indices, grad, grad_weight, grad_bias, partial{p}
 ):
     x, y = np.empty(T * size, np.float32), np.empty(T * size, np.float32)
@@ -68,7 +75,10 @@ def layer_backward(
     for column in range(first, last, size):
         m = min(size, width - column)
         for b in range(B):
-            sums(x, T, B, b, weight, bias, width, column, m, offsets, fired, indices)
+            if kept.size:
+                x = kept[T * (B * column + b * m) :]
+            else:
+                sums(x, T, B, b, weight, bias, width, column, m, offsets, fired, indices)
             forward(0, m, T, m, m, False, x, m, 0, y, m, 0, {recompute}{p})
             y[: T * m] = np.float32(0.0)
             for t in range(T):
@@ -77,14 +87,14 @@ def layer_backward(
                     if 0 <= k < m:
                         y[t * m + k] = grad[e]
             backward(0, m, T, m, m, False, x, m, 0, y, m, 0, gx, m, 0, {backward}{p})
+            add_by_input(
+                grad_weight, width, column, m, gx, m, 0, b, bases, counts, slots, ends, rows
+            )
             for t in range(T):
-                begin, r = offsets[t * B + b], t * B + b
-                end = begin + fired[r]
-                add_to_rows(grad_weight, width, column, m, slots, begin, end, gx, t * m)
                 add_to(grad_bias, column, m, gx, t * m)
                 if partial.size:
-                    end = offsets[r + 1]
-                    mine = partial[column // size]
+                    mine, r = partial[column // size], t * B + b
+                    begin, end = offsets[r], offsets[r + 1]
                     dots(mine, weight, width, column, m, indices, begin, end, gx, t * m)
 """
 
@@ -128,6 +138,7 @@ class Layer:
         name, _, scalars, _ = choose(neuron, "numba", weight)
         self.events, self.weight, self.bias = events, weight, bias
         self.module = _module(name)
+        self.kept = np.empty(0, np.float32)
         self.params = [np.float32(value) for value in scalars]
 
     def forward(self) -> Events:
@@ -135,6 +146,8 @@ class Layer:
         (num_steps, batch, _), width = self.events.shape, self.weight.shape[1]
         words = words_of(width)
         bits, others = (np.empty((num_steps * batch, words), np.uint32) for _ in range(2))
+        if self.events.num_fired >= KEPT * max(num_steps * batch, 1):
+            self.kept = np.empty(num_steps * batch * width, np.float32)
         arguments = *self._inputs(), *lists(self.events), words, bits.ravel(), others.ravel()
         self._run(self.module.layer, *arguments, *self.params)
         return Events((num_steps, batch, width), *event_numba.lists_of(bits, others))
@@ -143,16 +156,18 @@ class Layer:
         self, outputs: Events, grad: Tensor, sparse: bool
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """What `Gradients.finished` gives, from the gradient `[E]` of the outputs' values."""
-        work = Gradients(self.events, self.weight, sparse)
+        work = Gradients(self.events, self.weight, sparse, self.events.shape[:2])
         entries = outputs.offsets.numpy(), outputs.indices.numpy(), flat(grad.contiguous())
-        arguments = *self._inputs(), *work.lists, *entries, *work.results
+        inputs = *self._inputs(), *lists(self.events), *work.lists
+        arguments = *inputs, *entries, *work.results
         self._run(self.module.layer_backward, *arguments, *self.params)
         return work.finished()
 
     def _inputs(self) -> tuple[object, ...]:
         num_steps, batch, _ = self.events.shape
         width = self.weight.shape[1]
-        return num_steps, batch, flat(self.weight), flat(given(self.bias, width)), width
+        bias = flat(given(self.bias, width))
+        return num_steps, batch, flat(self.weight), bias, width, self.kept
 
     def _run(self, kernel: Any, *arguments: object) -> None:
         width = self.weight.shape[1]

@@ -36,32 +36,29 @@ def tile_of(width: int) -> int:
 
 
 @kernel
-def add_rows(out, at, weight, bias, width, column, m, indices, begin, end):
-    """`out[at + k] = bias[column + k] + sum of weight[i, column + k]` over the entries' inputs."""
-    for k in range(m):
-        store(out, at + k, load(bias, column + k, 2), 0)
+def add_rows(out, at, source, stride, column, m, rows, begin, end):
+    """`out[at + k] += sum of source[r, column + k]` over the rows r that are listed."""
     e = begin
     # Four at a time: the sum is read and written once for them.
     while e + 4 <= end:
-        a, b = indices[e] * width + column, indices[e + 1] * width + column
-        c, d = indices[e + 2] * width + column, indices[e + 3] * width + column
+        a, b = rows[e] * stride + column, rows[e + 1] * stride + column
+        c, d = rows[e + 2] * stride + column, rows[e + 3] * stride + column
         for k in range(m):
-            two = load(weight, a + k, 1) + load(weight, b + k, 1)
-            more = load(weight, c + k, 1) + load(weight, d + k, 1)
+            two = load(source, a + k, 1) + load(source, b + k, 1)
+            more = load(source, c + k, 1) + load(source, d + k, 1)
             store(out, at + k, load(out, at + k, 0) + (two + more), 0)
         e += 4
     while e < end:
-        a = indices[e] * width + column
-        for k in range(m):
-            store(out, at + k, load(out, at + k, 0) + load(weight, a + k, 1), 0)
+        add_to(out, at, m, source, rows[e] * stride + column)
         e += 1
 
 
 @kernel
-def add_to_rows(target, width, column, m, rows, begin, end, grad, at):
-    """`target[i, column + k] += grad[at + k]` for the entries' rows i."""
-    for e in range(begin, end):
-        add_to(target, rows[e] * width + column, m, grad, at)
+def sum_rows(out, at, weight, bias, width, column, m, inputs, begin, end):
+    """`out[at + k] = bias[column + k] + sum of weight[i, column + k]` over the inputs listed."""
+    for k in range(m):
+        store(out, at + k, load(bias, column + k, 1), 0)
+    add_rows(out, at, weight, width, column, m, inputs, begin, end)
 
 
 @kernel
@@ -200,10 +197,8 @@ def _forward(first, last, size, out, weight, bias, width, offsets, fired, indice
         m = min(size, width - column)
         for r in range(len(fired)):
             begin = offsets[r]
-            add_rows(
-                *(out, r * width + column, weight, bias, width, column, m),
-                *(indices, begin, begin + fired[r]),
-            )
+            end = begin + fired[r]
+            sum_rows(out, r * width + column, weight, bias, width, column, m, indices, begin, end)
 
 
 def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -218,29 +213,91 @@ def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @kernel
 def _backward(
-    first, last, size, grad, target, bias, partial, weight, width, offsets, fired, indices, slots
-):
+    first, last, size, grad, target, bias, partial, weight, width,
+    offsets, indices, bases, counts, slots, ends, rows,
+):  # fmt: skip
     for column in range(first, last, size):
         m = min(size, width - column)
-        for r in range(len(fired)):
-            at, begin = r * width + column, offsets[r]
-            add_to_rows(target, width, column, m, slots, begin, begin + fired[r], grad, at)
+        add_by_input(
+            *(target, width, column, m, grad, width, column),
+            *(0, bases, counts, slots, ends, rows),
+        )
+        for r in range(len(offsets) - 1):
+            at = r * width + column
             add_to(bias, column, m, grad, at)
             if partial.size:
-                dots(
-                    *(partial[column // size], weight, width, column, m),
-                    *(indices, begin, offsets[r + 1], grad, at),
-                )
+                mine, begin, end = partial[column // size], offsets[r], offsets[r + 1]
+                dots(mine, weight, width, column, m, indices, begin, end, grad, at)
+
+
+@kernel
+def add_by_input(
+    target, width, column, m, grad, stride, place, b, bases, counts, slots, ends, rows
+):
+    """`target[slot, column + k] += sum of grad[r, place + k]` for every input of sample b that
+    fired, over the rows r in which it did; see `by_input`."""
+    begin = np.int64(bases[b])
+    for s in range(bases[b], bases[b] + counts[b]):
+        at = slots[s] * width + column
+        add_rows(target, at, grad, stride, place, m, rows, begin, ends[s])
+        begin = np.int64(ends[s])
+
+
+@kernel
+def _sort(first, last, T, B, inputs, offsets, fired, indices, bases, counts, heads, ends, rows):
+    place = np.empty(inputs, np.int32)
+    for b in range(first, last):
+        place[:] = 0
+        for t in range(T):
+            r = t * B + b
+            for e in range(offsets[r], offsets[r] + fired[r]):
+                place[indices[e]] += 1
+        s = begin = bases[b]
+        for i in range(inputs):
+            if place[i]:
+                heads[s], ends[s] = i, begin + place[i]
+                place[i], begin = begin, ends[s]
+                s += 1
+        counts[b] = s - bases[b]
+        for t in range(T):
+            r = t * B + b
+            for e in range(offsets[r], offsets[r] + fired[r]):
+                rows[place[indices[e]]] = t
+                place[indices[e]] += 1
+
+
+def by_input(events: Events, num_steps: int, batch: int) -> tuple[np.ndarray, ...]:
+    """The spikes of each sample in the order of their inputs.
+
+    Args:
+        num_steps, batch: of the events, or (R, 1), which makes one sample of all.
+
+    Returns:
+        (bases, counts, heads, ends, rows): sample b has the inputs `heads[s]` for s from `bases[b]`
+        on, `counts[b]` of them. They fired in the steps `rows[ends[s - 1] : ends[s]]`, those of the
+        first from `bases[b]` on.
+    """
+    offsets, fired, indices = lists(events)
+    bases = np.zeros(batch + 1, np.int32)
+    np.cumsum(fired.reshape(num_steps, batch).sum(0), out=bases[1:])
+    counts, total = np.empty(batch, np.int32), int(bases[-1])
+    heads, ends, rows = (np.zeros(total, np.int32) for _ in range(3))
+    found = bases, counts, heads, ends, rows
+    work = total + batch * events.shape[2]
+    sizes = num_steps, batch, events.shape[2]
+    shared(_sort, batch, 1, work, *sizes, offsets, fired, indices, *found)
+    return found
 
 
 def gradients(
     events: Events, grad: Tensor, weight: Tensor, sparse: bool
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
     """What `Gradients.finished` gives, from the gradient `[R, O]` of `currents`."""
-    work = Gradients(events, weight, sparse)
+    work = Gradients(events, weight, sparse, (events.num_rows, 1))
     width = weight.shape[1]
-    arguments = work.size, flat(grad.contiguous()), *work.results, flat(weight), width, *work.lists
-    shared(_backward, width, work.size, grad.numel(), *arguments)
+    arguments = work.size, flat(grad.contiguous()), *work.results, flat(weight), width
+    lists = events.offsets.numpy(), events.indices.numpy(), *work.lists
+    shared(_backward, width, work.size, grad.numel(), *arguments, *lists)
     return work.finished()
 
 
@@ -251,22 +308,25 @@ class Gradients:
         events: its inputs.
         weight: `[I, O]`.
         sparse: the weights' gradient has only the rows of inputs that fired.
+        samples: see `by_input`.
     """
 
-    def __init__(self, events: Events, weight: Tensor, sparse: bool) -> None:
+    def __init__(
+        self, events: Events, weight: Tensor, sparse: bool, samples: tuple[int, int]
+    ) -> None:
         inputs, width = weight.shape
-        offsets, fired, indices = lists(events)
-        self.touched, slots = None, indices
+        bases, counts, heads, ends, rows = by_input(events, *samples)
+        self.touched, slots = None, heads
         if sparse:
-            self.touched, slots = _touched(inputs, offsets, fired, indices)
+            self.touched, slots = _touched(inputs, bases, counts, heads)
             inputs = len(self.touched)
         self.weight = np.zeros((inputs, width), np.float32)
         self.bias = np.zeros(width, np.float32)
         self.size = tile_of(width)
         tiles = -(-width // self.size) if events.values is not None else 0
-        self.partial = np.empty((tiles, len(indices)), np.float32)
+        self.partial = np.empty((tiles, len(events.indices)), np.float32)
         self.results = self.weight.reshape(-1), self.bias, self.partial
-        self.lists = offsets, fired, indices, slots
+        self.lists = bases, counts, slots, ends, rows
 
     def finished(self) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """(the rows int64 `[K]` that the weights' gradient has, or None for all; that gradient
@@ -276,21 +336,15 @@ class Gradients:
         return rows, torch.from_numpy(self.weight), torch.from_numpy(self.bias), values
 
 
-@kernel
-def _marked(inputs, offsets, fired, indices):
-    seen = np.zeros(inputs, np.int32)
-    for r in range(len(fired)):
-        for e in range(offsets[r], offsets[r] + fired[r]):
-            seen[indices[e]] = 1
-    return seen
-
-
 def _touched(
-    inputs: int, offsets: np.ndarray, fired: np.ndarray, indices: np.ndarray
+    inputs: int, bases: np.ndarray, counts: np.ndarray, heads: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The inputs that fired, and for each entry the place of its input among them."""
-    seen = _marked(inputs, offsets, fired, indices)
-    return np.flatnonzero(seen), (np.cumsum(seen, dtype=np.int32) - np.int32(1))[indices]
+    """The inputs that fired, int64, and for each of `heads` its place among them."""
+    seen = np.zeros(inputs, bool)
+    for base, count in zip(bases[:-1], counts, strict=True):
+        seen[heads[base : base + count]] = True
+    places = np.cumsum(seen, dtype=np.int32) - np.int32(1)
+    return np.flatnonzero(seen), places[heads]
 
 
 def given(bias: Tensor | None, width: int) -> Tensor:
