@@ -69,21 +69,36 @@ def add_to(target, first, m, grad, at):
 
 
 @_summed
-def dots(out, weight, width, column, m, indices, begin, end, grad, at):
+def dots(out, weight, width, column, m, inputs, begin, end, grad, at):
     """`out[e] = sum over k of weight[i, column + k] grad[at + k]` for the entries' inputs i."""
-    for e in range(begin, end):
-        a = indices[e] * width + column
+    e = begin
+    # Four at a time: the gradient is read once for them.
+    while e + 4 <= end:
+        a, b = inputs[e] * width + column, inputs[e + 1] * width + column
+        c, d = inputs[e + 2] * width + column, inputs[e + 3] * width + column
+        first = second = third = fourth = np.float32(0.0)
+        for k in range(m):
+            g = load(grad, at + k, 1)
+            first += load(weight, a + k, 0) * g
+            second += load(weight, b + k, 0) * g
+            third += load(weight, c + k, 0) * g
+            fourth += load(weight, d + k, 0) * g
+        out[e], out[e + 1], out[e + 2], out[e + 3] = first, second, third, fourth
+        e += 4
+    while e < end:
+        a = inputs[e] * width + column
         total = np.float32(0.0)
         for k in range(m):
             total += load(weight, a + k, 0) * load(grad, at + k, 1)
         out[e] = total
+        e += 1
 
 
 @_summed
 def pack(marks, at, m, fired, silent, word):
     """Marks of m columns to a bit each, in words from `word` on."""
     for first in range(0, m, WORD):
-        # Of most words all are 0, which their sum tells.
+        # Of most words all are 0, which their sum tells; a whole word's is vectorised.
         seen = np.float32(0.0)
         if first + WORD <= m:
             for k in range(WORD):
