@@ -43,6 +43,14 @@ def with_candidates(neuron: _D) -> _D:
     return copy
 
 
+def has_candidates(neuron: Definition) -> bool:
+    """Whether a neuron was made by `with_candidates`."""
+    return type(neuron) in _made
+
+
+_made: set[type] = set()
+
+
 @functools.cache
 def _marked(cls: Any) -> Any:
     """The model whose output is `s + c`."""
@@ -67,4 +75,6 @@ def _marked(cls: Any) -> Any:
             )
         return s + (seen[0] >= surrogate.cutoff).to(s.dtype), states
 
-    return type(f"{cls.__name__}Candidates", (cls,), {"step": step})
+    kind = type(f"{cls.__name__}Candidates", (cls,), {"step": step})
+    _made.add(kind)
+    return kind

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from spikefuse.kernels import event_autograd
 from spikefuse.kernels.events import Events
 from spikefuse.neurons.candidates import with_candidates
+from spikefuse.nn.event_choice import Choice, choose
 from spikefuse.nn.neuron import Neuron, Sequence, calls
 
 IMPLEMENTATIONS = ("auto", "numba", "triton", "dense")
@@ -27,7 +28,7 @@ class Activity:
         candidates: spikes, and neurons near the threshold, which carry a gradient.
         dropped: spikes above the capacity, which had no effect; they count in `fired`.
         dropped_candidates: candidates that did not fire, and got no gradient.
-        impl: what the layer ran on.
+        choice: what the layer ran on, and why.
     """
 
     sites: int
@@ -35,7 +36,7 @@ class Activity:
     candidates: int
     dropped: int
     dropped_candidates: int
-    impl: str
+    choice: Choice
 
     @property
     def rate(self) -> float:
@@ -75,8 +76,9 @@ class EventLinear(nn.Module):
             batch is computed by dense products. "raise": a ValueError.
         sparse_grad: the gradient of `weight` is a sparse tensor with the rows of inputs that fired,
             for optimizers that take it: torch.optim.SGD, or `spikefuse.nn.RowAdam`.
-        impl: "auto"; "numba" (event lists, CPU); "triton" (event lists, GPU); "dense" (matrix
-            products, any device).
+        impl: "numba" (lists of events, CPU), "triton" (lists of events, GPU) or "dense" (matrix
+            products); "auto": on a CPU lists up to an activity, on a GPU what turns out quicker
+            when an activity is first met. `spikefuse.explain` tells.
 
     Source: Finkbeiner and Neftci, "Drastically Improved SNN-Training Throughput on the IPU by
     Utilizing Activation Sparsity".
@@ -170,7 +172,7 @@ class EventLinear(nn.Module):
         """The events within the capacity, and what they go through."""
         counts = events.offsets.diff()
         most = int(counts.max()) if len(counts) else 0
-        impl, kept = self._choose(events), events
+        choice, kept = self._choose(events), events
         if most > self.limit:
             if self.overflow == "raise":
                 raise ValueError(
@@ -179,7 +181,7 @@ class EventLinear(nn.Module):
                     'overflow="drop" or "dense"'
                 )
             if self.overflow == "dense":
-                impl = "dense"
+                choice = Choice("dense", "more events than the capacity")
             else:
                 kept = events.kept(self.limit)
         fired, entries = events.num_fired, len(events.indices)
@@ -190,14 +192,22 @@ class EventLinear(nn.Module):
             candidates=entries,
             dropped=dropped,
             dropped_candidates=entries - len(kept.indices) - dropped,
-            impl=impl,
+            choice=choice,
         )
-        return kept, impl
+        return kept, choice.impl
 
-    def _choose(self, events: Events) -> str:
+    def _choose(self, events: Events) -> Choice:
         if self.impl != "auto":
-            return self.impl
-        return "numba" if events.device.type == "cpu" else "dense"
+            return Choice(self.impl, "asked for")
+        return choose(events, self.out_features, self._try)
+
+    def _try(self, impl: str, events: Events) -> None:
+        """Forward and backward, for their time only."""
+        with torch.enable_grad():
+            y = self._currents(events, None, impl)
+            values = [] if events.values is None else [events.values]
+            leaves = [*values, *self.parameters(recurse=False)]
+            torch.autograd.grad(y, leaves, y.detach())
 
     def _currents(self, events: Events, dense: Tensor | None, impl: str) -> Tensor:
         """`[T, B, out_features]`."""

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from spikefuse.compiler import UnsupportedOperation
 from spikefuse.compiler.layout import layout_of, outer_stride
 from spikefuse.compiler.program import kind_of, prepare, program
+from spikefuse.neurons.candidates import has_candidates
 from spikefuse.neurons.definition import Outputs, States
+from spikefuse.nn.event import EventLinear
 from spikefuse.nn.explanation import LOOP_STEPS, Explanation, Layer
 from spikefuse.nn.neuron import Neuron, calls
 from spikefuse.nn.temporal import Temporal
@@ -59,11 +61,27 @@ def explain(
     with _unchanged(model), torch.random.fork_rng(devices):
         seen = _record(model, inputs, keywords)
         layers = tuple(_layer(call, time) for call in seen)
-    called = {id(call.neuron) for call in seen}
+    layers_on_events = [(n, m) for n, m in model.named_modules() if isinstance(m, EventLinear)]
+    called = {id(call.neuron) for call in seen} | {id(m.neuron) for _, m in layers_on_events}
     missed = [n for n, m in model.named_modules() if isinstance(m, Neuron) and id(m) not in called]
     timed = [c.device for c, layer in zip(seen, layers, strict=True) if layer.least is not None]
     bandwidth = copy_bandwidth(timed[0]) if timed else None
-    return Explanation(layers, tuple(missed), _num_others(model), bandwidth)
+    told = tuple(_told(*layer) for layer in layers_on_events)
+    return Explanation(layers, tuple(missed), _num_others(model), bandwidth, told)
+
+
+def _told(name: str, layer: EventLinear) -> str:
+    """What an `EventLinear` did in its last call."""
+    widths = f"{name or '(the model)'}: EventLinear, {layer.in_features} to {layer.out_features}"
+    activity = layer.activity
+    if activity is None:
+        return f"{widths}: not called"
+    sites = max(activity.sites, 1)
+    dropped = activity.dropped + activity.dropped_candidates
+    return (
+        f"{widths}, on {activity.choice.impl} ({activity.choice.reason}): {activity.rate:.2%} of "
+        f"the inputs fired, {activity.candidates / sites:.2%} listed, {dropped} dropped"
+    )
 
 
 @contextlib.contextmanager
@@ -156,7 +174,8 @@ def _record(model: nn.Module, inputs: Sequence[Any], keywords: dict[str, Any]) -
         impl: str,
         return_state: bool,
     ) -> tuple[Outputs, States]:
-        if threading.get_ident() != thread:
+        # Neurons of an `EventLinear` are told of with their layer.
+        if threading.get_ident() != thread or has_candidates(neuron):
             return scan(neuron, inputs, state, impl, return_state)
         backend, error = neuron._backend(inputs, impl), ""
         try:

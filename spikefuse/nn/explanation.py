@@ -67,17 +67,20 @@ class Explanation:
         not_called: the names of neurons that were not called.
         num_others: modules without submodules that are not neurons.
         bandwidth: bytes per second that a copy reads and writes, or None if not measured.
+        events: a line for each `EventLinear`: what it ran on, why, and how active its input was.
     """
 
     layers: tuple[Layer, ...]
     not_called: tuple[str, ...]
     num_others: int
     bandwidth: float | None
+    events: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = _table(self.layers) if self.layers else []
         for layer in self.layers:
             lines += [f"{_label(layer)}: {note}" for note in layer.notes]
+        lines += self.events
         if self.not_called:
             lines.append(f"not called: {', '.join(self.not_called)}")
         return "\n".join([*lines, *_legend(self)])

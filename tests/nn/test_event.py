@@ -165,7 +165,7 @@ def test_overflow_dense_and_raise() -> None:
     x, expected = spikes(40), network()(spikes(40))
     net = network(capacity=0.01, overflow="dense")
     assert_close(net(x), expected)
-    assert net.net[0].activity.impl == "dense"
+    assert net.net[0].activity.choice.impl == "dense"
     assert net.net[0].activity.dropped == 0
     net = network(capacity=0.01, overflow="raise")
     with pytest.raises(ValueError, match=r"has \d+ events, but of 40 inputs the capacity 0.01"):
