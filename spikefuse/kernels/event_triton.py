@@ -59,6 +59,57 @@ def dots(  # type: ignore[no-untyped-def]
     tl.store(out + e, tl.sum(total, 0))
 
 
+@triton.jit
+def count(marks, fired, silent, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The spikes, whose mark is 2, and the other candidates, 1, of each row; a program has one."""
+    row = tl.program_id(0).to(tl.int64)
+    spikes = tl.zeros([BLOCK], tl.int32)
+    others = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        mark = tl.load(marks + row * width + column, mask=column < width, other=0.0)
+        spikes += (mark > 1.5).to(tl.int32)
+        others += ((mark > 0.5) & (mark < 1.5)).to(tl.int32)
+    tl.store(fired + row, tl.sum(spikes, 0))
+    tl.store(silent + row, tl.sum(others, 0))
+
+
+@triton.jit
+def fill(  # type: ignore[no-untyped-def]
+    marks, offsets, fired, indices, width, BLOCK: tl.constexpr
+):
+    """Write the sites of each row to its part of `indices`, spikes first; a program has one row."""
+    row = tl.program_id(0).to(tl.int64)
+    spikes = tl.load(offsets + row)
+    others = spikes + tl.load(fired + row)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        mark = tl.load(marks + row * width + column, mask=column < width, other=0.0)
+        spike = (mark > 1.5).to(tl.int32)
+        other = ((mark > 0.5) & (mark < 1.5)).to(tl.int32)
+        tl.store(indices + spikes + tl.cumsum(spike, 0) - 1, column, mask=spike > 0)
+        tl.store(indices + others + tl.cumsum(other, 0) - 1, column, mask=other > 0)
+        spikes += tl.sum(spike, 0)
+        others += tl.sum(other, 0)
+
+
+def listed(marks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See `event_numba.listed`."""
+    marks, width = marks.contiguous(), marks.shape[1]
+    fired, silent = torch.empty(2, len(marks), dtype=torch.int32, device=marks.device)
+    offsets = torch.zeros(len(marks) + 1, dtype=torch.int64, device=marks.device)
+    block, warps = _block(width)
+    grid = (len(marks),)
+    with _on(marks.device):
+        if len(marks):
+            count[grid](marks, fired, silent, width, BLOCK=block, num_warps=warps)
+        torch.cumsum(fired + silent, 0, out=offsets[1:])
+        indices = torch.empty(int(offsets[-1]), dtype=torch.int32, device=marks.device)
+        if len(indices):
+            fill[grid](marks, offsets, fired, indices, width, BLOCK=block, num_warps=warps)
+    return offsets, fired, indices
+
+
 def _block(width: int) -> tuple[int, int]:
     """(columns of a program, its warps)."""
     block = min(max(triton.next_power_of_2(width), 32), WIDEST)

@@ -6,6 +6,7 @@ Shape legend: T time steps, B samples, R = T B rows, W sites of a row, E entries
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,34 +87,14 @@ class Events:
             return cls(shape, *event_numba.unpacked(rows))
         shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
         bits = (rows.unsqueeze(-1) >> shifts & 1).flatten(1)[:, :width]
-        return cls(shape, *cls._from_rows(bits * FIRED))
+        return cls(shape, *_kernels(rows).listed(bits * FIRED))
 
     @classmethod
     def from_marks(cls, marks: Tensor) -> Events:
         """The events of marks `[T, B, W]`: what a neuron with candidates gives."""
         shape = marks.shape[0], marks.shape[1], marks.shape[2]
         rows = marks.reshape(shape[0] * shape[1], shape[2])
-        if rows.is_cpu:
-            from spikefuse.kernels import event_numba
-
-            return cls(shape, *event_numba.listed(rows.float()))
-        return cls(shape, *cls._from_rows(rows))
-
-    @staticmethod
-    def _from_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(offsets, fired, indices) from marks `[R, W]`, on any device."""
-        fired, silent = rows == FIRED, (rows != 0) & (rows != FIRED)
-        counts, others = fired.sum(1), silent.sum(1)
-        offsets = torch.zeros(len(rows) + 1, dtype=torch.int64, device=rows.device)
-        torch.cumsum(counts + others, 0, out=offsets[1:])
-        # Sites of both kinds in rising order, each put after what stands before it in its row.
-        indices = torch.empty(int(offsets[-1]), dtype=torch.int32, device=rows.device)
-        kinds = (fired, counts, offsets[:-1]), (silent, others, offsets[:-1] + counts)
-        for kind, count, start in kinds:
-            row, site = kind.nonzero(as_tuple=True)
-            place = torch.arange(len(row), device=rows.device) - (count.cumsum(0) - count)[row]
-            indices[start[row] + place] = site.int()
-        return offsets, counts.int(), indices
+        return cls(shape, *_kernels(rows).listed(rows.float()))
 
     def rows(self) -> Tensor:
         """int64 `[E]`: the row of each entry."""
@@ -167,3 +148,14 @@ class Events:
             indices=moved(self.indices),
             values=None if self.values is None else moved(self.values),
         )
+
+
+def _kernels(x: Tensor) -> Any:
+    """The module of the kernels for a device."""
+    if x.is_cpu:
+        from spikefuse.kernels import event_numba
+
+        return event_numba
+    from spikefuse.kernels import event_triton
+
+    return event_triton

@@ -34,11 +34,12 @@ def test_from_marks_and_back(width: int, rate: float) -> None:
     assert torch.equal(Events.from_dense(x == FIRED).to_dense(), events.to_dense())
 
 
-def test_conversion_with_tensor_operations() -> None:
-    """What runs on other devices gives the lists that the kernels give."""
-    x = marks(100, 0.1)
-    made = Events._from_rows(x.reshape(15, 100))
-    for a, b in zip(made, event_numba.listed(x.reshape(15, 100)), strict=True):
+@pytest.mark.parametrize("width", [20, 700])
+def test_the_kernels_for_gpus(width: int) -> None:
+    from spikefuse.kernels import event_triton
+
+    x = marks(width, 0.1).reshape(15, width)
+    for a, b in zip(event_triton.listed(x), event_numba.listed(x), strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
 
