@@ -32,7 +32,7 @@ KEPT = 16
 # What follows the emitted kernels of a neuron. `none` stands for what those need not be given.
 SOURCE = """
 
-from spikefuse.kernels.event_numba import WORD, add_by_input, add_to, dots, pack, sum_rows
+from spikefuse.kernels.event_numba import WORD, add_by_input, add_to, clear, dots, pack, sum_rows
 # in the form {digest}
 
 
@@ -72,8 +72,10 @@ def layer_backward(
     x, y = np.empty(T * size, np.float32), np.empty(T * size, np.float32)
     gx, none = np.empty(T * size, np.float32), np.empty(0, np.float32)
     {saved}
+    fresh = np.empty(grad_weight.size // width, np.bool_)
     for column in range(first, last, size):
         m = min(size, width - column)
+        fresh[:] = True
         for b in range(B):
             if kept.size:
                 x = kept[T * (B * column + b * m) :]
@@ -88,7 +90,8 @@ def layer_backward(
                         y[t * m + k] = grad[e]
             backward(0, m, T, m, m, False, x, m, 0, y, m, 0, gx, m, 0, {backward}{p})
             add_by_input(
-                grad_weight, width, column, m, gx, m, 0, b, bases, counts, slots, ends, rows
+                grad_weight, width, column, m, fresh, gx, m, 0,
+                b, bases, counts, slots, ends, rows
             )
             for t in range(T):
                 add_to(grad_bias, column, m, gx, t * m)
@@ -96,6 +99,7 @@ def layer_backward(
                     mine, r = partial[column // size], t * B + b
                     begin, end = offsets[r], offsets[r + 1]
                     dots(mine, weight, width, column, m, indices, begin, end, gx, t * m)
+        clear(grad_weight, width, column, m, fresh)
 """
 
 

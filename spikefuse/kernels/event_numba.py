@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spikefuse.compiler.numba_runtime import flat, kernel, load, shared, store
+from spikefuse.compiler.numba_runtime import advise_huge_pages, flat, kernel, load, shared, store
 from spikefuse.kernels.events import Events
 from spikefuse.neurons.candidates import FIRED, SILENT
 
@@ -231,12 +231,15 @@ def _backward(
     first, last, size, grad, target, bias, partial, weight, width,
     offsets, indices, bases, counts, slots, ends, rows,
 ):  # fmt: skip
+    fresh = np.empty(target.size // width, np.bool_)
     for column in range(first, last, size):
         m = min(size, width - column)
+        fresh[:] = True
         add_by_input(
-            *(target, width, column, m, grad, width, column),
+            *(target, width, column, m, fresh, grad, width, column),
             *(0, bases, counts, slots, ends, rows),
         )
+        clear(target, width, column, m, fresh)
         for r in range(len(offsets) - 1):
             at = r * width + column
             add_to(bias, column, m, grad, at)
@@ -247,15 +250,27 @@ def _backward(
 
 @kernel
 def add_by_input(
-    target, width, column, m, grad, stride, place, b, bases, counts, slots, ends, rows
+    target, width, column, m, fresh, grad, stride, place, b, bases, counts, slots, ends, rows
 ):
     """`target[slot, column + k] += sum of grad[r, place + k]` for every input of sample b that
-    fired, over the rows r in which it did; see `by_input`."""
+    fired, over the rows r in which it did; see `by_input`. A fresh slot holds nothing yet."""
     begin = np.int64(bases[b])
     for s in range(bases[b], bases[b] + counts[b]):
         at = slots[s] * width + column
+        if fresh[slots[s]]:
+            fresh[slots[s]] = False
+            target[at : at + m] = np.float32(0.0)
         add_rows(target, at, grad, stride, place, m, rows, begin, ends[s])
         begin = np.int64(ends[s])
+
+
+@kernel
+def clear(target, width, column, m, fresh):
+    """`target[slot, column + k] = 0` where nothing has been added."""
+    for slot in range(len(fresh)):
+        if fresh[slot]:
+            at = slot * width + column
+            target[at : at + m] = np.float32(0.0)
 
 
 @kernel
@@ -335,12 +350,13 @@ class Gradients:
         if sparse:
             self.touched, slots = _touched(inputs, bases, counts, heads)
             inputs = len(self.touched)
-        self.weight = np.zeros((inputs, width), np.float32)
+        self.weight = torch.empty(inputs, width)
+        advise_huge_pages(self.weight)
         self.bias = np.zeros(width, np.float32)
         self.size = tile_of(width)
         tiles = -(-width // self.size) if events.values is not None else 0
         self.partial = np.empty((tiles, len(events.indices)), np.float32)
-        self.results = self.weight.reshape(-1), self.bias, self.partial
+        self.results = flat(self.weight), self.bias, self.partial
         self.lists = bases, counts, slots, ends, rows
 
     def finished(self) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
@@ -348,7 +364,7 @@ class Gradients:
         `[K, O]`; that of the bias `[O]`; that of the events' values `[E]` if they have any)."""
         values = torch.from_numpy(self.partial.sum(0)) if len(self.partial) else None
         rows = None if self.touched is None else torch.from_numpy(self.touched)
-        return rows, torch.from_numpy(self.weight), torch.from_numpy(self.bias), values
+        return rows, self.weight, torch.from_numpy(self.bias), values
 
 
 def _touched(

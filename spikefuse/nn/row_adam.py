@@ -70,8 +70,11 @@ class RowAdam(torch.optim.Optimizer):
         rate = group["lr"] / (1 - beta1 ** state["step"])
         scale = 1 / math.sqrt(1 - beta2 ** state["step"])
         if grad.is_sparse:
-            grad = grad.coalesce()
-            rows, values = grad.indices()[0], grad.values()
+            rows, values = grad._indices()[0], grad._values()
+            # In order and without repetition, as EventLinear gives them; autograd forgets it.
+            if not bool((rows[1:] > rows[:-1]).all()):
+                grad = grad.coalesce()
+                rows, values = grad.indices()[0], grad.values()
         else:
             rows, values = torch.arange(len(parameter), device=parameter.device), grad
         tensors = parameter, state["mean"], state["square"]
