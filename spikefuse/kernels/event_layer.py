@@ -29,11 +29,16 @@ from spikefuse.neurons.definition import Definition
 # Spikes per row from which on it is quicker to keep the currents than to sum them again.
 KEPT = 16
 
+# Gradients of currents, of a tile and so many samples as fit, that are summed by input at a time:
+# they stay in a core's cache.
+GROUPED = 1 << 17
+
 # What follows the emitted kernels of a neuron. `none` stands for what those need not be given.
 SOURCE = """
 
-from spikefuse.kernels.event_numba import WORD, add_by_input, add_to, clear, dots, pack, sum_rows
-# in the form {digest}
+# In the form {digest}:
+from spikefuse.kernels.event_numba import WORD, pack, sum_rows
+from spikefuse.kernels.event_numba import add_by_input, add_to, clear, dots_by_input
 
 
 @kernel
@@ -66,11 +71,11 @@ def sums(x, T, B, b, weight, bias, width, column, m, offsets, fired, indices):
 @kernel
 def layer_backward(
     first, last, size, T, B, weight, bias, width, kept,
-    offsets, fired, indices, bases, counts, slots, ends, rows,
+    offsets, fired, indices, group, spikes, entries,
     out_offsets, out_indices, grad, grad_weight, grad_bias, partial{p}
 ):
     x, y = np.empty(T * size, np.float32), np.empty(T * size, np.float32)
-    gx, none = np.empty(T * size, np.float32), np.empty(0, np.float32)
+    grads, none = np.empty(group * T * size, np.float32), np.empty(0, np.float32)
     {saved}
     fresh = np.empty(grad_weight.size // width, np.bool_)
     for column in range(first, last, size):
@@ -88,17 +93,16 @@ def layer_backward(
                     k = out_indices[e] - column
                     if 0 <= k < m:
                         y[t * m + k] = grad[e]
+            gx = grads[b % group * T * m :]
             backward(0, m, T, m, m, False, x, m, 0, y, m, 0, gx, m, 0, {backward}{p})
-            add_by_input(
-                grad_weight, width, column, m, fresh, gx, m, 0,
-                b, bases, counts, slots, ends, rows
-            )
             for t in range(T):
                 add_to(grad_bias, column, m, gx, t * m)
+            if (b + 1) % group == 0 or b + 1 == B:
+                g = b // group
+                add_by_input(grad_weight, width, column, m, fresh, grads, m, 0, g, spikes)
                 if partial.size:
-                    mine, r = partial[column // size], t * B + b
-                    begin, end = offsets[r], offsets[r + 1]
-                    dots(mine, weight, width, column, m, indices, begin, end, gx, t * m)
+                    mine = partial[column // size]
+                    dots_by_input(mine, weight, width, column, m, grads, m, 0, g, entries)
         clear(grad_weight, width, column, m, fresh)
 """
 
@@ -160,9 +164,11 @@ class Layer:
         self, outputs: Events, grad: Tensor, sparse: bool
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """What `Gradients.finished` gives, from the gradient `[E]` of the outputs' values."""
-        work = Gradients(self.events, self.weight, sparse, self.events.shape[:2])
+        num_steps, batch, _ = self.events.shape
+        group = max(1, min(batch, GROUPED // max(num_steps * tile_of(self.weight.shape[1]), 1)))
+        work = Gradients(self.events, self.weight, sparse, (num_steps, batch), group)
         entries = outputs.offsets.numpy(), outputs.indices.numpy(), flat(grad.contiguous())
-        inputs = *self._inputs(), *lists(self.events), *work.lists
+        inputs = *self._inputs(), *lists(self.events), group, work.spikes, work.entries
         arguments = *inputs, *entries, *work.results
         self._run(self.module.layer_backward, *arguments, *self.params)
         return work.finished()

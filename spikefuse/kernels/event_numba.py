@@ -9,9 +9,14 @@ Shape legend: R rows of events, E entries, I inputs, O outputs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from torch import Tensor
 
 from spikefuse.compiler.numba_runtime import advise_huge_pages, flat, kernel, load, shared, store
@@ -24,6 +29,9 @@ WIDEST, NARROWEST = 256, 64
 # A word of bits.
 WORD = 32
 _FIRED, _SILENT = np.float32(FIRED), np.float32(SILENT)
+
+# In kernels they are called without the typing context, which no type checker knows.
+_intrinsic: Any = intrinsic
 
 # A dot product may be summed in any order: it is part of a gradient.
 _summed = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
@@ -69,28 +77,29 @@ def add_to(target, first, m, grad, at):
 
 
 @_summed
-def dots(out, weight, width, column, m, inputs, begin, end, grad, at):
-    """`out[e] = sum over k of weight[i, column + k] grad[at + k]` for the entries' inputs i."""
+def dots(out, weight, at, m, grad, stride, place, rows, entries, begin, end):
+    """`out[entries[e]] = sum over k of weight[at + k] grad[rows[e], place + k]`."""
     e = begin
-    # Four at a time: the gradient is read once for them.
+    # Four at a time: the weights are read once for them.
     while e + 4 <= end:
-        a, b = inputs[e] * width + column, inputs[e + 1] * width + column
-        c, d = inputs[e + 2] * width + column, inputs[e + 3] * width + column
+        a, b = rows[e] * stride + place, rows[e + 1] * stride + place
+        c, d = rows[e + 2] * stride + place, rows[e + 3] * stride + place
         first = second = third = fourth = np.float32(0.0)
         for k in range(m):
-            g = load(grad, at + k, 1)
-            first += load(weight, a + k, 0) * g
-            second += load(weight, b + k, 0) * g
-            third += load(weight, c + k, 0) * g
-            fourth += load(weight, d + k, 0) * g
-        out[e], out[e + 1], out[e + 2], out[e + 3] = first, second, third, fourth
+            w = load(weight, at + k, 0)
+            first += w * load(grad, a + k, 1)
+            second += w * load(grad, b + k, 1)
+            third += w * load(grad, c + k, 1)
+            fourth += w * load(grad, d + k, 1)
+        out[entries[e]], out[entries[e + 1]] = first, second
+        out[entries[e + 2]], out[entries[e + 3]] = third, fourth
         e += 4
     while e < end:
-        a = inputs[e] * width + column
+        a = rows[e] * stride + place
         total = np.float32(0.0)
         for k in range(m):
-            total += load(weight, a + k, 0) * load(grad, at + k, 1)
-        out[e] = total
+            total += load(weight, at + k, 0) * load(grad, a + k, 1)
+        out[entries[e]] = total
         e += 1
 
 
@@ -143,19 +152,29 @@ def _fill_row(bits, first, words, indices, place):
     for w in range(words):
         left = bits[first + w]
         while left:
-            lowest = left & (~left + np.uint32(1))
-            indices[place] = w * WORD + _ones(lowest - np.uint32(1))
+            indices[place] = w * WORD + _lowest(left)
             place += 1
-            left ^= lowest
+            left &= left - np.uint32(1)
 
 
-@kernel
-def _ones(x):
+@_intrinsic
+def _ones(typing_context: Any, word: Any) -> Any:
     """The number of ones in a word."""
-    x = x - ((x >> np.uint32(1)) & np.uint32(0x55555555))
-    x = (x & np.uint32(0x33333333)) + ((x >> np.uint32(2)) & np.uint32(0x33333333))
-    x = (x + (x >> np.uint32(4))) & np.uint32(0x0F0F0F0F)
-    return np.int32((x * np.uint32(0x01010101) & np.uint32(0xFFFFFFFF)) >> np.uint32(24))
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.int32(types.uint32), generate
+
+
+@_intrinsic
+def _lowest(typing_context: Any, word: Any) -> Any:
+    """The place of the lowest one in a word that is not 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int32(types.uint32), generate
 
 
 @kernel
@@ -228,40 +247,46 @@ def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @kernel
 def _backward(
-    first, last, size, grad, target, bias, partial, weight, width,
-    offsets, indices, bases, counts, slots, ends, rows,
-):  # fmt: skip
+    first, last, size, grad, target, bias, partial, weight, width, num_rows, spikes, entries
+):
     fresh = np.empty(target.size // width, np.bool_)
     for column in range(first, last, size):
         m = min(size, width - column)
         fresh[:] = True
-        add_by_input(
-            *(target, width, column, m, fresh, grad, width, column),
-            *(0, bases, counts, slots, ends, rows),
-        )
+        add_by_input(target, width, column, m, fresh, grad, width, column, 0, spikes)
         clear(target, width, column, m, fresh)
-        for r in range(len(offsets) - 1):
-            at = r * width + column
-            add_to(bias, column, m, grad, at)
-            if partial.size:
-                mine, begin, end = partial[column // size], offsets[r], offsets[r + 1]
-                dots(mine, weight, width, column, m, indices, begin, end, grad, at)
+        for r in range(num_rows):
+            add_to(bias, column, m, grad, r * width + column)
+        if partial.size:
+            mine = partial[column // size]
+            dots_by_input(mine, weight, width, column, m, grad, width, column, 0, entries)
 
 
 @kernel
-def add_by_input(
-    target, width, column, m, fresh, grad, stride, place, b, bases, counts, slots, ends, rows
-):
-    """`target[slot, column + k] += sum of grad[r, place + k]` for every input of sample b that
-    fired, over the rows r in which it did; see `by_input`. A fresh slot holds nothing yet."""
-    begin = np.int64(bases[b])
-    for s in range(bases[b], bases[b] + counts[b]):
+def add_by_input(target, width, column, m, fresh, grad, stride, place, group, by_input):
+    """`target[slot, column + k] += sum of grad[r, place + k]` for every input of a group that
+    fired, over the rows r in which it did. A fresh slot holds nothing yet."""
+    bases, counts, slots, ends, rows, _ = by_input
+    begin = np.int64(bases[group])
+    for s in range(bases[group], bases[group] + counts[group]):
         at = slots[s] * width + column
         if fresh[slots[s]]:
             fresh[slots[s]] = False
             target[at : at + m] = np.float32(0.0)
         add_rows(target, at, grad, stride, place, m, rows, begin, ends[s])
         begin = np.int64(ends[s])
+
+
+@kernel
+def dots_by_input(out, weight, width, column, m, grad, stride, place, group, by_input):
+    """`out[e] = sum over k of weight[i, column + k] grad[r, place + k]` for every entry e of a
+    group, i its input and r its row."""
+    bases, counts, inputs, ends, rows, entries = by_input
+    begin = np.int64(bases[group])
+    for s in range(bases[group], bases[group] + counts[group]):
+        at, end = inputs[s] * width + column, np.int64(ends[s])
+        dots(out, weight, at, m, grad, stride, place, rows, entries, begin, end)
+        begin = end
 
 
 @kernel
@@ -274,48 +299,73 @@ def clear(target, width, column, m, fresh):
 
 
 @kernel
-def _sort(first, last, T, B, inputs, offsets, fired, indices, bases, counts, heads, ends, rows):
+def _sort(
+    first,
+    last,
+    T,
+    B,
+    size,
+    inputs,
+    offsets,
+    stops,
+    indices,
+    bases,
+    counts,
+    heads,
+    ends,
+    rows,
+    entries,
+):
     place = np.empty(inputs, np.int32)
-    for b in range(first, last):
+    for group in range(first, last):
+        begin, end = group * size, min((group + 1) * size, B)
         place[:] = 0
-        for t in range(T):
-            r = t * B + b
-            for e in range(offsets[r], offsets[r] + fired[r]):
-                place[indices[e]] += 1
-        s = begin = bases[b]
+        for b in range(begin, end):
+            for t in range(T):
+                for e in range(offsets[t * B + b], stops[t * B + b]):
+                    place[indices[e]] += 1
+        s = at = bases[group]
         for i in range(inputs):
             if place[i]:
-                heads[s], ends[s] = i, begin + place[i]
-                place[i], begin = begin, ends[s]
+                heads[s], ends[s] = i, at + place[i]
+                place[i], at = at, ends[s]
                 s += 1
-        counts[b] = s - bases[b]
-        for t in range(T):
-            r = t * B + b
-            for e in range(offsets[r], offsets[r] + fired[r]):
-                rows[place[indices[e]]] = t
-                place[indices[e]] += 1
+        counts[group] = s - bases[group]
+        for b in range(begin, end):
+            for t in range(T):
+                for e in range(offsets[t * B + b], stops[t * B + b]):
+                    k = place[indices[e]]
+                    rows[k], entries[k] = (b - begin) * T + t, e
+                    place[indices[e]] = k + 1
 
 
-def by_input(events: Events, num_steps: int, batch: int) -> tuple[np.ndarray, ...]:
-    """The spikes of each sample in the order of their inputs.
+def by_input(
+    events: Events, num_steps: int, batch: int, size: int, silent: bool = False
+) -> tuple[np.ndarray, ...]:
+    """The spikes of each group of samples in the order of their inputs.
 
     Args:
         num_steps, batch: of the events, or (R, 1), which makes one sample of all.
+        size: samples of a group; the last may have fewer.
+        silent: the other candidates too.
 
     Returns:
-        (bases, counts, heads, ends, rows): sample b has the inputs `heads[s]` for s from `bases[b]`
-        on, `counts[b]` of them. They fired in the steps `rows[ends[s - 1] : ends[s]]`, those of the
-        first from `bases[b]` on.
+        (bases, counts, heads, ends, rows, entries): a group has the inputs `heads[s]` for s from
+        `bases[group]` on, `counts[group]` of them. Those of s are the places from `ends[s - 1]`, of
+        the first from `bases[group]`, to `ends[s]`: at each place an entry and its row in the
+        group, b T + t with b counted from the group's first sample.
     """
     offsets, fired, indices = lists(events)
-    bases = np.zeros(batch + 1, np.int32)
-    np.cumsum(fired.reshape(num_steps, batch).sum(0), out=bases[1:])
-    counts, total = np.empty(batch, np.int32), int(bases[-1])
-    heads, ends, rows = (np.zeros(total, np.int32) for _ in range(3))
-    found = bases, counts, heads, ends, rows
-    work = total + batch * events.shape[2]
-    sizes = num_steps, batch, events.shape[2]
-    shared(_sort, batch, 1, work, *sizes, offsets, fired, indices, *found)
+    stops = offsets[1:] if silent else offsets[:-1] + fired
+    totals = np.zeros(batch + 1, np.int32)
+    np.cumsum((stops - offsets[:-1]).reshape(num_steps, batch).sum(0), out=totals[1:])
+    bases = totals[np.minimum(np.arange(0, batch + size, size), batch)]
+    counts = np.empty(len(bases) - 1, np.int32)
+    arrays = tuple(np.zeros(totals[-1], np.int32) for _ in range(4))
+    found = bases, counts, *arrays
+    work = int(totals[-1]) + len(counts) * events.shape[2]
+    sizes = num_steps, batch, size, events.shape[2]
+    shared(_sort, len(counts), 1, work, *sizes, offsets, stops, indices, *found)
     return found
 
 
@@ -323,10 +373,10 @@ def gradients(
     events: Events, grad: Tensor, weight: Tensor, sparse: bool
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
     """What `Gradients.finished` gives, from the gradient `[R, O]` of `currents`."""
-    work = Gradients(events, weight, sparse, (events.num_rows, 1))
+    work = Gradients(events, weight, sparse, (events.num_rows, 1), 1)
     width = weight.shape[1]
     arguments = work.size, flat(grad.contiguous()), *work.results, flat(weight), width
-    lists = events.offsets.numpy(), events.indices.numpy(), *work.lists
+    lists = events.num_rows, work.spikes, work.entries
     shared(_backward, width, work.size, grad.numel(), *arguments, *lists)
     return work.finished()
 
@@ -338,26 +388,29 @@ class Gradients:
         events: its inputs.
         weight: `[I, O]`.
         sparse: the weights' gradient has only the rows of inputs that fired.
-        samples: see `by_input`.
+        samples, group: see `by_input`.
     """
 
     def __init__(
-        self, events: Events, weight: Tensor, sparse: bool, samples: tuple[int, int]
+        self, events: Events, weight: Tensor, sparse: bool, samples: tuple[int, int], group: int
     ) -> None:
         inputs, width = weight.shape
-        bases, counts, heads, ends, rows = by_input(events, *samples)
-        self.touched, slots = None, heads
+        bases, counts, slots, *places = by_input(events, *samples, group)
+        self.touched = None
         if sparse:
-            self.touched, slots = _touched(inputs, bases, counts, heads)
+            self.touched, slots = _touched(inputs, bases, counts, slots)
             inputs = len(self.touched)
+        self.spikes = bases, counts, slots, *places
+        wanted = events.values is not None
+        # Something of the same kind where it is not wanted.
+        self.entries = by_input(events, *samples, group, silent=True) if wanted else self.spikes
         self.weight = torch.empty(inputs, width)
         advise_huge_pages(self.weight)
         self.bias = np.zeros(width, np.float32)
         self.size = tile_of(width)
-        tiles = -(-width // self.size) if events.values is not None else 0
+        tiles = -(-width // self.size) if wanted else 0
         self.partial = np.empty((tiles, len(events.indices)), np.float32)
         self.results = flat(self.weight), self.bias, self.partial
-        self.lists = bases, counts, slots, ends, rows
 
     def finished(self) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """(the rows int64 `[K]` that the weights' gradient has, or None for all; that gradient

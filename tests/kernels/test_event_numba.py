@@ -35,14 +35,25 @@ def test_threads_change_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(one, four)
 
 
-def test_spikes_by_input() -> None:
-    x = (torch.rand(12, 4, 30) < 0.2).float()
-    bases, counts, heads, ends, rows = event_numba.by_input(Events.from_dense(x), 12, 4)
-    for b in range(4):
-        begin = bases[b]
-        seen = torch.zeros(12, 30)
-        for s in range(bases[b], bases[b] + counts[b]):
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("silent", [False, True])
+def test_entries_by_input(size: int, silent: bool) -> None:
+    marks = torch.randint(3, (12, 4, 30)) * (torch.rand(12, 4, 30) < 0.3)
+    events = Events.from_marks(marks.float())
+    found = event_numba.by_input(events, 12, 4, size, silent)
+    bases, counts, heads, ends, rows, entries = found
+    wanted = marks > 0 if silent else marks == 2
+    assert bases[-1] == wanted.sum()
+    for group in range(len(counts)):
+        begin = bases[group]
+        samples = wanted[:, group * size : (group + 1) * size]
+        seen = torch.zeros(samples.shape)
+        for s in range(bases[group], bases[group] + counts[group]):
             assert begin < ends[s]
-            seen[rows[begin : ends[s]].astype(int), heads[s]] += 1
+            for k in range(begin, ends[s]):
+                b, t = divmod(int(rows[k]), 12)
+                seen[t, b, heads[s]] += 1
+                assert events.indices[entries[k]] == heads[s]
+                assert events.rows()[entries[k]] == t * 4 + group * size + b
             begin = ends[s]
-        assert torch.equal(seen, x[:, b])
+        assert torch.equal(seen, samples.float())
