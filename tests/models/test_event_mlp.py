@@ -10,7 +10,7 @@ from spikefuse.nn import Events, scale_to_rate
 
 
 def neuron() -> sf.LIF:
-    return sf.LIF(0.95, surrogate=sf.surrogate.FastSigmoid(cutoff=-0.3))
+    return sf.LIF(0.95, detach_reset=True, surrogate=sf.surrogate.FastSigmoid(cutoff=-0.3))
 
 
 def test_spikes_and_gradients() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import spikefuse as sf
+from spikefuse.memory import Auto, Bits, Checkpoint, SaveAll
 from spikefuse.nn import EventLinear, Events
 
 T, B = 20, 4
@@ -78,9 +79,10 @@ def test_as_the_dense_network(impl: str, sparse_grad: bool) -> None:
         assert_close(a, b)
 
 
-@pytest.mark.parametrize("make", [sf.ALIF, sf.PLIF, sf.KLIF])
+# The first is fused with its layer, the values of the second are tensors.
+@pytest.mark.parametrize("make", [sf.ALIF, sf.PLIF])
 def test_other_neurons(make) -> None:
-    surrogate = sf.surrogate.Triangle(cutoff=-0.3)
+    surrogate = sf.surrogate.FastSigmoid(cutoff=-0.3)
     net, x = network((40, 30, 10), lambda: make(surrogate=surrogate)), spikes(40)
     other = dense(net)
     y, expected = net(x), other(x)
@@ -170,6 +172,41 @@ def test_overflow_dense_and_raise() -> None:
     net = network(capacity=0.01, overflow="raise")
     with pytest.raises(ValueError, match=r"has \d+ events, but of 40 inputs the capacity 0.01"):
         net(x)
+
+
+@pytest.mark.parametrize("memory", [SaveAll(), Bits(), Auto(1.0)])
+def test_memory_policies(memory) -> None:
+    net, x = network(), Events.from_dense(spikes(40))
+    other = sf.Temporal(copy.deepcopy(net.net), memory)
+    for _ in range(2):  # Auto measures, and then chooses
+        for a, b in zip(gradients(other, other(x)), gradients(net, net(x)), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_after_a_fused_block_whose_spikes_are_packed() -> None:
+    _, *rest = network((40, 300, 70, 10)).net
+    block = nn.Linear(40, 300), nn.BatchNorm1d(300), sf.LIF(0.9)
+    found = []
+    for memory in (None, SaveAll()):
+        net = sf.fuse(sf.Temporal(nn.Sequential(*copy.deepcopy([*block, *rest])), memory))
+        assert len(net.fusion.fused) == 1
+        net(spikes(40)).square().sum().backward()
+        found.append([p.grad for p in net.parameters()])
+    assert all(x.any() for x in found[0])
+    assert all(map(torch.equal, *found))
+
+
+def test_nothing_to_fuse() -> None:
+    net = network()
+    assert sf.fuse(net) is net
+
+
+def test_checkpoint_is_refused() -> None:
+    net = sf.Temporal(network((40, 30, 10)).net, Checkpoint())
+    with pytest.raises(ValueError, match=r"Checkpoint\(\) takes no Events"):
+        net(Events.from_dense(spikes(40)))
+    with pytest.raises(ValueError, match=r"Checkpoint\(\) needs a network that torch.fx can trace"):
+        net(spikes(40))
 
 
 def test_a_copy_and_a_saved_state() -> None:

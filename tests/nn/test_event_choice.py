@@ -59,7 +59,8 @@ def test_a_trial_leaves_no_gradients() -> None:
 
 @pytest.mark.parametrize("impl", ["auto", "dense"])
 def test_explain(impl: str) -> None:
-    neuron = sf.LIF(surrogate=sf.surrogate.Triangle(cutoff=-0.1))
+    surrogate = sf.surrogate.FastSigmoid(cutoff=-0.1)
+    neuron = sf.LIF(detach_reset=True, surrogate=surrogate)
     layers = EventLinear(200, 20, neuron, impl=impl), EventLinear(20, 5, capacity=0.05)
     nn.init.normal_(layers[0].weight)
     found = sf.explain(sf.Temporal(nn.Sequential(*layers)), events(0.1))
@@ -69,3 +70,5 @@ def test_explain(impl: str) -> None:
     assert lines[0].startswith(f"net.0: EventLinear, 200 to 20, on {how}")
     assert lines[0].endswith(" 0 dropped")
     assert not lines[1].endswith(" 0 dropped")
+    assert "0 other modules are ordinary PyTorch" in lines
+    assert {layer.name: layer.now > 0 for layer in found.kept} == {"net.0": True, "net.1": True}

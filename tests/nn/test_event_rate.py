@@ -12,8 +12,9 @@ from spikefuse.nn import EventLinear, scale_to_rate
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    surrogate = sf.surrogate.Triangle(cutoff=-0.1)
-    layers = [EventLinear(a, 150, sf.LIF(0.9, surrogate=surrogate)) for a in (60, 150)]
+    surrogate = sf.surrogate.FastSigmoid(cutoff=-0.1)
+    neurons = [sf.LIF(0.9, detach_reset=True, surrogate=surrogate) for _ in range(2)]
+    layers = [EventLinear(a, 150, n) for a, n in zip((60, 150), neurons, strict=True)]
     return nn.Sequential(*layers, EventLinear(150, 5))
 
 
