@@ -17,7 +17,7 @@ def lif() -> sf.LIF:
 def test_marks_and_gradients(impl: str) -> None:
     torch.manual_seed(0)
     neuron, x = lif(), torch.rand(15, 3, 40).requires_grad_()
-    marks, spikes = with_candidates(neuron)(x, impl=impl), neuron(x)
+    marks, spikes = (n(x, impl=impl) for n in (with_candidates(neuron), neuron))
     h, potentials = torch.zeros(3, 40), []
     for now, s in zip(x.detach(), spikes, strict=True):
         h = 0.9 * h + now
