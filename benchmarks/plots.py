@@ -123,3 +123,29 @@ def learning(result: dict[str, Any], path: Path) -> Path | None:
     machine = result["machine"]
     figure.suptitle(f"{result['settings']['recipe']}, {machine.get('gpu') or machine['cpu']}")
     return save(figure, path)
+
+
+def crossover(result: dict[str, Any], path: Path) -> Path | None:
+    """Speed against activity of networks on events over dense ones, a line for each case that has
+    several rates; None where matplotlib is not installed or no case has."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in result["rows"]:
+        for name, ratio in row["times_dense"].items():
+            if name.startswith("events"):
+                label = f"{row['case']}: {name}"
+                lines.setdefault(label, []).append((100 * row["rate"], ratio))
+    lines = {label: sorted(points) for label, points in lines.items() if len(points) > 1}
+    figure = canvas((6.5, 4.2)) if lines else None
+    if figure is None:
+        return None
+    panel = figure.subplots()
+    for label, points in lines.items():
+        panel.plot(*zip(*points, strict=True), marker="o", label=label)
+    panel.axhline(1, color="black", linestyle="--", linewidth=1, label="dense, fused over time")
+    panel.set(xscale="log", yscale="log", xlabel="neurons that fire in a step, %")
+    panel.set_ylabel("training steps per second over dense")
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=8)
+    machine = result["machine"]
+    figure.suptitle(machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores")
+    return save(figure, path)

@@ -23,7 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "surrogate": {"values"},
     "neurons": {"surrogate", "values"},
     "reference": DEFINITIONS,
-    "kernels": {"compiler.launch_triton", "compiler.numba_runtime"} | DEFINITIONS,
+    "kernels": {"compiler"} | DEFINITIONS,
     "memory": DEFINITIONS,
     "compiler": DEFINITIONS,
     "nn": ENGINE | DEFINITIONS,

@@ -57,7 +57,7 @@ def scan(
         (outputs, final states, for each output whether all its values are sure to be 0 or 1)
     """
     check(backend, inputs[0])
-    name, binary, scalars, params = _choose(definition, backend, inputs[0])
+    name, binary, scalars, params = choose(definition, backend, inputs[0])
     states = [] if state is None else list(state)
     num_finals = len(type(definition).states) if return_state else 0
     tensors = list(inputs), states, params
@@ -97,7 +97,7 @@ def run(
     return tuple(results[:num_outputs]), tuple(results[num_outputs:end])
 
 
-def _choose(
+def choose(
     definition: Definition, backend: str, x: Tensor
 ) -> tuple[str, tuple[bool, ...], list[float], list[Tensor]]:
     """(program, which of its outputs are binary, the floats and the tensors that it reads)."""

@@ -46,6 +46,8 @@ __all__ = [
 f32 = np.float32
 # No fastmath: contraction or reassociation would change spikes.
 kernel = numba.njit(nogil=True, cache=True, error_model="numpy")
+# In kernels they are called without the typing context, which no type checker knows.
+_intrinsic: Any = intrinsic
 _inline = numba.njit(inline="always", error_model="numpy")
 
 
@@ -67,7 +69,7 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
     return builder.gep(data, [index], inbounds=True)
 
 
-@intrinsic(prefer_literal=True)
+@_intrinsic(prefer_literal=True)
 def load(typing_context: Any, array: Any, index: Any, slot: Any) -> Any:
     """`array[index]` as float32."""
 
@@ -84,7 +86,7 @@ def load(typing_context: Any, array: Any, index: Any, slot: Any) -> Any:
     return types.float32(array, types.intp, slot), generate
 
 
-@intrinsic(prefer_literal=True)
+@_intrinsic(prefer_literal=True)
 def store(typing_context: Any, array: Any, index: Any, value: Any, slot: Any) -> Any:
     """`array[index] = value`, rounded to nearest even."""
 
@@ -105,7 +107,7 @@ def store(typing_context: Any, array: Any, index: Any, value: Any, slot: Any) ->
 _LINE = 64
 
 
-@intrinsic
+@_intrinsic
 def stream(typing_context: Any, array: Any, start: Any, row: Any, count: Any) -> Any:
     """`array[start : start + count] = row[:count]` past the caches, visible after `fence`.
 
@@ -143,7 +145,7 @@ def stream(typing_context: Any, array: Any, start: Any, row: Any, count: Any) ->
     return types.void(array, types.intp, row, types.intp), generate
 
 
-@intrinsic
+@_intrinsic
 def fence(typing_context: Any) -> Any:
     """Make what was streamed visible to other threads."""
 
@@ -180,7 +182,7 @@ def channel_rows(row, count, values, first, inner):
 def flat(x: torch.Tensor) -> np.ndarray:
     """The memory of a tensor from its first element to its last, as a 1-d array."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    x = torch.as_strided(x.detach(), (span,), (1,))
+    x = torch.as_strided(x.detach(), (span if x.numel() else 0,), (1,))
     if x.dtype == torch.bfloat16:
         return x.view(torch.uint16).numpy()
     if x.dtype == torch.float16:
@@ -223,19 +225,28 @@ os.register_at_fork(after_in_child=_forget_pool)
 
 def parallel(function: Callable[..., None], num_neurons: int, num_steps: int, *args: Any) -> None:
     """Run `function(first, last, *args)` over ranges of neurons on PyTorch's number of threads."""
+    # Ranges in multiples of a cache line, so that no two threads write to one.
+    shared(function, num_neurons, 16, num_neurons * num_steps, *args)
+
+
+def shared(function: Callable[..., None], count: int, unit: int, work: int, *args: Any) -> None:
+    """Run `function(first, last, *args)` over ranges of `count` things, in multiples of `unit`.
+
+    Args:
+        work: of all of them, in neuron-steps.
+    """
     global _pool, _pool_size
-    threads = min(torch.get_num_threads(), max(1, num_neurons * num_steps // MIN_TASK))
+    threads = min(torch.get_num_threads(), max(1, work // MIN_TASK))
     if threads == 1:
-        function(0, num_neurons, *args)
+        function(0, count, *args)
         return
     with _lock:
         if _pool is None or _pool_size < threads:
             # An older, smaller pool finishes its work and goes.
             _pool, _pool_size = ThreadPoolExecutor(threads, "spikefuse"), threads
         pool = _pool
-    # Ranges in multiples of a cache line, so that no two threads write to one.
-    share = -(-num_neurons // (threads * 16)) * 16
-    starts = range(0, num_neurons, share)
-    tasks = [pool.submit(function, a, min(a + share, num_neurons), *args) for a in starts]
+    share = -(-count // (threads * unit)) * unit
+    starts = range(0, count, share)
+    tasks = [pool.submit(function, a, min(a + share, count), *args) for a in starts]
     for task in tasks:
         task.result()

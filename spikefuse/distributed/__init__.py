@@ -1,7 +1,9 @@
-"""Training on several processes: the time of a sequence shared among them."""
+"""Training on several processes, on torch.distributed: the time of a sequence shared among them, or
+the neurons of a network."""
 
 from spikefuse.distributed.faults import RankLost
 from spikefuse.distributed.mesh import connect, make_mesh, steps_of
+from spikefuse.distributed.neuron_sharding import NeuronShard, Replicated, shard_neurons
 from spikefuse.distributed.outputs import (
     carry_state,
     gather_steps,
@@ -13,8 +15,10 @@ from spikefuse.distributed.plan import Plan, plan
 from spikefuse.distributed.time_sharding import shard_time
 
 __all__ = [
+    "NeuronShard",
     "Plan",
     "RankLost",
+    "Replicated",
     "carry_state",
     "connect",
     "gather_steps",
@@ -23,6 +27,7 @@ __all__ = [
     "mean_over_steps",
     "plan",
     "reduce_gradients",
+    "shard_neurons",
     "shard_time",
     "steps_of",
 ]

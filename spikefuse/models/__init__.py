@@ -16,6 +16,7 @@ from collections.abc import Callable
 from torch import nn
 
 from spikefuse.models.conv import conv
+from spikefuse.models.event_mlp import event_mlp
 from spikefuse.models.mlp import SPLIT_LAYERS, mlp, split_mlp, split_widths
 from spikefuse.models.ms_resnet import ms_resnet34
 from spikefuse.models.plain import alexnet, cifar_large, cifar_medium, cifar_small
@@ -43,6 +44,7 @@ MODELS: dict[str, Builder] = {
     "vggsnn": vggsnn,
     "spikformer": spikformer,
     **{f"mlp{num_layers}": split_mlp(num_layers) for num_layers in SPLIT_LAYERS},
+    "event-mlp": event_mlp,
 }
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "cifar_medium",
     "cifar_small",
     "conv",
+    "event_mlp",
     "mlp",
     "ms_resnet34",
     "resnet18",

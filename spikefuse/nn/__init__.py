@@ -1,10 +1,14 @@
 """Modules for ordinary PyTorch networks."""
 
+from spikefuse.kernels.events import Events
 from spikefuse.nn.block import Block
 from spikefuse.nn.convert import spiking
+from spikefuse.nn.event import EventLinear
+from spikefuse.nn.event_rate import scale_to_rate
 from spikefuse.nn.explain import explain
 from spikefuse.nn.fuse import fuse
 from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.row_adam import RowAdam
 from spikefuse.nn.temporal import Temporal
 from spikefuse.nn.zoo import (
     ALIF,
@@ -39,15 +43,19 @@ __all__ = [
     "AlphaLIF",
     "Block",
     "CubaLIF",
+    "EventLinear",
+    "Events",
     "GatedLIF",
     "IntegerLIF",
     "Izhikevich",
     "Neuron",
     "RefractoryLIF",
+    "RowAdam",
     "Temporal",
     "TernaryLIF",
     "TwoCompartmentLIF",
     "explain",
     "fuse",
+    "scale_to_rate",
     "spiking",
 ]

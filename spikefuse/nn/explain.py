@@ -23,6 +23,7 @@ from spikefuse.memory import Policy, Recompute
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.batch_norm import by_batch
 from spikefuse.nn.block import kernels_of
+from spikefuse.nn.event import EventLinear
 from spikefuse.nn.explanation import LOOP_STEPS, Explanation, Kept, Layer
 from spikefuse.nn.kept import Ledger, num_bytes
 from spikefuse.nn.neuron import Neuron, Scan, Sequence, backend_of, calls
@@ -64,11 +65,30 @@ def explain(
     with _unchanged(model), torch.random.fork_rng(devices):
         seen, kept = _record(model, inputs, keywords)
         layers = tuple(_layer(call, time) for call in seen)
-    called = {m for call in seen for m in (call.neuron, call.norm) if m is not None}
+    on_events = [(n, m) for n, m in model.named_modules() if isinstance(m, EventLinear)]
+    pairs: list[tuple[nn.Module, nn.Module | None]] = [(call.neuron, call.norm) for call in seen]
+    pairs += [(layer, layer.neuron) for _, layer in on_events]
+    called = {m for pair in pairs for m in pair if m is not None}
     missed = [n for n, m in model.named_modules() if isinstance(m, Neuron) and m not in called]
     timed = [c.device for c, layer in zip(seen, layers, strict=True) if layer.least is not None]
     bandwidth = copy_bandwidth(timed[0]) if timed else None
-    return Explanation(layers, kept, tuple(missed), _num_others(model, called), bandwidth)
+    events = tuple(_told(*layer) for layer in on_events)
+    others = _num_others(model, called)
+    return Explanation(layers, kept, tuple(missed), others, bandwidth, events)
+
+
+def _told(name: str, layer: EventLinear) -> str:
+    """What an `EventLinear` did in its last call."""
+    widths = f"{name or '(the model)'}: EventLinear, {layer.in_features} to {layer.out_features}"
+    activity = layer.activity
+    if activity is None:
+        return f"{widths}: not called"
+    sites = max(activity.sites, 1)
+    dropped = activity.dropped + activity.dropped_candidates
+    return (
+        f"{widths}, on {activity.choice.impl} ({activity.choice.reason}): {activity.rate:.2%} of "
+        f"the inputs fired, {activity.candidates / sites:.2%} listed, {dropped} dropped"
+    )
 
 
 @contextlib.contextmanager

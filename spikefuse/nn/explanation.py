@@ -66,8 +66,9 @@ class Kept:
         module: the name of its type, as in `Layer`.
         now: bytes under the policy in force; parameters and buffers do not count.
         eager: bytes if PyTorch did it alone: norm, sum and `impl="reference"` one after the other,
-            and no spikes packed. The loop is measured for up to four steps; each further one is
-            taken to keep as much more as the fourth.
+            and no spikes packed; for layers on events, what they keep themselves. The loop is
+            measured for up to four steps; each further one is taken to keep as much more as the
+            fourth.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Explanation:
         not_called: the names of neurons that were not called.
         num_others: modules without submodules that are not neurons.
         bandwidth: bytes per second that a copy reads and writes, or None if not measured.
+        events: a line for each `EventLinear`: what it ran on, why, and how active its input was.
     """
 
     layers: tuple[Layer, ...]
@@ -93,11 +95,13 @@ class Explanation:
     not_called: tuple[str, ...]
     num_others: int
     bandwidth: float | None
+    events: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = _table(self.layers) if self.layers else []
         for layer in self.layers:
             lines += [f"{_label(layer.name)}: {note}" for note in layer.notes]
+        lines += self.events
         if self.not_called:
             lines.append(f"not called: {', '.join(self.not_called)}")
         lines += ["", *_table_of_kept(self.kept), ""] if self.kept else []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from spikefuse.kernels.events import Events
 from spikefuse.memory import Auto, Checkpoint, Policy, Recompute
 from spikefuse.neurons.definition import States
 from spikefuse.nn import checkpoint, constant, kept
@@ -40,7 +41,8 @@ class Temporal(nn.Module):
     Call: `Temporal(net)(x, state=None, return_state=False, impl="auto")`
 
     Args:
-        x: input `[T, B, ...]`.
+        x: input `[T, B, ...]`, or `Events` of T steps and B samples for a network that begins with
+            an `EventLinear`.
         state: the state that an earlier call returned, or None to start from rest.
         return_state: also return the final state, a dict from each neuron's name in `net` to its
             tuple of states; passed as `state=` to the next call, it continues the sequence.
@@ -97,7 +99,7 @@ class Temporal(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Events,
         state: dict[str, States] | None = None,
         return_state: bool = False,
         impl: str = "auto",
@@ -108,12 +110,16 @@ class Temporal(nn.Module):
         names = {id(neuron): name for name, neuron in neurons.items()}
         sequence = Sequence(num_steps, names, impl, state, return_state, relay=self.shard)
         if self.shard is not None:
+            if isinstance(x, Events):
+                raise ValueError("x is Events: the time of a network on events can't be shared")
             self._begin(self.shard, x, state, impl)
-        plan = self._sharing(x)
+        plan = None if isinstance(x, Events) else self._sharing(x)
         outer, calls.sequence = calls.sequence, sequence
         try:
             with self._keeping(x, sequence):
-                if plan is None:
+                if isinstance(x, Events):
+                    folded = self.net(x)
+                elif plan is None:
                     folded = self._run(x.flatten(0, 1), sequence)
                 else:
                     sequence.constant_rows = batch
@@ -143,7 +149,7 @@ class Temporal(nn.Module):
         return checkpoint.run(self._segments, policy, sequence, x)
 
     @contextlib.contextmanager
-    def _keeping(self, x: Tensor, sequence: Sequence) -> Iterator[None]:
+    def _keeping(self, x: Tensor | Events, sequence: Sequence) -> Iterator[None]:
         """Inside, the network keeps what its policy says."""
         memory = self.memory
         if not isinstance(memory, Auto):
@@ -158,7 +164,7 @@ class Temporal(nn.Module):
                 yield
 
     @contextlib.contextmanager
-    def _measuring(self, auto: Auto, x: Tensor, sequence: Sequence) -> Iterator[Policy]:
+    def _measuring(self, auto: Auto, x: Tensor | Events, sequence: Sequence) -> Iterator[Policy]:
         """The policy that a budget has led to; it is measured inside if there is none yet."""
         call = auto, *_described(x), sequence.impl, self.training
         if call in self._chosen or not kept.can_measure():
@@ -214,16 +220,18 @@ class Temporal(nn.Module):
 
     def _check(
         self,
-        x: Tensor,
+        x: Tensor | Events,
         state: dict[str, States] | None,
         impl: str,
         neurons: dict[str, Neuron],
     ) -> None:
         if impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor | Events):
             raise TypeError(f"the input is a {type(x).__name__}: expected a tensor [T, B, ...]")
-        if x.ndim < 2 or x.shape[0] == 0:
+        if isinstance(x, Events) and isinstance(self.memory, Checkpoint):
+            raise ValueError("memory=Checkpoint() takes no Events: use another policy")
+        if len(x.shape) < 2 or x.shape[0] == 0:
             raise ValueError(
                 f"the input has shape {list(x.shape)}: expected [T, B, ...] with T >= 1; for a "
                 "single step use x.unsqueeze(0)"
@@ -237,8 +245,10 @@ class Temporal(nn.Module):
             )
 
 
-def _described(x: Tensor) -> tuple[Hashable, ...]:
-    """What decides how much a network keeps when it is called with `x`."""
+def _described(x: Tensor | Events) -> tuple[Hashable, ...]:
+    """What decides how much a network keeps when it is called with `x`, but for its events."""
     device = x.device.type
     amp = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if isinstance(x, Events):
+        return x.shape, x.device, x.values is None, amp
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, amp

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from spikefuse.data import Examples
+from spikefuse.data import Examples, Frames
 from spikefuse.train.randomness import order
 
 Batch = tuple[Tensor, Tensor]
@@ -33,16 +33,24 @@ def place(examples: Examples, device: torch.device) -> Examples:
     return examples.to(device)
 
 
+def contents(batch: Examples, packed: bool) -> Tensor:
+    """The inputs of a batch: bytes, or `packed` those of event frames as they are kept."""
+    return batch.packed if packed and isinstance(batch, Frames) else batch.pixels
+
+
 def fetched(
-    examples: Examples, chosen: Iterable[Tensor | slice], device: torch.device
+    examples: Examples,
+    chosen: Iterable[Tensor | slice],
+    device: torch.device,
+    packed: bool = False,
 ) -> Iterator[Batch]:
-    """The batches of the chosen rows, from wherever the set lies."""
+    """The batches of the chosen rows, from wherever the set lies; `packed` as their own bytes."""
 
     def fetch(rows: Tensor | slice) -> Batch:
         batch = examples[rows]
         if batch.labels.device.type != device.type:
             batch = batch.to(device, non_blocking=True)
-        return batch.pixels, batch.labels
+        return contents(batch, packed), batch.labels
 
     if examples.labels.device.type == device.type:
         yield from map(fetch, chosen)
@@ -70,6 +78,7 @@ class TrainBatches:
         seed: the run's seed.
         steps_done: number of optimizer steps done so far.
         device: where the batches are to be.
+        packed: event frames stay packed.
     """
 
     def __init__(
@@ -79,8 +88,10 @@ class TrainBatches:
         seed: int,
         steps_done: Callable[[], int],
         device: torch.device = CPU,
+        packed: bool = False,
     ) -> None:
         self.images, self.batch_size, self.device = images, batch_size, device
+        self.packed = packed
         self.seed, self.steps_done = seed, steps_done
 
     def __len__(self) -> int:
@@ -90,14 +101,21 @@ class TrainBatches:
         epoch, first = divmod(self.steps_done(), len(self))
         shuffled = order(len(self.images), self.seed, epoch).to(self.images.labels.device)
         chosen = shuffled.split(self.batch_size)[first : len(self)]
-        yield from fetched(self.images, chosen, self.device)
+        yield from fetched(self.images, chosen, self.device, self.packed)
 
 
 class EvalBatches:
     """All examples in order, in batches of at most `batch_size`."""
 
-    def __init__(self, images: Examples, batch_size: int, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        images: Examples,
+        batch_size: int,
+        device: torch.device = CPU,
+        packed: bool = False,
+    ) -> None:
         self.images, self.batch_size, self.device = images, batch_size, device
+        self.packed = packed
 
     def __len__(self) -> int:
         return -(-len(self.images) // self.batch_size)
@@ -105,7 +123,7 @@ class EvalBatches:
     def __iter__(self) -> Iterator[Batch]:
         starts = range(0, len(self.images), self.batch_size)
         chosen = (slice(start, start + self.batch_size) for start in starts)
-        return fetched(self.images, chosen, self.device)
+        return fetched(self.images, chosen, self.device, self.packed)
 
 
 class Timed:

@@ -96,7 +96,8 @@ class Log(Callback):
             for quantity in ("loss", "accuracy"):
                 value = row[f"{part}_{quantity}"]
                 self.writer.add_scalar(f"{quantity}/{part}", value, int(row["step"]))
-        for name in ("images_per_second", "data_wait"):
+        activities = (name for name in row if name.startswith(("activity_", "dropped")))
+        for name in ("images_per_second", "data_wait", *activities):
             self.writer.add_scalar(name, row[name], int(row["step"]))
         with replacing(self.directory / METRICS) as path, path.open("w", newline="") as file:
             table = csv.DictWriter(file, list(row))

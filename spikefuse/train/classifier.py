@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,8 +18,10 @@ from torch.optim import Optimizer
 
 from spikefuse.data import DATASETS, random_flip, random_shift
 from spikefuse.distributed import gather_steps, shard_time
+from spikefuse.nn import Events
 from spikefuse.nn.encode import direct, poisson
 from spikefuse.train import optimize
+from spikefuse.train.activity import Activity
 from spikefuse.train.batches import Batch
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.graph import GraphedStep
@@ -31,6 +34,7 @@ KEY = "spikefuse"
 
 Row = dict[str, float]
 LOG_EVERY_STEPS = 10
+WHOLE = slice(None)
 
 
 class Tally:
@@ -101,20 +105,26 @@ class Classifier(pl.LightningModule):
         shares_time = self.processes.time > 1
         self.net = (replace(config, fuse=False) if shares_time else config).make_network()
         self._axis: DeviceMesh | None = None
+        self.activity = Activity(self.net.net, config.capacity)
         self.history: list[Row] = []
         self._row: Row = {}
         self.tally, self.eval_tally = Tally(), Tally()
         self._clock, self._clock_count, self._waited = 0.0, 0, 0.0
         self._graph: GraphedStep | None = None
 
-    def encode(self, inputs: Tensor) -> Tensor:
-        """Bytes to the network's input `[T, B, ...]`: images `[B, C, H, W]` by the encoding, event
-        data `[B, T, ...]`, which has a time dimension already, as it is."""
+    def encode(self, inputs: Tensor, share: slice = WHOLE) -> Tensor | Events:
+        """Bytes of a batch to the network's input of a share of it, `[T, B, ...]`: images
+        `[B, C, H, W]` by the encoding, event data `[B, T, ...]`, which has a time dimension
+        already, as it is. A network on events gets them, of event data from packed frames
+        `[B, T, S]`."""
         if DATASETS[self.config.dataset].kind == "events":
-            frames = inputs.transpose(0, 1)
+            frames = inputs[share].transpose(0, 1)
+            if self.config.on_events:
+                return Events.from_bits(frames, math.prod(DATASETS[self.config.dataset].shape))
             return frames.to(torch.float32, memory_format=torch.contiguous_format)
         encoding = poisson if self.config.encoding == "poisson" else direct
-        return encoding(inputs / 255, self.config.num_steps)
+        x = encoding(inputs / 255, self.config.num_steps)[:, share]
+        return Events.from_dense(x) if self.config.on_events else x
 
     def augment(self, inputs: Tensor) -> Tensor:
         """Shift and mirror at random, from PyTorch's own generator of the device, which is the one
@@ -138,9 +148,9 @@ class Classifier(pl.LightningModule):
         """From now on this process works without the others, for evaluation."""
         self.processes, self._axis, self.net.shard = Processes(), None, None
 
-    def outputs(self, x: Tensor) -> Tensor:
+    def outputs(self, x: Tensor | Events) -> Tensor:
         """Those of the network, `[T, B, ...]`, in all processes that share their time."""
-        if self._axis is None:
+        if self._axis is None or isinstance(x, Events):
             return self.net(x)
         return gather_steps(self.net(x[self.processes.steps(len(x))]), self._axis, len(x))
 
@@ -159,6 +169,7 @@ class Classifier(pl.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         self.tally = Tally()
+        self.activity.restart()
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         # Not at the start of the epoch, which a run resumed within one does not see.
@@ -188,10 +199,17 @@ class Classifier(pl.LightningModule):
         """The loss, the logits and the labels of this process's share of a batch."""
         self._optimizer().zero_grad()
         share = self.processes.share(len(labels))
-        x = self.encode(self.augment(inputs))[:, share]
+        x = self.encode(self.augment(inputs), share)
         net = self.net if self._axis is None else self.outputs
-        loss, logits = optimize.gradients(net, x, labels[share], self.config, self._backward)
+        loss, logits = optimize.gradients(
+            net, x, labels[share], self.config, self._backward, self._penalty
+        )
+        self.activity.count()
         return loss, logits, labels[share]
+
+    def _penalty(self) -> Tensor | None:
+        penalty, weight = self.activity.penalty(), self.config.activity_weight
+        return None if penalty is None or weight is None else weight * penalty
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         block = getattr(self.trainer.strategy, "block_backward_sync", None)
@@ -239,6 +257,7 @@ class Classifier(pl.LightningModule):
             "train_accuracy": accuracy,
             "images_per_second": self.images_per_second(),
             "data_wait": self.waited(),
+            **self.activity.row(),
         }
         self._clock = 0.0
         self.eval_tally = Tally()
@@ -260,10 +279,10 @@ class Classifier(pl.LightningModule):
         reseed(self.config.seed, Purpose.EVALUATION, batch_idx)
         inputs, labels = batch
         share = self.processes.share(len(labels))
-        x, labels = self.encode(inputs)[:, share], labels[share]
+        labels = labels[share]
         if len(labels) == 0:  # fewer images than processes
             return
-        logits = readout(self.outputs(x), self.config.loss)
+        logits = readout(self.outputs(self.encode(inputs, share)), self.config.loss)
         self.eval_tally.add(F.cross_entropy(logits, labels), logits, labels)
 
     # Checkpoints

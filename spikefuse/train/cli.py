@@ -27,11 +27,11 @@ FEW = 4
 GROUPS = {
     "what to learn": (
         *("dataset", "model", "neuron", "decay", "threshold", "surrogate"),
-        *("num_steps", "encoding", "slicing", "slice_us"),
+        *("num_steps", "encoding", "slicing", "slice_us", "capacity", "overflow", "activity"),
     ),
     "how to learn": (
         *("epochs", "batch_size", "optimizer", "lr", "schedule", "warmup", "weight_decay"),
-        *("loss", "label_smoothing", "clip", "shift", "flip", "seed"),
+        *("loss", "label_smoothing", "activity_weight", "clip", "shift", "flip", "seed"),
     ),
     "how to compute": (
         *("precision", "accumulate", "tbptt", "fuse", "memory", "memory_budget"),

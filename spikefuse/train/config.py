@@ -34,11 +34,16 @@ SURROGATES: dict[str, type] = {
 FRACTIONS = {"plif": ("decay",), "gatedlif": ("decay", "threshold")}
 ENCODINGS = ("direct", "poisson")
 SLICINGS = ("number", "time", "duration")
-OPTIMIZERS = ("adam", "adamw", "sgd")
+OPTIMIZERS = ("adam", "adamw", "sgd", "row_adam")
 SCHEDULES = ("constant", "cosine")
 LOSSES = ("mean", "last", "every")
 PRECISIONS = ("32", "bf16", "16")
 MEMORY = (*POLICIES, "auto")
+EVENT_MODEL = "event-mlp"
+OVERFLOWS = ("drop", "dense", "raise")
+# Of the network on events: the poster's decay, surrogate, and gradient threshold over threshold.
+EVENT_DECAY, EVENT_SURROGATE, EVENT_CUTOFF = 0.95, "fastsigmoid", -0.1
+EVENT_RATE = 0.01
 SEED_LIMIT = 2**63
 DEFAULT_STEPS = 8
 
@@ -124,11 +129,35 @@ class TrainConfig:
     slice_us: int | None = option(
         None, "microseconds of a frame", low=1, shown="the data set's own", kind=int
     )
+    capacity: float | None = option(
+        None,
+        "of event-mlp: largest share of a layer's neurons whose spikes are used in a step",
+        positive=True,
+        high=1.0,
+        shown="no limit",
+    )
+    overflow: str = option(
+        "drop", "of event-mlp: what becomes of events above the capacity", OVERFLOWS
+    )
+    activity: float | None = option(
+        None,
+        "of event-mlp: share of the neurons that fire in a step at the beginning",
+        positive=True,
+        high=0.5,
+        shown="half of capacity, or 0.01",
+    )
+    activity_weight: float | None = option(
+        None,
+        "of event-mlp: weight of the penalty on activity above half of capacity",
+        low=0.0,
+        shown="1",
+    )
     epochs: int = option(20, "passes over the training images", low=1)
     batch_size: int = option(32, "images per step of the optimizer", low=1)
     optimizer: str = option(
         "adam",
-        "the optimizer; adamw decouples the weight decay, sgd has momentum 0.9",
+        "the optimizer; adamw decouples the weight decay, sgd has momentum 0.9, row_adam is for "
+        "event-mlp and leaves alone what had no input",
         OPTIMIZERS,
     )
     lr: float = option(1e-3, "learning rate", positive=True)
@@ -212,15 +241,19 @@ class TrainConfig:
         dataset, flat = DATASETS[self.dataset], len(DATASETS[self.dataset].shape) == 1
         own: dict[str, Any] = {
             "num_steps": dataset.transform.get("num_steps", DEFAULT_STEPS),
-            "shift": 0 if flat else 1,
+            "shift": 0 if flat or (self.on_events and dataset.kind == "events") else 1,
         }
+        if self.on_events:
+            capacity = self.capacity
+            own["activity"] = EVENT_RATE if capacity is None else min(capacity / 2, 0.5)
+            own["activity_weight"] = 1.0
         for name, value in own.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         if flat and (self.shift or self.flip):
             name = "shift" if self.shift else "flip"
             raise ConfigError(f"{name} is given, but {self.dataset} has no rows and columns")
-        if flat and not self.model.startswith("mlp"):
+        if flat and "mlp" not in self.model:
             raise ConfigError(
                 f"model is {self.model}, but {self.dataset} has no rows and columns: choose mlp"
             )
@@ -228,6 +261,35 @@ class TrainConfig:
             if getattr(self, name) is not None and dataset.kind != "events":
                 raise ConfigError(f"{name} is given, but {self.dataset} is no event data")
         self._check_slicing()
+        self._check_events(dataset.kind == "events")
+
+    def _check_events(self, recorded: bool) -> None:
+        """What the network on events cannot do, and what only it can."""
+        if not self.on_events:
+            for name in ("capacity", "activity", "activity_weight"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} is given, but the model is not {EVENT_MODEL}")
+            if self.optimizer == "row_adam":
+                raise ConfigError(f"optimizer is row_adam, which is for {EVENT_MODEL}: choose adam")
+            return
+        if self.optimizer == "row_adam" and self.weight_decay:
+            raise ConfigError("weight_decay is given, but row_adam has none: choose adamw")
+        if not recorded and self.encoding != "poisson":
+            raise ConfigError(
+                f"encoding is {self.encoding}, but {EVENT_MODEL} reads spikes: choose poisson"
+            )
+        if recorded and (self.shift or self.flip):
+            name = "shift" if self.shift else "flip"
+            raise ConfigError(f"{name} is given, but {EVENT_MODEL} has no pictures: leave it out")
+        if self.accumulate > 1 or self.tbptt is not None:
+            name = "tbptt" if self.accumulate == 1 else "accumulate"
+            raise ConfigError(f"{name} is given, but {EVENT_MODEL} takes whole batches")
+        if self.cuda_graph:
+            raise ConfigError(f"cuda_graph is given, but {EVENT_MODEL} has no fixed sizes")
+        if self.precision != "32":
+            raise ConfigError(f"precision is {self.precision}: {EVENT_MODEL} computes in 32")
+        if self.memory == "checkpoint":
+            raise ConfigError(f"memory is checkpoint, which {EVENT_MODEL} cannot do: choose bits")
 
     def _check_slicing(self) -> None:
         own = DATASETS[self.dataset].transform
@@ -295,8 +357,19 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def on_events(self) -> bool:
+        return self.model == EVENT_MODEL
+
     def make_neuron(self) -> nn.Module:
         options: dict[str, Any] = {} if self.decay is None else {"decay": self.decay}
+        if self.on_events:
+            parameters = inspect.signature(NEURONS[self.neuron]).parameters
+            if "decay" in parameters:
+                options.setdefault("decay", EVENT_DECAY)
+            kind = SURROGATES[self.surrogate or EVENT_SURROGATE]
+            options["surrogate"] = kind(cutoff=EVENT_CUTOFF * self.threshold)
+            return NEURONS[self.neuron](threshold=self.threshold, detach_reset=True, **options)
         if self.surrogate is not None:
             options["surrogate"] = SURROGATES[self.surrogate]()
         return NEURONS[self.neuron](threshold=self.threshold, **options)
@@ -306,8 +379,12 @@ class TrainConfig:
         dataset = DATASETS[self.dataset]
         channels, *size = dataset.shape if len(dataset.shape) == 3 else (*dataset.shape, 1, 1)
         height, width = size
+        options: dict[str, Any] = {}
+        if self.on_events:
+            sparse = self.optimizer == "row_adam"
+            options = {"capacity": self.capacity, "overflow": self.overflow, "sparse_grad": sparse}
         build = MODELS[self.model]
-        net = build(self.make_neuron, channels, len(dataset.classes), (height, width))
+        net = build(self.make_neuron, channels, len(dataset.classes), (height, width), **options)
         temporal = Temporal(net, POLICIES.get(self.memory, self.memory), self.memory_budget)
         return fuse(temporal) if self.fuse else temporal
 
@@ -316,6 +393,8 @@ class TrainConfig:
         if DATASETS[self.dataset].kind != "events":
             return {}
         options = {"num_steps": self.num_steps, "by": self.slicing, "dt": self.slice_us}
+        if self.on_events:
+            options["bits"] = 1  # several events of a site in a step are one spike
         return {name: value for name, value in options.items() if value is not None}
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from spikefuse.nn import Events, RowAdam
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.objective import objective, readout
 
@@ -21,7 +22,12 @@ Backward = Callable[[Tensor, bool], None]
 
 
 def gradients(
-    net: Callable[..., Any], x: Tensor, labels: Tensor, config: TrainConfig, backward: Backward
+    net: Callable[..., Any],
+    x: Tensor | Events,
+    labels: Tensor,
+    config: TrainConfig,
+    backward: Backward,
+    penalty: Callable[[], Tensor | None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """Add the gradients of a batch to those of the parameters.
 
@@ -32,15 +38,16 @@ def gradients(
 
     Args:
         net: the network, a `Temporal` or what calls one.
-        x: its input `[T, B, ...]`.
+        x: its input `[T, B, ...]`; `Events` go through it as a whole.
         labels: classes `[B]`.
         config: of the run.
         backward: adds the gradients of a loss.
+        penalty: of the last call of the network, added to the loss.
 
     Returns:
         The loss, a scalar, and the logits `[B, classes]` of the whole batch, both detached.
     """
-    num_steps, batch = x.shape[:2]
+    num_steps, batch = x.shape[0], x.shape[1]
     length = min(config.tbptt or num_steps, num_steps)
     parts = torch.arange(batch).tensor_split(config.accumulate)
     loss, logits = torch.zeros((), device=x.device), []
@@ -48,13 +55,17 @@ def gradients(
         rows = slice(int(part[0]), int(part[-1]) + 1)
         last_part = rows.stop == batch
         outputs = []
-        for stop, output in _chunks(net, x[:, rows], length, config.loss):
+        share = x if isinstance(x, Events) else x[:, rows]
+        for stop, output in _chunks(net, share, length, config.loss):
             outputs.append(output.detach())
             if config.loss == "last" and stop < num_steps:
                 continue
             value = objective(output, labels[rows], config.loss, config.label_smoothing)
-            share = 1.0 if config.loss == "last" else len(output) / num_steps
-            weighted = value * (share * len(part) / batch)
+            extra = penalty()
+            if extra is not None:
+                value = value + extra
+            weight = 1.0 if config.loss == "last" else len(output) / num_steps
+            weighted = value * (weight * len(part) / batch)
             backward(weighted, last_part and stop == num_steps)
             loss += weighted.detach()
         logits.append(readout(torch.cat(outputs), config.loss))
@@ -62,11 +73,11 @@ def gradients(
 
 
 def _chunks(
-    net: Callable[..., Any], x: Tensor, length: int, loss: str
+    net: Callable[..., Any], x: Tensor | Events, length: int, loss: str
 ) -> Iterator[tuple[int, Tensor]]:
     """The output of each chunk, and the number of steps done by its end."""
-    num_steps = len(x)
-    if length == num_steps:
+    num_steps = x.shape[0]
+    if isinstance(x, Events) or length == num_steps:
         yield num_steps, net(x)
         return
     state: dict[str, Any] | None = None
@@ -91,6 +102,8 @@ def make_optimizer(
         "weight_decay": config.weight_decay,
         "fused": True if device.type == "cuda" and config.precision != "16" else None,
     }
+    if config.optimizer == "row_adam":
+        return RowAdam(parameters, config.lr)
     if config.optimizer == "sgd":
         return torch.optim.SGD(parameters, momentum=MOMENTUM, **options)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
@@ -100,7 +113,7 @@ def make_optimizer(
 def settle(optimizer: Optimizer) -> None:
     """Fit the restored state of an optimizer to this device and memory layout."""
     for group in optimizer.param_groups:
-        group["fused"] = fused = optimizer.defaults["fused"]
+        group["fused"] = fused = optimizer.defaults.get("fused")
         group["lr"] = float(group["lr"])  # a CUDA graph's is a tensor
         if "capturable" in group:
             group["capturable"] = False

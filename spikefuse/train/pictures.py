@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from torch import Tensor
+from torch import Tensor, nn
 
+from spikefuse.nn import EventLinear, Events, Neuron
 from spikefuse.train.checkpoint import replacing
 from spikefuse.train.classifier import Classifier, Row, best_row
 
@@ -50,17 +52,32 @@ def record(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor
 
     def keep(name: str) -> Any:
         # Inside Temporal time is folded into the batch, which is 1 here.
-        return lambda _, inputs, output: spikes.update({name: output.float().cpu()})
+        return lambda _, inputs, output: spikes.update({name: _dense(output).float().cpu()})
 
     # The same network, with neurons that are called themselves.
     net = replace(module.config, fuse=False, memory="recompute").make_network().to(module.device)
     net.load_state_dict(module.net.state_dict())
-    for name, neuron in net.neurons().items():
-        neuron.register_forward_hook(keep(name))
+    for name, layer in _spiking(net.net):
+        layer.register_forward_hook(keep(name))
     with torch.no_grad():
         x = module.encode(pixels)
         output = net.train(module.training)(x)
-    return x[:, 0].cpu(), spikes, output[:, 0].float().cpu()
+    x = _dense(x) if isinstance(x, Events) else x[:, 0]
+    return x.cpu(), spikes, output[:, 0].float().cpu()
+
+
+def _spiking(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers whose output is spikes; a neuron within a layer on events is never called."""
+    for name, module in net.named_modules():
+        if isinstance(module, Neuron) or (
+            isinstance(module, EventLinear) and module.neuron is not None
+        ):
+            yield name, module
+
+
+def _dense(x: Tensor | Events) -> Tensor:
+    """`[T, W]` of the events of a batch of one; tensors as they are."""
+    return x.to_dense()[:, 0] if isinstance(x, Events) else x
 
 
 def draw_raster(

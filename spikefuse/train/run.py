@@ -28,6 +28,7 @@ import spikefuse
 from spikefuse import data
 from spikefuse.data import DATASETS, Examples
 from spikefuse.distributed import RankLost, make_mesh
+from spikefuse.nn import scale_to_rate
 from spikefuse.nn.fusion import Fusion
 from spikefuse.train import batches
 from spikefuse.train.batches import EvalBatches, Timed, TrainBatches
@@ -102,7 +103,11 @@ def train(config: TrainConfig, place: Place, resumed: Loaded | None = None) -> d
         if resumed is not None:
             _load_weights(module, resumed)  # an early check: Lightning loads them again
         if processes.time > 1:
+            if config.on_events:
+                raise ConfigError("a network on events can't share its time: drop --time-ranks")
             module.share_time(make_mesh(None, processes.time, device.type), place.time_chunks)
+        elif config.on_events:
+            _begin_active(module, training)
         existed = resumed is not None or (place.out is not None and place.out.exists())
         directory = _agreed_directory(config, place, resumed, processes)
         if processes.main:
@@ -191,7 +196,10 @@ def _fit(
     config, processes = module.config, module.processes
     training, validation = (batches.place(part, device) for part in examples)
     size = config.batch_size
-    steps = TrainBatches(training, size, config.seed, lambda: module.trainer.global_step, device)
+    packed = config.on_events
+    steps = TrainBatches(
+        training, size, config.seed, lambda: module.trainer.global_step, device, packed
+    )
     with _quiet(), _threads(config), Interruption(directory / LAST, processes) as interruption:
         callbacks: list[pl.Callback] = [Checkpoints(directory, interruption, processes)]
         if processes.main:
@@ -201,7 +209,7 @@ def _fit(
             trainer.fit(
                 module,
                 Timed(steps, module.wait),
-                EvalBatches(validation, size, device),
+                EvalBatches(validation, size, device, packed),
                 ckpt_path=None if resumed is None else resumed.path,
             )
         except Exception as error:
@@ -252,7 +260,8 @@ def _test(module: Classifier, test: Examples, device: torch.device) -> tuple[flo
     config = module.config
     module.to(device).eval()
     module.on_test_epoch_start()
-    steps = EvalBatches(batches.place(test, device), config.batch_size, device)
+    place = batches.place(test, device)
+    steps = EvalBatches(place, config.batch_size, device, config.on_events)
     dtype = DTYPES[config.precision]
     autocast = torch.autocast(device.type, dtype, enabled=config.precision != "32")
     with _threads(config), torch.no_grad(), autocast:
@@ -290,7 +299,8 @@ def _finish(
     curves, raster = directory / "curves.png", directory / "raster.png"
     classes = DATASETS[module.config.dataset].classes
     draw_curves(module.history, curves)
-    draw_raster(module, test[:1].pixels.to(device), int(test.labels[0]), classes, raster)
+    first = batches.contents(test[:1], module.config.on_events).to(device)
+    draw_raster(module, first, int(test.labels[0]), classes, raster)
     with replacing(directory / "result.json") as path:
         path.write_text(json.dumps(result, indent=2) + "\n")
     print(
@@ -383,6 +393,17 @@ def _make_module(
     if config.channels_last or (config.channels_last is None and device.type == "cuda"):
         module.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return module
+
+
+def _begin_active(module: Classifier, training: Examples) -> None:
+    """Scale the weights of a network on events to the activity asked for, on its first examples."""
+    config = module.config
+    assert config.activity is not None
+    batch = batches.contents(training[: config.batch_size], packed=True)
+    try:
+        scale_to_rate(module.net.net, module.encode(batch), config.activity)
+    except ValueError as error:
+        raise ConfigError(f"activity is {config.activity}: {error}") from error
 
 
 def _agreed_directory(

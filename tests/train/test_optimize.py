@@ -90,7 +90,7 @@ def test_every_is_the_same_loss_in_chunks(net, batch) -> None:
     )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "row_adam"])
 def test_optimizers(net, batch, name: str) -> None:
     config = TrainConfig(optimizer=name, lr=0.1, weight_decay=0.01)
     optimizer = make_optimizer(config, net.parameters(), torch.device("cpu"))

@@ -1,0 +1,216 @@
+"""Layers on events whose neurons are shared out over processes; only lists of events travel.
+
+Every rank has the events of all inputs and the weights into its own neurons: it computes these
+neurons and tells the others which fired and which are candidates. In backward each rank has a part
+of the gradient of every event, that by way of its own neurons; the parts are added up.
+
+Shape legend: K ranks, R rows of events, E entries, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spikefuse.kernels.events import Events
+from spikefuse.nn import EventLinear, Neuron
+
+Group = dist.ProcessGroup | None
+
+
+def bounds(features: int, group: Group = None) -> list[int]:
+    """The first neuron of every rank, and the end: shares that differ by one neuron at most."""
+    ranks = dist.get_world_size(group)
+    return [features * k // ranks for k in range(ranks + 1)]
+
+
+class NeuronShard(nn.Module):
+    """`EventLinear` with neurons, of which this rank has a share: the same events on every rank.
+
+    Args:
+        in_features, out_features: of the whole layer.
+        neuron: the neurons, of whom each rank has a copy: nothing of them may be learned, or be one
+            value per channel.
+        group: the ranks; None: all.
+        options: of `EventLinear`. Weights are drawn anew: seed the ranks differently.
+
+    Raises:
+        ValueError: a value of the neuron is a tensor.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        neuron: Neuron,
+        group: Group = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        tensors = [*neuron.parameters(), *neuron.buffers()]
+        if tensors:
+            raise ValueError(
+                f"{type(neuron).__name__} has {len(tensors)} values that are tensors: neurons that "
+                "are shared out have floats only"
+            )
+        self.group, self.bounds = group, bounds(out_features, group)
+        first, last = self._share()
+        self.layer = EventLinear(in_features, last - first, neuron, **options)
+
+    def _share(self) -> tuple[int, int]:
+        rank = dist.get_rank(self.group)
+        return self.bounds[rank], self.bounds[rank + 1]
+
+    def take(self, whole: EventLinear) -> None:
+        """Copy this rank's share of the weights of a whole layer."""
+        share = slice(*self._share())
+        with torch.no_grad():
+            self.layer.weight.copy_(whole.weight[:, share])
+            if whole.bias is not None and self.layer.bias is not None:
+                self.layer.bias.copy_(whole.bias[share])
+
+    def forward(self, x: Events | Tensor) -> Events:
+        events = self.layer(x)
+        assert isinstance(events, Events)
+        return gathered(events, self.bounds, self.group)
+
+
+class Replicated(nn.Module):
+    """A layer that every rank has as a whole: its gradient of the events counts once.
+
+    Args:
+        layer: the same on all ranks.
+        group: the ranks; None: all.
+    """
+
+    def __init__(self, layer: EventLinear, group: Group = None) -> None:
+        super().__init__()
+        self.layer, self.group = layer, group
+
+    def forward(self, x: Events | Tensor) -> Events | Tensor:
+        if isinstance(x, Events) and x.values is not None and dist.get_rank(self.group):
+            # The gradients of the layer's own weights are those of rank 0 all the same.
+            x = replace(x, values=_Nothing.apply(x.values))
+        return self.layer(x)
+
+
+class _Nothing(torch.autograd.Function):
+    """The values as they are, with the gradient 0."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.zeros_like(grad)
+
+
+def shard_neurons(net: nn.Sequential, group: Group = None) -> nn.Sequential:
+    """The network with the neurons of its `EventLinear` layers shared out over the ranks.
+
+    It gives what `net` gives, on every rank, up to rounding in gradients, if all ranks call it with
+    the same input. Gradients are those of the shares; a layer without neurons is on every rank as a
+    whole, and gets the same gradients there. Nothing is left to average: it is not for
+    DistributedDataParallel.
+
+    Args:
+        net: a sequence of `EventLinear`, the same on all ranks.
+        group: the ranks; None: all.
+
+    Raises:
+        TypeError: a module of `net` is none.
+    """
+    layers: list[nn.Module] = []
+    for module in net:
+        if not isinstance(module, EventLinear):
+            raise TypeError(f"{type(module).__name__} in a network of EventLinear only")
+        if module.neuron is None:
+            layers.append(Replicated(module, group))
+            continue
+        options: dict[str, Any] = {
+            "bias": module.bias is not None,
+            "capacity": module.capacity,
+            "overflow": module.overflow,
+            "sparse_grad": module.sparse_grad,
+            "impl": module.impl,
+            "device": module.weight.device,
+        }
+        features = module.in_features, module.out_features
+        shard = NeuronShard(*features, module.neuron, group, **options)
+        shard.take(module)
+        layers.append(shard)
+    return nn.Sequential(*layers)
+
+
+def gathered(events: Events, first: list[int], group: Group = None) -> Events:
+    """The events of all ranks as those of one layer.
+
+    Args:
+        events: of this rank's neurons.
+        first: of the neurons of every rank, and the end.
+        group: the ranks.
+    """
+    fired = _exchange(events.fired, group)
+    silent = _exchange((events.offsets.diff() - events.fired).int(), group)
+    sizes = [int(a.sum() + b.sum()) for a, b in zip(fired, silent, strict=True)]
+    padded = nn.functional.pad(events.indices, (0, max(sizes) - len(events.indices)))
+    indices = [x[:size] for x, size in zip(_exchange(padded, group), sizes, strict=True)]
+
+    all_fired = torch.stack(fired).sum(0)
+    counts = all_fired + torch.stack(silent).sum(0)
+    offsets = torch.zeros_like(events.offsets)
+    torch.cumsum(counts, 0, out=offsets[1:])
+    whole = torch.empty(sum(sizes), dtype=torch.int32, device=events.device)
+    places = []
+    # Where the spikes, and the other candidates, of the next rank begin in each row.
+    spikes, others = offsets[:-1].clone(), offsets[:-1] + all_fired
+    for k, entries in enumerate(indices):
+        place = _places(fired[k], silent[k], spikes, others)
+        whole[place] = entries + first[k]
+        places.append(place)
+        spikes, others = spikes + fired[k], others + silent[k]
+    shape = events.shape[0], events.shape[1], first[-1]
+    found = Events(shape, offsets, all_fired.int(), whole)
+    if events.values is None:
+        return found
+    mine = places[dist.get_rank(group)]
+    return replace(found, values=_Gathered.apply(events.values, found, mine, group))
+
+
+def _places(fired: Tensor, silent: Tensor, spikes: Tensor, others: Tensor) -> Tensor:
+    """int64 `[E]`: the place in the whole list of every entry of one rank, whose spikes in row r go
+    to `spikes[r]` on, its other candidates to `others[r]` on."""
+    counts = (fired + silent).long()
+    rows = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+    place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+    is_spike = place < fired[rows]
+    return torch.where(is_spike, spikes[rows] + place, others[rows] + place - fired[rows])
+
+
+def _exchange(x: Tensor, group: Group) -> list[Tensor]:
+    """The tensor of every rank, all of one shape."""
+    found = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, x.contiguous(), group)
+    return found
+
+
+class _Gathered(torch.autograd.Function):
+    """The values of the whole list; backward adds up the ranks' gradients of it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, whole: Events, mine: Tensor, group: Group) -> Tensor:
+        ctx.save_for_backward(mine)
+        ctx.group = group
+        return whole.is_fired()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (mine,) = ctx.saved_tensors
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total[mine], None, None, None

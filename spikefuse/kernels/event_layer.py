@@ -1,0 +1,195 @@
+"""A whole layer on events, on a CPU: its currents, its neurons and their events.
+
+The neurons are the compiler's kernels, called on one tile of columns and one sample at a time, so
+that potentials never leave a core's cache, and currents neither where they are sums of few rows:
+backward then computes them again. Between layers there are only events. Where an entry carries a
+gradient, and so which rows of weights are read, docs/events.md derives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from spikefuse.compiler import cache as sources
+from spikefuse.compiler.launch import choose
+from spikefuse.compiler.numba_runtime import flat, shared
+from spikefuse.compiler.program import program
+from spikefuse.kernels import event_numba
+from spikefuse.kernels.event_numba import Gradients, given, lists, tile_of, words_of
+from spikefuse.kernels.events import Events
+from spikefuse.neurons.definition import Definition
+
+# Spikes per row from which on it is quicker to keep the currents than to sum them again.
+KEPT = 16
+
+# Gradients of currents, of a tile and so many samples as fit, that are summed by input at a time:
+# they stay in a core's cache.
+GROUPED = 1 << 17
+
+# What follows the emitted kernels of a neuron. `none` stands for what those need not be given.
+SOURCE = """
+
+# In the form {digest}:
+from spikefuse.kernels.event_numba import WORD, pack, sum_rows
+from spikefuse.kernels.event_numba import add_by_input, add_to, clear, dots_by_input
+
+
+@kernel
+def layer(
+    first, last, size, T, B, weight, bias, width, kept,
+    offsets, fired, indices, words, bits, others{p}
+):
+    x, y = np.empty(T * size, np.float32), np.empty(T * size, np.float32)
+    none = np.empty(0, np.float32)
+    for column in range(first, last, size):
+        m = min(size, width - column)
+        for b in range(B):
+            if kept.size:
+                x = kept[T * (B * column + b * m) :]
+            sums(x, T, B, b, weight, bias, width, column, m, offsets, fired, indices)
+            forward(0, m, T, m, m, False, x, m, 0, y, m, 0, {forward}{p})
+            for t in range(T):
+                word = (t * B + b) * words + column // WORD
+                pack(y, t * m, m, bits, others, word)
+
+
+@kernel
+def sums(x, T, B, b, weight, bias, width, column, m, offsets, fired, indices):
+    for t in range(T):
+        begin = offsets[t * B + b]
+        end = begin + fired[t * B + b]
+        sum_rows(x, t * m, weight, bias, width, column, m, indices, begin, end)
+
+
+@kernel
+def layer_backward(
+    first, last, size, T, B, weight, bias, width, kept,
+    offsets, fired, indices, group, spikes, entries,
+    out_offsets, out_indices, grad, grad_weight, grad_bias, partial{p}
+):
+    x, y = np.empty(T * size, np.float32), np.empty(T * size, np.float32)
+    grads, none = np.empty(group * T * size, np.float32), np.empty(0, np.float32)
+    {saved}
+    fresh = np.empty(grad_weight.size // width, np.bool_)
+    for column in range(first, last, size):
+        m = min(size, width - column)
+        fresh[:] = True
+        for b in range(B):
+            if kept.size:
+                x = kept[T * (B * column + b * m) :]
+            else:
+                sums(x, T, B, b, weight, bias, width, column, m, offsets, fired, indices)
+            forward(0, m, T, m, m, False, x, m, 0, y, m, 0, {recompute}{p})
+            y[: T * m] = np.float32(0.0)
+            for t in range(T):
+                for e in range(out_offsets[t * B + b], out_offsets[t * B + b + 1]):
+                    k = out_indices[e] - column
+                    if 0 <= k < m:
+                        y[t * m + k] = grad[e]
+            gx = grads[b % group * T * m :]
+            backward(0, m, T, m, m, False, x, m, 0, y, m, 0, gx, m, 0, {backward}{p})
+            for t in range(T):
+                add_to(grad_bias, column, m, gx, t * m)
+            if (b + 1) % group == 0 or b + 1 == B:
+                g = b // group
+                add_by_input(grad_weight, width, column, m, fresh, grads, m, 0, g, spikes)
+                if partial.size:
+                    mine = partial[column // size]
+                    dots_by_input(mine, weight, width, column, m, grads, m, 0, g, entries)
+        clear(grad_weight, width, column, m, fresh)
+"""
+
+
+@cache
+def _digest() -> str:
+    return hashlib.sha256(Path(event_numba.__file__).read_bytes()).hexdigest()
+
+
+@cache
+def _module(name: str) -> ModuleType:
+    """The kernels of a neuron's program, and those of a layer that calls them."""
+    made = program(name)
+    step = made.step
+    states = range(len(step.states))
+    rows = "np.empty((T - 1) // CHUNK * size, np.float32)"
+    text = SOURCE.format(
+        digest=_digest(),
+        p="".join(f", p{i}" for i in range(len(step.params))),
+        saved="; ".join(f"saved{i} = {rows}" for i in states),
+        forward=", ".join("none, none, none" for _ in states),
+        recompute=", ".join(f"none, none, saved{i}" for i in states),
+        backward=", ".join(f"none, saved{i}, none, none" for i in states),
+    )
+    return sources.load(made.source(step.inputs, ()) + text, f"{step.name}_events", "numba")
+
+
+class Layer:
+    """The currents `events @ weight + bias` through neurons of one kind, at rest before.
+
+    Args:
+        events: spikes of the inputs, `[T, B, I]`.
+        neuron: has candidates, and floats only for values; see `can_fuse`.
+        weight: float32 `[I, O]`, contiguous.
+        bias: `[O]` or None.
+    """
+
+    def __init__(
+        self, events: Events, neuron: Definition, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        name, _, scalars, _ = choose(neuron, "numba", weight)
+        self.events, self.weight, self.bias = events, weight, bias
+        self.module = _module(name)
+        self.kept = np.empty(0, np.float32)
+        self.params = [np.float32(value) for value in scalars]
+
+    def forward(self) -> Events:
+        """The events of the outputs, without values."""
+        (num_steps, batch, _), width = self.events.shape, self.weight.shape[1]
+        words = words_of(width)
+        bits, others = (np.empty((num_steps * batch, words), np.uint32) for _ in range(2))
+        if self.events.num_fired >= KEPT * max(num_steps * batch, 1):
+            self.kept = np.empty(num_steps * batch * width, np.float32)
+        arguments = *self._inputs(), *lists(self.events), words, bits.ravel(), others.ravel()
+        self._run(self.module.layer, *arguments, *self.params)
+        return Events((num_steps, batch, width), *event_numba.lists_of(bits, others))
+
+    def backward(
+        self, outputs: Events, grad: Tensor, sparse: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+        """What `Gradients.finished` gives, from the gradient `[E]` of the outputs' values."""
+        num_steps, batch, _ = self.events.shape
+        group = max(1, min(batch, GROUPED // max(num_steps * tile_of(self.weight.shape[1]), 1)))
+        work = Gradients(self.events, self.weight, sparse, (num_steps, batch), group)
+        entries = outputs.offsets.numpy(), outputs.indices.numpy(), flat(grad.contiguous())
+        inputs = *self._inputs(), *lists(self.events), group, work.spikes, work.entries
+        arguments = *inputs, *entries, *work.results
+        self._run(self.module.layer_backward, *arguments, *self.params)
+        return work.finished()
+
+    def _inputs(self) -> tuple[object, ...]:
+        num_steps, batch, _ = self.events.shape
+        width = self.weight.shape[1]
+        bias = flat(given(self.bias, width))
+        return num_steps, batch, flat(self.weight), bias, width, self.kept
+
+    def _run(self, kernel: Any, *arguments: object) -> None:
+        width = self.weight.shape[1]
+        size = tile_of(width)
+        shared(kernel, width, size, self.events.num_rows * width, size, *arguments)
+
+
+def can_fuse(neuron: Definition, weight: Tensor) -> bool:
+    """Whether `Layer` takes these: on a CPU, one input, and nothing of the neuron is a tensor."""
+    values = neuron.values().values()
+    return (
+        weight.is_cpu
+        and len(type(neuron).input_names) == 1
+        and all(isinstance(value, float) for value in values)
+    )

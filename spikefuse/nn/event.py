@@ -1,0 +1,244 @@
+"""Linear layers whose inputs are spikes that are few."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from spikefuse.kernels import event_autograd
+from spikefuse.kernels.events import Events
+from spikefuse.neurons.candidates import with_candidates
+from spikefuse.nn.event_choice import Choice, choose
+from spikefuse.nn.neuron import Neuron, Sequence, backend_of, calls
+
+IMPLEMENTATIONS = ("auto", "numba", "triton", "dense")
+OVERFLOWS = ("drop", "dense", "raise")
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What an `EventLinear` was given in its last call.
+
+    Attributes:
+        sites: T B W.
+        fired: spikes among them.
+        candidates: spikes, and neurons near the threshold, which carry a gradient.
+        dropped: spikes above the capacity, which had no effect; they count in `fired`.
+        dropped_candidates: candidates that did not fire, and got no gradient.
+        choice: what the layer ran on, and why.
+    """
+
+    sites: int
+    fired: int
+    candidates: int
+    dropped: int
+    dropped_candidates: int
+    choice: Choice
+
+    @property
+    def rate(self) -> float:
+        """Share of the sites that fired."""
+        return self.fired / max(self.sites, 1)
+
+
+class EventLinear(nn.Module):
+    """A linear layer on spikes, and perhaps its neurons, whose work shrinks with activity.
+
+    Equation, for each step and sample, with s the spikes of the inputs::
+
+        y = bias + sum of weight[i] over the inputs i that fired (s[i] = 1)
+
+    `weight` is `[in_features, out_features]`, the transpose of nn.Linear's: the row of an input is
+    contiguous. Backward reads and writes the rows of inputs that fired, and of inputs whose
+    potential was near their threshold (`cutoff` of their surrogate), which are the only ones that
+    carry a gradient: docs/events.md derives it. Without dropped events, outputs and gradients are
+    those of nn.Linear and the same neuron, up to rounding.
+
+    With `neuron`, the layer gives the `Events` of these neurons, for the next layer; on a CPU
+    currents and potentials then never reach memory. Its surrogate needs a cutoff. Without, it gives
+    the currents y.
+
+    Call: `layer(x)`. x is `Events` of T steps and B samples, or dense spikes, 0 or 1: inside
+    `Temporal` `[T*B, in_features]`, outside `[T, B, in_features]`; of dense spikes that require a
+    gradient the whole gradient is computed, by a dense product. The result is `Events` with
+    `neuron`, else currents `[T*B, out_features]`, outside Temporal `[T, B, out_features]`.
+
+    Args:
+        neuron: the neurons that receive y, or None.
+        capacity: of each step and sample, the largest share of inputs whose events are used,
+            in (0, 1]; None: no limit. Spikes come first, then candidates, each from the lowest
+            index up.
+        overflow: what becomes of a batch with more. "drop": the rest is left out: such a spike
+            reaches no neuron here, and such an input gets no gradient from here. "dense": the
+            batch is computed by dense products. "raise": a ValueError.
+        sparse_grad: the gradient of `weight` is a sparse tensor with the rows of inputs that fired,
+            for optimizers that take it: torch.optim.SGD, or `spikefuse.nn.RowAdam`.
+        impl: "numba" (lists of events, CPU), "triton" (lists of events, GPU) or "dense" (matrix
+            products); "auto": on a CPU lists up to an activity, on a GPU what turns out quicker
+            when an activity is first met. `spikefuse.explain` tells.
+
+    Source: Finkbeiner and Neftci, "Drastically Improved SNN-Training Throughput on the IPU by
+    Utilizing Activation Sparsity".
+
+    Raises:
+        TypeError, ValueError: an argument or input is not as described.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        neuron: Neuron | None = None,
+        *,
+        bias: bool = True,
+        capacity: float | None = None,
+        overflow: str = "drop",
+        sparse_grad: bool = False,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if capacity is not None and not 0 < capacity <= 1:
+            raise ValueError(f"capacity is {capacity}: expected a share in (0, 1], or None")
+        if overflow not in OVERFLOWS:
+            raise ValueError(f"overflow is {overflow!r}: expected one of {', '.join(OVERFLOWS)}")
+        if impl not in IMPLEMENTATIONS:
+            raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
+        if neuron is not None:
+            with_candidates(neuron)  # whose errors should come now
+        self.in_features, self.out_features, self.neuron = in_features, out_features, neuron
+        self.capacity, self.overflow = capacity, overflow
+        self.sparse_grad, self.impl = sparse_grad, impl
+        self.weight = nn.Parameter(torch.empty(in_features, out_features, device=device))
+        self.bias = nn.Parameter(torch.empty(out_features, device=device)) if bias else None
+        self.activity: Activity | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As nn.Linear does: uniform within 1 / sqrt(in_features)."""
+        bound = 1 / math.sqrt(max(self.in_features, 1))
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    @property
+    def limit(self) -> int:
+        """Events of a step and sample that are used at most."""
+        share = 1.0 if self.capacity is None else self.capacity
+        return max(1, int(share * self.in_features))
+
+    def extra_repr(self) -> str:
+        options = f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+        return f"{options}, capacity={self.capacity}, overflow={self.overflow!r}"
+
+    def forward(self, x: Events | Tensor) -> Events | Tensor:
+        sequence = calls.sequence
+        if sequence is not None and not (self.neuron is None or id(self.neuron) in sequence.names):
+            sequence = None
+        if isinstance(x, Events):
+            dense, events = None, x
+            if x.shape[2] != self.in_features:
+                raise ValueError(
+                    f"the events are of {x.shape[2]} sites: expected {self.in_features}"
+                )
+        else:
+            dense = self._unfolded(x, sequence)
+            events = Events.from_dense(dense)
+        kept, impl = self._limited(events)
+        if dense is not None and dense.requires_grad:
+            impl = "dense"
+            dense = dense if kept is events else dense * kept.to_dense(dense.dtype)
+        else:
+            dense = None
+        if self.neuron is not None:
+            return self._fire(self.neuron, kept, dense, impl, sequence)
+        y = self._currents(kept, dense, impl)
+        return y if sequence is None and isinstance(x, Tensor) else y.flatten(0, 1)
+
+    def _unfolded(self, x: Tensor, sequence: Sequence | None) -> Tensor:
+        """Dense spikes as `[T, B, in_features]`."""
+        dims = 3 if sequence is None else 2
+        if x.ndim != dims or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"the spikes have shape {list(x.shape)}: expected [T, B, {self.in_features}], or "
+                f"inside Temporal [T*B, {self.in_features}]"
+            )
+        return x if sequence is None else x.unflatten(0, (sequence.num_steps, -1))
+
+    def _limited(self, events: Events) -> tuple[Events, str]:
+        """The events within the capacity, and what they go through."""
+        counts = events.offsets.diff()
+        most = int(counts.max()) if len(counts) else 0
+        choice, kept = self._choose(events), events
+        if most > self.limit:
+            if self.overflow == "raise":
+                raise ValueError(
+                    f"a step of a sample has {most} events, but of {self.in_features} inputs the "
+                    f"capacity {self.capacity} allows {self.limit}: raise it, or choose "
+                    'overflow="drop" or "dense"'
+                )
+            if self.overflow == "dense":
+                choice = Choice("dense", "more events than the capacity")
+            else:
+                kept = events.kept(self.limit)
+        fired, entries = events.num_fired, len(events.indices)
+        dropped = fired - kept.num_fired
+        self.activity = Activity(
+            sites=events.num_rows * self.in_features,
+            fired=fired,
+            candidates=entries,
+            dropped=dropped,
+            dropped_candidates=entries - len(kept.indices) - dropped,
+            choice=choice,
+        )
+        return kept, choice.impl
+
+    def _choose(self, events: Events) -> Choice:
+        if self.impl != "auto":
+            return Choice(self.impl, "asked for")
+        return choose(events, self.out_features, self._try)
+
+    def _try(self, impl: str, events: Events) -> None:
+        """Forward and backward, for their time only."""
+        with torch.enable_grad():
+            y = self._currents(events, None, impl)
+            values = [] if events.values is None else [events.values]
+            leaves = [*values, *self.parameters(recurse=False)]
+            torch.autograd.grad(y, leaves, y.detach())
+
+    def _currents(self, events: Events, dense: Tensor | None, impl: str) -> Tensor:
+        """`[T, B, out_features]`."""
+        if impl != "dense":
+            sparse = self.sparse_grad
+            y = event_autograd.product(events, self.weight, self.bias, sparse, impl)
+            return y.view(*events.shape[:2], self.out_features)
+        spikes = events.to_dense() if dense is None else dense.float()
+        y = spikes @ self.weight
+        return y if self.bias is None else y + self.bias
+
+    def _fire(
+        self,
+        neuron: Neuron,
+        events: Events,
+        dense: Tensor | None,
+        impl: str,
+        sequence: Sequence | None,
+    ) -> Events:
+        name, marking = "", with_candidates(neuron)
+        state, keep, backend = None, False, "auto"
+        if sequence is not None:
+            name, keep, backend = sequence.names[id(neuron)], sequence.keep_final, sequence.impl
+            state = None if sequence.initial is None else sequence.initial[name]
+        from_rest = state is None and not keep and backend in ("auto", "numba")
+        if impl == "numba" and from_rest and event_autograd.can_fuse(marking, self.weight):
+            bias, sparse = self.bias, self.sparse_grad
+            return event_autograd.layer(events, marking, self.weight, bias, sparse)
+        currents = (self._currents(events, dense, impl),)
+        backend = backend_of(currents, backend)
+        (marks,), final = marking._scan(currents, state, backend, keep)
+        if sequence is not None:
+            sequence.final[name] = final
+        return event_autograd.listed(marks)

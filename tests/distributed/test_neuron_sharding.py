@@ -1,0 +1,91 @@
+"""Neurons shared out over processes: the network of one process, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import spikefuse as sf
+from spikefuse.distributed import NeuronShard, shard_neurons
+from spikefuse.nn import EventLinear, Events
+
+WIDTHS = (30, 71, 50, 10)
+
+
+def network(**options) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = []
+    for i, (a, b) in enumerate(itertools.pairwise(WIDTHS)):
+        surrogate = sf.surrogate.FastSigmoid(10.0, cutoff=-0.3)
+        neuron = sf.LIF(0.9, detach_reset=True, surrogate=surrogate) if i < 2 else None
+        layers.append(EventLinear(a, b, neuron, **options))
+        nn.init.normal_(layers[-1].weight, std=2.0 / a**0.5)
+    return nn.Sequential(*layers)
+
+
+def train(net: nn.Module, x: Events) -> torch.Tensor:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        y = sf.Temporal(net)(x)
+        y.mean(0).square().sum().backward()
+        optimizer.step()
+    return y.detach()
+
+
+def spikes() -> Events:
+    torch.manual_seed(1)
+    return Events.from_dense((torch.rand(12, 3, 30) < 0.2).float())
+
+
+def compare(group: dist.ProcessGroup | None, **options) -> None:
+    x, rank = spikes(), dist.get_rank(group)
+    whole, shards = network(**options), shard_neurons(network(**options), group)
+    assert len(list(shards.parameters())) == 6
+    inner = sf.Temporal(whole[:1])(x), sf.Temporal(shards[:1])(x)
+    for name in ("offsets", "fired", "indices"):
+        assert torch.equal(getattr(inner[0], name), getattr(inner[1], name))
+    torch.testing.assert_close(train(shards, x), train(whole, x), rtol=1e-4, atol=1e-4)
+    for one, part in zip(whole, shards, strict=True):
+        weight = one.weight
+        if isinstance(part, NeuronShard):
+            share = slice(part.bounds[rank], part.bounds[rank + 1])
+            assert 0 < part.layer.out_features < one.out_features
+            weight = weight[:, share]
+        torch.testing.assert_close(part.layer.weight, weight, rtol=1e-4, atol=1e-5)
+
+
+def run(rank: int, file: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=3)
+    try:
+        two = dist.new_group([0, 1])
+        if rank < 2:
+            compare(two)
+        compare(None, capacity=0.2)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shares a file")
+def test_as_one_process(tmp_path: Path) -> None:
+    train(network(), spikes())  # so that kernels are compiled once, not by each process
+    mp.spawn(run, (str(tmp_path / "store"),), nprocs=3)
+
+
+def test_learned_neurons() -> None:
+    neuron = sf.PLIF(surrogate=sf.surrogate.FastSigmoid(10.0, cutoff=-0.3))
+    with pytest.raises(ValueError, match="PLIF has 1 values that are tensors"):
+        shard_neurons(nn.Sequential(EventLinear(3, 4, neuron)))
+
+
+def test_other_modules() -> None:
+    with pytest.raises(TypeError, match="Linear in a network of EventLinear only"):
+        shard_neurons(nn.Sequential(nn.Linear(3, 4)))

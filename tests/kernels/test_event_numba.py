@@ -1,0 +1,59 @@
+"""Products with events on CPUs: at the edges of tiles, and whatever the number of threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spikefuse.kernels import event_numba
+from spikefuse.kernels.events import Events
+from tests.kernels.products import check
+
+
+@pytest.mark.parametrize("outputs", [1, 63, 64, 256, 257, 700])
+@pytest.mark.parametrize("inputs", [1, 90])
+def test_products(inputs: int, outputs: int) -> None:
+    check(event_numba, inputs, outputs)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_nothing_and_everything(rate: float) -> None:
+    check(event_numba, 40, 70, rate)
+
+
+def test_threads_change_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    events = Events.from_dense((torch.rand(40, 30, 90) < 0.1).float())
+    weight, grad = torch.randn(90, 700), torch.randn(1200, 700)
+    results = []
+    for threads in (1, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found = event_numba.gradients(events, grad, weight, False)
+        results.append((event_numba.currents(events, weight, None), found[1], found[2]))
+        assert event_numba.tile_of(700) == (256 if threads == 1 else 192)
+    for one, four in zip(*results, strict=True):
+        assert torch.equal(one, four)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("silent", [False, True])
+def test_entries_by_input(size: int, silent: bool) -> None:
+    marks = torch.randint(3, (12, 4, 30)) * (torch.rand(12, 4, 30) < 0.3)
+    events = Events.from_marks(marks.float())
+    found = event_numba.by_input(events, 12, 4, size, silent)
+    bases, counts, heads, ends, rows, entries = found
+    wanted = marks > 0 if silent else marks == 2
+    assert bases[-1] == wanted.sum()
+    for group in range(len(counts)):
+        begin = bases[group]
+        samples = wanted[:, group * size : (group + 1) * size]
+        seen = torch.zeros(samples.shape)
+        for s in range(bases[group], bases[group] + counts[group]):
+            assert begin < ends[s]
+            for k in range(begin, ends[s]):
+                b, t = divmod(int(rows[k]), 12)
+                seen[t, b, heads[s]] += 1
+                assert events.indices[entries[k]] == heads[s]
+                assert events.rows()[entries[k]] == t * 4 + group * size + b
+            begin = ends[s]
+        assert torch.equal(seen, samples.float())

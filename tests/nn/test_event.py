@@ -1,0 +1,248 @@
+"""Linear layers on events: as nn.Linear and the same neuron, unless events are dropped."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import spikefuse as sf
+from spikefuse.memory import Auto, Bits, Checkpoint, SaveAll
+from spikefuse.nn import EventLinear, Events
+
+T, B = 20, 4
+
+
+def neuron(**options) -> sf.LIF:
+    surrogate = sf.surrogate.FastSigmoid(10.0, cutoff=-0.1)
+    return sf.LIF(0.95, 1.0, detach_reset=True, surrogate=surrogate, **options)
+
+
+def spikes(width: int, rate: float = 0.2, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(T, B, width, generator=generator) < rate).float()
+
+
+def network(widths=(40, 70, 300, 10), make=neuron, **options) -> sf.Temporal:
+    """Weights that let neurons fire often, so that gradients reach the first layer."""
+    torch.manual_seed(1)
+    layers = []
+    for i, (a, b) in enumerate(itertools.pairwise(widths)):
+        layers.append(EventLinear(a, b, make() if i < len(widths) - 2 else None, **options))
+        nn.init.normal_(layers[-1].weight, std=2.0 / a**0.5)
+    return sf.Temporal(nn.Sequential(*layers))
+
+
+def dense(net: sf.Temporal) -> sf.Temporal:
+    """The same network of ordinary layers."""
+    layers = []
+    for layer in net.net:
+        linear = nn.Linear(layer.in_features, layer.out_features)
+        linear.load_state_dict({"weight": layer.weight.t(), "bias": layer.bias})
+        layers += [linear] if layer.neuron is None else [linear, layer.neuron]
+    return sf.Temporal(nn.Sequential(*layers))
+
+
+def gradients(net: sf.Temporal, y: torch.Tensor) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    y.backward(torch.randn(y.shape, generator=generator))
+    found = []
+    for layer in net.net:
+        if isinstance(layer, nn.Linear):
+            found += [layer.weight.grad.t(), layer.bias.grad]
+        elif isinstance(layer, EventLinear):
+            found += [layer.weight.grad.to_dense(), layer.bias.grad]
+    return found
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """To rounding: of sums of many terms in another order."""
+    assert expected.abs().max() > 0
+    assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("impl", ["numba", "triton", "dense"])
+@pytest.mark.parametrize("sparse_grad", [False, True])
+def test_as_the_dense_network(impl: str, sparse_grad: bool) -> None:
+    net, x = network(impl=impl, sparse_grad=sparse_grad), spikes(40)
+    if impl == "triton":  # its interpreter takes long
+        x = x[:5, :2]
+    other = dense(net)
+    y, expected = net(x), other(x)
+    assert_close(y, expected)
+    assert 0.02 < net.net[1].activity.rate < 0.5
+    assert 0.02 < net.net[2].activity.rate < 0.5
+    for a, b in zip(gradients(net, y), gradients(other, expected), strict=True):
+        assert_close(a, b)
+
+
+# The first is fused with its layer, the values of the second are tensors.
+@pytest.mark.parametrize("make", [sf.ALIF, sf.PLIF])
+def test_other_neurons(make) -> None:
+    surrogate = sf.surrogate.FastSigmoid(cutoff=-0.3)
+    net, x = network((40, 30, 10), lambda: make(surrogate=surrogate)), spikes(40)
+    other = dense(net)
+    y, expected = net(x), other(x)
+    assert_close(y, expected)
+    pairs = zip(gradients(net, y), gradients(other, expected), strict=True)
+    for a, b in pairs:
+        assert_close(a, b)
+
+
+def test_events_and_dense_spikes_are_alike() -> None:
+    net, x = network(), spikes(40)
+    assert torch.equal(net(x), net(Events.from_dense(x)))
+
+
+def test_state_is_handed_on() -> None:
+    net, x = network(), spikes(40)
+    with torch.no_grad():
+        expected = net(x)
+        first, state = net(x[:7], return_state=True)
+        rest, _ = net(Events.from_dense(x[7:]), state=state, return_state=True)
+    assert state.keys() == {"0.neuron", "1.neuron"}
+    assert_close(torch.cat([first, rest]), expected)
+
+
+def test_by_the_reference() -> None:
+    net, x = network(), spikes(40)
+    assert_close(net(x, impl="reference"), net(x))
+
+
+def test_outside_temporal() -> None:
+    hidden, last = network((40, 30, 10)).net
+    x = spikes(40)
+    assert torch.equal(last(hidden(x)), network((40, 30, 10))(x).flatten(0, 1))
+    assert last(spikes(30)).shape == (T, B, 10)
+
+
+def test_dense_spikes_with_a_gradient() -> None:
+    x = spikes(40).requires_grad_()
+    net = network()
+    other = dense(net)
+    a = torch.autograd.grad(net(x).square().sum(), x)[0]
+    b = torch.autograd.grad(other(x).square().sum(), x)[0]
+    assert_close(a, b)
+
+
+def test_dropped_events() -> None:
+    """A spike above the capacity reaches nobody; of a row, the lowest spikes stay."""
+    net, x = network(capacity=0.1), spikes(40)
+    limit = net.net[0].limit
+    assert limit == 4
+    few = x * (x.cumsum(2) <= limit)
+    free = network()
+    free.net[1].capacity = free.net[2].capacity = 0.1
+    assert torch.equal(net(x), free(few))
+    activity = net.net[0].activity
+    assert activity.fired == x.sum()
+    assert activity.dropped == x.sum() - few.sum() > 0
+    assert net.net[1].activity.dropped > 0
+
+
+def test_gradients_of_dropped_candidates() -> None:
+    """They are those of a network in which only the kept entries of a row lead on."""
+    x = spikes(40)
+    hidden, last = network((40, 70, 10)).net
+    events = hidden(x)
+    counts = events.offsets.diff()
+    last.capacity = (int(counts.float().median()) + 0.5) / 70
+    kept = events.kept(last.limit)
+    assert 0 < last.limit < counts.max()
+    y = last(events)
+    assert last.activity.dropped_candidates > 0
+    assert len(events.indices) - len(kept.indices) == (
+        last.activity.dropped + last.activity.dropped_candidates
+    )
+    grad = torch.autograd.grad(y.sum(), events.values)[0]
+    place = torch.arange(len(grad)) - events.offsets[events.rows()]
+    weight = last.weight.sum(1)[events.indices.long()]
+    torch.testing.assert_close(grad, weight * (place < last.limit))
+
+
+def test_overflow_dense_and_raise() -> None:
+    x, expected = spikes(40), network()(spikes(40))
+    net = network(capacity=0.01, overflow="dense")
+    assert_close(net(x), expected)
+    assert net.net[0].activity.choice.impl == "dense"
+    assert net.net[0].activity.dropped == 0
+    net = network(capacity=0.01, overflow="raise")
+    with pytest.raises(ValueError, match=r"has \d+ events, but of 40 inputs the capacity 0.01"):
+        net(x)
+
+
+@pytest.mark.parametrize("memory", [SaveAll(), Bits(), Auto(1.0)])
+def test_memory_policies(memory) -> None:
+    net, x = network(), Events.from_dense(spikes(40))
+    other = sf.Temporal(copy.deepcopy(net.net), memory)
+    for _ in range(2):  # Auto measures, and then chooses
+        for a, b in zip(gradients(other, other(x)), gradients(net, net(x)), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_after_a_fused_block_whose_spikes_are_packed() -> None:
+    _, *rest = network((40, 300, 70, 10)).net
+    block = nn.Linear(40, 300), nn.BatchNorm1d(300), sf.LIF(0.9)
+    found = []
+    for memory in (None, SaveAll()):
+        net = sf.fuse(sf.Temporal(nn.Sequential(*copy.deepcopy([*block, *rest])), memory))
+        assert len(net.fusion.fused) == 1
+        net(spikes(40)).square().sum().backward()
+        found.append([p.grad for p in net.parameters()])
+    assert all(x.any() for x in found[0])
+    assert all(map(torch.equal, *found))
+
+
+def test_nothing_to_fuse() -> None:
+    net = network()
+    assert sf.fuse(net) is net
+
+
+def test_checkpoint_is_refused() -> None:
+    net = sf.Temporal(network((40, 30, 10)).net, Checkpoint())
+    with pytest.raises(ValueError, match=r"Checkpoint\(\) takes no Events"):
+        net(Events.from_dense(spikes(40)))
+    with pytest.raises(ValueError, match=r"Checkpoint\(\) needs a network that torch.fx can trace"):
+        net(spikes(40))
+
+
+def test_a_copy_and_a_saved_state() -> None:
+    net = network()
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        other.net[0].weight.zero_()
+    other.load_state_dict(net.state_dict())
+    assert torch.equal(net(spikes(40)), other(spikes(40)))
+
+
+def test_no_spikes_and_no_samples() -> None:
+    net = network()
+    silent = net(torch.zeros(T, B, 40))
+    silent.sum().backward()
+    assert not net.net[0].weight.grad.any()
+    assert net(torch.zeros(T, 0, 40)).shape == (T, 0, 10)
+
+
+ERRORS = {
+    r"capacity is 0: expected a share": lambda: EventLinear(4, 3, capacity=0),
+    r"overflow is 'keep': expected one of drop": lambda: EventLinear(4, 3, overflow="keep"),
+    r"impl is 'fast': expected one of auto": lambda: EventLinear(4, 3, impl="fast"),
+    r"surrogate of LIF has the cutoff None": lambda: EventLinear(4, 3, sf.LIF()),
+    r"values other than 0 and 1": lambda: EventLinear(4, 3)(torch.full((2, 1, 4), 0.5)),
+    r"shape \[2, 1, 5\]: expected \[T, B, 4\]": lambda: EventLinear(4, 3)(torch.zeros(2, 1, 5)),
+    r"of 40 sites: expected 4": lambda: EventLinear(4, 3)(Events.from_dense(spikes(40))),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ERRORS[message]()
+
+
+def test_neurons_without_one_binary_spike() -> None:
+    with pytest.raises(TypeError, match="LI is no neuron that fires"):
+        EventLinear(4, 3, sf.LI())

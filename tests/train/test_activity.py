@@ -1,0 +1,144 @@
+"""Training on events: from a recording's file to the activity that is logged."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+
+import spikefuse as sf
+from spikefuse.nn import Events
+from spikefuse.train.activity import Activity
+from spikefuse.train.classifier import Classifier
+from spikefuse.train.config import ConfigError, TrainConfig
+
+Spikefuse = Callable[..., int]
+EVENTS = ["--dataset", "shd", "--model", "event-mlp", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Recordings in which each of 4 classes has units of its own."""
+    folder, generator = tmp_path_factory.mktemp("shd"), np.random.default_rng(0)
+    for part, count in (("train", 96), ("test", 16)):
+        labels = np.arange(count) % 4
+        with h5py.File(folder / f"shd_{part}.h5", "w") as file:
+            file["labels"] = labels
+            times = file.create_dataset("spikes/times", (count,), h5py.vlen_dtype(np.float16))
+            units = file.create_dataset("spikes/units", (count,), h5py.vlen_dtype(np.uint16))
+            for i, label in enumerate(labels):
+                times[i] = np.sort(generator.random(200) * 0.27)
+                units[i] = label * 175 + generator.integers(0, 175, 200)
+    return folder
+
+
+def test_a_run(
+    spikefuse: Spikefuse, tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--capacity 0.05 -T 20 --batch-size 8 --epochs 5 --lr 0.003"
+    assert spikefuse("train", *EVENTS, *options.split(), "--data-dir", digits) == 0
+    assert capsys.readouterr().err == ""
+    directory = tmp_path / "runs" / "shd-event-mlp-1"
+    with (directory / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for layer in range(3):
+        assert 0.005 < float(rows[0][f"activity_{layer}"]) < 0.06
+    assert 0 <= float(rows[-1]["dropped"]) < 0.5
+    assert json.loads((directory / "result.json").read_text())["test_accuracy"] > 0.6
+    assert matplotlib.image.imread(directory / "raster.png").std() > 0.01
+    assert spikefuse("eval", directory / "best.ckpt", "--data-dir", digits) == 0
+
+
+def config(**options) -> TrainConfig:
+    return TrainConfig(**{"dataset": "shd", "model": "event-mlp", "num_steps": 6, **options})
+
+
+def test_the_input_is_never_dense() -> None:
+    module = Classifier(config())
+    spikes = torch.rand(6, 3, 700) < 0.1
+    packed = torch.from_numpy(np.packbits(spikes.numpy(), axis=-1, bitorder="little"))
+    x = module.encode(packed.transpose(0, 1))
+    assert isinstance(x, Events)
+    assert torch.equal(x.to_dense(), spikes.float())
+    part = module.encode(packed.transpose(0, 1), slice(1, 3))
+    assert torch.equal(part.to_dense(), spikes[:, 1:3].float())
+
+
+def test_images_by_poisson() -> None:
+    module = Classifier(config(dataset="digits", encoding="poisson"))
+    x = module.encode(torch.randint(256, (3, 1, 8, 8), dtype=torch.uint8))
+    assert isinstance(x, Events)
+    assert x.shape == (6, 3, 64)
+
+
+def test_the_penalty_lowers_activity() -> None:
+    torch.manual_seed(0)
+    net = config(capacity=0.02).make_network()
+    activity = Activity(net.net, 0.02)
+    x = Events.from_dense((torch.rand(6, 8, 700) < 0.2).float())
+    sf.nn.scale_to_rate(net.net, x, 0.05)
+    optimizer = torch.optim.SGD([m.weight for m in net.net[:3]], lr=0.05)
+    rates = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        net(x)
+        penalty = activity.penalty()
+        activity.restart()
+        activity.count()
+        rates.append(activity.row()["activity_0"])
+        penalty.backward()
+        optimizer.step()
+    assert rates[-1] < 0.7 * rates[0]
+
+
+def test_no_penalty_below_half_of_the_capacity() -> None:
+    net = config().make_network()
+    x = Events.from_dense((torch.rand(6, 8, 700) < 0.2).float())
+    sf.nn.scale_to_rate(net.net, x, 0.01)
+    for capacity, expected in ((0.05, 0.0), (0.005, 3 * 1.5**2)):
+        activity = Activity(net.net, capacity)
+        net(x)
+        assert activity.penalty().item() == pytest.approx(expected, rel=0.3)
+    activity = Activity(net.net, None)
+    net(x)
+    assert activity.penalty() is None
+
+
+def test_row_adam_gets_rows() -> None:
+    module = Classifier(config(optimizer="row_adam"))
+    optimizer = module.configure_optimizers()
+    assert isinstance(optimizer, sf.nn.RowAdam)
+    x = Events.from_dense((torch.rand(6, 2, 700) < 0.002).float())
+    before = module.net.net[0].weight.clone()
+    module.net(x).sum().backward()
+    optimizer.step()
+    seen = x.to_dense().sum((0, 1)) > 0
+    moved = (module.net.net[0].weight != before).any(1)
+    assert not (moved & ~seen).any()
+    assert 0 < seen.sum() < 100
+
+
+WRONG = {
+    "capacity is given, but the model is not event-mlp": {"model": "mlp", "capacity": 0.1},
+    "event-mlp reads spikes: choose poisson": {"dataset": "digits"},
+    "accumulate is given, but event-mlp takes whole": {"accumulate": 2},
+    "tbptt is given, but event-mlp takes whole": {"tbptt": 2},
+    "precision is bf16: event-mlp computes in 32": {"precision": "bf16"},
+    "cuda_graph is given, but event-mlp": {"cuda_graph": True},
+    "memory is checkpoint, which event-mlp": {"memory": "checkpoint"},
+    "weight_decay is given, but row_adam has none": {"optimizer": "row_adam", "weight_decay": 0.1},
+    "row_adam, which is for event-mlp": {"model": "mlp", "optimizer": "row_adam"},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_settings(message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**WRONG[message])
