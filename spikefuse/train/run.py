@@ -37,6 +37,7 @@ from spikefuse.train.checkpoint import BEST, LAST, Loaded, load, replacing
 from spikefuse.train.classifier import Classifier, best_row
 from spikefuse.train.config import ConfigError, TrainConfig
 from spikefuse.train.interruption import Interrupted, Interruption
+from spikefuse.train.layout import check_layout
 from spikefuse.train.pictures import draw_curves, draw_raster
 from spikefuse.train.processes import Processes, lost_peer
 
@@ -91,7 +92,7 @@ def train(config: TrainConfig, place: Place, resumed: Loaded | None = None) -> d
         Interrupted: a signal stopped the run.
     """
     processes = Processes.started(place.time_ranks)
-    _check_layout(config, place, processes)
+    check_layout(config, place.time_ranks, place.data_ranks, place.time_chunks, processes)
     device = _device(place.device, config.precision, processes)
     _check_device(config, device, processes)
     with processes.connected(device):
@@ -329,33 +330,6 @@ def _device(name: str, precision: str, processes: Processes) -> torch.device:
             "GPUs: start torchrun with fewer, or choose --device cpu"
         )
     return torch.device("cuda", processes.local_rank)
-
-
-def _check_layout(config: TrainConfig, place: Place, processes: Processes) -> None:
-    """How many processes share what."""
-    if min(place.time_ranks, place.data_ranks or 1, place.time_chunks) < 1:
-        raise ConfigError("time_ranks, data_ranks and time_chunks must be at least 1")
-    count, data = processes.count, place.data_ranks
-    wanted = place.time_ranks * (count // place.time_ranks if data is None else data)
-    if wanted != count:
-        raise ConfigError(
-            f"time_ranks {place.time_ranks} and data_ranks {data or 'as many as are left'} need "
-            f"other than {count} processes: start torchrun --nproc_per_node with their product"
-        )
-    if processes.time == 1:
-        return
-    if config.num_steps < processes.time:
-        raise ConfigError(
-            f"num_steps is {config.num_steps}: expected at least time_ranks, {processes.time}"
-        )
-    if config.memory == "checkpoint":
-        raise ConfigError(
-            "memory is checkpoint, for which one process has all steps: leave out time_ranks, or "
-            "choose another memory"
-        )
-    for name in ("tbptt", "sync_batch_norm"):
-        if getattr(config, name):
-            raise ConfigError(f"{name} is for sequences that one process has: leave out time_ranks")
 
 
 def _check_device(config: TrainConfig, device: torch.device, processes: Processes) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from spikefuse.train import cli
 from spikefuse.train.config import ConfigError, TrainConfig
+from spikefuse.train.layout import check_layout
 from spikefuse.train.processes import Processes
-from spikefuse.train.run import Place, _check_layout
 from tests.train.test_processes import (
     OPTIONS,
     PLAIN,
@@ -88,7 +88,11 @@ def test_a_restart_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
 def test_layouts_that_cannot_be(config: dict, place: dict, count: int, message: str) -> None:
     processes = Processes(0, count, time=max(place["time_ranks"], 1))
     with pytest.raises(ConfigError, match=message):
-        _check_layout(TrainConfig(**config), Place(**place), processes)
+        check_layout(
+            TrainConfig(**config),
+            **{"data_ranks": None, "time_chunks": 4, **place},
+            processes=processes,
+        )
 
 
 def test_shares_of_data_and_time() -> None:
