@@ -151,7 +151,7 @@ def test_eager_pytorch_keeps_what_it_is_said_to():
     assert all(row.now == row.eager for row in eager.kept)
 
 
-@pytest.mark.parametrize("name", sf.memory.POLICIES)
+@pytest.mark.parametrize("name", ["save-all", "recompute", "bits"])
 def test_what_is_kept_is_what_is_allocated(name):
     net, x = sf.fuse(network(sf.memory.POLICIES[name])), make_input((9, 2, 1, 32, 32))
     size, y = bytes_kept(net, x)
