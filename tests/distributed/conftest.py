@@ -1,4 +1,4 @@
-"""The group of processes, shared by all tests of a pytest process."""
+"""The group of processes, shared by the tests of this folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.group import Group
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def group() -> Iterator[Group]:
     started = Group()
     yield started

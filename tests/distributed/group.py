@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-import tempfile
+import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,11 +30,14 @@ class Group:
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["spikefuse.testing", "numba"])
-        self._folder = tempfile.TemporaryDirectory()
+        # Not a file: each look into one reads all that was ever written there.
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
         self._pipes, self._processes = [], []
         for rank in range(SIZE):
             ours, theirs = context.Pipe()
-            arguments = rank, theirs, str(Path(self._folder.name) / "store")
+            arguments = rank, theirs, port
             process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             self._pipes.append(ours)
@@ -56,7 +58,6 @@ class Group:
         for process in self._processes:
             process.join(10)
             process.kill()
-        self._folder.cleanup()
 
 
 def _send(pipe: Any, value: Any) -> None:
@@ -67,10 +68,10 @@ def _received(pipe: Any) -> Any:
     return pickle.loads(pipe.recv_bytes())
 
 
-def _work(rank: int, pipe: Any, store: str) -> None:
+def _work(rank: int, pipe: Any, port: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=TIMEOUT
+        "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE, timeout=TIMEOUT
     )
     axes = {
         n: init_device_mesh("cpu", (SIZE // n, n), mesh_dim_names=AXES)["time"] for n in (1, 2, 4)
