@@ -103,7 +103,8 @@ def test_equals_reference(name, dtype, backends):
     is_new = name == "PLIF-channel" or (name == "LIF" and dtype != torch.float16)
     impls = impls if is_new else impls[-1:]
     block = make_block(name, device=device)
-    for num_steps, num in ((3, 1), (19, 2)):
+    # A CPU, whose interpreter is slow, sees short sequences of the first neuron only.
+    for num_steps, num in ((3, 1), (19, 2))[0 if device == "cuda" or name == "LIF" else 1 :]:
         inputs = make_inputs(num_steps, num, dtype, device)
         layouts = LAYOUTS if device == "cuda" or name == "LIF" else LAYOUTS[:1]
         assert_matches(block, inputs, impls, None, layouts, name not in SMOOTH)
