@@ -33,14 +33,17 @@ class Reverse:
     graph: Graph
 
     def select(self, step: Step, inputs: Sequence[str], params: Sequence[str]) -> Reverse:
-        """What yields the gradients of these inputs, of all states and of these parameters."""
+        """What yields the gradients of these inputs and of all states, and adds those of these
+        parameters to `g<parameter>`, the sums so far."""
         num_inputs, num_states = len(step.inputs), len(step.states)
         chosen = [self.inputs.index(name) for name in inputs]
         chosen += range(num_inputs, num_inputs + num_states)
         chosen += [num_inputs + num_states + self.params.index(name) for name in params]
-        graph = contracted(self.graph.select([self.graph.outputs[i] for i in chosen]))
         gradients = (*(f"g{y}" for y in step.outputs), *identifiers("gv", step.states))
-        graph = replace(graph, inputs=(*step.graph.inputs, *gradients))
+        names = dict(zip(step.params, step.graph.inputs[num_inputs + num_states :], strict=True))
+        sums = tuple(f"g{names[name]}" for name in params)
+        graph = replace(self.graph, inputs=(*step.graph.inputs, *gradients, *sums))
+        graph = contracted(graph.accumulate([self.graph.outputs[i] for i in chosen], sums))
         return Reverse(tuple(inputs), tuple(params), graph)
 
 

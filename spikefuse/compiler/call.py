@@ -36,7 +36,7 @@ class Call:
         self.device = inputs[0][3]
         self.num_outputs, self.num_states = step.num_outputs, len(step.states)
         #: States that are stored for backward, per neuron: the first is given.
-        self.num_saved = (self.layout.num_steps - 1) // self.program.chunk
+        self.num_saved = (self.layout.num_steps - 1) // self.program.chunk(self.layout.num_steps)
         self._inputs = inputs
         self._absent = (None,) * self.num_states
         self._forward: dict[Any, Launch] = {}
@@ -55,6 +55,20 @@ class Call:
         if not self.num_saved:
             return []
         return [self._per_neuron(self.num_saved) for _ in range(self.num_states)]
+
+    @cached_property
+    def packs(self) -> bool:
+        """Whether forward can write the bits of outputs: those of a step fill whole bytes."""
+        return bool(self._no_bits) and self.layout.num_neurons % 16 == 0
+
+    @cached_property
+    def _no_bits(self) -> tuple[None, ...]:
+        """What kernels that can write bits get for each binary output if they shall not."""
+        return (None,) * sum(self.program.step.binary) if self.program.backend == "triton" else ()
+
+    def _bits(self) -> Tensor:
+        num = self.layout.num_steps * self.layout.num_neurons
+        return torch.empty(num // 8, dtype=torch.uint8, device=self.device)
 
     @cached_property
     def num_stored_bytes(self) -> int:
@@ -108,27 +122,35 @@ class Call:
         scalars: Sequence[float],
         save: bool,
         final: bool,
+        bits: list[Tensor] | None = None,
         into: Tensors | None = None,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """(outputs, final states, stored states), the last two if asked for; the outputs are
-        written into the sequences of `into`, if there are any."""
+        """(outputs, final states, stored states), the last two if asked for.
+
+        Args:
+            bits: gets the bits of each binary output, one per value in memory, if it `packs`.
+            into: sequences into which outputs are written.
+        """
         layout = self.layout
         outputs, finals, saved = self.results(save, final, into)
         if layout.num_neurons:
             sequences = [*self._conforming(inputs), *outputs]
-            key = None if into is None else tuple([y.stride() for y in outputs])
+            packs = bits is not None and self.packs
+            key = (packs, *(() if into is None else [y.stride() for y in outputs]))
             launch = self._forward.get(key)
             if launch is None:
-                kernel = self.program.module().forward
-                launch = self._forward[key] = self.program.launcher.prepare(
-                    kernel, layout, sequences
-                )
+                kernel, prepare = self.program.module().forward, self.program.launcher.prepare
+                launch = self._forward[key] = prepare(kernel, layout, sequences, packs=packs)
             starts = [layout.conform_step(s) for s in states]
             stored = saved or (self._no_rows if save else ())
+            packed: Sequence[Tensor | None] = self._no_bits
+            if bits is not None and packs:
+                bits += [self._bits() for _ in self._no_bits]
+                packed = bits
             launch(
                 sequences,
                 self._by_state(starts, finals, stored),
-                (),
+                packed,
                 self._values(params, scalars),
             )
         return _delivered(outputs, into), finals, saved

@@ -229,14 +229,11 @@ class _Emitter(Roles):
     def reverse_body(self, gys: list[str], gxs: list[str], gvs: list[str]) -> list[str]:
         body = [self.load(x, f"{x}_data", f"{x}_at + i") for x in (*self.xs, *gys)]
         body += [self.load(v, f"{v}_past", "past + i") for v in self.vs]
-        body += [self.load(g, f"{g}_row", "i") for g in gvs] + self.load_params()
-        body += self.reverse.lines("numba")
+        body += [self.load(g, f"{g}_row", "i") for g in (*gvs, *self.grads)]
+        body += self.load_params() + self.reverse.lines("numba")
         results = self.reverse.results("numba")
         for g in gxs:
             body.append(self.store(f"{g}_out", f"{g}_first + i", results.pop(0)))
-        for g in gvs:
+        for g in (*gvs, *self.grads):
             body.append(self.store(f"{g}_row", "i", results.pop(0)))
-        for g in self.grads:
-            body.append(self.load(g, f"{g}_row", "i"))
-            body.append(self.store(f"{g}_row", "i", f"{g} + {results.pop(0)}"))
         return body

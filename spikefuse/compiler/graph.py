@@ -62,6 +62,14 @@ class Graph:
                 needed.update(o for o in node.operands if isinstance(o, str))
         return Graph(self.inputs, kept[::-1], tuple(outputs), self.kinds)
 
+    def accumulate(self, outputs: Sequence[Operand], sums: Sequence[str]) -> Graph:
+        """`select`, with the last outputs added to these inputs."""
+        split = len(outputs) - len(sums)
+        terms = zip(sums, outputs[split:], strict=True)
+        totals = [Node(f"{name}_next", "add", (name, term)) for name, term in terms]
+        graph = Graph(self.inputs, [*self.nodes, *totals], (), self.kinds)
+        return graph.select([*outputs[:split], *(node.name for node in totals)])
+
     def is_binary(self, operand: Operand) -> bool:
         """Whether a float is a truth value, 0 or 1, or a choice between such, whatever goes in."""
         if not isinstance(operand, str):

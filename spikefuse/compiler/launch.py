@@ -45,6 +45,7 @@ def scan(
     backend: str,
     return_state: bool = True,
     relay: Relay | None = None,
+    bits: list[Tensor] | None = None,
 ) -> tuple[Outputs, States, tuple[bool, ...]]:
     """Run `definition` over dim 0 of `inputs` in one kernel; see `spikefuse.reference.scan`.
 
@@ -52,6 +53,8 @@ def scan(
         backend: "triton" or "numba".
         return_state: whether to write the final states; without, they are ().
         relay: how states travel if other processes have the steps before and after.
+        bits: gets the bits of each output that is sure to be binary, one per value in memory, if
+            the kernel can write them.
 
     Returns:
         (outputs, final states, for each output whether all its values are sure to be 0 or 1)
@@ -61,7 +64,7 @@ def scan(
     states = [] if state is None else list(state)
     num_finals = len(type(definition).states) if return_state else 0
     tensors = list(inputs), states, params
-    outputs, finals = run(name, len(binary), num_finals, *tensors, scalars, relay)
+    outputs, finals = run(name, len(binary), num_finals, *tensors, scalars, relay, bits)
     return outputs, finals, binary
 
 
@@ -74,12 +77,13 @@ def run(
     params: list[Tensor],
     scalars: list[float],
     relay: Relay | None = None,
+    bits: list[Tensor] | None = None,
 ) -> tuple[Outputs, States]:
     """(outputs, final states) of a program, with gradients of all tensors.
 
     Args:
         num_finals: of its states if they are wanted, else 0.
-        relay: as in `scan`.
+        relay, bits: as in `scan`.
     """
     tensors = (*inputs, *states, *params)
     save = torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]
@@ -89,9 +93,9 @@ def run(
     elif not is_plain(tensors):
         results = torch.ops.spikefuse.scan(*arguments)
     elif save:
-        results = _apply(arguments, *tensors)
+        results = _apply(arguments, bits, *tensors)
     else:
-        outputs, finals, _ = call_of(name, spec(inputs)).forward(*arguments[1:])
+        outputs, finals, _ = call_of(name, spec(inputs)).forward(*arguments[1:], bits=bits)
         return tuple(outputs), tuple(finals)
     end = num_outputs + num_finals
     return tuple(results[:num_outputs]), tuple(results[num_outputs:end])
@@ -298,16 +302,19 @@ class _Scan(torch.autograd.Function):
     """The op's autograd without the dispatcher, which costs several times a small kernel."""
 
     @staticmethod
-    def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        call = call_of(arguments[0], spec(arguments[1]))
-        outputs, finals, saved = call.forward(*arguments[1:])
+    def forward(
+        ctx: Any, arguments: tuple[Any, ...], bits: list[Tensor] | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        name, inputs, states, params, scalars, save, final = arguments
+        call = call_of(name, spec(inputs))
+        outputs, finals, saved = call.forward(inputs, states, params, scalars, save, final, bits)
         _keep(ctx, call, arguments, call.num_outputs, saved)
         return (*outputs, *finals)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         _, inputs, states, params, *_ = _backward(ctx, grads)
-        return None, *inputs, *states, *params
+        return None, None, *inputs, *states, *params
 
 
 # That of torch.autograd.Function first looks for transforms, which `is_plain` has done.

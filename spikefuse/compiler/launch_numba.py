@@ -20,10 +20,15 @@ _MIN_ROW = 1 << 10
 
 
 def prepare(
-    kernel: Any, layout: Layout, sequences: Sequence[Tensor], rebuild: bool = False
+    kernel: Any,
+    layout: Layout,
+    sequences: Sequence[Tensor],
+    rebuild: bool = False,
+    packs: bool = False,
 ) -> _Launch:
     """See `spikefuse.compiler.program.Launcher`."""
     assert not rebuild
+    assert not packs
     return _Launch(kernel, layout, sequences)
 
 
@@ -40,7 +45,7 @@ class _Launch:
         self,
         sequences: Sequence[Tensor],
         states: Sequence[Tensor | None],
-        sums: Sequence[Tensor],
+        sums: Sequence[Tensor | None],
         params: Sequence[float | Tensor],
     ) -> None:
         layout = self.layout

@@ -12,33 +12,47 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spikefuse.compiler.emit_triton import chunk
 from spikefuse.compiler.layout import Layout
 
 
 class Shape(NamedTuple):
-    """How a kernel's work is cut: steps whose loads are issued together, neighbouring neurons of
-    a thread, and threads of a block over 32."""
+    """How a kernel's work is cut: neighbouring neurons of a thread, threads of a block over 32."""
 
-    chunk: int
     neurons: int
     warps: int
 
 
-# The fastest of those measured for LIF on an H200, alone and behind a norm, from 200,000 to 20
-# million neurons: (forward, backward) by bytes of an element of the first input.
-SHAPES = {2: (Shape(8, 4, 2), Shape(8, 2, 2)), 4: (Shape(8, 2, 4), Shape(8, 2, 2))}
+# The fastest of those measured for LIF on an H200, alone and behind a norm, from 50,000 to 20
+# million neurons, by bytes of an element of the first input.
+FORWARD = {2: Shape(4, 2), 4: Shape(2, 4)}
+BACKWARD = {2: Shape(2, 2), 4: Shape(2, 2)}
+# In half precision, chunks of few steps leave registers for more neurons.
+BACKWARD_SHORT, SHORT = Shape(4, 2), 6
+# Where spikes are packed too: a thread has whole bytes, if the neurons are many.
+PACKING, MANY = Shape(8, 2), 1 << 20
+# Registers of a thread with which 12 blocks of backward share a multiprocessor. What needs a few
+# more is faster with these, in half precision.
+FEW_REGISTERS, SOME_MORE = 80, 104
 
 
 def prepare(
-    kernel: Any, layout: Layout, sequences: Sequence[Tensor], rebuild: bool = False
+    kernel: Any,
+    layout: Layout,
+    sequences: Sequence[Tensor],
+    rebuild: bool = False,
+    packs: bool = False,
 ) -> Launch:
     """See `spikefuse.compiler.program.Launcher`."""
-    forward, backward = SHAPES[sequences[0].itemsize]
-    shape = backward if kernel.__name__ == "backward" else forward
-    grid, integers = _geometry(layout, sequences, shape)
+    itemsize, device = sequences[0].itemsize, sequences[0].device
     if kernel.__name__ == "backward":
-        integers = (*integers, rebuild)
-    return Launch(kernel, grid, integers, shape.warps, sequences[0].device)
+        is_short = itemsize == 2 and chunk(layout.num_steps) <= SHORT
+        shape = BACKWARD_SHORT if is_short else BACKWARD[itemsize]
+        grid, integers = _geometry(layout, sequences, shape)
+        tight = itemsize == 2 and not is_short
+        return Launch(kernel, grid, (*integers, rebuild), shape.warps, device, tight)
+    shape = PACKING if packs and layout.num_neurons >= MANY else FORWARD[itemsize]
+    return Launch(kernel, *_geometry(layout, sequences, shape), shape.warps, device)
 
 
 # What is compiled, and whether it runs directly, for a launch not seen before.
@@ -49,7 +63,8 @@ class Launch:
     """A kernel with its grid and integers, and what Triton has compiled of it.
 
     The integers are its last arguments, constants included; the tensors' dtypes are always the
-    same.
+    same. A `tight` kernel, whose repetition does no harm, is compiled again for fewer registers
+    where it needs just a few too many.
 
     A launch seen before, told by the alignments, passes Triton's dispatch by. It also passes by
     its closure, its metadata for hooks and its query of every pointer, where they are as we know
@@ -63,9 +78,11 @@ class Launch:
         integers: tuple[int, ...],
         num_warps: int,
         device: torch.device,
+        tight: bool = False,
     ) -> None:
         self.kernel, self.grid, self.integers = kernel, grid, integers
-        self.num_warps, self.device = num_warps, device
+        self.options, self.device = {"num_warps": num_warps}, device
+        self.tight = tight
         # Attributes of a device take longer to read.
         self.is_cpu, self.index = device.type == "cpu", device.index
         self.compiled: dict[tuple[int, ...], tuple[Any, bool]] = {}
@@ -74,7 +91,7 @@ class Launch:
         self,
         sequences: Sequence[Tensor | None],
         states: Sequence[Tensor | None] = (),
-        sums: Sequence[Tensor] = (),
+        sums: Sequence[Tensor | None] = (),
         params: Sequence[float | Tensor] = (),
     ) -> None:
         tensors = [*sequences, *states, *sums, *params]
@@ -104,6 +121,9 @@ class Launch:
         compiled, is_direct = self.compiled.get(key, _UNSEEN)
         if compiled is None:
             compiled = self._compile(tensors)
+            if self.tight and FEW_REGISTERS < compiled.n_regs <= SOME_MORE:
+                self.options["maxnreg"] = FEW_REGISTERS
+                compiled = self._compile(tensors)
             self.compiled[key] = compiled, _runs_directly(compiled)
         elif is_direct and not _is_watched():
             stream = torch._C._cuda_getCurrentRawStream(self.index)
@@ -118,7 +138,7 @@ class Launch:
         return self.kernel[self.grid](
             *tensors,
             *self.integers,
-            num_warps=self.num_warps,
+            **self.options,
             # Contracted multiply-adds would change spikes.
             enable_fp_fusion=False,
         )
@@ -186,7 +206,7 @@ def _geometry(
         layout.channels,
         layout.channel_inner,
         block,
-        shape.chunk,
+        chunk(layout.num_steps),
         layout.inner == neurons,
         unit,
     )

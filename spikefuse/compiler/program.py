@@ -29,7 +29,7 @@ class Launch(Protocol):
         self,
         sequences: Sequence[Tensor],
         states: Sequence[Tensor | None],
-        sums: Sequence[Tensor],
+        sums: Sequence[Tensor | None],
         params: Sequence[float | Tensor],
     ) -> None:
         """Run `forward` or `backward` of a module; all tensors are in the order of the kernel.
@@ -37,7 +37,8 @@ class Launch(Protocol):
         Args:
             sequences: what is read and what is written, conforming to the layout.
             states: one step each, or None where the kernel may do without.
-            sums: flat gradients of parameters, one per neuron (backward only).
+            sums: flat gradients of parameters, one per neuron (backward); the bits of outputs
+                (forward, where the launcher can write them).
             params: floats, and contiguous float32 tensors.
         """
         ...
@@ -47,13 +48,19 @@ class Launcher(Protocol):
     """How a backend runs a generated kernel; launch_numba and launch_triton are two."""
 
     def prepare(
-        self, kernel: Any, layout: Layout, sequences: Sequence[Tensor], rebuild: bool = False
+        self,
+        kernel: Any,
+        layout: Layout,
+        sequences: Sequence[Tensor],
+        rebuild: bool = False,
+        packs: bool = False,
     ) -> Launch:
         """What runs `kernel` on these sequences, and on others that differ in values only.
 
         Args:
             rebuild: `backward` first writes the stored states, which `forward` did not; where
                 the program `rebuilds`.
+            packs: `forward` also writes the bits of its outputs.
         """
         ...
 
@@ -71,10 +78,9 @@ class Program:
     kinds: tuple[str, ...]
     modules: dict[tuple[tuple[str, ...], ...], ModuleType] = field(default_factory=dict)
 
-    @property
-    def chunk(self) -> int:
-        """Steps between the states that are stored for backward."""
-        return emit_triton.SEGMENT if self.backend == "triton" else emit_numba.CHUNK
+    def chunk(self, num_steps: int) -> int:
+        """Steps between the states of a sequence that are stored for backward."""
+        return emit_triton.chunk(num_steps) if self.backend == "triton" else emit_numba.CHUNK
 
     @property
     def rebuilds(self) -> bool:

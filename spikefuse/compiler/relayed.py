@@ -102,7 +102,7 @@ class _Work:
             into = [y[:, rows[i]] for y in outputs]
             wanted = self.final or not self.relay.is_last
             _, ends, stored = calls[i].forward(
-                xs[i], starts[i], params, self.scalars, self.save, wanted, into
+                xs[i], starts[i], params, self.scalars, self.save, wanted, into=into
             )
             kept.extend((*starts[i], *stored))
             self.counts.append((len(starts[i]), len(stored)))

@@ -35,32 +35,45 @@ def simplify(graph: Graph, gradients: bool = False) -> Graph:
 
 
 def contracted(graph: Graph) -> Graph:
-    """The graph of a reverse, in which products of gradients that are only added become
-    multiply-adds, which round once."""
+    """The graph of a reverse, in which products that are only added become multiply-adds, which
+    round once; `x * (1 - y)` too. What decides who spikes stays as it is."""
     made = {node.name: node for node in graph.nodes}
     uses = Counter(o for node in graph.nodes for o in node.operands)
     uses.update(graph.outputs)
-    # What the step itself computes stays as it is: it decides who spikes.
-    flows = {name for name in graph.inputs if name.startswith("g")}
+    decides = _deciding(graph)
 
-    def product(operand: Operand) -> tuple[Operand, ...] | None:
-        node = made.get(operand) if isinstance(operand, str) else None
-        alone = node is not None and node.op == "mul" and uses[operand] == 1
-        return node.operands if node is not None and alone else None
+    def alone(operand: Operand, op: str) -> tuple[Operand, ...] | None:
+        """The operands of the node that made `operand`, if nothing else reads it."""
+        node = made.get(operand) if isinstance(operand, str) and uses[operand] == 1 else None
+        return node.operands if node is not None and node.op == op else None
 
-    result = Graph(graph.inputs, [], graph.outputs, graph.kinds)
-    for node in graph.nodes:
-        if not flows.isdisjoint(o for o in node.operands if isinstance(o, str)):
-            flows.add(node.name)
-            if node.op in ("add", "sub"):
-                first, second = node.operands
-                if factors := product(second):
-                    op = "fma" if node.op == "add" else "fnma"
-                    node = replace(node, op=op, operands=(*factors, first))
-                elif node.op == "add" and (factors := product(first)):
-                    node = replace(node, op="fma", operands=(*factors, second))
-        result.nodes.append(node)
-    return result.select(graph.outputs)
+    def shorter(node: Node) -> Node:
+        if node.name in decides:
+            return node
+        for first, second in (
+            (node.operands, node.operands[::-1]) if len(node.operands) == 2 else ()
+        ):
+            factors = alone(second, "mul")
+            if node.op == "add" and factors:
+                return replace(node, op="fma", operands=(*factors, first))
+            if node.op == "sub" and factors and second is node.operands[1]:
+                return replace(node, op="fnma", operands=(*factors, first))
+            rest = alone(second, "sub")
+            if node.op == "mul" and rest and _is(rest[0], 1.0) and isinstance(first, str):
+                return replace(node, op="fnma", operands=(first, rest[1], first))
+        return node
+
+    nodes = [shorter(node) for node in graph.nodes]
+    return Graph(graph.inputs, nodes, graph.outputs, graph.kinds).select(graph.outputs)
+
+
+def _deciding(graph: Graph) -> set[str]:
+    """The names of what conditions are computed from."""
+    found = {name for name, kind in graph.kinds.items() if kind == "b"}
+    for node in reversed(graph.nodes):
+        if node.name in found:
+            found.update(o for o in node.operands if isinstance(o, str))
+    return found
 
 
 class _Builder:

@@ -19,11 +19,13 @@ from torch import Tensor
 from spikefuse.compiler.launch_triton import Launch
 from spikefuse.kernels.place import Place
 
-# Elements of a tile, channels of one, threads over 32, thread blocks of a multiprocessor that are
-# aimed at, and shares of a tile of channels at most: the last block combines them all at once.
-TILE, WIDTH, WARPS, BLOCKS = 8192, 32, 8, 4
-MAX_SHARES = 128
+# Channels of a tile, tiles whose loads are issued together, threads over 32, thread blocks of a
+# multiprocessor that are aimed at, and shares of a tile of channels at most: the last block
+# combines them all at once. In a tile, a thread reads 16 bytes.
+WIDTH, TILES, WARPS, BLOCKS, MAX_SHARES = 32, 4, 8, 2, 128
 HEAD: tl.constexpr = tl.constexpr(16)
+# Rounds of loads under way at once.
+STAGES: tl.constexpr = tl.constexpr(3)
 
 
 @triton.jit
@@ -57,14 +59,6 @@ def _is_last(arrived_ptr):
     if is_last:
         tl.store(counter, 0)
     return is_last
-
-
-@triton.jit
-def _add(sums, squares, at, live, origin):
-    """Add a tile, taken about `origin`, and its squares."""
-    d = tl.load(at, mask=live, other=0.0).to(tl.float32) - origin[None, :]
-    d = tl.where(live, d, 0.0)
-    return sums + d, squares + d * d
 
 
 @triton.jit
@@ -120,6 +114,7 @@ def statistics(
     repeats: tl.int64,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
+    TILES: tl.constexpr,
     LAST: tl.constexpr,
     UNIT: tl.constexpr,
     SHARES: tl.constexpr,
@@ -134,7 +129,6 @@ def statistics(
     count = tl.minimum(outer - first, rows)
     offsets, column, length, stride = _place(channels, inner, first, HEIGHT, WIDTH, LAST)
     row = tl.arange(0, HEIGHT)[:, None]
-    width = tl.multiple_of(tl.minimum(length, WIDTH).to(tl.int32), UNIT)
 
     CHANNELS: tl.constexpr = WIDTH if LAST else 1
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -146,16 +140,18 @@ def statistics(
     origin = tl.div_rn(tl.sum(seen, 0), tl.minimum(count, HEAD).to(tl.float32))
     sums = tl.zeros([HEIGHT, WIDTH], tl.float32)
     squares = tl.zeros([HEIGHT, WIDTH], tl.float32)
-    for top in range(0, count, HEIGHT):
-        at = x_ptr + offsets + top * stride
-        live = (row < count - top) & (column < width)
-        if LAST:
-            sums, squares = _add(sums, squares, at, live, origin)
-        else:
-            for start in range(0, length, WIDTH):
-                width = tl.multiple_of(tl.minimum(length - start, WIDTH).to(tl.int32), UNIT)
-                live = (row < count - top) & (column < width)
-                sums, squares = _add(sums, squares, at + start, live, origin)
+    for top in tl.range(0, count, HEIGHT * TILES, num_stages=STAGES):
+        for start in range(0, WIDTH if LAST else length, WIDTH):
+            width = tl.multiple_of(tl.minimum(length - start, WIDTH).to(tl.int32), UNIT)
+            tiles = ()
+            for i in tl.static_range(TILES):
+                live = (row < count - top - i * HEIGHT) & (column < width)
+                at = x_ptr + offsets + ((top + i * HEIGHT) * stride + start)
+                tiles += (tl.load(at, mask=live, other=0.0),)  # type: ignore[assignment]
+            for i in tl.static_range(TILES):
+                live = (row < count - top - i * HEIGHT) & (column < width)
+                d = tl.where(live, tiles[i].to(tl.float32) - origin[None, :], 0.0)
+                sums, squares = sums + d, squares + d * d
     each = 1 if LAST else inner
     total = _over_rows(sums, LAST)
     shift = tl.div_rn(total, (count * each).to(tl.float32))
@@ -211,6 +207,7 @@ def gradient_sums(
     rows: tl.int64,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
+    TILES: tl.constexpr,
     LAST: tl.constexpr,
     UNIT: tl.constexpr,
     SHARES: tl.constexpr,
@@ -227,13 +224,14 @@ def gradient_sums(
     row = tl.arange(0, HEIGHT)[:, None]
     scales = tl.zeros([HEIGHT, WIDTH], tl.float32)
     shifts = tl.zeros([HEIGHT, WIDTH], tl.float32)
-    for top in range(0, count, HEIGHT):
+    for top in tl.range(0, count, HEIGHT * TILES, num_stages=STAGES):
         for start in range(0, WIDTH if LAST else length, WIDTH):
             width = tl.multiple_of(tl.minimum(length - start, WIDTH).to(tl.int32), UNIT)
-            live = (row < count - top) & (column < width)
-            at = offsets + (top * stride + start)
-            scales += tl.load(scale_sums_ptr + at, mask=live, other=0.0)
-            shifts += tl.load(shift_sums_ptr + at, mask=live, other=0.0)
+            for i in tl.static_range(TILES):
+                live = (row < count - top - i * HEIGHT) & (column < width)
+                at = offsets + ((top + i * HEIGHT) * stride + start)
+                scales += tl.load(scale_sums_ptr + at, mask=live, other=0.0)
+                shifts += tl.load(shift_sums_ptr + at, mask=live, other=0.0)
     CHANNELS: tl.constexpr = WIDTH if LAST else 1
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     exists = c < channels
@@ -257,19 +255,23 @@ def gradient_sums(
 class _Launch:
     """A kernel on arrays of one shape, with its scratch memory."""
 
-    def __init__(self, kernel: Any, at: Place, more: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self, kernel: Any, at: Place, more: tuple[int, ...], device: torch.device, itemsize: int
+    ) -> None:
         self.channels, is_last = at.channels, at.inner == 1
         length = at.channels if is_last else at.inner
         unit = 1 if length % 16 else 16
         width = min(triton.next_power_of_2(length), WIDTH if is_last else 1024)
-        height = TILE // width
+        height = max(1, WARPS * 32 * 16 // itemsize // width)
         tiles = -(-at.channels // width) if is_last else at.channels
         wanted = max(1, BLOCKS * _multiprocessors(device) // tiles)
         rows = -(-at.outer // min(wanted, MAX_SHARES))
-        rows = -(-rows // height) * height
+        rows = -(-rows // (height * TILES)) * height * TILES
         self.shares = -(-at.outer // rows)
         sizes = (at.channels // unit, 1) if is_last else (at.channels, at.inner // unit)
-        constants = (at.outer, *sizes, rows, *more, height, width, is_last, unit, MAX_SHARES)
+        numbers = (at.outer, *sizes, rows, *more)
+        most = triton.next_power_of_2(self.shares)
+        constants = (*numbers, height, width, TILES, is_last, unit, most)
         self.launch = Launch(kernel, (tiles, self.shares, 1), constants, WARPS, device)
         self.arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
 
@@ -295,7 +297,7 @@ def _launch(
     at: Place,
     more: tuple[int, ...],
     device: torch.device,
-    dtypes: tuple[torch.dtype | None, ...],
+    dtypes: tuple[torch.dtype, *tuple[torch.dtype | None, ...]],
     owner: tuple[int, bool],
 ) -> _Launch:
     """One for all calls that Triton's dispatch would tell apart by alignments only.
@@ -303,7 +305,7 @@ def _launch(
     Args:
         owner: whose counters they are, see `_owner`.
     """
-    return _Launch(kernel, at, more, device)
+    return _Launch(kernel, at, more, device, dtypes[0].itemsize)
 
 
 def _owner(device: torch.device) -> tuple[int, bool]:
@@ -336,5 +338,5 @@ def run_gradient_sums(
 ) -> Tensor:
     """See `spikefuse.kernels.norm.gradient_sums`."""
     device = scale_sums.device
-    launch = _launch(gradient_sums, at, (), device, (), _owner(device))
+    launch = _launch(gradient_sums, at, (), device, (torch.float32,), _owner(device))
     return launch(scale_sums, shift_sums, normalization, numbers=(number,))

@@ -24,7 +24,7 @@ from spikefuse.nn.batch_norm import (
     running_of,
     shift_of,
 )
-from spikefuse.nn.neuron import Neuron, backend_of, calls, check, mark
+from spikefuse.nn.neuron import Neuron, backend_of, bits_wanted, calls, check, mark
 from spikefuse.nn.normed import VALUES, behind_norm
 from spikefuse.nn.passes import Given, Job, Kernels, apply
 
@@ -122,12 +122,12 @@ def scan(
         return neuron._scan((u if len(inputs) == 1 else u + inputs[1],), state, impl, return_state)
     launch.check(backend, inputs[0])
     chosen, own = kernels_of(neuron, backend, len(inputs) > 1, by_batch(norm))
-    states = list(state or ())
+    states, bits = list(state or ()), bits_wanted()
     if chosen.revises:
-        outputs, finals = _train(norm, chosen, own, inputs, states, memory, return_state)
+        outputs, finals = _train(norm, chosen, own, inputs, states, memory, return_state, bits)
     else:
-        outputs, finals = _evaluate(norm, chosen, own, inputs, states, return_state)
-    mark(outputs, chosen.binary)
+        outputs, finals = _evaluate(norm, chosen, own, inputs, states, return_state, bits)
+    mark(outputs, chosen.binary, bits)
     return outputs, finals
 
 
@@ -225,6 +225,7 @@ def _evaluate(
     inputs: tuple[Tensor, ...],
     states: list[Tensor],
     return_state: bool,
+    bits: list[Tensor] | None,
 ) -> tuple[Outputs, States]:
     """With running statistics: the norm is an affine map."""
     assert norm.running_mean is not None and norm.running_var is not None
@@ -241,6 +242,7 @@ def _evaluate(
         states,
         params,
         kernels.scalars,
+        bits=bits,
     )
 
 
@@ -252,6 +254,7 @@ def _train(
     states: list[Tensor],
     memory: Policy | None,
     return_state: bool,
+    bits: list[Tensor] | None,
 ) -> tuple[Outputs, States]:
     """With the statistics of the batch."""
     weight, shift = norm.weight, shift_of(norm, inputs[0])
@@ -260,10 +263,10 @@ def _train(
     job = start(norm, kernels, inputs, len(states), keeps, return_state)
     tensors = (*inputs, *states, weight, shift, *own)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        results = apply(job, *tensors)
+        results = apply(job, bits, *tensors)
         outputs = results[: len(kernels.binary)]
         return tuple(outputs), tuple(results[len(kernels.binary) :])
-    outputs, finals, _ = job.forward(job.call, Given(inputs, states, shift, own), save=False)
+    outputs, finals, _ = job.forward(job.call, Given(inputs, states, shift, own), False, bits)
     return tuple(outputs), tuple(finals)
 
 

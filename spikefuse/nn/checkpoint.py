@@ -188,7 +188,7 @@ class _Run:
             launch.check(job.kernels.backend, inputs[0])
             call = call_of(job.kernels.name, spec(inputs))
             (y,), _, _ = job.forward(call, Given(inputs, (), shift, own), save=False)
-            neuron.mark((y,), job.kernels.binary)
+            neuron.mark((y,), job.kernels.binary, neuron.bits_wanted())
             self._keep(segment.target, part, y.flatten(0, 1))
 
     def kernels(self, called: BlockCall, x: Tensor) -> tuple[Kernels, list[Tensor]]:

@@ -380,7 +380,7 @@ def _layer(call: _Call, time: bool | None) -> Layer:
         implementation=call.backend,
         memory=call.memory,
         program=call.program,
-        chunk=program(call.program).chunk if call.program else None,
+        chunk=program(call.program).chunk(len(xs[0])) if call.program else None,
         moved=moved,
         least=least,
         achieved=achieved,

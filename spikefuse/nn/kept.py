@@ -41,9 +41,11 @@ class _Marked:
     dtype: torch.dtype
     packed: bits.Packed | None = None
     stream: int = 0
+    is_kept: bool = False
 
     def keep(self, x: Tensor) -> bits.Packed:
         """What to keep instead of `x`, a view of it."""
+        self.is_kept = True
         stream = _stream(x.device)
         # What one stream has packed may be packed late for another.
         if self.packed is None or self.stream != stream:
@@ -63,14 +65,21 @@ class Spikes:
         self._marked: dict[int, _Marked] = {}
         self.saved: dict[str, int] = {}
 
-    def mark(self, x: Tensor, neuron: str = "") -> None:
-        """Note that all values of `x`, an output of `neuron`, are 0 or 1 now."""
+    def mark(self, x: Tensor, neuron: str = "", packed: Tensor | None = None) -> None:
+        """Note that all values of `x`, an output of `neuron`, are 0 or 1 now.
+
+        Args:
+            packed: their bits in the order of memory, if they are known.
+        """
         num = x.numel()
         if num < MIN_VALUES or type(x) is not Tensor or x.is_inference():
             return
         storage = x.untyped_storage()
         if storage.nbytes() == num * x.itemsize:
             marked = _Marked(StorageWeakRef(storage), neuron, x._version, num, x.dtype)
+            if packed is not None:
+                marked.packed = bits.Packed(packed, num, x.dtype, tuple(x.shape), x.stride())
+                marked.stream = _stream(x.device)
             self._marked[storage._cdata] = marked
 
     def clear(self) -> None:
@@ -81,7 +90,7 @@ class Spikes:
         if self._marked and type(x) is Tensor and x.layout is torch.strided:
             marked = self._marked.get(x.untyped_storage()._cdata)
             if marked is not None and x._version == marked.version and x.dtype is marked.dtype:
-                first = marked.packed is None
+                first = not marked.is_kept
                 kept = marked.keep(x)
                 if first:
                     less = marked.num * marked.dtype.itemsize - kept.bits.nbytes

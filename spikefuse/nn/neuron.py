@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -204,19 +204,33 @@ class Neuron(Definition):
         check(self, type(self).input_names, inputs, state, backend)
         if backend == "reference":
             return reference.scan(self, inputs, state)
-        outputs, final, binary = compiler.scan(self, inputs, state, backend, return_state, relay)
-        mark(outputs, binary)
+        bits = bits_wanted()
+        outputs, final, binary = compiler.scan(
+            self, inputs, state, backend, return_state, relay, bits
+        )
+        mark(outputs, binary, bits)
         return outputs, final
 
 
-def mark(outputs: Outputs, binary: tuple[bool, ...]) -> None:
-    """Tell the call of Temporal which outputs are binary."""
+def bits_wanted() -> list[Tensor] | None:
+    """A list for the bits of binary outputs, if the call of Temporal keeps spikes as bits."""
     sequence = calls.sequence
     if sequence is None or sequence.spikes is None or torch.compiler.is_compiling():
+        return None
+    return [] if sequence.policy.packs_spikes else None
+
+
+def mark(outputs: Outputs, binary: tuple[bool, ...], bits: list[Tensor] | None) -> None:
+    """Tell the call of Temporal which outputs are binary, with their bits if they are known.
+
+    Args:
+        bits: what `bits_wanted` gave, and a kernel may have filled.
+    """
+    sequence = calls.sequence
+    if bits is None or sequence is None or sequence.spikes is None:
         return
-    if sequence.policy.packs_spikes:
-        for y in compress(outputs, binary):
-            sequence.spikes.mark(y, sequence.current)
+    for y, packed in zip_longest(compress(outputs, binary), bits):
+        sequence.spikes.mark(y, sequence.current, packed)
 
 
 def backend_of(inputs: tuple[Tensor, ...], impl: str) -> str:

@@ -75,11 +75,11 @@ class Job:
         return self.kernels.tensors(named, given.own)
 
     def forward(
-        self, call: Call, given: Given, save: bool
+        self, call: Call, given: Given, save: bool, bits: list[Tensor] | None = None
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """(outputs, final states, stored states)."""
-        params, scalars = self.params(given, ()), self.kernels.scalars
-        return call.forward(given.inputs, given.states, params, scalars, save, self.return_state)
+        """(outputs, final states, stored states); see `Call.forward`."""
+        params, what = self.params(given, ()), (save, self.return_state, bits)
+        return call.forward(given.inputs, given.states, params, self.kernels.scalars, *what)
 
     def reduce(
         self,
@@ -154,11 +154,13 @@ class Training(torch.autograd.Function):
     what flows through its statistics, the second writes the gradient of x."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, job: Job, bits: list[Tensor] | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         split, end = job.num_inputs, job.num_inputs + job.num_states
         _, shift, *own = tensors[end:]
         given = Given(tensors[:split], tensors[split:end], shift, own)
-        outputs, finals, saved = job.forward(job.call, given, job.keeps_states)
+        outputs, finals, saved = job.forward(job.call, given, job.keeps_states, bits)
         ctx.save_for_backward(*given.inputs, *given.states, shift, *own, *saved)
         ctx.set_materialize_grads(False)
         ctx.job, ctx.num_own = job, len(own)
@@ -173,7 +175,7 @@ class Training(torch.autograd.Function):
         given = Given(tensors[:split], tensors[split:end], tensors[end], tensors[end + 1 : last])
         rebuild = not job.keeps_states and call.num_saved > 0
         saved = call.stored() if rebuild else tensors[last:]
-        _, *needs = ctx.needs_input_grad
+        _, _, *needs = ctx.needs_input_grad
 
         starts, found = job.reduce(call, given, saved, grads, needs[end + 2 :], rebuild)
         revision, grad_weight, grad_shift = job.revision(found)
@@ -182,7 +184,7 @@ class Training(torch.autograd.Function):
             grad_inputs = iter(job.write(call, given, saved, grads, revision, needs[:split]))
         dtype = given.shift.dtype
         return (
-            None,
+            *(None, None),
             *(next(grad_inputs) if wanted else None for wanted in needs[:split]),
             *(g.to(s.dtype) for g, s in zip(starts, given.states, strict=True)),
             grad_weight.to(dtype) if needs[end] else None,

@@ -268,7 +268,8 @@ def test_only_wanted_gradients_are_computed():
     # Products may be folded into sums, which rounds once.
     assert evaluate(graphs[()], point) == pytest.approx(everything[:2], rel=1e-14)
     index = 2 + reverse.params.index("threshold")
-    wanted = [*everything[:2], everything[index]]
-    assert evaluate(graphs[("threshold",)], point) == pytest.approx(wanted, rel=1e-14)
+    before = 0.25  # what earlier steps have summed
+    wanted = [*everything[:2], before + everything[index]]
+    assert evaluate(graphs[("threshold",)], [*point, before]) == pytest.approx(wanted, rel=1e-14)
     only_state = reverse.select(step, (), ()).graph
     assert evaluate(only_state, point) == pytest.approx(everything[1:2], rel=1e-14)

@@ -8,7 +8,7 @@ import torch
 import spikefuse as sf
 from spikefuse.compiler.adjoint import reverse_step
 from spikefuse.compiler.graph import Graph
-from spikefuse.compiler.simplify import simplify
+from spikefuse.compiler.simplify import contracted, simplify
 from spikefuse.compiler.trace import trace_step
 
 VALUES = (-1.5, -1.0, 0.0, 0.25, 1.0, 2.0)
@@ -122,9 +122,20 @@ def test_gradients_are_contracted_and_steps_are_not():
     reverse = reverse_step(definition, step).select(step, ["x"], [])
     assert {"fma", "fnma"}.isdisjoint(node.op for node in step.graph.nodes)
     assert any(node.op in ("fma", "fnma") for node in reverse.graph.nodes)
-    flows = {name for name in reverse.graph.inputs if name.startswith("g")}
-    for node in reverse.graph.nodes:
-        if not flows.isdisjoint(map(str, node.operands)):
-            flows.add(node.name)
-        else:
-            assert node.op not in ("fma", "fnma")
+    # The potential that is compared with the threshold is the step's, to the bit.
+    nodes = {node.name: node for node in reverse.graph.nodes}
+    deciding = [node for node in nodes.values() if reverse.graph.kind(node.name) == "b"]
+    assert deciding
+    while deciding:
+        node = deciding.pop()
+        assert node.op not in ("fma", "fnma")
+        deciding += [nodes[o] for o in node.operands if o in nodes]
+
+
+def test_one_minus_a_factor_is_contracted():
+    """`x * (1 - y)`, as in the derivative of a sigmoid."""
+    graph = Graph(("x", "y"))
+    product = graph.op("mul", "x", graph.op("sub", 1.0, "y"))
+    graph.outputs = (product,)
+    (node,) = contracted(graph).nodes
+    assert (node.op, node.operands) == ("fnma", ("x", "y", "x"))

@@ -20,10 +20,10 @@ bits_triton | pack_kernel | x=*{dtype} bits=*u8 num=i32 BLOCK=512
 bits_triton | unpack_kernel | bits=*u8 x=*{dtype} num=i64 BLOCK=512
 norm_triton | statistics | x=*{dtype} weight=*fp32 mean=*fp32 variance=*fp32 batches=*i64 \
 results=*fp32 partial=*fp32 arrived=*i32 momentum=fp32 eps=fp32 outer=i64 channels=i64 \
-inner=i64 rows=i64 repeats=i64 HEIGHT=64 WIDTH=64 LAST={last} UNIT=16 SHARES=64
+inner=i64 rows=i64 repeats=i64 HEIGHT=64 WIDTH=32 TILES=4 LAST={last} UNIT=16 SHARES=64
 norm_triton | gradient_sums | scales=*fp32 shifts=*fp32 statistics=*fp32 results=*fp32 \
 partial=*fp32 arrived=*i32 number=fp32 outer=i64 channels=i64 inner=i64 rows=i64 \
-HEIGHT=64 WIDTH=64 LAST={last} UNIT=16 SHARES=64
+HEIGHT=64 WIDTH=32 TILES=4 LAST={last} UNIT=16 SHARES=64
 """
 
 CODE = """
