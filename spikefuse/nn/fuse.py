@@ -6,7 +6,7 @@ import copy
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, overload
 
 import torch
@@ -74,7 +74,7 @@ def fuse(model: nn.Module) -> nn.Module:
     )
     parts = [_Part(part, graph, names[part], calls) for part, graph in graphs.items()]
     changed = {part.module: part.graph for part in parts if part.fuse()}
-    pools = {m: _pool(m) for net in nets for m in net.modules() if type(m) is nn.MaxPool2d}
+    pools = _pools(nets)
     result = rebuilt(model, changed, pools)
     places = [place for part in parts for place in part.places()]
     num_pools = len(pools) + sum(part.num_pools for part in parts)
@@ -86,12 +86,13 @@ def fuse(model: nn.Module) -> nn.Module:
     return result
 
 
-def _pool(pool: nn.MaxPool2d) -> MaxPool2d:
-    """Ours in its place, with its attributes, hooks included."""
-    ours = copy.copy(pool)
-    ours.__class__ = MaxPool2d
-    assert isinstance(ours, MaxPool2d)
-    return ours
+def _pools(nets: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """Max poolings and what takes their place: the same, hooks included, but for the class."""
+    found: dict[nn.Module, nn.Module] = {}
+    for pool in (m for net in nets for m in net.modules() if type(m) is nn.MaxPool2d):
+        found[pool] = ours = copy.copy(pool)
+        ours.__class__ = MaxPool2d
+    return found
 
 
 def _both(fusion: Fusion) -> bool:
@@ -129,6 +130,7 @@ class _Part:
                     self.left.append(match.place())
             elif node.target is F.max_pool2d and not node.kwargs["return_indices"]:
                 node.target = max_pool2d
+                node.kwargs = {k: v for k, v in node.kwargs.items() if k != "return_indices"}
                 self.num_pools += 1
         return fused + self.num_pools > 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from spikefuse.compiler.launch_triton import interpreted
 from spikefuse.kernels import pool
 from spikefuse.nn.neuron import calls
 
-Size = int | Sequence[int]
+Size = int | tuple[int, ...] | list[int]
 
 
 class MaxPool2d(nn.MaxPool2d):
@@ -24,16 +24,11 @@ class MaxPool2d(nn.MaxPool2d):
     See `max_pool2d` for where that is.
     """
 
-    def forward(self, input: Tensor) -> Tensor:
-        return max_pool2d(
-            input,
-            self.kernel_size,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.ceil_mode,
-            self.return_indices,
-        )
+    def forward(self, input: Tensor) -> Any:
+        if self.return_indices:
+            return super().forward(input)
+        sizes = self.kernel_size, self.stride, self.padding, self.dilation
+        return max_pool2d(input, *sizes, self.ceil_mode)
 
 
 def max_pool2d(
@@ -43,30 +38,28 @@ def max_pool2d(
     padding: Size = 0,
     dilation: Size = 1,
     ceil_mode: bool = False,
-    return_indices: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.max_pool2d`, with arguments and results the same.
+    """`torch.nn.functional.max_pool2d`, with arguments and results the same but for indices.
 
     A kernel of ours computes float32, bfloat16 and float16 on a GPU (or inside
     `Temporal(...)(x, impl="triton")`), `[N, C, H, W]` contiguous or with channels last, in windows
-    of up to 64 positions without dilation. PyTorch's own computes all else, also with
-    `return_indices`, under torch.compile, which generates a kernel that keeps as little, and under
-    transforms of functions. Outputs are binary where the input is, and then layers that keep them
-    keep bits: see `spikefuse.memory`.
+    of up to 64 positions without dilation. PyTorch's own computes all else, also under
+    torch.compile, which generates a kernel that keeps as little, and under transforms of functions.
+    Outputs are binary where the input is, and then layers that keep them keep bits: see
+    `spikefuse.memory`.
     """
-    y: Tensor | None = None
-    near = dilation in (1, (1, 1), [1, 1])
-    if torch.compiler.is_compiling() or return_indices or not near:
-        return F.max_pool2d(
-            input, kernel_size, stride, padding, dilation, ceil_mode, return_indices
-        )
+    # With a dilation a window may lie in the padding alone, whose maximum is no value of the input.
+    if torch.compiler.is_compiling() or dilation not in (1, (1, 1), [1, 1]):
+        return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode)
+    maps = None
     if _by_kernel(input):
-        steps = kernel_size if stride is None else stride
-        sizes = map(_pair, (kernel_size, steps, padding))
-        maps = pool.maps_of(input, pool.Window(*sizes, bool(ceil_mode)))
-        y = None if maps is None else pool.max_pool2d(input, maps)
-    if y is None:
+        kernel, pad = _pair(kernel_size), _pair(padding)
+        steps = kernel if stride is None else _pair(stride)
+        maps = pool.maps_of(input, pool.Window(kernel, steps, pad, bool(ceil_mode)))
+    if maps is None:
         y = F.max_pool2d(input, kernel_size, stride, padding, 1, ceil_mode)
+    else:
+        y = pool.max_pool2d(input, maps)
     if calls.sequence is not None and calls.sequence.spikes is not None:
         calls.sequence.spikes.mark_selected(y, input)
     return y

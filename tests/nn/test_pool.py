@@ -103,8 +103,8 @@ def test_what_fuse_leaves():
     with torch.no_grad():
         fused = sf.fuse(net)
         assert fused.fusion.pools == 2  # what `Own` calls, and the layer of what can't be traced
-        assert list(fused.net[:3]) == layers[:3]
-        assert type(fused.net[3].pool) is sf.nn.MaxPool2d
+        assert [*fused.net.children()][:3] == layers[:3]
+        assert type(fused.net.get_submodule("3.pool")) is sf.nn.MaxPool2d
         x = make_input((2, 2, 3, 8, 8))
         assert torch.equal(fused(x), net(x))
 
@@ -159,6 +159,32 @@ def test_what_is_no_selection_of_spikes_is_not_packed(backends, called, layer):
     with packings() as seen:
         net(make_input((4, 2, 3, 24, 24), device=backends.device))
     assert seen == [4 * 2 * 16 * size * size]
+
+
+class TwoReaders(nn.Module):
+    """Two neurons stand behind the maxima, so that Checkpoint keeps these."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.stem, self.pool = nn.Sequential(nn.Conv2d(3, 4, 1), sf.LIF(0.5, 0.3)), layer
+        self.left, self.right = sf.LIF(0.5, 0.3), sf.LIF(0.5, 0.3)
+
+    def forward(self, x):
+        y = self.pool(self.stem(x))
+        return self.left(y) + self.right(2.0 * y)
+
+
+@pytest.mark.parametrize("kind", [nn.MaxPool2d, sf.nn.MaxPool2d])
+def test_what_checkpoint_keeps(backends, kind):
+    x, found = make_input((3, 2, 3, 16, 16), device=backends.device), []
+    for policy in (None, Checkpoint(1)):
+        torch.manual_seed(0)
+        net = sf.Temporal(TwoReaders(kind(2, 1)), policy).to(backends.device)
+        with packings() as seen:
+            found.append(trained(net, x))
+    assert_same(*found)
+    spikes, maxima = (3 * 2 * 4 * size * size for size in (16, 15))
+    assert seen == [spikes, *[maxima] * 3]  # and what the neurons give
 
 
 def test_what_is_explained(backends, called):
