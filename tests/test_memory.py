@@ -66,15 +66,21 @@ def assert_same(found, expected):
 
 @contextlib.contextmanager
 def packings():
-    """The tensors that are packed meanwhile, by their number of values."""
+    """The tensors whose bits are kept meanwhile, by their number of values; kernels of neurons may
+    have written them already."""
     seen = []
 
     def pack(x):
         seen.append(x.numel())
         return packed(x)
 
-    packed = bits.pack
-    with mock.patch.object(bits, "pack", pack):
+    def keep(marked, x):
+        if marked.packed is not None and not marked.is_kept:
+            seen.append(marked.num)
+        return kept_as(marked, x)
+
+    packed, kept_as = bits.pack, kept._Marked.keep
+    with mock.patch.object(bits, "pack", pack), mock.patch.object(kept._Marked, "keep", keep):
         yield seen
 
 

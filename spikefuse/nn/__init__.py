@@ -8,6 +8,7 @@ from spikefuse.nn.event_rate import scale_to_rate
 from spikefuse.nn.explain import explain
 from spikefuse.nn.fuse import fuse
 from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.pool import MaxPool2d
 from spikefuse.nn.row_adam import RowAdam
 from spikefuse.nn.temporal import Temporal
 from spikefuse.nn.zoo import (
@@ -48,6 +49,7 @@ __all__ = [
     "GatedLIF",
     "IntegerLIF",
     "Izhikevich",
+    "MaxPool2d",
     "Neuron",
     "RefractoryLIF",
     "RowAdam",

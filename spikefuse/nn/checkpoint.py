@@ -187,8 +187,9 @@ class _Run:
             neuron.check(called.neuron, names, inputs, None, job.kernels.backend)
             launch.check(job.kernels.backend, inputs[0])
             call = call_of(job.kernels.name, spec(inputs))
-            (y,), _, _ = job.forward(call, Given(inputs, (), shift, own), save=False)
-            neuron.mark((y,), job.kernels.binary, neuron.bits_wanted())
+            packed = neuron.bits_wanted()
+            (y,), _, _ = job.forward(call, Given(inputs, (), shift, own), False, packed)
+            neuron.mark((y,), job.kernels.binary, packed)
             self._keep(segment.target, part, y.flatten(0, 1))
 
     def kernels(self, called: BlockCall, x: Tensor) -> tuple[Kernels, list[Tensor]]:

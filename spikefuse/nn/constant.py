@@ -21,6 +21,7 @@ from torch.nn.modules import batchnorm, conv, dropout, pooling
 from spikefuse.nn.activations import ACTIVATIONS, FUNCTIONS, METHODS
 from spikefuse.nn.block import Block, normed
 from spikefuse.nn.neuron import Neuron, Sequence, calls
+from spikefuse.nn.pool import max_pool2d
 from spikefuse.nn.tracing import Untraceable, trace
 
 # What is not random, treats repeated rows alike, and keeps dim 0 as it is.
@@ -44,6 +45,7 @@ LAYER_FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(operator.add, operator.sub, operator.mul, operator.truediv, operator.neg),
     *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.layer_norm, F.group_norm),
     *(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.max_pool1d, F.max_pool2d, F.max_pool3d),
+    max_pool2d,
     *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
 )
 LAYER_METHODS = (*METHODS, "float", "contiguous", "add", "sub", "mul", "div")

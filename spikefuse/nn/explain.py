@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spikefuse.compiler import Relay, UnsupportedOperation
 from spikefuse.compiler.layout import layout_of, outer_stride
 from spikefuse.compiler.program import kind_of, prepare, program
+from spikefuse.kernels import pool
 from spikefuse.memory import Policy, Recompute
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.batch_norm import by_batch
@@ -223,6 +224,8 @@ class _Watch:
         self.names = {m: name for name, m in model.named_modules() if m not in parts}
         #: The type of each layer in the order of the calls, by name.
         self.modules: dict[str, str] = {}
+        #: (layer, input, number of outputs) of each max pooling by our kernels with a gradient.
+        self.pooled: list[tuple[str, Tensor, int]] = []
 
     @contextlib.contextmanager
     def inside(self, module: nn.Module) -> Iterator[None]:
@@ -283,7 +286,7 @@ def _record(
 ) -> tuple[list[_Call], tuple[Kept, ...]]:
     """Call the model, and note every call of a neuron and what is kept."""
     watch, thread = _Watch(model), threading.get_ident()
-    run, call = nn.Module.__call__, Neuron.call
+    run, call, select = nn.Module.__call__, Neuron.call, pool.max_pool2d
 
     def watched_run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
@@ -297,6 +300,12 @@ def _record(
         with watch.inside(neuron):
             return call(neuron, functools.partial(watch.scan, neuron, scan), *args)
 
+    def watched_select(x: Tensor, maps: pool.Maps) -> Tensor:
+        y = select(x, maps)
+        if threading.get_ident() == thread and y.requires_grad:
+            watch.pooled.append((watch.ledger.layer, x.detach(), y.numel()))
+        return y
+
     # A compiled model would not come this way.
     dynamo = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if dynamo else contextlib.nullcontext()
@@ -305,12 +314,14 @@ def _record(
         # computes networks with hooks in another way.
         nn.Module.__call__ = watched_run  # type: ignore[method-assign]
         Neuron.call = watched_call  # type: ignore[assignment, method-assign]
+        pool.max_pool2d = watched_select
         try:
             with watch.ledger.hooks():
                 outputs = model(*inputs, **keywords)
         finally:
             nn.Module.__call__ = run  # type: ignore[method-assign]
             Neuron.call = call  # type: ignore[method-assign]
+            pool.max_pool2d = select
     kept = _kept_by_layers(model, watch)
     del outputs  # What is kept lives as long as they do.
     return watch.seen, kept
@@ -326,6 +337,10 @@ def _kept_by_layers(model: nn.Module, watch: _Watch) -> tuple[Kept, ...]:
     for size in watch.ledger.sizes(ignored, now.keys() - {call.name for call in watch.seen}):
         eager[size.layer] += size.plain
         counted.add(size.address)
+    for layer, x, num in watch.pooled:
+        # PyTorch keeps 8 bytes per output instead of 1, and what is pooled.
+        eager[layer] += 7 * num + (0 if _address(x) in counted else num_bytes(x))
+        counted.add(_address(x))
     for call in watch.seen:
         inputs, others = _eager(call)
         eager[call.name] += others

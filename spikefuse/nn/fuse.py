@@ -1,14 +1,16 @@
-"""Batch norms of a model fused with the neurons after them."""
+"""Batch norms of a model fused with the neurons after them, and max pooling by our kernels."""
 
 from __future__ import annotations
 
+import copy
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, overload
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -16,6 +18,7 @@ from spikefuse.nn.batch_norm import NORMS
 from spikefuse.nn.block import Block, normed
 from spikefuse.nn.fusion import Fusion, Place
 from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.pool import MaxPool2d, max_pool2d
 from spikefuse.nn.rewrite import divide, has_hooks, rebuilt
 from spikefuse.nn.temporal import Temporal
 from spikefuse.nn.tracing import works_in_place
@@ -32,15 +35,16 @@ def fuse(model: nn.Module) -> nn.Module:
 
     The model is traced with torch.fx, so it does not matter how it is written. A pair is fused if
     the neuron, or a sum that only the neuron reads, is the only reader of the norm, and each is
-    called once; nn.Identity may stand between. The result is a new model of the same layers, under
-    the same names: parameters and buffers are shared with `model`, an optimizer made before goes
-    on, and state dicts load both ways. `model` can be used as before.
+    called once; nn.Identity may stand between. `spikefuse.nn.MaxPool2d` takes the place of each
+    nn.MaxPool2d, and its function that of `F.max_pool2d`. The result is a new model of the same
+    layers, under the same names: parameters and buffers are shared with `model`, an optimizer made
+    before goes on, and state dicts load both ways. `model` can be used as before.
 
     Where something is fused, the result is an fx.GraphModule in place of the largest module around
     it that can be traced, up to the network that a Temporal runs. It does what `forward` did when
     it was traced, in training and evaluation alike; norms and neurons are looked up by name at each
     call. Their own `forward` is not called: hooks put on a fused norm or neuron later do not run.
-    In a model that has a Temporal, only what the Temporal runs is fused.
+    In a model that has a Temporal, only what the Temporal runs is fused or replaced.
 
     Returns:
         The fused model, or `model` itself if there is nothing to fuse. Its attribute `fusion` says
@@ -70,14 +74,25 @@ def fuse(model: nn.Module) -> nn.Module:
     )
     parts = [_Part(part, graph, names[part], calls) for part, graph in graphs.items()]
     changed = {part.module: part.graph for part in parts if part.fuse()}
-    result = rebuilt(model, changed)
+    pools = _pools(nets)
+    result = rebuilt(model, changed, pools)
     places = [place for part in parts for place in part.places()]
-    fusion = _fusion(places, names, nets, closed)
+    num_pools = len(pools) + sum(part.num_pools for part in parts)
+    fusion = Fusion(_places(places, names, nets, closed), num_pools)
     result.__dict__["fusion"] = fusion
     if not fusion.fused and _both(fusion):
         reasons_given = "; ".join(sorted({str(place.reason) for place in fusion.left}))
         warnings.warn(f"nothing was fused: {reasons_given}", stacklevel=2)
     return result
+
+
+def _pools(nets: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """Max poolings and what takes their place: the same, hooks included, but for the class."""
+    found: dict[nn.Module, nn.Module] = {}
+    for pool in (m for net in nets for m in net.modules() if type(m) is nn.MaxPool2d):
+        found[pool] = ours = copy.copy(pool)
+        ours.__class__ = MaxPool2d
+    return found
 
 
 def _both(fusion: Fusion) -> bool:
@@ -99,6 +114,7 @@ class _Part:
     ) -> None:
         self.module, self.graph, self.name, self.calls = module, graph, name, calls
         self.left: list[Place] = []
+        self.num_pools = 0
 
     def fuse(self) -> bool:
         """Rewrite the graph; whether there was anything to fuse."""
@@ -112,7 +128,11 @@ class _Part:
                     fused += 1
                 else:
                     self.left.append(match.place())
-        return fused > 0
+            elif node.target is F.max_pool2d and not node.kwargs["return_indices"]:
+                node.target = max_pool2d
+                node.kwargs = {k: v for k, v in node.kwargs.items() if k != "return_indices"}
+                self.num_pools += 1
+        return fused + self.num_pools > 0
 
     def places(self) -> Iterator[Place]:
         """What is fused now, and what is not."""
@@ -256,12 +276,12 @@ def _other(add: fx.Node, node: fx.Node) -> fx.Node | None:
     return other
 
 
-def _fusion(
+def _places(
     places: list[Place],
     names: dict[nn.Module, str],
     nets: list[nn.Module],
     closed: dict[nn.Module, str],
-) -> Fusion:
+) -> tuple[Place, ...]:
     """The places, and what no graph has come to, in the model's order."""
     seen = {name for place in places for name in (place.norm, place.neuron)}
     blocks = {m for block in names if isinstance(block, Block) for m in block.modules()}
@@ -275,7 +295,7 @@ def _fusion(
         places.append(Place(norm, neuron, None, reason))
     order = list(names.values())
     places.sort(key=lambda place: order.index(place.neuron or place.norm or ""))
-    return Fusion(tuple(places))
+    return tuple(places)
 
 
 def _around(name: str, reasons: dict[str, str]) -> str:

@@ -24,9 +24,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Fusion:
-    """Every norm and neuron of a model once, in the model's order; `print` shows the table."""
+    """Every norm and neuron of a model once, in the model's order; `print` shows the table.
+
+    Attributes:
+        pools: the number of max poolings that are computed by our kernels now.
+    """
 
     places: tuple[Place, ...]
+    pools: int = 0
 
     @property
     def fused(self) -> tuple[Place, ...]:
@@ -39,9 +44,13 @@ class Fusion:
 
     @property
     def summary(self) -> str:
-        """One line, such as "16 of 20 batch norms fused with the neuron after them"."""
+        """One line, such as "16 of 20 batch norms fused with the neuron after them"; with "1 max
+        pooling replaced" behind it, if there is any."""
         norms = sum(place.norm is not None for place in self.places)
-        return f"{len(self.fused)} of {norms} batch norms fused with the neuron after them"
+        text = f"{len(self.fused)} of {norms} batch norms fused with the neuron after them"
+        if not self.pools:
+            return text
+        return f"{text}, {self.pools} max pooling{'s' * (self.pools > 1)} replaced"
 
     def __str__(self) -> str:
         rows = [("norm", "neuron", "")]

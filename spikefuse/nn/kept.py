@@ -82,21 +82,35 @@ class Spikes:
                 marked.stream = _stream(x.device)
             self._marked[storage._cdata] = marked
 
+    def mark_selected(self, y: Tensor, x: Tensor) -> None:
+        """Note that all values of `y` are some of those of `x`: binary, if these are."""
+        marked = self._found(x)
+        if marked is not None:
+            self.mark(y, marked.neuron)
+
     def clear(self) -> None:
         self._marked.clear()
 
     def pack(self, x: Tensor) -> Kept:
         """What to keep instead of `x`."""
-        if self._marked and type(x) is Tensor and x.layout is torch.strided:
-            marked = self._marked.get(x.untyped_storage()._cdata)
-            if marked is not None and x._version == marked.version and x.dtype is marked.dtype:
-                first = not marked.is_kept
-                kept = marked.keep(x)
-                if first:
-                    less = marked.num * marked.dtype.itemsize - kept.bits.nbytes
-                    self.saved[marked.neuron] = self.saved.get(marked.neuron, 0) + less
-                return kept
-        return _as_it_is(x)
+        marked = self._found(x)
+        if marked is None:
+            return _as_it_is(x)
+        first = not marked.is_kept
+        kept = marked.keep(x)
+        if first:
+            less = marked.num * marked.dtype.itemsize - kept.bits.nbytes
+            self.saved[marked.neuron] = self.saved.get(marked.neuron, 0) + less
+        return kept
+
+    def _found(self, x: Tensor) -> _Marked | None:
+        """The marked tensor in whose memory `x` lies, if all is as when it was marked."""
+        if not self._marked or type(x) is not Tensor or x.layout is not torch.strided:
+            return None
+        marked = self._marked.get(x.untyped_storage()._cdata)
+        if marked is None or x._version != marked.version or x.dtype is not marked.dtype:
+            return None
+        return marked
 
 
 def _as_it_is(x: Tensor) -> Kept:

@@ -97,10 +97,14 @@ def _traced(module: nn.Module, closed: Mapping[nn.Module, str]) -> fx.Graph:
     return trace_modes(module, closed, pure=True)
 
 
-def rebuilt(model: nn.Module, graphs: Mapping[nn.Module, fx.Graph]) -> nn.Module:
-    """`model` with `graphs` in place of the parts they are of. Modules around them are copied,
-    without their content; all others are those of `model`."""
-    made: dict[nn.Module, nn.Module] = {}
+def rebuilt(
+    model: nn.Module,
+    graphs: Mapping[nn.Module, fx.Graph],
+    others: Mapping[nn.Module, nn.Module] | None = None,
+) -> nn.Module:
+    """`model` with `graphs` in place of the parts they are of, and with `others` in place of
+    modules. Those around them are copied, without their content; the rest is that of `model`."""
+    made = dict(others or {})
 
     def build(module: nn.Module) -> nn.Module:
         if module in made:

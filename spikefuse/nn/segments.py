@@ -19,6 +19,7 @@ from spikefuse.nn.batch_norm import NORMS, by_batch
 from spikefuse.nn.block import Block, normed
 from spikefuse.nn.constant import is_plain
 from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.pool import max_pool2d
 from spikefuse.nn.tracing import Untraceable, trace, works_in_place
 
 
@@ -108,7 +109,7 @@ class Segments:
 
     def is_pooled(self, node: fx.Node) -> bool:
         """Whether its values are some of those that it reads."""
-        return isinstance(self.called.get(node), pooling._MaxPoolNd)
+        return node.target is max_pool2d or isinstance(self.called.get(node), pooling._MaxPoolNd)
 
     def mixes(self, node: fx.Node) -> bool:
         """Whether it is a norm by itself that uses the statistics of the batch."""

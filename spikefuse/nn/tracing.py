@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from spikefuse.nn.block import Block, normed
 from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.pool import MaxPool2d, max_pool2d
 
 
 class Untraceable(Exception):
@@ -54,7 +55,7 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self, leaves: Collection[nn.Module] = ()) -> None:
-        super().__init__(autowrap_functions=(normed,))
+        super().__init__(autowrap_functions=(normed, max_pool2d))
         self.thread = threading.get_ident()
         self.leaves = leaves
         self.changed: list[tuple[fx.Node, fx.Node]] = []
@@ -90,7 +91,7 @@ class _Tracer(fx.Tracer):
 
 def is_layer(module: nn.Module) -> bool:
     """Whether a graph calls the module as one thing."""
-    return isinstance(module, Neuron | Block) or _FX.is_leaf_module(module, "")
+    return isinstance(module, Neuron | Block | MaxPool2d) or _FX.is_leaf_module(module, "")
 
 
 def works_in_place(node: fx.Node, module: nn.Module | None) -> bool:

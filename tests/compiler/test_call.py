@@ -8,17 +8,19 @@ from torch import Tensor
 
 import spikefuse as sf
 from spikefuse.compiler.call import Call, call_of, spec
+from spikefuse.compiler.emit_triton import LONGEST, chunk
 from spikefuse.compiler.program import kind_of, prepare
-from spikefuse.testing import make_input
+from spikefuse.kernels import bits
+from spikefuse.testing import DTYPES, make_input
 
 X = make_input((20, 2, 6))
 
 
-def call(*inputs: Tensor, neuron: sf.Neuron | None = None) -> Call:
+def call(*inputs: Tensor, neuron: sf.Neuron | None = None, backend: str = "numba") -> Call:
     neuron = sf.LIF() if neuron is None else neuron
     values, statics = neuron.describe()
     kinds = tuple((name, kind_of(value)) for name, value in values.items())
-    return call_of(prepare(neuron, "numba", statics, kinds)[0], spec(inputs))
+    return call_of(prepare(neuron, backend, statics, kinds)[0], spec(inputs))
 
 
 def test_values_make_no_other_call():
@@ -71,3 +73,37 @@ def test_gradients_of_one_call_may_lie_in_any_order(backends):
         sums = torch.autograd.grad(neuron(x, impl=impl).sum(), leaves)
         ones = torch.autograd.grad(neuron(x, impl=impl), leaves, torch.ones_like(x))
         assert all(map(torch.equal, sums, ones))
+
+
+def test_chunks_are_few_and_fill_a_sequence():
+    """A new T compiles at most one of LONGEST kernels."""
+    for T in range(1, 200):
+        K = chunk(T)
+        assert 1 <= K <= LONGEST
+        assert -(-T // K) == -(-T // LONGEST), "no more chunks than of the longest"
+        assert -T % K < -(-T // K), "less than a step of each chunk is left over"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T", [1, 7, 10, 19])
+def test_bits_are_written_with_the_spikes(backends, dtype, T):
+    if "triton" not in backends.impls:
+        pytest.skip("Triton's kernels write bits")
+    neuron = sf.LIF(0.5, 0.3)
+    x = make_input((T, 3, 16, 5), device=backends.device, dtype=dtype).transpose(2, 3)
+    made, written = call(x, neuron=neuron, backend="triton"), []
+    scalars = [neuron.describe()[0][name] for name in made.program.step.params]
+    (spikes,), _, _ = made.forward([x], [], [], scalars, False, False, written)
+    (plain,), _, _ = made.forward([x], [], [], scalars, False, False)
+    assert torch.equal(spikes, plain)
+    assert 0 < spikes.mean(dtype=torch.float32) < 1
+    (packed,) = written
+    assert torch.equal(packed, bits.pack(spikes).bits)
+
+
+def test_bits_are_not_written_where_steps_share_bytes(backends):
+    if "triton" not in backends.impls:
+        pytest.skip("Triton's kernels write bits")
+    x = make_input((4, 3, 5), device=backends.device)
+    assert not call(x, backend="triton").packs
+    assert not call(make_input((4, 3, 16)), backend="numba").packs

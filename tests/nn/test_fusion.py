@@ -23,3 +23,5 @@ def test_the_table() -> None:
         "-         lif4    not fused: it reads the input, which is no batch norm",
         "2 of 3 batch norms fused with the neuron after them",
     ]
+    for num, text in ((1, ", 1 max pooling replaced"), (2, ", 2 max poolings replaced")):
+        assert Fusion(places, num).summary == fusion.summary + text

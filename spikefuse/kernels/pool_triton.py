@@ -1,0 +1,201 @@
+"""`spikefuse.kernels.pool` on a GPU, or in Triton's interpreter.
+
+All sizes but the number of maps are constants of a kernel, so that finding a pixel takes no
+division. Where channels come last, threads read and write 16 bytes at a time if their number is a
+multiple of 16.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spikefuse.compiler.launch_triton import Launch
+from spikefuse.kernels.pool import MAX_MAP, Maps
+
+# Values of a thread block (forward, backward), by whether channels come last; threads over 32.
+BLOCKS = {True: (1024, 1024), False: (512, 1024)}
+WARPS = 4
+
+
+@triton.jit
+def _pixels(
+    maps,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The block's values of its group of maps: (offset, whether there is one; map, row, column and
+    place in the pixel)."""
+    left = tl.minimum(maps - tl.program_id(1).to(tl.int64) * GROUP, GROUP).to(tl.int32)
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = offset < tl.multiple_of(left * (ROWS * COLUMNS * INNER), UNIT)
+    pixel = offset // INNER
+    row = pixel // COLUMNS
+    return offset, live, row // ROWS, row % ROWS, pixel % COLUMNS, offset % INNER
+
+
+@triton.jit
+def _group(values: tl.constexpr, GROUP: tl.constexpr):
+    """Where the block's group of maps begins, each of so many values."""
+    return tl.program_id(1).to(tl.int64) * (GROUP * values)
+
+
+@triton.jit(do_not_specialize=["maps"])
+def forward_kernel(
+    x_ptr,
+    y_ptr,
+    positions_ptr,
+    maps: tl.int64,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OUT_ROWS: tl.constexpr,
+    OUT_COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DOWN: tl.constexpr,
+    RIGHT: tl.constexpr,
+    TOP: tl.constexpr,
+    LEFT: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offset, live, at, row, column, inner = _pixels(
+        maps, OUT_ROWS, OUT_COLUMNS, INNER, GROUP, UNIT, BLOCK
+    )
+    top, left = row * DOWN - TOP, column * RIGHT - LEFT
+    x_ptr += _group(ROWS * COLUMNS * INNER, GROUP)
+    corner = ((at * ROWS + top) * COLUMNS + left) * INNER + inner
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    # If nothing is more than -inf, the first value.
+    position = tl.maximum(-top, 0) * WIDTH + tl.maximum(-left, 0)
+    for k in tl.static_range(HEIGHT * WIDTH):
+        h, w = top + k // WIDTH, left + k % WIDTH
+        inside = live
+        if TOP > 0:
+            inside &= h >= 0
+        if (OUT_ROWS - 1) * DOWN - TOP + HEIGHT > ROWS:
+            inside &= h < ROWS
+        if LEFT > 0:
+            inside &= w >= 0
+        if (OUT_COLUMNS - 1) * RIGHT - LEFT + WIDTH > COLUMNS:
+            inside &= w < COLUMNS
+        place = corner + (k // WIDTH * COLUMNS + k % WIDTH) * INNER
+        x = tl.load(x_ptr + place, mask=inside, other=float("-inf")).to(tl.float32)
+        better = (x > best) | (x != x)
+        best = tl.where(better, x, best)
+        position = tl.where(better, k, position)
+    start = _group(OUT_ROWS * OUT_COLUMNS * INNER, GROUP)
+    tl.store(y_ptr + start + offset, best.to(y_ptr.dtype.element_ty), mask=live)
+    if positions_ptr is not None:
+        tl.store(positions_ptr + start + offset, position.to(tl.uint8), mask=live)
+
+
+@triton.jit(do_not_specialize=["maps"])
+def backward_kernel(
+    grad_y_ptr,
+    positions_ptr,
+    grad_x_ptr,
+    maps: tl.int64,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OUT_ROWS: tl.constexpr,
+    OUT_COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DOWN: tl.constexpr,
+    RIGHT: tl.constexpr,
+    TOP: tl.constexpr,
+    LEFT: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offset, live, at, row, column, inner = _pixels(maps, ROWS, COLUMNS, INNER, GROUP, UNIT, BLOCK)
+    start = _group(OUT_ROWS * OUT_COLUMNS * INNER, GROUP)
+    grad_y_ptr += start
+    positions_ptr += start
+    # The last window that can have the pixel, and its row and column there.
+    row, column = row + TOP, column + LEFT
+    last_row, last_column = row // DOWN, column // RIGHT
+    h, w = row % DOWN, column % RIGHT
+    # In each direction so many windows can have a pixel.
+    HIGH: tl.constexpr = (HEIGHT + DOWN - 1) // DOWN
+    WIDE: tl.constexpr = (WIDTH + RIGHT - 1) // RIGHT
+    grad_x = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(HIGH * WIDE):
+        above, before = HIGH - 1 - k // WIDE, WIDE - 1 - k % WIDE
+        out_row, out_column = last_row - above, last_column - before
+        position = (h + above * DOWN) * WIDTH + w + before * RIGHT
+        inside = live & (out_row >= 0) & (out_row < OUT_ROWS)
+        inside &= (out_column >= 0) & (out_column < OUT_COLUMNS)
+        if HEIGHT % DOWN > 0:
+            inside &= h + above * DOWN < HEIGHT
+        if WIDTH % RIGHT > 0:
+            inside &= w + before * RIGHT < WIDTH
+        place = ((at * OUT_ROWS + out_row) * OUT_COLUMNS + out_column) * INNER + inner
+        winner = tl.load(positions_ptr + place, mask=inside, other=0).to(tl.int32)
+        grad = tl.load(grad_y_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        grad_x += tl.where(inside & (winner == position), grad, 0.0)
+    grad_x_ptr += _group(ROWS * COLUMNS * INNER, GROUP)
+    tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=live)
+
+
+def forward(x: Tensor, maps: Maps, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """(y, with `keep` the position of each maximum in its window as uint8, row by row)."""
+    shape = (*x.shape[:2], maps.out_rows, maps.out_columns)
+    y = _empty(shape, x.dtype, x.device, maps)
+    positions = _empty(shape, torch.uint8, x.device, maps) if keep else None
+    num = _num_maps(x.shape, maps)
+    _launch(forward_kernel, num, maps, x.dtype, x.device)((x, y, positions))
+    return y, positions
+
+
+def backward(grad: Tensor, positions: Tensor, shape: torch.Size, maps: Maps) -> Tensor:
+    """The gradient of an input of `shape`, in the memory format of `positions`."""
+    grad = grad.contiguous(memory_format=_format(maps))
+    grad_x = _empty(shape, grad.dtype, grad.device, maps)
+    num = _num_maps(shape, maps)
+    _launch(backward_kernel, num, maps, grad.dtype, grad.device)((grad, positions, grad_x))
+    return grad_x
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, maps: Maps) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device, memory_format=_format(maps))
+
+
+def _format(maps: Maps) -> torch.memory_format:
+    return torch.contiguous_format if maps.inner == 1 else torch.channels_last
+
+
+def _num_maps(shape: torch.Size, maps: Maps) -> int:
+    return shape[0] * (shape[1] // maps.inner)
+
+
+@lru_cache(maxsize=4096)
+def _launch(kernel: Any, num: int, maps: Maps, dtype: torch.dtype, device: torch.device) -> Launch:
+    window, rows, columns, out_rows, out_columns, inner = maps
+    read, written = rows * columns * inner, out_rows * out_columns * inner
+    is_backward = kernel is backward_kernel
+    each = read if is_backward else written
+    # Maps whose offsets have 32 bits, and whose first value lies where 16 bytes begin.
+    group = MAX_MAP // max(read, written)
+    group = group // 16 * 16 if group >= 16 else group
+    unit = 1 if num * each % 16 or group * each % 16 else 16
+    block = BLOCKS[inner > 1][is_backward]
+    grid = (-(-min(group, num) * each // block), -(-num // group), 1)
+    pairs = (*window.kernel, *window.stride, *window.padding)
+    integers = (num, *maps[1:], *pairs, group, unit, block)
+    return Launch(kernel, grid, integers, WARPS, device)

@@ -1,0 +1,179 @@
+"""Max pooling by its kernels against PyTorch's: values, positions and gradients, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from spikefuse.kernels import pool
+from spikefuse.testing import DTYPES, poisoned
+
+FORMATS = (torch.contiguous_format, torch.channels_last)
+INF, NAN = float("inf"), float("nan")
+
+WINDOWS = {
+    "2 by 2": pool.Window((2, 2), (2, 2), (0, 0)),
+    "3 by 3": pool.Window((3, 3), (2, 2), (1, 1)),
+    "every pixel": pool.Window((3, 3), (1, 1), (1, 1)),
+    "rectangular": pool.Window((3, 4), (2, 1), (0, 2), True),
+    "ceil": pool.Window((3, 3), (2, 2), (1, 1), True),
+    "gaps": pool.Window((2, 1), (3, 2), (1, 0)),
+    "gaps and ceil": pool.Window((1, 2), (3, 3), (0, 1), True),
+}
+
+
+@pytest.fixture
+def device(backends):
+    if "triton" not in backends.impls:
+        pytest.skip("Triton compiles for the GPU here")
+    return backends.device
+
+
+def draw(kind, shape=(2, 16, 7, 9), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    if kind == "spikes":
+        return (x > 0.8).float()
+    if kind == "ties":
+        return x.round()
+    if kind == "extreme":
+        values = torch.tensor([-INF, -INF, -INF, NAN, INF, -0.0, 0.0])
+        return values[torch.randint(7, shape, generator=generator)]
+    return x
+
+
+def gradient(y, seed=1):
+    """Whole numbers, whose sums are exact in any dtype and in the interpreter, which truncates."""
+    generator = torch.Generator().manual_seed(seed)
+    g = torch.randint(-9, 10, y.shape, generator=generator)
+    return g.to(y).contiguous(memory_format=torch.contiguous_format)
+
+
+def by_torch(x, window):
+    return F.max_pool2d(x, *window[:3], 1, window.ceil_mode, return_indices=True)
+
+
+def flat(positions, window, x):
+    """Positions in windows as PyTorch's indices of pixels."""
+    kernel, stride, padding, _ = window
+    rows, columns = (torch.arange(n, device=x.device) for n in positions.shape[2:])
+    row = rows[:, None] * stride[0] - padding[0] + positions.long() // kernel[1]
+    column = columns * stride[1] - padding[1] + positions.long() % kernel[1]
+    return row * x.shape[3] + column
+
+
+def assert_equal(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, check_stride=True)
+    # Of zeros, the one of the same sign.
+    assert torch.equal(a.signbit() & (a == 0), b.signbit() & (b == 0))
+
+
+def assert_same(x, window, grad=None):
+    """Values, positions and gradients of the kernels and of PyTorch."""
+    from spikefuse.kernels import pool_triton
+
+    maps = pool.maps_of(x, window)
+    expected, indices = by_torch(x, window)
+    with poisoned():
+        found, positions = pool_triton.forward(x, maps, keep=True)
+        assert_equal(found, expected)
+        assert torch.equal(flat(positions, window, x), indices)
+        assert_equal(pool.max_pool2d(x, maps), expected)
+        ours, theirs = x.detach().requires_grad_(), x.detach().requires_grad_()
+        y = pool.max_pool2d(ours, maps)
+        grad = gradient(y) if grad is None else grad
+        (a,) = torch.autograd.grad(y, ours, grad)
+    (b,) = torch.autograd.grad(by_torch(theirs, window)[0], theirs, grad)
+    assert_equal(a, b)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows(device, name, memory_format):
+    for kind in ("ties", "extreme"):
+        x = draw(kind).to(device).contiguous(memory_format=memory_format)
+        assert_same(x, WINDOWS[name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("channels", [3, 16])
+def test_dtypes(device, dtype, memory_format, channels):
+    x = draw("spikes", (3, channels, 6, 5)).to(device, dtype)
+    x = x.contiguous(memory_format=memory_format)
+    x[0] = 0
+    assert_same(x, WINDOWS["3 by 3"])
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_gradients_are_summed_in_float32(device, memory_format):
+    """In the order of the outputs, as by PyTorch in float32, and rounded once."""
+    window = WINDOWS["every pixel"]
+    x = draw("spikes").to(device).contiguous(memory_format=memory_format)
+    grad = torch.randn(by_torch(x, window)[0].shape, device=device)
+    assert_same(x, window, grad)
+    half, exact = x.half().requires_grad_(), x.requires_grad_()
+    (a,) = torch.autograd.grad(pool.max_pool2d(half, pool.maps_of(half, window)), half, grad.half())
+    (b,) = torch.autograd.grad(by_torch(exact, window)[0], exact, grad.half().float())
+    assert_equal(a, b.half())
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (5, 1, 4, 4), (2, 32, 1, 1), (1, 3, 2, 70)])
+def test_shapes(device, shape):
+    for memory_format in FORMATS:
+        x = draw("ties", shape).to(device).contiguous(memory_format=memory_format)
+        window = pool.Window((1, 2), (1, 1), (0, 1))
+        maps = pool.maps_of(x, window)
+        expected = by_torch(x, window)[0]
+        assert torch.equal(pool.max_pool2d(x, maps), expected)
+
+
+@pytest.mark.parametrize("most", [150, 16 * 63])
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_groups_of_maps(device, memory_format, most, monkeypatch):
+    """What is larger than offsets of 32 bits reach is cut into groups."""
+    from spikefuse.kernels import pool_triton
+
+    x = draw("ties", (7, 2, 7, 9)).to(device).contiguous(memory_format=memory_format)
+    monkeypatch.setattr(pool_triton, "MAX_MAP", most)
+    pool_triton._launch.cache_clear()
+    try:
+        assert_same(x, WINDOWS["3 by 3"])
+    finally:
+        pool_triton._launch.cache_clear()
+
+
+def test_what_is_kept(device):
+    """A byte per output, and not the input."""
+    x = draw("spikes").to(device).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = pool.max_pool2d(x, pool.maps_of(x, WINDOWS["3 by 3"]))
+    assert [(t.dtype, t.shape) for t in kept] == [(torch.uint8, y.shape)]
+
+
+def test_no_second_derivative(device):
+    x = draw("ties").to(device).requires_grad_()
+    y = pool.max_pool2d(x, pool.maps_of(x, WINDOWS["2 by 2"]))
+    (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.sum().backward()
+
+
+def test_a_device_that_is_not_current(device):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    assert_same(draw("ties").to("cuda:1"), WINDOWS["3 by 3"])
+
+
+def test_what_is_left_to_pytorch():
+    two, x = WINDOWS["2 by 2"], torch.rand(2, 3, 8, 8)
+    assert pool.maps_of(x, two) == pool.Maps(two, 8, 8, 4, 4, 1)
+    last = x.contiguous(memory_format=torch.channels_last)
+    assert pool.maps_of(last, two) == pool.Maps(two, 8, 8, 4, 4, 3)
+    for y in (x.double(), x[0], x[:0], x[..., ::2], x.transpose(2, 3), x[:, :, :1], x.int()):
+        assert pool.maps_of(y, two) is None
+    sizes = [(9, 8), (1, 1), (0, 0)], [(2, 2), (0, 1), (0, 0)], [(0, 2), (1, 1), (0, 0)]
+    for kernel, stride, padding in (*sizes, [(2, 2), (1, 1), (2, 0)], [(2, 2), (1, 1), (-1, 0)]):
+        assert pool.maps_of(x, pool.Window(kernel, stride, padding)) is None

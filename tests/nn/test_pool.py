@@ -1,0 +1,240 @@
+"""`nn.MaxPool2d` in place of PyTorch's: alone, inside Temporal, and put there by `fuse`.
+
+tests/gpu/test_pool.py runs the same tests on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import forward_ad
+
+import spikefuse as sf
+from spikefuse.kernels import pool as kernels
+from spikefuse.memory import Checkpoint
+from spikefuse.nn import pool
+from spikefuse.testing import make_input
+from tests.test_memory import assert_same, packings, step
+
+SHAPE = (3, 2, 3, 8, 8)  # T, B, C, H, W
+SPIKES = 3 * 2 * 16 * 8 * 8
+
+
+class Net(nn.Module):
+    """Pooling of spikes, by a module and by a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), sf.LIF(0.5, 0.3)
+        )
+        self.pool = nn.MaxPool2d(3, stride=1, padding=1)
+        self.conv, self.norm = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.lif, self.head = sf.LIF(0.5, 0.3), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x):
+        y = self.lif(self.norm(self.conv(self.pool(self.stem(x)))))
+        return self.head(F.max_pool2d(y, 2, padding=1)).flatten(1)
+
+
+@pytest.fixture
+def called(backends):
+    """The calls of our kernels, which run on a CPU too, in the interpreter."""
+    if "triton" not in backends.impls:
+        pytest.skip("Triton compiles for the GPU here")
+    ours = mock.patch.object(kernels, "max_pool2d", wraps=kernels.max_pool2d)
+    everywhere = mock.patch.object(pool, "_by_kernel", return_value=True)
+    with ours as function, everywhere if backends.device == "cpu" else contextlib.nullcontext():
+        yield function
+
+
+def make(policy=None, device="cpu"):
+    torch.manual_seed(0)
+    return sf.Temporal(Net(), policy).to(device)
+
+
+def trained(net, x):
+    net = copy.deepcopy(net)
+    return [*step(net, x), *net.buffers()]
+
+
+def test_what_fuse_replaces():
+    net = make()
+    fused = sf.fuse(net)
+    assert type(fused.net.pool) is sf.nn.MaxPool2d
+    assert type(net.net.pool) is nn.MaxPool2d
+    assert repr(fused.net.pool) == repr(net.net.pool)
+    assert [*fused.state_dict()] == [*net.state_dict()]
+    assert fused.fusion.pools == 2
+    assert fused.fusion.summary.endswith("neuron after them, 2 max poolings replaced")
+    again = sf.fuse(fused)
+    assert again.fusion.pools == 0
+    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert type(other.net.pool) is sf.nn.MaxPool2d
+        assert any(node.target is pool.max_pool2d for node in other.net.graph.nodes)
+
+
+def test_what_fuse_leaves():
+    class Own(nn.MaxPool2d):
+        def forward(self, x):
+            return super().forward(-x)
+
+    class Untraceable(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pool = nn.MaxPool2d(2)
+
+        def forward(self, x):
+            return self.pool(x) if x.sum() > 0 else F.max_pool2d(x, 2)
+
+    class Indices(nn.Module):
+        def forward(self, x):
+            return F.max_pool2d(x, 2, return_indices=True)[0]
+
+    layers = [Own(2), nn.MaxPool3d(1), Indices(), Untraceable(), sf.LIF()]
+    net = sf.Temporal(nn.Sequential(*layers))
+    with torch.no_grad():
+        fused = sf.fuse(net)
+        assert fused.fusion.pools == 2  # what `Own` calls, and the layer of what can't be traced
+        assert [*fused.net.children()][:3] == layers[:3]
+        assert type(fused.net.get_submodule("3.pool")) is sf.nn.MaxPool2d
+        x = make_input((2, 2, 3, 8, 8))
+        assert torch.equal(fused(x), net(x))
+
+
+def test_hooks_run():
+    net, seen = nn.Sequential(nn.MaxPool2d(2)), []
+    net[0].register_forward_hook(lambda *given: seen.append(given))
+    sf.fuse(net)(torch.rand(1, 1, 4, 4))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("policy", [None, Checkpoint(1)], ids=str)
+def test_trains_alike(backends, called, policy):
+    """With and without our kernels, bit for bit."""
+    x, net = make_input(SHAPE, device=backends.device), make(policy, backends.device)
+    net = sf.fuse(net)
+    with mock.patch.object(kernels, "maps_of", return_value=None):
+        expected = trained(net, x)
+    assert not called.called
+    assert_same(trained(net, x), expected)
+    assert called.called
+
+
+def test_what_decides(backends):
+    x, net = torch.rand(2, 1, 3, 4, 4, device=backends.device), sf.Temporal(sf.nn.MaxPool2d(2))
+    ours = mock.patch.object(kernels, "max_pool2d", wraps=kernels.max_pool2d)
+    for impl in ("auto", "numba", "triton", "reference"):
+        with ours as called:
+            net(x, impl=impl)
+        triton = "triton" in backends.impls and (impl == "triton" or (x.is_cuda and impl == "auto"))
+        assert called.called == triton
+
+
+def test_convolutions_behind_keep_bits(backends, called):
+    """Of the maxima; PyTorch's pooling also keeps the spikes themselves, twice here."""
+    x, net = make_input(SHAPE, device=backends.device), sf.fuse(make(None, backends.device))
+    with packings() as seen:
+        net(x)
+    assert seen == [SPIKES]
+    with mock.patch.object(kernels, "maps_of", return_value=None), packings() as seen:
+        net(x)
+    assert seen == [SPIKES] * 3
+
+
+@pytest.mark.parametrize("layer", [sf.nn.MaxPool2d(2), sf.nn.MaxPool2d(2, 1, 1, 2)])
+def test_what_is_no_selection_of_spikes_is_not_packed(backends, called, layer):
+    """A maximum of what is not binary, or of nothing: with a dilation a window may be empty."""
+    at, size = (0, 12) if layer.dilation == 1 else (1, 24)
+    layers = [nn.Conv2d(3, 16, 1), sf.LIF(0.5, 0.3), nn.Conv2d(16, 2, 1)]
+    layers.insert(at, layer)
+    net = sf.Temporal(nn.Sequential(*layers)).to(backends.device)
+    with packings() as seen:
+        net(make_input((4, 2, 3, 24, 24), device=backends.device))
+    assert seen == [4 * 2 * 16 * size * size]
+
+
+class TwoReaders(nn.Module):
+    """Two neurons stand behind the maxima, so that Checkpoint keeps these."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.stem, self.pool = nn.Sequential(nn.Conv2d(3, 4, 1), sf.LIF(0.5, 0.3)), layer
+        self.left, self.right = sf.LIF(0.5, 0.3), sf.LIF(0.5, 0.3)
+
+    def forward(self, x):
+        y = self.pool(self.stem(x))
+        return self.left(y) + self.right(2.0 * y)
+
+
+@pytest.mark.parametrize("kind", [nn.MaxPool2d, sf.nn.MaxPool2d])
+def test_what_checkpoint_keeps(backends, kind):
+    x, found = make_input((3, 2, 3, 16, 16), device=backends.device), []
+    for policy in (None, Checkpoint(1)):
+        torch.manual_seed(0)
+        net = sf.Temporal(TwoReaders(kind(2, 1)), policy).to(backends.device)
+        with packings() as seen:
+            found.append(trained(net, x))
+    assert_same(*found)
+    spikes, maxima = (3 * 2 * 4 * size * size for size in (16, 15))
+    assert seen == [spikes, *[maxima] * 3]  # and what the neurons give
+
+
+def test_what_is_explained(backends, called):
+    x = make_input(SHAPE, device=backends.device)
+    eager = sf.explain(make(sf.memory.SaveAll(), backends.device), x, impl="reference")
+    called.reset_mock()
+    fused = sf.explain(sf.fuse(make(None, backends.device)), x)
+    assert called.called
+    assert sum(row.eager for row in fused.kept) == sum(row.now for row in eager.kept)
+    (row,) = [row for row in fused.kept if row.name == "net.pool"]
+    assert (row.now, row.eager) == (SPIKES, 12 * SPIKES)
+
+
+@pytest.mark.parametrize("options", [(2,), (3, 2, 1), (3, 2, 1, 2), (2, 2, 0, 1, False, True)])
+def test_the_module_alone(backends, options):
+    """Also where PyTorch's own computes it."""
+    ours, theirs = sf.nn.MaxPool2d(*options), nn.MaxPool2d(*options)
+    x = make_input((2, 3, 9, 10), device=backends.device)
+    for y in (x, x[0], x.double(), x.transpose(2, 3), x.requires_grad_()):
+        assert_same([ours(y)], [theirs(y)])
+
+
+def test_return_indices(backends):
+    x = make_input((2, 3, 9, 10), device=backends.device)
+    found = sf.nn.MaxPool2d(3, 2, 1, return_indices=True)(x)
+    assert_same(found, nn.MaxPool2d(3, 2, 1, return_indices=True)(x))
+
+
+@pytest.mark.parametrize("options", [(0,), (2, 0), (2, 1, 2), (9, 1, 0), ((2, 2, 2),)])
+def test_errors_are_those_of_pytorch(backends, options):
+    x, messages = make_input((2, 3, 4, 4), device=backends.device), []
+    for kind in (nn.MaxPool2d, sf.nn.MaxPool2d):
+        with pytest.raises(RuntimeError) as caught:
+            kind(*options)(x)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+# PyTorch itself compiles a formula by what it has deprecated.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_transforms(backends):
+    layer, x = sf.nn.MaxPool2d(3, 2, 1), make_input((2, 3, 9, 10), device=backends.device)
+    expected = nn.MaxPool2d(3, 2, 1)(x)
+    assert torch.equal(torch.func.vmap(layer)(x[None])[0], expected)
+    with forward_ad.dual_level():
+        dual = layer(forward_ad.make_dual(x, x))
+        assert torch.equal(forward_ad.unpack_dual(dual).tangent, expected)
+
+
+def test_compiled(backends):
+    layer, x = sf.nn.MaxPool2d(3, 2, 1), make_input((2, 3, 9, 10), device=backends.device)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), layer(x))
