@@ -111,6 +111,21 @@ def calls(name, reset, device):
             yield num_steps, shape, True, is_given, LAYOUTS[:1]
 
 
+def impls_of(name, reset, dtype, backends):
+    """The backends of a case.
+
+    On a CPU a model of the zoo has both in float32 with its first reset, and else takes turns: one
+    half precision and one of two more resets are Numba's, the others Triton's, and each reset and
+    dtype is both's.
+    """
+    resets = RESETS_OF.get(name, RESETS)
+    turn = list(DEFINITIONS).index(name) + resets.index(reset) + DTYPES.index(dtype)
+    first = reset == resets[0] and dtype == torch.float32
+    if name in CORE or first or backends.device == "cuda" or len(backends.impls) == 1:
+        return backends.impls
+    return backends.impls[turn % 2 :][:1]
+
+
 def make(name, reset, channels, device):
     options = {"reset": reset.split("-")[0], "detach_reset": reset.endswith("detached")}
     return DEFINITIONS[name](channels, **options).to(device)
@@ -130,6 +145,7 @@ def steady(neuron, inputs, state):
 
 @pytest.mark.parametrize(("name", "reset", "dtype"), [*cases()])
 def test_equals_reference(name, reset, dtype, backends):
+    impls = impls_of(name, reset, dtype, backends)
     for num_steps, shape, constant, is_given, layouts in calls(name, reset, backends.device):
         neuron = make(name, reset, shape[1], backends.device)
         inputs = [
@@ -147,7 +163,7 @@ def test_equals_reference(name, reset, dtype, backends):
             assert_matches_reference(
                 neuron,
                 inputs,
-                backends.impls,
+                impls,
                 state,
                 exact=name not in SMOOTH,
                 layouts=layouts,
