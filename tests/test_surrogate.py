@@ -476,6 +476,7 @@ def test_learned_along_with_everything_else(backends: Backends) -> None:
     assert_matches_reference(neuron, [x], backends.impls)
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("width", ["learned", "learned per channel"])
 def test_gradients_are_the_same_every_time(width: str, backends: Backends) -> None:
     neuron = sf.LIF(

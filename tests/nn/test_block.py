@@ -163,6 +163,7 @@ def test_flips_against_the_norm_and_the_neuron_apart(backends):
         assert (y != block.neuron(u)).float().mean() < 1e-4
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_steps_repeat_bit_for_bit(backends):
     results = []
     for _ in range(2):
