@@ -36,7 +36,7 @@ train: $(HAS_TRAIN)
 	$(PY) -m spikefuse train $(ARGS)
 
 test: $(HAS_DEV)
-	$(PY) -m pytest -n auto --maxprocesses 8 $(ARGS)
+	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 # In a folder of their own: what finds them imports them, and their warnings are errors elsewhere.
 judges: $(HAS_DEV)

@@ -3,6 +3,13 @@
 import os
 
 import pytest
+
+# Before anything imports torch: what several workers have to themselves of the cores, as threads
+# of PyTorch that wait for each other keep others from working.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+
 import torch
 
 # Before anything imports Triton.
@@ -10,6 +17,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from spikefuse.testing import Backends
+
+
+@pytest.fixture
+def two_threads():
+    """Of PyTorch and of Numba's kernels, also where each worker has one core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

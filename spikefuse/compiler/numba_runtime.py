@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numba
@@ -22,8 +23,10 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
+from spikefuse.compiler.cache import locked
 from spikefuse.compiler.emit_numba import MAX_SLOTS
 from spikefuse.compiler.numba_math import exp, floor, fma, log, sigmoid, sqrt
 
@@ -44,8 +47,28 @@ __all__ = [
 ]
 
 f32 = np.float32
-# No fastmath: contraction or reassociation would change spikes.
-kernel = numba.njit(nogil=True, cache=True, error_model="numpy")
+
+
+def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """A compiled function, of which Numba keeps the machine code on disk.
+
+    Processes that need it at the same time compile it once, and don't write Numba's index at once.
+    No fastmath by default: contraction or reassociation would change spikes.
+    """
+    if function is None:
+        return partial(kernel, **options)
+    dispatcher: Any = numba.njit(nogil=True, cache=True, error_model="numpy", **options)(function)
+    compile_, path = dispatcher.compile, function.__code__.co_filename
+
+    def compile_once(signature: Any) -> Any:
+        # Numba's own lock first, as kernels that call each other are compiled within it.
+        with global_compiler_lock, locked(path):
+            return compile_(signature)
+
+    dispatcher.compile = compile_once
+    return dispatcher
+
+
 # In kernels they are called without the typing context, which no type checker knows.
 _intrinsic: Any = intrinsic
 _inline = numba.njit(inline="always", error_model="numpy")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -34,7 +33,7 @@ _FIRED, _SILENT = np.float32(FIRED), np.float32(SILENT)
 _intrinsic: Any = intrinsic
 
 # A dot product may be summed in any order: it is part of a gradient.
-_summed = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
+_summed = kernel(fastmath={"reassoc", "contract"})
 
 
 def tile_of(width: int) -> int:

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from spikefuse.data.files import ENVIRONMENT
 from spikefuse.train.config import ConfigError, TrainConfig
 
 USER_ERROR = 2
+# For which other processes leave it to the main one to tell a user's error.
+PATIENCE_SECONDS = 10.0
 EXTRA = ("lightning", "tensorboard", "matplotlib", "tqdm", "yaml")
 # What a resumed run may change: it continues to the same result.
 RESUMABLE = ("epochs", "cuda_graph", "fuse", "memory", "memory_budget")
@@ -177,6 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, DataError) as error:
         if _main_process():
             print(f"spikefuse {arguments.command}: error: {error}", file=sys.stderr)
+        else:
+            # The first to end ends all: that is to be the one that says why.
+            time.sleep(PATIENCE_SECONDS)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in EXTRA:
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -55,7 +55,7 @@ class ConfigError(ValueError):
 def option(
     default: Any,
     help: str,
-    choices: Iterable[str] | None = None,
+    choices: Collection[str] | None = None,
     low: float = -math.inf,
     high: float = math.inf,
     positive: bool = False,
@@ -67,14 +67,14 @@ def option(
     Args:
         default: its default; None stands for a value that may be left out.
         help: one line for `--help`.
-        choices: the values allowed, or None for a number in [low, high].
+        choices: the values allowed (more can be added later), or None for a number in [low, high].
         positive: 0 and less are not allowed.
         shown: the default as `--help` shows it, where `default` does not tell.
         kind: the type of its values, where `default` does not tell; float if that is None.
     """
     metadata = {
         "help": help,
-        "choices": None if choices is None else tuple(choices),
+        "choices": choices,
         "low": low,
         "high": high,
         "positive": positive,

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -137,17 +138,35 @@ print(sum(len(s.cache_misses) for s in stats), sum(len(s.cache_hits) for s in st
 """
 
 
-def test_a_second_process_compiles_nothing(tmp_path):
+def test_two_processes_compile_once(tmp_path):
     environment = {**os.environ, "SPIKEFUSE_CACHE_DIR": str(tmp_path)}
     environment.pop("NUMBA_CACHE_DIR", None)
-    found = []
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", PROGRAM],
-            env=environment,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        found.append(done.stdout.split())
-    assert found == [["2", "0"], ["0", "2"]]
+    command = [sys.executable, "-W", "error", "-c", PROGRAM]
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    misses, hits = zip(*(map(int, words.split()) for words in said), strict=True)
+    assert (sum(misses), sum(hits)) == (2, 2)
+
+
+def test_a_lock_is_waited_for_with_patience(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(cache, "PATIENCE", 0.2)
+
+    def seconds() -> float:
+        start = time.monotonic()
+        with cache.locked(str(path)), cache.locked(str(path)):
+            return time.monotonic() - start
+
+    path = tmp_path / "x.py"
+    assert seconds() < 0.2  # nothing to lock
+    path.touch()
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert seconds() >= 0.2
+    assert seconds() < 0.2
+    with cache.locked(str(path)), path.open() as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,6 +9,8 @@ from spikefuse.compiler import launch_numba
 # Whole pieces and lines of memory, fractions of both, and rows that begin anywhere.
 SIZES = [1, 15, 1024, 4096 + 256 + 3]
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 
 def run(neuron, x, grad):
     y = neuron(x, impl="numba")

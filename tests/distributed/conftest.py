@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.group import Group
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def group() -> Iterator[Group]:
     started = Group()
     yield started

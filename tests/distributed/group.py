@@ -1,4 +1,4 @@
-"""Four processes connected by Gloo, started once, in which tests run functions of theirs."""
+"""Four processes connected by Gloo, in which tests run functions of theirs."""
 
 from __future__ import annotations
 
@@ -81,9 +81,18 @@ def _work(rank: int, pipe: Any, port: int) -> None:
     axes[3] = three if rank < 3 else one
     while (task := _received(pipe)) is not None:
         function, size, args = task
+        lasting = set(_groups())
         try:
             answer = False, function(axes[size], *args)
         except BaseException:
             answer = True, f"rank {rank}: {traceback.format_exc()}"
         _send(pipe, answer)
+        # Each has threads that wake a hundred times a second.
+        for group in _groups():
+            if group not in lasting:
+                dist.destroy_process_group(group)
     dist.destroy_process_group()
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    return list(dist.distributed_c10d._world.pg_map)

@@ -264,7 +264,8 @@ def test_outputs(backends):
 
         def forward(self, x):
             s = self.block(x * (self.weight + 1))
-            return {"x": x, "s": s, "more": [self.conv(s), self.conv(s) * 2]}
+            # The norm alone would leave the weight no gradient but what is rounded.
+            return {"x": x, "s": s, "more": [self.conv(s) * self.weight, self.conv(s) * 2]}
 
     x = make_input(SHAPE, device=backends.device)
     found = []

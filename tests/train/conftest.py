@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from spikefuse import models
 from spikefuse.train.cli import main
+from tests.train.programs import plain
 
 Spikefuse = Callable[..., int]
 
@@ -25,6 +27,13 @@ def spikefuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spikefuse:
             return int(stop.code or 0)
 
     return call
+
+
+@pytest.fixture
+def alone(spikefuse: Spikefuse, monkeypatch: pytest.MonkeyPatch) -> Spikefuse:
+    """What programs/plain.py runs, in this process."""
+    monkeypatch.setitem(models.MODELS, "plain", plain.plain)
+    return spikefuse
 
 
 @pytest.fixture(scope="session")

@@ -77,17 +77,21 @@ def assert_same_curve(one: Path, other: Path) -> None:
         torch.testing.assert_close(weights, right[name], rtol=1e-4, atol=1e-5)
 
 
-def test_two_processes_learn_as_one_and_can_be_resumed_by_one(tmp_path: Path) -> None:
-    finish(start(1, tmp_path, "train", *OPTIONS, "--epochs", "3", "--out", "one"))
+def test_two_processes_learn_as_one_and_can_be_resumed_by_one(
+    alone: Spikefuse, tmp_path: Path
+) -> None:
+    assert alone("train", *OPTIONS, "--epochs", "3", "--out", "one") == 0
     output = finish(start(2, tmp_path, "train", *OPTIONS, "--epochs", "2", "--out", "two"))
     assert output.count("epoch 2/2") == output.count("test accuracy") == 1
     assert "2 processes" in output
-    finish(start(1, tmp_path, "train", "--resume", "two/last.ckpt", "--epochs", "3"))
+    assert alone("train", "--resume", "two/last.ckpt", "--device", "cpu", "--epochs", "3") == 0
     assert_same_curve(tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_ends_the_run(tmp_path: Path, victim: int) -> None:
+def test_a_killed_process_ends_the_run(
+    alone: Spikefuse, tmp_path: Path, capsys: pytest.CaptureFixture[str], victim: int
+) -> None:
     process = start(2, tmp_path, "train", *OPTIONS, "--epochs", "9999", "--out", "run")
     wait_for((tmp_path / "run" / "best.ckpt").exists, process)
     os.kill(int((tmp_path / f"pid-{victim}").read_text()), signal.SIGKILL)
@@ -99,7 +103,8 @@ def test_a_killed_process_ends_the_run(tmp_path: Path, victim: int) -> None:
     assert f"{message} run/last.ckpt: continue with --resume run/last.ckpt" in output
     done = len(torch.load(tmp_path / "run" / "last.ckpt")["spikefuse"]["history"])
     arguments = ("train", "--resume", "run/last.ckpt", "--device", "cpu", "--epochs", str(done + 1))
-    assert f"epoch {done + 1}/{done + 1}" in finish(start(1, tmp_path, *arguments))
+    assert alone(*arguments) == 0
+    assert f"epoch {done + 1}/{done + 1}" in capsys.readouterr().out
 
 
 def test_sigterm_saves_in_all_of_them(tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def test_two_epochs_and_two_more(
     assert_same_run(tmp_path / "straight", tmp_path / "halves")
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_with_several_threads(
     spikefuse: Spikefuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: list[str]
 ) -> None:

@@ -17,6 +17,7 @@ from spikefuse.train.processes import Processes
 from tests.train.test_processes import (
     OPTIONS,
     PLAIN,
+    Spikefuse,
     assert_same_curve,
     finish,
     rows,
@@ -27,13 +28,15 @@ from tests.train.test_processes import (
 SHARED = (*OPTIONS, "--time-ranks", "2")
 
 
-def test_time_and_data_shared_learn_as_one_and_can_be_resumed_by_one(tmp_path: Path) -> None:
-    finish(start(1, tmp_path, "train", *OPTIONS, "--epochs", "2", "--out", "one"))
+def test_time_and_data_shared_learn_as_one_and_can_be_resumed_by_one(
+    alone: Spikefuse, tmp_path: Path
+) -> None:
+    assert alone("train", *OPTIONS, "--epochs", "2", "--out", "one") == 0
     output = finish(start(4, tmp_path, "train", *SHARED, "--data-ranks", "2", "--epochs", "1",
                           "--out", "four"))  # fmt: skip
     assert "not fused: 2 processes share each sequence" in output
     assert output.count("epoch 1/1") == output.count("test accuracy") == 1
-    finish(start(1, tmp_path, "train", "--resume", "four/last.ckpt", "--epochs", "2"))
+    assert alone("train", "--resume", "four/last.ckpt", "--device", "cpu", "--epochs", "2") == 0
     assert_same_curve(tmp_path / "one", tmp_path / "four")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from spikefuse import models
+from spikefuse.train.cli import main
 
 
 def plain(neuron, in_channels, num_classes, size):
@@ -15,10 +16,7 @@ def plain(neuron, in_channels, num_classes, size):
     return nn.Sequential(nn.Flatten(), nn.Linear(width, 64), neuron(), nn.Linear(64, num_classes))
 
 
-models.MODELS["plain"] = plain
-
-from spikefuse.train.cli import main  # noqa: E402 - its options name the models
-
 if __name__ == "__main__":
+    models.MODELS["plain"] = plain
     Path(f"pid-{os.environ.get('RANK', 0)}").write_text(str(os.getpid()))
     sys.exit(main())
