@@ -21,7 +21,7 @@ from spikefuse.compiler import cache as sources
 from spikefuse.compiler.launch import choose
 from spikefuse.compiler.numba_runtime import flat, shared
 from spikefuse.compiler.program import program
-from spikefuse.kernels import event_numba
+from spikefuse.kernels import event_numba, event_vectors
 from spikefuse.kernels.event_numba import Gradients, given, lists, tile_of, words_of
 from spikefuse.kernels.events import Events
 from spikefuse.neurons.definition import Definition
@@ -37,8 +37,9 @@ GROUPED = 1 << 17
 SOURCE = """
 
 # In the form {digest}:
-from spikefuse.kernels.event_numba import WORD, pack, sum_rows
+from spikefuse.kernels.event_numba import WORD, pack
 from spikefuse.kernels.event_numba import add_by_input, add_to, clear, dots_by_input
+from spikefuse.kernels.event_vectors import sum_rows
 
 
 @kernel
@@ -65,7 +66,7 @@ def sums(x, T, B, b, weight, bias, width, column, m, offsets, fired, indices):
     for t in range(T):
         begin = offsets[t * B + b]
         end = begin + fired[t * B + b]
-        sum_rows(x, t * m, weight, bias, width, column, m, indices, begin, end)
+        sum_rows(x, t * m, bias, column, weight, width, column, m, indices, begin, end)
 
 
 @kernel
@@ -109,7 +110,8 @@ def layer_backward(
 
 @cache
 def _digest() -> str:
-    return hashlib.sha256(Path(event_numba.__file__).read_bytes()).hexdigest()
+    files = event_numba.__file__, event_vectors.__file__
+    return hashlib.sha256(b"".join(Path(f).read_bytes() for f in files)).hexdigest()
 
 
 @cache
