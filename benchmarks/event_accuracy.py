@@ -37,7 +37,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks.event_accuracy", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--seeds", type=int, default=3, help="runs of each")
-    parser.add_argument("--epochs", type=int, default=20, help="passes over the training part")
+    parser.add_argument("--layers", type=int, default=2, help="hidden ones")
+    parser.add_argument("--scale", type=int, default=1, help="1,471 times this: neurons in all")
+    parser.add_argument("--epochs", type=int, default=12, help="passes over the training part")
     parser.add_argument("--batch", type=int, default=48, help="samples of a step")
     parser.add_argument("--capacity", type=float, default=0.05, help="of the network on events")
     parser.add_argument("--rate", type=float, default=0.01, help="of its neurons at the beginning")
@@ -69,7 +71,7 @@ def train(
         return Events.from_bits(bits[rows].transpose(0, 1), INPUTS).to(device)
 
     torch.manual_seed(seed)
-    shape = INPUTS, CLASSES, (1, 1), split_widths(3)
+    shape = INPUTS, CLASSES, (1, 1), split_widths(args.layers, args.scale)
     net = event_mlp(neuron, *shape, capacity=args.capacity).to(device)
     scale_to_rate(net, events(training[: args.batch]), args.rate)
     call: Callable[[Events], Tensor] = sf.Temporal(net)
@@ -104,7 +106,7 @@ def train(
 def main(argv: list[str] | None = None) -> Path:
     args = arguments(argv)
     data = spikes()
-    names = ("epochs", "batch", "capacity", "rate")
+    names = ("layers", "scale", "epochs", "batch", "capacity", "rate")
     settings = {"data": "shd_test_10ms"} | {name: getattr(args, name) for name in names}
     result = record.document("event_accuracy", torch.device(args.device), args.quick, settings)
     result["rows"] = []
