@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from benchmarks import record
-from benchmarks.events import CLASSES, neuron
+from benchmarks.event_networks import CLASSES, neuron
 from spikefuse.models import event_mlp, mlp, split_widths
 from spikefuse.nn import Events, scale_to_rate
 

@@ -196,8 +196,23 @@ def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = torch.empty(events.num_rows, width)
     size = tile_of(width)
     arguments = size, flat(out), flat(weight), flat(given(bias, width)), width, *lists(events)
-    shared(_forward, width, size, out.numel(), *arguments)
+    work = out.numel() + width * len(events.indices)
+    shared(_forward, width, size, work, *arguments)
     return out
+
+
+def row_listed(spikes: Tensor) -> tuple[Tensor, Tensor]:
+    """(indices, their number int32 `[1]`) of spikes `[W]`, 0 or 1."""
+    _, count, indices = listed(spikes[None] * FIRED)
+    return indices, count
+
+
+def row_sum(weight: Tensor, bias: Tensor | None, indices: Tensor, count: Tensor) -> Tensor:
+    """`[O]`: the bias and the rows of `weight [I, O]` of the first `count` indices."""
+    offsets = torch.zeros(2, dtype=torch.int64)
+    offsets[1:] = count
+    events = Events((1, 1, len(weight)), offsets, count, indices)
+    return currents(events, weight, bias)[0]
 
 
 @kernel
