@@ -43,7 +43,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=20, help="passes over the training part")
     parser.add_argument("--batch", type=int, default=48, help="samples of a step")
-    parser.add_argument("--capacity", type=float, default=0.1, help="of the network on events")
+    parser.add_argument("--capacity", type=float, default=0.3, help="of the network on events")
     parser.add_argument(
         "--activity-weight", type=float, default=1.0, help="of its penalty on rates near that"
     )

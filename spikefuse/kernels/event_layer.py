@@ -31,7 +31,7 @@ KEPT = 16
 
 # Gradients of currents, of a tile and so many samples as fit, that are summed by input at a time:
 # they stay in a core's cache.
-GROUPED = 1 << 17
+GROUPED = 1 << 18
 
 # What follows the emitted kernels of a neuron. `none` stands for what those need not be given.
 SOURCE = """

@@ -26,7 +26,7 @@ from spikefuse.neurons.candidates import FIRED, SILENT
 
 # Columns of a tile: at most so many that its weights fit a core's cache, at least so many that
 # adding a row is worth it; whole words of bits.
-WIDEST, NARROWEST = 256, 64
+WIDEST, NARROWEST = 512, 64
 # A word of bits.
 WORD = 32
 # Rows of weights or their gradients are asked for so many inputs before they are used.
