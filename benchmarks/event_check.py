@@ -62,7 +62,8 @@ class Layer:
         """(value, gradient) of the weights `[I, O]` and of the bias."""
         found = []
         for p in (self.module.weight, self.module.bias):
-            assert isinstance(p, Tensor) and p.grad is not None
+            assert isinstance(p, Tensor)
+            assert p.grad is not None
             pair = p.detach(), p.grad.to_dense() if p.grad.is_sparse else p.grad
             turned = isinstance(self.module, nn.Linear) and p.ndim == 2
             found.append((pair[0].t(), pair[1].t()) if turned else pair)

@@ -36,9 +36,10 @@ class Streaming:
         self.layers, self.xs = work.initial, work.x[:STEPS, 0].contiguous()
         self.stream = EventStream(work.initial)
         self.dense = sf.Temporal(work.dense())
-        y, states = self.stream(self.xs[0])
-        for x in self.xs[1:-1]:
-            y, states = self.stream(x, states)
+        states = None
+        for x in self.xs[:-1]:
+            _, states = self.stream(x, states)
+        assert states is not None
         self.states = states
         names = [n for n, m in self.dense.named_modules() if isinstance(m, sf.LIF)]
         # A Temporal names neurons as they are called in its network.
@@ -116,9 +117,7 @@ def measure_all(device: torch.device, rounds: int, name: str = CASE) -> dict[str
     case = CASES[name]
     streaming = Streaming(case, RATE, device)
     settings = Settings(rounds, 20.0, 3)
-    found = measure(
-        streaming.contenders(), [], streaming.verify, clock_for(device), 0, settings
-    )
+    found = measure(streaming.contenders(), [], streaming.verify, clock_for(device), 0, settings)
     times = {c["name"]: c["wall_ms"]["median"] for c in found["contenders"] if "wall_ms" in c}
     for told, time in times.items():
         print(f"streaming, {told}: {1e3 * time:.1f} microseconds", flush=True)

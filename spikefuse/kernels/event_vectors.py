@@ -83,7 +83,8 @@ def _element(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 def _place(context: Any, builder: Any, rows: Any, e: Any, stride: Any, column: Any) -> Any:
     """`rows[e] * stride + column`; rows is (type, array)."""
-    row = builder.sext(builder.load(_element(context, builder, *rows, e)), stride.type)
+    kind, array = rows
+    row = builder.sext(builder.load(_element(context, builder, kind, array, e)), stride.type)
     return builder.add(builder.mul(row, stride), column)
 
 

@@ -37,27 +37,27 @@ class EventStream(nn.Module):
 
     def __init__(self, net: nn.Sequential) -> None:
         super().__init__()
+        layers: list[EventLinear] = []
         for name, layer in net.named_children():
             if not isinstance(layer, EventLinear):
                 raise TypeError(f"layer {name} is a {type(layer).__name__}: expected EventLinear")
-        *before, _ = net
-        for name, layer in zip(net._modules, before, strict=False):
-            if layer.neuron is None:
-                raise TypeError(f"layer {name} has no neuron, but one after it takes spikes")
-        self.net = net
+            if layers and layers[-1].neuron is None:
+                raise TypeError(f"layer {name} takes spikes, but the one before has no neuron")
+            layers.append(layer)
+        self.net, self._layers = net, layers
 
     @torch.no_grad()
     def forward(self, x: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState]:
-        inputs = self.net[0].in_features
+        inputs = self._layers[0].in_features
         if list(x.shape) != [inputs] or x.dtype != torch.float32:
             raise ValueError(
                 f"the spikes are {x.dtype} of shape {list(x.shape)}: expected float32 [{inputs}]"
             )
-        number = sum(layer.neuron is not None for layer in self.net)
+        number = sum(layer.neuron is not None for layer in self._layers)
         if state is not None and len(state) != number:
             raise ValueError(f"the state has {len(state)} parts: expected {number}, one a layer")
         kernels, y, after = _kernels(x), x, []
-        for i, layer in enumerate(self.net):
+        for i, layer in enumerate(self._layers):
             y = kernels.row_sum(layer.weight, layer.bias, *kernels.row_listed(y))
             if layer.neuron is not None:
                 currents = (y.view(1, 1, -1),)

@@ -44,7 +44,8 @@ def test_steps_are_those_of_a_sequence(backend: str, monkeypatch: pytest.MonkeyP
         y, state = stream(x, state)
         outputs.append(y)
     fired = net[2].activity
-    assert fired is not None and 0 < fired.fired < fired.sites
+    assert fired is not None
+    assert 0 < fired.fired < fired.sites
     torch.testing.assert_close(torch.stack(outputs)[:, None], expected)
 
 
@@ -52,7 +53,7 @@ def test_what_is_not_as_described() -> None:
     net = network()
     with pytest.raises(TypeError, match="layer 1 is a Linear: expected EventLinear"):
         EventStream(nn.Sequential(net[0], nn.Linear(70, 3)))
-    with pytest.raises(TypeError, match="layer 0 has no neuron"):
+    with pytest.raises(TypeError, match="layer 1 takes spikes, but the one before has no neuron"):
         EventStream(nn.Sequential(EventLinear(4, 5), EventLinear(5, 6)))
     stream = EventStream(net)
     with pytest.raises(ValueError, match=r"of shape \[1, 30\]: expected float32 \[30\]"):
