@@ -255,6 +255,7 @@ class Work:
         adam = functools.partial(torch.optim.Adam, lr=0.0, fused=True)
         if name == LOOP:
             step = Step([m for m in self.dense() if isinstance(m, nn.Linear)])
+            torch.compiler.reset()  # which else gives up after so many networks of one class
             call = functools.partial(self.loop, torch.compile(step))
             return Network(step, call, adam(step.parameters()), list(step.linears))
         if name == DENSE:

@@ -66,7 +66,6 @@ def accuracy(result: dict[str, Any], path: Path, root: Path) -> str:
                 name,
                 ", ".join(f"{100 * row['best']:.1f}%" for row in rows),
                 ", ".join(str(row["epochs_to_best"]) for row in rows),
-                ", ".join(number(row["seconds"]) for row in rows),
             ]
         )
     settings = result["settings"]
@@ -75,5 +74,5 @@ def accuracy(result: dict[str, Any], path: Path, root: Path) -> str:
         f"{settings['data']}, every fifth recording held out; hidden layers of {hidden}, "
         f"{settings['epochs']} epochs, capacity {settings['capacity']:g}:"
     )
-    table = markdown(["", "best accuracy, by seed", "in epoch", "seconds"], lines)
+    table = markdown(["", "best accuracy, by seed", "in epoch"], lines)
     return "\n\n".join([origin(result), said, table, *bars_line(result)])

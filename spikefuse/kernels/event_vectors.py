@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -15,6 +16,8 @@ from numba.extending import intrinsic
 
 from spikefuse.compiler.numba_runtime import kernel
 
+# Numbers in a line of the cache.
+LINE = 16
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 # In kernels they are called without the typing context, which no type checker knows.
 _intrinsic: Any = intrinsic
@@ -193,6 +196,14 @@ _sum_128, _sum_64, _sum_32, _sum_16 = (_make_sum(lanes, False) for lanes in (128
 _sum_rest = _make_sum(16, True)
 _dots_128, _dots_64, _dots_32, _dots_16 = (_make_dots(lanes, False) for lanes in (128, 64, 32, 16))
 _dots_rest = _make_dots(16, True)
+
+
+@kernel
+def aligned(size):
+    """Room for so many numbers that begins with a line of the cache."""
+    room = np.empty(size + LINE, np.float32)
+    first = -(room.ctypes.data >> 2) % LINE
+    return room[first : first + size]
 
 
 @kernel

@@ -40,12 +40,12 @@ def test_training(tmp_path: Path) -> None:
 
 def test_accuracy(tmp_path: Path) -> None:
     rows = [
-        {"name": name, "best": 0.8 + seed / 100, "epochs_to_best": 7 + seed, "seconds": 20.0}
+        {"name": name, "best": 0.8 + seed / 100, "epochs_to_best": 7 + seed}
         for seed in (0, 1)
         for name in ("events", "dense")
     ]
     settings = {"data": "shd", "hidden": [256, 128], "epochs": 15, "capacity": 0.3}
     made = result("event_accuracy", rows, bars=[], settings=settings)
     text = event_tables.accuracy(made, tmp_path / "event_accuracy.json", tmp_path)
-    assert "| events | 80.0%, 81.0% | 7, 8 | 20.0, 20.0 |" in text
+    assert "| events | 80.0%, 81.0% | 7, 8 |" in text
     assert "hidden layers of 256 and 128, 15 epochs, capacity 0.3:" in text
