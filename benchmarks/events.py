@@ -5,6 +5,9 @@
     python -m benchmarks.events --loop              the compiled loop over steps too
     python -m benchmarks.events --streaming         one time step of one sample too
 
+On a CPU, OMP_WAIT_POLICY=passive in the environment keeps PyTorch's threads, of all contenders, from
+spinning while Numba's work.
+
 `event_networks` has the networks and `event_check` says what a right step is. The bars compare
 networks with one method, Adam on all weights; RowAdam, which is another, has times of its own. Each
 case also measures lists and dense products of the layers on events alone, between which the layers
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +150,7 @@ def main(argv: list[str] | None = None) -> Path:
     device = torch.device(args.device)
     reused = device.type == "cpu" and cpu_neuron.reuse_memory()
     settings = {"rounds": args.rounds, "memory": "reused" if reused else "as it is"}
+    settings["wait_policy"] = os.environ.get("OMP_WAIT_POLICY", "default")
     result = record.document("events", device, args.quick, settings)
     print(f"load average {result['machine']['load_average']} before")
     result["rows"] = []
