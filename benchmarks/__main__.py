@@ -1,6 +1,6 @@
 """All benchmarks that this machine can run, then the tables in README.md.
 
-python -m benchmarks            on a GPU its own, then the first calls and the CPU comparison
+python -m benchmarks        on a GPU its own, then events, the first calls and the CPU comparison
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from benchmarks import (
     block,
     bptt_figures,
     cpu_neuron,
+    events,
     first_call,
     networks,
     neurons,
@@ -33,6 +34,7 @@ def main() -> None:
         bptt_figures.main([])
     else:
         print("no GPU: the time-step scaling, the rooflines, networks and figures are left out")
+    events.main(["--loop", "--streaming"] if torch.cuda.is_available() else [])
     first_call.main([])
     cpu_neuron.main([])
     tables.main([])

@@ -5,7 +5,7 @@
 SHD is read from `shd/shd_test_10ms.npz` in the folder that SPIKEFUSE_DATA names: the 2,264 test
 recordings in steps of 10 ms, of which every fifth is held out here, so that accuracies are not
 those of others, who train on other recordings. Both networks begin with the same weights and see
-the same batches.
+the same batches. That on events has a capacity, and the trainer's penalty on activity near it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from benchmarks import record
-from benchmarks.events import CLASSES, neuron
+from benchmarks.event_networks import CLASSES, neuron
 from spikefuse.models import event_mlp, mlp, split_widths
 from spikefuse.nn import Events, scale_to_rate
+from spikefuse.train.activity import Activity
 
 INPUTS = 700
 ON_EVENTS, DENSE = "events", "dense"
@@ -37,9 +38,15 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks.event_accuracy", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--seeds", type=int, default=3, help="runs of each")
+    parser.add_argument(
+        "--hidden", type=int, nargs="+", default=split_widths(3), help="neurons of each layer"
+    )
     parser.add_argument("--epochs", type=int, default=20, help="passes over the training part")
     parser.add_argument("--batch", type=int, default=48, help="samples of a step")
-    parser.add_argument("--capacity", type=float, default=0.05, help="of the network on events")
+    parser.add_argument("--capacity", type=float, default=0.3, help="of the network on events")
+    parser.add_argument(
+        "--activity-weight", type=float, default=1.0, help="of its penalty on rates near that"
+    )
     parser.add_argument("--rate", type=float, default=0.01, help="of its neurons at the beginning")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="folder for the result (benchmarks/results)")
@@ -69,9 +76,10 @@ def train(
         return Events.from_bits(bits[rows].transpose(0, 1), INPUTS).to(device)
 
     torch.manual_seed(seed)
-    shape = INPUTS, CLASSES, (1, 1), split_widths(3)
+    shape = INPUTS, CLASSES, (1, 1), args.hidden
     net = event_mlp(neuron, *shape, capacity=args.capacity).to(device)
     scale_to_rate(net, events(training[: args.batch]), args.rate)
+    activity = Activity(net, args.capacity)
     call: Callable[[Events], Tensor] = sf.Temporal(net)
     parameters = list(net.parameters())
     if name == DENSE:
@@ -81,13 +89,18 @@ def train(
             linear.load_state_dict({"weight": layer.weight.t(), "bias": layer.bias})
         temporal, parameters = sf.Temporal(dense), list(dense.parameters())
         call = lambda x: temporal(x.to_dense())  # noqa: E731
-    optimizer = torch.optim.Adam(parameters, lr=1e-3)
+    optimizer = torch.optim.Adam(parameters, lr=1e-3, fused=True)
     generator, curve, begin = torch.Generator().manual_seed(seed), [], time.perf_counter()
     for _ in range(args.epochs):
         order = training[torch.randperm(len(training), generator=generator)]
+        activity.restart()
         for rows in order.split(args.batch):
             optimizer.zero_grad()
-            F.cross_entropy(call(events(rows)).mean(0), labels[rows].to(device)).backward()
+            loss = F.cross_entropy(call(events(rows)).mean(0), labels[rows].to(device))
+            if name == ON_EVENTS:
+                activity.count()
+                loss = loss + args.activity_weight * activity.penalty()
+            loss.backward()
             optimizer.step()
         with torch.no_grad():
             right = sum(
@@ -98,13 +111,14 @@ def train(
     best = max(curve)
     seconds = round(time.perf_counter() - begin, 1)
     found = {"name": name, "seed": seed, "best": best, "epochs_to_best": curve.index(best) + 1}
-    return found | {"seconds": seconds, "curve": curve}
+    rates = {what: round(rate, 4) for what, rate in activity.row().items()}
+    return found | {"seconds": seconds, "curve": curve, "last_epoch": rates}
 
 
 def main(argv: list[str] | None = None) -> Path:
     args = arguments(argv)
     data = spikes()
-    names = ("epochs", "batch", "capacity", "rate")
+    names = ("hidden", "epochs", "batch", "capacity", "activity_weight", "rate")
     settings = {"data": "shd_test_10ms"} | {name: getattr(args, name) for name in names}
     result = record.document("event_accuracy", torch.device(args.device), args.quick, settings)
     result["rows"] = []

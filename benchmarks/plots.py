@@ -126,26 +126,32 @@ def learning(result: dict[str, Any], path: Path) -> Path | None:
 
 
 def crossover(result: dict[str, Any], path: Path) -> Path | None:
-    """Speed against activity of networks on events over dense ones, a line for each case that has
-    several rates; None where matplotlib is not installed or no case has."""
-    lines: dict[str, list[tuple[float, float]]] = {}
+    """Against activity, of each case that has several rates: speed of the network on events over
+    the dense one, and samples a second of both; None where matplotlib is not installed or no case
+    has several.
+    """
+    cases: dict[str, list[dict[str, Any]]] = {}
     for row in result["rows"]:
-        for name, ratio in row["times_dense"].items():
-            if name.startswith("events"):
-                label = f"{row['case']}: {name}"
-                lines.setdefault(label, []).append((100 * row["rate"], ratio))
-    lines = {label: sorted(points) for label, points in lines.items() if len(points) > 1}
-    figure = canvas((6.5, 4.2)) if lines else None
+        cases.setdefault(row["case"], []).append(row)
+    cases = {name: rows for name, rows in cases.items() if len(rows) > 1}
+    figure = canvas((11, 4.2)) if cases else None
     if figure is None:
         return None
-    panel = figure.subplots()
-    for label, points in lines.items():
-        panel.plot(*zip(*points, strict=True), marker="o", label=label)
-    panel.axhline(1, color="black", linestyle="--", linewidth=1, label="dense, fused over time")
-    panel.set(xscale="log", yscale="log", xlabel="neurons that fire in a step, %")
-    panel.set_ylabel("training steps per second over dense")
-    panel.grid(alpha=0.3)
-    panel.legend(fontsize=8)
+    ratio, speed = figure.subplots(1, 2)
+    for index, (case, rows) in enumerate(cases.items()):
+        for name, style in (("events", "o-"), ("dense, fused over time", "s:")):
+            for panel, key in ((ratio, "times_dense"), (speed, "samples_per_s")):
+                points = [(100 * r["rate"], r[key][name]) for r in rows if name in r[key]]
+                if points and (panel is speed or style == "o-"):
+                    label = f"{case}: {name}"
+                    panel.plot(*zip(*sorted(points), strict=True), style, color=f"C{index}",
+                               label=label)  # fmt: skip
+    ratio.axhline(1, color="black", linestyle="--", linewidth=1, label="dense, fused over time")
+    for panel, label in ((ratio, "training steps per second over dense"), (speed, "samples/s")):
+        panel.set(xscale="log", yscale="log", xlabel="neurons that fire in a step, %")
+        panel.set_ylabel(label)
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8)
     machine = result["machine"]
     figure.suptitle(machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores")
     return save(figure, path)

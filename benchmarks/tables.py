@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bptt_figures, bptt_tables, convergence, layer, record, reproduce
+from benchmarks import (
+    bptt_figures,
+    bptt_tables,
+    convergence,
+    event_tables,
+    layer,
+    record,
+    reproduce,
+)
 from benchmarks.block import AGAIN, RIVAL, TWO
 from benchmarks.text import bars_line, device, markdown, number, origin
 
@@ -429,6 +437,12 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
         "time_sharding",
         each(time_sharding),
         "torchrun --nproc_per_node 4 -m benchmarks.time_sharding",
+    ),
+    "events": ("events", each(event_tables.events), BENCH),
+    "event-accuracy": (
+        "event_accuracy",
+        each(event_tables.accuracy),
+        "python -m benchmarks.event_accuracy",
     ),
     "first-call": ("first_call", each(first_call), BENCH),
     "cpu": ("cpu_neuron", each(cpu), BENCH),

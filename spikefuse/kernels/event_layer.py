@@ -21,7 +21,7 @@ from spikefuse.compiler import cache as sources
 from spikefuse.compiler.launch import choose
 from spikefuse.compiler.numba_runtime import flat, shared
 from spikefuse.compiler.program import program
-from spikefuse.kernels import event_numba
+from spikefuse.kernels import event_numba, event_vectors
 from spikefuse.kernels.event_numba import Gradients, given, lists, tile_of, words_of
 from spikefuse.kernels.events import Events
 from spikefuse.neurons.definition import Definition
@@ -31,14 +31,15 @@ KEPT = 16
 
 # Gradients of currents, of a tile and so many samples as fit, that are summed by input at a time:
 # they stay in a core's cache.
-GROUPED = 1 << 17
+GROUPED = 1 << 18
 
 # What follows the emitted kernels of a neuron. `none` stands for what those need not be given.
 SOURCE = """
 
 # In the form {digest}:
-from spikefuse.kernels.event_numba import WORD, pack, sum_rows
+from spikefuse.kernels.event_numba import WORD, pack
 from spikefuse.kernels.event_numba import add_by_input, add_to, clear, dots_by_input
+from spikefuse.kernels.event_vectors import LINE, aligned, sum_rows
 
 
 @kernel
@@ -48,12 +49,21 @@ def layer(
 ):
     x, y = np.empty(T * size, np.float32), np.empty(T * size, np.float32)
     none = np.empty(0, np.float32)
+    # Rows that are read many times are first moved to where they begin with a line of the cache.
+    stride = -(-size // LINE) * LINE
+    rows = aligned(weight.size // width * stride if kept.size else 0)
     for column in range(first, last, size):
         m = min(size, width - column)
+        if kept.size:
+            for i in range(weight.size // width):
+                at = i * width + column
+                rows[i * stride : i * stride + m] = weight[at : at + m]
         for b in range(B):
             if kept.size:
                 x = kept[T * (B * column + b * m) :]
-            sums(x, T, B, b, weight, bias, width, column, m, offsets, fired, indices)
+                sums(x, T, B, b, rows, stride, 0, bias, column, m, offsets, fired, indices)
+            else:
+                sums(x, T, B, b, weight, width, column, bias, column, m, offsets, fired, indices)
             forward(0, m, T, m, m, False, x, m, 0, y, m, 0, {forward}{p})
             for t in range(T):
                 word = (t * B + b) * words + column // WORD
@@ -61,11 +71,11 @@ def layer(
 
 
 @kernel
-def sums(x, T, B, b, weight, bias, width, column, m, offsets, fired, indices):
+def sums(x, T, B, b, rows, stride, place, bias, column, m, offsets, fired, indices):
     for t in range(T):
         begin = offsets[t * B + b]
         end = begin + fired[t * B + b]
-        sum_rows(x, t * m, weight, bias, width, column, m, indices, begin, end)
+        sum_rows(x, t * m, bias, column, rows, stride, place, m, indices, begin, end)
 
 
 @kernel
@@ -85,7 +95,7 @@ def layer_backward(
             if kept.size:
                 x = kept[T * (B * column + b * m) :]
             else:
-                sums(x, T, B, b, weight, bias, width, column, m, offsets, fired, indices)
+                sums(x, T, B, b, weight, width, column, bias, column, m, offsets, fired, indices)
             forward(0, m, T, m, m, False, x, m, 0, y, m, 0, {recompute}{p})
             y[: T * m] = np.float32(0.0)
             for t in range(T):
@@ -109,7 +119,8 @@ def layer_backward(
 
 @cache
 def _digest() -> str:
-    return hashlib.sha256(Path(event_numba.__file__).read_bytes()).hexdigest()
+    files = event_numba.__file__, event_vectors.__file__
+    return hashlib.sha256(b"".join(Path(f).read_bytes() for f in files)).hexdigest()
 
 
 @cache

@@ -19,20 +19,23 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from spikefuse.compiler.numba_runtime import advise_huge_pages, flat, kernel, load, shared, store
+from spikefuse.kernels.event_vectors import dots, prefetch, sum_rows
 from spikefuse.kernels.events import Events
 from spikefuse.neurons.candidates import FIRED, SILENT
 
 # Columns of a tile: at most so many that its weights fit a core's cache, at least so many that
 # adding a row is worth it; whole words of bits.
-WIDEST, NARROWEST = 256, 64
+WIDEST, NARROWEST = 512, 64
 # A word of bits.
 WORD = 32
+# Rows of weights or their gradients are asked for so many inputs before they are used.
+AHEAD = 3
 _FIRED, _SILENT = np.float32(FIRED), np.float32(SILENT)
 
 # In kernels they are called without the typing context, which no type checker knows.
 _intrinsic: Any = intrinsic
 
-# A dot product may be summed in any order: it is part of a gradient.
+# A sum that is only compared with 0 may be added up in any order.
 _summed = kernel(fastmath={"reassoc", "contract"})
 
 
@@ -43,63 +46,10 @@ def tile_of(width: int) -> int:
 
 
 @kernel
-def add_rows(out, at, source, stride, column, m, rows, begin, end):
-    """`out[at + k] += sum of source[r, column + k]` over the rows r that are listed."""
-    e = begin
-    # Four at a time: the sum is read and written once for them.
-    while e + 4 <= end:
-        a, b = rows[e] * stride + column, rows[e + 1] * stride + column
-        c, d = rows[e + 2] * stride + column, rows[e + 3] * stride + column
-        for k in range(m):
-            two = load(source, a + k, 1) + load(source, b + k, 1)
-            more = load(source, c + k, 1) + load(source, d + k, 1)
-            store(out, at + k, load(out, at + k, 0) + (two + more), 0)
-        e += 4
-    while e < end:
-        add_to(out, at, m, source, rows[e] * stride + column)
-        e += 1
-
-
-@kernel
-def sum_rows(out, at, weight, bias, width, column, m, inputs, begin, end):
-    """`out[at + k] = bias[column + k] + sum of weight[i, column + k]` over the inputs listed."""
-    for k in range(m):
-        store(out, at + k, load(bias, column + k, 1), 0)
-    add_rows(out, at, weight, width, column, m, inputs, begin, end)
-
-
-@kernel
 def add_to(target, first, m, grad, at):
     """`target[first + k] += grad[at + k]`."""
     for k in range(m):
         store(target, first + k, load(target, first + k, 0) + load(grad, at + k, 1), 0)
-
-
-@_summed
-def dots(out, weight, at, m, grad, stride, place, rows, entries, begin, end):
-    """`out[entries[e]] = sum over k of weight[at + k] grad[rows[e], place + k]`."""
-    e = begin
-    # Four at a time: the weights are read once for them.
-    while e + 4 <= end:
-        a, b = rows[e] * stride + place, rows[e + 1] * stride + place
-        c, d = rows[e + 2] * stride + place, rows[e + 3] * stride + place
-        first = second = third = fourth = np.float32(0.0)
-        for k in range(m):
-            w = load(weight, at + k, 0)
-            first += w * load(grad, a + k, 1)
-            second += w * load(grad, b + k, 1)
-            third += w * load(grad, c + k, 1)
-            fourth += w * load(grad, d + k, 1)
-        out[entries[e]], out[entries[e + 1]] = first, second
-        out[entries[e + 2]], out[entries[e + 3]] = third, fourth
-        e += 4
-    while e < end:
-        a = rows[e] * stride + place
-        total = np.float32(0.0)
-        for k in range(m):
-            total += load(weight, at + k, 0) * load(grad, a + k, 1)
-        out[entries[e]] = total
-        e += 1
 
 
 @_summed
@@ -142,18 +92,22 @@ def _count(first, last, words, fired, silent, counts, others):
 @kernel
 def _fill(first, last, words, fired, silent, offsets, counts, indices):
     for r in range(first, last):
-        _fill_row(fired, r * words, words, indices, offsets[r])
-        _fill_row(silent, r * words, words, indices, offsets[r] + counts[r])
+        spike = offsets[r]
+        other = spike + counts[r]
+        for w in range(words):
+            bits, near = fired[r * words + w], silent[r * words + w]
+            if bits | near:
+                spike = _fill_word(bits, w * WORD, indices, spike)
+                other = _fill_word(near, w * WORD, indices, other)
 
 
 @kernel
-def _fill_row(bits, first, words, indices, place):
-    for w in range(words):
-        left = bits[first + w]
-        while left:
-            indices[place] = w * WORD + _lowest(left)
-            place += 1
-            left &= left - np.uint32(1)
+def _fill_word(left, first, indices, place):
+    while left:
+        indices[place] = first + _lowest(left)
+        place += 1
+        left &= left - np.uint32(1)
+    return place
 
 
 @_intrinsic
@@ -231,7 +185,8 @@ def _forward(first, last, size, out, weight, bias, width, offsets, fired, indice
         for r in range(len(fired)):
             begin = offsets[r]
             end = begin + fired[r]
-            sum_rows(out, r * width + column, weight, bias, width, column, m, indices, begin, end)
+            at = r * width + column
+            sum_rows(out, at, bias, column, weight, width, column, m, indices, begin, end)
 
 
 def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -240,8 +195,23 @@ def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = torch.empty(events.num_rows, width)
     size = tile_of(width)
     arguments = size, flat(out), flat(weight), flat(given(bias, width)), width, *lists(events)
-    shared(_forward, width, size, out.numel(), *arguments)
+    work = out.numel() + width * len(events.indices)
+    shared(_forward, width, size, work, *arguments)
     return out
+
+
+def row_listed(spikes: Tensor) -> tuple[Tensor, Tensor]:
+    """(indices, their number int32 `[1]`) of spikes `[W]`, 0 or 1."""
+    _, count, indices = listed(spikes[None] * FIRED)
+    return indices, count
+
+
+def row_sum(weight: Tensor, bias: Tensor | None, indices: Tensor, count: Tensor) -> Tensor:
+    """`[O]`: the bias and the rows of `weight [I, O]` of the first `count` indices."""
+    offsets = torch.zeros(2, dtype=torch.int64)
+    offsets[1:] = count
+    events = Events((1, 1, len(weight)), offsets, count, indices)
+    return currents(events, weight, bias)[0]
 
 
 @kernel
@@ -266,14 +236,18 @@ def add_by_input(target, width, column, m, fresh, grad, stride, place, group, by
     """`target[slot, column + k] += sum of grad[r, place + k]` for every input of a group that
     fired, over the rows r in which it did. A fresh slot holds nothing yet."""
     bases, counts, slots, ends, rows, _ = by_input
-    begin = np.int64(bases[group])
+    begin, zeros = np.int64(bases[group]), np.zeros(m, np.float32)
     for s in range(bases[group], bases[group] + counts[group]):
         at = slots[s] * width + column
+        end = np.int64(ends[s])
+        if s + AHEAD < bases[group] + counts[group]:
+            prefetch(target, slots[s + AHEAD] * width + column, m)
         if fresh[slots[s]]:
             fresh[slots[s]] = False
-            target[at : at + m] = np.float32(0.0)
-        add_rows(target, at, grad, stride, place, m, rows, begin, ends[s])
-        begin = np.int64(ends[s])
+            sum_rows(target, at, zeros, 0, grad, stride, place, m, rows, begin, end)
+        else:
+            sum_rows(target, at, target, at, grad, stride, place, m, rows, begin, end)
+        begin = end
 
 
 @kernel
@@ -284,6 +258,9 @@ def dots_by_input(out, weight, width, column, m, grad, stride, place, group, by_
     begin = np.int64(bases[group])
     for s in range(bases[group], bases[group] + counts[group]):
         at, end = inputs[s] * width + column, np.int64(ends[s])
+        # Rows lie too far apart for the processor to see the next one coming.
+        if s + AHEAD < bases[group] + counts[group]:
+            prefetch(weight, inputs[s + AHEAD] * width + column, m)
         dots(out, weight, at, m, grad, stride, place, rows, entries, begin, end)
         begin = end
 

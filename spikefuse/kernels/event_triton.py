@@ -3,7 +3,7 @@
 The gradient of the weights is the same sum, over lists of the rows of events in which each input
 fired. In these lists and in all sums the order is that of the entries: results are reproducible.
 
-Shape legend: R rows of events, E entries, I inputs, O outputs, L lists.
+Shape legend: R rows of events, E entries, I inputs, O outputs, L lists, W sites of a row.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from spikefuse.kernels.events import Events
 
 # Columns of a program; one warp reads 128 of them in one 16-byte access a thread.
 WIDEST = 512
+# Of one row of events: sites that a program lists at a time; rows of weights, and columns, that a
+# program sums at a time: enough reads under way to hide the memory's latency.
+LISTED = 1 << 14
+SUMMED = 32, 64
 
 
 @triton.jit
@@ -91,6 +95,83 @@ def fill(  # type: ignore[no-untyped-def]
         tl.store(indices + others + tl.cumsum(other, 0) - 1, column, mask=other > 0)
         spikes += tl.sum(spike, 0)
         others += tl.sum(other, 0)
+
+
+@triton.jit
+def sum_listed(  # type: ignore[no-untyped-def]
+    out,
+    weight,
+    bias,
+    indices,
+    count,
+    width,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out = bias + sum of weight[indices[e]] for e < count[0]; a program has BLOCK columns, and
+    reads ROWS rows at a time."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = column < width
+    if HAS_BIAS:
+        total = tl.load(bias + column, mask=live, other=0.0)
+    else:
+        total = tl.zeros([BLOCK], tl.float32)
+    number = tl.load(count)
+    for first in range(0, number, ROWS):
+        e = first + tl.arange(0, ROWS)
+        i = tl.load(indices + e, mask=e < number, other=0).to(tl.int64)
+        there = (e < number)[:, None] & live[None, :]
+        rows = tl.load(weight + i[:, None] * width + column[None, :], mask=there, other=0.0)
+        total += tl.sum(rows, 0)
+    tl.store(out + column, total, mask=live)
+
+
+@triton.jit
+def list_sites(spikes, indices, count, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write the sites that fired to `indices`, and their number to `count`; one program."""
+    place = tl.sum(tl.zeros([BLOCK], tl.int32), 0)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        spike = tl.load(spikes + column, mask=column < width, other=0.0)
+        fired = (spike > 0.5).to(tl.int32)
+        tl.store(indices + place + tl.cumsum(fired, 0) - 1, column, mask=fired > 0)
+        place += tl.sum(fired, 0)
+    tl.store(count, place)
+
+
+def row_listed(spikes: Tensor) -> tuple[Tensor, Tensor]:
+    """See `event_numba.row_listed`; the indices have room for all sites."""
+    width = len(spikes)
+    indices = torch.empty(width, dtype=torch.int32, device=spikes.device)
+    count = torch.empty(1, dtype=torch.int32, device=spikes.device)
+    block = min(triton.next_power_of_2(width), LISTED)
+    with _on(spikes.device):
+        list_sites[(1,)](
+            *(spikes.contiguous(), indices, count, width), BLOCK=block, num_warps=_warps(block)
+        )
+    return indices, count
+
+
+def row_sum(weight: Tensor, bias: Tensor | None, indices: Tensor, count: Tensor) -> Tensor:
+    """See `event_numba.row_sum`; `count` is read on the GPU."""
+    width = weight.shape[1]
+    out = torch.empty(width, device=weight.device)
+    rows, block = SUMMED
+    with _on(weight.device):
+        sum_listed[(triton.cdiv(width, block),)](
+            *(out, weight, weight if bias is None else bias, indices, count, width),
+            HAS_BIAS=bias is not None,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=4,
+        )
+    return out
+
+
+def _warps(block: int) -> int:
+    """Of a program that is alone: 16 numbers for each thread."""
+    return min(max(block // 512, 1), 32)
 
 
 def listed(marks: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,6 +5,7 @@ from spikefuse.nn.block import Block
 from spikefuse.nn.convert import spiking
 from spikefuse.nn.event import EventLinear
 from spikefuse.nn.event_rate import scale_to_rate
+from spikefuse.nn.event_stream import EventStream
 from spikefuse.nn.explain import explain
 from spikefuse.nn.fuse import fuse
 from spikefuse.nn.neuron import Neuron
@@ -45,6 +46,7 @@ __all__ = [
     "Block",
     "CubaLIF",
     "EventLinear",
+    "EventStream",
     "Events",
     "GatedLIF",
     "IntegerLIF",

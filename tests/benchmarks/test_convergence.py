@@ -77,9 +77,9 @@ def test_the_reference_runs_no_kernel(
         (reference, reference.scan, "scan"),
     ):
 
-        def counted(*args: Any, function: Any = function, name: str = name) -> Any:
+        def counted(*args: Any, function: Any = function, name: str = name, **more: Any) -> Any:
             calls[name] += 1
-            return function(*args)
+            return function(*args, **more)
 
         monkeypatch.setattr(owner, name, counted)
     args = convergence.arguments(["--quick"])

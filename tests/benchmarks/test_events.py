@@ -7,8 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cpu_neuron, events, record
-from benchmarks.events import DENSE, EVENTS, LAZY, LOOP, Case
+from benchmarks import cpu_neuron, event_check, event_networks, event_streaming, events, record
+from benchmarks.event_networks import (
+    DENSE,
+    EVENTS,
+    FIXED,
+    LAZY,
+    LISTS,
+    LOOP,
+    PRODUCTS,
+    Case,
+    Work,
+)
+from benchmarks.runner import Contender
+from spikefuse.kernels import event_numba
+
+CPU = torch.device("cpu")
+SMALL = Case(20, 4, 50, 0.2, (60, 50), (0.02, 0.1), ((0.1, 6.0),))
+STILL = Case(20, 4, 50, 0.2, (60, 50), (0.1,), activity=FIXED)
 
 
 def test_a_run(
@@ -16,31 +32,85 @@ def test_a_run(
 ) -> None:
     monkeypatch.setattr(cpu_neuron, "reuse_memory", lambda: True)  # not in the tests' process
     monkeypatch.setattr(torch, "compile", lambda module: module)  # which takes half a minute
-    small = Case(20, 4, 50, 0.2, (60, 50), (0.02, 0.1), ((0.1, 6.0),))
-    monkeypatch.setattr(events, "CASES", {"small": small})
-    options = "--cases small --loop --quick --rounds 2 --device cpu --out"
+    cases = {"small": SMALL, "still": STILL, event_streaming.CASE: SMALL}
+    for module in (events, event_networks, event_streaming):
+        monkeypatch.setattr(module, "CASES", cases)
+    options = "--cases small still --loop --streaming --quick --rounds 2 --device cpu --out"
     path = events.main([*options.split(), str(tmp_path)])
     result = record.read(path)
-    assert [row["rate"] for row in result["rows"]] == [0.02, 0.1]
+    assert [row["rate"] for row in result["rows"]] == [0.02, 0.1, 0.1]
     for row in result["rows"]:
         assert all(c["status"] == "ok" for c in row["contenders"]), row["contenders"]
-        assert row["times_dense"].keys() == {DENSE, EVENTS, LAZY, LOOP}
-        assert all(0.5 * row["rate"] < r < 2 * row["rate"] for r in row["layer_rates"])
+        assert row["times_dense"].keys() == {DENSE, EVENTS, LAZY, LISTS, PRODUCTS, LOOP}
+        assert all(0.5 * row["rate"] <= r < 2 * row["rate"] for r in row["layer_rates"])
         assert row["neurons"] == 110
         assert row["parameters"] == 50 * 60 + 60 * 50 + 50 * 20 + 60 + 50 + 20
-    (bar,) = result["bars"]
-    assert bar["what"].startswith("small, activity 10.0%")
+        assert row["checks"][EVENTS]["sites"] == 20 * 4 * 110
+    speed, *choices = result["bars"][1:3] + result["bars"][:1] + result["bars"][3:]
+    assert speed["what"].startswith("small, activity 10.0%: times faster")
+    assert all("own choice" in bar["what"] for bar in choices)
+    assert all(c["status"] == "ok" for c in result["streaming"]["contenders"])
     assert path.with_suffix(".png").is_file()
     assert "times dense" in capsys.readouterr().out
 
 
-def test_a_wrong_result_gets_no_time() -> None:
-    work = events.Work(Case(10, 4, 50, 0.2, (40,), (0.1,)), 0.1, torch.device("cpu"))
-    dense, ours = work.contenders([DENSE, EVENTS])
-    work.verify(dense, dense.run())
-    logits, grads = ours.run()
-    work.verify(ours, (logits, grads))
-    with pytest.raises(AssertionError, match="of the samples agree"):
-        work.verify(ours, (logits + 1, grads))
-    with pytest.raises(AssertionError, match="gradient 0 differs by 1 of its norm"):
-        work.verify(ours, (logits, [torch.zeros_like(grads[0]), *grads[1:]]))
+@pytest.mark.parametrize("name", [EVENTS, DENSE])
+@pytest.mark.parametrize("case", [SMALL, STILL], ids=["natural", "fixed"])
+def test_a_right_step(case: Case, name: str) -> None:
+    work = Work(case, 0.1, CPU)
+    (contender,) = work.contenders([name])
+    about = events.verify(work, contender, contender.run())
+    assert about["flips"] == about["candidate_flips"] == 0
+    kinds = ("outputs", "gradient of weights", "gradient of biases", "gradient of spikes")
+    assert set(about["errors"]) == set(kinds)
+    assert 0 < about["errors"]["gradient of weights"] < 1e-5
+
+
+def test_a_gradient_that_is_slightly_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(SMALL, 0.1, CPU)
+    (contender,) = work.contenders([EVENTS])
+    finished = event_numba.Gradients.finished
+
+    def wrong(self: event_numba.Gradients) -> object:
+        rows, weight, bias, values = finished(self)
+        weight[0] *= 1.01
+        return rows, weight, bias, values
+
+    monkeypatch.setattr(event_numba.Gradients, "finished", wrong)
+    with pytest.raises(AssertionError, match="gradient of weights differs by"):
+        events.verify(work, contender, contender.run())
+
+
+def test_spikes_that_are_slightly_wrong() -> None:
+    work = Work(SMALL, 0.1, CPU)
+    (contender,) = work.contenders([EVENTS])
+    network = work.networks[EVENTS]
+    network.layers[0].neuron.threshold = 0.999  # type: ignore[union-attr, assignment]
+    with pytest.raises(AssertionError, match="a spike differs"):
+        events.verify(work, contender, contender.run())
+
+
+def test_a_step_that_is_another() -> None:
+    work = Work(SMALL, 0.1, CPU)
+    (contender,) = work.contenders([EVENTS])
+    logits, grads = contender.run()
+    with pytest.raises(AssertionError, match="the step differs"):
+        events.verify(work, contender, (logits + 1, grads))
+
+
+def test_a_streaming_step_that_is_wrong() -> None:
+    streaming = event_streaming.Streaming(SMALL, 0.1, CPU)
+    (y, potentials), contender = streaming.on_events(), Contender("events")
+    assert 0 < streaming.rate < 0.5
+    streaming.verify(contender, (y, potentials))
+    with pytest.raises(AssertionError, match="outputs differ"):
+        streaming.verify(contender, (y + 1, potentials))
+    potentials[0] = potentials[0] * 1.001
+    with pytest.raises(AssertionError, match="a potential differs"):
+        streaming.verify(contender, (y, potentials))
+
+
+def test_the_errors_of_a_step_are_told() -> None:
+    found = event_check.Found(sites=1000, flips=3, margin=1e-7)
+    with pytest.raises(AssertionError, match="3 of 1000 spikes differ"):
+        found.judge()

@@ -10,7 +10,7 @@ from torch import nn
 
 import spikefuse as sf
 from spikefuse.kernels import event_numba, event_triton
-from spikefuse.nn import EventLinear, Events, RowAdam
+from spikefuse.nn import EventLinear, Events, EventStream, RowAdam
 
 WIDTHS = (700, 980, 490, 20)
 
@@ -79,3 +79,25 @@ def test_a_step_of_row_adam() -> None:
             optimizer.step()
         weights.append(weight.detach().cpu())
     torch.testing.assert_close(*weights)
+
+
+def test_steps_of_one_sample_in_a_cuda_graph() -> None:
+    ours, _ = networks()
+    spikes = (torch.rand(5, 1, 700, device="cuda") < 0.03).float()
+    expected = ours(Events.from_dense(spikes))[:, 0]
+    stream = EventStream(ours.net)
+    x = spikes[0, 0].clone()
+    y, state = stream(x)
+    torch.testing.assert_close(y, expected[0], rtol=1e-4, atol=1e-4)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        stream(x, state)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # which refuses whatever waits for the GPU
+        y, after = stream(x, state)
+    for spike, wanted in zip(spikes[1:, 0], expected[1:], strict=True):
+        x.copy_(spike)
+        graph.replay()
+        torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+        for old, new in zip(state, after, strict=True):
+            old[0].copy_(new[0])

@@ -32,6 +32,19 @@ ROWS=14 COLUMNS=14 OUT_ROWS=7 OUT_COLUMNS=7 INNER={inner} HEIGHT=3 WIDTH=3 DOWN=
 TOP=1 LEFT=1 GROUP=64 UNIT=16 BLOCK=1024
 """
 
+# Lists, which are read one by one, and the few words that a kernel reads at a time.
+EVENT_KERNELS = r"""
+event_triton | sum_rows | out=*fp32 source=*fp32 bias=*fp32 begins=*i64 ends=*i64 indices=*i32 \
+width=i32 HAS_BIAS=1 BLOCK=512 | 4
+event_triton | dots | out=*fp32 weight=*fp32 grad=*fp32 indices=*i32 rows=*i64 width=i32 \
+BLOCK=512 | 4
+event_triton | count | marks=*fp32 fired=*i32 silent=*i32 width=i32 BLOCK=512 | 4
+event_triton | fill | marks=*fp32 offsets=*i64 fired=*i32 indices=*i32 width=i32 BLOCK=512 | 4
+event_triton | sum_listed | out=*fp32 weight=*fp32 bias=*fp32 indices=*i32 count=*i32 width=i32 \
+HAS_BIAS=1 ROWS=32 BLOCK=64 | 4
+event_triton | list_sites | spikes=*fp32 indices=*i32 count=*i32 width=i32 BLOCK=16384 | 4
+"""
+
 CODE = """
 import importlib, sys
 import triton
@@ -76,3 +89,10 @@ def test_kernels_compile(dtype: str, last: int, tmp_path: Path) -> None:
     )
     expected = [f"{line.split(' | ')[1]} 4" for line in lines.splitlines()]
     assert compiled(lines, tmp_path) == expected
+
+
+def test_kernels_on_events_compile(tmp_path: Path) -> None:
+    lines = EVENT_KERNELS.strip().replace("\\\n", "").splitlines()
+    kernels, words = zip(*(line.rsplit(" | ", 1) for line in lines), strict=True)
+    expected = [f"{k.split(' | ')[1]} {w}" for k, w in zip(kernels, words, strict=True)]
+    assert compiled("\n".join(kernels), tmp_path) == expected

@@ -30,7 +30,7 @@ def test_threads_change_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         found = event_numba.gradients(events, grad, weight, False)
         results.append((event_numba.currents(events, weight, None), found[1], found[2]))
-        assert event_numba.tile_of(700) == (256 if threads == 1 else 192)
+        assert event_numba.tile_of(700) == (512 if threads == 1 else 192)
     for one, four in zip(*results, strict=True):
         assert torch.equal(one, four)
 
