@@ -117,9 +117,11 @@ def _grads(
     grad_values: Tensor | None,
 ) -> Grads:
     if rows is not None:
-        grad_weight = torch.sparse_coo_tensor(
-            rows[None], grad_weight, weight.shape, is_coalesced=True, check_invariants=False
-        )
+        # To the argument check_invariants=, PyTorch 2.11 and 2.12 warn all the same.
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            grad_weight = torch.sparse_coo_tensor(
+                rows[None], grad_weight, weight.shape, is_coalesced=True
+            )
     return grad_values, grad_weight, grad_bias if ctx.has_bias else None
 
 

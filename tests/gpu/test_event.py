@@ -73,9 +73,8 @@ def test_a_step_of_row_adam() -> None:
         for k in range(3):
             rows = torch.tensor([[1, 7, 10 + k]], device=device)
             values = torch.randn(3, 40).to(device)
-            weight.grad = torch.sparse_coo_tensor(
-                rows, values, (30, 40), is_coalesced=True, check_invariants=False
-            )
+            with torch.sparse.check_sparse_tensor_invariants(False):
+                weight.grad = torch.sparse_coo_tensor(rows, values, (30, 40), is_coalesced=True)
             optimizer.step()
         weights.append(weight.detach().cpu())
     torch.testing.assert_close(*weights)
