@@ -142,7 +142,7 @@ class _Work:
             outer = [None if g is None else g[:, part] for g in grads[:num_outputs]]
             into = [g[:, part] for g in grad_inputs]
             arguments = xs[i], starts, params, self.scalars, stored, outer
-            _, found, reduced = calls[i].backward(*arguments, _sum(own, received[i]), *wanted, into)
+            _, found, reduced = calls[i].backward(*arguments, both(own, received[i]), *wanted, into)
             begins.append(found)
             sums[:] = [a + b for a, b in zip(sums, reduced, strict=True)] if i else reduced
             return found
@@ -184,7 +184,7 @@ class _RelayedScan(torch.autograd.Function):
         return None, *inputs, *states, *params
 
 
-def _sum(own: Sequence[Tensor | None], received: Sequence[Tensor]) -> Sequence[Tensor | None]:
+def both(own: Sequence[Tensor | None], received: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """The gradients of a part's final states, of which the outputs here have one part and what
     comes after has the other."""
     if not (own and received):

@@ -30,8 +30,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.compiler.relayed import Parts
 from spikefuse.distributed.mesh import parts_of
-from spikefuse.distributed.time_sharding import refuse_fused
-from spikefuse.nn import Temporal
+from spikefuse.nn import Block, Temporal
+from spikefuse.nn.fusion import Fusion
 from spikefuse.nn.neuron import Neuron
 
 WARMUP, REPETITIONS = 2, 5
@@ -196,7 +196,13 @@ def plan(
     """
     if any(isinstance(m, Temporal) and m.shard is not None for m in model.modules()):
         raise ValueError("the model's time is sharded already: make a plan before shard_time")
-    refuse_fused(model)
+    for module in model.modules():
+        fusion = module.__dict__.get("fusion")
+        if isinstance(module, Block) or (isinstance(fusion, Fusion) and fusion.fused):
+            raise ValueError(
+                "norms and neurons of the model are fused, and can't be measured apart: make a "
+                "plan of the network before spikefuse.fuse"
+            )
     count = mesh.size()
     if count < 2 or len(example) < count:
         raise ValueError(

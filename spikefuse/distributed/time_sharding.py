@@ -22,9 +22,7 @@ from spikefuse.distributed.faults import Watch
 from spikefuse.distributed.links import Link, Ranks
 from spikefuse.distributed.mesh import parts_of
 from spikefuse.distributed.norm import average_statistics, share_statistics
-from spikefuse.nn import Block, Temporal
-from spikefuse.nn.block import SHARDED
-from spikefuse.nn.fusion import Fusion
+from spikefuse.nn import Temporal
 
 STATISTICS = ("exact", "shard")
 # Blocks of a GPU that a link may occupy.
@@ -59,8 +57,8 @@ def shard_time(
         The model.
 
     Raises:
-        TypeError, ValueError: no `Temporal`, a network that is fused or sharded already, not one
-            axis, or another value that cannot be.
+        TypeError, ValueError: no `Temporal`, a network that is sharded already, not one axis, or
+            another value that cannot be.
     """
     containers = [m for m in model.modules() if isinstance(m, Temporal)]
     if not containers:
@@ -73,7 +71,6 @@ def shard_time(
         raise ValueError(f"chunks is {chunks!r}: expected a whole number of at least 1")
     if statistics not in STATISTICS:
         raise ValueError(f"statistics is {statistics!r}: expected one of {', '.join(STATISTICS)}")
-    refuse_fused(model)
     shard = TimeShard(axis, chunks, statistics == "exact", timedelta(seconds=timeout))
     for container in containers:
         container.shard = shard
@@ -82,18 +79,6 @@ def shard_time(
         elif shard.size > 1:
             average_statistics(container, shard.all)
     return model
-
-
-def refuse_fused(model: nn.Module) -> None:
-    """Norms and neurons that are one, by `spikefuse.fuse` or in a `Block`, do not hand states on.
-
-    Raises:
-        ValueError: the model has some.
-    """
-    for module in model.modules():
-        fusion = module.__dict__.get("fusion")
-        if isinstance(module, Block) or (isinstance(fusion, Fusion) and fusion.fused):
-            raise ValueError(SHARDED)
 
 
 class TimeShard:

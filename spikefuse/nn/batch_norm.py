@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,7 +13,34 @@ from spikefuse.kernels.norm import move, normalization, statistics
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 Running = tuple[Tensor | None, Tensor | None, Tensor | None]
-Group = dist.ProcessGroup
+
+
+class Ranks(Protocol):
+    """Processes that share the statistics of a norm; `spikefuse.distributed.links` has those of a
+    sequence, each with some of its steps."""
+
+    def sum(self, x: Tensor) -> None:
+        """Replace `x` by the sum of all ranks'."""
+        ...
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Those of all ranks."""
+        ...
+
+
+class GroupRanks:
+    """The ranks of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def sum(self, x: Tensor) -> None:
+        dist.all_reduce(x, group=self.group)
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        gathered = x.new_empty(dist.get_world_size(self.group), *x.shape)
+        dist.all_gather_into_tensor(gathered, x, self.group)
+        return list(gathered)
 
 
 def by_batch(norm: _BatchNorm) -> bool:
@@ -40,36 +69,40 @@ def momentum_of(norm: _BatchNorm) -> float:
 
 
 def batch_statistics(
-    norm: _BatchNorm, x: Tensor, backend: str
-) -> tuple[Tensor, float | Tensor, Group | None]:
-    """(what `statistics` returns, values per channel, the ranks that share them)."""
-    number, group = x.numel() / x.shape[2], _group(norm)
+    norm: _BatchNorm, x: Tensor, backend: str, ranks: Ranks | None = None
+) -> tuple[Tensor, float | Tensor, Ranks | None]:
+    """(what `statistics` returns, values per channel, the ranks that share them).
+
+    Args:
+        ranks: those that share all statistics; a `SyncBatchNorm` has ranks of its own.
+    """
+    number = x.numel() / x.shape[2]
+    ranks = _own_ranks(norm) if isinstance(norm, nn.SyncBatchNorm) else ranks
     running, weight = running_of(norm), norm.weight
-    if group is None:
+    if ranks is None:
         momentum = momentum_of(norm)
         found = statistics(x, weight, running, momentum, norm.eps, backend)
         return found, number, None
     found = statistics(x, None, (None, None, None), 0.0, norm.eps, backend)
-    total = _combine(found, number, group)
+    total = _combine(found, number, ranks)
     normalization(found, weight, norm.eps)
     unbiased = found[3] * (total / (total - 1))
     move(running, found[0], unbiased, momentum_of(norm))
-    return found, total, group
+    return found, total, ranks
 
 
-def _group(norm: _BatchNorm) -> Group | None:
+def _own_ranks(norm: nn.SyncBatchNorm) -> Ranks | None:
     """The ranks over which a norm takes its statistics, if there are several."""
-    if not (isinstance(norm, nn.SyncBatchNorm) and norm.training and dist.is_initialized()):
+    if not (norm.training and dist.is_initialized()):
         return None
-    group = norm.process_group or dist.group.WORLD
-    return group if dist.get_world_size(group) > 1 else None
+    group: Any = norm.process_group or dist.group.WORLD
+    return GroupRanks(group) if dist.get_world_size(group) > 1 else None
 
 
-def _combine(statistics: Tensor, number: float, group: Group) -> Tensor:
+def _combine(statistics: Tensor, number: float, ranks: Ranks) -> Tensor:
     """Replace mean and variance by those over all ranks; returns the values per channel there."""
     own = torch.cat((statistics[0], statistics[3], statistics.new_full((1,), number)))
-    gathered = own.new_empty(dist.get_world_size(group), own.numel())
-    dist.all_gather_into_tensor(gathered, own, group)
+    gathered = torch.stack(ranks.gather(own))
     channels = statistics.shape[1]
     means, variances = gathered[:, :channels], gathered[:, channels:-1]
     numbers = gathered[:, -1:]

@@ -10,14 +10,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse import reference
-from spikefuse.compiler import Relay, launch
+from spikefuse.compiler import launch
 from spikefuse.compiler.call import Call, call_of, spec
 from spikefuse.compiler.program import kind_of, prepare, program
 from spikefuse.kernels.norm import move
 from spikefuse.memory import Policy
 from spikefuse.neurons.definition import Outputs, States
+from spikefuse.nn import relayed_passes
 from spikefuse.nn.batch_norm import (
     NORMS,
+    Ranks,
     batch_statistics,
     by_batch,
     momentum_of,
@@ -27,11 +29,7 @@ from spikefuse.nn.batch_norm import (
 from spikefuse.nn.neuron import Neuron, backend_of, bits_wanted, calls, check, mark
 from spikefuse.nn.normed import VALUES, behind_norm
 from spikefuse.nn.passes import Given, Job, Kernels, apply
-
-SHARDED = (
-    "a norm and a neuron that are fused need all time steps in one process: for a network whose "
-    "time is sharded use them one after the other, without spikefuse.fuse (--no-fuse) or Block"
-)
+from spikefuse.nn.relay import Shard
 
 
 class Block(nn.Module):
@@ -107,11 +105,13 @@ def scan(
     state: States | None,
     impl: str,
     return_state: bool,
-    relay: Relay | None = None,
+    relay: Shard | None = None,
 ) -> tuple[Outputs, States]:
-    """(outputs, final states) on inputs `[T, B, C, ...]`, whatever Temporal tells."""
-    if relay is not None:
-        raise ValueError(SHARDED)
+    """(outputs, final states) on inputs `[T, B, C, ...]`, whatever Temporal tells.
+
+    Args:
+        relay: the processes that have the steps before and after.
+    """
     backend = backend_of(inputs, impl)
     check(neuron, ("x", "residual")[: len(inputs)], inputs, state, backend)
     check_norm(norm, neuron, inputs[0])
@@ -119,14 +119,16 @@ def scan(
         return _reference(norm, neuron, inputs, state)
     if torch.compiler.is_compiling():
         u = _folded(norm, inputs[0])
-        return neuron._scan((u if len(inputs) == 1 else u + inputs[1],), state, impl, return_state)
+        u = u if len(inputs) == 1 else u + inputs[1]
+        return neuron._scan((u,), state, impl, return_state, relay)
     launch.check(backend, inputs[0])
     chosen, own = kernels_of(neuron, backend, len(inputs) > 1, by_batch(norm))
     states, bits = list(state or ()), bits_wanted()
     if chosen.revises:
-        outputs, finals = _train(norm, chosen, own, inputs, states, memory, return_state, bits)
+        how = memory, return_state, relay, bits
+        outputs, finals = _train(norm, chosen, own, inputs, states, *how)
     else:
-        outputs, finals = _evaluate(norm, chosen, own, inputs, states, return_state, bits)
+        outputs, finals = _evaluate(norm, chosen, own, inputs, states, return_state, relay, bits)
     mark(outputs, chosen.binary, bits)
     return outputs, finals
 
@@ -225,6 +227,7 @@ def _evaluate(
     inputs: tuple[Tensor, ...],
     states: list[Tensor],
     return_state: bool,
+    relay: Shard | None,
     bits: list[Tensor] | None,
 ) -> tuple[Outputs, States]:
     """With running statistics: the norm is an affine map."""
@@ -242,7 +245,8 @@ def _evaluate(
         states,
         params,
         kernels.scalars,
-        bits=bits,
+        relay,
+        bits,
     )
 
 
@@ -254,14 +258,19 @@ def _train(
     states: list[Tensor],
     memory: Policy | None,
     return_state: bool,
+    relay: Shard | None,
     bits: list[Tensor] | None,
 ) -> tuple[Outputs, States]:
     """With the statistics of the batch."""
     weight, shift = norm.weight, shift_of(norm, inputs[0])
     call = call_of(kernels.name, spec(inputs))
     keeps = not kernels.rebuilds or _keeps_states(memory, call)
-    job = start(norm, kernels, inputs, len(states), keeps, return_state)
+    ranks = relay.all if relay is not None and relay.exact_statistics else None
+    job = start(norm, kernels, inputs, len(states), keeps, return_state, ranks)
     tensors = (*inputs, *states, weight, shift, *own)
+    if relay is not None:
+        found, ends = relayed_passes.train(job, relay, tensors)
+        return tuple(found), tuple(ends)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         results = apply(job, bits, *tensors)
         outputs = results[: len(kernels.binary)]
@@ -277,10 +286,11 @@ def start(
     num_states: int,
     keeps_states: bool,
     return_state: bool,
+    ranks: Ranks | None = None,
 ) -> Job:
     """Take the statistics of the batch, and note all that does not change in this call."""
-    found, number, group = batch_statistics(norm, inputs[0], kernels.backend)
+    found, number, ranks = batch_statistics(norm, inputs[0], kernels.backend, ranks)
     call = call_of(kernels.name, spec(inputs))
     return Job(
-        kernels, call, found, number, group, len(inputs), num_states, keeps_states, return_state
+        kernels, call, found, number, ranks, len(inputs), num_states, keeps_states, return_state
     )

@@ -249,9 +249,9 @@ class _Run:
             again = None  # before there is the next
             again = _Again(self, segment, called, job, given, part)
             again.reduce(grad.get(part), needs_own, sums)
-        revision, *by_norm = job.revision(sums)
+        revision, *by_norm = job.revision(job.totals(job.call, sums))
         heads = [called.norm.weight, called.norm.bias, *own]
-        self._differentiate_heads(called, heads, [*by_norm, *job.grad_own(sums, own)])
+        self._differentiate_heads(called, heads, [*by_norm, *job.grad_own(job.call, sums, own)])
         sums.clear()
         for part in reversed(parts):
             # The last part is still there.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.compiler import Relay, UnsupportedOperation
+from spikefuse.compiler import UnsupportedOperation
 from spikefuse.compiler.layout import layout_of, outer_stride
 from spikefuse.compiler.program import kind_of, prepare, program
 from spikefuse.kernels import pool
@@ -28,6 +28,7 @@ from spikefuse.nn.event import EventLinear
 from spikefuse.nn.explanation import LOOP_STEPS, Explanation, Kept, Layer
 from spikefuse.nn.kept import Ledger, num_bytes
 from spikefuse.nn.neuron import Neuron, Scan, Sequence, backend_of, calls
+from spikefuse.nn.relay import Shard
 from spikefuse.nn.temporal import Temporal
 
 # What the copy reads that stands for the bandwidth, and as much again that it writes.
@@ -247,7 +248,7 @@ class _Watch:
         state: States | None,
         impl: str,
         return_state: bool,
-        relay: Relay | None = None,
+        relay: Shard | None = None,
     ) -> tuple[Outputs, States]:
         norm = scan.args[0] if isinstance(scan, functools.partial) else None
         sequence = calls.sequence

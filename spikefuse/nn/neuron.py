@@ -27,7 +27,7 @@ class Scan(Protocol):
         state: States | None,
         impl: str,
         return_state: bool,
-        relay: compiler.Relay | None = None,
+        relay: Shard | None = None,
         /,
     ) -> tuple[Outputs, States]: ...
 

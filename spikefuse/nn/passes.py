@@ -8,13 +8,12 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from spikefuse.compiler.call import Call
 from spikefuse.kernels.norm import gradient_sums, revision
 from spikefuse.kernels.place import Place
-from spikefuse.nn.batch_norm import Group
+from spikefuse.nn.batch_norm import Ranks
 from spikefuse.nn.normed import REVISION, VALUES
 
 Tensors = Sequence[Tensor]
@@ -61,7 +60,7 @@ class Job:
     call: Call
     statistics: Tensor
     number: float | Tensor
-    group: Group | None
+    ranks: Ranks | None
     num_inputs: int
     num_states: int
     keeps_states: bool
@@ -98,19 +97,23 @@ class Job:
         _, starts, totals = self._pass(call, given, (), saved, grads, none, sums, rebuild)
         return starts, dict(zip(compress(labels, sums), totals, strict=True))
 
-    def revision(self, found: Mapping[str, Tensor]) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-        """((offset, slope), gradient of the weight, gradient of the shift)."""
-        layout, number = self.call.layout, self.number
+    def totals(self, call: Call, found: Mapping[str, Tensor]) -> Tensor:
+        """What `gradient_sums` gives for the sums of a pass."""
+        layout, number = call.layout, self.number
         inner, channels = layout.channel_inner, layout.channels
         place = Place(layout.num_neurons // (inner * channels), channels, inner)
         scale_sums, shift_sums = (found[name] for name in VALUES[1:])
-        offset, slope, by_weight, by_shift = gradient_sums(
+        return gradient_sums(
             scale_sums, shift_sums, self.statistics, place, number, self.kernels.backend
         )
-        if self.group is not None:
+
+    def revision(self, totals: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+        """((offset, slope), gradient of the weight, gradient of the shift)."""
+        offset, slope, by_weight, by_shift = totals
+        if self.ranks is not None:
             everywhere = torch.stack((by_weight, by_shift))
-            dist.all_reduce(everywhere, group=self.group)
-            offset, slope = revision(everywhere[0], everywhere[1], self.statistics, number)
+            self.ranks.sum(everywhere)
+            offset, slope = revision(everywhere[0], everywhere[1], self.statistics, self.number)
         return (offset, slope), by_weight, by_shift
 
     def write(
@@ -122,10 +125,11 @@ class Job:
         revision: Tensors,
         needs_inputs: Sequence[bool],
         rebuild: bool = False,
+        into: Tensors | None = None,
     ) -> list[Tensor]:
-        """The second pass: gradients of the inputs that need one."""
-        none = [False] * len(self.kernels.labels)
-        return self._pass(call, given, revision, saved, grads, needs_inputs, none, rebuild)[0]
+        """The second pass: gradients of the inputs that need one, see `Call.differentiate`."""
+        how = needs_inputs, [False] * len(self.kernels.labels), rebuild, into
+        return self._pass(call, given, revision, saved, grads, *how)[0]
 
     def _pass(
         self,
@@ -140,9 +144,11 @@ class Job:
         results = (self.kernels.scalars, saved, grads[:num], grads[num:])
         return call.differentiate(given.inputs, given.states, params, *results, *wanted)
 
-    def grad_own(self, found: Mapping[str, Tensor], own: Tensors) -> list[Tensor | None]:
+    def grad_own(
+        self, call: Call, found: Mapping[str, Tensor], own: Tensors
+    ) -> list[Tensor | None]:
         """Gradients of the neuron's own tensors, None where no sum was asked for."""
-        names, layout = (f"neuron.{name}" for name in self.kernels.own), self.call.layout
+        names, layout = (f"neuron.{name}" for name in self.kernels.own), call.layout
         return [
             layout.reduce_to(found[n], p).to(p.dtype) if n in found else None
             for n, p in zip(names, own, strict=True)
@@ -178,7 +184,7 @@ class Training(torch.autograd.Function):
         _, _, *needs = ctx.needs_input_grad
 
         starts, found = job.reduce(call, given, saved, grads, needs[end + 2 :], rebuild)
-        revision, grad_weight, grad_shift = job.revision(found)
+        revision, grad_weight, grad_shift = job.revision(job.totals(call, found))
         grad_inputs: Iterator[Tensor] = iter(())
         if any(needs[:split]):
             grad_inputs = iter(job.write(call, given, saved, grads, revision, needs[:split]))
@@ -189,7 +195,7 @@ class Training(torch.autograd.Function):
             *(g.to(s.dtype) for g, s in zip(starts, given.states, strict=True)),
             grad_weight.to(dtype) if needs[end] else None,
             grad_shift.to(dtype) if needs[end + 1] else None,
-            *job.grad_own(found, given.own),
+            *job.grad_own(call, found, given.own),
         )
 
 

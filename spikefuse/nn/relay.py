@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from spikefuse import compiler
+from spikefuse.nn.batch_norm import Ranks
 
 
 class Shard(compiler.Relay, Protocol):
@@ -14,6 +15,11 @@ class Shard(compiler.Relay, Protocol):
 
     #: Whether batch norms take their statistics over all steps, those of other processes too.
     exact_statistics: bool
+
+    @property
+    def all(self) -> Ranks:
+        """All these processes together."""
+        ...
 
     def begin(self, x: Tensor, about: str) -> None:
         """Start a call of a network on this process's steps `x`; all processes have to.

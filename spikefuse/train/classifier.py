@@ -6,7 +6,6 @@ import contextlib
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -101,9 +100,7 @@ class Classifier(pl.LightningModule):
         self.config = config
         self.processes = Processes() if processes is None else processes
         reseed(config.seed, Purpose.WEIGHTS)
-        # What is fused has all time steps in one process.
-        shares_time = self.processes.time > 1
-        self.net = (replace(config, fuse=False) if shares_time else config).make_network()
+        self.net = config.make_network()
         self._axis: DeviceMesh | None = None
         self.activity = Activity(self.net.net, config.capacity)
         self.history: list[Row] = []

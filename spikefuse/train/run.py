@@ -142,8 +142,6 @@ def _introduction(module: Classifier, sizes: tuple[int, int, int], device: torch
     encoding = "event frames" if events else f"{config.encoding} encoding"
     fusion = getattr(module.net, "fusion", None)
     fused = f"\n{fusion.summary}" if isinstance(fusion, Fusion) and fusion.fused else ""
-    if processes.time > 1 and config.fuse:
-        fused = f"\nnot fused: {processes.time} processes share each sequence"
     return (
         f"{config.dataset}: {training:,} training, {validation:,} validation, "
         f"{test:,} test images\n"

@@ -110,7 +110,7 @@ def predicted_and_measured(axis: DeviceMesh) -> list[tuple[float, float]]:
 
 
 def test_the_prediction_is_what_is_measured(group: Group) -> None:
-    for attempts_left in (2, 1, 0):  # a busy machine may spoil a measurement
+    for attempts_left in (4, 3, 2, 1, 0):  # a busy machine may spoil a measurement
         rows = group(predicted_and_measured, size=4)[0]
         wrong = [row for row in rows if row[0] != pytest.approx(row[1], rel=0.15)]
         assert not wrong or attempts_left, wrong
@@ -123,7 +123,7 @@ def refused(axis: DeviceMesh) -> None:
     with pytest.raises(ValueError, match="sharded already"):
         plan(shard_time(sf.Temporal(sf.LIF()), axis), x, axis)
     fused = sf.fuse(sf.Temporal(nn.Sequential(nn.BatchNorm1d(3), sf.LIF())))
-    with pytest.raises(ValueError, match="fused need all time steps"):
+    with pytest.raises(ValueError, match=r"make a plan of the network before spikefuse\.fuse"):
         plan(fused, x, axis)
     with pytest.raises(ValueError, match="a plan needs two ranks, and a step for each"):
         plan(sf.Temporal(sf.LIF()), x[:1], axis)

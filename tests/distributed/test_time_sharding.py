@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import spikefuse as sf
 from spikefuse import memory, testing
 from spikefuse.distributed import shard_time, steps_of
-from spikefuse.nn import Block, zoo
+from spikefuse.nn import zoo
 from spikefuse.testing import lay_out, make_input
 from tests.distributed.group import Group
 
@@ -180,10 +180,6 @@ def test_nothing_unwritten_is_read(group: Group) -> None:
         assert all(t.isfinite().all() for t in (y, grad, *grads))
 
 
-def normed() -> sf.Temporal:
-    return sf.Temporal(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), sf.LIF()))
-
-
 def refused(axis: DeviceMesh) -> list[str]:
     rank, x, net = axis.get_local_rank(), make_input((4, 3, 6)), shard_time(plif(), axis)
     state = {"1": (torch.zeros(3, 5),), "3": (torch.zeros(3, 4),)}
@@ -195,9 +191,6 @@ def refused(axis: DeviceMesh) -> list[str]:
         lambda: shard_time(plif(), "time"),  # type: ignore[arg-type]
         lambda: net(x, impl="reference"),
         lambda: net(x, state=state) if rank else shard_time(plif(), axis, -1),
-        lambda: shard_time(sf.fuse(normed()), axis),
-        lambda: shard_time(sf.Temporal(nn.Sequential(Block(nn.BatchNorm1d(6), sf.LIF()))), axis),
-        lambda: sf.fuse(shard_time(normed(), axis, statistics="shard"))(x),
         lambda: shard_time(sf.Temporal(nn.Linear(6, 5), memory.Checkpoint()), axis)(x),
     ]
     messages = []
@@ -218,7 +211,6 @@ def test_what_is_refused(group: Group) -> None:
         'pass mesh["time"]',
         'impl is "reference"',
         "state is given to a rank that does not hold the first step",
-        *["a norm and a neuron that are fused need all time steps in one process"] * 3,
         "memory is Checkpoint()",
     )
     for message, part in zip(found, expected, strict=True):

@@ -53,6 +53,11 @@ def normalised() -> sf.Temporal:
     return sf.Temporal(nn.Sequential(conv, norm, sf.LI(0.5), nn.Flatten(), nn.Linear(576, 10)))
 
 
+def fused() -> sf.Temporal:
+    """A norm and a neuron as one, whose output is no spike."""
+    return sf.fuse(normalised())
+
+
 def step(net: nn.Module, x: Tensor, mesh: DeviceMesh | None) -> list[Tensor]:
     """All outputs, the mean gradients and the running statistics."""
     labels, mine, rows = torch.arange(x.shape[1]) % 10, slice(None), slice(None)
@@ -85,9 +90,10 @@ def check(mesh: DeviceMesh, device: torch.device) -> None:
     for layout in (torch.contiguous_format, torch.channels_last):
         x = make_input((T, 8, 3, 8, 8), device=device)
         x = x.flatten(0, 1).contiguous(memory_format=layout).unflatten(0, (T, 8))
-        expected = step(normalised().to(device), x, None)
-        found = step(shard_time(normalised().to(device), mesh["time"], 2), x, mesh)
-        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-4)
+        for make in (normalised, fused):
+            expected = step(make().to(device), x, None)
+            found = step(shard_time(make().to(device), mesh["time"], 2), x, mesh)
+            torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-4)
 
 
 def hang(mesh: DeviceMesh, device: torch.device) -> None:

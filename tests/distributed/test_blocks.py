@@ -1,0 +1,132 @@
+"""Norms and neurons as one in networks whose time is shared, against the same in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import spikefuse as sf
+from spikefuse import memory
+from spikefuse.distributed import shard_time, steps_of
+from spikefuse.nn import Block
+from spikefuse.testing import lay_out, make_input
+from tests.distributed.group import Group
+
+T = 7
+
+
+class Residual(nn.Module):
+    """Blocks with and without a residual, a norm without a neuron, and learnable neurons."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), sf.LIF(0.5, 0.4)
+        )
+        self.conv, self.norm = nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4, affine=False)
+        self.short, self.last = nn.BatchNorm2d(4), sf.PLIF(0.6, channels=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.last(self.norm(self.conv(x)) + self.short(x))
+
+
+def make(policy: memory.Policy | None = None) -> sf.Temporal:
+    torch.manual_seed(0)
+    net = sf.fuse(sf.Temporal(Residual(), policy))
+    assert len(net.fusion.fused) == 2
+    return net
+
+
+def train(net: sf.Temporal, x: Tensor, mine: slice, impl: str) -> list[Tensor]:
+    """Running statistics, output in training and in evaluation, gradient of the input, and those
+    of the parameters, after two calls in training."""
+    leaf = x[mine].detach().requires_grad_()
+    for scale in (1.0, 2.0):
+        y = net(scale * leaf, impl=impl)
+        weights = torch.sin(torch.arange(float(len(x) * y[0].numel())))
+        (y * weights.view(len(x), *y.shape[1:])[mine]).sum().backward()
+    with torch.no_grad():
+        seen = net.eval()(leaf, impl=impl)
+    buffers = [b.clone() for b in net.buffers()]
+    return [*buffers, y.detach(), seen, leaf.grad, *(p.grad for p in net.parameters())]
+
+
+def shared(axis: DeviceMesh, x: Tensor, chunks: int, impl: str, *policy: Any) -> list[Tensor]:
+    net = shard_time(make(*policy), axis, chunks)
+    return train(net, x, steps_of(len(x), axis.get_local_rank(), axis.size()), impl)
+
+
+def assert_equal_one(found: list[list[Tensor]], expected: list[Tensor]) -> None:
+    num_buffers = len(list(make().buffers()))
+    for i, wanted in enumerate(expected):
+        parts = [tensors[i] for tensors in found]
+        if num_buffers <= i < num_buffers + 3:  # of each one's steps
+            parts = [torch.cat(parts)]
+        elif i >= num_buffers:  # a sum over the steps
+            parts = [torch.stack(parts).sum(0)]
+        for part in parts:
+            scale = max(wanted.abs().max().item(), 1.0)
+            torch.testing.assert_close(part, wanted, rtol=3e-5, atol=3e-5 * scale)
+
+
+@pytest.mark.parametrize(
+    ("size", "chunks", "layout"),
+    [(2, 1, "contiguous"), (3, 2, "channels_last"), (4, 3, "batch_first")],
+)
+def test_exact_statistics_are_those_of_one_process(
+    group: Group, size: int, chunks: int, layout: str
+) -> None:
+    x = lay_out(make_input((T, 3, 2, 5, 5)), layout) + 0.5
+    expected = train(make(), x, slice(None), "numba")
+    assert_equal_one(group(shared, x, chunks, "numba", size=size), expected)
+
+
+@pytest.mark.parametrize("policy", [memory.Recompute(), memory.SaveAll()])
+def test_states_may_be_computed_again(group: Group, policy: memory.Policy) -> None:
+    """By Triton's kernels, where they are not kept."""
+    x = make_input((12, 2, 2, 4, 4)) + 0.5
+    expected = train(make(), x, slice(None), "numba")
+    assert_equal_one(group(shared, x, 2, "triton", policy, size=2), expected)
+
+
+def alone() -> tuple[sf.Temporal, Block]:
+    torch.manual_seed(0)
+    block = Block(nn.BatchNorm1d(6), sf.ALIF())
+    return sf.Temporal(nn.Sequential(nn.Linear(6, 6, bias=False), block)), block
+
+
+def each(axis: DeviceMesh, x: Tensor) -> list[Any]:
+    """With a rank's own statistics: output, final state, running mean and gradients."""
+    net, block = alone()
+    shard_time(net, axis, 2, statistics="shard")
+    mine = x[steps_of(len(x), axis.get_local_rank(), axis.size())]
+    y, state = net(mine, return_state=True)
+    (y.sum() + sum(s.sum() for s in state["1.neuron"])).backward()
+    ends = [s.detach() for s in state["1.neuron"]]
+    return [y.detach(), ends, block.norm.running_mean, [p.grad for p in net.parameters()]]
+
+
+def test_each_its_own_statistics(group: Group) -> None:
+    x = make_input((T, 4, 6)) + torch.arange(7.0).view(T, 1, 1)
+    found = group(each, x, size=2)
+    net, block = alone()
+    state, means, loss = None, [], torch.zeros(())
+    for (y, ends, _, _), mine in zip(found, (slice(0, 3), slice(3, 7)), strict=True):
+        block.norm.reset_running_stats()
+        spikes, state = block(net.net[0](x[mine]), state=state, return_state=True)
+        assert torch.equal(y, spikes)
+        assert all(torch.equal(a, b) for a, b in zip(ends, state, strict=True))
+        loss = loss + spikes.sum() + sum(s.sum() for s in state)
+        means.append(block.norm.running_mean.clone())
+    loss.backward()
+    for _, _, mean, _ in found:
+        torch.testing.assert_close(mean, torch.stack(means).mean(0))
+    for i, p in enumerate(net.parameters()):
+        total = sum(grads[i] for *_, grads in found)
+        scale = p.grad.abs().max().item()
+        torch.testing.assert_close(total, p.grad, rtol=1e-5, atol=1e-5 * scale)
