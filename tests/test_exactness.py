@@ -90,13 +90,14 @@ def calls(name, reset, device):
     """(T, shape, constant in time, whether a state is given, layouts).
 
     A GPU sees every T in every layout. A CPU, which compiles longer and whose interpreter is slow,
-    sees every layout where a chunk is not full and where two are; and every T with a neuron's first
-    reset, in every dtype, but with each of the others only half of them: all T with every reset,
-    as neurons and resets take turns.
+    sees every layout where chunks are whole and where the last is not; and every T with a neuron's
+    first reset, in every dtype, but with each of the others only half of them: all T with every
+    reset, as neurons and resets take turns.
     """
     every = device == "cuda"
     if name not in CORE:
-        yield 19, SHAPES[0 if every else 1], False, True, LAYOUTS
+        turn = list(DEFINITIONS).index(name)
+        yield 19, SHAPES[0 if every else turn % 2], False, True, LAYOUTS
         yield 3, SHAPES[1], True, False, LAYOUTS[:1]
         return
     turn = RESETS.index(reset)
@@ -104,7 +105,7 @@ def calls(name, reset, device):
         if turn > 0 and not every and (i + turn + list(CORE).index(name)) % 2:
             continue
         shape, is_given = SHAPES[i % 2], i % 3 > 0
-        layouts = LAYOUTS if every or num_steps in (7, 16) else LAYOUTS[:1]
+        layouts = LAYOUTS if every or num_steps in (16, 33) else LAYOUTS[:1]
         yield num_steps, shape, False, is_given, layouts
         if every or num_steps in (1, 16):
             # An input that is constant in time has no other layout.

@@ -234,7 +234,7 @@ class _Emitter(Roles):
         steps += [self.store(y, "start + k", y, "live") for y in self.ys]
         for y in self.bits:
             steps += [f"if {y}_bits is not None:", *indent(self.pack(y), 1)]
-        steps = _in_time("start + k", steps) if mask == "live_k" else steps
+        steps = _in_time(mask, steps)
         lines = [*self.save_states("start"), *self.load_chunk(self.xs, "start", mask)]
         return [*lines, EACH_STEP, *indent(steps, 1)]
 
@@ -307,11 +307,11 @@ class _Emitter(Roles):
             lines += [f"past_{v} = ({v},)" for v in self.vs]
             xs = [f"{x}[k].to(tl.float32)" for x in self.xs]
             walk = [self.call("advance", self.vs, [*xs, *self.vs])]
-            walk = _in_time("start + k", walk) if mask == "live_k" else walk
+            walk = _in_time(mask, walk)
             walk += [f"past_{v} = past_{v} + ({v},)" for v in self.vs]
             lines += ["for k in tl.static_range(CHUNK - 1):", *indent(walk, 1)]
         steps = self.reverse_step()
-        steps = _in_time("start + k", steps) if mask == "live_k" else steps
+        steps = _in_time(mask, steps)
         lines += ["for k in tl.static_range(CHUNK - 1, -1, -1):", *indent(steps, 1)]
         return [*lines, *self.take_over()]
 
@@ -339,6 +339,6 @@ class _Emitter(Roles):
         return lines + [self.store(g, "start + k", f"{g}_k", "live") for g in self.gxs]
 
 
-def _in_time(t: str, lines: list[str]) -> list[str]:
-    """Nothing is done, and nothing carried changes, on steps beyond the sequence."""
-    return [f"if {t} < T:", *indent(lines, 1)]
+def _in_time(mask: str, lines: list[str]) -> list[str]:
+    """In a chunk that the sequence may not fill, nothing is done on steps beyond it."""
+    return ["if start + k < T:", *indent(lines, 1)] if mask == "live_k" else lines

@@ -63,8 +63,8 @@ class Launch:
     """A kernel with its grid and integers, and what Triton has compiled of it.
 
     The integers are its last arguments, constants included; the tensors' dtypes are always the
-    same. A `tight` kernel, whose repetition does no harm, is compiled again for fewer registers
-    where it needs just a few too many.
+    same. A `tight` kernel, which may run twice, is compiled again for fewer registers where it
+    needs just a few too many.
 
     A launch seen before, told by the alignments, passes Triton's dispatch by. It also passes by
     its closure, its metadata for hooks and its query of every pointer, where they are as we know
@@ -81,7 +81,9 @@ class Launch:
         tight: bool = False,
     ) -> None:
         self.kernel, self.grid, self.integers = kernel, grid, integers
-        self.options, self.device = {"num_warps": num_warps}, device
+        # Contracted multiply-adds would change spikes.
+        self.options = {"num_warps": num_warps, "enable_fp_fusion": False}
+        self.device = device
         self.tight = tight
         # Attributes of a device take longer to read.
         self.is_cpu, self.index = device.type == "cpu", device.index
@@ -121,9 +123,8 @@ class Launch:
         compiled, is_direct = self.compiled.get(key, _UNSEEN)
         if compiled is None:
             compiled = self._compile(tensors)
-            if self.tight and FEW_REGISTERS < compiled.n_regs <= SOME_MORE:
-                self.options["maxnreg"] = FEW_REGISTERS
-                compiled = self._compile(tensors)
+            if self._needs_few_more(compiled):
+                compiled = self._compile(tensors, maxnreg=FEW_REGISTERS)
             self.compiled[key] = compiled, _runs_directly(compiled)
         elif is_direct and not _is_watched():
             stream = torch._C._cuda_getCurrentRawStream(self.index)
@@ -133,15 +134,15 @@ class Launch:
         else:
             compiled[self.grid](*tensors, *self.integers)
 
-    def _compile(self, tensors: Sequence[Any]) -> Any:
+    def _compile(self, tensors: Sequence[Any], **options: int) -> Any:
         """Run by Triton's own dispatch, which compiles what it has not yet compiled."""
-        return self.kernel[self.grid](
-            *tensors,
-            *self.integers,
-            **self.options,
-            # Contracted multiply-adds would change spikes.
-            enable_fp_fusion=False,
-        )
+        return self.kernel[self.grid](*tensors, *self.integers, **self.options, **options)
+
+    def _needs_few_more(self, compiled: Any) -> bool:
+        """Whether a tight kernel needs just a few registers too many."""
+        if not self.tight or torch.version.cuda is None or compiled is None:
+            return False
+        return FEW_REGISTERS < compiled.n_regs <= SOME_MORE
 
 
 def _runs_directly(compiled: Any) -> bool:

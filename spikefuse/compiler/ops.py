@@ -25,7 +25,8 @@ class UnsupportedOperation(NotImplementedError):
 class Op:
     """One row: source text with `{0}`, `{1}`, ... for the operands.
 
-    `exact` operations are correctly rounded, hence equal PyTorch's bit for bit.
+    `exact` operations are correctly rounded, hence equal PyTorch's bit for bit. Those that `jump`
+    give another value where their operand is rounded otherwise.
     """
 
     triton: str
@@ -33,6 +34,7 @@ class Op:
     operands: str = "ff"  # one letter per operand: f(loat) or b(ool)
     result: str = "f"
     exact: bool = True
+    jumps: bool = False
     aten: tuple[Any, ...] = ()
 
 
@@ -58,7 +60,7 @@ TABLE: dict[str, Op] = {
     "abs": Op("tl.abs({0})", "abs({0})", operands="f", aten=(aten.abs,)),
     # Correctly rounded here, but PyTorch's own is not in every CPU build.
     "sqrt": Op("tl.sqrt_rn({0})", "sqrt({0})", operands="f", exact=False, aten=(aten.sqrt,)),
-    "floor": Op("tl.floor({0})", "floor({0})", operands="f", aten=(aten.floor,)),
+    "floor": Op("tl.floor({0})", "floor({0})", operands="f", jumps=True, aten=(aten.floor,)),
     "exp": Op("tl.exp({0})", "exp({0})", operands="f", exact=False, aten=(aten.exp,)),
     "sigmoid": _both("sigmoid({0})", operands="f", exact=False, aten=(aten.sigmoid,)),
     "log": Op("tl.log({0})", "log({0})", operands="f", exact=False, aten=(aten.log,)),

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from spikefuse.compiler.graph import Graph, Node
-from spikefuse.compiler.ops import Operand
+from spikefuse.compiler.ops import TABLE, Operand
 
 COMPARISONS = ("ge", "gt", "le", "lt", "eq", "ne")
 
@@ -42,25 +42,25 @@ def contracted(graph: Graph) -> Graph:
     uses.update(graph.outputs)
     decides = _deciding(graph)
 
-    def alone(operand: Operand, op: str) -> tuple[Operand, ...] | None:
-        """The operands of the node that made `operand`, if nothing else reads it."""
+    def alone(operand: Operand, op: str) -> tuple[Operand, ...]:
+        """The operands of the node that made `operand`, if it is an `op` for this use only."""
         node = made.get(operand) if isinstance(operand, str) and uses[operand] == 1 else None
-        return node.operands if node is not None and node.op == op else None
+        return node.operands if node is not None and node.op == op else ()
 
     def shorter(node: Node) -> Node:
-        if node.name in decides:
+        if node.name in decides or node.op not in ("add", "sub", "mul"):
             return node
-        for first, second in (
-            (node.operands, node.operands[::-1]) if len(node.operands) == 2 else ()
-        ):
-            factors = alone(second, "mul")
-            if node.op == "add" and factors:
-                return replace(node, op="fma", operands=(*factors, first))
-            if node.op == "sub" and factors and second is node.operands[1]:
-                return replace(node, op="fnma", operands=(*factors, first))
-            rest = alone(second, "sub")
-            if node.op == "mul" and rest and _is(rest[0], 1.0) and isinstance(first, str):
-                return replace(node, op="fnma", operands=(first, rest[1], first))
+        x, y = node.operands
+        if node.op == "sub":
+            factors = alone(y, "mul")
+            return replace(node, op="fnma", operands=(*factors, x)) if factors else node
+        for one, other in ((x, y), (y, x)):
+            if node.op == "add" and (factors := alone(other, "mul")):
+                return replace(node, op="fma", operands=(*factors, one))
+            if node.op == "mul" and isinstance(one, str):
+                difference = alone(other, "sub")
+                if difference and _is(difference[0], 1.0):
+                    return replace(node, op="fnma", operands=(one, difference[1], one))
         return node
 
     nodes = [shorter(node) for node in graph.nodes]
@@ -68,10 +68,10 @@ def contracted(graph: Graph) -> Graph:
 
 
 def _deciding(graph: Graph) -> set[str]:
-    """The names of what conditions are computed from."""
+    """The names of what conditions, and other values that jump, are computed from."""
     found = {name for name, kind in graph.kinds.items() if kind == "b"}
     for node in reversed(graph.nodes):
-        if node.name in found:
+        if node.name in found or TABLE[node.op].jumps:
             found.update(o for o in node.operands if isinstance(o, str))
     return found
 

@@ -23,6 +23,8 @@ from spikefuse.kernels.place import Place
 # multiprocessor that are aimed at, and shares of a tile of channels at most: the last block
 # combines them all at once. In a tile, a thread reads 16 bytes.
 WIDTH, TILES, WARPS, BLOCKS, MAX_SHARES = 32, 4, 8, 2, 128
+# Where there are no more, combining them is faster.
+FEW_SHARES = 32
 HEAD: tl.constexpr = tl.constexpr(16)
 # Rounds of loads under way at once.
 STAGES: tl.constexpr = tl.constexpr(3)
@@ -270,7 +272,7 @@ class _Launch:
         self.shares = -(-at.outer // rows)
         sizes = (at.channels // unit, 1) if is_last else (at.channels, at.inner // unit)
         numbers = (at.outer, *sizes, rows, *more)
-        most = triton.next_power_of_2(self.shares)
+        most = FEW_SHARES if self.shares <= FEW_SHARES else MAX_SHARES
         constants = (*numbers, height, width, TILES, is_last, unit, most)
         self.launch = Launch(kernel, (tiles, self.shares, 1), constants, WARPS, device)
         self.arrived = torch.zeros(tiles, dtype=torch.int32, device=device)

@@ -123,7 +123,7 @@ def scan(
         return neuron._scan((u,), state, impl, return_state, relay)
     launch.check(backend, inputs[0])
     chosen, own = kernels_of(neuron, backend, len(inputs) > 1, by_batch(norm))
-    states, bits = list(state or ()), bits_wanted()
+    states, bits = list(state or ()), bits_wanted(inputs[0])
     if chosen.revises:
         how = memory, return_state, relay, bits
         outputs, finals = _train(norm, chosen, own, inputs, states, *how)

@@ -187,7 +187,7 @@ class _Run:
             neuron.check(called.neuron, names, inputs, None, job.kernels.backend)
             launch.check(job.kernels.backend, inputs[0])
             call = call_of(job.kernels.name, spec(inputs))
-            packed = neuron.bits_wanted()
+            packed = neuron.bits_wanted(inputs[0])
             (y,), _, _ = job.forward(call, Given(inputs, (), shift, own), False, packed)
             neuron.mark((y,), job.kernels.binary, packed)
             self._keep(segment.target, part, y.flatten(0, 1))

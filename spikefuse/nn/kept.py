@@ -71,6 +71,9 @@ class Spikes:
         Args:
             packed: their bits in the order of memory, if they are known.
         """
+        # Bits that nobody has kept go with the spikes.
+        for key in [k for k, m in self._marked.items() if m.storage.expired()]:
+            del self._marked[key]
         num = x.numel()
         if num < MIN_VALUES or type(x) is not Tensor or x.is_inference():
             return

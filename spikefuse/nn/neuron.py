@@ -14,7 +14,7 @@ from torch import Tensor
 from spikefuse import compiler, reference
 from spikefuse.memory import Policy, Recompute
 from spikefuse.neurons.definition import Definition, Outputs, States
-from spikefuse.nn.kept import Spikes
+from spikefuse.nn.kept import MIN_VALUES, Spikes
 from spikefuse.nn.relay import Shard
 
 
@@ -204,7 +204,7 @@ class Neuron(Definition):
         check(self, type(self).input_names, inputs, state, backend)
         if backend == "reference":
             return reference.scan(self, inputs, state)
-        bits = bits_wanted()
+        bits = bits_wanted(inputs[0])
         outputs, final, binary = compiler.scan(
             self, inputs, state, backend, return_state, relay, bits
         )
@@ -212,12 +212,13 @@ class Neuron(Definition):
         return outputs, final
 
 
-def bits_wanted() -> list[Tensor] | None:
-    """A list for the bits of binary outputs, if the call of Temporal keeps spikes as bits."""
+def bits_wanted(x: Tensor) -> list[Tensor] | None:
+    """A list for the bits of binary outputs of a neuron that reads `x`, if the call of Temporal
+    keeps its spikes as bits."""
     sequence = calls.sequence
     if sequence is None or sequence.spikes is None or torch.compiler.is_compiling():
         return None
-    return [] if sequence.policy.packs_spikes else None
+    return [] if sequence.policy.packs_spikes and x.numel() >= MIN_VALUES else None
 
 
 def mark(outputs: Outputs, binary: tuple[bool, ...], bits: list[Tensor] | None) -> None:

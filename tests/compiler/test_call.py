@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import spikefuse as sf
+from spikefuse.compiler import launch_triton
 from spikefuse.compiler.call import Call, call_of, spec
 from spikefuse.compiler.emit_triton import LONGEST, chunk
 from spikefuse.compiler.program import kind_of, prepare
@@ -84,13 +85,17 @@ def test_chunks_are_few_and_fill_a_sequence():
         assert -T % K < -(-T // K), "less than a step of each chunk is left over"
 
 
+@pytest.mark.parametrize("many", [1, 1 << 20])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("T", [1, 7, 10, 19])
-def test_bits_are_written_with_the_spikes(backends, dtype, T):
+@pytest.mark.parametrize("T", [1, 10, 19])
+def test_bits_are_written_with_the_spikes(monkeypatch, backends, dtype, T, many):
+    """By several thread blocks, with neurons that are many and that are few."""
     if "triton" not in backends.impls:
         pytest.skip("Triton's kernels write bits")
+    monkeypatch.setattr(launch_triton, "MANY", many)
+    call_of.cache_clear()
     neuron = sf.LIF(0.5, 0.3)
-    x = make_input((T, 3, 16, 5), device=backends.device, dtype=dtype).transpose(2, 3)
+    x = make_input((T, 3, 16, 25), device=backends.device, dtype=dtype).transpose(2, 3)
     made, written = call(x, neuron=neuron, backend="triton"), []
     scalars = [neuron.describe()[0][name] for name in made.program.step.params]
     (spikes,), _, _ = made.forward([x], [], [], scalars, False, False, written)

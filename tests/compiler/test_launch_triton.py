@@ -60,6 +60,7 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def dispatch(*arguments: Any, **options: Any) -> Compiled:
             self.dispatched += 1
+            self.options = options
             return self.compiled
 
         return dispatch
@@ -103,6 +104,27 @@ def test_what_triton_compiles_for_is_told_apart():
         made._launch(given)
         made._launch(given)
         assert kernel.dispatched == before + 1
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize(
+    ("num_steps", "registers", "limit"),
+    [(8, 80, None), (8, 90, 80), (8, 105, None), (4, 90, None)],
+)
+def test_some_kernels_are_given_fewer_registers(monkeypatch, num_steps, registers, limit):
+    """Those of backward, in half precision and long chunks, that need just a few too many; and
+    only for alignments of which this is so."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    x = torch.zeros(num_steps, 1, 32, dtype=torch.bfloat16)
+    kernel = Kernel(Compiled)
+    kernel.__name__, kernel.compiled.n_regs = "backward", registers
+    made = launch_triton.prepare(kernel, layout_of([x]), [x, x, x])
+    made._launch([x, x, x])
+    assert kernel.options.get("maxnreg") == limit
+    assert kernel.dispatched == (1 if limit is None else 2)
+    kernel.compiled.n_regs = 200
+    made._launch([x, x, x.flatten()[1:]])
+    assert "maxnreg" not in kernel.options
 
 
 @pytest.mark.usefixtures("driver")

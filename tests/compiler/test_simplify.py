@@ -132,6 +132,13 @@ def test_gradients_are_contracted_and_steps_are_not():
         deciding += [nodes[o] for o in node.operands if o in nodes]
 
 
+def test_what_is_rounded_down_is_not_contracted():
+    graph = Graph(("decay", "v", "x"))
+    h = graph.op("add", graph.op("mul", "decay", "v"), "x")
+    graph.outputs = (graph.op("floor", h),)
+    assert [node.op for node in contracted(graph).nodes] == ["mul", "add", "floor"]
+
+
 def test_one_minus_a_factor_is_contracted():
     """`x * (1 - y)`, as in the derivative of a sigmoid."""
     graph = Graph(("x", "y"))

@@ -69,9 +69,9 @@ def test_what_fits() -> None:
 def slow(method, seconds: float):
     """A kernel that takes so long for each neuron and step, whatever else the machine does."""
 
-    def wrapper(call: Call, *args):
+    def wrapper(call: Call, *args, **more):
         time.sleep(seconds * call.layout.num_steps * call.layout.num_neurons)
-        return method(call, *args)
+        return method(call, *args, **more)
 
     return wrapper
 
@@ -110,7 +110,7 @@ def predicted_and_measured(axis: DeviceMesh) -> list[tuple[float, float]]:
 
 
 def test_the_prediction_is_what_is_measured(group: Group) -> None:
-    for attempts_left in (4, 3, 2, 1, 0):  # a busy machine may spoil a measurement
+    for attempts_left in (2, 1, 0):  # a busy machine may spoil a measurement
         rows = group(predicted_and_measured, size=4)[0]
         wrong = [row for row in rows if row[0] != pytest.approx(row[1], rel=0.15)]
         assert not wrong or attempts_left, wrong

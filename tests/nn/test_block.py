@@ -17,7 +17,7 @@ from spikefuse.nn.normed import behind_norm
 from spikefuse.testing import DTYPES, LAYOUTS, lay_out, make_input, poisoned, run, within_budget
 from tests.test_exactness import DEFINITIONS, SMOOTH, make
 
-# Fewer neurons for the interpreter, but in more than one block of a kernel.
+# Fewer neurons for the interpreter, but in more than one block of a float32 backward.
 SHAPE = (3, 6, 5, 5) if torch.cuda.is_available() else (3, 6, 3, 3)
 NAMES = [name for name in DEFINITIONS if name != "Gated"]
 NORMS = {3: nn.BatchNorm1d, 4: nn.BatchNorm1d, 5: nn.BatchNorm2d, 6: nn.BatchNorm3d}
