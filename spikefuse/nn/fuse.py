@@ -6,7 +6,7 @@ import copy
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, overload
 
 import torch
@@ -19,7 +19,7 @@ from spikefuse.nn.block import Block, normed
 from spikefuse.nn.fusion import Fusion, Place
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import MaxPool2d, max_pool2d
-from spikefuse.nn.rewrite import divide, has_hooks, rebuilt
+from spikefuse.nn.rewrite import divide, has_hooks, is_compiled, rebuilt
 from spikefuse.nn.temporal import Temporal
 from spikefuse.nn.tracing import works_in_place
 
@@ -73,11 +73,17 @@ def fuse(model: nn.Module) -> nn.Module:
         if node.op == "call_module"
     )
     parts = [_Part(part, graph, names[part], calls) for part, graph in graphs.items()]
-    changed = {part.module: part.graph for part in parts if part.fuse()}
-    pools = _pools(nets)
-    result = rebuilt(model, changed, pools)
+    as_they_are = {m for module in closed for m in module.modules()}
+    for part in parts:
+        # A module around parts that is called as it is gets copied for norms, not for pools alone.
+        if part.fuse() or part.module not in as_they_are:
+            part.replace_pools()
+    changed = {part.module: part.graph for part in parts if part.changed}
+    pools: dict[nn.Module, nn.Module] = {p: _ours(p) for part in parts for p in part.pools}
+    left = [m for m in closed if is_compiled(m) or changed.keys().isdisjoint(m.modules())]
+    result = rebuilt(model, changed, pools, left)
     places = [place for part in parts for place in part.places()]
-    num_pools = len(pools) + sum(part.num_pools for part in parts)
+    num_pools = len(pools) + sum(part.num_functions for part in parts)
     fusion = Fusion(_places(places, names, nets, closed), num_pools)
     result.__dict__["fusion"] = fusion
     if not fusion.fused and _both(fusion):
@@ -86,13 +92,12 @@ def fuse(model: nn.Module) -> nn.Module:
     return result
 
 
-def _pools(nets: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Max poolings and what takes their place: the same, hooks included, but for the class."""
-    found: dict[nn.Module, nn.Module] = {}
-    for pool in (m for net in nets for m in net.modules() if type(m) is nn.MaxPool2d):
-        found[pool] = ours = copy.copy(pool)
-        ours.__class__ = MaxPool2d
-    return found
+def _ours(pool: nn.MaxPool2d) -> MaxPool2d:
+    """The same max pooling, with hooks of its own from now on, of our class."""
+    ours = MaxPool2d.__new__(MaxPool2d)
+    for name, value in vars(pool).items():
+        ours.__dict__[name] = copy.copy(value) if isinstance(value, dict) else value
+    return ours
 
 
 def _both(fusion: Fusion) -> bool:
@@ -107,6 +112,11 @@ class _Part:
         graph: which `fuse` changes.
         name: of the part in the model.
         calls: how often each module of the model is called in all graphs.
+
+    Attributes:
+        changed: whether the graph is another one now.
+        pools: max poolings that it calls, for others to take their places.
+        num_functions: of max pooling that were replaced.
     """
 
     def __init__(
@@ -114,25 +124,34 @@ class _Part:
     ) -> None:
         self.module, self.graph, self.name, self.calls = module, graph, name, calls
         self.left: list[Place] = []
-        self.num_pools = 0
+        self.pools: list[nn.MaxPool2d] = []
+        self.num_functions = 0
+        self.changed = False
 
     def fuse(self) -> bool:
         """Rewrite the graph; whether there was anything to fuse."""
-        fused = 0
         # From the end, so that of two norms in a sum the later one is taken.
         for node in reversed(list(self.graph.nodes)):
             if isinstance(self.called(node), _BatchNorm):
                 match = _Match(self, node)
                 if match.reason is None:
                     match.rewrite()
-                    fused += 1
+                    self.changed = True
                 else:
                     self.left.append(match.place())
+        return self.changed
+
+    def replace_pools(self) -> None:
+        """Put our function in the place of PyTorch's, and find the modules."""
+        for node in self.graph.nodes:
+            module = self.called(node)
+            if type(module) is nn.MaxPool2d:
+                self.pools.append(module)
             elif node.target is F.max_pool2d and not node.kwargs["return_indices"]:
                 node.target = max_pool2d
                 node.kwargs = {k: v for k, v in node.kwargs.items() if k != "return_indices"}
-                self.num_pools += 1
-        return fused + self.num_pools > 0
+                self.num_functions += 1
+                self.changed = True
 
     def places(self) -> Iterator[Place]:
         """What is fused now, and what is not."""

@@ -27,7 +27,7 @@ class Fusion:
     """Every norm and neuron of a model once, in the model's order; `print` shows the table.
 
     Attributes:
-        pools: the number of max poolings that are computed by our kernels now.
+        pools: the number of max poolings that were replaced by ours.
     """
 
     places: tuple[Place, ...]

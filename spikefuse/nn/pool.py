@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from spikefuse.compiler.launch import is_plain
+from spikefuse.compiler.launch import check, is_plain
 from spikefuse.compiler.launch_triton import interpreted
 from spikefuse.kernels import pool
 from spikefuse.nn.neuron import calls
@@ -47,18 +48,19 @@ def max_pool2d(
     torch.compile, which generates a kernel that keeps as little, and under transforms of functions.
     Outputs are binary where the input is, and then layers that keep them keep bits: see
     `spikefuse.memory`.
+
+    Raises:
+        ImportError: the kernel is to compute this, but Triton is not installed.
     """
     # With a dilation a window may lie in the padding alone, whose maximum is no value of the input.
-    if torch.compiler.is_compiling() or dilation not in (1, (1, 1), [1, 1]):
+    if torch.compiler.is_compiling() or _pair(dilation) != (1, 1):
         return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode)
-    maps = None
-    if _by_kernel(input):
-        kernel, pad = _pair(kernel_size), _pair(padding)
-        steps = kernel if stride is None else _pair(stride)
-        maps = pool.maps_of(input, pool.Window(kernel, steps, pad, bool(ceil_mode)))
+    window = _window(kernel_size, stride, padding, ceil_mode) if _by_kernel(input) else None
+    maps = None if window is None else pool.maps_of(input, window)
     if maps is None:
         y = F.max_pool2d(input, kernel_size, stride, padding, 1, ceil_mode)
     else:
+        check("triton", input)
         y = pool.max_pool2d(input, maps)
     if calls.sequence is not None and calls.sequence.spikes is not None:
         calls.sequence.spikes.mark_selected(y, input)
@@ -73,9 +75,24 @@ def _by_kernel(x: Tensor) -> bool:
     return impl in ("auto", "triton") if x.is_cuda else impl == "triton" and interpreted()
 
 
-def _pair(size: Size) -> tuple[int, int]:
-    """(rows, columns); (0, 0), which no window has, for what PyTorch refuses."""
-    sizes = (size,) if isinstance(size, int) else tuple(size)
-    if len(sizes) not in (1, 2):
-        return 0, 0
-    return sizes[0], sizes[-1]
+def _window(
+    kernel_size: Size, stride: Size | None, padding: Size, ceil_mode: bool
+) -> pool.Window | None:
+    kernel, pad = _pair(kernel_size), _pair(padding)
+    steps = kernel if stride is None else _pair(stride)
+    if kernel is None or steps is None or pad is None:
+        return None
+    return pool.Window(kernel, steps, pad, bool(ceil_mode))
+
+
+def _pair(size: Size) -> tuple[int, int] | None:
+    """(rows, columns) as Python's integers; None for what PyTorch refuses, to which the message
+    is left."""
+    sizes = size if isinstance(size, tuple | list) else (size,)
+    # PyTorch takes integers of any kind, but no bool.
+    if len(sizes) not in (1, 2) or any(isinstance(s, bool) for s in sizes):
+        return None
+    try:
+        return operator.index(sizes[0]), operator.index(sizes[-1])
+    except TypeError:
+        return None

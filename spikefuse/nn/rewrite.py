@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import fx, nn
@@ -46,19 +47,29 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in HOOKS)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` gave the module, which can't be copied without its content."""
+    # Its own module takes long to import, and has been if anything is compiled.
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
 def divide(net: nn.Module) -> tuple[dict[nn.Module, fx.Graph], dict[nn.Module, str]]:
     """The largest parts of a network that can be traced.
 
     Returns:
         The graph of each part, and why the modules around parts can't be traced themselves. In a
-        graph these are called as they are, as layers.
+        graph these are called as they are, as layers. What torch.compile gave has no parts.
     """
     graphs: dict[nn.Module, fx.Graph] = {}
-    closed: dict[nn.Module, str] = {}
+    compiled = [m for m in net.modules() if is_compiled(m)]
+    closed = dict.fromkeys(compiled, "torch.compile has compiled it")
+    left = {m for outer in compiled for m in outer.modules()}
     for module in reversed(list(net.modules())):
         if has_hooks(module) and not is_layer(module):
-            graphs |= _inside(module, closed)
-            closed[module] = "it has hooks"
+            if module not in left:
+                graphs |= _inside(module, closed)
+            closed.setdefault(module, "it has hooks")
     return graphs | _parts(net, closed), closed
 
 
@@ -101,10 +112,12 @@ def rebuilt(
     model: nn.Module,
     graphs: Mapping[nn.Module, fx.Graph],
     others: Mapping[nn.Module, nn.Module] | None = None,
+    left: Collection[nn.Module] = (),
 ) -> nn.Module:
     """`model` with `graphs` in place of the parts they are of, and with `others` in place of
-    modules. Those around them are copied, without their content; the rest is that of `model`."""
-    made = dict(others or {})
+    modules, but not inside of those `left`. What is around them is copied, without its content;
+    the rest is that of `model`."""
+    made = {module: module for module in left} | dict(others or {})
 
     def build(module: nn.Module) -> nn.Module:
         if module in made:

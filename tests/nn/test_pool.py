@@ -10,6 +10,7 @@ import copy
 import pickle
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -102,18 +103,91 @@ def test_what_fuse_leaves():
     net = sf.Temporal(nn.Sequential(*layers))
     with torch.no_grad():
         fused = sf.fuse(net)
-        assert fused.fusion.pools == 2  # what `Own` calls, and the layer of what can't be traced
-        assert [*fused.net.children()][:3] == layers[:3]
-        assert type(fused.net.get_submodule("3.pool")) is sf.nn.MaxPool2d
+        assert fused.fusion.pools == 1  # what `Own` calls
+        assert [*fused.net.children()] == layers
         x = make_input((2, 2, 3, 8, 8))
         assert torch.equal(fused(x), net(x))
 
 
+class Stateful(nn.Module):
+    """Called as it is, as it sets an attribute, with a part in it that can be traced."""
+
+    def __init__(self, *part):
+        super().__init__()
+        self.part = nn.Sequential(*part)
+
+    def forward(self, x):
+        self.seen = x
+        return self.part(x)
+
+
+class Max(nn.Module):
+    def forward(self, x):
+        return F.max_pool2d(x, 2)
+
+
+def pair():
+    return nn.BatchNorm2d(3), sf.LIF(0.5, 0.3)
+
+
+def test_what_is_called_as_it_is_stays_the_same_object():
+    """With poolings in it, one of which stands outside too; but not with a norm that is fused."""
+    shared = nn.MaxPool2d(2)
+    kept, copied = Stateful(shared, Max()), Stateful(*pair(), nn.MaxPool2d(2), Max())
+    net = sf.Temporal(nn.Sequential(shared, kept, copied))
+    fused, x = sf.fuse(net), make_input((2, 2, 3, 32, 32))
+    assert fused.fusion.pools == 3
+    assert type(fused.net.get_submodule("0")) is sf.nn.MaxPool2d
+    assert fused.net.get_submodule("1") is kept
+    assert kept.part[0] is shared
+    assert type(shared) is nn.MaxPool2d
+    assert type(fused.net.get_submodule("2.part.2")) is sf.nn.MaxPool2d
+    with torch.no_grad():
+        results = [m.eval()(x, impl="reference") for m in (fused, net)]
+    assert results[1].any()
+    assert torch.equal(*results)
+
+
+class Modes(nn.Module):
+    """Called as it is, with a part in it both as it is and compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Sequential(*pair(), nn.MaxPool2d(2))
+        self.compiled = torch.compile(self.part, backend="eager")
+
+    def forward(self, x):
+        return self.part(x) if self.training else self.compiled(x)
+
+
+@pytest.mark.parametrize("layers", [(nn.MaxPool2d(2), Max()), pair()], ids=["pool", "norm"])
+def test_what_torch_compile_gave_is_left_alone(layers):
+    compiled = torch.compile(nn.Sequential(*layers), backend="eager")
+    compiled._orig_mod[0].register_forward_hook(lambda *given: None)
+    net = sf.Temporal(nn.Sequential(nn.MaxPool2d(2), compiled, Modes()))
+    fused, x = sf.fuse(net), make_input((2, 2, 3, 16, 16))
+    assert fused.fusion.pools == 2
+    assert fused.net.get_submodule("1") is compiled
+    assert fused.net.get_submodule("2").compiled is net.net[2].compiled
+    (place,) = fused.fusion.fused
+    assert place.norm == "net.2.part.0"
+    reasons = {place.reason for place in fused.fusion.left}
+    assert reasons <= {"'net.1' around it: torch.compile has compiled it"}
+    with torch.no_grad():
+        results = [m.eval()(x) for m in (fused, net)]
+    assert results[1].any()
+    assert torch.equal(*results)
+
+
 def test_hooks_run():
     net, seen = nn.Sequential(nn.MaxPool2d(2)), []
-    net[0].register_forward_hook(lambda *given: seen.append(given))
-    sf.fuse(net)(torch.rand(1, 1, 4, 4))
-    assert len(seen) == 1
+    net[0].register_forward_hook(lambda *given: seen.append("before"))
+    fused, x = sf.fuse(net), torch.rand(1, 1, 4, 4)
+    fused[0].register_forward_hook(lambda *given: seen.append("after"), always_call=True)
+    fused(x)
+    assert seen == ["before", "after"]
+    net(x)
+    assert seen == ["before", "after", "before"]
 
 
 @pytest.mark.parametrize("policy", [None, Checkpoint(1)], ids=str)
@@ -207,17 +281,46 @@ def test_the_module_alone(backends, options):
         assert_same([ours(y)], [theirs(y)])
 
 
+def integers(kind):
+    return [
+        (kind(2),),
+        ((kind(3), kind(2)), (kind(2), kind(1)), (kind(1), kind(0))),
+        ([kind(2)], kind(1), kind(1), kind(1)),
+        (2, 2, 0, (kind(1), kind(1))),
+        (2, 1, 0, kind(2)),
+    ]
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])
+def test_integers_of_any_kind(backends, called, kind):
+    x = make_input((2, 3, 9, 10), device=backends.device)
+    for options in integers(kind):
+        called.reset_mock()
+        assert_same([pool.max_pool2d(x, *options)], [F.max_pool2d(x, *options)])
+        assert called.called == (options[3:] != (2,))
+
+
+def test_without_triton(backends, called):
+    x = make_input((1, 1, 4, 4), device=backends.device)
+    without = mock.patch("spikefuse.compiler.launch._HAS_TRITON", False)
+    with without, pytest.raises(ImportError, match=r'pip install "spikefuse\[gpu\]"'):
+        sf.nn.MaxPool2d(2)(x)
+
+
 def test_return_indices(backends):
     x = make_input((2, 3, 9, 10), device=backends.device)
     found = sf.nn.MaxPool2d(3, 2, 1, return_indices=True)(x)
     assert_same(found, nn.MaxPool2d(3, 2, 1, return_indices=True)(x))
 
 
-@pytest.mark.parametrize("options", [(0,), (2, 0), (2, 1, 2), (9, 1, 0), ((2, 2, 2),)])
-def test_errors_are_those_of_pytorch(backends, options):
+REFUSED = [(0,), (2, 0), (2, 1, 2), (9, 1, 0), ((2, 2, 2),), (2.0,), ((2, "2"),), (True,)]
+
+
+@pytest.mark.parametrize("options", REFUSED)
+def test_errors_are_those_of_pytorch(backends, called, options):
     x, messages = make_input((2, 3, 4, 4), device=backends.device), []
     for kind in (nn.MaxPool2d, sf.nn.MaxPool2d):
-        with pytest.raises(RuntimeError) as caught:
+        with pytest.raises((RuntimeError, TypeError)) as caught:
             kind(*options)(x)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
