@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numba
@@ -217,16 +217,31 @@ def flat(x: torch.Tensor) -> np.ndarray:
 _HUGE = 1 << 22
 _PAGE = 1 << 12
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
-_MADV_HUGEPAGE = 14
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 
 
 def advise_huge_pages(x: torch.Tensor) -> None:
     """Ask Linux to back a large tensor by 2 MiB pages; where it does not, nothing changes."""
     memory = x.untyped_storage()
-    size = memory.nbytes()
-    if _madvise is not None and size >= _HUGE:
-        start = -(-memory.data_ptr() // _PAGE) * _PAGE
-        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - _PAGE), _MADV_HUGEPAGE)
+    if memory.nbytes() >= _HUGE:
+        _advise(memory.data_ptr(), memory.nbytes(), _MADV_HUGEPAGE)
+
+
+def move_to_huge_pages(x: torch.Tensor) -> None:
+    """The same for a tensor that has been written, whose parts are read here and there; once."""
+    memory = x.untyped_storage()
+    if memory.nbytes() >= _HUGE:
+        _advise_once(memory.data_ptr(), memory.nbytes(), _MADV_COLLAPSE)
+
+
+def _advise(address: int, size: int, advice: int) -> None:
+    if _madvise is not None:
+        start = -(-address // _PAGE) * _PAGE
+        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - _PAGE), advice)
+
+
+# Memory that comes again at an address, with the size, stays as it comes.
+_advise_once = lru_cache(maxsize=1024)(_advise)
 
 
 # A task shorter than this many neuron-steps is not worth a thread.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spikefuse.compiler import cache as sources
 from spikefuse.compiler.launch import choose
-from spikefuse.compiler.numba_runtime import flat, shared
+from spikefuse.compiler.numba_runtime import flat, move_to_huge_pages, shared
 from spikefuse.compiler.program import program
 from spikefuse.kernels import event_numba, event_vectors
 from spikefuse.kernels.event_numba import Gradients, given, lists, tile_of, words_of
@@ -155,6 +155,7 @@ class Layer:
         self, events: Events, neuron: Definition, weight: Tensor, bias: Tensor | None
     ) -> None:
         name, _, scalars, _ = choose(neuron, "numba", weight)
+        move_to_huge_pages(weight)
         self.events, self.weight, self.bias = events, weight, bias
         self.module = _module(name)
         self.kept = np.empty(0, np.float32)

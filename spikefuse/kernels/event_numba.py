@@ -18,7 +18,15 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from spikefuse.compiler.numba_runtime import advise_huge_pages, flat, kernel, load, shared, store
+from spikefuse.compiler.numba_runtime import (
+    advise_huge_pages,
+    flat,
+    kernel,
+    load,
+    move_to_huge_pages,
+    shared,
+    store,
+)
 from spikefuse.kernels.event_vectors import dots, prefetch, sum_rows
 from spikefuse.kernels.events import Events
 from spikefuse.neurons.candidates import FIRED, SILENT
@@ -192,6 +200,7 @@ def _forward(first, last, size, out, weight, bias, width, offsets, fired, indice
 def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`[R, O]`: for each row the bias and the rows of `weight [I, O]` of the inputs that fired."""
     width = weight.shape[1]
+    move_to_huge_pages(weight)
     out = torch.empty(events.num_rows, width)
     size = tile_of(width)
     arguments = size, flat(out), flat(weight), flat(given(bias, width)), width, *lists(events)

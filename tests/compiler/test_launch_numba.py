@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import spikefuse as sf
-from spikefuse.compiler import launch_numba
+from spikefuse.compiler import launch_numba, numba_runtime
 
 # Whole pieces and lines of memory, fractions of both, and rows that begin anywhere.
 SIZES = [1, 15, 1024, 4096 + 256 + 3]
@@ -60,3 +60,14 @@ def calls():
     clear()
     yield
     clear()
+
+
+def test_a_large_tensor_is_moved_to_huge_pages_once(monkeypatch):
+    advised = []
+    monkeypatch.setattr(numba_runtime, "_madvise", lambda *arguments: advised.append(arguments))
+    large, small = torch.ones(1 << 21), torch.ones(1 << 10)
+    for x in (large, small, large.view(2, -1)[1]):
+        numba_runtime.move_to_huge_pages(x)
+    ((start, size, _),) = advised
+    assert 0 <= start.value - large.data_ptr() < 4096
+    assert start.value + size.value <= large.data_ptr() + large.nbytes
