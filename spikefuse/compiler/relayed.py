@@ -72,6 +72,50 @@ def relayed(
     return _RelayedScan.apply(work, *tensors) if save else work.forward(tensors)[0]
 
 
+def calls_of(
+    name: str, inputs: Sequence[Tensor], rows: Sequence[slice]
+) -> tuple[list[Call], list[list[Tensor]]]:
+    """The calls of a program on parts of the batch, and their inputs."""
+    xs = [[x[:, part] for x in inputs] for part in rows]
+    return [call_of(name, spec(x)) for x in xs], xs
+
+
+def scan_parts(
+    name: str,
+    relay: Relay,
+    inputs: Sequence[Tensor],
+    states: Sequence[Tensor],
+    params: Sequence[Tensor],
+    scalars: Sequence[float],
+    save: bool,
+    final: bool,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[tuple[int, int]]]:
+    """A program forward over parts of the batch, states handed on: (outputs, final states if asked
+    for, initial and stored states of the parts, how many of both each part has)."""
+    rows = relay.parts(inputs[0].shape[1])
+    calls, xs = calls_of(name, inputs, rows)
+    outputs, _, _ = call_of(name, spec(inputs)).results(False, False)
+    starts = [[s[part] for s in states] for part in rows]
+    if not relay.is_first:
+        starts = [call.steps() for call in calls]
+    kept: list[Tensor] = []
+    counts: list[tuple[int, int]] = []
+    finals: list[list[Tensor]] = []
+
+    def run(i: int) -> list[Tensor]:
+        into = [y[:, rows[i]] for y in outputs]
+        how = save, final or not relay.is_last
+        _, ends, stored = calls[i].forward(xs[i], starts[i], params, scalars, *how, into=into)
+        kept.extend((*starts[i], *stored))
+        counts.append((len(starts[i]), len(stored)))
+        finals.append(ends)
+        return ends
+
+    relay.forward(starts, run)
+    ends = [torch.cat(parts) for parts in zip(*finals, strict=True)] if final else []
+    return outputs, ends, kept, counts
+
+
 @dataclass
 class _Work:
     """One scan in parts: what both passes need besides the tensors that autograd keeps."""
@@ -89,28 +133,8 @@ class _Work:
     def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """(outputs and the final states that are asked for, states to keep for backward)"""
         inputs, states, params = self._split([t.detach() for t in tensors])
-        rows = self.relay.parts(inputs[0].shape[1])
-        calls, xs = self._calls(inputs, rows)
-        outputs, _, _ = call_of(self.name, spec(inputs)).results(False, False)
-        starts = [[s[part] for s in states] for part in rows]
-        if not self.relay.is_first:
-            starts = [call.steps() for call in calls]
-        kept: list[Tensor] = []
-        finals: list[list[Tensor]] = []
-
-        def run(i: int) -> list[Tensor]:
-            into = [y[:, rows[i]] for y in outputs]
-            wanted = self.final or not self.relay.is_last
-            _, ends, stored = calls[i].forward(
-                xs[i], starts[i], params, self.scalars, self.save, wanted, into=into
-            )
-            kept.extend((*starts[i], *stored))
-            self.counts.append((len(starts[i]), len(stored)))
-            finals.append(ends)
-            return ends
-
-        self.relay.forward(starts, run)
-        ends = [torch.cat(parts) for parts in zip(*finals, strict=True)] if self.final else []
+        how = params, self.scalars, self.save, self.final
+        outputs, ends, kept, self.counts = scan_parts(self.name, self.relay, inputs, states, *how)
         return [*outputs, *ends], kept
 
     def backward(
@@ -127,7 +151,7 @@ class _Work:
         rest = iter(saved[num_tensors:])
         kept = [[[next(rest) for _ in range(n)] for n in counts] for counts in self.counts]
         rows = self.relay.parts(inputs[0].shape[1])
-        calls, xs = self._calls(inputs, rows)
+        calls, xs = calls_of(self.name, inputs, rows)
         num_outputs = calls[0].num_outputs
         needs_inputs, _, needs_params = self._split(needs)
         wanted = needs_inputs, needs_params
@@ -159,12 +183,6 @@ class _Work:
         """Those of the inputs, the initial states and the parameters."""
         start, end = self.num_inputs, self.num_inputs + self.num_states
         return values[:start], values[start:end], values[end:]
-
-    def _calls(
-        self, inputs: Sequence[Tensor], rows: Sequence[slice]
-    ) -> tuple[list[Call], list[list[Tensor]]]:
-        xs = [[x[:, part] for x in inputs] for part in rows]
-        return [call_of(self.name, spec(x)) for x in xs], xs
 
 
 class _RelayedScan(torch.autograd.Function):

@@ -194,20 +194,8 @@ def plan(
     Raises:
         ValueError: a model that is sharded already or fused, or a single rank.
     """
-    if any(isinstance(m, Temporal) and m.shard is not None for m in model.modules()):
-        raise ValueError("the model's time is sharded already: make a plan before shard_time")
-    for module in model.modules():
-        fusion = module.__dict__.get("fusion")
-        if isinstance(module, Block) or (isinstance(fusion, Fusion) and fusion.fused):
-            raise ValueError(
-                "norms and neurons of the model are fused, and can't be measured apart: make a "
-                "plan of the network before spikefuse.fuse"
-            )
     count = mesh.size()
-    if count < 2 or len(example) < count:
-        raise ValueError(
-            f"{count} ranks and {len(example)} steps: a plan needs two ranks, and a step for each"
-        )
+    _check(model, len(example), count)
     share = len(example) // count
     times, sizes = zip(*(_step(model, example[: share * n]) for n in (1, 2)), strict=True)
     scale = len(example) / share
@@ -241,6 +229,23 @@ def plan(
         scaled_bytes=int(scale * (sizes[1] - sizes[0])),
         capacity=int(min(columns[5])),
     )
+
+
+def _check(model: nn.Module, num_steps: int, num_ranks: int) -> None:
+    """Refuse what `plan` cannot measure."""
+    for module in model.modules():
+        if isinstance(module, Temporal) and module.shard is not None:
+            raise ValueError("the model's time is sharded already: make a plan before shard_time")
+        fusion = module.__dict__.get("fusion")
+        if isinstance(module, Block) or (isinstance(fusion, Fusion) and fusion.fused):
+            raise ValueError(
+                "norms and neurons of the model are fused, and can't be measured apart: make a "
+                "plan of the network before spikefuse.fuse"
+            )
+    if num_ranks < 2 or num_steps < num_ranks:
+        raise ValueError(
+            f"{num_ranks} ranks and {num_steps} steps: a plan needs two ranks, and a step for each"
+        )
 
 
 def _step(model: nn.Module, x: Tensor) -> tuple[float, int]:

@@ -36,6 +36,9 @@ IMPLEMENTATIONS = ("auto", "triton", "numba", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+_DEFAULT = Recompute()
+
+
 @dataclass
 class Sequence:
     """What a `Temporal` container tells its neurons for the duration of one call."""
@@ -63,7 +66,7 @@ class Sequence:
     @property
     def policy(self) -> Policy:
         """What is kept of the neuron that is being computed."""
-        return self.memory_of.get(self.current, self.memory) or Recompute()
+        return self.memory_of.get(self.current, self.memory) or _DEFAULT
 
 
 class _Calls(threading.local):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from spikefuse.compiler import Relay
-from spikefuse.compiler.call import Call, call_of, spec
-from spikefuse.compiler.relayed import both
+from spikefuse.compiler.call import Call
+from spikefuse.compiler.relayed import both, calls_of, scan_parts
 from spikefuse.nn.passes import Given, Job, Tensors
 
 
@@ -44,29 +44,12 @@ class Shared:
 
     def forward(self, given: Given, save: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """(outputs, final states if asked for, states to keep for backward)."""
-        job, relay = self.job, self.relay
-        params, scalars = job.params(given, ()), job.kernels.scalars
-        rows = relay.parts(given.inputs[0].shape[1])
-        calls, xs = self._calls(given, rows)
-        starts = [[s[part] for s in given.states] for part in rows]
-        if not relay.is_first:
-            starts = [call.steps() for call in calls]
-        outputs, _, _ = job.call.results(False, False)
-        kept: list[Tensor] = []
-        finals: list[list[Tensor]] = []
-
-        def run(i: int) -> list[Tensor]:
-            into = [y[:, rows[i]] for y in outputs]
-            how = save and job.keeps_states, job.return_state or not relay.is_last
-            _, ends, stored = calls[i].forward(xs[i], starts[i], params, scalars, *how, into=into)
-            kept.extend((*starts[i], *stored))
-            self.counts.append((len(starts[i]), len(stored)))
-            finals.append(ends)
-            return ends
-
-        relay.forward(starts, run)
-        wanted = zip(*finals, strict=True) if job.return_state else ()
-        return outputs, [torch.cat(parts) for parts in wanted], kept
+        job = self.job
+        tensors = given.inputs, given.states, job.params(given, ())
+        how = job.kernels.scalars, save and job.keeps_states, job.return_state
+        *results, self.counts = scan_parts(job.kernels.name, self.relay, *tensors, *how)
+        outputs, finals, kept = results
+        return outputs, finals, kept
 
     def backward(
         self,
@@ -113,14 +96,10 @@ class Shared:
 
     def _parts(self, given: Given, kept: Tensors) -> Iterator[Part]:
         rows = self.relay.parts(given.inputs[0].shape[1])
-        rest = iter(kept)
-        for part, call, x, counts in zip(rows, *self._calls(given, rows), self.counts, strict=True):
+        calls, rest = calls_of(self.job.kernels.name, given.inputs, rows), iter(kept)
+        for part, call, x, counts in zip(rows, *calls, self.counts, strict=True):
             starts, stored = ([next(rest) for _ in range(n)] for n in counts)
             yield Part(part, call, Given(x, starts, given.shift, given.own), stored)
-
-    def _calls(self, given: Given, rows: Sequence[slice]) -> tuple[list[Call], list[list[Tensor]]]:
-        xs = [[x[:, part] for x in given.inputs] for part in rows]
-        return [call_of(self.job.kernels.name, spec(x)) for x in xs], xs
 
 
 class _SharedTraining(torch.autograd.Function):
