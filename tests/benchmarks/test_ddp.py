@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +9,11 @@ import pytest
 
 from benchmarks import ddp, record, steps
 from benchmarks.steps import EAGER, EAGERLY, FUSED, GRAPH, OURS, WAYS
-
-SECONDS = 90.0
+from tests.benchmarks.processes import by_two
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "2", "-m", "benchmarks.ddp", "--quick", "--device", "cpu"]
-    with subprocess.Popen(
-        [*command, "--networks", FUSED, "--out", str(tmp_path)],
-        cwd=record.ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            said, _ = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # it ends the two
-            raise
-    assert process.returncode == 0, said
-    (path,) = tmp_path.glob("ddp-*.json")
+    path, said = by_two("ddp", tmp_path, "--networks", FUSED, seconds=90.0)
     result = record.read(path)
     assert result["settings"]["processes"] == 2
     assert [row["network"] for row in result["rows"]] == [FUSED] * 2

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import plots, record, time_sharding
-
-SECONDS = 120.0
+from tests.benchmarks.processes import by_two
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "2", "-m", "benchmarks.time_sharding", "--quick", "--device"]
-    with subprocess.Popen(
-        [*command, "cpu", "--chunks", "1", "2", "--rounds", "1", "--out", str(tmp_path)],
-        cwd=record.ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            said, _ = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # it ends the two
-            raise
-    assert process.returncode == 0, said
-    (path,) = tmp_path.glob("time_sharding-*.json")
+    arguments = "--chunks", "1", "2", "--rounds", "1"
+    path, _ = by_two("time_sharding", tmp_path, *arguments, seconds=120.0)
     result = record.read(path)
     layers = [r for r in result["rows"] if r["what"] == "layer"]
     assert [(r["T"], r["time"]) for r in layers] == [(8, 1), (8, 2)]
