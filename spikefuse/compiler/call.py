@@ -17,6 +17,7 @@ from spikefuse.compiler.layout import layout_from, outer_stride
 from spikefuse.compiler.program import FLOAT, Launch, program
 
 Tensors = Sequence[Tensor]
+Found = tuple[list[Tensor], list[Tensor], list[Tensor]]
 #: Shape, strides, dtype and device of an input.
 Spec = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]
 
@@ -42,9 +43,7 @@ class Call:
         self._forward: dict[Any, Launch] = {}
         self._backward: dict[tuple[Any, ...], Launch] = {}
 
-    def results(
-        self, save: bool, final: bool, into: Tensors | None = None
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def results(self, save: bool, final: bool, into: Tensors | None = None) -> Found:
         """Unwritten (outputs, final states, stored states); a short sequence stores none."""
         outputs = self._targets([self.dtype] * self.num_outputs, into)
         finals = self.steps() if final else []
@@ -82,7 +81,7 @@ class Call:
         state_grads: bool,
         param_grads: Sequence[bool],
         into: Tensors | None = None,
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    ) -> Found:
         """Unwritten gradients of inputs and initial states, and of parameters per neuron."""
         grads = self._targets(list(compress(self.dtypes, input_grads)), into)
         starts = self.steps() if state_grads else []
@@ -125,7 +124,7 @@ class Call:
         final: bool,
         bits: list[Tensor] | None = None,
         into: Tensors | None = None,
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    ) -> Found:
         """(outputs, final states, stored states), the last two if asked for.
 
         Args:
@@ -156,6 +155,37 @@ class Call:
             )
         return _delivered(outputs, into), finals, saved
 
+    def revise(
+        self,
+        inputs: Tensors,
+        states: Tensors,
+        params: Tensors,
+        scalars: Sequence[float],
+        outputs: Tensors,
+        finals: Tensors,
+        saved: Tensors,
+    ) -> None:
+        """Mend what `forward` has written from rest, now that the initial states are known.
+
+        It costs as many steps as the states need to become, to the last bit, those that they were.
+
+        Args:
+            saved: as `forward` has stored them, which it has to have done.
+        """
+        if not self.layout.num_neurons:
+            return
+        written = [self.layout.conform(y) for y in outputs]
+        sequences = [*self._conforming(inputs), *written]
+        key = ("revises", *[y.stride() for y in written])
+        launch = self._forward.get(key)
+        if launch is None:
+            kernel, prepare = self.program.module().forward, self.program.launcher.prepare
+            launch = self._forward[key] = prepare(kernel, self.layout, sequences, revises=True)
+        starts = [self.layout.conform_step(s) for s in states]
+        by_state = self._by_state(starts, finals, saved or self._no_rows)
+        launch(sequences, by_state, self._no_bits, self._values(params, scalars))
+        _delivered(written, outputs)
+
     def backward(
         self,
         inputs: Tensors,
@@ -168,7 +198,7 @@ class Call:
         input_grads: Sequence[bool],
         param_grads: Sequence[bool],
         into: Tensors | None = None,
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    ) -> Found:
         """Gradients of (inputs, initial states, parameters), as far as they are wanted; those of
         the inputs are written into the sequences of `into`, if there are any."""
         grads, starts, sums = self.differentiate(
@@ -183,8 +213,12 @@ class Call:
             param_grads,
             into=into,
         )
+        return grads, starts, self.reduced(sums, params, param_grads)
+
+    def reduced(self, sums: Tensors, params: Tensors, param_grads: Sequence[bool]) -> list[Tensor]:
+        """Gradients of parameters, from those per neuron."""
         totals = zip(sums, compress(params, param_grads), strict=True)
-        return grads, starts, [self.layout.reduce_to(total, p).to(p.dtype) for total, p in totals]
+        return [self.layout.reduce_to(total, p).to(p.dtype) for total, p in totals]
 
     def differentiate(
         self,
@@ -199,7 +233,7 @@ class Call:
         param_grads: Sequence[bool],
         rebuild: bool = False,
         into: Tensors | None = None,
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    ) -> Found:
         """The same, but gradients of parameters per neuron.
 
         Args:
@@ -228,6 +262,39 @@ class Call:
             self._values(params, scalars),
         )
         return _delivered(grads, into), starts, sums
+
+    def revise_gradients(
+        self,
+        inputs: Tensors,
+        states: Tensors,
+        params: Tensors,
+        scalars: Sequence[float],
+        saved: Tensors,
+        grad_states: Tensors,
+        input_grads: Sequence[bool],
+        param_grads: Sequence[bool],
+        found: Found,
+    ) -> None:
+        """Add to what `differentiate` has found what `grad_states` make of it, which come on top of
+        those it knew; until 2^-32 of them is left, neuron by neuron."""
+        if not self.layout.num_neurons:
+            return
+        grads, starts, sums = found
+        layout, written = self.layout, [self.layout.conform(g) for g in found[0]]
+        read = self._conforming(inputs)
+        # In place of the gradients of the outputs, which have had their part and are not read.
+        sequences = [*read, *[read[0]] * self.num_outputs, *written]
+        key = ("revises", *input_grads, *param_grads, *[g.stride() for g in written])
+        launch = self._backward.get(key)
+        if launch is None:
+            kernel = self.program.module(*self._names(input_grads, param_grads)).backward
+            prepare = self.program.launcher.prepare
+            launch = self._backward[key] = prepare(kernel, layout, sequences, revises=True)
+        begins = [layout.conform_step(s) for s in states]
+        ends = [layout.conform_step(g) for g in grad_states]
+        by_state = self._by_state(begins, saved or self._no_rows, ends, starts)
+        launch(sequences, by_state, sums, self._values(params, scalars))
+        _delivered(written, grads)
 
     def _conforming(self, inputs: Tensors) -> Tensors:
         return inputs if self._fits else [self.layout.conform(x) for x in inputs]

@@ -66,7 +66,12 @@ live = lane < count
 # The mask of step `start + k` in a chunk that the sequence may not fill.
 PARTIAL = "live_k = lane < tl.multiple_of(tl.where(start + k < T, count, 0), UNIT)"
 EACH_STEP = "for k in tl.static_range(CHUNK):"
+EACH_STEP_BACK = "for k in tl.static_range(CHUNK - 1, -1, -1):"
 BARRIER = "tl.debug_barrier()"
+# Whether a second pass has not yet met the first.
+APART = ["apart = tl.full([], 1, tl.int32)"]
+# Of the gradient of a final state, what is too little to be followed further.
+NEGLIGIBLE = 2.0**-32
 
 
 def chunk(num_steps: int) -> int:
@@ -134,7 +139,8 @@ class _Emitter(Roles):
             is_pointer = p in self.channel or p in self.tensors
             arguments.append(f"{p}_ptr" if is_pointer else f"{p}: tl.float32")
         arguments += [f"{i}: tl.int64" for i in integers]
-        flags = ["BLOCK", "CHUNK", "FLAT", "UNIT", *(["REBUILD"] if name == "backward" else [])]
+        flags = ["BLOCK", "CHUNK", "FLAT", "UNIT", "REVISE"]
+        flags += ["REBUILD"] if name == "backward" else []
         arguments += [f"{flag}: tl.constexpr" for flag in flags]
         lines = [f"@triton.jit(do_not_specialize={integers!r})", f"def {name}("]
         lines += [f"    {argument}," for argument in arguments] + ["):"]
@@ -197,10 +203,10 @@ class _Emitter(Roles):
         ]
 
     @staticmethod
-    def optional_store(pointer: str, value: str) -> list[str]:
+    def optional_store(pointer: str, value: str, mask: str = "live") -> list[str]:
         return [
             f"if {pointer} is not None:",
-            f"    tl.store({pointer} + first + lane, {value}, mask=live)",
+            f"    tl.store({pointer} + first + lane, {value}, mask={mask})",
         ]
 
     def forward(self) -> list[str]:
@@ -210,11 +216,33 @@ class _Emitter(Roles):
         body = []
         for v, rest in zip(self.vs, self.step.initial, strict=True):
             body += self.optional_state(v, f"{v}_start", rest)
-        body += ["for start in range(0, whole, CHUNK):", *indent(self.forward_chunk("live"), 1)]
-        body += ["start = whole", "if whole < T:", *indent(self.forward_chunk("live_k"), 1)]
+        walk = ["for start in range(0, whole, CHUNK):", *indent(self.forward_chunk("live"), 1)]
+        walk += ["start = whole", "if whole < T:", *indent(self.forward_chunk("live_k"), 1)]
         for v in self.vs:
-            body += self.optional_store(f"{v}_final", v)
+            walk += self.optional_store(f"{v}_final", v)
+        if not self.vs:
+            return lines + indent([*body, *walk], 1)
+        body += ["if REVISE:", *indent(self.revise_forward(), 1), "else:", *indent(walk, 1)]
         return lines + indent(body, 1)
+
+    def revise_forward(self) -> list[str]:
+        """Compute again, from other initial states, until the states are those of the first pass:
+        from there on all else is, too."""
+        compare = ["differs = tl.zeros([BLOCK], tl.int32)"]
+        for v in self.vs:
+            compare += [
+                f"before = tl.load({v}_saved + (start // CHUNK - 1) * N + first + lane, mask=live)",
+                f"apart_v = {v}.to(tl.int32, bitcast=True) != before.to(tl.int32, bitcast=True)",
+                "differs = tl.where(apart_v, 1, differs)",
+            ]
+        lines = [*APART, "start = tl.full([], 0, tl.int64)", "while apart != 0:"]
+        chunk = [*self.forward_chunk("live_k"), "start += CHUNK"]
+        chunk += ["apart = (start < T).to(tl.int32)", "if apart != 0:"]
+        chunk += indent([*compare, "apart = tl.max(tl.where(live, differs, 0))"], 1)
+        lines += indent(chunk, 1)
+        for v in self.vs:
+            lines += self.optional_store(f"{v}_final", v, "lane < tl.where(start >= T, count, 0)")
+        return lines
 
     def save_states(self, t: str) -> list[str]:
         """Store the states where a chunk begins, but not the first, which is given."""
@@ -258,8 +286,15 @@ class _Emitter(Roles):
         for v, g in zip(self.vs, self.gvs, strict=True):
             body += self.optional_state(g, f"{v}_gfinal", 0.0)
         body += [f"{g} = tl.zeros([BLOCK], tl.float32)" for g in self.grads]
+        walk = self.walk_back()
+        if not self.vs:
+            return lines + indent([*body, *walk], 1)
+        body += ["if REVISE:", *indent(self.revise_backward(), 1), "else:", *indent(walk, 1)]
+        return lines + indent(body, 1)
+
+    def walk_back(self) -> list[str]:
         # What is read is loaded a chunk ahead of its use.
-        body += [
+        body = [
             "start = whole",
             *self.load_chunk([*self.xs, *self.gys], "start", "live_k"),
             "if whole < T:",
@@ -273,8 +308,39 @@ class _Emitter(Roles):
         ]
         for v, g in zip(self.vs, self.gvs, strict=True):
             body += self.optional_store(f"{v}_gstart", g)
-        body += [f"tl.store({g}_ptr + first + lane, {g}, mask=live)" for g in self.grads]
-        return lines + indent(body, 1)
+        return body + [f"tl.store({g}_ptr + first + lane, {g}, mask=live)" for g in self.grads]
+
+    def revise_backward(self) -> list[str]:
+        """Add to the gradients of the first pass what gradients of the final states make of them,
+        in which all is linear, until almost nothing of it is left."""
+        lines = ["limit = tl.zeros([BLOCK], tl.float32)"]
+        lines += [f"limit += tl.abs({g})" for g in self.gvs]
+        lines.append(f'limit = tl.where(limit < float("inf"), limit * {NEGLIGIBLE!r}, 0.0)')
+        lines += [*APART, "start = tl.full([], 0, tl.int64) + (T - 1) // CHUNK * CHUNK"]
+        chunk = [*self.load_chunk(self.xs, "start", "live_k"), *self.past("live_k")]
+        steps = _in_time("live_k", self.reverse_step(revises=True))
+        chunk += [EACH_STEP_BACK, *indent(steps, 1), "start -= CHUNK"]
+        chunk.append("left = tl.zeros([BLOCK], tl.int32)")
+        # Also where it is no number.
+        chunk += [f"left = tl.where(tl.abs({g}) <= limit, left, 1)" for g in self.gvs]
+        chunk.append("apart = tl.where(start >= 0, tl.max(tl.where(live, left, 0)), 0)")
+        lines += ["while apart != 0:", *indent(chunk, 1)]
+        for v, g in zip(self.vs, self.gvs, strict=True):
+            lines += [
+                f"if {v}_gstart is not None:",
+                "    reached = lane < tl.where(start < 0, count, 0)",
+            ]
+            lines += indent(self.add(f"{v}_gstart + first + lane", g, "reached"), 1)
+        for g in self.grads:
+            lines += self.add(f"{g}_ptr + first + lane", g, "live")
+        return lines
+
+    @staticmethod
+    def add(pointer: str, value: str, mask: str) -> list[str]:
+        return [
+            f"at = {pointer}",
+            f"tl.store(at, tl.load(at, mask={mask}).to(tl.float32) + {value}, mask={mask})",
+        ]
 
     def rebuild(self) -> list[str]:
         """Walk forward and store the states that a forward call has not stored."""
@@ -300,7 +366,13 @@ class _Emitter(Roles):
 
     def backward_chunk(self, mask: str) -> list[str]:
         """Recompute the states of the chunk at `start`, and walk back through it."""
-        lines = self.load_before()
+        steps = _in_time(mask, self.reverse_step())
+        back = [EACH_STEP_BACK, *indent(steps, 1)]
+        return [*self.load_before(), *self.past(mask), *back, *self.take_over()]
+
+    def past(self, mask: str) -> list[str]:
+        """The states before each step of the chunk at `start`."""
+        lines = []
         for v, rest in zip(self.vs, self.step.initial, strict=True):
             lines += self.chunk_state(v, rest)
         if self.vs:
@@ -310,10 +382,7 @@ class _Emitter(Roles):
             walk = _in_time(mask, walk)
             walk += [f"past_{v} = past_{v} + ({v},)" for v in self.vs]
             lines += ["for k in tl.static_range(CHUNK - 1):", *indent(walk, 1)]
-        steps = self.reverse_step()
-        steps = _in_time(mask, steps)
-        lines += ["for k in tl.static_range(CHUNK - 1, -1, -1):", *indent(steps, 1)]
-        return [*lines, *self.take_over()]
+        return lines
 
     def chunk_state(self, v: str, rest: float) -> list[str]:
         """The state before a chunk: the first starts from the initial state."""
@@ -325,18 +394,24 @@ class _Emitter(Roles):
             f"        {v} = tl.load(saved, mask=live, other=0.0)",
         ]
 
-    def reverse_step(self) -> list[str]:
+    def reverse_step(self, revises: bool = False) -> list[str]:
         names = [*(f"{x}[k].to(tl.float32)" for x in self.xs), *(f"past_{v}[k]" for v in self.vs)]
+        zero = "tl.zeros([BLOCK], tl.float32)"
         arguments = [
             *names,
             *self.params.values(),
-            *(f"{g}[k].to(tl.float32)" for g in self.gys),
+            *(zero if revises else f"{g}[k].to(tl.float32)" for g in self.gys),
             *self.gvs,
             *self.grads,
         ]
         results = [*(f"{g}_k" for g in self.gxs), *self.gvs, *self.grads]
         lines = [f"{', '.join(results)} = reverse({', '.join(arguments)})"]
-        return lines + [self.store(g, "start + k", f"{g}_k", "live") for g in self.gxs]
+        for g in self.gxs:
+            if revises:
+                lines += self.add(f"{g}_base + (start + k) * {g}_time + {g}_at", f"{g}_k", "live")
+            else:
+                lines.append(self.store(g, "start + k", f"{g}_k", "live"))
+        return lines
 
 
 def _in_time(mask: str, lines: list[str]) -> list[str]:

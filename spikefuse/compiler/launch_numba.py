@@ -25,10 +25,10 @@ def prepare(
     sequences: Sequence[Tensor],
     rebuild: bool = False,
     packs: bool = False,
+    revises: bool = False,
 ) -> _Launch:
     """See `spikefuse.compiler.program.Launcher`."""
-    assert not rebuild
-    assert not packs
+    assert not (rebuild or packs or revises)
     return _Launch(kernel, layout, sequences)
 
 

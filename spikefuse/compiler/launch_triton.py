@@ -42,6 +42,7 @@ def prepare(
     sequences: Sequence[Tensor],
     rebuild: bool = False,
     packs: bool = False,
+    revises: bool = False,
 ) -> Launch:
     """See `spikefuse.compiler.program.Launcher`."""
     itemsize, device = sequences[0].itemsize, sequences[0].device
@@ -50,9 +51,11 @@ def prepare(
         shape = BACKWARD_SHORT if is_short else BACKWARD[itemsize]
         grid, integers = _geometry(layout, sequences, shape)
         tight = itemsize == 2 and not is_short
-        return Launch(kernel, grid, (*integers, rebuild), shape.warps, device, tight)
+        flags = revises, rebuild
+        return Launch(kernel, grid, (*integers, *flags), shape.warps, device, tight)
     shape = PACKING if packs and layout.num_neurons >= MANY else FORWARD[itemsize]
-    return Launch(kernel, *_geometry(layout, sequences, shape), shape.warps, device)
+    grid, integers = _geometry(layout, sequences, shape)
+    return Launch(kernel, grid, (*integers, revises), shape.warps, device)
 
 
 # What is compiled, and whether it runs directly, for a launch not seen before.

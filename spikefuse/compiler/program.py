@@ -54,6 +54,7 @@ class Launcher(Protocol):
         sequences: Sequence[Tensor],
         rebuild: bool = False,
         packs: bool = False,
+        revises: bool = False,
     ) -> Launch:
         """What runs `kernel` on these sequences, and on others that differ in values only.
 
@@ -61,6 +62,8 @@ class Launcher(Protocol):
             rebuild: `backward` first writes the stored states, which `forward` did not; where
                 the program `rebuilds`.
             packs: `forward` also writes the bits of its outputs.
+            revises: the kernel mends what it has made of wrong initial or final states; where the
+                program `revises`.
         """
         ...
 
@@ -85,6 +88,11 @@ class Program:
     @property
     def rebuilds(self) -> bool:
         """Whether backward can do without stored states. On a CPU, they are few."""
+        return self.backend == "triton" and bool(self.step.states)
+
+    @property
+    def revises(self) -> bool:
+        """Whether kernels can mend what they have made of wrong initial or final states."""
         return self.backend == "triton" and bool(self.step.states)
 
     @property

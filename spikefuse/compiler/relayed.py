@@ -3,6 +3,12 @@ before and go to the one with the steps after, in backward their gradients the o
 
 It is done in parts of the batch, so that one process computes a part while the next one computes
 the part before. Parts are read and written where they lie in the whole sequences.
+
+Where kernels can mend what they have made, nobody waits. All processes scan at once, from rest; a
+neuron soon forgets where it has begun, by its leak and its resets. When the states arrive, each
+process scans again from them, until all states of a thread block are, to the last bit, those that
+it had before. In backward, which is linear, it adds what arrives makes of the gradients, until
+next to nothing is left of it. What a neuron never forgets is followed to the end.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from spikefuse.compiler.call import Call, call_of, spec
+from spikefuse.compiler.call import Call, Found, call_of, spec
 
 #: The tensors of each part, such as its states.
 Parts = Sequence[Sequence[Tensor]]
@@ -35,17 +41,36 @@ class Relay(Protocol):
         """Whether no steps come after."""
         ...
 
+    @property
+    def speculates(self) -> bool:
+        """Whether to begin before the states are there."""
+        ...
+
     def parts(self, batch: int) -> list[slice]:
         """The parts of a batch, the same in all processes."""
         ...
 
-    def forward(self, received: Parts, run: Callable[[int], Sequence[Tensor]]) -> None:
+    def forward(
+        self,
+        received: Parts,
+        run: Callable[[int], Sequence[Tensor]],
+        ahead: Callable[[int], None] | None = None,
+    ) -> None:
         """For each part wait until its tensors in `received` have been written by the process
         before, `run` it, and send what that returns to the process after. The first process
-        receives nothing, the last one sends nothing."""
+        receives nothing, the last one sends nothing.
+
+        Args:
+            ahead: called for each part before anything is waited for; not in the first process.
+        """
         ...
 
-    def backward(self, received: Parts, run: Callable[[int], Sequence[Tensor]]) -> None:
+    def backward(
+        self,
+        received: Parts,
+        run: Callable[[int], Sequence[Tensor]],
+        ahead: Callable[[int], None] | None = None,
+    ) -> None:
         """The same from the process after to the one before."""
         ...
 
@@ -101,19 +126,35 @@ def scan_parts(
     kept: list[Tensor] = []
     counts: list[tuple[int, int]] = []
     finals: list[list[Tensor]] = []
+    guesses: list[Found] = []
+    ends_too = final or not relay.is_last
+
+    def ahead(i: int) -> None:
+        how = True, ends_too
+        into = [y[:, rows[i]] for y in outputs]
+        guesses.append(calls[i].forward(xs[i], (), params, scalars, *how, into=into))
 
     def run(i: int) -> list[Tensor]:
-        into = [y[:, rows[i]] for y in outputs]
-        how = save, final or not relay.is_last
-        _, ends, stored = calls[i].forward(xs[i], starts[i], params, scalars, *how, into=into)
+        at = xs[i], starts[i], params, scalars
+        if guesses:
+            calls[i].revise(*at, *guesses[i])
+            _, ends, stored = guesses[i]
+            stored = stored if save else []
+        else:
+            into = [y[:, rows[i]] for y in outputs]
+            _, ends, stored = calls[i].forward(*at, save, ends_too, into=into)
         kept.extend((*starts[i], *stored))
         counts.append((len(starts[i]), len(stored)))
         finals.append(ends)
         return ends
 
-    relay.forward(starts, run)
+    relay.forward(starts, run, ahead if can_speculate(relay, calls) else None)
     ends = [torch.cat(parts) for parts in zip(*finals, strict=True)] if final else []
     return outputs, ends, kept, counts
+
+
+def can_speculate(relay: Relay, calls: Sequence[Call]) -> bool:
+    return relay.speculates and calls[0].program.revises
 
 
 @dataclass
@@ -160,18 +201,33 @@ class _Work:
         begins: list[list[Tensor]] = []
         sums: list[Tensor] = []
 
-        def run(i: int) -> list[Tensor]:
+        guesses: list[Found] = []
+
+        def differentiate(i: int, ends: Sequence[Tensor]) -> Found:
+            """With gradients of the final states besides those of the outputs here."""
             part, (starts, stored) = rows[i], kept[i]
             own = [None if g is None else g[part] for g in grads[num_outputs:]]
             outer = [None if g is None else g[:, part] for g in grads[:num_outputs]]
-            into = [g[:, part] for g in grad_inputs]
-            arguments = xs[i], starts, params, self.scalars, stored, outer
-            _, found, reduced = calls[i].backward(*arguments, both(own, received[i]), *wanted, into)
-            begins.append(found)
-            sums[:] = [a + b for a, b in zip(sums, reduced, strict=True)] if i else reduced
-            return found
+            at = xs[i], starts, params, self.scalars, stored, outer, both(own, ends)
+            return calls[i].differentiate(*at, *wanted, into=[g[:, part] for g in grad_inputs])
 
-        self.relay.backward(received, run)
+        def ahead(i: int) -> None:
+            guesses.append(differentiate(i, ()))
+
+        def run(i: int) -> list[Tensor]:
+            if guesses:
+                starts, stored = kept[i]
+                at = xs[i], starts, params, self.scalars, stored, received[i]
+                found = guesses[i]
+                calls[i].revise_gradients(*at, *wanted, found)
+            else:
+                found = differentiate(i, received[i])
+            reduced = calls[i].reduced(found[2], params, wanted[1])
+            begins.append(found[1])
+            sums[:] = [a + b for a, b in zip(sums, reduced, strict=True)] if i else reduced
+            return found[1]
+
+        self.relay.backward(received, run, ahead if can_speculate(self.relay, calls) else None)
         whole = zip(states, zip(*begins, strict=True), strict=True) if states else ()
         return (
             _spread(grad_inputs, wanted[0]),

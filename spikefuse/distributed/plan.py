@@ -294,6 +294,7 @@ class _Alone:
     """A relay with nobody before and after, to measure what parts cost."""
 
     is_first = is_last = exact_statistics = True
+    speculates = False
 
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
@@ -301,7 +302,7 @@ class _Alone:
     def parts(self, batch: int) -> list[slice]:
         return parts_of(batch, self.chunks)
 
-    def forward(self, received: Parts, run: Callable[[int], object]) -> None:
+    def forward(self, received: Parts, run: Callable[[int], object], ahead: object = None) -> None:
         for i in range(len(received)):
             run(i)
 

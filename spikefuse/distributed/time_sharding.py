@@ -31,7 +31,12 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def shard_time(
-    model: M, axis: DeviceMesh, chunks: int = 1, statistics: str = "exact", timeout: float = 300.0
+    model: M,
+    axis: DeviceMesh,
+    chunks: int = 1,
+    statistics: str = "exact",
+    timeout: float = 300.0,
+    speculate: bool = True,
 ) -> M:
     """Let each rank of `axis` hold its slice of every sequence that goes through a `Temporal`.
 
@@ -52,6 +57,10 @@ def shard_time(
         statistics: of batch norms in training. "exact": over the steps of all ranks; "shard": over
             a rank's own, without communication, running statistics being averaged.
         timeout: seconds that a rank waits for another one.
+        speculate: on GPUs, whether ranks begin before the state of the rank before is there. They
+            scan from rest, and again from the state once it is there, until the neurons' states
+            are those they were: a few steps where neurons leak or are reset, all of them where
+            they forget nothing. The results are the same.
 
     Returns:
         The model.
@@ -71,7 +80,8 @@ def shard_time(
         raise ValueError(f"chunks is {chunks!r}: expected a whole number of at least 1")
     if statistics not in STATISTICS:
         raise ValueError(f"statistics is {statistics!r}: expected one of {', '.join(STATISTICS)}")
-    shard = TimeShard(axis, chunks, statistics == "exact", timedelta(seconds=timeout))
+    how = chunks, statistics == "exact", bool(speculate)
+    shard = TimeShard(axis, *how, timedelta(seconds=timeout))
     for container in containers:
         container.shard = shard
         if shard.size > 1 and shard.exact_statistics:
@@ -85,9 +95,15 @@ class TimeShard:
     """A rank's place in time, and its connections: what `spikefuse.nn.relay.Shard` describes."""
 
     def __init__(
-        self, axis: DeviceMesh, chunks: int, exact_statistics: bool, timeout: timedelta
+        self,
+        axis: DeviceMesh,
+        chunks: int,
+        exact_statistics: bool,
+        speculates: bool,
+        timeout: timedelta,
     ) -> None:
         self.axis, self.chunks, self.exact_statistics = axis, chunks, exact_statistics
+        self.speculates = speculates
         ranks = dist.get_process_group_ranks(axis.get_group())
         self.rank, self.size = axis.get_local_rank(), len(ranks)
         self.is_first, self.is_last = self.rank == 0, self.rank == self.size - 1
@@ -112,13 +128,23 @@ class TimeShard:
                 link.settle()
         self.agreement.check(x, f"{about}, {self.chunks} chunks")
 
-    def forward(self, received: Parts, run: Callable[[int], Sequence[Tensor]]) -> None:
+    def forward(
+        self,
+        received: Parts,
+        run: Callable[[int], Sequence[Tensor]],
+        ahead: Callable[[int], None] | None = None,
+    ) -> None:
         self.watch.count += 1
-        _relay(self.before, self.after, received, run)
+        _relay(self.before, self.after, received, run, ahead)
 
-    def backward(self, received: Parts, run: Callable[[int], Sequence[Tensor]]) -> None:
+    def backward(
+        self,
+        received: Parts,
+        run: Callable[[int], Sequence[Tensor]],
+        ahead: Callable[[int], None] | None = None,
+    ) -> None:
         self.watch.count += 1
-        _relay(self.after, self.before, received, run)
+        _relay(self.after, self.before, received, run, ahead)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TimeShard:
         return self  # a copied network has the same place and uses the same connections
@@ -163,9 +189,13 @@ def _relay(
     target: Link | None,
     received: Parts,
     run: Callable[[int], Sequence[Tensor]],
+    ahead: Callable[[int], None] | None,
 ) -> None:
     # All before the first is waited for, so that they arrive while others are computed.
     arriving = [source.receive(tensors) if source is not None else [] for tensors in received]
+    if source is not None and ahead is not None:
+        for i in range(len(arriving)):
+            ahead(i)
     for i, works in enumerate(arriving):
         if source is not None:
             source.wait(works)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spikefuse.compiler.call import Call
+from spikefuse.compiler.call import Call, Found
 from spikefuse.kernels.norm import gradient_sums, revision
 from spikefuse.kernels.place import Place
 from spikefuse.nn.batch_norm import Ranks
@@ -91,11 +91,35 @@ class Job:
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The first pass: gradients of the initial states, and sums per neuron by the value whose
         gradient they make."""
-        owns, labels = iter(needs_own), self.kernels.labels
-        sums = [n in VALUES[1:] or (n.startswith("neuron.") and next(owns)) for n in labels]
+        labels, sums = self.kernels.labels, self._summed(needs_own)
         none = [False] * self.num_inputs
         _, starts, totals = self._pass(call, given, (), saved, grads, none, sums, rebuild)
         return starts, dict(zip(compress(labels, sums), totals, strict=True))
+
+    def revise(
+        self,
+        call: Call,
+        given: Given,
+        saved: Tensors,
+        received: Tensors,
+        starts: list[Tensor],
+        found: dict[str, Tensor],
+        needs_own: Sequence[bool],
+    ) -> None:
+        """Add to what `reduce` has returned, `starts` and `found`, what further gradients of the
+        final states, `received`, make of it."""
+        sums = self._summed(needs_own)
+        values = self.params(given, ()), self.kernels.scalars, saved, received
+        results: Found = [], starts, list(found.values())
+        none = [False] * self.num_inputs
+        call.revise_gradients(given.inputs, given.states, *values, none, sums, results)
+
+    def _summed(self, needs_own: Sequence[bool]) -> list[bool]:
+        """The values whose gradients the first pass sums."""
+        owns = iter(needs_own)
+        return [
+            n in VALUES[1:] or (n.startswith("neuron.") and next(owns)) for n in self.kernels.labels
+        ]
 
     def totals(self, call: Call, found: Mapping[str, Tensor]) -> Tensor:
         """What `gradient_sums` gives for the sums of a pass."""

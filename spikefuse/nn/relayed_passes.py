@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spikefuse.compiler import Relay
 from spikefuse.compiler.call import Call
-from spikefuse.compiler.relayed import both, calls_of, scan_parts
+from spikefuse.compiler.relayed import both, calls_of, can_speculate, scan_parts
 from spikefuse.nn.passes import Given, Job, Tensors
 
 
@@ -68,22 +68,34 @@ class Shared:
         begins: list[list[Tensor]] = []
         totals: list[Tensor] = []
         by_own: list[list[Tensor | None]] = []
+        guesses: list[tuple[list[Tensor], dict[str, Tensor]]] = []
 
-        def run(i: int) -> list[Tensor]:
-            part, num = parts[i], job.call.num_outputs
-            own = [None if g is None else g[part.rows] for g in grads[num:]]
-            outer = [None if g is None else g[:, part.rows] for g in grads[:num]]
-            part.grads = [*outer, *both(own, received[i])]
+        def sums(i: int, ends: Tensors) -> tuple[list[Tensor], dict[str, Tensor]]:
+            part = parts[i]
+            part.grads = _of_part(part, job.call.num_outputs, grads, ends)
             if rebuild:
                 part.saved = part.call.stored()
-            at = part.call, part.given, part.saved, part.grads
-            starts, found = job.reduce(*at, needs_own, rebuild)
+            return job.reduce(part.call, part.given, part.saved, part.grads, needs_own, rebuild)
+
+        def ahead(i: int) -> None:
+            guesses.append(sums(i, ()))
+
+        def run(i: int) -> list[Tensor]:
+            part = parts[i]
+            if guesses:
+                starts, found = guesses[i]
+                at = part.call, part.given, part.saved, received[i]
+                job.revise(*at, starts, found, needs_own)
+                part.grads = _of_part(part, job.call.num_outputs, grads, received[i])
+            else:
+                starts, found = sums(i, received[i])
             begins.append(starts)
             totals.append(job.totals(part.call, found))
             by_own.append(job.grad_own(part.call, found, given.own))
             return starts
 
-        self.relay.backward(received, run)
+        calls = [part.call for part in parts]
+        self.relay.backward(received, run, ahead if can_speculate(self.relay, calls) else None)
         revision, by_weight, by_shift = job.revision(reduce(add, totals))
         grad_inputs = job.call.gradients(needs_inputs, False, ())[0]
         for part in parts if grad_inputs else ():
@@ -100,6 +112,15 @@ class Shared:
         for part, call, x, counts in zip(rows, *calls, self.counts, strict=True):
             starts, stored = ([next(rest) for _ in range(n)] for n in counts)
             yield Part(part, call, Given(x, starts, given.shift, given.own), stored)
+
+
+def _of_part(
+    part: Part, num_outputs: int, grads: Sequence[Tensor | None], ends: Tensors
+) -> list[Tensor | None]:
+    """The gradients of a part's outputs, and of its final states with those that came, `ends`."""
+    own = [None if g is None else g[part.rows] for g in grads[num_outputs:]]
+    outer = [None if g is None else g[:, part.rows] for g in grads[:num_outputs]]
+    return [*outer, *both(own, ends)]
 
 
 class _SharedTraining(torch.autograd.Function):

@@ -10,6 +10,7 @@ import spikefuse as sf
 from spikefuse.compiler import launch_triton
 from spikefuse.compiler.call import Call, call_of, spec
 from spikefuse.compiler.emit_triton import LONGEST, chunk
+from spikefuse.compiler.launch import choose
 from spikefuse.compiler.program import kind_of, prepare
 from spikefuse.kernels import bits
 from spikefuse.testing import DTYPES, make_input
@@ -54,6 +55,29 @@ def test_what_a_call_allocates():
 def test_a_short_sequence_stores_no_states():
     outputs, finals, saved = call(X[:1]).results(save=True, final=True)
     assert (len(outputs), len(finals), len(saved)) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(("decay", "most"), [(0.5, 40), (1.0, 200)])
+def test_only_what_may_differ_is_computed_again(backends, decay, most):
+    """A neuron that never fires forgets its first state by its leak, or never."""
+    x = torch.full((200, 2, 64), 0.25, device=backends.device)
+    name, _, values, _ = choose(sf.LIF(decay, 1e9), "triton", x)
+    made, start = call_of(name, spec([x])), [4 * x[0]]
+    outputs, finals, saved = made.forward([x], (), [], values, True, True)
+    before = finals[0].clone()
+    outputs[0].fill_(7)
+    made.revise([x], start, [], values, outputs, finals, saved)
+    num_written = int((outputs[0] == 0).flatten(1).all(1).sum())
+    assert (outputs[0][:num_written] == 0).all()
+    assert (outputs[0][num_written:] == 7).all()
+    assert 8 <= num_written <= most
+    assert (num_written == 200) == (decay == 1.0) == (not torch.equal(finals[0], before))
+
+    grads = made.differentiate([x], start, [], values, saved, [x], (), [True], [])
+    grads[0][0].fill_(0)
+    made.revise_gradients([x], start, [], values, saved, [x[0]], [True], [], grads)
+    assert grads[0][0][-8:].all()
+    assert bool(grads[0][0].all()) == (decay == 1.0)
 
 
 def test_gradients_of_one_call_may_lie_in_any_order(backends):

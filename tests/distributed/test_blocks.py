@@ -89,7 +89,7 @@ def test_exact_statistics_are_those_of_one_process(
 @pytest.mark.parametrize("policy", [memory.Recompute(), memory.SaveAll()])
 def test_states_may_be_computed_again(group: Group, policy: memory.Policy) -> None:
     """By Triton's kernels, where they are not kept."""
-    x = make_input((12, 2, 2, 4, 4)) + 0.5
+    x = make_input((40, 2, 2, 4, 4)) + 0.5
     expected = train(make(), x, slice(None), "numba")
     assert_equal_one(group(shared, x, 2, "triton", policy, size=2), expected)
 

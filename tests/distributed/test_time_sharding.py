@@ -100,6 +100,32 @@ def test_branches_in_any_layout(group: Group, layout: str) -> None:
     assert_shared_equals_one(group, 3, branches, x, 2)
 
 
+def speculating(
+    axis: DeviceMesh, x: Tensor, speculate: bool
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """As `shared`, by Triton's kernels."""
+    net = shard_time(branches(), axis, 2, speculate=speculate)
+    mine = steps_of(len(x), axis.get_local_rank(), axis.size())
+    part = x[mine].detach().requires_grad_()
+    y = net(part, impl="triton")
+    (y * weights_of(y.new_empty(len(x), *y.shape[1:]))[mine]).sum().backward()
+    return y.detach(), part.grad, [p.grad for p in net.parameters()]
+
+
+@pytest.mark.parametrize(("size", "speculate"), [(2, True), (4, True), (2, False)])
+def test_ranks_may_begin_before_the_states_are_there(
+    group: Group, size: int, speculate: bool
+) -> None:
+    x = make_input((30, 3, 2, 4, 4))
+    expected, gradients = one_process(branches, x)
+    found = group(speculating, x, speculate, size=size)
+    assert torch.equal(torch.cat([y for y, _, _ in found]), expected)
+    sums = [torch.stack(gs).sum(0) for gs in zip(*(gs for _, _, gs in found), strict=True)]
+    whole = torch.cat([g for _, g, _ in found])
+    for actual, wanted in zip([whole, *sums], gradients, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+
+
 class Scale(nn.Module):
     """Learnable, and the same to the last bit however many rows there are."""
 
