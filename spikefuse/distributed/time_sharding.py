@@ -25,8 +25,11 @@ from spikefuse.distributed.norm import average_statistics, share_statistics
 from spikefuse.nn import Temporal
 
 STATISTICS = ("exact", "shard")
-# Blocks of a GPU that a link may occupy.
-LINK_CTAS = 4
+# Thread blocks of a GPU that a link may occupy.
+LINK_CTAS = 16
+# From so many steps on, thread blocks of a scan are so long at work that what is to be sent would
+# wait for one of them to end: the next scan waits for it instead.
+LONG_SCAN = 128
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -112,6 +115,7 @@ class TimeShard:
         self.watch = watch = Watch(ranks, _store(host), timeout.total_seconds())
         self.agreement = Agreement(host, not on_gpu, watch)
         self.all = Ranks(group, watch)
+        self.scans_are_long = False
         self.before: Link | None = None
         self.after: Link | None = None
         if not self.is_first:
@@ -126,6 +130,7 @@ class TimeShard:
         for link in (self.before, self.after):
             if link is not None:
                 link.settle()
+        self.scans_are_long = len(x) >= LONG_SCAN
         self.agreement.check(x, f"{about}, {self.chunks} chunks")
 
     def forward(
@@ -134,8 +139,7 @@ class TimeShard:
         run: Callable[[int], Sequence[Tensor]],
         ahead: Callable[[int], None] | None = None,
     ) -> None:
-        self.watch.count += 1
-        _relay(self.before, self.after, received, run, ahead)
+        self._relay(self.before, self.after, received, run, ahead)
 
     def backward(
         self,
@@ -143,8 +147,30 @@ class TimeShard:
         run: Callable[[int], Sequence[Tensor]],
         ahead: Callable[[int], None] | None = None,
     ) -> None:
+        self._relay(self.after, self.before, received, run, ahead)
+
+    def _relay(
+        self,
+        source: Link | None,
+        target: Link | None,
+        received: Parts,
+        run: Callable[[int], Sequence[Tensor]],
+        ahead: Callable[[int], None] | None,
+    ) -> None:
         self.watch.count += 1
-        _relay(self.after, self.before, received, run, ahead)
+        # All before the first is waited for, so that they arrive while others are computed.
+        arriving = [source.receive(tensors) if source is not None else [] for tensors in received]
+        if source is not None and ahead is not None:
+            for i in range(len(arriving)):
+                ahead(i)
+        for i, works in enumerate(arriving):
+            if source is not None:
+                source.wait(works)
+            results = run(i)
+            if target is not None:
+                target.send(results)
+        if target is not None and (target.blocks or self.scans_are_long):
+            target.settle()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TimeShard:
         return self  # a copied network has the same place and uses the same connections
@@ -182,25 +208,3 @@ def _store(group: dist.ProcessGroup) -> Store:
     # A client is for one thread at a time.
     store = store.clone() if hasattr(store, "clone") else store
     return PrefixStore(f"spikefuse/{group.group_name}", store)
-
-
-def _relay(
-    source: Link | None,
-    target: Link | None,
-    received: Parts,
-    run: Callable[[int], Sequence[Tensor]],
-    ahead: Callable[[int], None] | None,
-) -> None:
-    # All before the first is waited for, so that they arrive while others are computed.
-    arriving = [source.receive(tensors) if source is not None else [] for tensors in received]
-    if source is not None and ahead is not None:
-        for i in range(len(arriving)):
-            ahead(i)
-    for i, works in enumerate(arriving):
-        if source is not None:
-            source.wait(works)
-        results = run(i)
-        if target is not None:
-            target.send(results)
-    if target is not None and target.blocks:
-        target.settle()
