@@ -8,9 +8,10 @@ rank before has scanned a part of the batch: with n parts each rank lags behind 
 
     lag = scan / (k n) + exchange of 1/n of a state,
 
-in each pass. Where nothing else makes ranks wait for each other, the lags of layers overlap, and
-only the longest counts; norms with exact statistics let all ranks wait at each layer, and their
-lags add up.
+in each pass. Ranks that begin before the state is there lag by what they mend and an exchange
+instead, and each of them mends. Where nothing else makes ranks wait for each other, the lags of
+layers overlap, and only the longest counts; norms with exact statistics let all ranks wait at each
+layer, and their lags add up.
 """
 
 from __future__ import annotations
@@ -47,11 +48,24 @@ class Layer:
         scan: seconds over all time steps.
         part: seconds that each part of the batch costs beyond its share.
         state_bytes: that travel one way.
+        mend: seconds to mend what was scanned before the state was there; None if ranks wait.
     """
 
     scan: float
     part: float
     state_bytes: int
+    mend: float | None = None
+
+    def lag(self, time: int, chunks: int, data: int) -> float:
+        """Seconds by which a rank is behind the one before, but for the exchange."""
+        if self.mend is not None:
+            return self.mend
+        return self.scan / (time * data * chunks) + self.part
+
+    def parts(self, chunks: int) -> float:
+        """Seconds that handing on in parts takes on each rank."""
+        mended = 0.0 if self.mend is None else chunks * self.mend
+        return (chunks - 1) * self.part + mended
 
 
 @dataclass(frozen=True)
@@ -136,13 +150,12 @@ class Plan:
         if time == 1:
             return shared
         lags = [
-            layer.scan / (time * data * chunks)
-            + layer.part
+            layer.lag(time, chunks, data)
             + 2 * (self.latency + layer.state_bytes / (data * chunks) / self.bandwidth)
             for layer in self.layers
         ]
         waits = sum(lags) if self.barriers else max(lags, default=0.0)
-        parts = (chunks - 1) * sum(layer.part for layer in self.layers)
+        parts = sum(layer.parts(chunks) for layer in self.layers)
         return shared + (time - 1) * waits + parts + self.barriers * self.barrier
 
     def _option(self, time: int) -> Option:
@@ -177,6 +190,7 @@ def plan(
     mesh: DeviceMesh,
     statistics: str = "exact",
     memory: int | None = None,
+    speculate: bool = True,
 ) -> Plan:
     """Measure training steps of `model` and exchanges between ranks, and predict what sharing the
     work among the ranks of `mesh` gains. Every rank has to call it; all get the same plan.
@@ -190,6 +204,7 @@ def plan(
         mesh: all ranks, of which two at least.
         statistics: of batch norms in training, as `shard_time` takes it.
         memory: bytes that a rank may use, or None for what its device has.
+        speculate: as `shard_time` takes it.
 
     Raises:
         ValueError: a model that is sharded already or fused, or a single rank.
@@ -200,7 +215,8 @@ def plan(
     times, sizes = zip(*(_step(model, example[: share * n]) for n in (1, 2)), strict=True)
     scale = len(example) / share
     calls = _neuron_inputs(model, example[:share])
-    layers = [_layer(neuron, inputs, scale, example.device) for neuron, inputs in calls]
+    how = scale, example.device, speculate
+    layers = [_layer(neuron, inputs, *how) for neuron, inputs in calls]
     largest = max([layer.state_bytes for layer in layers], default=1)
     latency, bandwidth = _exchange(largest, example.device)
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
@@ -208,18 +224,21 @@ def plan(
     numbers = [2 * times[0] - times[1], scale * (times[1] - times[0]), latency, bandwidth]
     numbers += [_barrier(example.device) if barriers else 0.0]
     numbers += [_capacity(example.device) if memory is None else memory]
-    numbers += [x for layer in layers for x in (layer.scan, layer.part)]
+    numbers += [x for layer in layers for x in (layer.scan, layer.part, layer.mend or 0.0)]
     everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, numbers)
     columns = list(zip(*everyone, strict=True))
     means = [fmean(column) for column in columns]
-    pairs = zip(means[6::2], means[7::2], layers, strict=True)
+    triples = zip(means[6::3], means[7::3], means[8::3], layers, strict=True)
     return Plan(
         num_ranks=count,
         batch=example.shape[1],
         fixed=max(means[0], 0.0),
         scaled=max(means[1], 0.0),
-        layers=[Layer(scan, part, layer.state_bytes) for scan, part, layer in pairs],
+        layers=[
+            Layer(scan, part, layer.state_bytes, None if layer.mend is None else mend)
+            for scan, part, mend, layer in triples
+        ],
         # A rank without a neighbour to ask has measured nothing: 0, and infinity.
         latency=max(columns[2]),
         bandwidth=min(columns[3]),
@@ -291,42 +310,61 @@ def _neuron_inputs(model: nn.Module, x: Tensor) -> list[tuple[Neuron, list[Tenso
 
 
 class _Alone:
-    """A relay with nobody before and after, to measure what parts cost."""
+    """A relay that is connected to nobody, to measure what parts and what mending costs."""
 
-    is_first = is_last = exact_statistics = True
-    speculates = False
+    exact_statistics = True
 
-    def __init__(self, chunks: int) -> None:
-        self.chunks = chunks
+    def __init__(self, chunks: int, speculates: bool = False) -> None:
+        self.chunks, self.speculates = chunks, speculates
+        self.is_first = self.is_last = not speculates
+        self.has_mended = False
 
     def parts(self, batch: int) -> list[slice]:
         return parts_of(batch, self.chunks)
 
-    def forward(self, received: Parts, run: Callable[[int], object], ahead: object = None) -> None:
-        for i in range(len(received)):
+    def forward(
+        self,
+        received: Parts,
+        run: Callable[[int], object],
+        ahead: Callable[[int], None] | None = None,
+    ) -> None:
+        for i, tensors in enumerate(received):
+            if ahead is not None and self.speculates:
+                ahead(i)
+                self.has_mended = True
+            for x in tensors:
+                x.fill_(0.5)
             run(i)
 
     backward = forward
 
 
-def _layer(neuron: Neuron, inputs: list[Tensor], scale: float, device: torch.device) -> Layer:
+def _layer(
+    neuron: Neuron, inputs: list[Tensor], scale: float, device: torch.device, speculate: bool
+) -> Layer:
     xs = tuple(
         torch.rand(x.shape, dtype=x.dtype, device=device, requires_grad=True) for x in inputs
     )
     gradients = [torch.ones_like(xs[0])]
 
-    def scan(count: int) -> Callable[[], None]:
+    def scan(relay: _Alone) -> Callable[[], None]:
         def run() -> None:
-            outputs, _ = neuron._scan(xs, None, "auto", False, _Alone(count))
+            outputs, _ = neuron._scan(xs, None, "auto", False, relay)
             torch.autograd.grad(outputs, xs, gradients * len(outputs), allow_unused=True)
 
         return run
 
-    whole = _measured(scan(1), device)
+    whole = _measured(scan(_Alone(1)), device)
     count = min(PARTS, xs[0].shape[1])
-    part = (_measured(scan(count), device) - whole) / (count - 1) if count > 1 else 0.0
+    several = _measured(scan(_Alone(count)), device) if count > 1 else whole
+    part = max(several - whole, 0.0) / max(count - 1, 1)
+    mend = None
+    if speculate:
+        began = _Alone(1, speculates=True)
+        mended = _measured(scan(began), device)
+        mend = max(mended - whole, 0.0) if began.has_mended else None
     state_bytes = 4 * len(type(neuron).states) * xs[0][0].numel()
-    return Layer(scale * whole, max(part, 0.0), state_bytes)
+    return Layer(scale * whole, part, state_bytes, mend)
 
 
 def _exchange(num_bytes: int, device: torch.device) -> tuple[float, float]:

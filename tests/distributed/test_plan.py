@@ -57,6 +57,31 @@ def test_parts_have_a_price() -> None:
     assert dear.options[-1].chunks < 16
 
 
+def test_ranks_that_begin_early_lag_by_what_they_mend() -> None:
+    early = Layer(0.8, 0.02, 1000, mend=0.03)
+    found = measured(layers=[early, early])
+    lag = 0.03 + 2 * (0.01 + 0.01)
+    assert found.seconds(4, 1) == pytest.approx(0.25 + 3 * lag + 2 * 0.03)
+    halves = 0.03 + 2 * (0.01 + 0.005)
+    assert found.seconds(4, 2) == pytest.approx(0.25 + 3 * halves + 2 * (0.02 + 2 * 0.03))
+    assert found.options[-1].chunks == 1
+
+
+def mends(axis: DeviceMesh, speculate: bool) -> list[float | None]:
+    """With Triton's kernels in the place of Numba's."""
+    x = make_input((16, 2, 4))
+    with mock.patch("spikefuse.nn.neuron.backend_of", return_value="triton"):
+        made = plan(sf.Temporal(nn.Sequential(sf.LIF(), sf.LI())), x, axis, speculate=speculate)
+    return [layer.mend for layer in made.layers]
+
+
+def test_mending_is_measured_where_kernels_can(group: Group) -> None:
+    for found in group(mends, True, size=2):
+        assert len(found) == 2
+        assert all(mend is not None and mend >= 0 for mend in found)
+    assert group(mends, False, size=2) == [[None, None]] * 2
+
+
 def test_what_fits() -> None:
     assert [o.fits for o in measured(capacity=249).options] == [False] * 3
     found = measured(num_ranks=4, scaled_bytes=8000, fixed_bytes=100, capacity=2100)
@@ -92,7 +117,7 @@ def predicted_and_measured(axis: DeviceMesh) -> list[tuple[float, float]]:
     found = []
     with (
         mock.patch.object(Call, "forward", slow(Call.forward, 2e-4)),
-        mock.patch.object(Call, "backward", slow(Call.backward, 1e-4)),
+        mock.patch.object(Call, "differentiate", slow(Call.differentiate, 1e-4)),
     ):
         prediction = plan(make(), x, axis)
         for chunks in (1, 4):
