@@ -1,8 +1,10 @@
-"""Four processes connected by Gloo, in which tests run functions of theirs."""
+"""Processes connected by Gloo, in which tests run functions of theirs: four, or as many as the
+environment variable SPIKEFUSE_TEST_PROCESSES says, a multiple of four."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import socket
 import traceback
@@ -16,15 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spikefuse.distributed.mesh import AXES
 
-SIZE = 4
+SIZE = int(os.environ.get("SPIKEFUSE_TEST_PROCESSES", "4"))
+# Numbers of ranks that share a sequence, for tests that take any; all there are among them.
+SIZES = sorted({2, 3, 4, SIZE})
 TIMEOUT = timedelta(seconds=60)
 
 
 class Group:
     """Call it to run `function(axis, *args)` in all of them; gives the results of the first `size`.
 
-    `axis` is the axis `time` of `size` ranks, of which there are several: 4, 2 of 2 ranks, or one
-    of 3 and one of 1. What a function takes and gives is pickled.
+    `axis` is the axis `time` of `size` ranks, of which there are as many as there can be; of 3
+    there is one. What a function takes and gives is pickled.
     """
 
     def __init__(self) -> None:
@@ -74,11 +78,14 @@ def _work(rank: int, pipe: Any, port: int) -> None:
         "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE, timeout=TIMEOUT
     )
     axes = {
-        n: init_device_mesh("cpu", (SIZE // n, n), mesh_dim_names=AXES)["time"] for n in (1, 2, 4)
+        n: init_device_mesh("cpu", (SIZE // n, n), mesh_dim_names=AXES)["time"]
+        for n in (1, *SIZES)
+        if n != 3
     }
     # Each is made by all processes, those outside it too.
-    three, one = (DeviceMesh("cpu", ranks, mesh_dim_names=("time",)) for ranks in (range(3), [3]))
-    axes[3] = three if rank < 3 else one
+    rest = (range(3), *([r] for r in range(3, SIZE)))
+    three, *ones = (DeviceMesh("cpu", ranks, mesh_dim_names=("time",)) for ranks in rest)
+    axes[3] = three if rank < 3 else ones[rank - 3]
     while (task := _received(pipe)) is not None:
         function, size, args = task
         lasting = set(_groups())

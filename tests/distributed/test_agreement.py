@@ -42,7 +42,7 @@ def messages(axis: DeviceMesh, what: str) -> list[str]:
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_rank_that_differs_is_an_error_on_all(group: Group, what: str) -> None:
-    answers = group(messages, what)
+    answers = group(messages, what, size=4)
     assert len({answer[0] for answer in answers}) == 1
     if what == "steps":
         assert "hold [4, 4, 4, 2] steps: expected [3, 4, 3, 4] of T = 14" in answers[0][0]

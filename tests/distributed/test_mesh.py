@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 from spikefuse.distributed import make_mesh, steps_of
-from tests.distributed.group import Group
+from tests.distributed.group import SIZE, Group
 
 
 @pytest.mark.parametrize(("num_steps", "size"), [(8, 1), (8, 4), (7, 3), (4, 4)])
@@ -25,18 +25,24 @@ def test_what_cannot_be_shared() -> None:
 
 def meshes(axis: DeviceMesh) -> list[object]:
     shapes = [dict(zip(("data", "time"), make_mesh(*sizes, "cpu").shape, strict=True))
-              for sizes in ((None, 2), (4, None), (None, None), (2, 2))]  # fmt: skip
+              for sizes in ((None, 2), (SIZE, None), (None, None), (2, SIZE // 2))]  # fmt: skip
     messages = []
-    for sizes in ((3, None), (4, 2)):
+    for sizes in ((3, None), (SIZE, 2)):
         with pytest.raises(ValueError, match="number of processes") as caught:
             make_mesh(*sizes, "cpu")
         messages.append(str(caught.value))
-    return [shapes, make_mesh(2, 2, "cpu")["time"].mesh.tolist(), messages]
+    return [shapes, make_mesh(SIZE // 2, 2, "cpu")["time"].mesh.tolist(), messages]
 
 
 def test_meshes(group: Group) -> None:
     shapes, times, messages = zip(*group(meshes), strict=True)
-    assert [(s["data"], s["time"]) for s in shapes[0]] == [(2, 2), (4, 1), (4, 1), (2, 2)]
-    assert times == ([0, 1], [0, 1], [2, 3], [2, 3])
-    assert "data is 3: expected a divisor of 4" in messages[0][0]
-    assert "data × time is 4 × 2: expected 4" in messages[0][1]
+    half = SIZE // 2
+    assert [(s["data"], s["time"]) for s in shapes[0]] == [
+        (half, 2),
+        (SIZE, 1),
+        (SIZE, 1),
+        (2, half),
+    ]
+    assert times == tuple([rank // 2 * 2, rank // 2 * 2 + 1] for rank in range(SIZE))
+    assert f"data is 3: expected a divisor of {SIZE}" in messages[0][0]
+    assert f"data × time is {SIZE} × 2: expected {SIZE}" in messages[0][1]

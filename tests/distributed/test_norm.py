@@ -14,9 +14,9 @@ import spikefuse as sf
 from spikefuse.distributed import shard_time, steps_of
 from spikefuse.nn.encode import direct
 from spikefuse.testing import lay_out, make_input
-from tests.distributed.group import Group
+from tests.distributed.group import SIZES, Group
 
-T = 7
+T = 8
 
 
 def make(momentum: float | None = 0.1, affine: bool = True) -> sf.Temporal:
@@ -64,7 +64,7 @@ def assert_equals_one(found: list[list[Tensor]], expected: list[Tensor], x: Tens
             torch.testing.assert_close(part, wanted, rtol=2e-5, atol=2e-5 * scale)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, SIZES[-1]])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_exact_statistics_are_those_of_one_process(group: Group, size: int, layout: str) -> None:
     x = lay_out(make_input((T, 3, 2, 4, 4)), layout) + 1
@@ -89,10 +89,10 @@ def constant(axis: DeviceMesh, x: Tensor) -> list[Tensor]:
 
 
 def test_each_its_own_statistics(group: Group) -> None:
-    x = make_input((T, 3, 2, 4, 4)) + torch.arange(7.0).view(T, 1, 1, 1, 1)
+    x = make_input((T, 3, 2, 4, 4)) + torch.arange(8.0).view(T, 1, 1, 1, 1)
     found = group(shared, x, "shard", size=2)
     nets = [make(), make()]
-    for net, mine in zip(nets, (slice(0, 3), slice(3, 7)), strict=True):
+    for net, mine in zip(nets, (slice(0, 4), slice(4, 8)), strict=True):
         net.net[0].requires_grad_(False)
         for scale in (1.0, 2.0):
             net.net[1](net.net[0]((scale * x[mine]).flatten(0, 1)))

@@ -86,11 +86,11 @@ def test_losses_per_step(group: Group) -> None:
 
 
 def data_and_time(axis: DeviceMesh, x: Tensor, ddp: bool) -> list[Tensor]:
-    mesh = make_mesh(2, 2, "cpu")
+    mesh = make_mesh(2, None, "cpu")
     net = shard_time(make(), mesh["time"])
     model = DistributedDataParallel(net) if ddp else net
     half = slice(0, 2) if mesh["data"].get_local_rank() == 0 else slice(2, 4)
-    y = model(x[steps_of(T, mesh["time"].get_local_rank(), 2), half])
+    y = model(x[steps_of(T, mesh["time"].get_local_rank(), mesh["time"].size()), half])
     reduced = distributed.mean_over_steps(y, mesh["time"])
     F.cross_entropy(reduced, LABELS[half]).backward()
     if not ddp:

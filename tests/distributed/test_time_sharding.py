@@ -16,10 +16,10 @@ from spikefuse import memory, testing
 from spikefuse.distributed import shard_time, steps_of
 from spikefuse.nn import zoo
 from spikefuse.testing import lay_out, make_input
-from tests.distributed.group import Group
+from tests.distributed.group import SIZES, Group
 
 Make = Callable[[], sf.Temporal]
-T = 7
+T = 11
 
 
 def linear(neuron: Callable[[], nn.Module] = sf.LIF) -> sf.Temporal:
@@ -89,7 +89,9 @@ def assert_shared_equals_one(
         torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance * scale)
 
 
-@pytest.mark.parametrize(("size", "chunks"), [(1, 3), (2, 1), (3, 1), (4, 3)])
+@pytest.mark.parametrize(
+    ("size", "chunks"), [(1, 3), *((size, 1 + size // 2 % 2) for size in SIZES), (4, 3)]
+)
 def test_any_number_of_ranks(group: Group, size: int, chunks: int) -> None:
     assert_shared_equals_one(group, size, plif, make_input((T, 4, 6)), chunks)
 
@@ -112,7 +114,7 @@ def speculating(
     return y.detach(), part.grad, [p.grad for p in net.parameters()]
 
 
-@pytest.mark.parametrize(("size", "speculate"), [(2, True), (4, True), (2, False)])
+@pytest.mark.parametrize(("size", "speculate"), [(2, True), (SIZES[-1], True), (2, False)])
 def test_ranks_may_begin_before_the_states_are_there(
     group: Group, size: int, speculate: bool
 ) -> None:

@@ -118,8 +118,9 @@ def main() -> None:
         hang(mesh, device)
         return
     check(mesh, device)
-    if dist.get_world_size() == 4:
-        check(make_mesh(2, 2, device.type), device)
+    for data in (2, 4):
+        if dist.get_world_size() > data:
+            check(make_mesh(dist.get_world_size() // data, data, device.type), device)
     print(f"rank {dist.get_rank()} of {dist.get_world_size()}: all is well", flush=True)
     dist.destroy_process_group()
 
