@@ -6,7 +6,8 @@ random weights, scaled so that each layer fires at the rate asked for on this ve
 each layer hands on as many spikes in every step as the rate allows, drawn at random, in place of
 its own, and its neurons still compute. The learning rate is 0, which changes nothing of the work,
 so that activity stays. All contenders have the same weights, and the same input each in the form
-that it takes.
+that it takes. On a GPU the dense network and the loop also run as replays of a CUDA graph, update
+included.
 """
 
 from __future__ import annotations
@@ -21,13 +22,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spikefuse as sf
-from benchmarks.runner import Contender
+from benchmarks.runner import Contender, first_line
+from benchmarks.steps import graphed
 from spikefuse.models import event_mlp, mlp, split_widths
 from spikefuse.nn import EventLinear, Events, RowAdam, scale_to_rate
 
 EVENTS, LAZY = "events", "events, RowAdam"
 LISTS, PRODUCTS = "events, lists only", "events, dense products only"
 DENSE, LOOP = "dense, fused over time", "dense, compiled per step"
+GRAPH = ", CUDA graph"
+# Why there is no such contender of the networks on events.
+NO_GRAPH = (
+    "of each layer's events the host reads how many there are, to make lists of that length and to "
+    "choose between lists and dense products: such a step can't be recorded"
+)
 DECAY, THRESHOLD, WIDTH, CUTOFF = 0.95, 1.0, 10.0, -0.1
 CLASSES = 20
 NATURAL, FIXED = "natural", "fixed"
@@ -152,6 +160,10 @@ def _places(own: Events, given: Events) -> Tensor:
     return torch.where(ordered[at] == wanted, order[at], -1)
 
 
+def adam(net: nn.Module, capturable: bool = False) -> torch.optim.Optimizer:
+    return torch.optim.Adam(net.parameters(), lr=0.0, fused=True, capturable=capturable)
+
+
 def drawn(shape: tuple[int, int, int], rate: float, device: torch.device) -> Events:
     """As many spikes in each row as the rate allows, at random sites."""
     count = max(1, int(rate * shape[2]))
@@ -184,7 +196,7 @@ class Network:
         F.cross_entropy(logits, labels).backward()
         if update:
             self.optimizer.step()
-        return logits, [p.grad for p in self.net.parameters() if p.grad is not None]
+        return logits.detach(), [p.grad for p in self.net.parameters() if p.grad is not None]
 
 
 @dataclass
@@ -244,20 +256,33 @@ class Work:
         return net.to(self.device)
 
     def contenders(self, names: Sequence[str]) -> list[Contender]:
-        for name in names:
-            self.networks[name] = self.network(name)
-        return [
-            Contender(name, functools.partial(self.networks[name].train, self.labels))
-            for name in names
-        ]
+        return [self.contender(name) for name in names]
+
+    def contender(self, name: str) -> Contender:
+        """One of the networks as it is; or, with GRAPH behind its name, its replay, which has the
+        same weights."""
+        kind = name.removesuffix(GRAPH)
+        if name != kind and kind.startswith(EVENTS):
+            return Contender(name, unavailable=NO_GRAPH)
+        if kind not in self.networks:
+            self.networks[kind] = self.network(kind)
+        network = self.networks[kind]
+        if name == kind:
+            return Contender(name, functools.partial(network.train, self.labels))
+        optimizer = adam(network.net, capturable=True)
+        self.networks[name] = network = replace(network, optimizer=optimizer)
+        try:
+            run, held = graphed(functools.partial(network.train, self.labels))
+        except Exception as error:  # whatever it is: the reason is the result
+            return Contender(name, unavailable=first_line(error))
+        return Contender(name, run, held_bytes=held)
 
     def network(self, name: str) -> Network:
-        adam = functools.partial(torch.optim.Adam, lr=0.0, fused=True)
         if name == LOOP:
             step = Step([m for m in self.dense() if isinstance(m, nn.Linear)])
             torch.compiler.reset()  # which else gives up after so many networks of one class
             call = functools.partial(self.loop, torch.compile(step))
-            return Network(step, call, adam(step.parameters()), list(step.linears))
+            return Network(step, call, adam(step), list(step.linears))
         if name == DENSE:
             net = self.dense()
             layers = [m for m in net if isinstance(m, nn.Linear)]
@@ -265,7 +290,7 @@ class Work:
             handing = iter(self.handing(neurons))
             whole = nn.Sequential(*[next(handing) if m in neurons else m for m in net])
             dense = sf.Temporal(whole, sf.memory.SaveAll())  # the fastest
-            return Network(net, lambda: dense(self.x), adam(net.parameters()), layers, neurons)
+            return Network(net, lambda: dense(self.x), adam(net), layers, neurons)
         net = self.on_events(sparse_grad=name == LAZY)
         for layer, initial in zip(net, self.initial, strict=True):
             layer.weight, layer.bias = initial.weight, initial.bias  # which stay as they are
@@ -275,8 +300,7 @@ class Work:
                 layer.impl = lists if name == LISTS else "dense"
         layers = list(net)
         on_events = sf.Temporal(nn.Sequential(*self.handing(layers[:-1]), layers[-1]))
-        parameters = list(net.parameters())
-        optimizer = RowAdam(parameters, lr=0.0) if name == LAZY else adam(parameters)
+        optimizer = RowAdam(list(net.parameters()), lr=0.0) if name == LAZY else adam(net)
         return Network(net, lambda: on_events(self.events), optimizer, layers)
 
     def loop(self, step: Callable[..., Any], given: Sequence[Tensor] | None = None) -> Tensor:

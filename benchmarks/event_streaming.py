@@ -6,7 +6,6 @@ last of a few from rest, again and again from the same states. On a GPU also as 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +15,13 @@ from torch import Tensor
 import spikefuse as sf
 from benchmarks import record
 from benchmarks.event_check import NEAR, ROUNDING
-from benchmarks.event_networks import CASES, DECAY, THRESHOLD, Case, Work
+from benchmarks.event_networks import CASES, DECAY, GRAPH, THRESHOLD, Case, Work
 from benchmarks.runner import Contender, Settings, clock_for, measure
+from benchmarks.steps import graphed
 from spikefuse.nn import EventStream
 
 CASE, RATE, STEPS = "47k", 0.01, 6
-EVENTS, DENSE, GRAPH = "events", "dense", ", CUDA graph"
+EVENTS, DENSE = "events", "dense"
 BAR = 3.0
 
 # Outputs `[classes]` and, of each hidden layer, potentials `[O]` after the step.
@@ -66,7 +66,7 @@ class Streaming:
     def contenders(self) -> list[Contender]:
         runs: dict[str, Callable[[], Result]] = {EVENTS: self.on_events, DENSE: self.on_dense}
         if self.device.type == "cuda":
-            runs |= {name + GRAPH: captured(run) for name, run in list(runs.items())}
+            runs |= {name + GRAPH: graphed(run)[0] for name, run in list(runs.items())}
         return [Contender(name, run) for name, run in runs.items()]
 
     def verify(self, contender: Contender, result: Result) -> None:
@@ -92,25 +92,6 @@ class Streaming:
             error = float((v - h).abs()[~fired].max())
             assert error <= NEAR, f"a potential differs by {error:.3g}"
             spikes = fired.double()
-
-
-def captured(run: Callable[[], Result]) -> Callable[[], Result]:
-    """A replay of the run's kernels as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
-    return functools.partial(_replay, graph, result)
-
-
-def _replay(graph: torch.cuda.CUDAGraph, result: Result) -> Result:
-    graph.replay()
-    return result
 
 
 def measure_all(device: torch.device, rounds: int, name: str = CASE) -> dict[str, Any]:

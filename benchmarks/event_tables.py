@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.event_networks import DENSE, EVENTS, LAZY, LISTS, LOOP, PRODUCTS
+from benchmarks.event_networks import DENSE, EVENTS, GRAPH, LAZY, LISTS, LOOP, PRODUCTS
 from benchmarks.text import bars_line, markdown, number, origin
 
-SHOWN = (DENSE, EVENTS, LAZY, LISTS, PRODUCTS, LOOP)
+SHOWN = (DENSE, DENSE + GRAPH, EVENTS, LAZY, LISTS, PRODUCTS, LOOP, LOOP + GRAPH)
 
 
 def events(result: dict[str, Any], path: Path, root: Path) -> str:

@@ -9,7 +9,7 @@ import functools
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,8 @@ LEARNING_RATE = 1e-5
 MOMENTUM = 0.9
 # Steps before a recording: they compile kernels, choose algorithms and make the optimizer's state.
 STEPS_BEFORE_GRAPH = 3
+
+R = TypeVar("R")
 
 
 @dataclass
@@ -302,8 +304,8 @@ STEPS: dict[str, Callable[[Task, Network], Callable[[], Result]]] = {
 
 
 def graphed(
-    step: Callable[[], Result], steps_before: int = STEPS_BEFORE_GRAPH
-) -> tuple[Callable[[], Result], int]:
+    step: Callable[[], R], steps_before: int = STEPS_BEFORE_GRAPH
+) -> tuple[Callable[[], R], int]:
     """A step as the replay of a CUDA graph, and the bytes that the graph holds."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -323,13 +325,13 @@ def graphed(
 
 
 @dataclass
-class Replay:
+class Replay(Generic[R]):
     """A recorded step; `step` holds what the recording uses, such as the optimizer's state."""
 
     graph: torch.cuda.CUDAGraph
-    result: Result
-    step: Callable[[], Result]
+    result: R
+    step: Callable[[], R]
 
-    def __call__(self) -> Result:
+    def __call__(self) -> R:
         self.graph.replay()
         return self.result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from benchmarks.event_networks import (
     DENSE,
     EVENTS,
     FIXED,
+    GRAPH,
     LAZY,
     LISTS,
     LOOP,
@@ -64,6 +66,59 @@ def test_a_right_step(case: Case, name: str) -> None:
     kinds = ("outputs", "gradient of weights", "gradient of biases", "gradient of spikes")
     assert set(about["errors"]) == set(kinds)
     assert 0 < about["errors"]["gradient of weights"] < 1e-5
+
+
+@pytest.mark.parametrize("kind", [DENSE, LOOP])
+def test_a_replay_is_held_to_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = []
+
+    def graphed(step: Any) -> Any:
+        recorded.append(step)
+        return step, 7
+
+    monkeypatch.setattr(torch, "compile", lambda module: module)
+    monkeypatch.setattr(event_networks, "graphed", graphed)
+    work = Work(SMALL, 0.1, CPU)
+    work.contenders([DENSE])
+    (contender,) = work.contenders([kind + GRAPH])
+    assert contender.held_bytes == 7
+    assert contender.run is recorded[0]
+    replayed, eager = work.networks[kind + GRAPH], work.networks[kind]
+    assert replayed.net is eager.net
+    assert replayed.optimizer.defaults["capturable"]
+    assert not eager.optimizer.defaults["capturable"]
+    logits, grads = contender.run()
+    assert events.verify(work, contender, (logits, grads))["errors"]
+    with pytest.raises(AssertionError, match="the step differs"):
+        events.verify(work, contender, (logits, [1.01 * g for g in grads]))
+
+
+def test_what_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def graphed(step: Any) -> Any:
+        raise RuntimeError("no capture here")
+
+    monkeypatch.setattr(event_networks, "graphed", graphed)
+    lists, dense = Work(SMALL, 0.1, CPU).contenders([EVENTS + GRAPH, DENSE + GRAPH])
+    assert lists.run is dense.run is None
+    assert "the host reads how many there are" in lists.unavailable
+    assert dense.unavailable == "RuntimeError: no capture here"
+
+
+def test_replays_are_for_gpus() -> None:
+    gpu, cpu = (events.arguments(["--loop", "--device", d]) for d in ("cuda", "cpu"))
+    names = events.contenders(gpu, "shd")
+    assert names[-3:] == [DENSE + GRAPH, EVENTS + GRAPH, LOOP + GRAPH]
+    assert names[:-3] == events.contenders(cpu, "shd")
+    assert events.contenders(gpu, "47k") == [DENSE, EVENTS, DENSE + GRAPH, EVENTS + GRAPH]
+    without = events.arguments(["--loop", "--device", "cuda", "--no-graphs"])
+    assert events.contenders(without, "shd") == names[:-3]
+
+
+def test_our_best_is_compared_with_the_compiled_loop() -> None:
+    ratios = {DENSE: 1.0, EVENTS: 0.5, DENSE + GRAPH: 4.0, LAZY: 9.0, LOOP: 0.1, LOOP + GRAPH: 0.8}
+    rows = [{"case": "shd", "rate": 0.02, "times_dense": ratios}]
+    (bar,) = events.bars(rows, torch.device("cuda"))
+    assert (bar["measured"], bar["bar"], bar["met"]) == (40.0, 30.0, True)
 
 
 def test_a_gradient_that_is_slightly_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
