@@ -56,6 +56,32 @@ def _streaming(row: dict[str, Any]) -> str:
     return f"One time step of one sample, {about}, microseconds: {', '.join(times)}."
 
 
+def scaling(result: dict[str, Any], path: Path, root: Path) -> str:
+    """A line for each number of ranks, and one of the largest network; the picture."""
+    lines = []
+    for row in result["rows"]:
+        about = [row["what"], str(row["ranks"])]
+        (run,) = row.get("contenders", [row])
+        if "wall_ms" not in run:
+            lines.append([*about, run["status"], *["–"] * 4])
+            continue
+        efficiency = f"{100 * row['efficiency']:.0f}%" if "efficiency" in row else "–"
+        sizes = [f"{row[key]:,}" for key in ("neurons", "parameters")]
+        times = [number(run["wall_ms"]["median"]), number(row["samples_per_s"])]
+        lines.append([*about, *sizes, *times, efficiency])
+    head = ["", "ranks", "neurons", "parameters", "step, ms", "samples/s", "efficiency"]
+    settings = result["settings"]
+    said = (
+        f"Layers of {settings['width']:,} neurons of which {100 * settings['rate']:g}% fire, "
+        f"T = {settings['T']}, batch {settings['batch']}:"
+    )
+    plot, drawn = path.with_suffix(".png"), []
+    if plot.exists():
+        link = plot.resolve().relative_to(root.resolve()).as_posix()
+        drawn = [f"![efficiency over ranks]({link})"]
+    return "\n\n".join([origin(result), said, markdown(head, lines), *drawn, *bars_line(result)])
+
+
 def accuracy(result: dict[str, Any], path: Path, root: Path) -> str:
     """A line for each network: of every seed the best accuracy, and its epoch."""
     lines = []

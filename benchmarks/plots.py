@@ -155,3 +155,28 @@ def crossover(result: dict[str, Any], path: Path) -> Path | None:
     machine = result["machine"]
     figure.suptitle(machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores")
     return save(figure, path)
+
+
+def weak_scaling(result: dict[str, Any], path: Path) -> Path | None:
+    """Efficiency, and samples a second, against the number of ranks; None where matplotlib is not
+    installed or no efficiency is known."""
+    rows = [row for row in result["rows"] if "efficiency" in row]
+    figure = canvas((9, 3.6)) if rows else None
+    if figure is None:
+        return None
+    ranks = [row["ranks"] for row in rows]
+    panels = figure.subplots(1, 2)
+    for panel, key, label in zip(
+        panels, ("efficiency", "samples_per_s"), ("time of one rank over theirs", "samples/s"),
+        strict=True,
+    ):  # fmt: skip
+        panel.plot(ranks, [row[key] for row in rows], "o-")
+        panel.set(xlabel="ranks, each with as many neurons", ylabel=label)
+        panel.set_xticks(ranks)
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    panels[0].axhline(1, color="black", linestyle="--", linewidth=1)
+    machine, most = result["machine"], rows[-1]
+    where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
+    figure.suptitle(f"{most['neurons']:,} neurons on {most['ranks']} ranks, {where}")
+    return save(figure, path)

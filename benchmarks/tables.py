@@ -439,6 +439,11 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
         "torchrun --nproc_per_node 4 -m benchmarks.time_sharding",
     ),
     "events": ("events", each(event_tables.events), BENCH),
+    "event-scaling": (
+        "event_scaling",
+        each(event_tables.scaling),
+        "python -m benchmarks.event_scaling",
+    ),
     "event-accuracy": (
         "event_accuracy",
         each(event_tables.accuracy),
