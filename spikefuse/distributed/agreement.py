@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spikefuse.distributed.faults import Watch
+from spikefuse.distributed.faults import Watch, recording
 from spikefuse.distributed.mesh import steps_of
 
 # Bytes of what a rank says of a call.
@@ -17,7 +17,8 @@ class Agreement:
     """The ranks of an axis comparing their calls, on the hosts.
 
     On GPUs a call like the one before does not wait for the others' messages: they are compared
-    when the next call comes.
+    when the next call comes. A call that is recorded as a CUDA graph waits; its replays are not
+    compared.
 
     Args:
         group: of the ranks, on their hosts.
@@ -52,7 +53,7 @@ class Agreement:
             work = dist.all_gather(rows, mine, group=self._group, async_op=True)
         assert work is not None
         self._unread = work, rows
-        if self.waits or said not in self._known:
+        if self.waits or said not in self._known or recording():
             self._known.add(said)
             self._read()
 

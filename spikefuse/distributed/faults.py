@@ -16,11 +16,18 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 # Seconds between two signs of life, and without any after which a rank counts as ended.
 BEAT, LIFE = 0.5, 10.0
+
+
+def recording() -> bool:
+    """Whether what this thread gives a GPU to do is recorded as a CUDA graph, and not done now. The
+    host can't ask then whether it is done."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class RankLost(dist.DistError):
@@ -63,7 +70,10 @@ class Watch:
             raise RankLost(self.verdict()) from error
 
     def expect(self, work: dist.Work) -> None:
-        """Note what a GPU waits for; if it waits for too long, the process ends."""
+        """Note what a GPU waits for; if it waits for too long, the process ends. Of a recording
+        nothing is noted: nobody watches its replays."""
+        if recording():
+            return
         with self._lock:
             self._forget()
             self.pending.append((work, time.monotonic()))

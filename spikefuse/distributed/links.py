@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spikefuse.distributed.faults import Watch
+from spikefuse.distributed.faults import Watch, recording
 
 
 class Ranks:
@@ -50,7 +50,8 @@ class Link:
     """A connection to one other process, in both directions.
 
     On GPUs it has a stream of its own: sending waits for what has been computed, nothing waits for
-    sending, and no call blocks the host.
+    sending, and no call blocks the host. Of a CUDA graph, whoever records it has to `settle` before
+    the recording ends.
 
     Args:
         peer: the other one's rank in the job.
@@ -62,7 +63,8 @@ class Link:
         self.peer, self._group, self._watch = peer, group, watch
         #: Whether to wait is to block the host, and what is sent is lost if nobody waits.
         self.blocks = dist.get_backend(group) == "gloo"
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        # Each with whether it was recorded.
+        self._sent: deque[tuple[dist.Work, Tensor, bool]] = deque()
 
     def receive(self, tensors: Sequence[Tensor]) -> list[dist.Work]:
         """Begin to write into `tensors` what the peer sends; `wait` for it."""
@@ -83,17 +85,22 @@ class Link:
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Send tensors, which nobody may write to any more, until `settle`."""
+        recorded = not self.blocks and recording()
         with self._watch.waiting():
             for x in tensors:
                 work = dist.isend(_memory(x), self.peer, self._group) if x.numel() else None
-                self._sent += [(work, x)] if work is not None else []
-        while not self.blocks and self._sent and self._sent[0][0].is_completed():
+                self._sent += [(work, x, recorded)] if work is not None else []
+        asks = not self.blocks and not recorded
+        while asks and self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
 
     def settle(self) -> None:
         """Wait until what has been sent has arrived, and let it go. A GPU waits, not its host."""
+        recorded = not self.blocks and recording()
+        # A recording and what is around it can't wait for each other, and need not: it begins when
+        # all is done that came before.
+        works = [work for work, _, was_recorded in self._sent if was_recorded == recorded]
         # What a GPU sends leaves in order.
-        works = [work for work, _ in self._sent]
         with self._watch.waiting():
             for work in works if self.blocks else works[-1:]:
                 work.wait()

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from spikefuse.compiler.relayed import Parts
 from spikefuse.distributed.agreement import Agreement
-from spikefuse.distributed.faults import Watch
+from spikefuse.distributed.faults import Watch, recording
 from spikefuse.distributed.links import Link, Ranks
 from spikefuse.distributed.mesh import parts_of
 from spikefuse.distributed.norm import average_statistics, share_statistics
@@ -133,12 +134,16 @@ class TimeShard:
         self.scans_are_long = len(x) >= LONG_SCAN
         self.agreement.check(x, f"{about}, {self.chunks} chunks")
 
+    def end(self) -> None:
+        self._settle_recorded(self.after)
+
     def forward(
         self,
         received: Parts,
         run: Callable[[int], Sequence[Tensor]],
         ahead: Callable[[int], None] | None = None,
     ) -> None:
+        self._settle_recorded(self.after)
         self._relay(self.before, self.after, received, run, ahead)
 
     def backward(
@@ -147,6 +152,10 @@ class TimeShard:
         run: Callable[[int], Sequence[Tensor]],
         ahead: Callable[[int], None] | None = None,
     ) -> None:
+        self._settle_recorded(self.before)
+        if recording():
+            # Nobody knows which layer is the last one of a backward pass.
+            Variable._execution_engine.queue_callback(self._end_backward)
         self._relay(self.after, self.before, received, run, ahead)
 
     def _relay(
@@ -171,6 +180,16 @@ class TimeShard:
                 target.send(results)
         if target is not None and (target.blocks or self.scans_are_long):
             target.settle()
+
+    def _end_backward(self) -> None:
+        self._settle_recorded(self.before)
+
+    @staticmethod
+    def _settle_recorded(link: Link | None) -> None:
+        """In a recording, wait for what has been sent so far: of its streams all have to come back
+        to the one that it began with, and what was sent keeps its memory until then."""
+        if link is not None and recording():
+            link.settle()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TimeShard:
         return self  # a copied network has the same place and uses the same connections

@@ -31,3 +31,7 @@ class Shard(compiler.Relay, Protocol):
             ValueError: it is not.
         """
         ...
+
+    def end(self) -> None:
+        """End that call, its backward pass excepted."""
+        ...

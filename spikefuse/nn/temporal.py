@@ -127,6 +127,8 @@ class Temporal(nn.Module):
                         folded = self._run(x[0], sequence)
         finally:
             calls.sequence = outer
+        if self.shard is not None:
+            self.shard.end()
 
         def unfold(y: Tensor) -> Tensor:
             if y.ndim == 0 or y.shape[0] != num_steps * batch:

@@ -1,0 +1,151 @@
+"""Shared time while a CUDA graph is recorded: nothing is asked, all that is sent is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import spikefuse as sf
+from spikefuse.distributed import agreement, faults, links, shard_time, time_sharding
+from spikefuse.distributed.links import Link
+from spikefuse.distributed.time_sharding import TimeShard
+from spikefuse.testing import make_input
+from tests.distributed.group import Group
+
+
+class Work:
+    """What NCCL gives: of a recording, only another work of it may wait, and nobody ask."""
+
+    def __init__(self, recorded: bool) -> None:
+        self.recorded, self.waited = recorded, False
+
+    def wait(self) -> None:
+        assert self.recorded == Place.recording
+        self.waited = True
+
+    def is_completed(self) -> bool:
+        assert not self.recorded
+        return False
+
+
+class Place:
+    """Whether a recording is on, and what has been sent."""
+
+    recording = False
+    works: list[Work]
+
+    @classmethod
+    def isend(cls, *_: object) -> Work:
+        cls.works.append(Work(cls.recording))
+        return cls.works[-1]
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Link:
+    monkeypatch.setattr(Place, "works", [], raising=False)
+    monkeypatch.setattr(Place, "recording", False)
+    monkeypatch.setattr(links, "recording", lambda: Place.recording)
+    monkeypatch.setattr(dist, "isend", Place.isend)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    return Link(1, mock.Mock(), faults.Watch([0], mock.Mock(), 1.0))
+
+
+def test_a_recording_waits_for_its_last_work(link: Link) -> None:
+    Place.recording = True
+    link.send([torch.ones(2)] * 2)
+    link.send([torch.ones(2)])
+    link.settle()
+    assert [work.waited for work in Place.works] == [False, False, True]  # they leave in order
+    link.settle()
+    Place.recording = False
+    link.settle()
+
+
+def test_a_recording_does_not_wait_for_what_was_before(link: Link) -> None:
+    link.send([torch.ones(2)])
+    Place.recording = True
+    link.send([torch.ones(2)])
+    link.settle()
+    assert [work.waited for work in Place.works] == [False, True]
+
+
+def test_what_follows_does_not_wait_for_a_recording(link: Link) -> None:
+    Place.recording = True
+    link.send([torch.ones(2)])
+    Place.recording = False
+    link.settle()
+    link.send([torch.ones(2)])  # which looks whether earlier works are done
+    link.settle()
+    assert [work.waited for work in Place.works] == [False, True]
+
+
+def test_nobody_watches_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    watch = faults.Watch([0], mock.Mock(), 1.0)
+    monkeypatch.setattr(faults, "recording", lambda: True)
+    watch.expect(mock.Mock())
+    assert not watch.pending
+    monkeypatch.setattr(faults, "recording", lambda: False)
+    watch.expect(mock.Mock(**{"is_completed.return_value": False}))
+    assert len(watch.pending) == 1
+
+
+def unsettled(axis: DeviceMesh, make: Callable[[], sf.Temporal], x: Tensor) -> list[list[int]]:
+    """Works under way in both directions after a forward pass, a backward pass and one without
+    gradients, as if they were recorded."""
+    net = shard_time(make(), axis, chunks=2)
+    shard = net.shard
+    assert isinstance(shard, TimeShard)
+    both = [link for link in (shard.before, shard.after) if link is not None]
+    waits = shard.agreement.waits
+    for link in both:
+        link.blocks = False
+    shard.agreement.waits = False
+    found = []
+
+    def look() -> None:
+        assert shard.agreement._unread is None  # the calls have been compared
+        found.append([len(link._sent) for link in both])
+
+    with (
+        mock.patch.object(links, "recording", return_value=True),
+        mock.patch.object(agreement, "recording", return_value=True),
+        mock.patch.object(time_sharding, "recording", return_value=True),
+    ):
+        for _ in range(2):  # the second is one that is known
+            y = net(x)
+            look()
+            y.sum().backward()
+            look()
+        with torch.no_grad():
+            net(x)
+        look()
+    shard.agreement.waits = waits
+    dist.barrier(axis.get_group())  # what was sent has to arrive before its memory goes
+    return found
+
+
+def layers() -> sf.Temporal:
+    torch.manual_seed(0)
+    return sf.Temporal(nn.Sequential(nn.Linear(6, 5), sf.LIF(), nn.Linear(5, 4), sf.ALIF()))
+
+
+def fused() -> sf.Temporal:
+    torch.manual_seed(0)
+    return sf.fuse(sf.Temporal(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), sf.LIF())))
+
+
+@pytest.mark.parametrize("make", [layers, fused])
+def test_nothing_that_was_sent_outlives_a_recording(
+    group: Group, make: Callable[[], sf.Temporal]
+) -> None:
+    answers = group(unsettled, make, make_input((4, 6, 6)), size=3)
+    for rank, found in enumerate(answers):
+        assert found == [[0] * (1 if rank != 1 else 2)] * 5
