@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +32,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.compiler.relayed import Parts
 from spikefuse.distributed.mesh import parts_of
-from spikefuse.nn import Block, Temporal
-from spikefuse.nn.fusion import Fusion
-from spikefuse.nn.neuron import Neuron
+from spikefuse.nn import Temporal
+from spikefuse.nn.neuron import Neuron, Scan
 
 WARMUP, REPETITIONS = 2, 5
 # Parts in which a scan is measured to find out what a part costs.
@@ -191,6 +191,7 @@ def plan(
     statistics: str = "exact",
     memory: int | None = None,
     speculate: bool = True,
+    recorded: bool = False,
 ) -> Plan:
     """Measure training steps of `model` and exchanges between ranks, and predict what sharing the
     work among the ranks of `mesh` gains. Every rank has to call it; all get the same plan.
@@ -198,24 +199,29 @@ def plan(
     Nothing larger than two ranks' shares of `example` runs here, so that it may be larger than
     one rank's memory. Gradients are left as they were, running statistics are not.
 
+    Of norms and neurons as one, scans are measured by the neurons alone: of the passes of a block's
+    backward, the one that hands states on costs about as much.
+
     Args:
-        model: not sharded yet, with `Temporal` inside.
+        model: not sharded yet, with `Temporal` inside, fused or not.
         example: the input of the whole job, `[T, B, ...]`, its memory perhaps expanded.
         mesh: all ranks, of which two at least.
         statistics: of batch norms in training, as `shard_time` takes it.
         memory: bytes that a rank may use, or None for what its device has.
         speculate: as `shard_time` takes it.
+        recorded: of steps that will be replays of a CUDA graph, as which they are measured too.
 
     Raises:
-        ValueError: a model that is sharded already or fused, or a single rank.
+        ValueError: a model that is sharded already, a single rank, or a recording on a CPU.
     """
     count = mesh.size()
-    _check(model, len(example), count)
+    _check(model, example, count, recorded)
     share = len(example) // count
-    times, sizes = zip(*(_step(model, example[: share * n]) for n in (1, 2)), strict=True)
+    parts = [example[: share * n] for n in (1, 2)]
+    times, sizes = zip(*(_step(model, x, recorded) for x in parts), strict=True)
     scale = len(example) / share
     calls = _neuron_inputs(model, example[:share])
-    how = scale, example.device, speculate
+    how = scale, example.device, speculate, recorded
     layers = [_layer(neuron, inputs, *how) for neuron, inputs in calls]
     largest = max([layer.state_bytes for layer in layers], default=1)
     latency, bandwidth = _exchange(largest, example.device)
@@ -250,24 +256,23 @@ def plan(
     )
 
 
-def _check(model: nn.Module, num_steps: int, num_ranks: int) -> None:
+def _check(model: nn.Module, example: Tensor, num_ranks: int, recorded: bool) -> None:
     """Refuse what `plan` cannot measure."""
     for module in model.modules():
         if isinstance(module, Temporal) and module.shard is not None:
             raise ValueError("the model's time is sharded already: make a plan before shard_time")
-        fusion = module.__dict__.get("fusion")
-        if isinstance(module, Block) or (isinstance(fusion, Fusion) and fusion.fused):
-            raise ValueError(
-                "norms and neurons of the model are fused, and can't be measured apart: make a "
-                "plan of the network before spikefuse.fuse"
-            )
-    if num_ranks < 2 or num_steps < num_ranks:
+    if num_ranks < 2 or len(example) < num_ranks:
         raise ValueError(
-            f"{num_ranks} ranks and {num_steps} steps: a plan needs two ranks, and a step for each"
+            f"{num_ranks} ranks and {len(example)} steps: a plan needs two ranks, and a step for "
+            "each"
+        )
+    if recorded and not example.is_cuda:
+        raise ValueError(
+            f"recorded=True and an example on {example.device}: CUDA graphs need a CUDA GPU"
         )
 
 
-def _step(model: nn.Module, x: Tensor) -> tuple[float, int]:
+def _step(model: nn.Module, x: Tensor, recorded: bool) -> tuple[float, int]:
     """(seconds, bytes) of a forward and backward pass."""
     parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     kept: dict[int, int] = {}
@@ -281,7 +286,7 @@ def _step(model: nn.Module, x: Tensor) -> tuple[float, int]:
         y = model(x if parameters else leaves[0])
         torch.autograd.grad(y.sum(), leaves, allow_unused=True)
 
-    seconds = _measured(run, x.device)
+    seconds = _measured(run, x.device, recorded)
     if x.is_cuda:
         torch.cuda.reset_peak_memory_stats(x.device)
         run()
@@ -295,17 +300,25 @@ def _neuron_inputs(model: nn.Module, x: Tensor) -> list[tuple[Neuron, list[Tenso
     """Each call of a neuron, and inputs like those it gets, `[T, B, ...]`, without memory."""
     seen: list[tuple[Neuron, list[Tensor]]] = []
 
-    def note(neuron: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        assert isinstance(neuron, Neuron)
-        shape = *x.shape[:2], *inputs[0].shape[1:]
-        seen.append((neuron, [torch.empty((), dtype=y.dtype).expand(shape) for y in inputs]))
+    def noting(neuron: Neuron) -> Callable[..., Any]:
+        def call(scan: Scan, inputs: tuple[Tensor, ...], *rest: Any) -> Any:
+            shape = *x.shape[:2], *inputs[0].shape[1:]
+            own = inputs[: len(type(neuron).input_names)]  # a block's residual is none of them
+            seen.append((neuron, [torch.empty((), dtype=y.dtype).expand(shape) for y in own]))
+            return type(neuron).call(neuron, scan, inputs, *rest)
+
+        return call
 
     neurons = [m for m in model.modules() if isinstance(m, Neuron)]
-    handles = [neuron.register_forward_pre_hook(note) for neuron in neurons]
-    with torch.no_grad():
-        model(x)
-    for handle in handles:
-        handle.remove()
+    # Not hooks, which neurons that are fused with a norm do not run.
+    for neuron in neurons:
+        neuron.__dict__["call"] = noting(neuron)
+    try:
+        with torch.no_grad():
+            model(x)
+    finally:
+        for neuron in neurons:
+            del neuron.__dict__["call"]
     return seen
 
 
@@ -340,7 +353,12 @@ class _Alone:
 
 
 def _layer(
-    neuron: Neuron, inputs: list[Tensor], scale: float, device: torch.device, speculate: bool
+    neuron: Neuron,
+    inputs: list[Tensor],
+    scale: float,
+    device: torch.device,
+    speculate: bool,
+    recorded: bool,
 ) -> Layer:
     xs = tuple(
         torch.rand(x.shape, dtype=x.dtype, device=device, requires_grad=True) for x in inputs
@@ -354,14 +372,17 @@ def _layer(
 
         return run
 
-    whole = _measured(scan(_Alone(1)), device)
+    def measured(relay: _Alone) -> float:
+        return _measured(scan(relay), device, recorded)
+
+    whole = measured(_Alone(1))
     count = min(PARTS, xs[0].shape[1])
-    several = _measured(scan(_Alone(count)), device) if count > 1 else whole
+    several = measured(_Alone(count)) if count > 1 else whole
     part = max(several - whole, 0.0) / max(count - 1, 1)
     mend = None
     if speculate:
         began = _Alone(1, speculates=True)
-        mended = _measured(scan(began), device)
+        mended = measured(began)
         mend = max(mended - whole, 0.0) if began.has_mended else None
     state_bytes = 4 * len(type(neuron).states) * xs[0][0].numel()
     return Layer(scale * whole, part, state_bytes, mend)
@@ -391,8 +412,10 @@ def _barrier(device: torch.device) -> float:
     return 2 * _measured(lambda: dist.all_reduce(x), device)
 
 
-def _measured(run: Callable[[], object], device: torch.device) -> float:
+def _measured(run: Callable[[], object], device: torch.device, recorded: bool = False) -> float:
     """The median of some runs, in seconds."""
+    if recorded:
+        run = _replay(run)
     found = []
     for _ in range(WARMUP + REPETITIONS):
         _synchronize(device)
@@ -401,6 +424,23 @@ def _measured(run: Callable[[], object], device: torch.device) -> float:
         _synchronize(device)
         found.append(time.perf_counter() - start)
     return median(found[WARMUP:])
+
+
+def _replay(run: Callable[[], object]) -> Callable[[], object]:
+    """The run as the replay of a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    # Autocast keeps casts of weights, and with them the streams on which these were made.
+    torch.clear_autocast_cache()
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUP):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        run()
+    torch.clear_autocast_cache()
+    return graph.replay
 
 
 def _synchronize(device: torch.device) -> None:

@@ -146,13 +146,46 @@ def test_the_prediction_is_what_is_measured(group: Group) -> None:
             break
 
 
+def planned(axis: DeviceMesh) -> list[tuple[Plan, list[str]]]:
+    """Of a network with a residual as it is, and fused; and what is left at its neurons."""
+    x, found = make_input((8, 4, 3)), []
+    for fuse in (lambda net: net, sf.fuse):
+        net = fuse(sf.Temporal(Residual()))
+        made = plan(net, x, axis)
+        found.append((made, [name for m in net.neurons().values() for name in vars(m)]))
+        y = shard_time(net, axis)(x[steps_of(8, axis.get_local_rank(), axis.size())])
+        assert y.shape == (8 // axis.size(), 4, 5)
+    assert len(net.fusion.fused) == 1
+    return found
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.linear, self.norm = sf.ALIF(), nn.Linear(3, 5), nn.BatchNorm1d(5)
+        self.short, self.last = nn.Linear(3, 5), sf.LIF()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(self.norm(self.linear(x)) + self.short(x))
+
+
+def test_a_fused_network_has_the_same_layers(group: Group) -> None:
+    for answer in group(planned, size=2):
+        for made, left in answer:
+            # Two states of 4 x 3, and one of 4 x 5.
+            assert [layer.state_bytes for layer in made.layers] == [4 * 2 * 12, 4 * 20]
+            assert all(layer.scan > 0 for layer in made.layers)
+            assert made.barriers == 1
+            assert "call" not in left
+
+
 def refused(axis: DeviceMesh) -> None:
     x = make_input((4, 2, 3))
     with pytest.raises(ValueError, match="sharded already"):
         plan(shard_time(sf.Temporal(sf.LIF()), axis), x, axis)
-    fused = sf.fuse(sf.Temporal(nn.Sequential(nn.BatchNorm1d(3), sf.LIF())))
-    with pytest.raises(ValueError, match=r"make a plan of the network before spikefuse\.fuse"):
-        plan(fused, x, axis)
+    with pytest.raises(ValueError, match="CUDA graphs need a CUDA GPU"):
+        plan(sf.Temporal(sf.LIF()), x, axis, recorded=True)
     with pytest.raises(ValueError, match="a plan needs two ranks, and a step for each"):
         plan(sf.Temporal(sf.LIF()), x[:1], axis)
 
