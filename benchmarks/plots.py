@@ -67,18 +67,17 @@ def timestep_scaling(result: dict[str, Any], path: Path) -> Path | None:
 
 
 def time_sharding(result: dict[str, Any], path: Path) -> Path | None:
-    """Speed-up of a layer against T for each number of GPUs, measured and predicted; None where
-    matplotlib is not installed, or no layer was measured."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
+    """Speed-up of a layer against T for each number of GPUs, measured and predicted, of replays of
+    CUDA graphs if there are any; None where matplotlib is not installed, or no layer was measured.
+    """
     rows = [r for r in result["rows"] if r["what"] == "layer" and r["time"] > 1]
+    replays = [r for r in rows if r.get("way") == "CUDA graph" and "speedup" in r]
+    rows = replays or [r for r in rows if "speedup" in r]
     if not rows:
         return None
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
+    figure = canvas((6.4, 4.2))
+    if figure is None:
+        return None
     panel = figure.subplots()
     lines = (("speedup", "o-", "measured"), ("by_paper", ":", "Eq. 5"), ("predicted", "--", "plan"))
     for index, count in enumerate(sorted({r["time"] for r in rows})):
@@ -96,9 +95,7 @@ def time_sharding(result: dict[str, Any], path: Path) -> Path | None:
     panel.legend()
     machine = result["machine"]
     figure.suptitle(f"{rows[0]['N']:,} LIF neurons, {machine.get('gpu') or machine['cpu']}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return save(figure, path)
 
 
 def learning(result: dict[str, Any], path: Path) -> Path | None:

@@ -314,7 +314,8 @@ def time_sharding(result: dict[str, Any], path: Path, root: Path) -> str:
             several = "fits" if row["fits"] else "does not fit"
             notes.append(f"T = {row['T']:,} {alone} on one GPU, and {several} on {row['time']}.")
             continue
-        about = [f"{row['N']:,} neurons" if row["what"] == "layer" else "Spiking-ResNet18",
+        net = f"{row['N']:,} neurons" if row["what"] == "layer" else "Spiking-ResNet18"
+        about = [f"{net}, {row['way']}" if "way" in row else net,
                  f"{row['T']:,}", f"{row['data']} × {row['time']}",
                  row.get("statistics", "–") if row["time"] > 1 else "–"]  # fmt: skip
         if "ms" not in row:

@@ -227,10 +227,12 @@ def test_time_sharding(tmp_path: Path) -> None:
     net = {"what": "network", "T": 128, "batch": 16, "statistics": "shard", "data": 2, "time": 2}
     good = {"status": "ok", "ms": {"median": 100.0}, "speedup": 3.1, "chunks": 4, "memory": 0.26}
     rows = [layer, {**net, **good}, {**net, "status": "out of memory", "reason": "why"}]
+    rows.append({**layer, "way": "CUDA graph", "ms": {"median": 1.5}})
     rows.append({"what": "long", "T": 1024, "time": 4, "fits_one": False, "fits": True})
     record.write(tmp_path, result("time_sharding", rows, bars=[]))
     text = "<!-- generated:time-sharding begin --><!-- generated:time-sharding end -->"
     text = tables.filled(text, tmp_path, tmp_path)
+    assert "| 1,000,000 neurons, CUDA graph | 1,024 | 1 × 2 | – | 1.50 | 1.90×" in text
     assert (
         "| 1,000,000 neurons | 1,024 | 1 × 2 | – | 2.50 | 1.90× | 1.85× | 1.99× | 8 | – |" in text
     )

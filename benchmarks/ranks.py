@@ -1,0 +1,76 @@
+"""Steps that several ranks do together: timed, and what they need."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import spikefuse as sf
+from benchmarks.runner import spread
+from spikefuse.distributed import Plan
+from spikefuse.distributed.time_sharding import TimeShard
+
+# Steps in a round.
+REPETITIONS = 3
+# They connect the ranks and let cuDNN choose its algorithms.
+STEPS_BEFORE_GRAPH = 5
+
+
+def set_chunks(net: sf.Temporal, chunks: int) -> None:
+    if isinstance(net.shard, TimeShard):
+        net.shard.chunks = chunks
+
+
+def timed(step: Callable[[], object], device: torch.device, rounds: int) -> dict[str, Any]:
+    """Milliseconds of a step, that of the slowest rank in each round."""
+    together = torch.zeros(1, device=device)
+
+    def synchronize() -> None:
+        dist.all_reduce(together)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    for _ in range(REPETITIONS):
+        step()
+    found = []
+    for _ in range(rounds):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(REPETITIONS):
+            step()
+            dist.all_reduce(together)  # a step ends for all
+        synchronize()
+        found.append((time.perf_counter() - start) / REPETITIONS * 1e3)
+    values = torch.tensor(found, dtype=torch.float64, device=device)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return spread(values.tolist())
+
+
+def peak(step: Callable[[], object], device: torch.device) -> int:
+    """Bytes of a GPU's memory in a step, on the rank that needs most."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    return int(highest(torch.cuda.max_memory_allocated(device), device))
+
+
+def highest(value: float, device: torch.device) -> float:
+    """That of any rank."""
+    found = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def predict(rows: list[dict[str, Any]], made: Plan) -> None:
+    """Add what Eq. 5 and the plan say of each row's speed-up."""
+    for row in rows:
+        if row.get("status", "ok") == "ok":
+            seconds = made.seconds(row["time"], row["chunks"], row["data"])
+            row["predicted"] = made.whole / seconds
+            row["by_paper"] = made.speedup_by_paper(row["time"])
+            row["exchange_ms"] = 1e3 * made.exchange

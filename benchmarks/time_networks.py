@@ -1,0 +1,208 @@
+"""Training steps of Spiking-ResNet18 whose time several ranks share, eagerly and as CUDA graphs."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import spikefuse as sf
+from benchmarks.agreement import ROUNDING, apart
+from benchmarks.ranks import STEPS_BEFORE_GRAPH, highest, peak, predict, set_chunks, timed
+from benchmarks.runner import first_line
+from benchmarks.steps import EAGERLY, GRAPH, graphed
+from benchmarks.workloads import Workload
+from spikefuse.distributed import (
+    mean_over_steps,
+    plan,
+    reduce_gradients,
+    shard_time,
+    steps_of,
+)
+
+NETWORK = Workload("resnet18", (2, 128, 128), num_classes=11, T=128, batch=16)
+# A replay may be so many times as far from an eager step as another eager one is.
+SPREAD = 2.0
+
+Row = dict[str, Any]
+Meshes = dict[int, DeviceMesh]
+
+
+class NetworkStep:
+    """A training step of the network, norms and neurons fused, without its optimizer; it gives the
+    gradients."""
+
+    def __init__(
+        self, workload: Workload, mesh: DeviceMesh | None, device: torch.device, **how: Any
+    ) -> None:
+        torch.manual_seed(0)
+        net = sf.Temporal(workload.network(workload.neuron))
+        net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.net = sf.fuse(net)
+        self.mesh, self.device = mesh, device
+        steps, rows = slice(0, workload.T), slice(0, workload.batch)
+        if mesh is not None:
+            time_axis, data = mesh["time"], mesh["data"]
+            steps = steps_of(workload.T, time_axis.get_local_rank(), time_axis.size())
+            rows = steps_of(workload.batch, data.get_local_rank(), data.size())
+            if time_axis.size() > 1:
+                shard_time(self.net, time_axis, **how)
+        count, size = steps.stop - steps.start, rows.stop - rows.start
+        pixels = torch.randint(0, 3, (count * size, *workload.shape), device=device).float()
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
+        self.x = pixels.unflatten(0, (count, size))
+        self.labels = torch.zeros(size, dtype=torch.int64, device=device)
+
+    def __call__(self) -> list[Tensor]:
+        for p in self.net.parameters():
+            p.grad = None
+        with torch.autocast(self.device.type, torch.bfloat16):
+            y = self.net(self.x)
+        mean = y.mean(0) if self.mesh is None else mean_over_steps(y, self.mesh["time"])
+        F.cross_entropy(mean.float(), self.labels).backward()
+        if self.mesh is not None:
+            reduce_gradients(self.net, self.mesh)
+        return [p.grad for p in self.net.parameters() if p.grad is not None]
+
+
+def workload_of(args: argparse.Namespace) -> Workload:
+    return replace(NETWORK.small(), model="conv") if args.quick else NETWORK
+
+
+def rows_of(
+    meshes: Meshes, device: torch.device, args: argparse.Namespace, way: str
+) -> Iterator[Row]:
+    """One GPU with all the work; all GPUs by every data x time; and k of them by time alone. All in
+    one way, and compared with one GPU in this way."""
+    workload, whole = workload_of(args), max(meshes)
+    one = measure(workload, None, device, args, "exact", way)
+    yield {**one, "time": 1, "data": 1, "speedup": 1.0, "memory": 1.0}
+    for statistics in ("exact", "shard"):
+        for k, mesh in meshes.items():
+            if k > 1 or statistics == "exact":
+                row = measure(workload, mesh, device, args, statistics, way)
+                yield compared({**row, "time": k, "data": whole // k}, one)
+            if 1 < k < whole:  # by time alone: each row of the mesh has all the work
+                copies = replace(workload, batch=workload.batch * whole // k)
+                row = measure(copies, mesh, device, args, statistics, way)
+                yield compared({**row, "time": k, "data": 1, "batch": workload.batch}, one)
+
+
+def compared(row: Row, one: Row) -> Row:
+    if row["status"] == "ok" and one["status"] == "ok":
+        row["speedup"] = one["ms"]["median"] / row["ms"]["median"]
+        row["memory"] = row["bytes"] / one["bytes"] if one["bytes"] else None
+    return row
+
+
+def measure(
+    workload: Workload,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    args: argparse.Namespace,
+    statistics: str,
+    way: str,
+) -> Row:
+    about = {"what": "network", "way": way, "T": workload.T, "batch": workload.batch,
+             "statistics": statistics}  # fmt: skip
+    size = 1 if mesh is None else mesh["time"].size()
+    found: dict[int, dict[str, Any]] = {}
+    used, errors = 0, []
+    try:
+        step = NetworkStep(workload, mesh, device, statistics=statistics)
+        for chunks in args.network_chunks if size > 1 else (1,):
+            set_chunks(step.net, chunks)
+            if way == EAGERLY:
+                run, used = step, peak(step, device)
+            else:
+                run, used = recorded(step, device)
+                errors.append(verify(step, run))
+            found[chunks] = timed(run, device, args.rounds)
+            del run
+            gc.collect()  # of a graph its memory, before the next one
+    except torch.OutOfMemoryError as error:
+        return {**about, "status": "out of memory", "reason": first_line(error)}
+    except AssertionError as error:
+        return {**about, "status": "wrong", "reason": first_line(error)}
+    except Exception as error:
+        if way == EAGERLY:
+            raise
+        return {**about, "status": "unavailable", "reason": first_line(error)}
+    best = min(found, key=lambda chunks: found[chunks]["median"])
+    row = {**about, "status": "ok", "chunks": best, "ms": found[best], "bytes": used}
+    row["by_chunks"] = {str(chunks): ms["median"] for chunks, ms in found.items()}
+    return row | ({"error": max(errors)} if errors else {})
+
+
+def recorded(step: NetworkStep, device: torch.device) -> tuple[Callable[[], list[Tensor]], int]:
+    """The step's replay, and the bytes that it needs on the rank that needs most."""
+    before = torch.cuda.memory_allocated(device)
+    run, held = graphed(step, STEPS_BEFORE_GRAPH)
+    return run, int(highest(before + held, device))
+
+
+def verify(step: NetworkStep, run: Callable[[], list[Tensor]]) -> float:
+    """How far the gradients of a replay are from those of an eager step.
+
+    Raises:
+        AssertionError: too far, on all ranks.
+    """
+    expected = [g.clone() for g in step()]
+    spread = apart(step(), expected)
+    for grad in run():
+        grad.fill_(torch.nan)
+    error = apart(run(), expected)
+    # What is no number is no agreement, and no rank may stop alone.
+    error = highest(error if error == error else 1e9, step.device)
+    allowed = max(ROUNDING["bfloat16"], SPREAD * highest(spread, step.device))
+    assert error <= allowed, f"a replay is {error:.3g} from an eager step, allowed is {allowed:.3g}"
+    return float(f"{error:.3g}")
+
+
+def predicted(
+    rows: list[Row], mesh: DeviceMesh, device: torch.device, args: argparse.Namespace
+) -> None:
+    """Add to the rows of networks what is predicted of them."""
+    step = NetworkStep(workload_of(args), None, device)
+    shared = [r for r in rows if r["what"] == "network" and r["time"] > 1]
+    for way in dict.fromkeys(r["way"] for r in shared):
+        for statistics in ("exact", "shard"):
+            mine = [r for r in shared if (r["way"], r["statistics"]) == (way, statistics)]
+            with torch.autocast(device.type, torch.bfloat16):
+                made = plan(step.net, step.x, mesh, statistics, recorded=way == GRAPH)
+            predict(mine, made)
+
+
+def longest(mesh: DeviceMesh, device: torch.device) -> Row:
+    """The T at which one GPU has not enough memory, on all of them."""
+    T = NETWORK.T
+    while True:
+        T *= 2
+        workload = replace(NETWORK, T=T)
+        alone = fits(workload, None, device)
+        together = fits(workload, mesh, device)
+        if not (alone and together) or T >= 1 << 14:
+            break
+    return {"what": "long", "T": T, "batch": NETWORK.batch, "time": mesh["time"].size(),
+            "fits_one": alone, "fits": together}  # fmt: skip
+
+
+def fits(workload: Workload, mesh: DeviceMesh | None, device: torch.device) -> bool:
+    """Whether a step can be made, on all ranks."""
+    good = torch.ones(1, device=device)
+    try:
+        NetworkStep(workload, mesh, device, statistics="shard", chunks=4)()
+    except torch.OutOfMemoryError:
+        good.zero_()
+    gc.collect()
+    torch.cuda.empty_cache()
+    dist.all_reduce(good, dist.ReduceOp.MIN)
+    return bool(good.item())
