@@ -4,10 +4,11 @@
     python -m benchmarks.event_scaling --ranks 1 2 --quick --device cpu
 
 The width of the layers stays, and each rank brings the same number of neurons: K ranks have K times
-as many layers, as in Finkbeiner and Neftci's poster. Efficiency is the time of one rank over that
-of K. The most ranks also have a network of a million neurons. It starts torchrun for each number of
-ranks; started by torchrun, over several nodes perhaps, it measures these ranks alone, and writes a
-result of theirs. Before, a small network that is shared out is compared with the whole one.
+as many layers, as in Finkbeiner and Neftci's poster. The input is as wide and as active as a layer,
+so that each rank brings as many weights and events, too. Efficiency is the time of one rank over
+that of K. The most ranks also have a network of a million neurons. It starts torchrun for each
+number of ranks; started by torchrun, over several nodes perhaps, it measures these ranks alone, and
+writes a result of theirs. Before, a small network that is shared out is compared with the whole.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from spikefuse.distributed import NeuronShard, Replicated, shard_neurons
 from spikefuse.distributed.neuron_sharding import bounds
 from spikefuse.nn import EventLinear, Events, scale_to_rate
 
-INPUTS, INPUT_RATE = 700, 48 / 700
 # The runs that are compared, and the one of so many neurons in all.
 SCALING, LARGEST = "weak scaling", "the largest"
 # On so many ranks: efficiency, and the least neurons and parameters for which it counts.
@@ -45,7 +45,7 @@ BAR_RANKS, BAR, BAR_NEURONS, BAR_PARAMETERS = 4, 0.75, 190_000, 180_000_000
 ROUNDING = 1e-5
 
 DEFAULTS = {
-    "neurons": 49_400, "width": 3_800, "T": 100, "batch": 48, "rounds": 7, "largest": 1_000_000
+    "neurons": 47_500, "width": 9_500, "T": 100, "batch": 48, "rounds": 7, "largest": 1_000_000
 }  # fmt: skip
 QUICK = {"neurons": 200, "width": 100, "T": 10, "batch": 4, "rounds": 2, "largest": 500}
 
@@ -54,8 +54,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks.event_scaling", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="on one machine")
-    parser.add_argument("--neurons", type=int, help="of each rank (49,400)")
-    parser.add_argument("--width", type=int, help="neurons of a layer (3,800)")
+    parser.add_argument("--neurons", type=int, help="of each rank (47,500)")
+    parser.add_argument("--width", type=int, help="neurons of a layer (9,500)")
     parser.add_argument("--largest", type=int, help="neurons in all of one more run (1,000,000)")
     parser.add_argument("--rate", type=float, default=0.01, help="share of neurons that fire")
     parser.add_argument("--T", type=int, help="time steps (100)")
@@ -81,16 +81,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def network(args: argparse.Namespace, events: Events, device: torch.device) -> nn.Sequential:
     """Each rank makes its own shares, layer by layer at the activity asked for."""
     layers: list[nn.Module] = []
-    width = INPUTS
     for _ in range(args.neurons // args.width * dist.get_world_size()):
-        shard = NeuronShard(width, args.width, neuron(), device=device)
+        shard = NeuronShard(args.width, args.width, neuron(), device=device)
         scale_to_rate(shard.layer, events, args.rate)
         with torch.no_grad():
             events = shard(events)
         layers.append(shard)
-        width = args.width
     torch.manual_seed(0)
-    return nn.Sequential(*layers, Replicated(EventLinear(width, CLASSES, device=device)))
+    return nn.Sequential(*layers, Replicated(EventLinear(args.width, CLASSES, device=device)))
 
 
 def verify(device: torch.device, contender: Contender, result: None) -> None:
@@ -135,7 +133,7 @@ def _apart(found: Tensor, expected: Tensor) -> float:
 
 def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(0)
-    drawn = torch.rand(args.T, args.batch, INPUTS) < INPUT_RATE
+    drawn = torch.rand(args.T, args.batch, args.width) < args.rate
     events = Events.from_dense(drawn.float().to(device))
     labels = torch.randint(CLASSES, (args.batch,)).to(device)
     torch.manual_seed(1 + dist.get_rank())

@@ -23,8 +23,8 @@ def test_one_and_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert [one["ranks"], two["ranks"]] == [1, 2]
     assert [one["layers"], two["layers"]] == [2, 4]  # each rank brings as many neurons
     assert [one["neurons"], two["neurons"]] == [200, 400]
-    first, inner, last = 700 * 100 + 100, 100 * 100 + 100, 100 * 20 + 20
-    assert two["parameters"] == first + 3 * inner + last
+    layer, last = 100 * 100 + 100, 100 * 20 + 20
+    assert [one["parameters"], two["parameters"]] == [2 * layer + last, 4 * layer + last]
     assert [r["contenders"][0]["status"] for r in (one, two)] == ["ok", "ok"]
     times = [event_scaling.milliseconds(r) for r in (one, two)]
     assert one["efficiency"] == 1.0
@@ -59,7 +59,7 @@ def test_the_defaults_are_large_enough() -> None:
     args = event_scaling.arguments(["--device", "cuda"])
     layers = 4 * (args.neurons // args.width)
     assert layers * args.width >= event_scaling.BAR_NEURONS
-    assert (layers - 1) * args.width**2 >= event_scaling.BAR_PARAMETERS
+    assert layers * args.width**2 >= event_scaling.BAR_PARAMETERS
 
 
 def test_ranks_that_fail_leave_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import first_call, layer, networks, neurons, record, steps, timestep_scaling
+import pytest
+
+from benchmarks import (
+    event_networks,
+    event_streaming,
+    events,
+    first_call,
+    layer,
+    networks,
+    neurons,
+    record,
+    steps,
+    timestep_scaling,
+)
+from benchmarks.event_networks import DENSE, EVENTS, GRAPH, LOOP, Case
 
 
 def test_timestep_scaling(tmp_path: Path) -> None:
@@ -58,3 +72,19 @@ def test_first_call(tmp_path: Path) -> None:
     assert path is not None
     rows = record.read(path)["rows"]
     assert [(row["neuron"], row["status"]) for row in rows] == [("own", "ok"), ("LIF", "ok")]
+
+
+def test_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(20, 4, 50, 0.2, (60, 50), (0.05,), loop_bar=1.0)
+    for module in (events, event_networks, event_streaming):
+        monkeypatch.setattr(module, "CASES", {"shd": case, event_streaming.CASE: case})
+    options = "--cases shd --loop --streaming --quick --rounds 2 --device cuda --out"
+    result = record.read(events.main([*options.split(), str(tmp_path)]))
+    (row,) = result["rows"]
+    found = {c["name"]: c for c in row["contenders"]}
+    for name in (DENSE, EVENTS, LOOP, DENSE + GRAPH, LOOP + GRAPH):
+        assert found[name]["status"] == "ok", found[name]
+    assert found[EVENTS + GRAPH]["reason"] == event_networks.NO_GRAPH
+    assert row["times_dense"][DENSE + GRAPH] > 1
+    assert "our best, than the compiled loop" in result["bars"][0]["what"]
+    assert [c["status"] for c in result["streaming"]["contenders"]] == ["ok"] * 4
