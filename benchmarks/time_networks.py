@@ -74,7 +74,12 @@ class NetworkStep:
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
-    return replace(NETWORK.small(), model="conv") if args.quick else NETWORK
+    """A small one has just a step for each rank, and a sample."""
+    if not args.quick:
+        return NETWORK
+    count = dist.get_world_size() if dist.is_initialized() else 1
+    small = NETWORK.small()
+    return replace(small, model="conv", T=max(small.T, count), batch=max(small.batch, count))
 
 
 def rows_of(
