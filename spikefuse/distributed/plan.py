@@ -231,20 +231,14 @@ def plan(
     numbers += [_barrier(example.device) if barriers else 0.0]
     numbers += [_capacity(example.device) if memory is None else memory]
     numbers += [x for layer in layers for x in (layer.scan, layer.part, layer.mend or 0.0)]
-    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, numbers)
-    columns = list(zip(*everyone, strict=True))
+    columns = _of_all_ranks(numbers)
     means = [fmean(column) for column in columns]
-    triples = zip(means[6::3], means[7::3], means[8::3], layers, strict=True)
     return Plan(
         num_ranks=count,
         batch=example.shape[1],
         fixed=max(means[0], 0.0),
         scaled=max(means[1], 0.0),
-        layers=[
-            Layer(scan, part, layer.state_bytes, None if layer.mend is None else mend)
-            for scan, part, mend, layer in triples
-        ],
+        layers=_averaged(layers, means[6:]),
         # A rank without a neighbour to ask has measured nothing: 0, and infinity.
         latency=max(columns[2]),
         bandwidth=min(columns[3]),
@@ -254,6 +248,22 @@ def plan(
         scaled_bytes=int(scale * (sizes[1] - sizes[0])),
         capacity=int(min(columns[5])),
     )
+
+
+def _of_all_ranks(numbers: list[float]) -> list[tuple[float, ...]]:
+    """For each number that of every rank."""
+    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, numbers)
+    return list(zip(*everyone, strict=True))
+
+
+def _averaged(layers: list[Layer], means: list[float]) -> list[Layer]:
+    """The layers with means over all ranks: three of each."""
+    triples = zip(means[::3], means[1::3], means[2::3], layers, strict=True)
+    return [
+        Layer(scan, part, layer.state_bytes, None if layer.mend is None else mend)
+        for scan, part, mend, layer in triples
+    ]
 
 
 def _check(model: nn.Module, example: Tensor, num_ranks: int, recorded: bool) -> None:
