@@ -164,6 +164,7 @@ class Call:
         outputs: Tensors,
         finals: Tensors,
         saved: Tensors,
+        bits: Tensors = (),
     ) -> None:
         """Mend what `forward` has written from rest, now that the initial states are known.
 
@@ -171,19 +172,22 @@ class Call:
 
         Args:
             saved: as `forward` has stored them, which it has to have done.
+            bits: those that `forward` has written.
         """
         if not self.layout.num_neurons:
             return
         written = [self.layout.conform(y) for y in outputs]
         sequences = [*self._conforming(inputs), *written]
-        key = ("revises", *[y.stride() for y in written])
+        packs = bool(bits)
+        key = ("revises", packs, *[y.stride() for y in written])
         launch = self._forward.get(key)
         if launch is None:
             kernel, prepare = self.program.module().forward, self.program.launcher.prepare
-            launch = self._forward[key] = prepare(kernel, self.layout, sequences, revises=True)
+            flags = {"packs": packs, "revises": True}
+            launch = self._forward[key] = prepare(kernel, self.layout, sequences, **flags)
         starts = [self.layout.conform_step(s) for s in states]
         by_state = self._by_state(starts, finals, saved or self._no_rows)
-        launch(sequences, by_state, self._no_bits, self._values(params, scalars))
+        launch(sequences, by_state, bits or self._no_bits, self._values(params, scalars))
         _delivered(written, outputs)
 
     def backward(

@@ -89,7 +89,7 @@ def run(
     save = torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]
     arguments = name, inputs, states, params, scalars, save, num_finals > 0
     if relay is not None:
-        results = relayed(*arguments, relay)
+        results = relayed(*arguments, relay, bits)
     elif not is_plain(tensors):
         results = torch.ops.spikefuse.scan(*arguments)
     elif save:

@@ -85,15 +85,17 @@ def relayed(
     save: bool,
     final: bool,
     relay: Relay,
+    bits: list[Tensor] | None = None,
 ) -> Sequence[Tensor]:
     """Outputs of the steps that are here, then, if asked for, the states after the last of them.
 
     Args:
         states: those before the first step of all, in the first process; none in the others.
         relay: how states travel. The rest is as the library op `spikefuse::scan` has it.
+        bits: as `Call.forward` takes them.
     """
     tensors = (*inputs, *states, *params)
-    work = _Work(name, relay, scalars, len(inputs), len(states), save, final)
+    work = _Work(name, relay, scalars, len(inputs), len(states), save, final, bits)
     return _RelayedScan.apply(work, *tensors) if save else work.forward(tensors)[0]
 
 
@@ -114,10 +116,16 @@ def scan_parts(
     scalars: Sequence[float],
     save: bool,
     final: bool,
+    bits: list[Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[tuple[int, int]]]:
     """A program forward over parts of the batch, states handed on: (outputs, final states if asked
-    for, initial and stored states of the parts, how many of both each part has)."""
+    for, initial and stored states of the parts, how many of both each part has).
+
+    Args:
+        bits: gets those of the outputs if there is one part, whose bits are those of all.
+    """
     rows = relay.parts(inputs[0].shape[1])
+    bits = bits if len(rows) == 1 else None
     calls, xs = calls_of(name, inputs, rows)
     outputs, _, _ = call_of(name, spec(inputs)).results(False, False)
     starts = [[s[part] for s in states] for part in rows]
@@ -130,19 +138,19 @@ def scan_parts(
     ends_too = final or not relay.is_last
 
     def ahead(i: int) -> None:
-        how = True, ends_too
+        how = True, ends_too, bits
         into = [y[:, rows[i]] for y in outputs]
-        guesses.append(calls[i].forward(xs[i], (), params, scalars, *how, into=into))
+        guesses.append(calls[i].forward(xs[i], (), params, scalars, *how, into))
 
     def run(i: int) -> list[Tensor]:
         at = xs[i], starts[i], params, scalars
         if guesses:
-            calls[i].revise(*at, *guesses[i])
+            calls[i].revise(*at, *guesses[i], bits or ())
             _, ends, stored = guesses[i]
             stored = stored if save else []
         else:
             into = [y[:, rows[i]] for y in outputs]
-            _, ends, stored = calls[i].forward(*at, save, ends_too, into=into)
+            _, ends, stored = calls[i].forward(*at, save, ends_too, bits, into)
         kept.extend((*starts[i], *stored))
         counts.append((len(starts[i]), len(stored)))
         finals.append(ends)
@@ -168,13 +176,15 @@ class _Work:
     num_states: int
     save: bool
     final: bool
+    bits: list[Tensor] | None = None
     #: How many initial and stored states of each part are kept.
     counts: list[tuple[int, int]] = field(default_factory=list)
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """(outputs and the final states that are asked for, states to keep for backward)"""
         inputs, states, params = self._split([t.detach() for t in tensors])
-        how = params, self.scalars, self.save, self.final
+        bits, self.bits = self.bits, None  # the caller's: not for as long as this lives
+        how = params, self.scalars, self.save, self.final, bits
         outputs, ends, kept, self.counts = scan_parts(self.name, self.relay, inputs, states, *how)
         return [*outputs, *ends], kept
 

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from spikefuse.distributed.faults import Watch, recording
+from spikefuse.nn.batch_norm import begin_gather
 
 
 class Ranks:
@@ -28,10 +28,10 @@ class Ranks:
         """Replace `x` by the sum of all ranks'."""
         self._wait(dist.all_reduce(x, group=self._group, async_op=True), x)
 
-    def gather(self, x: Tensor) -> list[Tensor]:
-        """Those of all ranks."""
-        rows = [torch.empty_like(x) for _ in range(self.size)]
-        self._wait(dist.all_gather(rows, x, group=self._group, async_op=True), x)
+    def gather(self, x: Tensor) -> Tensor:
+        """Those of all ranks, `[k, ...]`."""
+        rows, work = begin_gather(x, self._group)
+        self._wait(work, x)
         return rows
 
     def _wait(self, work: dist.Work | None, x: Tensor) -> None:

@@ -148,7 +148,7 @@ def _moments(x: Tensor, repeats: int, ranks: Ranks) -> tuple[Tensor, Tensor, Ten
         var, mean = torch.var_mean(x.float(), _others(x), correction=0)
     values = repeats * x.numel() // x.shape[1]
     mine = torch.cat([mean, var, mean.new_full((1,), values)])
-    means, variances, counts = torch.stack(ranks.gather(mine)).split([len(mean), len(var), 1], 1)
+    means, variances, counts = ranks.gather(mine).split([len(mean), len(var), 1], 1)
     count = counts.sum()
     weights = counts / count
     mean = (weights * means).sum(0)

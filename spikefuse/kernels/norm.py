@@ -50,6 +50,42 @@ def statistics(
     return results
 
 
+def merged(
+    shares: Tensor,
+    weight: Tensor | None,
+    running: tuple[Tensor | None, Tensor | None, Tensor | None],
+    momentum: float,
+    eps: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """The statistics of several shares as those of one batch.
+
+    Args:
+        shares: float32 `[k, 2C + 1]`: of each the means, the biased variances, and the number of
+            values per channel. The rest is as in `statistics`.
+
+    Returns:
+        What `statistics` returns, of all shares, and the number of values per channel in all, a
+        float32 scalar.
+    """
+    if backend == "triton":
+        from spikefuse.kernels import norm_triton
+
+        return norm_triton.run_merged(shares, weight, running, momentum, eps)
+    channels = shares.shape[1] // 2
+    means, variances, numbers = shares.split([channels, channels, 1], 1)
+    number = numbers.sum()
+    results = torch.empty((4, channels), dtype=torch.float32)
+    # About the first mean, in case that means are large.
+    shift = (numbers * (means - means[:1])).sum(0) / number
+    results[0] = means[0] + shift
+    inside = variances + (means - means[:1] - shift).square()
+    results[3] = (numbers * inside).sum(0) / number
+    normalization(results, weight, eps)
+    move(running, results[0], results[3] * (number / (number - 1)), momentum)
+    return results, number
+
+
 def normalization(results: Tensor, weight: Tensor | None, eps: float) -> None:
     """Fill rows 1 and 2 of what `statistics` returns from its row 3."""
     torch.rsqrt(results[3] + eps, out=results[2])

@@ -97,6 +97,69 @@ def _move(at, value, momentum, mask):
     tl.store(at, (1.0 - momentum) * old + momentum * value, mask=mask)
 
 
+@triton.jit
+def _store_statistics(results_ptr, weight_ptr, c, channels, exists, mean, variance, eps):
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
+    scale = inverse
+    if weight_ptr is not None:
+        scale = inverse * tl.load(weight_ptr + c, mask=exists, other=0.0).to(tl.float32)
+    tl.store(results_ptr + c, mean, mask=exists)
+    tl.store(results_ptr + channels + c, scale, mask=exists)
+    tl.store(results_ptr + 2 * channels + c, inverse, mask=exists)
+    tl.store(results_ptr + 3 * channels + c, variance, mask=exists)
+
+
+@triton.jit
+def _move_on(mean_ptr, variance_ptr, batches_ptr, c, exists, mean, variance, number, momentum):
+    """Move running statistics on."""
+    if mean_ptr is not None:
+        unbiased = variance * tl.div_rn(number, number - 1.0)
+        _move(mean_ptr + c, mean, momentum, exists)
+        _move(variance_ptr + c, unbiased, momentum, exists)
+    if batches_ptr is not None:  # noqa: SIM102
+        if tl.program_id(0) == 0:
+            tl.store(batches_ptr, tl.load(batches_ptr) + 1)
+
+
+@triton.jit(do_not_specialize=["shares", "channels"])
+def merge(
+    shares_ptr,
+    weight_ptr,
+    running_mean_ptr,
+    running_variance_ptr,
+    batches_ptr,
+    results_ptr,
+    number_ptr,
+    momentum: tl.float32,
+    eps: tl.float32,
+    shares: tl.int64,
+    channels: tl.int64,
+    WIDTH: tl.constexpr,
+    SHARES: tl.constexpr,
+):
+    """Statistics of shares, rows of means, variances and a number, as those of one batch."""
+    c = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    exists = c < channels
+    share = tl.arange(0, SHARES)[:, None]
+    rows_ptr, live = shares_ptr + share * (2 * channels + 1), share < shares
+    n = tl.load(rows_ptr + 2 * channels, mask=live, other=0.0)
+    number = tl.sum(tl.sum(n, 1), 0)
+    live = live & exists[None, :]
+    means = tl.load(rows_ptr + c[None, :], mask=live, other=0.0)
+    variances = tl.load(rows_ptr + channels + c[None, :], mask=live, other=0.0)
+    # About the first mean, in case that means are large.
+    base = tl.load(shares_ptr + c, mask=exists, other=0.0)
+    d = tl.where(live, means - base[None, :], 0.0)
+    shift = tl.div_rn(tl.sum(n * d, 0), number)
+    d = tl.where(live, d - shift[None, :], 0.0)
+    mean, variance = base + shift, tl.div_rn(tl.sum(n * (variances + d * d), 0), number)
+    _store_statistics(results_ptr, weight_ptr, c, channels, exists, mean, variance, eps)
+    running_ptr, spread_ptr = running_mean_ptr, running_variance_ptr
+    _move_on(running_ptr, spread_ptr, batches_ptr, c, exists, mean, variance, number, momentum)
+    if tl.program_id(0) == 0:
+        tl.store(number_ptr, number)
+
+
 @triton.jit(do_not_specialize=["outer", "channels", "inner", "rows", "repeats"])
 def statistics(
     x_ptr,
@@ -166,23 +229,10 @@ def statistics(
         mean, variance = _combined(
             means_ptr, spreads_ptr, rows, outer, each, channels, exists, CHANNELS, SHARES
         )
-        deviation = tl.sqrt_rn(variance + eps)
-        inverse = tl.div_rn(1.0, deviation)
-        scale = inverse
-        if weight_ptr is not None:
-            scale = inverse * tl.load(weight_ptr + c, mask=exists, other=0.0).to(tl.float32)
-        tl.store(results_ptr + c, mean, mask=exists)
-        tl.store(results_ptr + channels + c, scale, mask=exists)
-        tl.store(results_ptr + 2 * channels + c, inverse, mask=exists)
-        tl.store(results_ptr + 3 * channels + c, variance, mask=exists)
-        if running_mean_ptr is not None:
-            times = (outer * each * repeats).to(tl.float32)
-            unbiased = variance * tl.div_rn(times, times - 1.0)
-            _move(running_mean_ptr + c, mean, momentum, exists)
-            _move(running_variance_ptr + c, unbiased, momentum, exists)
-        if batches_ptr is not None:  # noqa: SIM102
-            if tl.program_id(0) == 0:
-                tl.store(batches_ptr, tl.load(batches_ptr) + 1)
+        _store_statistics(results_ptr, weight_ptr, c, channels, exists, mean, variance, eps)
+        running_ptr, spread_ptr = running_mean_ptr, running_variance_ptr
+        number = (outer * each * repeats).to(tl.float32)
+        _move_on(running_ptr, spread_ptr, batches_ptr, c, exists, mean, variance, number, momentum)
 
 
 @triton.jit
@@ -342,3 +392,25 @@ def run_gradient_sums(
     device = scale_sums.device
     launch = _launch(gradient_sums, at, (), device, (torch.float32,), _owner(device))
     return launch(scale_sums, shift_sums, normalization, numbers=(number,))
+
+
+def run_merged(
+    shares: Tensor,
+    weight: Tensor | None,
+    running: tuple[Tensor | None, Tensor | None, Tensor | None],
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """See `spikefuse.kernels.norm.merged`."""
+    count, channels = len(shares), shares.shape[1] // 2
+    results, number = shares.new_empty((4, channels)), shares.new_empty(())
+    dtypes = tuple(None if t is None else t.dtype for t in (weight, running[0]))
+    launch = _merge(count, channels, dtypes, shares.device)
+    launch((shares, weight, *running, results, number), params=(momentum, eps))
+    return results, number
+
+
+@lru_cache(maxsize=1024)
+def _merge(count: int, channels: int, dtypes: tuple[Any, ...], device: torch.device) -> Launch:
+    constants = count, channels, WIDTH, triton.next_power_of_2(count)
+    return Launch(merge, (-(-channels // WIDTH), 1, 1), constants, 1, device)

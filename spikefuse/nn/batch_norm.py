@@ -9,10 +9,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.kernels.norm import move, normalization, statistics
+from spikefuse.kernels.norm import merged, statistics
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 Running = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+# Of an older PyTorch, by its name there.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def begin_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """`[k, ...]`, the tensors of all ranks of a group, once the work is waited for."""
+    flat = x.new_empty(group.size() * x.numel())
+    work = _gather(flat, x.contiguous().view(-1), group=group, async_op=True)
+    assert work is not None
+    return flat.view(group.size(), *x.shape), work
 
 
 class Ranks(Protocol):
@@ -23,8 +35,8 @@ class Ranks(Protocol):
         """Replace `x` by the sum of all ranks'."""
         ...
 
-    def gather(self, x: Tensor) -> list[Tensor]:
-        """Those of all ranks."""
+    def gather(self, x: Tensor) -> Tensor:
+        """Those of all ranks, `[k, ...]`."""
         ...
 
 
@@ -37,10 +49,10 @@ class GroupRanks:
     def sum(self, x: Tensor) -> None:
         dist.all_reduce(x, group=self.group)
 
-    def gather(self, x: Tensor) -> list[Tensor]:
-        gathered = x.new_empty(dist.get_world_size(self.group), *x.shape)
-        dist.all_gather_into_tensor(gathered, x, self.group)
-        return list(gathered)
+    def gather(self, x: Tensor) -> Tensor:
+        rows, work = begin_gather(x, self.group)
+        work.wait()
+        return rows
 
 
 def by_batch(norm: _BatchNorm) -> bool:
@@ -83,12 +95,10 @@ def batch_statistics(
         momentum = momentum_of(norm)
         found = statistics(x, weight, running, momentum, norm.eps, backend)
         return found, number, None
-    found = statistics(x, None, (None, None, None), 0.0, norm.eps, backend)
-    total = _combine(found, number, ranks)
-    normalization(found, weight, norm.eps)
-    unbiased = found[3] * (total / (total - 1))
-    move(running, found[0], unbiased, momentum_of(norm))
-    return found, total, ranks
+    own = statistics(x, None, (None, None, None), 0.0, norm.eps, backend)
+    share = torch.cat((own[0], own[3], own.new_full((1,), number)))
+    rest = weight, running, momentum_of(norm), norm.eps, backend
+    return *merged(ranks.gather(share), *rest), ranks
 
 
 def _own_ranks(norm: nn.SyncBatchNorm) -> Ranks | None:
@@ -97,19 +107,3 @@ def _own_ranks(norm: nn.SyncBatchNorm) -> Ranks | None:
         return None
     group: Any = norm.process_group or dist.group.WORLD
     return GroupRanks(group) if dist.get_world_size(group) > 1 else None
-
-
-def _combine(statistics: Tensor, number: float, ranks: Ranks) -> Tensor:
-    """Replace mean and variance by those over all ranks; returns the values per channel there."""
-    own = torch.cat((statistics[0], statistics[3], statistics.new_full((1,), number)))
-    gathered = torch.stack(ranks.gather(own))
-    channels = statistics.shape[1]
-    means, variances = gathered[:, :channels], gathered[:, channels:-1]
-    numbers = gathered[:, -1:]
-    total = numbers.sum()
-    # About the first rank's mean, in case that means are large.
-    shift = (numbers * (means - means[:1])).sum(0) / total
-    statistics[0] = means[0] + shift
-    inside = variances + (means - means[:1] - shift).square()
-    statistics[3] = (numbers * inside).sum(0) / total
-    return total

@@ -269,7 +269,7 @@ def _train(
     job = start(norm, kernels, inputs, len(states), keeps, return_state, ranks)
     tensors = (*inputs, *states, weight, shift, *own)
     if relay is not None:
-        found, ends = relayed_passes.train(job, relay, tensors)
+        found, ends = relayed_passes.train(job, relay, tensors, bits)
         return tuple(found), tuple(ends)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         results = apply(job, bits, *tensors)

@@ -39,15 +39,20 @@ class Shared:
 
     job: Job
     relay: Relay
+    #: Gets the bits of the outputs, see `Call.forward`.
+    bits: list[Tensor] | None = None
     #: How many initial and stored states of each part are kept.
     counts: list[tuple[int, int]] = field(default_factory=list)
 
     def forward(self, given: Given, save: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """(outputs, final states if asked for, states to keep for backward)."""
         job = self.job
+        bits, self.bits = self.bits, None  # the caller's: not for as long as this lives
         tensors = given.inputs, given.states, job.params(given, ())
-        how = job.kernels.scalars, save and job.keeps_states, job.return_state
-        *results, self.counts = scan_parts(job.kernels.name, self.relay, *tensors, *how)
+        save, scalars = save and job.keeps_states, job.kernels.scalars
+        *results, self.counts = scan_parts(
+            job.kernels.name, self.relay, *tensors, scalars, save, job.return_state, bits
+        )
         outputs, finals, kept = results
         return outputs, finals, kept
 
@@ -162,9 +167,11 @@ def _given(job: Job, tensors: Sequence[Any]) -> Given:
     return Given(tensors[:split], tensors[split:end], shift, own)
 
 
-def train(job: Job, relay: Relay, tensors: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+def train(
+    job: Job, relay: Relay, tensors: Sequence[Any], bits: list[Tensor] | None
+) -> tuple[list[Tensor], list[Tensor]]:
     """(outputs, final states) of this process's steps, with gradients of `tensors`."""
-    shared = Shared(job, relay)
+    shared = Shared(job, relay, bits)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         results = _SharedTraining.apply(shared, *tensors)
         end = job.call.num_outputs

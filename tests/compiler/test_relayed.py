@@ -12,6 +12,7 @@ from torch import Tensor
 
 import spikefuse as sf
 from spikefuse import compiler
+from spikefuse.kernels.bits import pack
 from spikefuse.testing import DTYPES, LAYOUTS, lay_out, make_input, poisoned
 from tests.test_exactness import DEFINITIONS
 
@@ -122,6 +123,19 @@ def test_neurons_forget_where_they_began_or_are_followed(backends, at):
             scale, rounding = wanted.abs().max().item(), 8 * torch.finfo(dtype).eps
             close = partial(torch.testing.assert_close, rtol=rounding, atol=rounding * scale)
             close(actual, wanted, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_bits_are_mended_too(backends):
+    """Of the second half, whose first pass began from rest."""
+    x = make_input((40, 4, 32), device=backends.device)
+    states = deque([torch.full_like(x[0], 3.0)])
+    relay = Ends(False, states, deque(), 1, True)
+    bits: list[Tensor] = []
+    (y,), _, _ = compiler.scan(sf.LIF(0.9), (x,), None, "triton", False, relay, bits)
+    (alone,), _, _ = compiler.scan(sf.LIF(0.9), (x,), None, "triton", False)
+    assert not torch.equal(y, alone)
+    assert len(bits) == 1
+    assert torch.equal(bits[0], pack(y).bits)
 
 
 def test_parts_are_written_where_they_lie():

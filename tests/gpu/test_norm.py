@@ -1,0 +1,3 @@
+"""tests/kernels/test_norm.py on a GPU."""
+
+from tests.kernels.test_norm import *  # noqa: F403

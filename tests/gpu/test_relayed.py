@@ -1,0 +1,3 @@
+"""tests/compiler/test_relayed.py on a GPU."""
+
+from tests.compiler.test_relayed import *  # noqa: F403
