@@ -72,7 +72,9 @@ def time_sharding(result: dict[str, Any], path: Path) -> Path | None:
     """
     rows = [r for r in result["rows"] if r["what"] == "layer" and r["time"] > 1]
     replays = [r for r in rows if r.get("way") == "CUDA graph" and "speedup" in r]
+    forecast = [r for r in rows if r.get("status") == "not measured"]
     rows = replays or [r for r in rows if "speedup" in r]
+    rows += [r for r in forecast if r["way"] == rows[-1].get("way")] if rows else []
     if not rows:
         return None
     figure = canvas((6.4, 4.2))
@@ -83,7 +85,7 @@ def time_sharding(result: dict[str, Any], path: Path) -> Path | None:
     for index, count in enumerate(sorted({r["time"] for r in rows})):
         mine = sorted((r for r in rows if r["time"] == count), key=lambda r: r["T"])
         for key, style, name in lines:
-            points = [(r["T"], r[key]) for r in mine if key in r]
+            points = [(r["T"], r[key]) for r in mine if r.get(key)]
             if points:
                 label = f"{count} ranks, {name}"
                 panel.plot(*zip(*points, strict=True), style, color=f"C{index}", label=label)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ REPETITIONS = 3
 STEPS_BEFORE_GRAPH = 5
 
 
-def set_chunks(net: sf.Temporal, chunks: int) -> None:
+def hand_on(net: sf.Temporal, chunks: int, speculate: bool = True) -> None:
+    """How its states travel from now on."""
     if isinstance(net.shard, TimeShard):
-        net.shard.chunks = chunks
+        net.shard.chunks, net.shard.speculates = chunks, speculate
 
 
 def timed(step: Callable[[], object], device: torch.device, rounds: int) -> dict[str, Any]:
@@ -66,11 +67,27 @@ def highest(value: float, device: torch.device) -> float:
     return float(found)
 
 
+def forecast(about: dict[str, Any], made: Plan, counts: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows of time shared by more GPUs than there are, predicted only."""
+    rows = []
+    for count in counts:
+        ways = [(chunks, early) for early in (True, False) for chunks in (1, 2, 4)]
+        best = min(ways, key=lambda way: made.seconds(count, way[0], 1, way[1]))
+        row = {**about, "status": "not measured", "time": count, "data": 1}
+        rows.append(row | dict(zip(("chunks", "speculate"), best, strict=True)))
+        _predict(rows[-1], made)
+    return rows
+
+
 def predict(rows: list[dict[str, Any]], made: Plan) -> None:
     """Add what Eq. 5 and the plan say of each row's speed-up."""
     for row in rows:
         if row.get("status", "ok") == "ok":
-            seconds = made.seconds(row["time"], row["chunks"], row["data"])
-            row["predicted"] = made.whole / seconds
-            row["by_paper"] = made.speedup_by_paper(row["time"])
-            row["exchange_ms"] = 1e3 * made.exchange
+            _predict(row, made)
+
+
+def _predict(row: dict[str, Any], made: Plan) -> None:
+    seconds = made.seconds(row["time"], row["chunks"], row["data"], row["speculate"])
+    row["predicted"] = made.whole / seconds
+    row["by_paper"] = made.speedup_by_paper(row["time"])
+    row["exchange_ms"] = 1e3 * made.exchange

@@ -318,13 +318,15 @@ def time_sharding(result: dict[str, Any], path: Path, root: Path) -> str:
         about = [f"{net}, {row['way']}" if "way" in row else net,
                  f"{row['T']:,}", f"{row['data']} × {row['time']}",
                  row.get("statistics", "–") if row["time"] > 1 else "–"]  # fmt: skip
-        if "ms" not in row:
+        if "ms" not in row and "predicted" not in row:
             lines.append([*about, row["status"], *["–"] * 5])
             continue
         speedups = [f"{row[key]:.2f}×" if row.get(key) else "–"
                     for key in ("speedup", "predicted", "by_paper")]  # fmt: skip
         memory = f"{100 * row['memory']:.0f}%" if row.get("memory") else "–"
-        lines.append([*about, number(row["ms"]["median"]), *speedups, str(row["chunks"]), memory])
+        taken = number(row["ms"]["median"]) if "ms" in row else row["status"]
+        waits = "" if row.get("speculate", True) else ", waiting"
+        lines.append([*about, taken, *speedups, f"{row['chunks']}{waits}", memory])
     head = ["", "T", "data × time", "statistics", "ms", "speed-up", "by the plan", "by Eq. 5"]
     table = markdown([*head, "chunks", "memory of one's"], lines)
     picture, drawn = path.with_suffix(".png"), []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spikefuse as sf
 from benchmarks.agreement import ROUNDING, apart
-from benchmarks.ranks import STEPS_BEFORE_GRAPH, highest, peak, predict, set_chunks, timed
+from benchmarks.ranks import STEPS_BEFORE_GRAPH, forecast, hand_on, highest, peak, predict, timed
 from benchmarks.runner import first_line
 from benchmarks.steps import EAGERLY, GRAPH, graphed
 from benchmarks.workloads import Workload
 from spikefuse.distributed import (
+    Plan,
     mean_over_steps,
     plan,
     reduce_gradients,
@@ -101,6 +102,11 @@ def rows_of(
                 yield compared({**row, "time": k, "data": 1, "batch": workload.batch}, one)
 
 
+def handed_on(counts: Sequence[int]) -> list[tuple[int, bool]]:
+    """(chunks, whether ranks begin before the state is there); chunks are for those that wait."""
+    return [(1, True), *((chunks, False) for chunks in counts)]
+
+
 def compared(row: Row, one: Row) -> Row:
     if row["status"] == "ok" and one["status"] == "ok":
         row["speedup"] = one["ms"]["median"] / row["ms"]["median"]
@@ -119,18 +125,18 @@ def measure(
     about = {"what": "network", "way": way, "T": workload.T, "batch": workload.batch,
              "statistics": statistics}  # fmt: skip
     size = 1 if mesh is None else mesh["time"].size()
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[tuple[int, bool], dict[str, Any]] = {}
     used, errors = 0, []
     try:
         step = NetworkStep(workload, mesh, device, statistics=statistics)
-        for chunks in args.network_chunks if size > 1 else (1,):
-            set_chunks(step.net, chunks)
+        for how in handed_on(args.network_chunks) if size > 1 else ((1, True),):
+            hand_on(step.net, *how)
             if way == EAGERLY:
                 run, used = step, peak(step, device)
             else:
                 run, used = recorded(step, device)
                 errors.append(verify(step, run))
-            found[chunks] = timed(run, device, args.rounds)
+            found[how] = timed(run, device, args.rounds)
             del run
             gc.collect()  # of a graph its memory, before the next one
     except torch.OutOfMemoryError as error:
@@ -141,9 +147,11 @@ def measure(
         if way == EAGERLY:
             raise
         return {**about, "status": "unavailable", "reason": first_line(error)}
-    best = min(found, key=lambda chunks: found[chunks]["median"])
-    row = {**about, "status": "ok", "chunks": best, "ms": found[best], "bytes": used}
-    row["by_chunks"] = {str(chunks): ms["median"] for chunks, ms in found.items()}
+    best = chunks, speculate = min(found, key=lambda how: found[how]["median"])
+    row = {**about, "status": "ok", "chunks": chunks, "speculate": speculate, "ms": found[best]}
+    row |= {"bytes": used, "by_chunks": {}}
+    for (chunks, speculate), ms in found.items():
+        row["by_chunks"][f"{chunks}" if speculate else f"{chunks}, waiting"] = ms["median"]
     return row | ({"error": max(errors)} if errors else {})
 
 
@@ -176,14 +184,32 @@ def predicted(
     rows: list[Row], mesh: DeviceMesh, device: torch.device, args: argparse.Namespace
 ) -> None:
     """Add to the rows of networks what is predicted of them."""
-    step = NetworkStep(workload_of(args), None, device)
     shared = [r for r in rows if r["what"] == "network" and r["time"] > 1]
     for way in dict.fromkeys(r["way"] for r in shared):
         for statistics in ("exact", "shard"):
             mine = [r for r in shared if (r["way"], r["statistics"]) == (way, statistics)]
-            with torch.autocast(device.type, torch.bfloat16):
-                made = plan(step.net, step.x, mesh, statistics, recorded=way == GRAPH)
-            predict(mine, made)
+            predict(mine, plan_of(workload_of(args), mesh, device, statistics, way))
+
+
+def forecasts(
+    mesh: DeviceMesh, device: torch.device, args: argparse.Namespace, way: str
+) -> list[Row]:
+    """Of twice as many steps, on more GPUs than there are."""
+    workload, rows = replace(NETWORK, T=2 * NETWORK.T), []
+    for statistics in ("exact", "shard"):
+        about = {"what": "network", "way": way, "T": workload.T, "batch": workload.batch,
+                 "statistics": statistics}  # fmt: skip
+        made = plan_of(workload, mesh, device, statistics, way)
+        rows += forecast(about, made, args.forecast)
+    return rows
+
+
+def plan_of(
+    workload: Workload, mesh: DeviceMesh, device: torch.device, statistics: str, way: str
+) -> Plan:
+    step = NetworkStep(workload, None, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        return plan(step.net, step.x, mesh, statistics, recorded=way == GRAPH)
 
 
 def longest(mesh: DeviceMesh, device: torch.device) -> Row:

@@ -31,10 +31,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spikefuse as sf
 from benchmarks import lif, plots, record, time_networks
-from benchmarks.ranks import STEPS_BEFORE_GRAPH, predict, set_chunks, timed
+from benchmarks.ranks import STEPS_BEFORE_GRAPH, forecast, hand_on, predict, timed
 from benchmarks.runner import first_line
 from benchmarks.steps import EAGERLY, GRAPH, WAYS, graphed
-from spikefuse.distributed import make_mesh, plan, shard_time, steps_of
+from spikefuse.distributed import Plan, make_mesh, plan, shard_time, steps_of
 from spikefuse.train.processes import Processes
 
 CHUNKS, NETWORK_CHUNKS = (1, 2, 4, 8, 16), (1, 2, 4)
@@ -68,6 +68,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="WAY",
         help=f"of the network: {', '.join(WAYS)} (both; on CPUs the first)",
     )
+    parser.add_argument(
+        "--forecast",
+        type=int,
+        nargs="*",
+        metavar="K",
+        help="numbers of GPUs that are only predicted (8, where there are fewer)",
+    )
     parser.add_argument("--rounds", type=int, help="(11)")
     parser.add_argument("--only", choices=("layer", "network", "long"), nargs="+", help="parts")
     parser.add_argument("--device", choices=("cpu", "cuda"))
@@ -77,6 +84,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.T = args.T or ([8] if args.quick else [32 << i for i in range(8)])
     args.N = args.N or (1000 if args.quick else 1_000_000)
+    if args.forecast is None:
+        args.forecast = [] if args.quick or Processes.started().count >= 8 else [8]
     args.rounds = args.rounds or (2 if args.quick else 11)
     args.only = args.only or (["layer", "network"] if args.quick else ["layer", "network", "long"])
     args.ways = args.ways or (WAYS if args.device == "cuda" else [EAGERLY])
@@ -126,6 +135,8 @@ def measured(
             made = layer_rows(T, meshes, nets, device, args, way)
             rows += made
             report(made, processes)
+        if nets and args.forecast and not args.quick:
+            rows += longer_layer(max(args.T), meshes[processes.count], device, args, way)
         if nets:
             yield
         if "network" in args.only:
@@ -140,6 +151,9 @@ def measured(
     if "network" in args.only:
         time_networks.predicted(rows, meshes[processes.count], device, args)
         yield
+        if args.forecast and not args.quick:
+            rows += time_networks.forecasts(meshes[processes.count], device, args, args.ways[-1])
+            yield
 
 
 def save(
@@ -207,14 +221,30 @@ def layer_rows(
             rows.append({**about, "status": "unavailable", "reason": first_line(error)})
             continue
         best = min(found, key=lambda chunks: found[chunks]["median"])
-        row = {**about, "status": "ok", "chunks": best, "ms": found[best]}
+        row = {**about, "status": "ok", "chunks": best, "speculate": True, "ms": found[best]}
         row["by_chunks"] = {str(chunks): ms["median"] for chunks, ms in found.items()}
         one = found[best]["median"] if k == 1 else one
         rows.append(row | ({"speedup": one / found[best]["median"]} if one else {}))
-    step, x = None, torch.rand(shape, device=device, requires_grad=True)
+    step = None
     if mesh.size() <= T and all(row["status"] == "ok" for row in rows):
-        predict(rows, plan(sf.Temporal(lif.neuron()), x, mesh, recorded=way == GRAPH))
+        made = layer_plan(shape, mesh, device, way)
+        predict(rows, made)
+        rows += forecast({"what": "layer", "way": way, "T": T, "N": args.N}, made, args.forecast)
     return rows
+
+
+def longer_layer(
+    T: int, mesh: DeviceMesh, device: torch.device, args: argparse.Namespace, way: str
+) -> list[dict[str, Any]]:
+    """Forecasts for twice the T, of which one GPU has no room for a step."""
+    batch = max(1, round(args.N**0.5))
+    made = layer_plan((2 * T, batch, args.N // batch), mesh, device, way)
+    return forecast({"what": "layer", "way": way, "T": 2 * T, "N": args.N}, made, args.forecast)
+
+
+def layer_plan(shape: tuple[int, ...], mesh: DeviceMesh, device: torch.device, way: str) -> Plan:
+    x = torch.rand(shape, device=device, requires_grad=True)
+    return plan(sf.Temporal(lif.neuron()), x, mesh, recorded=way == GRAPH)
 
 
 def by_chunks(
@@ -227,7 +257,7 @@ def by_chunks(
     """
     found, shape = {}, step.shape
     for chunks in counts:
-        set_chunks(step.net, chunks)
+        hand_on(step.net, chunks)
         run: Callable[[], Sequence[Tensor]] = step
         if way == GRAPH:
             run, _ = graphed(step, STEPS_BEFORE_GRAPH)
@@ -295,6 +325,7 @@ def progress(row: dict[str, Any]) -> str:
 def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The project's own bars; where nothing was measured, one is missed. They are for replays, and
     for the memory of eager steps, which is known exactly."""
+    rows = [r for r in rows if r.get("status") != "not measured"]
     layers = {(r["T"], r["time"]): r for r in rows if r["what"] == "layer" and r["way"] == GRAPH}
     alone = [r for r in rows if r["what"] == "network" and r["data"] == 1]
     nets = {(r["way"], r["statistics"], r["time"]): r for r in alone}
@@ -313,8 +344,11 @@ def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if k <= most:
         memory = nets.get((EAGERLY, "shard", k), {}).get("memory")
         found.append(record.bar(f"network, {k} GPUs: memory of one's", memory, limit, False))
-    errors = [abs(r["predicted"] / r["speedup"] - 1) for r in rows
-              if r.get("predicted") and r.get("speedup") and r["time"] > 1]  # fmt: skip
+    errors = [
+        abs(r["predicted"] / r["speedup"] - 1)
+        for r in rows
+        if r.get("predicted") and r.get("speedup") and r["time"] > 1 and r["way"] == GRAPH
+    ]
     worst = max(errors, default=None)
     found.append(record.bar("speed-up predicted: largest error", worst, PREDICTION_BAR, False))
     return found

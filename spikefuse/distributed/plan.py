@@ -36,6 +36,8 @@ from spikefuse.nn import Temporal
 from spikefuse.nn.neuron import Neuron, Scan
 
 WARMUP, REPETITIONS = 2, 5
+# Exchanges that are measured together: one alone is mostly the host's.
+TURNS = 8
 # Parts in which a scan is measured to find out what a part costs.
 PARTS = 4
 
@@ -48,7 +50,7 @@ class Layer:
         scan: seconds over all time steps.
         part: seconds that each part of the batch costs beyond its share.
         state_bytes: that travel one way.
-        mend: seconds to mend what was scanned before the state was there; None if ranks wait.
+        mend: seconds to mend what was scanned before the state was there; None if kernels can't.
     """
 
     scan: float
@@ -56,15 +58,15 @@ class Layer:
     state_bytes: int
     mend: float | None = None
 
-    def lag(self, time: int, chunks: int, data: int) -> float:
+    def lag(self, time: int, chunks: int, data: int, speculate: bool) -> float:
         """Seconds by which a rank is behind the one before, but for the exchange."""
-        if self.mend is not None:
+        if speculate and self.mend is not None:
             return self.mend
         return self.scan / (time * data * chunks) + self.part
 
-    def parts(self, chunks: int) -> float:
+    def parts(self, chunks: int, speculate: bool) -> float:
         """Seconds that handing on in parts takes on each rank."""
-        mended = 0.0 if self.mend is None else chunks * self.mend
+        mended = chunks * (self.mend or 0.0) if speculate else 0.0
         return (chunks - 1) * self.part + mended
 
 
@@ -75,6 +77,7 @@ class Option:
     data: int
     time: int
     chunks: int
+    speculate: bool
     seconds: float
     speedup: float
     bytes: int
@@ -144,38 +147,42 @@ class Plan:
         """Eq. 5: k T_s / (k (k - 1) T_c + T_s)."""
         return ranks * self.whole / (ranks * (ranks - 1) * self.exchange + self.whole)
 
-    def seconds(self, time: int, chunks: int, data: int = 1) -> float:
-        """A training step on `data` × `time` ranks, states handed on in `chunks` parts."""
+    def seconds(self, time: int, chunks: int, data: int = 1, speculate: bool = True) -> float:
+        """A training step on `data` × `time` ranks, states handed on in `chunks` parts; with
+        `speculate`, ranks begin before the state is there, where kernels can."""
         shared = self.fixed + self.scaled / (time * data)
         if time == 1:
             return shared
         lags = [
-            layer.lag(time, chunks, data)
+            layer.lag(time, chunks, data, speculate)
             + 2 * (self.latency + layer.state_bytes / (data * chunks) / self.bandwidth)
             for layer in self.layers
         ]
         waits = sum(lags) if self.barriers else max(lags, default=0.0)
-        parts = sum(layer.parts(chunks) for layer in self.layers)
+        parts = sum(layer.parts(chunks, speculate) for layer in self.layers)
         return shared + (time - 1) * waits + parts + self.barriers * self.barrier
 
     def _option(self, time: int) -> Option:
         data = self.num_ranks // time
         rows = max(1, self.batch // data)
         counts = [2**i for i in range(rows.bit_length())] if time > 1 else [1]
-        chunks = min(counts, key=lambda n: self.seconds(time, n, data))
-        seconds = self.seconds(time, chunks, data)
+        ways = [(n, early) for early in (True, False) for n in counts]
+        chunks, speculate = min(ways, key=lambda way: self.seconds(time, way[0], data, way[1]))
+        seconds = self.seconds(time, chunks, data, speculate)
         needed = self.fixed_bytes + self.scaled_bytes // (time * data)
         fits = needed <= self.capacity
-        return Option(data, time, chunks, seconds, self.whole / seconds, needed, fits)
+        speedup = self.whole / seconds
+        return Option(data, time, chunks, speculate, seconds, speedup, needed, fits)
 
     def __str__(self) -> str:
         lines = [
             f"a step takes {1e3 * self.whole:.2f} ms on one rank, an exchange "
             f"{1e3 * self.exchange:.3f} ms; by Eq. 5 best on {self.best_by_paper:.1f} ranks",
-            "data  time  chunks        ms  speed-up  by Eq. 5      GiB  fits",
+            "data  time  chunks  speculate        ms  speed-up  by Eq. 5      GiB  fits",
         ]
         lines += [
-            f"{o.data:4}  {o.time:4}  {o.chunks:6}  {1e3 * o.seconds:8.2f}  {o.speedup:8.2f}  "
+            f"{o.data:4}  {o.time:4}  {o.chunks:6}  {'yes' if o.speculate else 'no':>9}  "
+            f"{1e3 * o.seconds:8.2f}  {o.speedup:8.2f}  "
             f"{self.speedup_by_paper(o.time):8.2f}  {o.bytes / 2**30:7.2f}  "
             + ("yes" if o.fits else "no")
             + ("  <- best" if o is self.best else "")
@@ -190,7 +197,6 @@ def plan(
     mesh: DeviceMesh,
     statistics: str = "exact",
     memory: int | None = None,
-    speculate: bool = True,
     recorded: bool = False,
 ) -> Plan:
     """Measure training steps of `model` and exchanges between ranks, and predict what sharing the
@@ -208,7 +214,6 @@ def plan(
         mesh: all ranks, of which two at least.
         statistics: of batch norms in training, as `shard_time` takes it.
         memory: bytes that a rank may use, or None for what its device has.
-        speculate: as `shard_time` takes it.
         recorded: of steps that will be replays of a CUDA graph, as which they are measured too.
 
     Raises:
@@ -221,14 +226,14 @@ def plan(
     times, sizes = zip(*(_step(model, x, recorded) for x in parts), strict=True)
     scale = len(example) / share
     calls = _neuron_inputs(model, example[:share])
-    how = scale, example.device, speculate, recorded
+    how = scale, example.device, recorded
     layers = [_layer(neuron, inputs, *how) for neuron, inputs in calls]
     largest = max([layer.state_bytes for layer in layers], default=1)
-    latency, bandwidth = _exchange(largest, example.device)
+    latency, bandwidth = _exchange(largest, example.device, recorded)
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
     barriers = len(norms) if statistics == "exact" else 0
     numbers = [2 * times[0] - times[1], scale * (times[1] - times[0]), latency, bandwidth]
-    numbers += [_barrier(example.device) if barriers else 0.0]
+    numbers += [_barrier(example.device, recorded) if barriers else 0.0]
     numbers += [_capacity(example.device) if memory is None else memory]
     numbers += [x for layer in layers for x in (layer.scan, layer.part, layer.mend or 0.0)]
     columns = _of_all_ranks(numbers)
@@ -367,7 +372,6 @@ def _layer(
     inputs: list[Tensor],
     scale: float,
     device: torch.device,
-    speculate: bool,
     recorded: bool,
 ) -> Layer:
     xs = tuple(
@@ -389,16 +393,14 @@ def _layer(
     count = min(PARTS, xs[0].shape[1])
     several = measured(_Alone(count)) if count > 1 else whole
     part = max(several - whole, 0.0) / max(count - 1, 1)
-    mend = None
-    if speculate:
-        began = _Alone(1, speculates=True)
-        mended = measured(began)
-        mend = max(mended - whole, 0.0) if began.has_mended else None
+    began = _Alone(1, speculates=True)
+    mended = measured(began)
+    mend = max(mended - whole, 0.0) if began.has_mended else None
     state_bytes = 4 * len(type(neuron).states) * xs[0][0].numel()
     return Layer(scale * whole, part, state_bytes, mend)
 
 
-def _exchange(num_bytes: int, device: torch.device) -> tuple[float, float]:
+def _exchange(num_bytes: int, device: torch.device, recorded: bool) -> tuple[float, float]:
     """(seconds, bytes per second) of sending from one rank to the next one."""
     rank = dist.get_rank()
     peer = rank ^ 1
@@ -409,17 +411,22 @@ def _exchange(num_bytes: int, device: torch.device) -> tuple[float, float]:
         x = torch.zeros(size, dtype=torch.uint8, device=device)
 
         def there_and_back(x: Tensor = x) -> None:
-            for sends in (rank < peer, rank > peer):
+            for sends in (rank < peer, rank > peer) * TURNS:
                 (dist.send if sends else dist.recv)(x, peer)
 
-        found.append(_measured(there_and_back, device) / 2)
+        found.append(_measured(there_and_back, device, recorded) / (2 * TURNS))
     return found[0], num_bytes / max(found[1] - found[0], 1e-9)
 
 
-def _barrier(device: torch.device) -> float:
+def _barrier(device: torch.device, recorded: bool) -> float:
     """Seconds that all ranks need for the exchange of a norm, forward and backward."""
     x = torch.zeros(1024, device=device)
-    return 2 * _measured(lambda: dist.all_reduce(x), device)
+
+    def sums() -> None:
+        for _ in range(TURNS):
+            dist.all_reduce(x)
+
+    return 2 * _measured(sums, device, recorded) / TURNS
 
 
 def _measured(run: Callable[[], object], device: torch.device, recorded: bool = False) -> float:

@@ -10,7 +10,10 @@ import torch
 
 import spikefuse as sf
 from benchmarks import plots, record, time_networks, time_sharding
+from benchmarks.ranks import forecast
 from benchmarks.steps import EAGERLY, GRAPH
+from spikefuse.distributed import Plan
+from spikefuse.distributed.plan import Layer
 from tests.benchmarks.processes import by_two
 
 
@@ -26,7 +29,7 @@ def test_two_processes(tmp_path: Path) -> None:
             if r["what"] == "network"]  # fmt: skip
     assert all(r["way"] == EAGERLY for r in result["rows"])
     alone = [r for r in result["rows"] if r["what"] == "network" and r["time"] == 2]
-    assert all(r["by_chunks"].keys() == {"1", "4"} for r in alone)
+    assert all(r["by_chunks"].keys() == {"1", "1, waiting", "4, waiting"} for r in alone)
     assert all(r["predicted"] > 0 for r in alone)
     assert nets == [(1, 1, "exact"), (2, 1, "exact"), (1, 2, "exact"), (1, 2, "shard")]
     assert result["bars"] == []  # they are meant for GPUs
@@ -114,3 +117,16 @@ def test_it_takes_several_processes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         time_sharding.arguments(["--quick"])
     assert "start it with torchrun --nproc_per_node N" in capsys.readouterr().err
+
+
+def test_forecasts_are_no_measurements() -> None:
+    layer = Layer(0.8, 0.0, 1000, mend=0.01)
+    made = Plan(4, 16, 0.0, 1.0, [layer], 0.01, 1e5, capacity=1, scaled_bytes=1)
+    about = {"what": "layer", "way": "CUDA graph", "T": 8, "N": 10}
+    (row,) = forecast(about, made, [8])
+    assert row["status"] == "not measured"
+    assert "ms" not in row
+    assert row["predicted"] == 1 / made.seconds(8, row["chunks"], 1, row["speculate"])
+    assert row["by_paper"] == made.speedup_by_paper(8)
+    judged = time_sharding.bars([row])
+    assert not any(bar["met"] for bar in judged)

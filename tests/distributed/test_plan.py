@@ -64,25 +64,29 @@ def test_ranks_that_begin_early_lag_by_what_they_mend() -> None:
     assert found.seconds(4, 1) == pytest.approx(0.25 + 3 * lag + 2 * 0.03)
     halves = 0.03 + 2 * (0.01 + 0.005)
     assert found.seconds(4, 2) == pytest.approx(0.25 + 3 * halves + 2 * (0.02 + 2 * 0.03))
-    assert found.options[-1].chunks == 1
+    assert (found.options[-1].chunks, found.options[-1].speculate) == (1, True)
+    waiting = 0.25 + 3 * (0.8 / 64 + 0.02 + 0.02125) + 15 * 2 * 0.02
+    assert found.seconds(4, 16, speculate=False) == pytest.approx(waiting)
+    late = measured(layers=[Layer(0.08, 0.0, 1000, mend=0.2)])
+    assert not late.options[-1].speculate
 
 
-def mends(axis: DeviceMesh, speculate: bool) -> list[float | None]:
-    """With Triton's kernels in the place of Numba's."""
+def mend(axis: DeviceMesh, backend: str) -> float | None:
+    """By one backend's kernels."""
     x = make_input((16, 2, 4))
     with (
-        mock.patch("spikefuse.nn.neuron.backend_of", return_value="triton"),
+        mock.patch("spikefuse.nn.neuron.backend_of", return_value=backend),
         mock.patch.multiple("spikefuse.distributed.plan", WARMUP=0, REPETITIONS=1, PARTS=1),
     ):
-        made = plan(sf.Temporal(sf.LIF()), x, axis, speculate=speculate)
-    return [layer.mend for layer in made.layers]
+        (layer,) = plan(sf.Temporal(sf.LIF()), x, axis).layers
+    return layer.mend
 
 
 def test_mending_is_measured_where_kernels_can(group: Group) -> None:
-    for (mend,) in group(mends, True, size=2):
-        assert mend is not None
-        assert mend >= 0
-    assert group(mends, False, size=2) == [[None]] * 2
+    for found in group(mend, "triton", size=2):
+        assert found is not None
+        assert found >= 0
+    assert group(mend, "numba", size=2) == [None, None]
 
 
 def test_what_fits() -> None:
