@@ -29,7 +29,8 @@ STATISTICS = ("exact", "shard")
 # Thread blocks of a GPU that a link may occupy.
 LINK_CTAS = 16
 # From so many steps on, thread blocks of a scan are so long at work that what is to be sent would
-# wait for one of them to end: the next scan waits for it instead.
+# wait for one of them to end: the next kernel waits for it instead. So it does where the next norm
+# lets all ranks wait for each other.
 LONG_SCAN = 128
 M = TypeVar("M", bound=nn.Module)
 
@@ -116,7 +117,7 @@ class TimeShard:
         self.watch = watch = Watch(ranks, _store(host), timeout.total_seconds())
         self.agreement = Agreement(host, not on_gpu, watch)
         self.all = Ranks(group, watch)
-        self.scans_are_long = False
+        self.sends_first = False
         self.before: Link | None = None
         self.after: Link | None = None
         if not self.is_first:
@@ -131,7 +132,7 @@ class TimeShard:
         for link in (self.before, self.after):
             if link is not None:
                 link.settle()
-        self.scans_are_long = len(x) >= LONG_SCAN
+        self.sends_first = self.exact_statistics or len(x) >= LONG_SCAN
         self.agreement.check(x, f"{about}, {self.chunks} chunks")
 
     def end(self) -> None:
@@ -178,7 +179,7 @@ class TimeShard:
             results = run(i)
             if target is not None:
                 target.send(results)
-        if target is not None and (target.blocks or self.scans_are_long):
+        if target is not None and (target.blocks or self.sends_first):
             target.settle()
 
     def _end_backward(self) -> None:
