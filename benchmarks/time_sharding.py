@@ -135,7 +135,7 @@ def measured(
             made = layer_rows(T, meshes, nets, device, args, way)
             rows += made
             report(made, processes)
-        if nets and args.forecast and not args.quick:
+        if nets and args.forecast and not args.quick and way == args.ways[-1]:
             rows += longer_layer(max(args.T), meshes[processes.count], device, args, way)
         if nets:
             yield
@@ -244,7 +244,10 @@ def longer_layer(
 
 def layer_plan(shape: tuple[int, ...], mesh: DeviceMesh, device: torch.device, way: str) -> Plan:
     x = torch.rand(shape, device=device, requires_grad=True)
-    return plan(sf.Temporal(lif.neuron()), x, mesh, recorded=way == GRAPH)
+    try:
+        return plan(sf.Temporal(lif.neuron()), x, mesh, recorded=way == GRAPH)
+    finally:
+        gc.collect()  # of recordings their memory
 
 
 def by_chunks(

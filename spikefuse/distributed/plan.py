@@ -32,6 +32,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.compiler.relayed import Parts
 from spikefuse.distributed.mesh import parts_of
+from spikefuse.distributed.time_sharding import import_dynamo
 from spikefuse.nn import Temporal
 from spikefuse.nn.neuron import Neuron, Scan
 
@@ -221,6 +222,7 @@ def plan(
     """
     count = mesh.size()
     _check(model, example, count, recorded)
+    import_dynamo()
     share = len(example) // count
     parts = [example[: share * n] for n in (1, 2)]
     times, sizes = zip(*(_step(model, x, recorded) for x in parts), strict=True)

@@ -6,6 +6,8 @@ before, and hand it to the rank after: see `spikefuse.compiler.relayed`.
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
@@ -107,6 +109,7 @@ class TimeShard:
         speculates: bool,
         timeout: timedelta,
     ) -> None:
+        import_dynamo()
         self.axis, self.chunks, self.exact_statistics = axis, chunks, exact_statistics
         self.speculates = speculates
         ranks = dist.get_process_group_ranks(axis.get_group())
@@ -194,6 +197,15 @@ class TimeShard:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TimeShard:
         return self  # a copied network has the same place and uses the same connections
+
+
+def import_dynamo() -> None:
+    """Now, and not in the first relayed scan: an exception that its import catches would keep that
+    call's frames, and all their tensors, until the next collection of cycles."""
+    if "torch._dynamo" not in sys.modules:
+        import torch._dynamo  # noqa: F401
+
+        gc.collect()
 
 
 def _groups(ranks: list[int], backend: str, timeout: timedelta) -> list[dist.ProcessGroup]:
