@@ -58,10 +58,6 @@ def prepare(
     return Launch(kernel, grid, (*integers, revises), shape.warps, device)
 
 
-# What is compiled, and whether it runs directly, for a launch not seen before.
-_UNSEEN = (None, False)
-
-
 class Launch:
     """A kernel with its grid and integers, and what Triton has compiled of it.
 
@@ -90,7 +86,8 @@ class Launch:
         self.tight = tight
         # Attributes of a device take longer to read.
         self.is_cpu, self.index = device.type == "cpu", device.index
-        self.compiled: dict[tuple[int, ...], tuple[Any, bool]] = {}
+        #: What is compiled and, if that runs directly, its parts.
+        self.compiled: dict[tuple[int, ...], tuple[Any, tuple[Any, ...] | None]] = {}
 
     def __call__(
         self,
@@ -123,19 +120,29 @@ class Launch:
                 raw.append(x)
                 told.append(-1 if x is None else 0)
         key = tuple(told)
-        compiled, is_direct = self.compiled.get(key, _UNSEEN)
-        if compiled is None:
-            compiled = self._compile(tensors)
-            if self._needs_few_more(compiled):
-                compiled = self._compile(tensors, maxnreg=FEW_REGISTERS)
-            self.compiled[key] = compiled, _runs_directly(compiled)
-        elif is_direct and not _is_watched():
-            stream = torch._C._cuda_getCurrentRawStream(self.index)
-            function, metadata = compiled.function, compiled.packed_metadata
-            run = compiled.run
-            run(*self.grid, stream, function, metadata, None, None, None, *raw, *self.integers)
-        else:
+        seen = self.compiled.get(key)
+        if seen is None:
+            self._first(key, tensors)
+            return
+        compiled, parts = seen
+        if parts is None or _is_watched():
             compiled[self.grid](*tensors, *self.integers)
+        else:
+            run, function, metadata = parts
+            stream = torch._C._cuda_getCurrentRawStream(self.index)
+            nothing = None, None, None  # for hooks
+            run(*self.grid, stream, function, metadata, *nothing, *raw, *self.integers)
+
+    def _first(self, key: tuple[int, ...], tensors: Sequence[Any]) -> None:
+        """Run what has not been seen before."""
+        compiled = self._compile(tensors)
+        if self._needs_few_more(compiled):
+            compiled = self._compile(tensors, maxnreg=FEW_REGISTERS)
+        parts = None
+        if _runs_directly(compiled):
+            parts = compiled.run, compiled.function, compiled.packed_metadata
+        if compiled is not None:
+            self.compiled[key] = compiled, parts
 
     def _compile(self, tensors: Sequence[Any], **options: int) -> Any:
         """Run by Triton's own dispatch, which compiles what it has not yet compiled."""
@@ -163,7 +170,7 @@ def _runs_directly(compiled: Any) -> bool:
     )
     try:
         type(compiled).__getitem__(parts, (1, 2, 3))("first", "last", stream="stream")
-        hooks = _hooks()
+        hooks = _runtime().launch_enter_hook, _runtime().launch_exit_hook
     except Exception:
         return False
     expected = [1, 2, 3, "stream", "function", "metadata", "for hooks", *hooks, "first", "last"]
@@ -172,16 +179,12 @@ def _runs_directly(compiled: Any) -> bool:
 
 def _is_watched() -> bool:
     """Whether a profiler has hooks on launches."""
-    enter, leave = _hooks()
+    runtime = _runtime()
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(
         (enter is not None and getattr(enter, "calls", True))
         or (leave is not None and getattr(leave, "calls", True))
     )
-
-
-def _hooks() -> tuple[Any, Any]:
-    runtime = _runtime()
-    return runtime.launch_enter_hook, runtime.launch_exit_hook
 
 
 # torch.cuda.current_device without its look whether CUDA has been initialized.

@@ -7,7 +7,6 @@ Threads read and write 16 bytes at a time where the number of values is a multip
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -42,22 +41,26 @@ def unpack_kernel(bits, x, num, BLOCK: tl.constexpr):
 
 def pack(x: Tensor, bits: Tensor) -> None:
     """Write a bit for each value in the memory of `x`, which has no gaps."""
-    _run(pack_kernel, x.numel(), x.dtype, x.device, (x, bits))
+    _run("pack", x.numel(), x.dtype, x.device, (x, bits))
 
 
 def unpack(bits: Tensor, x: Tensor) -> None:
     """Write 0 or 1 for each value in the memory of `x`, which has no gaps."""
-    _run(unpack_kernel, x.numel(), x.dtype, x.device, (bits, x))
+    _run("unpack", x.numel(), x.dtype, x.device, (bits, x))
 
 
 def _run(
-    kernel: Any, num: int, dtype: torch.dtype, device: torch.device, tensors: tuple[Tensor, Tensor]
+    name: str, num: int, dtype: torch.dtype, device: torch.device, tensors: tuple[Tensor, Tensor]
 ) -> None:
     if num:
-        _launch(kernel, num, dtype, device)(tensors)
+        _launch(name, num, dtype, device)(tensors)
+
+
+# By name, as a kernel takes long to hash.
+_KERNELS = {"pack": pack_kernel, "unpack": unpack_kernel}
 
 
 @lru_cache(maxsize=4096)
-def _launch(kernel: Any, num: int, dtype: torch.dtype, device: torch.device) -> Launch:
+def _launch(name: str, num: int, dtype: torch.dtype, device: torch.device) -> Launch:
     grid = (-(-num // (8 * BLOCK)), 1, 1)
-    return Launch(kernel, grid, (num, BLOCK), WARPS, device)
+    return Launch(_KERNELS[name], grid, (num, BLOCK), WARPS, device)

@@ -8,7 +8,7 @@ the order of the shares: the results repeat bit for bit.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -310,7 +310,7 @@ class _Launch:
     def __init__(
         self, kernel: Any, at: Place, more: tuple[int, ...], device: torch.device, itemsize: int
     ) -> None:
-        self.channels, is_last = at.channels, at.inner == 1
+        is_last = at.inner == 1
         length = at.channels if is_last else at.inner
         unit = 1 if length % 16 else 16
         width = min(triton.next_power_of_2(length), WIDTH if is_last else 1024)
@@ -319,19 +319,23 @@ class _Launch:
         wanted = max(1, BLOCKS * _multiprocessors(device) // tiles)
         rows = -(-at.outer // min(wanted, MAX_SHARES))
         rows = -(-rows // (height * TILES)) * height * TILES
-        self.shares = -(-at.outer // rows)
+        shares = -(-at.outer // rows)
         sizes = (at.channels // unit, 1) if is_last else (at.channels, at.inner // unit)
         numbers = (at.outer, *sizes, rows, *more)
-        most = FEW_SHARES if self.shares <= FEW_SHARES else MAX_SHARES
+        most = FEW_SHARES if shares <= FEW_SHARES else MAX_SHARES
         constants = (*numbers, height, width, TILES, is_last, unit, most)
-        self.launch = Launch(kernel, (tiles, self.shares, 1), constants, WARPS, device)
+        self.launch = Launch(kernel, (tiles, shares, 1), constants, WARPS, device)
+        # Of the results and of the scratch memory.
+        self.sizes = (4, at.channels), (2 * shares, at.channels)
+        self.strides, self.device = (at.channels, 1), device
         self.arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
 
     def __call__(self, *arguments: Any, numbers: tuple[float, ...]) -> Tensor:
         """Four rows of results."""
-        empty = partial(torch.empty, dtype=torch.float32, device=self.launch.device)
-        results = empty((4, self.channels))
-        scratch = empty((2, self.shares, self.channels))
+        results, scratch = [
+            torch.empty_strided(sizes, self.strides, dtype=torch.float32, device=self.device)
+            for sizes in self.sizes
+        ]
         self.launch((*arguments, results, scratch, self.arrived), params=numbers)
         return results
 
@@ -343,9 +347,13 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+# By name, as a kernel takes long to hash.
+_KERNELS = {"statistics": statistics, "gradient_sums": gradient_sums}
+
+
 @lru_cache(maxsize=4096)
 def _launch(
-    kernel: Any,
+    name: str,
     at: Place,
     more: tuple[int, ...],
     device: torch.device,
@@ -357,7 +365,7 @@ def _launch(
     Args:
         owner: whose counters they are, see `_owner`.
     """
-    return _Launch(kernel, at, more, device, dtypes[0].itemsize)
+    return _Launch(_KERNELS[name], at, more, device, dtypes[0].itemsize)
 
 
 def _owner(device: torch.device) -> tuple[int, bool]:
@@ -380,8 +388,10 @@ def run_statistics(
 ) -> Tensor:
     """See `spikefuse.kernels.norm.statistics`."""
     device = x.device
-    dtypes = x.dtype, *(None if t is None else t.dtype for t in (weight, running[0]))
-    launch = _launch(statistics, at, (repeats,), device, dtypes, _owner(device))
+    mean = running[0]
+    read = None if weight is None else weight.dtype
+    dtypes = x.dtype, read, None if mean is None else mean.dtype
+    launch = _launch("statistics", at, (repeats,), device, dtypes, _owner(device))
     return launch(x, weight, *running, numbers=(momentum, eps))
 
 
@@ -390,7 +400,7 @@ def run_gradient_sums(
 ) -> Tensor:
     """See `spikefuse.kernels.norm.gradient_sums`."""
     device = scale_sums.device
-    launch = _launch(gradient_sums, at, (), device, (torch.float32,), _owner(device))
+    launch = _launch("gradient_sums", at, (), device, (torch.float32,), _owner(device))
     return launch(scale_sums, shift_sums, normalization, numbers=(number,))
 
 

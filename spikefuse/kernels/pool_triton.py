@@ -9,7 +9,6 @@ multiple of 16.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -159,7 +158,7 @@ def forward(x: Tensor, maps: Maps, keep: bool) -> tuple[Tensor, Tensor | None]:
     y = _empty(shape, x.dtype, x.device, maps)
     positions = _empty(shape, torch.uint8, x.device, maps) if keep else None
     num = _num_maps(x.shape, maps)
-    _launch(forward_kernel, num, maps, x.dtype, x.device)((x, y, positions))
+    _launch(False, num, maps, x.dtype, x.device)((x, y, positions))
     return y, positions
 
 
@@ -168,7 +167,7 @@ def backward(grad: Tensor, positions: Tensor, shape: torch.Size, maps: Maps) -> 
     grad = grad.contiguous(memory_format=_format(maps))
     grad_x = _empty(shape, grad.dtype, grad.device, maps)
     num = _num_maps(shape, maps)
-    _launch(backward_kernel, num, maps, grad.dtype, grad.device)((grad, positions, grad_x))
+    _launch(True, num, maps, grad.dtype, grad.device)((grad, positions, grad_x))
     return grad_x
 
 
@@ -185,10 +184,13 @@ def _num_maps(shape: torch.Size, maps: Maps) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _launch(kernel: Any, num: int, maps: Maps, dtype: torch.dtype, device: torch.device) -> Launch:
+def _launch(
+    is_backward: bool, num: int, maps: Maps, dtype: torch.dtype, device: torch.device
+) -> Launch:
+    # Told by no kernel, which takes long to hash.
+    kernel = backward_kernel if is_backward else forward_kernel
     window, rows, columns, out_rows, out_columns, inner = maps
     read, written = rows * columns * inner, out_rows * out_columns * inner
-    is_backward = kernel is backward_kernel
     each = read if is_backward else written
     # Maps whose offsets have 32 bits, and whose first value lies where 16 bytes begin.
     group = MAX_MAP // max(read, written)
