@@ -5,10 +5,9 @@ What is left to do for the next such call is to allocate, to take addresses and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property, lru_cache, reduce
-from itertools import compress
-from typing import Any
+from itertools import chain, compress
 
 import torch
 from torch import Tensor
@@ -40,12 +39,12 @@ class Call:
         self.num_saved = (self.layout.num_steps - 1) // self.program.chunk(self.layout.num_steps)
         self._inputs = inputs
         self._absent = (None,) * self.num_states
-        self._forward: dict[Any, Launch] = {}
-        self._backward: dict[tuple[Any, ...], Launch] = {}
+        self._forward: dict[Hashable, Launch] = {}
+        self._backward: dict[Hashable, Launch] = {}
 
     def results(self, save: bool, final: bool, into: Tensors | None = None) -> Found:
         """Unwritten (outputs, final states, stored states); a short sequence stores none."""
-        outputs = self._targets([self.dtype] * self.num_outputs, into)
+        outputs = self._targets((self.dtype,) * self.num_outputs, into)
         finals = self.steps() if final else []
         return outputs, finals, self.stored() if save else []
 
@@ -53,7 +52,7 @@ class Call:
         """Unwritten stored states."""
         if not self.num_saved:
             return []
-        return [self._per_neuron(self.num_saved) for _ in range(self.num_states)]
+        return self._per_neuron(self.num_states, self.num_saved)
 
     @cached_property
     def packs(self) -> bool:
@@ -83,25 +82,20 @@ class Call:
         into: Tensors | None = None,
     ) -> Found:
         """Unwritten gradients of inputs and initial states, and of parameters per neuron."""
-        grads = self._targets(list(compress(self.dtypes, input_grads)), into)
+        grads = self._targets(compress(self.dtypes, input_grads), into)
         starts = self.steps() if state_grads else []
-        return grads, starts, [self._per_neuron() for wanted in param_grads if wanted]
+        return grads, starts, self._per_neuron(sum(param_grads))
 
     def steps(self) -> list[Tensor]:
         """One unwritten time step for each state."""
         return [self._step() for _ in range(self.num_states)]
 
-    def _targets(self, dtypes: Sequence[torch.dtype], into: Tensors | None) -> list[Tensor]:
+    def _targets(self, dtypes: Iterable[torch.dtype], into: Tensors | None) -> list[Tensor]:
         """New sequences, or those of `into` wherever kernels can write them in place."""
-        if into is None:
-            return [self._sequence(dtype) for dtype in dtypes]
-        return [x if self.layout.fits(x) else self._sequence(x.dtype) for x in into]
-
-    def _sequence(self, dtype: torch.dtype) -> Tensor:
-        layout = self.layout
-        return torch.empty_strided(
-            layout.shape, layout.all_strides, dtype=dtype, device=self.device
-        )
+        if into is not None:
+            return [x if self.layout.fits(x) else self._targets([x.dtype], None)[0] for x in into]
+        memory = self.layout.shape, self.layout.all_strides
+        return [torch.empty_strided(*memory, dtype=d, device=self.device) for d in dtypes]
 
     def _step(self) -> Tensor:
         layout = self.layout
@@ -109,10 +103,14 @@ class Call:
             layout.step_shape, layout.step_strides, dtype=torch.float32, device=self.device
         )
 
-    def _per_neuron(self, *rows: int) -> Tensor:
+    def _per_neuron(self, num: int, *rows: int) -> list[Tensor]:
+        """So many unwritten tensors `[*rows, N]`."""
         neurons = self.layout.num_neurons
-        shape, strides = (*rows, neurons), (*(neurons for _ in rows), 1)
-        return torch.empty_strided(shape, strides, dtype=torch.float32, device=self.device)
+        memory = (*rows, neurons), (*(neurons for _ in rows), 1)
+        return [
+            torch.empty_strided(*memory, dtype=torch.float32, device=self.device)
+            for _ in range(num)
+        ]
 
     def forward(
         self,
@@ -134,9 +132,10 @@ class Call:
         layout = self.layout
         outputs, finals, saved = self.results(save, final, into)
         if layout.num_neurons:
-            sequences = [*self._conforming(inputs), *outputs]
+            read = self._conforming(inputs)
+            sequences = [*read, *outputs]
             packs = bits is not None and self.packs
-            key = (packs, *(() if into is None else [y.stride() for y in outputs]))
+            key: Hashable = packs if into is None else (packs, *[y.stride() for y in outputs])
             launch = self._forward.get(key)
             if launch is None:
                 kernel, prepare = self.program.module().forward, self.program.launcher.prepare
@@ -153,7 +152,7 @@ class Call:
                 packed,
                 self._values(params, scalars),
             )
-        return _delivered(outputs, into), finals, saved
+        return outputs if into is None else _delivered(outputs, into), finals, saved
 
     def revise(
         self,
@@ -246,10 +245,11 @@ class Call:
         layout = self.layout
         grads, starts, sums = self.gradients(input_grads, bool(states), param_grads, into)
         if not layout.num_neurons:
-            return _delivered(grads, into), starts, sums
+            return grads if into is None else _delivered(grads, into), starts, sums
+        read = self._conforming(inputs)
         incoming = [self._zeros() if g is None else layout.conform(g) for g in grad_outputs]
         finals = [None if g is None else layout.conform_step(g) for g in grad_states]
-        sequences = [*self._conforming(inputs), *incoming, *grads]
+        sequences = [*read, *incoming, *grads]
         key = (rebuild, *input_grads, *param_grads, *[(g.stride(), g.dtype) for g in incoming])
         if into is not None:
             key += tuple([g.stride() for g in grads])
@@ -265,7 +265,7 @@ class Call:
             sums,
             self._values(params, scalars),
         )
-        return _delivered(grads, into), starts, sums
+        return grads if into is None else _delivered(grads, into), starts, sums
 
     def revise_gradients(
         self,
@@ -322,16 +322,27 @@ class Call:
     def _by_state(self, *roles: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Each state's tensors in turn, in the order of the kernel; a role may be absent."""
         given = [role or self._absent for role in roles]
-        return [tensor for state in zip(*given, strict=True) for tensor in state]
+        return list(chain.from_iterable(zip(*given, strict=True)))
 
     def _values(self, params: Tensors, scalars: Sequence[float]) -> Sequence[float | Tensor]:
         """Parameters in the order of the kernel, tensors as contiguous float32."""
         if not params:
             return scalars
-        tensors, floats = iter(params), iter(scalars)
-        return [
-            next(floats) if kind == FLOAT else _plain(next(tensors)) for kind in self.program.kinds
+        values: list[float | Tensor] = [
+            p if p.dtype is torch.float32 and p.is_contiguous() else p.detach().float().contiguous()
+            for p in params
         ]
+        if not scalars:
+            return values
+        values += scalars
+        return [values[i] for i in self._order]
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """Of each parameter, where it is among the tensors and, behind them, the floats."""
+        kinds = self.program.kinds
+        order = sorted(range(len(kinds)), key=lambda i: kinds[i] == FLOAT)
+        return sorted(range(len(kinds)), key=order.__getitem__)
 
     def _names(
         self, input_grads: Sequence[bool], param_grads: Sequence[bool]
@@ -346,17 +357,8 @@ class Call:
         )
 
 
-def _plain(value: Tensor) -> Tensor:
-    """A parameter as contiguous float32."""
-    if value.dtype == torch.float32 and value.is_contiguous():
-        return value
-    return value.detach().float().contiguous()
-
-
-def _delivered(written: list[Tensor], into: Tensors | None) -> list[Tensor]:
+def _delivered(written: list[Tensor], into: Tensors) -> list[Tensor]:
     """`into`, once it holds what was written elsewhere."""
-    if into is None:
-        return written
     for x, wanted in zip(written, into, strict=True):
         if x is not wanted:
             wanted.copy_(x)

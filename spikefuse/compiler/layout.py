@@ -39,6 +39,9 @@ class Layout:
         fill("all_strides", (self.num_neurons, *strides))
         fill("channels", self.step_shape[1] if len(strides) > 1 else 1)
         fill("channel_inner", strides[1] if len(strides) > 1 else self.num_neurons)
+        rows = self.channels * self.channel_inner
+        outer = self.num_neurons // rows if rows else 0
+        fill("by_channel", (outer, self.channels, self.channel_inner))
         fill("_known", {})
 
     num_neurons: int = field(init=False)
@@ -49,6 +52,8 @@ class Layout:
     channels: int = field(init=False)
     #: Neighbours in memory that share a channel: neuron n has channel (n // this) % C.
     channel_inner: int = field(init=False)
+    #: A step as an array `[outer, channels, inner]`.
+    by_channel: tuple[int, int, int] = field(init=False)
     _known: dict[tuple[int, ...], int | None] = field(init=False, compare=False, repr=False)
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -67,7 +72,7 @@ class Layout:
 
     def conform(self, x: Tensor) -> Tensor:
         """A sequence as it is where kernels can read it in this layout, else a copy."""
-        if self.fits(x):
+        if self._outer(x) is not None:
             return x
         if x.stride(0) == 0 and self.num_steps > 1:
             return self.conform_step(x[0]).to(x.dtype).expand(x.shape)

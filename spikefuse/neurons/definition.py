@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, ClassVar, TypeVar
@@ -238,7 +238,7 @@ class Description:
         self._values = _read(definition, names)
         self._has_learnable = any(isinstance(v, Learnable) for v in self._values.values())
         #: What others have found out from this description.
-        self.notes: dict[str, Any] = {}
+        self.notes: dict[Hashable, Any] = {}
         # None stands for the definition, which a note of its own should not keep alive.
         self._parts: list[tuple[nn.Module | None, operator.itemgetter[Any]]] = [
             (module if prefix else None, _getter(module)) for prefix, module in _owners(definition)

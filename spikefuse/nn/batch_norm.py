@@ -61,8 +61,9 @@ def by_batch(norm: _BatchNorm) -> bool:
 
 
 def shift_of(norm: _BatchNorm, x: Tensor) -> Tensor:
-    if norm.bias is not None:
-        return norm.bias
+    shift = norm.bias
+    if shift is not None:
+        return shift
     return torch.zeros(norm.num_features, dtype=torch.float32, device=x.device)
 
 
@@ -74,8 +75,9 @@ def running_of(norm: _BatchNorm) -> Running:
 
 
 def momentum_of(norm: _BatchNorm) -> float:
-    if norm.momentum is not None:
-        return norm.momentum
+    momentum = norm.momentum
+    if momentum is not None:
+        return momentum
     batches = norm.num_batches_tracked
     return 0.0 if batches is None else 1.0 / (1.0 + batches.item())  # a mean over all batches
 

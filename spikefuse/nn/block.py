@@ -27,7 +27,7 @@ from spikefuse.nn.batch_norm import (
     shift_of,
 )
 from spikefuse.nn.neuron import Neuron, backend_of, bits_wanted, calls, check, mark
-from spikefuse.nn.normed import VALUES, behind_norm
+from spikefuse.nn.normed import behind_norm
 from spikefuse.nn.passes import Given, Job, Kernels, apply
 from spikefuse.nn.relay import Shard
 
@@ -137,10 +137,11 @@ def _keeps_states(memory: Policy | None, call: Call) -> bool:
     sequence = calls.sequence
     if memory is not None or sequence is None:
         return memory is not None and memory.keeps_states
-    if not sequence.policy.keeps_states:
+    keeps = sequence.policy.keeps_states
+    if not keeps:
         before = sequence.rebuilt.get(sequence.current, 0)
         sequence.rebuilt[sequence.current] = before + call.num_stored_bytes
-    return sequence.policy.keeps_states
+    return keeps
 
 
 def check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor) -> None:
@@ -192,7 +193,7 @@ def kernels_of(
     description = neuron.description()
     values = description.values()
     kinds = [value.ndim for value in values.values() if isinstance(value, Tensor)]
-    key = f"block {backend} {adds} {revises} {kinds}"
+    key = "block", backend, adds, revises, *kinds
     made = description.notes.get(key)
     if made is None:
         made = description.notes[key] = _make_kernels(neuron, backend, adds, revises)
@@ -234,8 +235,7 @@ def _evaluate(
     assert norm.running_mean is not None and norm.running_var is not None
     scale = torch.rsqrt(norm.running_var + norm.eps)
     scale = scale if norm.weight is None else scale * norm.weight
-    given = dict(zip(VALUES, (norm.running_mean, scale, shift_of(norm, inputs[0])), strict=True))
-    params = kernels.tensors(given, own)
+    params = kernels.tensors((norm.running_mean, scale, shift_of(norm, inputs[0])), own)
     num_finals = kernels.num_states if return_state else 0
     return launch.run(
         kernels.name,
@@ -266,15 +266,14 @@ def _train(
     call = call_of(kernels.name, spec(inputs))
     keeps = not kernels.rebuilds or _keeps_states(memory, call)
     ranks = relay.all if relay is not None and relay.exact_statistics else None
-    job = start(norm, kernels, inputs, len(states), keeps, return_state, ranks)
+    job = start(norm, kernels, call, inputs, len(states), keeps, return_state, ranks)
     tensors = (*inputs, *states, weight, shift, *own)
     if relay is not None:
         found, ends = relayed_passes.train(job, relay, tensors, bits)
         return tuple(found), tuple(ends)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        results = apply(job, bits, *tensors)
-        outputs = results[: len(kernels.binary)]
-        return tuple(outputs), tuple(results[len(kernels.binary) :])
+    if torch.is_grad_enabled() and True in [t.requires_grad for t in tensors if t is not None]:
+        results, end = apply(job, bits, *tensors), len(kernels.binary)
+        return tuple(results[:end]), tuple(results[end:])
     outputs, finals, _ = job.forward(job.call, Given(inputs, states, shift, own), False, bits)
     return tuple(outputs), tuple(finals)
 
@@ -282,6 +281,7 @@ def _train(
 def start(
     norm: _BatchNorm,
     kernels: Kernels,
+    call: Call,
     inputs: tuple[Tensor, ...],
     num_states: int,
     keeps_states: bool,
@@ -290,7 +290,6 @@ def start(
 ) -> Job:
     """Take the statistics of the batch, and note all that does not change in this call."""
     found, number, ranks = batch_statistics(norm, inputs[0], kernels.backend, ranks)
-    call = call_of(kernels.name, spec(inputs))
     return Job(
         kernels, call, found, number, ranks, len(inputs), num_states, keeps_states, return_state
     )

@@ -175,9 +175,9 @@ class _Run:
         kernels, own = self.kernels(called, x)
         if len(kernels.binary) != 1:
             raise _several(segment)
-        job = block.start(
-            called.norm, kernels, (x,) * len(called.inputs), 0, not kernels.rebuilds, False
-        )
+        inputs = (x,) * len(called.inputs)
+        call = call_of(kernels.name, spec(inputs))
+        job = block.start(called.norm, kernels, call, inputs, 0, not kernels.rebuilds, False)
         self.jobs[segment] = job
         shift = shift_of(called.norm, x)
         for part in parts:

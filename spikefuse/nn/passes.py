@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -36,11 +37,38 @@ class Kernels:
     labels: tuple[str, ...]
     #: Of those among them that belong to the neuron, the names there.
     own: tuple[str, ...]
+    _summed: dict[tuple[bool, ...], Sums] = field(default_factory=dict, compare=False, repr=False)
 
-    def tensors(self, given: Mapping[str, Tensor], own: Sequence[Tensor]) -> list[Tensor]:
-        """The program's tensors, from those of the norm and the neuron's own."""
-        rest = iter(own)
-        return [given[label] if label in given else next(rest) for label in self.labels]
+    def tensors(self, norm: Tensors, own: Tensors) -> list[Tensor]:
+        """The program's tensors, from the neuron's own and those of the norm, which are VALUES
+        and, where the statistics are the batch's, REVISION."""
+        values = (*norm, *own)
+        return [values[i] for i in self._places]
+
+    @cached_property
+    def _places(self) -> list[int]:
+        norm = (*VALUES, *REVISION) if self.revises else VALUES
+        names = (*norm, *(f"neuron.{name}" for name in self.own))
+        return [names.index(label) for label in self.labels]
+
+    def sums(self, needs_own: Sequence[bool]) -> Sums:
+        """What the first pass of backward sums, if these of the neuron's own need gradients."""
+        key = tuple(needs_own)
+        found = self._summed.get(key)
+        if found is None:
+            owns = iter(key)
+            wanted = [
+                n in VALUES[1:] or (n.startswith("neuron.") and next(owns)) for n in self.labels
+            ]
+            found = self._summed[key] = Sums(tuple(wanted), tuple(compress(self.labels, wanted)))
+        return found
+
+
+class Sums(NamedTuple):
+    """Which tensors of a program have their gradients summed, and their labels."""
+
+    wanted: tuple[bool, ...]
+    labels: tuple[str, ...]
 
 
 class Given(NamedTuple):
@@ -66,19 +94,21 @@ class Job:
     keeps_states: bool
     return_state: bool
 
-    def params(self, given: Given, revision: Tensors) -> Any:
+    def __post_init__(self) -> None:
+        self._mean_and_scale = self.statistics.unbind(0)[:2]
+
+    def params(self, given: Given, revision: Tensors) -> list[Tensor]:
         """The program's tensors; `revision` is read by the gradient of the input only."""
-        mean, scale, _, _ = self.statistics.unbind(0)
-        values = (mean, scale, given.shift, *(revision or (mean, mean)))
-        named = dict(zip((*VALUES, *REVISION), values, strict=True))
-        return self.kernels.tensors(named, given.own)
+        mean, scale = self._mean_and_scale
+        norm = mean, scale, given.shift, *(revision or (mean, mean))
+        return self.kernels.tensors(norm, given.own)
 
     def forward(
         self, call: Call, given: Given, save: bool, bits: list[Tensor] | None = None
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """(outputs, final states, stored states); see `Call.forward`."""
-        params, what = self.params(given, ()), (save, self.return_state, bits)
-        return call.forward(given.inputs, given.states, params, self.kernels.scalars, *what)
+        tensors = given.inputs, given.states, self.params(given, ())
+        return call.forward(*tensors, self.kernels.scalars, save, self.return_state, bits)
 
     def reduce(
         self,
@@ -91,10 +121,20 @@ class Job:
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The first pass: gradients of the initial states, and sums per neuron by the value whose
         gradient they make."""
-        labels, sums = self.kernels.labels, self._summed(needs_own)
-        none = [False] * self.num_inputs
-        _, starts, totals = self._pass(call, given, (), saved, grads, none, sums, rebuild)
-        return starts, dict(zip(compress(labels, sums), totals, strict=True))
+        sums, num = self.kernels.sums(needs_own), len(self.kernels.binary)
+        _, starts, totals = call.differentiate(
+            given.inputs,
+            given.states,
+            self.params(given, ()),
+            self.kernels.scalars,
+            saved,
+            grads[:num],
+            grads[num:],
+            (False,) * self.num_inputs,
+            sums.wanted,
+            rebuild,
+        )
+        return starts, dict(zip(sums.labels, totals, strict=True))
 
     def revise(
         self,
@@ -108,32 +148,23 @@ class Job:
     ) -> None:
         """Add to what `reduce` has returned, `starts` and `found`, what further gradients of the
         final states, `received`, make of it."""
-        sums = self._summed(needs_own)
+        sums = self.kernels.sums(needs_own).wanted
         values = self.params(given, ()), self.kernels.scalars, saved, received
         results: Found = [], starts, list(found.values())
-        none = [False] * self.num_inputs
+        none = (False,) * self.num_inputs
         call.revise_gradients(given.inputs, given.states, *values, none, sums, results)
-
-    def _summed(self, needs_own: Sequence[bool]) -> list[bool]:
-        """The values whose gradients the first pass sums."""
-        owns = iter(needs_own)
-        return [
-            n in VALUES[1:] or (n.startswith("neuron.") and next(owns)) for n in self.kernels.labels
-        ]
 
     def totals(self, call: Call, found: Mapping[str, Tensor]) -> Tensor:
         """What `gradient_sums` gives for the sums of a pass."""
-        layout, number = call.layout, self.number
-        inner, channels = layout.channel_inner, layout.channels
-        place = Place(layout.num_neurons // (inner * channels), channels, inner)
-        scale_sums, shift_sums = (found[name] for name in VALUES[1:])
+        _, scale, shift = VALUES
+        place, backend = Place(*call.layout.by_channel), self.kernels.backend
         return gradient_sums(
-            scale_sums, shift_sums, self.statistics, place, number, self.kernels.backend
+            found[scale], found[shift], self.statistics, place, self.number, backend
         )
 
     def revision(self, totals: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
         """((offset, slope), gradient of the weight, gradient of the shift)."""
-        offset, slope, by_weight, by_shift = totals
+        offset, slope, by_weight, by_shift = totals.unbind(0)
         if self.ranks is not None:
             everywhere = torch.stack((by_weight, by_shift))
             self.ranks.sum(everywhere)
@@ -152,21 +183,21 @@ class Job:
         into: Tensors | None = None,
     ) -> list[Tensor]:
         """The second pass: gradients of the inputs that need one, see `Call.differentiate`."""
-        how = needs_inputs, [False] * len(self.kernels.labels), rebuild, into
-        return self._pass(call, given, revision, saved, grads, *how)[0]
-
-    def _pass(
-        self,
-        call: Call,
-        given: Given,
-        revision: Tensors,
-        saved: Tensors,
-        grads: Sequence[Tensor | None],
-        *wanted: Any,
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        params, num = self.params(given, revision), len(self.kernels.binary)
-        results = (self.kernels.scalars, saved, grads[:num], grads[num:])
-        return call.differentiate(given.inputs, given.states, params, *results, *wanted)
+        num = len(self.kernels.binary)
+        written, _, _ = call.differentiate(
+            given.inputs,
+            given.states,
+            self.params(given, revision),
+            self.kernels.scalars,
+            saved,
+            grads[:num],
+            grads[num:],
+            needs_inputs,
+            (False,) * len(self.kernels.labels),
+            rebuild,
+            into,
+        )
+        return written
 
     def grad_own(
         self, call: Call, found: Mapping[str, Tensor], own: Tensors
