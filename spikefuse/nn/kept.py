@@ -96,7 +96,8 @@ class Spikes:
 
     def pack(self, x: Tensor) -> Kept:
         """What to keep instead of `x`."""
-        marked = self._found(x)
+        # Most of what is kept, parameters, is no plain tensor.
+        marked = self._found(x) if type(x) is Tensor else None
         if marked is None:
             return _as_it_is(x)
         first = not marked.is_kept
@@ -163,7 +164,7 @@ class Ledger:
         left: dict[int, int] = {}  # of each memory, the bytes that no view has counted
         for note in filter(None, [reference() for reference in self._notes]):
             packed = note.kept if isinstance(note.kept, bits.Packed) else None
-            x = packed.bits if packed else note.kept[0]  # type: ignore[index]
+            x = packed.bits if packed else note.kept[0]
             start, memory = x.data_ptr(), x.untyped_storage()
             address = memory.data_ptr()
             outside = layers is not None and note.layer not in layers

@@ -163,13 +163,14 @@ class Neuron(Definition):
                 f"neuron '{name}' is called twice in one step, so its state is ambiguous: "
                 "use one module per call"
             )
-        unfolded = tuple(_unfolded(x, sequence) for x in inputs)
+        unfolded = tuple([_unfolded(x, sequence) for x in inputs])
         sequence.current = name
         outputs, final = scan(unfolded, state, sequence.impl, sequence.keep_final, sequence.relay)
         sequence.current = ""
         sequence.final[name] = final
-        folded = tuple(y.flatten(0, 1) for y in outputs)
-        return folded[0] if len(folded) == 1 else folded
+        if len(outputs) == 1:
+            return outputs[0].flatten(0, 1)
+        return tuple([y.flatten(0, 1) for y in outputs])
 
     def _remember(self, inputs: tuple[Tensor, ...], sequence: Sequence | None) -> None:
         """Note how this call reads its rows, for `torch.utils.checkpoint`: when that calls again,

@@ -95,7 +95,11 @@ class Temporal(nn.Module):
 
     def neurons(self) -> dict[str, Neuron]:
         """The neurons inside, by their qualified name in `net`."""
-        return {name: m for name, m in self.net.named_modules() if isinstance(m, Neuron)}
+        if torch.compiler.is_compiling():
+            return {name: m for name, m in self.net.named_modules() if isinstance(m, Neuron)}
+        found = {"": self.net} if isinstance(self.net, Neuron) else {}
+        _find_neurons(self.net, "", {self.net}, found)
+        return found
 
     def forward(
         self,
@@ -245,6 +249,20 @@ class Temporal(nn.Module):
                 f"state has entries for ({', '.join(state)}), the network has neurons "
                 f"({', '.join(neurons)}): pass what return_state=True returned"
             )
+
+
+def _find_neurons(
+    module: nn.Module, prefix: str, seen: set[nn.Module], found: dict[str, Neuron]
+) -> None:
+    """Fill `found` as `named_modules` would, in a fraction of its time."""
+    for name, child in module._modules.items():
+        if child is None or child in seen:
+            continue
+        seen.add(child)
+        if isinstance(child, Neuron):
+            found[prefix + name] = child
+        if child._modules:
+            _find_neurons(child, f"{prefix}{name}.", seen, found)
 
 
 def _described(x: Tensor | Events) -> tuple[Hashable, ...]:
