@@ -5,9 +5,10 @@ What is left to do for the next such call is to allocate, to take addresses and 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property, lru_cache, reduce
-from itertools import chain, compress
+from itertools import compress
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -321,28 +322,28 @@ class Call:
 
     def _by_state(self, *roles: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Each state's tensors in turn, in the order of the kernel; a role may be absent."""
+        if self.num_states == 1:
+            return [role[0] if role else None for role in roles]
         given = [role or self._absent for role in roles]
-        return list(chain.from_iterable(zip(*given, strict=True)))
+        return [tensor for state in zip(*given, strict=True) for tensor in state]
 
     def _values(self, params: Tensors, scalars: Sequence[float]) -> Sequence[float | Tensor]:
         """Parameters in the order of the kernel, tensors as contiguous float32."""
         if not params:
             return scalars
-        values: list[float | Tensor] = [
-            p if p.dtype is torch.float32 and p.is_contiguous() else p.detach().float().contiguous()
-            for p in params
-        ]
-        if not scalars:
-            return values
-        values += scalars
-        return [values[i] for i in self._order]
+        for p in params:
+            if p.dtype is not torch.float32 or not p.is_contiguous():
+                params = [p.detach().float().contiguous() for p in params]
+                break
+        return self._in_order((*params, *scalars))
 
     @cached_property
-    def _order(self) -> list[int]:
-        """Of each parameter, where it is among the tensors and, behind them, the floats."""
+    def _in_order(self) -> Callable[[tuple[float | Tensor, ...]], tuple[float | Tensor, ...]]:
+        """Puts tensors and, behind them, floats where the kernel expects them."""
         kinds = self.program.kinds
-        order = sorted(range(len(kinds)), key=lambda i: kinds[i] == FLOAT)
-        return sorted(range(len(kinds)), key=order.__getitem__)
+        tensors_first = sorted(range(len(kinds)), key=lambda i: kinds[i] == FLOAT)
+        places = sorted(range(len(kinds)), key=tensors_first.__getitem__)
+        return itemgetter(*places) if len(places) > 1 else tuple
 
     def _names(
         self, input_grads: Sequence[bool], param_grads: Sequence[bool]

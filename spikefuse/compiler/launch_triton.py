@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -66,8 +66,8 @@ class Launch:
     needs just a few too many.
 
     A launch seen before, told by the alignments, passes Triton's dispatch by. It also passes by
-    its closure, its metadata for hooks and its query of every pointer, where they are as we know
-    them and no hook waits.
+    its closures, its metadata for hooks, its look for scratch memory and its query of every
+    pointer, where they are as we know them and no hook waits.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Launch:
         self.tight = tight
         # Attributes of a device take longer to read.
         self.is_cpu, self.index = device.type == "cpu", device.index
-        #: What is compiled and, if that runs directly, its parts.
-        self.compiled: dict[tuple[int, ...], tuple[Any, tuple[Any, ...] | None]] = {}
+        #: What is compiled and, where it is known, what it is run by.
+        self.compiled: dict[tuple[int, ...], tuple[Any, Direct | None]] = {}
 
     def __call__(
         self,
@@ -124,25 +124,21 @@ class Launch:
         if seen is None:
             self._first(key, tensors)
             return
-        compiled, parts = seen
-        if parts is None or _is_watched():
+        compiled, direct = seen
+        if direct is None or _is_watched():
             compiled[self.grid](*tensors, *self.integers)
         else:
-            run, function, metadata = parts
+            run, between = direct
             stream = torch._C._cuda_getCurrentRawStream(self.index)
-            nothing = None, None, None  # for hooks
-            run(*self.grid, stream, function, metadata, *nothing, *raw, *self.integers)
+            run(*self.grid, stream, *between, *raw, *self.integers)
 
     def _first(self, key: tuple[int, ...], tensors: Sequence[Any]) -> None:
         """Run what has not been seen before."""
         compiled = self._compile(tensors)
         if self._needs_few_more(compiled):
             compiled = self._compile(tensors, maxnreg=FEW_REGISTERS)
-        parts = None
-        if _runs_directly(compiled):
-            parts = compiled.run, compiled.function, compiled.packed_metadata
         if compiled is not None:
-            self.compiled[key] = compiled, parts
+            self.compiled[key] = compiled, _direct(compiled)
 
     def _compile(self, tensors: Sequence[Any], **options: int) -> Any:
         """Run by Triton's own dispatch, which compiles what it has not yet compiled."""
@@ -153,6 +149,46 @@ class Launch:
         if not self.tight or torch.version.cuda is None or compiled is None:
             return False
         return FEW_REGISTERS < compiled.n_regs <= SOME_MORE
+
+
+#: What runs a compiled kernel, and its arguments between the stream and the kernel's own.
+Direct = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+def _direct(compiled: Any) -> Direct | None:
+    """How to run a compiled kernel, if Triton does as we know it."""
+    if not _runs_directly(compiled):
+        return None
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    for_hooks = None, None, None
+    flags = _flags(run)
+    if flags is None:
+        return run, (function, metadata, *for_hooks)
+    return run.launch, (function, *flags, None, None, metadata, *for_hooks)
+
+
+def _flags(launcher: Any) -> tuple[Any, Any] | None:
+    """What Triton's launcher adds to its arguments besides scratch memory, None if the kernel
+    needs some or if the launcher does more than that; it is watched as in `_runs_directly`."""
+    passed: list[Any] = []
+    sizes = "global_scratch_size", "profile_scratch_size"
+    numbers = "num_ctas", "global_scratch_align", "profile_scratch_align"
+    parts = SimpleNamespace(
+        launch=lambda *arguments: passed.extend(arguments),
+        launch_cooperative_grid="cooperative",
+        launch_pdl="dependent",
+        **dict.fromkeys(sizes, 0),
+        **dict.fromkeys(numbers, 1),
+    )
+    given = 1, 2, 3, "stream", "function", "metadata", "for hooks", "enter", "exit", "first", "last"
+    try:
+        type(launcher).__call__(parts, *given)
+        needs_scratch = any(getattr(launcher, name) for name in sizes)
+        flags = launcher.launch_cooperative_grid, launcher.launch_pdl
+    except Exception:
+        return None
+    expected = [*given[:5], "cooperative", "dependent", None, None, *given[5:]]
+    return flags if passed == expected and not needs_scratch else None
 
 
 def _runs_directly(compiled: Any) -> bool:

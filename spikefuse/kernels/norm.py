@@ -36,9 +36,9 @@ def statistics(
         repeats, x = x.shape[0], x[:1]
     x, place = placed(x, 2)
     if backend == "triton":
-        from spikefuse.kernels.norm_triton import run_statistics
+        from spikefuse.kernels import norm_triton
 
-        return run_statistics(x, place, repeats, weight, running, momentum, eps)
+        return norm_triton.run_statistics(x, place, repeats, weight, running, momentum, eps)
     from spikefuse.kernels.norm_numba import moments
 
     results = torch.empty((4, place.channels), dtype=torch.float32)
@@ -135,10 +135,10 @@ def gradient_sums(
         Float32 `[4, C]`: offset, slope, gradient of the weight, gradient of the shift.
     """
     if backend == "triton":
-        from spikefuse.kernels.norm_triton import run_gradient_sums
+        from spikefuse.kernels import norm_triton
 
         given = number if isinstance(number, float) else 1.0
-        return run_gradient_sums(scale_sums, shift_sums, normalization, place, given)
+        return norm_triton.run_gradient_sums(scale_sums, shift_sums, normalization, place, given)
     by_weight = scale_sums.view(place).sum((0, 2)) * normalization[2]
     by_shift = shift_sums.view(place).sum((0, 2))
     return torch.stack((*revision(by_weight, by_shift, normalization, number), by_weight, by_shift))

@@ -31,6 +31,9 @@ from spikefuse.nn.normed import behind_norm
 from spikefuse.nn.passes import Given, Job, Kernels, apply
 from spikefuse.nn.relay import Shard
 
+#: What errors call the inputs.
+NAMES = ("x", "residual")
+
 
 class Block(nn.Module):
     """Batch norm, a residual and a neuron as one operation, fused over time.
@@ -112,9 +115,9 @@ def scan(
     Args:
         relay: the processes that have the steps before and after.
     """
-    backend = backend_of(inputs, impl)
-    check(neuron, ("x", "residual")[: len(inputs)], inputs, state, backend)
-    check_norm(norm, neuron, inputs[0])
+    backend, revises = backend_of(inputs, impl), by_batch(norm)
+    check(neuron, NAMES[: len(inputs)], inputs, state, backend)
+    check_norm(norm, neuron, inputs[0], revises)
     if backend == "reference":
         return _reference(norm, neuron, inputs, state)
     if torch.compiler.is_compiling():
@@ -122,9 +125,9 @@ def scan(
         u = u if len(inputs) == 1 else u + inputs[1]
         return neuron._scan((u,), state, impl, return_state, relay)
     launch.check(backend, inputs[0])
-    chosen, own = kernels_of(neuron, backend, len(inputs) > 1, by_batch(norm))
+    chosen, own = kernels_of(neuron, backend, len(inputs) > 1, revises)
     states, bits = list(state or ()), bits_wanted(inputs[0])
-    if chosen.revises:
+    if revises:
         how = memory, return_state, relay, bits
         outputs, finals = _train(norm, chosen, own, inputs, states, *how)
     else:
@@ -144,17 +147,23 @@ def _keeps_states(memory: Policy | None, call: Call) -> bool:
     return keeps
 
 
-def check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor) -> None:
+def check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor, revises: bool) -> None:
+    """Refuse what a block does not take.
+
+    Args:
+        revises: whether the norm takes its statistics `by_batch`.
+    """
     if len(type(neuron).input_names) != 1:
         raise TypeError(f"{type(neuron).__name__} takes several inputs: a block gives it one")
-    if x.ndim < 3 or x.shape[2] != norm.num_features:
+    shape = x.shape
+    if len(shape) < 3 or shape[2] != norm.num_features:
         raise ValueError(
-            f"x has shape {list(x.shape)}: expected [T, B, C, ...] with C = {norm.num_features}, "
+            f"x has shape {list(shape)}: expected [T, B, C, ...] with C = {norm.num_features}, "
             "the number of features of the norm"
         )
-    if by_batch(norm) and x.numel() == x.shape[2]:
+    if revises and x.numel() == shape[2]:
         raise ValueError(
-            f"x has shape {list(x.shape)}: one value per channel has no variance, so that batch "
+            f"x has shape {list(shape)}: one value per channel has no variance, so that batch "
             "norm can't be trained on it"
         )
 

@@ -171,7 +171,7 @@ class _Run:
                 x[:, slice(*part)].copy_(piece)
         assert x is not None
         x = x.expand(self.steps, *x.shape[1:])
-        block.check_norm(called.norm, called.neuron, x)
+        block.check_norm(called.norm, called.neuron, x, revises=True)
         kernels, own = self.kernels(called, x)
         if len(kernels.binary) != 1:
             raise _several(segment)
@@ -183,7 +183,7 @@ class _Run:
         for part in parts:
             values = values if len(parts) == 1 else _Values(self, segment, part)
             inputs = (x[:, slice(*part)], *map(values.sequence, called.inputs[1:]))
-            names = ("x", "residual")[: len(inputs)]
+            names = block.NAMES[: len(inputs)]
             neuron.check(called.neuron, names, inputs, None, job.kernels.backend)
             launch.check(job.kernels.backend, inputs[0])
             call = call_of(job.kernels.name, spec(inputs))

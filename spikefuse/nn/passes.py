@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
@@ -203,6 +203,8 @@ class Job:
         self, call: Call, found: Mapping[str, Tensor], own: Tensors
     ) -> list[Tensor | None]:
         """Gradients of the neuron's own tensors, None where no sum was asked for."""
+        if not own:
+            return []
         names, layout = (f"neuron.{name}" for name in self.kernels.own), call.layout
         return [
             layout.reduce_to(found[n], p).to(p.dtype) if n in found else None
@@ -240,14 +242,14 @@ class Training(torch.autograd.Function):
 
         starts, found = job.reduce(call, given, saved, grads, needs[end + 2 :], rebuild)
         revision, grad_weight, grad_shift = job.revision(job.totals(call, found))
-        grad_inputs: Iterator[Tensor] = iter(())
-        if any(needs[:split]):
-            grad_inputs = iter(job.write(call, given, saved, grads, revision, needs[:split]))
+        grad_inputs: list[Tensor | None] = [None] * split
+        if True in needs[:split]:
+            written = iter(job.write(call, given, saved, grads, revision, needs[:split]))
+            grad_inputs = [next(written) if wanted else None for wanted in needs[:split]]
         dtype = given.shift.dtype
         return (
-            *(None, None),
-            *(next(grad_inputs) if wanted else None for wanted in needs[:split]),
-            *(g.to(s.dtype) for g, s in zip(starts, given.states, strict=True)),
+            *(None, None, *grad_inputs),
+            *[g.to(s.dtype) for g, s in zip(starts, given.states, strict=True)],
             grad_weight.to(dtype) if needs[end] else None,
             grad_shift.to(dtype) if needs[end + 1] else None,
             *job.grad_own(call, found, given.own),

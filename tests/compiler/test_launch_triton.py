@@ -44,6 +44,50 @@ class Reordered(Compiled):
         return lambda *arguments, stream=None: self.run(stream, *grid, *arguments)
 
 
+class Launcher:
+    """Triton's launcher as of 3.6, around one that is known."""
+
+    num_ctas = global_scratch_align = profile_scratch_align = 1
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = False, True
+
+    def __init__(self, runs: list[tuple[Any, ...]]) -> None:
+        self.runs, self.calls = runs, 0
+
+    def launch(self, *arguments: Any) -> None:
+        self.runs.append(arguments)
+
+    def __call__(self, gridX: int, gridY: int, gridZ: int, stream: int, function: int, *args: Any):
+        self.calls = getattr(self, "calls", 0) + 1
+
+        def allocate_scratch(size: int) -> str | None:
+            return f"scratch of {size}" if size > 0 else None
+
+        scratch = map(allocate_scratch, (self.global_scratch_size, self.profile_scratch_size))
+        flags = self.launch_cooperative_grid, self.launch_pdl
+        self.launch(gridX, gridY, gridZ, stream, function, *flags, *scratch, *args)
+
+
+class Launched(Compiled):
+    launcher: type[Launcher] = Launcher
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = self.launcher(self.runs)
+
+
+class Scratching(Launcher):
+    global_scratch_size = 64
+
+
+class Annotating(Launcher):
+    """One that passes on more than is known."""
+
+    def __call__(self, *arguments: Any) -> None:
+        self.calls = getattr(self, "calls", 0) + 1
+        self.launch(*arguments, "annotation")
+
+
 class Failing(Compiled):
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         raise AttributeError("handles")
@@ -91,6 +135,36 @@ def test_a_launch_seen_before_runs_directly():
     head = (*made.grid, STREAM, Compiled.function, Compiled.packed_metadata, None, None, None)
     assert kernel.dispatched == 1
     assert kernel.compiled.runs == [(*head, x, y, None, None, saved, 0.5, *made.integers)]
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_launcher_that_is_known_is_passed_by():
+    kernel, made, tensors = launch(Launched)
+    made._launch(tensors)
+    made._launch(tensors)
+    (seen,) = kernel.compiled.runs
+    assert kernel.compiled.run.calls == 0
+    kernel.compiled.run(*made.grid, STREAM, Launched.function, Launched.packed_metadata)
+    # What it adds stands where the launcher itself adds it.
+    (_, by_triton), num = kernel.compiled.runs, len(made.grid) + 7
+    assert seen[:num] == by_triton
+    assert seen[num : num + 3] == (None, None, None)
+    assert seen[num + 3] == tensors[0].data_ptr()
+    assert seen[-len(made.integers) :] == made.integers
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("launcher", [Scratching, Annotating])
+def test_other_launchers_are_called(launcher, monkeypatch):
+    """Those that do more than is known, and those of kernels that need scratch memory."""
+    monkeypatch.setattr(Launched, "launcher", launcher)
+    kernel, made, tensors = launch(Launched)
+    made._launch(tensors)
+    made._launch(tensors)
+    assert kernel.compiled.run.calls == 1
+    (seen,) = kernel.compiled.runs
+    assert ("scratch of 64" in seen) == (launcher is Scratching)
+    assert ("annotation" in seen) == (launcher is Annotating)
 
 
 @pytest.mark.usefixtures("driver")
