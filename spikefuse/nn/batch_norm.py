@@ -71,7 +71,11 @@ def running_of(norm: _BatchNorm) -> Running:
     """The statistics that a call in training moves on."""
     if not (norm.training and norm.track_running_stats):
         return None, None, None
-    return norm.running_mean, norm.running_var, norm.num_batches_tracked
+    buffers = norm._buffers
+    try:  # of the attributes of a module, those that are found last
+        return buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
+    except KeyError:
+        return norm.running_mean, norm.running_var, norm.num_batches_tracked
 
 
 def momentum_of(norm: _BatchNorm) -> float:
