@@ -155,6 +155,19 @@ def test_a_seen_call_skips_tritons_dispatch(monkeypatch):
     assert all(map(torch.equal, differentiated(neuron, x), expected))
 
 
+def test_a_seen_call_passes_tritons_launcher_by(monkeypatch):
+    import triton
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    if not triton.__version__.startswith("3.6."):
+        pytest.skip("the launcher that is known is that of Triton 3.6")
+    x = torch.randn(4, 1, 256, device="cuda", requires_grad=True)
+    neuron = sf.LIF()
+    expected = differentiated(neuron, x)
+    monkeypatch.setattr(CudaLauncher, "__call__", None)
+    assert all(map(torch.equal, differentiated(neuron, x), expected))
+
+
 def test_alignments_of_one_shape():
     neuron, memory = sf.LIF(), torch.randn(4 * 256 + 8, device="cuda")
     for start in (0, 1, 2, 4, 0, 1):
