@@ -50,7 +50,8 @@ def prepare(
         is_short = itemsize == 2 and chunk(layout.num_steps) <= SHORT
         shape = BACKWARD_SHORT if is_short else BACKWARD[itemsize]
         grid, integers = _geometry(layout, sequences, shape)
-        tight = itemsize == 2 and not is_short
+        # What adds to gradients must not run twice.
+        tight = itemsize == 2 and not is_short and not revises
         flags = revises, rebuild
         return Launch(kernel, grid, (*integers, *flags), shape.warps, device, tight)
     shape = PACKING if packs and layout.num_neurons >= MANY else FORWARD[itemsize]

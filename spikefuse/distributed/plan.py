@@ -317,25 +317,22 @@ def _neuron_inputs(model: nn.Module, x: Tensor) -> list[tuple[Neuron, list[Tenso
     """Each call of a neuron, and inputs like those it gets, `[T, B, ...]`, without memory."""
     seen: list[tuple[Neuron, list[Tensor]]] = []
 
-    def noting(neuron: Neuron) -> Callable[..., Any]:
-        def call(scan: Scan, inputs: tuple[Tensor, ...], *rest: Any) -> Any:
-            shape = *x.shape[:2], *inputs[0].shape[1:]
-            own = inputs[: len(type(neuron).input_names)]  # a block's residual is none of them
-            seen.append((neuron, [torch.empty((), dtype=y.dtype).expand(shape) for y in own]))
-            return type(neuron).call(neuron, scan, inputs, *rest)
+    # Not hooks, which neurons that are fused with a norm do not run; nor the neurons' attributes,
+    # which are a part of their definition.
+    call = Neuron.call
 
-        return call
+    def noting(neuron: Neuron, scan: Scan, inputs: tuple[Tensor, ...], *rest: Any) -> Any:
+        shape = *x.shape[:2], *inputs[0].shape[1:]
+        own = inputs[: len(type(neuron).input_names)]  # a block's residual is none of them
+        seen.append((neuron, [torch.empty((), dtype=y.dtype).expand(shape) for y in own]))
+        return call(neuron, scan, inputs, *rest)
 
-    neurons = [m for m in model.modules() if isinstance(m, Neuron)]
-    # Not hooks, which neurons that are fused with a norm do not run.
-    for neuron in neurons:
-        neuron.__dict__["call"] = noting(neuron)
+    Neuron.call = noting  # type: ignore[assignment,method-assign]
     try:
         with torch.no_grad():
             model(x)
     finally:
-        for neuron in neurons:
-            del neuron.__dict__["call"]
+        Neuron.call = call  # type: ignore[method-assign]
     return seen
 
 

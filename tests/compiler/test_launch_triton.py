@@ -202,6 +202,15 @@ def test_some_kernels_are_given_fewer_registers(monkeypatch, num_steps, register
 
 
 @pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("revises", [False, True])
+def test_what_adds_to_gradients_runs_once(revises):
+    """A kernel that is compiled again for fewer registers runs a second time."""
+    x = torch.zeros(16, 2, 32, dtype=torch.bfloat16)
+    kernel = SimpleNamespace(__name__="backward")
+    made = launch_triton.prepare(kernel, layout_of([x]), [x, x, x], revises=revises)
+    assert made.tight is not revises
+
+
 def test_stored_states_of_no_rows_are_the_same_kernel():
     kernel, made, tensors = launch()
     made._launch(tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from statistics import median
 from unittest import mock
 
@@ -196,3 +197,16 @@ def refused(axis: DeviceMesh) -> None:
 
 def test_what_cannot_be_planned(group: Group) -> None:
     group(refused, size=2)
+
+
+def held(axis: DeviceMesh) -> bool:
+    """Whether a plan's example lives on after it."""
+    x = make_input((4, 2, 6))
+    there = weakref.ref(x)
+    made = plan(sf.Temporal(nn.Sequential(nn.Linear(6, 6), sf.LIF())), x, axis)
+    del x
+    return made.whole > 0 and there() is not None
+
+
+def test_a_plan_holds_no_tensors(group: Group) -> None:
+    assert group(held, size=2) == [False, False]

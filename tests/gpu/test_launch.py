@@ -6,6 +6,7 @@ from torch import nn
 
 import spikefuse as sf
 from spikefuse.compiler import launch_triton
+from spikefuse.compiler.emit_triton import chunk
 from spikefuse.testing import lay_out, make_input
 
 
@@ -119,19 +120,20 @@ def test_kept_for_backward():
 def test_new_steps_sizes_and_values_compile_nothing():
     from triton import knobs
 
-    compiled = []
+    compiled, counts = [], []
     knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
+    # A forward and a backward kernel for chunks of 5 steps, and for chunks of 8.
+    sizes = [(5, 640), (9, 640), (10, 1280), (5, 16), (8, 640), (130, 1280), (1024, 16), (9, 32)]
     try:
-        for i, (num_steps, neurons) in enumerate([(5, 640), (9, 640), (130, 1280), (1, 16)]):
-            neuron = sf.ALIF(0.5 + i / 10, 1.0 + i)
+        for i, (num_steps, neurons) in enumerate(sizes):
+            neuron = sf.ALIF(0.5 + i / 20, 1.0 + i)
             x = torch.randn(num_steps, 1, neurons, device="cuda", requires_grad=True)
             neuron(x).sum().backward()
-            if i == 0:
-                first = len(compiled)
+            counts.append(len(compiled))
     finally:
         knobs.runtime.jit_post_compile_hook = None
-    assert first == 2, compiled
-    assert len(compiled) == 2, compiled[2:]
+    assert [chunk(num_steps) for num_steps, _ in sizes] == [5, 5, 5, 5, 8, 8, 8, 5]
+    assert counts == [2, 2, 2, 2, 4, 4, 4, 4], compiled
 
 
 def differentiated(neuron, x):
