@@ -201,7 +201,6 @@ def test_some_kernels_are_given_fewer_registers(monkeypatch, num_steps, register
     assert "maxnreg" not in kernel.options
 
 
-@pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize("revises", [False, True])
 def test_what_adds_to_gradients_runs_once(revises):
     """A kernel that is compiled again for fewer registers runs a second time."""
@@ -211,6 +210,7 @@ def test_what_adds_to_gradients_runs_once(revises):
     assert made.tight is not revises
 
 
+@pytest.mark.usefixtures("driver")
 def test_stored_states_of_no_rows_are_the_same_kernel():
     kernel, made, tensors = launch()
     made._launch(tensors)
