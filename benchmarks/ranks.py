@@ -51,13 +51,13 @@ def timed(step: Callable[[], object], device: torch.device, rounds: int) -> dict
     return spread(values.tolist())
 
 
-def peak(step: Callable[[], object], device: torch.device) -> int:
-    """Bytes of a GPU's memory in a step, on the rank that needs most."""
+def peak(step: Callable[[], object], device: torch.device, before: int) -> int:
+    """Bytes of a GPU's memory in a step, on the rank that needs most, beyond those `before`."""
     if device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(device)
     step()
-    return int(highest(torch.cuda.max_memory_allocated(device), device))
+    return int(highest(torch.cuda.max_memory_allocated(device) - before, device))
 
 
 def highest(value: float, device: torch.device) -> float:

@@ -323,7 +323,7 @@ def time_sharding(result: dict[str, Any], path: Path, root: Path) -> str:
             continue
         speedups = [f"{row[key]:.2f}×" if row.get(key) else "–"
                     for key in ("speedup", "predicted", "by_paper")]  # fmt: skip
-        memory = f"{100 * row['memory']:.0f}%" if row.get("memory") else "–"
+        memory = f"{100 * row['memory_of_one']:.0f}%" if row.get("memory_of_one") else "–"
         taken = number(row["ms"]["median"]) if "ms" in row else row["status"]
         waits = "" if row.get("speculate", True) else ", waiting"
         lines.append([*about, taken, *speedups, f"{row['chunks']}{waits}", memory])

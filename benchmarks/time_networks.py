@@ -90,7 +90,7 @@ def rows_of(
     one way, and compared with one GPU in this way."""
     workload, whole = workload_of(args), max(meshes)
     one = measure(workload, None, device, args, "exact", way)
-    yield {**one, "time": 1, "data": 1, "speedup": 1.0, "memory": 1.0}
+    yield {**one, "time": 1, "data": 1, "speedup": 1.0, "memory_of_one": 1.0}
     for statistics in ("exact", "shard"):
         for k, mesh in meshes.items():
             if k > 1 or statistics == "exact":
@@ -110,7 +110,7 @@ def handed_on(counts: Sequence[int]) -> list[tuple[int, bool]]:
 def compared(row: Row, one: Row) -> Row:
     if row["status"] == "ok" and one["status"] == "ok":
         row["speedup"] = one["ms"]["median"] / row["ms"]["median"]
-        row["memory"] = row["bytes"] / one["bytes"] if one["bytes"] else None
+        row["memory_of_one"] = row["bytes"] / one["bytes"] if one["bytes"] else None
     return row
 
 
@@ -127,14 +127,15 @@ def measure(
     size = 1 if mesh is None else mesh["time"].size()
     found: dict[tuple[int, bool], dict[str, Any]] = {}
     used, errors = 0, []
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     try:
         step = NetworkStep(workload, mesh, device, statistics=statistics)
         for how in handed_on(args.network_chunks) if size > 1 else ((1, True),):
             hand_on(step.net, *how)
             if way == EAGERLY:
-                run, used = step, peak(step, device)
+                run, used = step, peak(step, device, before)
             else:
-                run, used = recorded(step, device)
+                run, used = recorded(step, device, before)
                 errors.append(verify(step, run))
             found[how] = timed(run, device, args.rounds)
             del run
@@ -155,11 +156,14 @@ def measure(
     return row | ({"error": max(errors)} if errors else {})
 
 
-def recorded(step: NetworkStep, device: torch.device) -> tuple[Callable[[], list[Tensor]], int]:
-    """The step's replay, and the bytes that it needs on the rank that needs most."""
-    before = torch.cuda.memory_allocated(device)
+def recorded(
+    step: NetworkStep, device: torch.device, before: int
+) -> tuple[Callable[[], list[Tensor]], int]:
+    """The step's replay, and the bytes beyond those `before` that it needs on the rank that needs
+    most."""
+    used = torch.cuda.memory_allocated(device) - before
     run, held = graphed(step, STEPS_BEFORE_GRAPH)
-    return run, int(highest(before + held, device))
+    return run, int(highest(used + held, device))
 
 
 def verify(step: NetworkStep, run: Callable[[], list[Tensor]]) -> float:

@@ -345,7 +345,7 @@ def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]  # fmt: skip
     k, limit = MEMORY_BAR
     if k <= most:
-        memory = nets.get((EAGERLY, "shard", k), {}).get("memory")
+        memory = nets.get((EAGERLY, "shard", k), {}).get("memory_of_one")
         found.append(record.bar(f"network, {k} GPUs: memory of one's", memory, limit, False))
     errors = [
         abs(r["predicted"] / r["speedup"] - 1)

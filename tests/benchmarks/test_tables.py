@@ -225,7 +225,13 @@ def test_time_sharding(tmp_path: Path) -> None:
     layer = {"what": "layer", "T": 1024, "N": 10**6, "data": 1, "time": 2, "chunks": 8}
     layer |= {"ms": {"median": 2.5}, "speedup": 1.9, "predicted": 1.85, "by_paper": 1.99}
     net = {"what": "network", "T": 128, "batch": 16, "statistics": "shard", "data": 2, "time": 2}
-    good = {"status": "ok", "ms": {"median": 100.0}, "speedup": 3.1, "chunks": 4, "memory": 0.26}
+    good = {
+        "status": "ok",
+        "ms": {"median": 100.0},
+        "speedup": 3.1,
+        "chunks": 4,
+        "memory_of_one": 0.26,
+    }
     rows = [layer, {**net, **good}, {**net, "status": "out of memory", "reason": "why"}]
     rows.append({**layer, "way": "CUDA graph", "ms": {"median": 1.5}})
     rows.append({"what": "long", "T": 1024, "time": 4, "fits_one": False, "fits": True})

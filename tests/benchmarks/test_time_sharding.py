@@ -40,8 +40,8 @@ def test_bars() -> None:
     layer = {"what": "layer", "way": GRAPH, "T": 1024, "time": 2, "speedup": 1.8, "predicted": 1.9}
     slow = {**layer, "way": EAGERLY, "speedup": 1.0, "predicted": 1.0}
     net = {"what": "network", "way": GRAPH, "statistics": "shard", "time": 4, "data": 1,
-           "batch": 16, "speedup": 3.0, "memory": 0.9}  # fmt: skip
-    eager = {**net, "way": EAGERLY, "speedup": 4.0, "memory": 0.28}
+           "batch": 16, "speedup": 3.0, "memory_of_one": 0.9}  # fmt: skip
+    eager = {**net, "way": EAGERLY, "speedup": 4.0, "memory_of_one": 0.28}
     found = {bar["what"]: bar for bar in time_sharding.bars([layer, slow, net, eager])}
     assert found["layer, CUDA graph, T=1024, 2 GPUs: speed-up"]["met"]
     assert not found["layer, CUDA graph, T=4096, 4 GPUs: speed-up"]["met"]
