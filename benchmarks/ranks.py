@@ -67,15 +67,28 @@ def highest(value: float, device: torch.device) -> float:
     return float(found)
 
 
-def forecast(about: dict[str, Any], made: Plan, counts: Sequence[int]) -> list[dict[str, Any]]:
-    """Rows of time shared by more GPUs than there are, predicted only."""
+def forecast(
+    about: dict[str, Any], made: Plan, counts: Sequence[int], splits: Sequence[int] = (1,)
+) -> list[dict[str, Any]]:
+    """Rows of work shared by more GPUs than there are, predicted only.
+
+    Args:
+        splits: numbers of GPUs that share the batch, where they divide those that there are.
+    """
     rows = []
     for count in counts:
-        ways = [(chunks, early) for early in (True, False) for chunks in (1, 2, 4)]
-        best = min(ways, key=lambda way: made.seconds(count, way[0], 1, way[1]))
-        row = {**about, "status": "not measured", "time": count, "data": 1}
-        rows.append(row | dict(zip(("chunks", "speculate"), best, strict=True)))
-        _predict(rows[-1], made)
+        for data in [n for n in splits if count % n == 0]:
+            row = {**about, "status": "not measured", "time": count // data, "data": data}
+            rows.append(min(_ways(row, made), key=lambda row: -row["predicted"]))
+    return rows
+
+
+def _ways(row: dict[str, Any], made: Plan) -> list[dict[str, Any]]:
+    """The row with each way of handing states on."""
+    ways = [(chunks, early) for early in (True, False) for chunks in (1, 2, 4)]
+    rows = [{**row, "chunks": chunks, "speculate": early} for chunks, early in ways]
+    for made_row in rows:
+        _predict(made_row, made)
     return rows
 
 

@@ -204,7 +204,7 @@ def forecasts(
         about = {"what": "network", "way": way, "T": workload.T, "batch": workload.batch,
                  "statistics": statistics}  # fmt: skip
         made = plan_of(workload, mesh, device, statistics, way)
-        rows += forecast(about, made, args.forecast)
+        rows += forecast(about, made, args.forecast, (1, 2, 4, 8))
     return rows
 
 

@@ -124,6 +124,8 @@ def test_forecasts_are_no_measurements() -> None:
     made = Plan(4, 16, 0.0, 1.0, [layer], 0.01, 1e5, capacity=1, scaled_bytes=1)
     about = {"what": "layer", "way": "CUDA graph", "T": 8, "N": 10}
     (row,) = forecast(about, made, [8])
+    splits = [(r["data"], r["time"]) for r in forecast(about, made, [8], (1, 2, 4, 8))]
+    assert splits == [(1, 8), (2, 4), (4, 2), (8, 1)]
     assert row["status"] == "not measured"
     assert "ms" not in row
     assert row["predicted"] == 1 / made.seconds(8, row["chunks"], 1, row["speculate"])
