@@ -6,10 +6,8 @@ Gradients, too, lie in parts: that of a segment's output goes as that of its inp
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +18,14 @@ from spikefuse.compiler.call import call_of, spec
 from spikefuse.kernels import bits
 from spikefuse.memory import Checkpoint
 from spikefuse.nn import block, neuron
+from spikefuse.nn.again import BlockAgain, Found, NeuronAgain, gradients
 from spikefuse.nn.batch_norm import shift_of
-from spikefuse.nn.kept import Kept, Spikes
-from spikefuse.nn.parts import Gradient, Part, divided, room, rows, take
+from spikefuse.nn.kept import Spikes
+from spikefuse.nn.parts import Gradient, Part, divided, room, rows, size, take
 from spikefuse.nn.passes import Given, Job, Kernels
-from spikefuse.nn.segments import BlockCall, Segment, Segments
+from spikefuse.nn.relay import Steps, hand_on
+from spikefuse.nn.segment_values import KeptValues, Store, Values, several
+from spikefuse.nn.segments import BlockCall, NeuronCall, Segment, Segments
 
 
 def applies(net: nn.Module, x: Tensor, impl: str) -> bool:
@@ -73,7 +74,7 @@ class _Whole(torch.autograd.Function):
         return (None, *state.backward(grads))
 
 
-class _Run:
+class _Run(Store):
     """One forward pass, what it keeps, and its backward pass."""
 
     def __init__(
@@ -85,19 +86,20 @@ class _Run:
         parameters: Sequence[nn.Parameter],
     ) -> None:
         assert sequence.spikes is not None
-        self.segments, self.policy, self.parameters = segments, policy, parameters
-        self.steps, self.impl, self.spikes = sequence.num_steps, sequence.impl, sequence.spikes
-        self.batch = sequence.constant_rows or x.shape[0] // self.steps
+        self.batch = sequence.constant_rows or x.shape[0] // sequence.num_steps
+        whole = (0, self.batch)
+        kept: KeptValues = {segments.input: [(whole, (x.detach(), x._version))]}
+        needs = {segments.input: x.requires_grad}
+        super().__init__(segments, sequence.num_steps, sequence.impl, kept, needs)
+        self.policy, self.parameters = policy, parameters
+        self.spikes, self.relay = sequence.spikes, sequence.relay
         device = x.device.type
         self.cast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         self.kind = (x.shape, x.dtype, x.device, self.cast)
-        whole = (0, self.batch)
-        self.kept: dict[fx.Node, list[tuple[Part, Kept]]] = {
-            segments.input: [(whole, (x.detach(), x._version))]
-        }
         self.parts: dict[fx.Node, list[Part]] = {segments.input: [whole]}
-        self.needs = {segments.input: x.requires_grad}
-        # What segments leave for backward: with statistics of the batch; those computed once.
+        # What segments leave for backward: states that came from the process before; jobs of those
+        # with statistics of the batch; graphs of those computed once.
+        self.states: dict[Segment, dict[Part, list[Tensor]]] = {}
         self.jobs: dict[Segment, Job] = {}
         self.graphs: dict[Segment, tuple[Mapping[fx.Node, Tensor], Tensor]] = {}
         self.grads: dict[fx.Node, Gradient] = {}
@@ -119,9 +121,11 @@ class _Run:
                 self.parts[target] = self._divided(segment)
                 if segment.block is not None:
                     self._run_block(segment, segment.block)
+                elif segment.neuron is not None:
+                    self._run_neuron(segment, segment.neuron)
                 elif segment.again:
                     for part in self.parts[target]:
-                        self._keep(target, part, _Values(self, segment, part)[target])
+                        self._keep(target, part, Values(self, segment, part)[target])
                 else:
                     self._run_once(segment)
         # Not the kept tensors themselves: these would keep their own history alive.
@@ -136,9 +140,10 @@ class _Run:
         key = (segment, *self.kind)
         sizes = self.segments.sizes.get(key)
         if sizes is None:
-            values = _Values(self, segment, (0, 1))
+            values = Values(self, segment, (0, 1))
             sizes = self.segments.sizes[key] = values.num_bytes()
-        inside, read = (size * self.batch for size in sizes)
+        # Of a sample at a step, so that processes with other steps come to the same parts.
+        inside, read = sizes
         most = max(inside, read)
         self.largest = max(self.largest, most)
         left = self.largest * (1 + 4 / self.policy.chunks) - most
@@ -147,7 +152,7 @@ class _Run:
 
     def _run_once(self, segment: Segment) -> None:
         """What is random, or unknown."""
-        values = _Values(self, segment, (0, self.batch), differentiable=True)
+        values = Values(self, segment, (0, self.batch), differentiable=True)
         with torch.enable_grad():
             y = values[segment.target]
         if not isinstance(y, Tensor):
@@ -158,39 +163,78 @@ class _Run:
         self.graphs[segment] = values.leaves, y
         self._keep(segment.target, (0, self.batch), y.detach())
 
+    def _run_neuron(self, segment: Segment, called: NeuronCall) -> None:
+        parts, target = self.parts[segment.target], segment.target
+        values = Values(self, segment, parts[0])
+        # The first ones may need all processes: see `hand_on`.
+        first = [values.sequences(called.inputs)]
+        steps = Steps.like(first[0][0], called.num_states)
+        del values
+
+        def run(part: Part, states: list[Tensor]) -> Sequence[Tensor]:
+            values = Values(self, segment, part)
+            inputs = first.pop() if first else values.sequences(called.inputs)
+            y, ends = values.fire(called, inputs, states, self._sends)
+            self._keep(target, part, y.flatten(0, 1))
+            return ends
+
+        self.states[segment] = hand_on(self.relay, False, steps, parts, run)
+
     def _run_block(self, segment: Segment, called: BlockCall) -> None:
         parts = self.parts[segment.target]
-        x: Tensor | None = None
-        for part in parts:
-            values = _Values(self, segment, part)
-            piece = rows(values[called.inputs[0]], _size(part))
-            if len(parts) == 1:
-                x = piece
-            else:
-                x = room(piece, self.batch) if x is None else x
-                x[:, slice(*part)].copy_(piece)
-        assert x is not None
-        x = x.expand(self.steps, *x.shape[1:])
+        first: list[Sequence[Tensor]] = []
+        if len(parts) == 1:
+            first = [Values(self, segment, parts[0]).sequences(called.inputs)]
+            x = first[0][0]
+        else:
+            x = self._whole(segment, called.inputs[0])
         block.check_norm(called.norm, called.neuron, x, revises=True)
         kernels, own = self.kernels(called, x)
         if len(kernels.binary) != 1:
-            raise _several(segment)
+            raise several(segment)
+        job = self.jobs[segment] = self._job(called, kernels, x)
+        shift = shift_of(called.norm, x)
+
+        def run(part: Part, states: list[Tensor]) -> Sequence[Tensor]:
+            values = Values(self, segment, part)
+            piece = x[:, slice(*part)]
+            inputs = first.pop() if first else (piece, *values.sequences(called.inputs[1:]))
+            names = block.NAMES[: len(inputs)]
+            neuron.check(called.neuron, names, tuple(inputs), None, kernels.backend)
+            launch.check(kernels.backend, inputs[0])
+            call = call_of(kernels.name, spec(inputs))
+            packed = neuron.bits_wanted(inputs[0])
+            (y,), ends, _ = job.forward(call, Given(inputs, states, shift, own), False, packed)
+            neuron.mark((y,), kernels.binary, packed)
+            self._keep(segment.target, part, y.flatten(0, 1))
+            return ends
+
+        steps = Steps.like(x, kernels.num_states)
+        self.states[segment] = hand_on(self.relay, False, steps, parts, run)
+
+    @property
+    def _sends(self) -> bool:
+        """Whether final states are for another process."""
+        return self.relay is not None and not self.relay.is_last
+
+    def _whole(self, segment: Segment, node: fx.Node) -> Tensor:
+        """What a node in a segment of several parts gives, `[T, B, ...]`."""
+        x: Tensor | None = None
+        for part in self.parts[segment.target]:
+            piece = rows(Values(self, segment, part)[node], size(part))
+            x = room(piece, self.batch) if x is None else x
+            x[:, slice(*part)].copy_(piece)
+        assert x is not None
+        return x.expand(self.steps, *x.shape[1:])
+
+    def _job(self, called: BlockCall, kernels: Kernels, x: Tensor) -> Job:
+        relay = self.relay
+        num_states = 0 if relay is None or relay.is_first else kernels.num_states
+        ranks = relay.all if relay is not None and relay.exact_statistics else None
         inputs = (x,) * len(called.inputs)
         call = call_of(kernels.name, spec(inputs))
-        job = block.start(called.norm, kernels, call, inputs, 0, not kernels.rebuilds, False)
-        self.jobs[segment] = job
-        shift = shift_of(called.norm, x)
-        for part in parts:
-            values = values if len(parts) == 1 else _Values(self, segment, part)
-            inputs = (x[:, slice(*part)], *map(values.sequence, called.inputs[1:]))
-            names = block.NAMES[: len(inputs)]
-            neuron.check(called.neuron, names, inputs, None, job.kernels.backend)
-            launch.check(job.kernels.backend, inputs[0])
-            call = call_of(job.kernels.name, spec(inputs))
-            packed = neuron.bits_wanted(inputs[0])
-            (y,), _, _ = job.forward(call, Given(inputs, (), shift, own), False, packed)
-            neuron.mark((y,), job.kernels.binary, packed)
-            self._keep(segment.target, part, y.flatten(0, 1))
+        how = num_states, not kernels.rebuilds, self._sends, ranks
+        return block.start(called.norm, kernels, call, inputs, *how)
 
     def kernels(self, called: BlockCall, x: Tensor) -> tuple[Kernels, list[Tensor]]:
         backend = neuron.backend_of((x,), self.impl)
@@ -227,36 +271,78 @@ class _Run:
         gradient = self.grads[segment.target]
         if segment.block is not None:
             self._differentiate_block(segment, segment.block, gradient)
+        elif segment.neuron is not None:
+            self._differentiate_neuron(segment, segment.neuron, gradient)
         elif segment.again:
             for part in gradient.parts:
-                values = _Values(self, segment, part, differentiable=True)
+                values = Values(self, segment, part, differentiable=True)
                 y = values[segment.target]
                 self.differentiate(segment, part, values.leaves, [y], [gradient.pop(part)])
         else:
             part, (leaves, y) = (0, self.batch), self.graphs.pop(segment)
             self.differentiate(segment, part, leaves, [y], [gradient.pop(part)])
 
+    def _differentiate_neuron(self, segment: Segment, called: NeuronCall, grad: Gradient) -> None:
+        parts, states = grad.parts, self.states.pop(segment)
+        parameters = [p for m in called.modules for p in m.parameters() if p.requires_grad]
+        again: NeuronAgain | None = NeuronAgain(self, segment, called, parts[0])
+        assert again is not None
+        steps = Steps.like(again.inputs[0], called.num_states)
+
+        def go_on() -> None:
+            """To what the last part has read, when its gradients are on their way."""
+            nonlocal again
+            assert again is not None
+            values, inputs, grads = again.values, again.inputs, again.grads
+            again = None
+            self.differentiate(segment, values.part, values.leaves, inputs, grads)
+
+        def run(part: Part, ends: list[Tensor]) -> Sequence[Tensor]:
+            nonlocal again
+            assert again is not None
+            if again.values.part != part:
+                go_on()
+                again = NeuronAgain(self, segment, called, part)
+            begins, found = again.differentiate(states[part], grad.pop(part), ends, parameters)
+            self.add(parameters, found)
+            return begins
+
+        hand_on(self.relay, True, steps, parts, run)
+        go_on()
+
     def _differentiate_block(self, segment: Segment, called: BlockCall, grad: Gradient) -> None:
         """As `block` does, both passes part by part."""
-        job, parts = self.jobs.pop(segment), grad.parts
+        job, states, parts = self.jobs.pop(segment), self.states.pop(segment), grad.parts
         own = self.kernels(called, job.statistics)[1]
         shift = shift_of(called.norm, job.statistics).detach()
         given = Given((), (), shift, [tensor.detach() for tensor in own])
         needs_own = [tensor.requires_grad for tensor in own]
         sums: dict[str, Tensor] = {}
-        again: _Again | None = None
-        for part in parts:
-            again = None  # before there is the next
-            again = _Again(self, segment, called, job, given, part)
-            again.reduce(grad.get(part), needs_own, sums)
+
+        def compute(part: Part) -> BlockAgain:
+            return BlockAgain(self, segment, called, part, job, given, states[part])
+
+        again: BlockAgain | None = compute(parts[0])
+        assert again is not None
+        steps = Steps.like(again.inputs[0], job.kernels.num_states)
+
+        def reduce(part: Part, ends: list[Tensor]) -> Sequence[Tensor]:
+            nonlocal again
+            if again is None or again.values.part != part:
+                again = None  # before there is the next
+                again = compute(part)
+            return again.reduce(grad.get(part), ends, needs_own, sums)
+
+        ends = hand_on(self.relay, True, steps, parts, reduce)
         revision, *by_norm = job.revision(job.totals(job.call, sums))
         heads = [called.norm.weight, called.norm.bias, *own]
         self._differentiate_heads(called, heads, [*by_norm, *job.grad_own(job.call, sums, own)])
         sums.clear()
         for part in reversed(parts):
             # The last part is still there.
-            again = again or _Again(self, segment, called, job, given, part)
-            again.write(grad.pop(part), revision)
+            again = again or compute(part)
+            found = again.write(grad.pop(part), ends[part], revision)
+            self.differentiate(segment, part, again.values.leaves, again.inputs, found)
             again = None
 
     def _differentiate_heads(
@@ -266,16 +352,10 @@ class _Run:
         grads: Sequence[Tensor | None],
     ) -> None:
         """From gradients of a block's tensors to those of the parameters that they are made of."""
-        pairs = [
-            (y, g.to(y.dtype))
-            for y, g in zip(heads, grads, strict=True)
-            if y is not None and g is not None and y.requires_grad
-        ]
-        parameters = [p for m in (called.norm, called.neuron) for p in m.parameters()]
-        parameters = [p for p in parameters if p.requires_grad]
-        if pairs and parameters:
-            found = torch.autograd.grad(*_columns(pairs, parameters), allow_unused=True)
-            self.add(parameters, found)
+        modules = (called.norm, called.neuron)
+        parameters = [p for m in modules for p in m.parameters() if p.requires_grad]
+        pairs = [(y, g) for y, g in zip(heads, grads, strict=True) if y is not None]
+        self.add(parameters, gradients(pairs, parameters))
 
     def differentiate(
         self,
@@ -283,178 +363,23 @@ class _Run:
         part: Part,
         leaves: Mapping[fx.Node, Tensor],
         results: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
+        grads: Found,
     ) -> None:
         """Add the gradients of all that a segment reads, `leaves` among it."""
         nodes = [node for node, x in leaves.items() if x.requires_grad]
         parameters = [p for p in segment.parameters if p.requires_grad]
-        pairs = [
-            (y, g) for y, g in zip(results, grads, strict=True) if g is not None and y.requires_grad
-        ]
         wanted = [*map(leaves.__getitem__, nodes), *parameters]
-        if not (pairs and wanted):
-            return
-        found = torch.autograd.grad(*_columns(pairs, wanted), allow_unused=True)
+        found = gradients(list(zip(results, grads, strict=True)), wanted)
         for node, gradient in zip(nodes, found, strict=False):
             if gradient is not None:
                 self.grads[node].add(part, gradient)
         self.add(parameters, found[len(nodes) :])
 
-    def add(self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
+    def add(self, parameters: Sequence[nn.Parameter], grads: Found) -> None:
         for p, g in zip(parameters, grads, strict=True):
             if g is not None:
                 self.totals[p] = g if p not in self.totals else self.totals[p] + g
 
 
-class _Values:
-    """The values of a segment for a part of the batch, computed as they are asked for.
-
-    Args:
-        differentiable: with a graph from `leaves`, the kept values that were read.
-    """
-
-    def __init__(
-        self, run: _Run, segment: Segment, part: Part, differentiable: bool = False
-    ) -> None:
-        self.run, self.segment, self.part = run, segment, part
-        self.differentiable = differentiable
-        self.leaves: dict[fx.Node, Tensor] = {}
-        self.found: dict[fx.Node, Any] = {}
-
-    def __getitem__(self, node: fx.Node) -> Any:
-        if node.op == "get_attr":
-            return self.run.segments.attribute(node)
-        if node not in self.found:
-            read = node in self.segment.inputs
-            self.found[node] = self._leaf(node) if read else self._call(node)
-        return self.found[node]
-
-    def _leaf(self, node: fx.Node) -> Tensor:
-        x = take(self.run.kept[node], self.part).detach()
-        if self.differentiable:
-            x.requires_grad_(self.run.needs[node])
-        self.leaves[node] = x
-        return x
-
-    def sequence(self, node: fx.Node) -> Tensor:
-        """`[T, B, ...]`."""
-        x = rows(self[node], _size(self.part))
-        return x.expand(self.run.steps, *x.shape[1:])
-
-    def _call(self, node: fx.Node) -> Any:
-        segments = self.run.segments
-        module, called = segments.called.get(node), segments.blocks.get(node)
-        if called is not None:
-            return self._fire(partial(block.scan, called.norm, called.neuron, None), called.inputs)
-        if isinstance(module, neuron.Neuron):
-            return self._fire(module._scan, node.all_input_nodes)
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.__getitem__)
-        if module is not None:
-            with _still(module) if self.differentiable else contextlib.nullcontext():
-                return module(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
-
-    def _fire(self, scan: neuron.Scan, nodes: Sequence[fx.Node]) -> Tensor:
-        outputs, _ = scan(tuple(map(self.sequence, nodes)), None, self.run.impl, False)
-        if len(outputs) != 1:
-            raise _several(self.segment)
-        return outputs[0].flatten(0, 1)
-
-    def num_bytes(self) -> tuple[int, int]:
-        """(of the largest value, of the kept values that are read), at all steps."""
-        called = self.segment.block
-        for node in (self.segment.target,) if called is None else called.inputs:
-            self[node]
-        largest = max(self.run.steps * x[0].nbytes for x in self.found.values())
-        source = self.run.segments.input
-        return largest, sum(x.nbytes for node, x in self.leaves.items() if node is not source)
-
-
-class _Again:
-    """What goes into a block, computed again for a part of the batch, and the two passes."""
-
-    def __init__(
-        self, run: _Run, segment: Segment, called: BlockCall, job: Job, given: Given, part: Part
-    ) -> None:
-        self.job = job
-        self.values = _Values(run, segment, part, differentiable=True)
-        self.inputs = [self.values.sequence(node) for node in called.inputs]
-        inputs = tuple(x.detach() for x in self.inputs)
-        self.given = given._replace(inputs=inputs)
-        self.call = call_of(job.kernels.name, spec(inputs))
-        self.rebuild = not job.keeps_states and self.call.num_saved > 0
-        self.saved: Sequence[Tensor] = self.call.stored() if self.rebuild else ()
-        if job.keeps_states:
-            self.saved = job.forward(self.call, self.given, save=True)[2]
-
-    def reduce(
-        self, grad: Tensor | None, needs_own: Sequence[bool], sums: dict[str, Tensor]
-    ) -> None:
-        """The first pass, into `sums` per neuron of the whole batch."""
-        job, call = self.job, self.call
-        grads = (self._unfolded(grad),)
-        _, found = job.reduce(call, self.given, self.saved, grads, needs_own, self.rebuild)
-        self.rebuild = False
-        if call.layout == job.call.layout:
-            sums |= found
-            return
-        for name, total in found.items():
-            if name not in sums:
-                sums[name] = total.new_empty(job.call.layout.num_neurons)
-            whole, piece = (
-                x.as_strided(at.layout.step_shape, at.layout.step_strides)
-                for x, at in ((sums[name], job.call), (total, call))
-            )
-            whole[slice(*self.values.part)].copy_(piece)
-
-    def write(self, grad: Tensor | None, revision: Sequence[Tensor]) -> None:
-        """The second pass, and on to what the segment reads."""
-        needs = [x.requires_grad for x in self.inputs]
-        if not any(needs):
-            return
-        at = (self.call, self.given, self.saved, (self._unfolded(grad),))
-        written = iter(self.job.write(*at, revision, needs, self.rebuild))
-        grads = [next(written) if wanted else None for wanted in needs]
-        values = self.values
-        values.run.differentiate(values.segment, values.part, values.leaves, self.inputs, grads)
-
-    def _unfolded(self, grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else rows(grad, _size(self.values.part))
-
-
-@contextlib.contextmanager
-def _still(module: nn.Module) -> Iterator[None]:
-    """Keep a batch norm from moving its running statistics on a second time."""
-    tracks = getattr(module, "track_running_stats", False)
-    if tracks:
-        module.track_running_stats = False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if tracks:
-            module.track_running_stats = True  # type: ignore[assignment]
-
-
-def _columns(
-    pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]
-) -> tuple[list[Tensor], Sequence[Tensor], list[Tensor]]:
-    """What torch.autograd.grad takes."""
-    return [y for y, _ in pairs], leaves, [g for _, g in pairs]
-
-
-def _several(segment: Segment) -> ValueError:
-    return ValueError(
-        f"memory=Checkpoint() can't run '{segment.target}', a neuron with several outputs: use "
-        "another policy"
-    )
-
-
 def _wanted(tensors: Iterable[Tensor]) -> Iterator[bool]:
     return (tensor.requires_grad for tensor in tensors)
-
-
-def _size(part: Part) -> int:
-    return part[1] - part[0]

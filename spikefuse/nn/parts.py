@@ -25,11 +25,22 @@ def rows(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(0, (-1, batch))
 
 
+def size(part: Part) -> int:
+    return part[1] - part[0]
+
+
 def room(like: Tensor, batch: int) -> Tensor:
     """Unwritten `[T, batch, ...]`, each sample in memory as those of `like` `[T, B, ...]`."""
-    inner = torch.empty_like(like[0, 0], device="meta").stride()
-    size, shape = math.prod(like.shape[2:]), (like.shape[0], batch, *like.shape[2:])
-    return like.new_empty_strided(shape, (batch * size, size, *inner))
+    strides = by_sample(like)
+    return like.new_empty_strided(
+        (len(like), batch, *like.shape[2:]), (batch * strides[0], *strides)
+    )
+
+
+def by_sample(x: Tensor) -> tuple[int, ...]:
+    """Strides of one step of `x` `[T, B, ...]` whose samples lie one behind the other."""
+    inner = torch.empty_like(x[0, 0], device="meta").stride()
+    return math.prod(x.shape[2:]), *inner
 
 
 def take(held: Sequence[tuple[Part, Kept]], part: Part) -> Tensor:

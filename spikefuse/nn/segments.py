@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
@@ -16,9 +17,9 @@ from torch.nn.modules import pooling
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.nn.batch_norm import NORMS, by_batch
-from spikefuse.nn.block import Block, normed
+from spikefuse.nn.block import Block, normed, scan
 from spikefuse.nn.constant import is_plain
-from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.neuron import Neuron, Scan
 from spikefuse.nn.pool import max_pool2d
 from spikefuse.nn.tracing import Untraceable, trace, works_in_place
 
@@ -29,6 +30,21 @@ class BlockCall:
 
     norm: _BatchNorm
     neuron: Neuron
+    inputs: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class NeuronCall:
+    """A neuron called alone, or behind a norm that uses no statistics of the batch.
+
+    Attributes:
+        scan: the call, on all inputs.
+        modules: the neuron, and the norm if there is one.
+    """
+
+    scan: Scan
+    num_states: int
+    modules: tuple[nn.Module, ...]
     inputs: tuple[fx.Node, ...]
 
 
@@ -43,6 +59,7 @@ class Segment:
         again: whether it can be computed again; if not, what PyTorch keeps is kept.
         by_sample: whether each sample is computed by itself, but for the statistics of `block`.
         block: what is at the end, if its norm uses the statistics of the batch.
+        neuron: what is at the end, if it is another neuron.
     """
 
     target: fx.Node
@@ -51,6 +68,7 @@ class Segment:
     again: bool
     by_sample: bool
     block: BlockCall | None
+    neuron: NeuronCall | None
 
 
 class Segments:
@@ -125,6 +143,18 @@ class Segments:
         norm, neuron, *inputs = node.all_input_nodes
         return BlockCall(self.attribute(norm), self.attribute(neuron), tuple(inputs))
 
+    def neuron(self, node: fx.Node) -> NeuronCall | None:
+        """The call of a neuron at a node, if there is one."""
+        module, block = self.called.get(node), self.blocks.get(node)
+        if block is not None:
+            norm, neuron = block.norm, block.neuron
+            call = partial(scan, norm, neuron, None)
+            return NeuronCall(call, len(type(neuron).states), (norm, neuron), block.inputs)
+        if not isinstance(module, Neuron):
+            return None
+        inputs = tuple(node.all_input_nodes)
+        return NeuronCall(module._scan, len(type(module).states), (module,), inputs)
+
     def _fires(self, node: fx.Node) -> bool:
         return node in self.blocks or isinstance(self.called.get(node), Neuron)
 
@@ -154,7 +184,9 @@ class Segments:
             by_sample = again and loose.isdisjoint(read) and not any(map(self.mixes, inner))
             block = self.blocks.get(target)
             block = block if block is not None and by_batch(block.norm) else None
-            yield Segment(target, read, self._parameters(inner, varying), again, by_sample, block)
+            neuron = self.neuron(target) if block is None else None
+            parameters = self._parameters(inner, varying)
+            yield Segment(target, read, parameters, again, by_sample, block, neuron)
 
     def _parameters(self, inner: list[fx.Node], varying: set[fx.Node]) -> tuple[nn.Parameter, ...]:
         """All that these nodes read, by their layers or by attributes of the network."""
