@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.distributed.links import Ranks
+from spikefuse.nn.batch_norm import RankedNorm
 from spikefuse.nn.neuron import calls
 
 # The kernels give 1 / sqrt(variance + this).
 _EPS = 1e-5
 
 
-class AxisNorm(_BatchNorm):
+class AxisNorm(RankedNorm):
     """A batch norm that in training takes its statistics over all ranks of a group.
 
     The result is that of one process that has all the values, running statistics included, to
@@ -47,7 +48,7 @@ class AxisNorm(_BatchNorm):
         y, mean, var, count = _Normalize.apply(
             x, self.weight, self.bias, self.eps, repeats, self.ranks
         )
-        if self.training and self.running_mean is not None:
+        if self.training and self.track_running_stats and self.running_mean is not None:
             self._track(mean, var * (count / (count - 1)))
         return y
 

@@ -40,6 +40,11 @@ class Ranks(Protocol):
         ...
 
 
+class RankedNorm(_BatchNorm):
+    """A batch norm module that by itself takes its statistics over several processes;
+    `spikefuse.distributed.norm` has one."""
+
+
 class GroupRanks:
     """The ranks of a process group."""
 

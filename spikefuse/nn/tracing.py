@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from spikefuse.nn.batch_norm import RankedNorm
 from spikefuse.nn.block import Block, normed
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import MaxPool2d, max_pool2d
@@ -91,7 +92,9 @@ class _Tracer(fx.Tracer):
 
 def is_layer(module: nn.Module) -> bool:
     """Whether a graph calls the module as one thing."""
-    return isinstance(module, Neuron | Block | MaxPool2d) or _FX.is_leaf_module(module, "")
+    return isinstance(module, Neuron | Block | MaxPool2d | RankedNorm) or _FX.is_leaf_module(
+        module, ""
+    )
 
 
 def works_in_place(node: fx.Node, module: nn.Module | None) -> bool:
