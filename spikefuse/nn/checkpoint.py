@@ -93,6 +93,9 @@ class _Run(Store):
         super().__init__(segments, sequence.num_steps, sequence.impl, kept, needs)
         self.policy, self.parameters = policy, parameters
         self.spikes, self.relay = sequence.spikes, sequence.relay
+        # What layers are told when they are computed again, without neurons.
+        rows = sequence.constant_rows
+        self.again = neuron.Sequence(self.steps, {}, self.impl, constant_rows=rows)
         device = x.device.type
         self.cast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         self.kind = (x.shape, x.dtype, x.device, self.cast)
@@ -257,7 +260,7 @@ class _Run(Store):
             if gradient is not None:
                 self.grads[node].add(whole, gradient)
         del grads
-        with self.autocast(), torch.enable_grad():
+        with self.autocast(), torch.enable_grad(), neuron.inside(self.again):
             for segment in reversed(self.segments):
                 # All that read it are done.
                 del self.kept[segment.target]

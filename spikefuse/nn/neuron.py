@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import compress, zip_longest
 from typing import Any, Protocol
@@ -78,6 +79,17 @@ class _Calls(threading.local):
 
 
 calls = _Calls()
+
+
+@contextlib.contextmanager
+def inside(sequence: Sequence) -> Iterator[None]:
+    """What layers do meanwhile belongs to the call of a `Temporal` that `sequence` describes."""
+    outer, calls.sequence = calls.sequence, sequence
+    try:
+        yield
+    finally:
+        calls.sequence = outer
+
 
 # How a call outside Temporal reads its rows.
 _ALONE = ("alone",)

@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.nn.modules import pooling
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.nn.batch_norm import NORMS, by_batch
+from spikefuse.nn.batch_norm import NORMS, RankedNorm, by_batch
 from spikefuse.nn.block import Block, normed, scan
 from spikefuse.nn.constant import is_plain
 from spikefuse.nn.neuron import Neuron, Scan
@@ -132,7 +132,8 @@ class Segments:
     def mixes(self, node: fx.Node) -> bool:
         """Whether it is a norm by itself that uses the statistics of the batch."""
         module = self.called.get(node)
-        return isinstance(module, _BatchNorm) and type(module) in NORMS and by_batch(module)
+        known = type(module) in NORMS or isinstance(module, RankedNorm)
+        return isinstance(module, _BatchNorm) and known and by_batch(module)
 
     def _block(self, node: fx.Node) -> BlockCall | None:
         module = self.called.get(node)
@@ -215,6 +216,10 @@ def _traced(net: nn.Module) -> fx.Graph:
         raise ValueError("memory=Checkpoint() needs a network with one input: use another policy")
     fused = any(n.target is normed for n in graph.nodes)
     fused = fused or any(isinstance(m, Block) for m in net.modules())
-    if not fused and any(isinstance(m, _BatchNorm) for m in net.modules()):
-        raise ValueError("memory=Checkpoint() needs a fused network: call spikefuse.fuse on it")
+    norms = [] if fused else [m for m in net.modules() if isinstance(m, _BatchNorm)]
+    if norms:
+        first = ", before shard_time" if any(isinstance(m, RankedNorm) for m in norms) else ""
+        raise ValueError(
+            f"memory=Checkpoint() needs a fused network: call spikefuse.fuse on it{first}"
+        )
     return graph

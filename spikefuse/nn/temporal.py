@@ -191,11 +191,6 @@ class Temporal(nn.Module):
                 'impl is "reference", whose loop has all steps in one process: choose "auto" for a '
                 "network whose time is sharded"
             )
-        if isinstance(self.memory, Checkpoint):
-            raise ValueError(
-                "memory is Checkpoint(), which computes all steps again in one process: choose "
-                "another policy for a network whose time is sharded"
-            )
         if state is not None and not shard.is_first:
             raise ValueError(
                 "state is given to a rank that does not hold the first step: pass it to rank 0, as "
@@ -204,7 +199,8 @@ class Temporal(nn.Module):
         mode = "training" if self.training else "evaluation"
         gradients = "with" if torch.is_grad_enabled() else "without"
         wanted = ", x requires grad" if x.requires_grad else ""
-        shard.begin(x, f"{type(self.net).__name__} in {mode} {gradients} gradients{wanted}")
+        kept = f", {self.memory}" if isinstance(self.memory, Checkpoint) else ""
+        shard.begin(x, f"{type(self.net).__name__} in {mode} {gradients} gradients{wanted}{kept}")
 
     def _repeated(
         self, plan: constant.Plan, sequence: Sequence

@@ -29,11 +29,6 @@ def check_layout(
         raise ConfigError(
             f"num_steps is {config.num_steps}: expected at least time_ranks, {processes.time}"
         )
-    if config.memory == "checkpoint":
-        raise ConfigError(
-            "memory is checkpoint, for which one process has all steps: leave out time_ranks, or "
-            "choose another memory"
-        )
     for name in ("tbptt", "sync_batch_norm"):
         if getattr(config, name):
             raise ConfigError(f"{name} is for sequences that one process has: leave out time_ranks")

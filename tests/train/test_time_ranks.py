@@ -83,7 +83,6 @@ def test_a_restart_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
         ({}, {"time_ranks": 3}, 4, "time_ranks 3 and data_ranks as many as are left"),
         ({}, {"time_ranks": 0}, 2, "must be at least 1"),
         ({"num_steps": 3}, {"time_ranks": 4}, 4, "num_steps is 3: expected at least time_ranks"),
-        ({"memory": "checkpoint"}, {"time_ranks": 2}, 2, "memory is checkpoint, for which one"),
         ({"tbptt": 2}, {"time_ranks": 2}, 2, "tbptt is for sequences that one process has"),
     ],
 )

@@ -1,0 +1,352 @@
+"""Segments computed again in networks whose time is shared: against one process, and against the
+default policy on the same ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import spikefuse as sf
+from spikefuse import memory, testing
+from spikefuse.distributed import shard_time, steps_of
+from spikefuse.memory import Checkpoint
+from spikefuse.testing import lay_out, make_input
+from tests.distributed.group import Group
+from tests.nn.test_checkpoint import Peak
+
+T, ONES = 7, (1.0, 1.0)
+Make = Callable[[Any], sf.Temporal]
+
+
+class Mixed(nn.Module):
+    """A wide block in several parts, one with a residual that has a norm of its own, neurons with
+    and without a norm before them, one behind running statistics, dropout, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(2, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), sf.LIF(0.5, 0.4)
+        )
+        self.plain = nn.Sequential(nn.Conv2d(16, 6, 1), sf.PLIF(0.6, channels=6))
+        self.left = nn.Sequential(nn.Conv2d(6, 4, 1, bias=False), nn.BatchNorm2d(4, affine=False))
+        self.right, self.join = nn.Sequential(nn.Conv2d(16, 4, 1), nn.BatchNorm2d(4)), sf.ALIF()
+        self.norm, self.third = nn.BatchNorm2d(4), sf.LIF(0.7, 0.3, reset="soft")
+        self.drop, self.fourth = nn.Dropout(0.0), sf.PLIF(0.3, 0.4)
+        self.fixed = nn.Sequential(nn.Conv2d(4, 3, 1), nn.BatchNorm2d(3), sf.LIF(0.6, 0.2))
+        self.head = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = self.join(self.left(self.plain(x)) + self.right(x))
+        x = x + self.third(2 * self.norm(x))
+        x = self.fixed(self.fourth(self.drop(x)))
+        return self.head(x.mean((2, 3)))
+
+
+def mixed(policy: Any) -> sf.Temporal:
+    torch.manual_seed(0)
+    net = sf.fuse(sf.Temporal(Mixed(), policy))
+    assert len(net.fusion.fused) == 3
+    return net
+
+
+def train(
+    net: sf.Temporal,
+    x: Tensor,
+    mine: slice,
+    impl: str = "auto",
+    scales: tuple[float, float] = (1.0, 2.0),
+) -> list[list[Tensor]]:
+    """After two steps: running statistics; outputs in training and in evaluation, and the gradient
+    of the input; gradients of the parameters."""
+    net.train()
+    for name, module in net.named_modules():
+        module.training &= "fixed" not in name
+    leaf = x[mine].detach().requires_grad_(x.stride(0) > 0)
+    for scale in scales:
+        y = net(leaf if scale == 1 else scale * leaf, impl=impl)
+        weights = torch.sin(torch.arange(float(len(x) * y[0].numel())))
+        (y * weights.view(len(x), *y.shape[1:])[mine]).sum().backward()
+    with torch.no_grad():
+        seen = net.eval()(leaf, impl=impl)
+    of_steps = [y.detach(), seen] + ([leaf.grad] if leaf.requires_grad else [])
+    return [list(net.buffers()), of_steps, [p.grad for p in net.parameters()]]
+
+
+def shared(axis: DeviceMesh, make: Make, x: Tensor, policies: list[Any], *how: Any) -> list[Any]:
+    """On one rank, by each policy."""
+    chunks, statistics, *impl = how
+    mine = steps_of(len(x), axis.get_local_rank(), axis.size())
+    nets = [shard_time(make(p), axis, chunks, statistics) for p in policies]
+    return [train(net, x, mine, *impl) for net in nets]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float = 3e-5) -> None:
+    for part, wanted in zip(found, expected, strict=True):
+        scale = max(wanted.abs().max().item(), 1.0)
+        torch.testing.assert_close(part, wanted, rtol=tolerance, atol=tolerance * scale)
+
+
+def assert_equal_one(found: list[list[list[Tensor]]], expected: list[list[Tensor]]) -> None:
+    """What ranks have found, and one process has."""
+    for buffers, _, _ in found:
+        assert_close(buffers, expected[0])
+    assert_close([torch.cat(ys) for ys in zip(*(f[1] for f in found), strict=True)], expected[1])
+    sums = [torch.stack(gs).sum(0) for gs in zip(*(f[2] for f in found), strict=True)]
+    assert_close(sums, expected[2])
+
+
+@pytest.mark.parametrize(
+    ("size", "chunks", "parts", "layout"),
+    [
+        (1, 1, 8, "contiguous"),
+        (2, 1, 8, "channels_last"),
+        (3, 3, 1, "contiguous"),
+        (4, 1, 3, "batch_first"),
+    ],
+)
+def test_equals_one_process(group: Group, size: int, chunks: int, parts: int, layout: str) -> None:
+    x = lay_out(make_input((T, 5, 2, 5, 5)), layout) + 0.5
+    expected = train(mixed(None), x, slice(None))
+    found = group(shared, mixed, x, [Checkpoint(parts)], chunks, "exact", size=size)
+    assert_equal_one([one for (one,) in found], expected)
+
+
+def test_kernels_of_a_gpu(group: Group) -> None:
+    """Those of Triton, which compute states again where others keep them."""
+    x = make_input((40, 3, 2, 4, 4)) + 0.5
+    expected = train(mixed(None), x, slice(None))
+    found = group(shared, mixed, x, [Checkpoint()], 1, "exact", "triton", size=2)
+    assert_equal_one([one for (one,) in found], expected)
+
+
+@pytest.mark.parametrize("statistics", ["exact", "shard"])
+def test_equals_the_default_on_the_same_ranks(group: Group, statistics: str) -> None:
+    """To the last bit as long as no segment has several parts."""
+    policies = [None, Checkpoint(1), Checkpoint(8)]
+    x = make_input((T, 5, 2, 5, 5)) + torch.linspace(0, 1, T).view(T, 1, 1, 1, 1)
+    for default, one, parts in group(shared, mixed, x, policies, 1, statistics, size=3):
+        assert all(p.any() for p in default[1])
+        for expected, a, b in zip(default, one, parts, strict=True):
+            assert all(map(torch.equal, a, expected))
+            assert_close(b, expected)
+
+
+def averaged(policy: Any) -> sf.Temporal:
+    """With a norm that no neuron reads, on what is the same at each step."""
+    torch.manual_seed(0)
+    first = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.AvgPool2d(2), sf.LIF(0.5, 0.2)
+    last = nn.Conv2d(4, 3, 1), nn.BatchNorm2d(3), sf.LIF(0.5, 0.2)
+    return sf.fuse(sf.Temporal(nn.Sequential(*first, *last), policy))
+
+
+def constant(axis: DeviceMesh, make: Make, x: Tensor, policy: Any) -> list[list[Tensor]]:
+    """Of steps that are the same on one rank, as pickling does not show."""
+    net = shard_time(make(policy), axis)
+    mine = steps_of(len(x), axis.get_local_rank(), axis.size())
+    step = x[mine.start]
+    return train(net, step.expand(x.shape), mine, scales=ONES)
+
+
+@pytest.mark.parametrize(("make", "size"), [(mixed, 4), (averaged, 4), (averaged, 3)])
+def test_rows_that_stand_for_all_steps(group: Group, make: Make, size: int) -> None:
+    """With 4 ranks one has a single step, which is no repetition."""
+    x, images = make_input((T, 5, 2, 5, 5)), make_input((size, 5, 2, 5, 5)) + 0.5
+    for rank in range(size):
+        x[steps_of(T, rank, size)] = images[rank]
+    buffers, of_steps, grads = train(make(None), x, slice(None), scales=ONES)
+    for policy in (None, Checkpoint()):
+        found = group(constant, make, x, policy, size=size)
+        assert_equal_one(found, [buffers, of_steps[:2], grads])
+
+
+class Single:
+    """A picklable maker of one layer of a neuron model, with layers around it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, policy: Any) -> sf.Temporal:
+        torch.manual_seed(0)
+        neuron = getattr(sf, self.name)()
+        return sf.Temporal(nn.Sequential(nn.Linear(6, 8), neuron, nn.Linear(8, 3)), policy)
+
+
+# States that start at rest and elsewhere, two states and a count, and learnable parameters.
+@pytest.mark.parametrize("name", ["RefractoryLIF", "GatedLIF", "Izhikevich"])
+def test_models(group: Group, name: str) -> None:
+    make, x = Single(name), 3 * make_input((T, 5, 6))
+    found = group(shared, make, x, [Checkpoint(8)], 1, "exact", size=2)
+    assert_equal_one([one for (one,) in found], train(make(None), x, slice(None)))
+
+
+class Inside(nn.Module):
+    """A neuron inside of a layer of torch.nn, which is not computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 8), sf.LIF(0.5, 0.2))
+        self.layer = nn.TransformerEncoderLayer(
+            8, 2, 16, dropout=0.0, activation=sf.PLIF(0.5, 0.2), batch_first=True
+        )
+        self.last = sf.LIF(0.5, 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layer(self.first(x)))
+
+
+def inside(policy: Any) -> sf.Temporal:
+    torch.manual_seed(0)
+    return sf.Temporal(Inside(), policy)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_neurons_that_are_not_computed_again(group: Group, chunks: int) -> None:
+    x = make_input((T, 5, 3, 8))
+    found = group(shared, inside, x, [Checkpoint()], chunks, "exact", size=2)
+    assert_equal_one([one for (one,) in found], train(inside(None), x, slice(None)))
+
+
+class Scale(nn.Module):
+    """Its result lies in memory as what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.neuron = nn.Parameter(torch.linspace(1, 3, 4)), sf.PLIF(0.5, channels=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.neuron(self.weight * x)
+
+
+def scale(policy: Any) -> sf.Temporal:
+    return sf.Temporal(Scale(), policy)
+
+
+def test_samples_side_by_side_in_memory(group: Group) -> None:
+    """States travel one sample behind the other, whatever the memory order of a step."""
+    x = make_input((4, T, 32)).permute(1, 2, 0)
+    found = group(shared, scale, x, [Checkpoint(1)], 1, "exact", size=2)
+    assert_equal_one([one for (one,) in found], train(scale(None), x, slice(None)))
+
+
+def poisoned(axis: DeviceMesh, x: Tensor) -> Any:
+    with testing.poisoned():
+        return shared(axis, mixed, x, [Checkpoint()], 1, "exact")
+
+
+def test_nothing_unwritten_is_read(group: Group) -> None:
+    for (found,) in group(poisoned, make_input((T, 5, 2, 5, 5)) + 0.5, size=2):
+        assert all(t.isfinite().all() for tensors in found for t in tensors)
+
+
+def half(axis: DeviceMesh, x: Tensor) -> list[Any]:
+    with torch.autocast("cpu", torch.bfloat16):
+        return shared(axis, mixed, x, [None, Checkpoint(1)], 1, "exact")
+
+
+def test_autocast(group: Group) -> None:
+    for default, found in group(half, make_input((T, 5, 2, 5, 5)) + 0.5, size=2):
+        for a, b in zip(found, default, strict=True):
+            assert all(map(torch.equal, a, b))
+
+
+class Heads(nn.Module):
+    """A value that others read and that is returned, and one that nobody needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 8), sf.PLIF(0.5, 0.2))
+        self.frozen = nn.Sequential(nn.Linear(6, 8), sf.LIF(0.5, 0.2)).requires_grad_(False)
+        self.left, self.right = (nn.Sequential(nn.Linear(8, 4), sf.LIF(0.5, 0.2)) for _ in "ab")
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.first(x) + self.frozen(x)
+        return {"sum": y, "left": self.left(y), "right": self.right(y)}
+
+
+def heads(policy: Any) -> sf.Temporal:
+    torch.manual_seed(0)
+    return sf.Temporal(Heads(), policy)
+
+
+def of_one_head(net: sf.Temporal, x: Tensor) -> list[Any]:
+    y = net(x)
+    (y["sum"].sum() + y["left"].square().sum()).backward()
+    return [y["right"].detach(), *(p.grad for p in net.parameters())]
+
+
+def headed(axis: DeviceMesh, x: Tensor) -> list[Any]:
+    mine = steps_of(len(x), axis.get_local_rank(), axis.size())
+    return of_one_head(shard_time(heads(Checkpoint()), axis), x[mine])
+
+
+def test_several_outputs_and_frozen_layers(group: Group) -> None:
+    x = make_input((T, 5, 6))
+    right, *grads = of_one_head(heads(None), x)
+    found = group(headed, x, size=3)
+    assert torch.equal(torch.cat([f[0] for f in found]), right)
+    for i, expected in enumerate(grads):
+        mine = [f[1 + i] for f in found]
+        if expected is None:
+            assert mine == [None] * 3
+        else:
+            assert_close([torch.stack(mine).sum(0)], [expected])
+
+
+def deep(policy: Any) -> sf.Temporal:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for width in (3, 32, 32, 32):
+        layers += [nn.Conv2d(width, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), sf.LIF()]
+    return sf.fuse(sf.Temporal(nn.Sequential(*layers), policy))
+
+
+def peaks(axis: DeviceMesh, x: Tensor) -> list[int]:
+    found = []
+    mine = x[steps_of(len(x), axis.get_local_rank(), axis.size())]
+    for policy in (memory.Recompute(), Checkpoint()):
+        net = shard_time(deep(policy), axis)
+        net(mine).sum().backward()
+        with Peak([mine, *net.parameters(), *net.buffers()]) as peak:
+            net(mine).sum().backward()
+        found.append(peak.peak)
+    return found
+
+
+def test_memory_of_a_rank(group: Group) -> None:
+    for default, found in group(peaks, make_input((16, 16, 3, 8, 8)), size=2):
+        assert found < 0.5 * default
+
+
+def refused(axis: DeviceMesh) -> list[str]:
+    x, messages = make_input((4, 3, 6)), []
+    nets = [sf.Temporal(nn.Sequential(nn.Linear(6, 5), *norm, sf.LIF()), Checkpoint())
+            for norm in ([], [nn.BatchNorm1d(5)])]  # fmt: skip
+    different = sf.Temporal(nn.Linear(6, 5), Checkpoint(1 + axis.get_local_rank()))
+    cases: list[Callable[[], Any]] = [
+        lambda: shard_time(nets[0], axis)(x, return_state=True),
+        lambda: shard_time(nets[1], axis)(x),
+        lambda: shard_time(different, axis)(x),
+    ]
+    for case in cases:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            case()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_is_refused(group: Group) -> None:
+    expected = (
+        "trains on whole sequences",
+        "call spikefuse.fuse on it, before shard_time",
+        "rank 1: 4 steps of [T, 3, 6] float32 in memory order [1, 2], Linear in training with "
+        "gradients, Checkpoint(chunks=2)",
+    )
+    for found in group(refused, size=2):
+        for message, part in zip(found, expected, strict=True):
+            assert part in message
