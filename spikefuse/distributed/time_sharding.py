@@ -60,14 +60,14 @@ def shard_time(
         model: a `Temporal`, or a module with some inside; changed in place.
         axis: one axis of a mesh, such as `mesh["time"]`. Every process of the job has to call this.
         chunks: parts of the batch in which states are handed on. While a rank computes one part,
-            the next rank computes the part before.
+            the next rank computes the part before. `memory.Checkpoint` has parts of its own.
         statistics: of batch norms in training. "exact": over the steps of all ranks; "shard": over
             a rank's own, without communication, running statistics being averaged.
         timeout: seconds that a rank waits for another one.
         speculate: on GPUs, whether ranks begin before the state of the rank before is there. They
             scan from rest, and again from the state once it is there, until the neurons' states
             are those they were: a few steps where neurons leak or are reset, all of them where
-            they forget nothing. The results are the same.
+            they forget nothing. The results are the same. With `memory.Checkpoint` they wait.
 
     Returns:
         The model.

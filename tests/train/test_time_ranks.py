@@ -28,12 +28,13 @@ from tests.train.test_processes import (
 SHARED = (*OPTIONS, "--time-ranks", "2")
 
 
+@pytest.mark.parametrize("memory", ["recompute", "checkpoint"])
 def test_time_and_data_shared_learn_as_one_and_can_be_resumed_by_one(
-    alone: Spikefuse, tmp_path: Path
+    alone: Spikefuse, tmp_path: Path, memory: str
 ) -> None:
     assert alone("train", *OPTIONS, "--epochs", "2", "--out", "one") == 0
     output = finish(start(4, tmp_path, "train", *SHARED, "--data-ranks", "2", "--epochs", "1",
-                          "--out", "four"))  # fmt: skip
+                          "--memory", memory, "--out", "four"))  # fmt: skip
     assert output.count("epoch 1/1") == output.count("test accuracy") == 1
     assert alone("train", "--resume", "four/last.ckpt", "--device", "cpu", "--epochs", "2") == 0
     assert_same_curve(tmp_path / "one", tmp_path / "four")
