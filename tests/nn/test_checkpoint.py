@@ -13,6 +13,7 @@ from torch import nn
 import spikefuse as sf
 from spikefuse.memory import Checkpoint
 from spikefuse.models import MODELS
+from spikefuse.nn import checkpoint, parts
 from spikefuse.nn.block import Block
 from spikefuse.nn.neuron import Neuron
 from spikefuse.testing import make_input
@@ -139,6 +140,33 @@ def test_parts_of_a_batch(backends):
         train(net, x)
         assert seen == [*first, *parts, *parts, *parts[:-1]]
         seen.clear()
+
+
+def test_parts_are_the_same_for_any_number_of_steps(backends, monkeypatch):
+    """Processes that share a sequence have each its own."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.left, self.right = (nn.Conv2d(c, 16, 1) for c in (3, 16, 16))
+            self.first, self.second = sf.LIF(), sf.LIF()
+
+        def forward(self, x):
+            x = self.stem(x)
+            return self.first(self.left(x)) + self.second(self.right(x))
+
+    def divided(*given):
+        found[-1].append(parts.divided(*given))
+        return found[-1][-1]
+
+    found = []
+    monkeypatch.setattr(checkpoint, "divided", divided)
+    for steps, constant in ((1, False), (5, False), (5, True)):
+        found.append([])
+        x = make_input((steps, *SHAPE[1:]), device=backends.device, constant=constant)
+        fused(Twice, Checkpoint(5), backends.device)(x)
+    assert found[0] == found[1] == found[2]
+    assert max(map(len, found[0])) > 1
 
 
 def test_spikes_are_kept_as_bits(backends):
