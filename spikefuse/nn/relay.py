@@ -39,6 +39,7 @@ class Shard(compiler.Relay, Protocol):
         """End that call, its backward pass excepted."""
         ...
 
+
 class Steps(NamedTuple):
     """How states lie in memory on their way: in all processes alike, whatever kernels write."""
 

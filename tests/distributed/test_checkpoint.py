@@ -16,10 +16,10 @@ from spikefuse import memory, testing
 from spikefuse.distributed import shard_time, steps_of
 from spikefuse.memory import Checkpoint
 from spikefuse.testing import lay_out, make_input
-from tests.distributed.group import Group
+from tests.distributed.group import SIZES, Group
 from tests.nn.test_checkpoint import Peak
 
-T, ONES = 7, (1.0, 1.0)
+T, ONES = 11, (1.0, 1.0)
 Make = Callable[[Any], sf.Temporal]
 
 
@@ -107,7 +107,7 @@ def assert_equal_one(found: list[list[list[Tensor]]], expected: list[list[Tensor
         (1, 1, 8, "contiguous"),
         (2, 1, 8, "channels_last"),
         (3, 3, 1, "contiguous"),
-        (4, 1, 3, "batch_first"),
+        (SIZES[-1], 1, 3, "batch_first"),
     ],
 )
 def test_equals_one_process(group: Group, size: int, chunks: int, parts: int, layout: str) -> None:
@@ -156,9 +156,9 @@ def constant(axis: DeviceMesh, make: Make, x: Tensor, policy: Any) -> list[list[
 @pytest.mark.parametrize(("make", "size"), [(mixed, 4), (averaged, 4), (averaged, 3)])
 def test_rows_that_stand_for_all_steps(group: Group, make: Make, size: int) -> None:
     """With 4 ranks one has a single step, which is no repetition."""
-    x, images = make_input((T, 5, 2, 5, 5)), make_input((size, 5, 2, 5, 5)) + 0.5
+    x, images = make_input((7, 5, 2, 5, 5)), make_input((size, 5, 2, 5, 5)) + 0.5
     for rank in range(size):
-        x[steps_of(T, rank, size)] = images[rank]
+        x[steps_of(7, rank, size)] = images[rank]
     buffers, of_steps, grads = train(make(None), x, slice(None), scales=ONES)
     for policy in (None, Checkpoint()):
         found = group(constant, make, x, policy, size=size)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from shared import T, fused, normalised, spiking
+from shared import T, again, fused, normalised, spiking, spiking_again
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,6 +33,9 @@ CASES = [
     (normalised, (3, 8, 8), "exact", 2),
     (fused, (3, 8, 8), "exact", 2),
     (fused, (3, 8, 8), "shard", 4),
+    (spiking_again, (96,), "exact", 1),
+    (again, (3, 8, 8), "exact", 1),
+    (again, (3, 8, 8), "shard", 1),
 ]
 
 

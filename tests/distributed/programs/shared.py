@@ -58,6 +58,19 @@ def fused() -> sf.Temporal:
     return sf.fuse(normalised())
 
 
+def again() -> sf.Temporal:
+    """The same, computed again in parts of the batch."""
+    net = fused()
+    net.memory = sf.memory.Checkpoint(4)
+    return net
+
+
+def spiking_again() -> sf.Temporal:
+    net = spiking()
+    net.memory = sf.memory.Checkpoint(2)
+    return net
+
+
 def step(net: nn.Module, x: Tensor, mesh: DeviceMesh | None) -> list[Tensor]:
     """All outputs, the mean gradients and the running statistics."""
     labels, mine, rows = torch.arange(x.shape[1]) % 10, slice(None), slice(None)
@@ -79,18 +92,19 @@ def check(mesh: DeviceMesh, device: torch.device) -> None:
     rows = steps_of(8, data.get_local_rank(), data.size())
     for chunks, dtype in ((1, torch.bfloat16), (3, torch.float32)):
         x = make_input((T, 8, 96), dtype, device)
-        one, shared = spiking().to(device, dtype), spiking().to(device, dtype)
-        expected = step(one, x, None)
-        found = step(shard_time(shared, mesh["time"], chunks), x, mesh)
-        assert torch.equal(found[0], expected[0][:, rows]), f"{dtype}, {chunks} chunks"
-        tolerance = 1e-4 if dtype == torch.float32 else 5e-2
-        torch.testing.assert_close(found[1:], expected[1:], rtol=tolerance, atol=tolerance)
+        expected = step(spiking().to(device, dtype), x, None)
+        for make in (spiking, spiking_again):
+            found = step(shard_time(make().to(device, dtype), mesh["time"], chunks), x, mesh)
+            where = f"{make.__name__}, {dtype}, {chunks} chunks"
+            assert torch.equal(found[0], expected[0][:, rows]), where
+            tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+            torch.testing.assert_close(found[1:], expected[1:], rtol=tolerance, atol=tolerance)
     if data.size() > 1:
         return
     for layout in (torch.contiguous_format, torch.channels_last):
         x = make_input((T, 8, 3, 8, 8), device=device)
         x = x.flatten(0, 1).contiguous(memory_format=layout).unflatten(0, (T, 8))
-        for make in (normalised, fused):
+        for make in (normalised, fused, again):
             expected = step(make().to(device), x, None)
             found = step(shard_time(make().to(device), mesh["time"], 2), x, mesh)
             torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-4)
