@@ -168,11 +168,9 @@ class _Run(Store):
 
     def _run_neuron(self, segment: Segment, called: NeuronCall) -> None:
         parts, target = self.parts[segment.target], segment.target
-        values = Values(self, segment, parts[0])
-        # The first ones may need all processes: see `hand_on`.
-        first = [values.sequences(called.inputs)]
+        # Norms, which wait for all processes, are in segments of one part only: see `hand_on`.
+        first = [Values(self, segment, parts[0]).sequences(called.inputs)]
         steps = Steps.like(first[0][0], called.num_states)
-        del values
 
         def run(part: Part, states: list[Tensor]) -> Sequence[Tensor]:
             values = Values(self, segment, part)

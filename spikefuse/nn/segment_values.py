@@ -18,7 +18,7 @@ from spikefuse.nn.segments import NeuronCall, Segment, Segments
 KeptValues = dict[fx.Node, list[tuple[Part, Kept]]]
 
 
-@dataclass
+@dataclass(eq=False)
 class Store:
     """What is kept of a call of a network.
 
