@@ -10,7 +10,7 @@ import spikefuse as sf
 from spikefuse import reference
 from spikefuse.testing import DTYPES, LAYOUTS, assert_matches_reference, make_input
 
-STEPS = (1, 2, 7, 16, 33, 130)
+STEPS = (1, 2, 7, 16, 33, 70)
 RESETS = ("hard", "soft", "hard-detached")
 # A multiple of 16 neurons, in more than one block of a float32 kernel, and a number that is not, in
 # one block: what the interpreter takes depends on the number of blocks and not on their neurons.

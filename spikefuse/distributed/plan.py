@@ -20,7 +20,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spikefuse.compiler.relayed import Parts
 from spikefuse.distributed.mesh import parts_of
 from spikefuse.distributed.time_sharding import import_dynamo
+from spikefuse.memory import Checkpoint
 from spikefuse.nn import Temporal
 from spikefuse.nn.neuron import Neuron, Scan
 
@@ -167,7 +168,9 @@ class Plan:
         data = self.num_ranks // time
         rows = max(1, self.batch // data)
         counts = [2**i for i in range(rows.bit_length())] if time > 1 else [1]
-        ways = [(n, early) for early in (True, False) for n in counts]
+        can_speculate = time > 1 and any(layer.mend is not None for layer in self.layers)
+        starts = (True, False) if can_speculate else (False,)
+        ways = [(n, early) for early in starts for n in counts]
         chunks, speculate = min(ways, key=lambda way: self.seconds(time, way[0], data, way[1]))
         seconds = self.seconds(time, chunks, data, speculate)
         needed = self.fixed_bytes + self.scaled_bytes // (time * data)
@@ -206,6 +209,9 @@ def plan(
     Nothing larger than two ranks' shares of `example` runs here, so that it may be larger than
     one rank's memory. Gradients are left as they were, running statistics are not.
 
+    What ranks mend is measured on inputs that make neurons fire; quiet ones take more. With
+    `Checkpoint` ranks wait, in parts of its own: the chunks are not those, and the lag an estimate.
+
     Of norms and neurons as one, scans are measured by the neurons alone: of the passes of a block's
     backward, the one that hands states on costs about as much.
 
@@ -230,6 +236,8 @@ def plan(
     calls = _neuron_inputs(model, example[:share])
     how = scale, example.device, recorded
     layers = [_layer(neuron, inputs, *how) for neuron, inputs in calls]
+    if any(isinstance(m, Temporal) and isinstance(m.memory, Checkpoint) for m in model.modules()):
+        layers = [replace(layer, mend=None) for layer in layers]  # its ranks wait
     largest = max([layer.state_bytes for layer in layers], default=1)
     latency, bandwidth = _exchange(largest, example.device, recorded)
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]

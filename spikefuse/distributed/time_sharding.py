@@ -66,8 +66,9 @@ def shard_time(
         timeout: seconds that a rank waits for another one.
         speculate: on GPUs, whether ranks begin before the state of the rank before is there. They
             scan from rest, and again from the state once it is there, until the neurons' states
-            are those they were: a few steps where neurons leak or are reset, all of them where
-            they forget nothing. The results are the same. With `memory.Checkpoint` they wait.
+            are those they were: a few steps where inputs make neurons fire, all of them where they
+            forget nothing. Spikes are the same; gradients become 0 where they are smaller than
+            2^-32 of what comes from the rank after. With `memory.Checkpoint` they wait.
 
     Returns:
         The model.
@@ -136,7 +137,10 @@ class TimeShard:
             if link is not None:
                 link.settle()
         self.sends_first = self.exact_statistics or len(x) >= LONG_SCAN
-        self.agreement.check(x, f"{about}, {self.chunks} chunks")
+        statistics = STATISTICS[0 if self.exact_statistics else 1]
+        recorded = ", recorded" if recording() else ""
+        about = f"{about}, {self.chunks} chunks, {statistics} statistics{recorded}"
+        self.agreement.check(x, about)
 
     def end(self) -> None:
         self._settle_recorded(self.after)

@@ -32,6 +32,7 @@ def applies(net: nn.Module, x: Tensor, impl: str) -> bool:
     """Whether a call keeps something that could be computed again: with gradients, by kernels."""
     return (
         torch.is_grad_enabled()
+        and x.shape[0] > 0
         and not torch.compiler.is_compiling()
         and neuron.backend_of((x,), impl) != "reference"
         and (x.requires_grad or any(p.requires_grad for p in net.parameters()))

@@ -117,8 +117,8 @@ def _add_train(commands: Any) -> None:
         "--time-chunks",
         type=int,
         metavar="N",
-        default=4,
-        help="parts of a batch in which states go from one to the next (default: %(default)s)",
+        help="parts of a batch in which states go from one to the next (default: 1 on GPUs, where "
+        "they do not wait for them, 4 on CPUs)",
     )
     _add_place(where)
 

@@ -10,11 +10,11 @@ def check_layout(
     config: TrainConfig,
     time_ranks: int,
     data_ranks: int | None,
-    time_chunks: int,
+    time_chunks: int | None,
     processes: Processes,
 ) -> None:
     """How many processes share what."""
-    if min(time_ranks, data_ranks or 1, time_chunks) < 1:
+    if min(n for n in (time_ranks, data_ranks, time_chunks) if n is not None) < 1:
         raise ConfigError("time_ranks, data_ranks and time_chunks must be at least 1")
     count, data = processes.count, data_ranks
     wanted = time_ranks * (count // time_ranks if data is None else data)

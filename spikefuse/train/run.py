@@ -63,7 +63,8 @@ class Place:
         out: a new folder for the run, or None for the next runs/<dataset>-<model>-<n>.
         time_ranks: processes that share a sequence.
         data_ranks: processes that share a batch, or None for all that are left.
-        time_chunks: parts of a batch in which neurons' states go from process to process.
+        time_chunks: parts of a batch in which neurons' states go from process to process; None for
+            1 on GPUs, which do not wait for them, and 4 on CPUs.
     """
 
     device: str = "auto"
@@ -72,7 +73,7 @@ class Place:
     out: Path | None = None
     time_ranks: int = 1
     data_ranks: int | None = None
-    time_chunks: int = 4
+    time_chunks: int | None = None
 
 
 def train(config: TrainConfig, place: Place, resumed: Loaded | None = None) -> dict[str, Any]:
@@ -106,7 +107,8 @@ def train(config: TrainConfig, place: Place, resumed: Loaded | None = None) -> d
         if processes.time > 1:
             if config.on_events:
                 raise ConfigError("a network on events can't share its time: drop --time-ranks")
-            module.share_time(make_mesh(None, processes.time, device.type), place.time_chunks)
+            chunks = place.time_chunks or (1 if device.type == "cuda" else 4)
+            module.share_time(make_mesh(None, processes.time, device.type), chunks)
         elif config.on_events:
             _begin_active(module, training)
         existed = resumed is not None or (place.out is not None and place.out.exists())

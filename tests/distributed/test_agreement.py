@@ -69,6 +69,20 @@ def test_modes_have_to_agree(group: Group) -> None:
     assert "in training with gradients" in text
 
 
+def statistics(axis: DeviceMesh) -> str:
+    how = "exact" if axis.get_local_rank() else "shard"
+    net = shard_time(sf.Temporal(nn.Sequential(nn.BatchNorm1d(6), sf.LIF())), axis, statistics=how)
+    with pytest.raises(ValueError, match="must make the same calls") as caught:
+        net(X)
+    return str(caught.value)
+
+
+def test_statistics_have_to_agree(group: Group) -> None:
+    text = group(statistics, size=2)[0]
+    assert "exact statistics" in text
+    assert "shard statistics" in text
+
+
 def test_shares_may_differ_by_a_step() -> None:
     _compare(["2 steps x", "2 steps x", "3 steps x"])
     with pytest.raises(ValueError, match=r"hold \[3, 2\] steps: expected \[2, 3\] of T = 5"):

@@ -72,6 +72,13 @@ def test_ranks_that_begin_early_lag_by_what_they_mend() -> None:
     assert not late.options[-1].speculate
 
 
+def test_ranks_that_have_to_wait_are_not_told_to_speculate() -> None:
+    assert [option.speculate for option in measured().options] == [False] * 3
+    early = measured(layers=[Layer(0.8, 0.0, 1000, mend=0.01)]).options
+    assert [(option.time, option.speculate) for option in early if option.time == 1] == [(1, False)]
+    assert all(option.speculate for option in early if option.time > 1)
+
+
 def mend(axis: DeviceMesh, backend: str) -> float | None:
     """By one backend's kernels."""
     x = make_input((16, 2, 4))

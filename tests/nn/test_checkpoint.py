@@ -327,3 +327,13 @@ def test_several_outputs_are_refused(backends):
     net = sf.Temporal(First(), Checkpoint()).to(backends.device)
     with pytest.raises(ValueError, match="a neuron with several outputs"):
         net(make_input(SHAPE, device=backends.device))
+
+
+def test_an_empty_batch(backends):
+    """As by the other policies."""
+    net = sf.Temporal(nn.Sequential(nn.Linear(3, 4), sf.LIF(), nn.Linear(4, 2)), Checkpoint())
+    net.to(backends.device)
+    y = net(torch.zeros(4, 0, 3, device=backends.device))
+    y.sum().backward()
+    assert y.shape == (4, 0, 2)
+    assert all(p.grad is not None and not p.grad.any() for p in net.parameters())
