@@ -74,7 +74,7 @@ def test_ranks_that_begin_early_lag_by_what_they_mend() -> None:
 
 def test_ranks_that_have_to_wait_are_not_told_to_speculate() -> None:
     assert [option.speculate for option in measured().options] == [False] * 3
-    early = measured(layers=[Layer(0.8, 0.0, 1000, mend=0.01)]).options
+    early = measured(layers=[Layer(0.8, 0.0, 1000, mend=0.001)]).options
     assert [(option.time, option.speculate) for option in early if option.time == 1] == [(1, False)]
     assert all(option.speculate for option in early if option.time > 1)
 
