@@ -25,6 +25,10 @@ from spikefuse.compiler.call import Call, Found, call_of, spec
 
 #: The tensors of each part, such as its states.
 Parts = Sequence[Sequence[Tensor]]
+#: Computes a part and gives what the next process is to get.
+Run = Callable[[int], Sequence[Tensor]]
+#: Begins a part before what it needs is there.
+Ahead = Callable[[int], None]
 V = TypeVar("V")
 
 
@@ -50,12 +54,7 @@ class Relay(Protocol):
         """The parts of a batch, the same in all processes."""
         ...
 
-    def forward(
-        self,
-        received: Parts,
-        run: Callable[[int], Sequence[Tensor]],
-        ahead: Callable[[int], None] | None = None,
-    ) -> None:
+    def forward(self, received: Parts, run: Run, ahead: Ahead | None = None) -> None:
         """For each part wait until its tensors in `received` have been written by the process
         before, `run` it, and send what that returns to the process after. The first process
         receives nothing, the last one sends nothing.
@@ -65,12 +64,7 @@ class Relay(Protocol):
         """
         ...
 
-    def backward(
-        self,
-        received: Parts,
-        run: Callable[[int], Sequence[Tensor]],
-        ahead: Callable[[int], None] | None = None,
-    ) -> None:
+    def backward(self, received: Parts, run: Run, ahead: Ahead | None = None) -> None:
         """The same from the process after to the one before."""
         ...
 
@@ -134,31 +128,57 @@ def scan_parts(
     kept: list[Tensor] = []
     counts: list[tuple[int, int]] = []
     finals: list[list[Tensor]] = []
-    guesses: list[Found] = []
-    ends_too = final or not relay.is_last
+    speculates = can_speculate(relay, calls)
+    # By the stored states the second scan tells where it has met the first.
+    how = save or (speculates and not relay.is_first), final or not relay.is_last, bits
 
-    def ahead(i: int) -> None:
-        how = True, ends_too, bits
+    def compute(i: int, begins: Sequence[Tensor]) -> Found:
         into = [y[:, rows[i]] for y in outputs]
-        guesses.append(calls[i].forward(xs[i], (), params, scalars, *how, into))
+        return calls[i].forward(xs[i], begins, params, scalars, *how, into)
 
-    def run(i: int) -> list[Tensor]:
-        at = xs[i], starts[i], params, scalars
-        if guesses:
-            calls[i].revise(*at, *guesses[i], bits or ())
-            _, ends, stored = guesses[i]
-            stored = stored if save else []
-        else:
-            into = [y[:, rows[i]] for y in outputs]
-            _, ends, stored = calls[i].forward(*at, save, ends_too, bits, into)
+    def mend(i: int, found: Found) -> None:
+        calls[i].revise(xs[i], starts[i], params, scalars, *found, bits or ())
+
+    def finish(i: int, found: Found) -> list[Tensor]:
+        _, ends, stored = found
+        stored = stored if save else []
         kept.extend((*starts[i], *stored))
         counts.append((len(starts[i]), len(stored)))
         finals.append(ends)
         return ends
 
-    relay.forward(starts, run, ahead if can_speculate(relay, calls) else None)
+    pass_on(relay.forward, starts, compute, mend if speculates else None, finish)
     ends = [torch.cat(parts) for parts in zip(*finals, strict=True)] if final else []
     return outputs, ends, kept, counts
+
+
+def pass_on(
+    way: Callable[[Parts, Run, Ahead | None], None],
+    received: Parts,
+    compute: Callable[[int, Sequence[Tensor]], V],
+    mend: Callable[[int, V], None] | None,
+    finish: Callable[[int, V], Sequence[Tensor]],
+) -> None:
+    """Hand states on, or their gradients: `compute` each part from what has arrived for it, and
+    send what `finish` gives.
+
+    Args:
+        way: `forward` or `backward` of a relay.
+        mend: with it, parts are computed from nothing, before anything is waited for, and mended
+            once all has arrived in `received`.
+    """
+    begun: list[V] = []
+
+    def ahead(i: int) -> None:
+        begun.append(compute(i, ()))
+
+    def run(i: int) -> Sequence[Tensor]:
+        if mend is None or not begun:
+            return finish(i, compute(i, received[i]))
+        mend(i, begun[i])
+        return finish(i, begun[i])
+
+    way(received, run, None if mend is None else ahead)
 
 
 def can_speculate(relay: Relay, calls: Sequence[Call]) -> bool:
@@ -211,8 +231,6 @@ class _Work:
         begins: list[list[Tensor]] = []
         sums: list[Tensor] = []
 
-        guesses: list[Found] = []
-
         def differentiate(i: int, ends: Sequence[Tensor]) -> Found:
             """With gradients of the final states besides those of the outputs here."""
             part, (starts, stored) = rows[i], kept[i]
@@ -221,23 +239,19 @@ class _Work:
             at = xs[i], starts, params, self.scalars, stored, outer, both(own, ends)
             return calls[i].differentiate(*at, *wanted, into=[g[:, part] for g in grad_inputs])
 
-        def ahead(i: int) -> None:
-            guesses.append(differentiate(i, ()))
+        def mend(i: int, found: Found) -> None:
+            starts, stored = kept[i]
+            at = xs[i], starts, params, self.scalars, stored, received[i]
+            calls[i].revise_gradients(*at, *wanted, found)
 
-        def run(i: int) -> list[Tensor]:
-            if guesses:
-                starts, stored = kept[i]
-                at = xs[i], starts, params, self.scalars, stored, received[i]
-                found = guesses[i]
-                calls[i].revise_gradients(*at, *wanted, found)
-            else:
-                found = differentiate(i, received[i])
+        def finish(i: int, found: Found) -> list[Tensor]:
             reduced = calls[i].reduced(found[2], params, wanted[1])
             begins.append(found[1])
             sums[:] = [a + b for a, b in zip(sums, reduced, strict=True)] if i else reduced
             return found[1]
 
-        self.relay.backward(received, run, ahead if can_speculate(self.relay, calls) else None)
+        how = differentiate, mend if can_speculate(self.relay, calls) else None, finish
+        pass_on(self.relay.backward, received, *how)
         whole = zip(states, zip(*begins, strict=True), strict=True) if states else ()
         return (
             _spread(grad_inputs, wanted[0]),

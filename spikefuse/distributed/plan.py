@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.compiler.relayed import Parts
+from spikefuse.compiler.relayed import Ahead, Parts, Run
 from spikefuse.distributed.mesh import parts_of
 from spikefuse.distributed.time_sharding import import_dynamo
 from spikefuse.memory import Checkpoint
@@ -357,12 +357,7 @@ class _Alone:
     def parts(self, batch: int) -> list[slice]:
         return parts_of(batch, self.chunks)
 
-    def forward(
-        self,
-        received: Parts,
-        run: Callable[[int], object],
-        ahead: Callable[[int], None] | None = None,
-    ) -> None:
+    def forward(self, received: Parts, run: Run, ahead: Ahead | None = None) -> None:
         for i, tensors in enumerate(received):
             if ahead is not None and self.speculates:
                 ahead(i)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from spikefuse.compiler.relayed import Parts
+from spikefuse.compiler.relayed import Ahead, Parts, Run
 from spikefuse.distributed.agreement import Agreement
 from spikefuse.distributed.faults import Watch, recording
 from spikefuse.distributed.links import Link, Ranks
@@ -145,21 +144,11 @@ class TimeShard:
     def end(self) -> None:
         self._settle_recorded(self.after)
 
-    def forward(
-        self,
-        received: Parts,
-        run: Callable[[int], Sequence[Tensor]],
-        ahead: Callable[[int], None] | None = None,
-    ) -> None:
+    def forward(self, received: Parts, run: Run, ahead: Ahead | None = None) -> None:
         self._settle_recorded(self.after)
         self._relay(self.before, self.after, received, run, ahead)
 
-    def backward(
-        self,
-        received: Parts,
-        run: Callable[[int], Sequence[Tensor]],
-        ahead: Callable[[int], None] | None = None,
-    ) -> None:
+    def backward(self, received: Parts, run: Run, ahead: Ahead | None = None) -> None:
         self._settle_recorded(self.before)
         if recording():
             # Nobody knows which layer is the last one of a backward pass.
@@ -171,8 +160,8 @@ class TimeShard:
         source: Link | None,
         target: Link | None,
         received: Parts,
-        run: Callable[[int], Sequence[Tensor]],
-        ahead: Callable[[int], None] | None,
+        run: Run,
+        ahead: Ahead | None,
     ) -> None:
         self.watch.count += 1
         # All before the first is waited for, so that they arrive while others are computed.

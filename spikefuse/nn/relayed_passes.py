@@ -17,8 +17,11 @@ from torch import Tensor
 
 from spikefuse.compiler import Relay
 from spikefuse.compiler.call import Call
-from spikefuse.compiler.relayed import both, calls_of, can_speculate, scan_parts
+from spikefuse.compiler.relayed import both, calls_of, can_speculate, pass_on, scan_parts
 from spikefuse.nn.passes import Given, Job, Tensors
+
+#: Gradients of a part's initial states, and sums per neuron by the value whose gradient they make.
+Sums = tuple[list[Tensor], dict[str, Tensor]]
 
 
 @dataclass
@@ -73,34 +76,29 @@ class Shared:
         begins: list[list[Tensor]] = []
         totals: list[Tensor] = []
         by_own: list[list[Tensor | None]] = []
-        guesses: list[tuple[list[Tensor], dict[str, Tensor]]] = []
 
-        def sums(i: int, ends: Tensors) -> tuple[list[Tensor], dict[str, Tensor]]:
+        def sums(i: int, ends: Tensors) -> Sums:
             part = parts[i]
             part.grads = _of_part(part, job.call.num_outputs, grads, ends)
             if rebuild:
                 part.saved = part.call.stored()
             return job.reduce(part.call, part.given, part.saved, part.grads, needs_own, rebuild)
 
-        def ahead(i: int) -> None:
-            guesses.append(sums(i, ()))
-
-        def run(i: int) -> list[Tensor]:
+        def mend(i: int, reduced: Sums) -> None:
             part = parts[i]
-            if guesses:
-                starts, found = guesses[i]
-                at = part.call, part.given, part.saved, received[i]
-                job.revise(*at, starts, found, needs_own)
-                part.grads = _of_part(part, job.call.num_outputs, grads, received[i])
-            else:
-                starts, found = sums(i, received[i])
+            at = part.call, part.given, part.saved, received[i]
+            job.revise(*at, *reduced, needs_own)
+            part.grads = _of_part(part, job.call.num_outputs, grads, received[i])
+
+        def finish(i: int, reduced: Sums) -> list[Tensor]:
+            call, (starts, found) = parts[i].call, reduced
             begins.append(starts)
-            totals.append(job.totals(part.call, found))
-            by_own.append(job.grad_own(part.call, found, given.own))
+            totals.append(job.totals(call, found))
+            by_own.append(job.grad_own(call, found, given.own))
             return starts
 
-        calls = [part.call for part in parts]
-        self.relay.backward(received, run, ahead if can_speculate(self.relay, calls) else None)
+        speculates = can_speculate(self.relay, [part.call for part in parts])
+        pass_on(self.relay.backward, received, sums, mend if speculates else None, finish)
         revision, by_weight, by_shift = job.revision(reduce(add, totals))
         grad_inputs = job.call.gradients(needs_inputs, False, ())[0]
         for part in parts if grad_inputs else ():
