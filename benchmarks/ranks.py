@@ -16,8 +16,9 @@ from spikefuse.distributed.time_sharding import TimeShard
 
 # Steps in a round.
 REPETITIONS = 3
-# They connect the ranks and let cuDNN choose its algorithms.
-STEPS_BEFORE_GRAPH = 5
+# They connect the ranks and let cuDNN choose its algorithms; DistributedDataParallel arranges its
+# buckets in the first ones and times some.
+STEPS_BEFORE_GRAPH = 11
 
 
 def hand_on(net: sf.Temporal, chunks: int, speculate: bool = True) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 import spikefuse as sf
 from benchmarks.agreement import ROUNDING, apart
@@ -24,7 +25,6 @@ from spikefuse.distributed import (
     Plan,
     mean_over_steps,
     plan,
-    reduce_gradients,
     shard_time,
     steps_of,
 )
@@ -49,6 +49,7 @@ class NetworkStep:
         net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.net = sf.fuse(net)
         self.mesh, self.device = mesh, device
+        self.model: nn.Module = self.net
         steps, rows = slice(0, workload.T), slice(0, workload.batch)
         if mesh is not None:
             time_axis, data = mesh["time"], mesh["data"]
@@ -56,6 +57,7 @@ class NetworkStep:
             rows = steps_of(workload.batch, data.get_local_rank(), data.size())
             if time_axis.size() > 1:
                 shard_time(self.net, time_axis, **how)
+            self.model = averaging(self.net, device)
         count, size = steps.stop - steps.start, rows.stop - rows.start
         pixels = torch.randint(0, 3, (count * size, *workload.shape), device=device).float()
         pixels = pixels.contiguous(memory_format=torch.channels_last)
@@ -66,12 +68,21 @@ class NetworkStep:
         for p in self.net.parameters():
             p.grad = None
         with torch.autocast(self.device.type, torch.bfloat16):
-            y = self.net(self.x)
+            y = self.model(self.x)
         mean = y.mean(0) if self.mesh is None else mean_over_steps(y, self.mesh["time"])
         F.cross_entropy(mean.float(), self.labels).backward()
-        if self.mesh is not None:
-            reduce_gradients(self.net, self.mesh)
         return [p.grad for p in self.net.parameters() if p.grad is not None]
+
+
+def averaging(net: nn.Module, device: torch.device) -> nn.Module:
+    """The network, whose gradients become the mean of all ranks' during the backward pass."""
+    aside = torch.cuda.Stream(device) if device.type == "cuda" else None  # as a recording demands
+    with torch.cuda.stream(aside):
+        # Running statistics are each rank's own, or agree.
+        model = DistributedDataParallel(net, broadcast_buffers=False, gradient_as_bucket_view=True)
+    if aside is not None:
+        torch.cuda.current_stream().wait_stream(aside)
+    return model
 
 
 def workload_of(args: argparse.Namespace) -> Workload:

@@ -115,7 +115,7 @@ def gradient_sums(
     shift_sums: Tensor,
     normalization: Tensor,
     place: Place,
-    number: float | Tensor,
+    number: float,
     backend: str,
 ) -> Tensor:
     """What the gradient of a batch norm needs.
@@ -127,8 +127,8 @@ def gradient_sums(
         scale_sums, shift_sums: sums of `G * (x - mean)` and of `G` over time, float32, one per
             neuron, in memory as `place` tells.
         normalization: what `statistics` returned.
-        number: values per channel; of all ranks, if they share their statistics: then offset and
-            slope are not yet right.
+        number: values per channel. Of ranks that share their statistics the numbers and the sums
+            add up: offset and slope with 1 for a number do, too, and are divided in the end.
         backend: "triton" or "numba".
 
     Returns:
@@ -137,16 +137,10 @@ def gradient_sums(
     if backend == "triton":
         from spikefuse.kernels import norm_triton
 
-        given = number if isinstance(number, float) else 1.0
-        return norm_triton.run_gradient_sums(scale_sums, shift_sums, normalization, place, given)
+        return norm_triton.run_gradient_sums(scale_sums, shift_sums, normalization, place, number)
     by_weight = scale_sums.view(place).sum((0, 2)) * normalization[2]
     by_shift = shift_sums.view(place).sum((0, 2))
-    return torch.stack((*revision(by_weight, by_shift, normalization, number), by_weight, by_shift))
-
-
-def revision(
-    by_weight: Tensor, by_shift: Tensor, normalization: Tensor, number: float | Tensor
-) -> tuple[Tensor, Tensor]:
-    """(offset, slope), see `gradient_sums`, from the gradients of weight and shift."""
     share = -normalization[1] / number
-    return share * by_shift, share * normalization[2] * by_weight
+    return torch.stack(
+        (share * by_shift, share * normalization[2] * by_weight, by_weight, by_shift)
+    )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.compiler.call import Call, Found
-from spikefuse.kernels.norm import gradient_sums, revision
+from spikefuse.kernels.norm import gradient_sums
 from spikefuse.kernels.place import Place
 from spikefuse.nn.batch_norm import Ranks
 from spikefuse.nn.normed import REVISION, VALUES
@@ -158,17 +158,16 @@ class Job:
         """What `gradient_sums` gives for the sums of a pass."""
         _, scale, shift = VALUES
         place, backend = Place(*call.layout.by_channel), self.kernels.backend
-        return gradient_sums(
-            found[scale], found[shift], self.statistics, place, self.number, backend
-        )
+        number = self.number if isinstance(self.number, float) else 1.0
+        return gradient_sums(found[scale], found[shift], self.statistics, place, number, backend)
 
     def revision(self, totals: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
         """((offset, slope), gradient of the weight, gradient of the shift)."""
-        offset, slope, by_weight, by_shift = totals.unbind(0)
         if self.ranks is not None:
-            everywhere = torch.stack((by_weight, by_shift))
+            everywhere = totals[:2]  # in place
             self.ranks.sum(everywhere)
-            offset, slope = revision(everywhere[0], everywhere[1], self.statistics, self.number)
+            everywhere /= self.number
+        offset, slope, by_weight, by_shift = totals.unbind(0)
         return (offset, slope), by_weight, by_shift
 
     def write(

@@ -132,10 +132,11 @@ def main() -> None:
         hang(mesh, device)
         return
     check(mesh, device)
-    for data in (2, 4):
-        if dist.get_world_size() > data:
-            check(make_mesh(dist.get_world_size() // data, data, device.type), device)
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: all is well", flush=True)
+    count = dist.get_world_size()
+    for time_size in (2, 4):
+        if count > time_size and count % time_size == 0:
+            check(make_mesh(count // time_size, time_size, device.type), device)
+    print(f"rank {dist.get_rank()} of {count}: all is well", flush=True)
     dist.destroy_process_group()
 
 
