@@ -59,7 +59,9 @@ def fuse(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
     names = {module: name for name, module in model.named_modules()}
-    nets = [m.net for m in names if isinstance(m, Temporal)] or [model]
+    compiled = {m for outer in names if is_compiled(outer) for m in outer.modules()}
+    containers = [m for m in names if isinstance(m, Temporal) and m not in compiled]
+    nets = [m.net for m in containers] or [model]
     graphs: dict[nn.Module, fx.Graph] = {}
     closed: dict[nn.Module, str] = {}
     for net in nets:

@@ -179,6 +179,17 @@ def test_what_torch_compile_gave_is_left_alone(layers):
     assert torch.equal(*results)
 
 
+def test_a_compiled_container_is_left_alone():
+    compiled = torch.compile(sf.Temporal(nn.Sequential(*pair())), backend="eager")
+    with pytest.warns(UserWarning, match="nothing was fused: torch.compile has compiled it"):
+        assert sf.fuse(compiled) is compiled
+    both = nn.ModuleList([compiled, sf.Temporal(nn.Sequential(*pair()))])
+    fused = sf.fuse(both)
+    assert fused[0] is compiled
+    (place,) = fused.fusion.fused
+    assert place.norm == "1.net.0"
+
+
 def test_hooks_run():
     net, seen = nn.Sequential(nn.MaxPool2d(2)), []
     net[0].register_forward_hook(lambda *given: seen.append("before"))
