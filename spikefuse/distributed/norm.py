@@ -88,9 +88,8 @@ def average_statistics(net: nn.Module, ranks: Ranks) -> None:
         flat = torch.cat([b.detach() for b in buffers])
         ranks.sum(flat)
         parts = (flat / ranks.size).split([len(b) for b in buffers])
-        for buffer, part in zip(buffers, parts, strict=True):
-            # Not a change that autograd should see: backward in training does not use it.
-            buffer.data.copy_(part)
+        # Not a change that autograd should see: backward in training does not use it.
+        torch._foreach_copy_([b.data for b in buffers], list(parts))
 
     net.register_forward_hook(average)
 

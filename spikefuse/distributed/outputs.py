@@ -67,7 +67,8 @@ def reduce_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([g.flatten() for g in grads]) / mesh.size()
         for group in mesh.get_all_groups():
-            dist.all_reduce(flat, group=group)
+            if group.size() > 1:
+                dist.all_reduce(flat, group=group)
         parts = flat.split([p.numel() for p in parameters])
         for p, part in zip(parameters, parts, strict=True):
             p.grad = part.view_as(p)
