@@ -4,7 +4,7 @@ Every rank has the events of all inputs and the weights into its own neurons: it
 neurons and tells the others which fired and which are candidates. In backward each rank has a part
 of the gradient of every event, that by way of its own neurons; the parts are added up.
 
-Shape legend: K ranks, R rows of events, E entries, I inputs, O outputs.
+Shape legend: K ranks, R rows of events, E entries.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spikefuse.kernels.events import Events
+from spikefuse.kernels.events import Events, merged
 from spikefuse.nn import EventLinear, Neuron
+from spikefuse.nn.batch_norm import GroupRanks
 
 Group = dist.ProcessGroup | None
 
@@ -155,62 +157,32 @@ def gathered(events: Events, first: list[int], group: Group = None) -> Events:
         first: of the neurons of every rank, and the end.
         group: the ranks.
     """
-    fired = _exchange(events.fired, group)
-    silent = _exchange((events.offsets.diff() - events.fired).int(), group)
-    sizes = [int(a.sum() + b.sum()) for a, b in zip(fired, silent, strict=True)]
-    padded = nn.functional.pad(events.indices, (0, max(sizes) - len(events.indices)))
-    indices = [x[:size] for x, size in zip(_exchange(padded, group), sizes, strict=True)]
-
-    all_fired = torch.stack(fired).sum(0)
-    counts = all_fired + torch.stack(silent).sum(0)
-    offsets = torch.zeros_like(events.offsets)
-    torch.cumsum(counts, 0, out=offsets[1:])
-    whole = torch.empty(sum(sizes), dtype=torch.int32, device=events.device)
-    places = []
-    # Where the spikes, and the other candidates, of the next rank begin in each row.
-    spikes, others = offsets[:-1].clone(), offsets[:-1] + all_fired
-    for k, entries in enumerate(indices):
-        place = _places(fired[k], silent[k], spikes, others)
-        whole[place] = entries + first[k]
-        places.append(place)
-        spikes, others = spikes + fired[k], others + silent[k]
+    all_ranks: Any = group or dist.group.WORLD
+    ranks, rank = GroupRanks(all_ranks), dist.get_rank(group)
+    counts = ranks.gather(torch.stack((events.fired, events.offsets.diff().int())))
+    starts = F.pad(counts[:, 1].cumsum(1), (1, 0))
+    sizes = starts[:, -1].tolist()  # the one time that it waits for a GPU
+    own = events.indices + first[rank]
+    indices = ranks.gather(F.pad(own, (0, max(1, *sizes) - len(own))))
     shape = events.shape[0], events.shape[1], first[-1]
-    found = Events(shape, offsets, all_fired.int(), whole)
+    whole, values, places = merged(shape, indices, counts, starts, sizes, rank)
     if events.values is None:
-        return found
-    mine = places[dist.get_rank(group)]
-    return replace(found, values=_Gathered.apply(events.values, found, mine, group))
-
-
-def _places(fired: Tensor, silent: Tensor, spikes: Tensor, others: Tensor) -> Tensor:
-    """int64 `[E]`: the place in the whole list of every entry of one rank, whose spikes in row r go
-    to `spikes[r]` on, its other candidates to `others[r]` on."""
-    counts = (fired + silent).long()
-    rows = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-    place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-    is_spike = place < fired[rows]
-    return torch.where(is_spike, spikes[rows] + place, others[rows] + place - fired[rows])
-
-
-def _exchange(x: Tensor, group: Group) -> list[Tensor]:
-    """The tensor of every rank, all of one shape."""
-    found = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, x.contiguous(), group)
-    return found
+        return whole
+    return replace(whole, values=_Gathered.apply(events.values, values, places, group))
 
 
 class _Gathered(torch.autograd.Function):
     """The values of the whole list; backward adds up the ranks' gradients of it."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, whole: Events, mine: Tensor, group: Group) -> Tensor:
-        ctx.save_for_backward(mine)
+    def forward(ctx: Any, values: Tensor, whole: Tensor, places: Tensor, group: Group) -> Tensor:
+        ctx.save_for_backward(places)
         ctx.group = group
-        return whole.is_fired()
+        return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (mine,) = ctx.saved_tensors
-        total = grad.clone()
+        (places,) = ctx.saved_tensors
+        total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
-        return total[mine], None, None, None
+        return total.index_select(0, places), None, None, None

@@ -21,8 +21,9 @@ from spikefuse.compiler import cache as sources
 from spikefuse.compiler.launch import choose
 from spikefuse.compiler.numba_runtime import flat, move_to_huge_pages, shared
 from spikefuse.compiler.program import program
-from spikefuse.kernels import event_numba, event_vectors
-from spikefuse.kernels.event_numba import Gradients, given, lists, tile_of, words_of
+from spikefuse.kernels import event_lists_numba, event_numba, event_vectors
+from spikefuse.kernels.event_lists_numba import lists, lists_of, words_of
+from spikefuse.kernels.event_numba import Gradients, given, tile_of
 from spikefuse.kernels.events import Events
 from spikefuse.neurons.definition import Definition
 
@@ -37,7 +38,7 @@ GROUPED = 1 << 18
 SOURCE = """
 
 # In the form {digest}:
-from spikefuse.kernels.event_numba import WORD, pack
+from spikefuse.kernels.event_lists_numba import WORD, pack
 from spikefuse.kernels.event_numba import add_by_input, add_to, clear, dots_by_input
 from spikefuse.kernels.event_vectors import LINE, aligned, sum_rows
 
@@ -119,7 +120,7 @@ def layer_backward(
 
 @cache
 def _digest() -> str:
-    files = event_numba.__file__, event_vectors.__file__
+    files = event_lists_numba.__file__, event_numba.__file__, event_vectors.__file__
     return hashlib.sha256(b"".join(Path(f).read_bytes() for f in files)).hexdigest()
 
 
@@ -170,7 +171,7 @@ class Layer:
             self.kept = np.empty(num_steps * batch * width, np.float32)
         arguments = *self._inputs(), *lists(self.events), words, bits.ravel(), others.ravel()
         self._run(self.module.layer, *arguments, *self.params)
-        return Events((num_steps, batch, width), *event_numba.lists_of(bits, others))
+        return Events((num_steps, batch, width), *lists_of(bits, others))
 
     def backward(
         self, outputs: Events, grad: Tensor, sparse: bool

@@ -9,13 +9,8 @@ Shape legend: R rows of events, E entries, I inputs, O outputs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 from torch import Tensor
 
 from spikefuse.compiler.numba_runtime import (
@@ -27,24 +22,16 @@ from spikefuse.compiler.numba_runtime import (
     shared,
     store,
 )
+from spikefuse.kernels.event_lists_numba import WORD, listed, lists
 from spikefuse.kernels.event_vectors import dots, prefetch, sum_rows
 from spikefuse.kernels.events import Events
-from spikefuse.neurons.candidates import FIRED, SILENT
+from spikefuse.neurons.candidates import FIRED
 
 # Columns of a tile: at most so many that its weights fit a core's cache, at least so many that
 # adding a row is worth it; whole words of bits.
 WIDEST, NARROWEST = 512, 64
-# A word of bits.
-WORD = 32
 # Rows of weights or their gradients are asked for so many inputs before they are used.
 AHEAD = 3
-_FIRED, _SILENT = np.float32(FIRED), np.float32(SILENT)
-
-# In kernels they are called without the typing context, which no type checker knows.
-_intrinsic: Any = intrinsic
-
-# A sum that is only compared with 0 may be added up in any order.
-_summed = kernel(fastmath={"reassoc", "contract"})
 
 
 def tile_of(width: int) -> int:
@@ -58,132 +45,6 @@ def add_to(target, first, m, grad, at):
     """`target[first + k] += grad[at + k]`."""
     for k in range(m):
         store(target, first + k, load(target, first + k, 0) + load(grad, at + k, 1), 0)
-
-
-@_summed
-def pack(marks, at, m, fired, silent, word):
-    """Marks of m columns to a bit each, in words from `word` on."""
-    for first in range(0, m, WORD):
-        # Of most words all are 0, which their sum tells; a whole word's is vectorised.
-        seen = np.float32(0.0)
-        if first + WORD <= m:
-            for k in range(WORD):
-                seen += load(marks, at + first + k, 0)
-        else:
-            for k in range(m - first):
-                seen += load(marks, at + first + k, 0)
-        bits, others = np.uint32(0), np.uint32(0)
-        if seen > np.float32(0.0):
-            for k in range(min(WORD, m - first)):
-                mark = load(marks, at + first + k, 0)
-                bits |= np.uint32(mark == _FIRED) << np.uint32(k)
-                others |= np.uint32(mark == _SILENT) << np.uint32(k)
-        fired[word + first // WORD] = bits
-        silent[word + first // WORD] = others
-
-
-@kernel
-def _pack_rows(first, last, marks, width, words, fired, silent):
-    for r in range(first, last):
-        pack(marks, r * width, width, fired, silent, r * words)
-
-
-@kernel
-def _count(first, last, words, fired, silent, counts, others):
-    for r in range(first, last):
-        for w in range(r * words, (r + 1) * words):
-            if fired[w] | silent[w]:
-                counts[r] += _ones(fired[w])
-                others[r] += _ones(silent[w])
-
-
-@kernel
-def _fill(first, last, words, fired, silent, offsets, counts, indices):
-    for r in range(first, last):
-        spike = offsets[r]
-        other = spike + counts[r]
-        for w in range(words):
-            bits, near = fired[r * words + w], silent[r * words + w]
-            if bits | near:
-                spike = _fill_word(bits, w * WORD, indices, spike)
-                other = _fill_word(near, w * WORD, indices, other)
-
-
-@kernel
-def _fill_word(left, first, indices, place):
-    while left:
-        indices[place] = first + _lowest(left)
-        place += 1
-        left &= left - np.uint32(1)
-    return place
-
-
-@_intrinsic
-def _ones(typing_context: Any, word: Any) -> Any:
-    """The number of ones in a word."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ctpop(args[0])
-
-    return types.int32(types.uint32), generate
-
-
-@_intrinsic
-def _lowest(typing_context: Any, word: Any) -> Any:
-    """The place of the lowest one in a word that is not 0."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.int32(types.uint32), generate
-
-
-@kernel
-def _mark(first, last, offsets, fired, values):
-    for r in range(first, last):
-        for e in range(offsets[r], offsets[r] + fired[r]):
-            values[e] = np.float32(1.0)
-
-
-def values(offsets: Tensor, fired: Tensor) -> Tensor:
-    """float32 `[E]`: 1 for the entries that fired, else 0."""
-    marks = np.zeros(int(offsets[-1]), np.float32)
-    shared(_mark, len(fired), 1, len(marks), offsets.numpy(), fired.numpy(), marks)
-    return torch.from_numpy(marks)
-
-
-def words_of(width: int) -> int:
-    return -(-width // WORD)
-
-
-def lists_of(fired: np.ndarray, silent: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-    """(offsets, fired, indices) of `Events` from bits `[R, words]`."""
-    rows, words = fired.shape
-    counts, others = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-    bits = fired.reshape(-1), silent.reshape(-1)
-    shared(_count, rows, 1, rows * words, words, *bits, counts, others)
-    offsets = np.zeros(rows + 1, np.int64)
-    np.cumsum(counts + others, out=offsets[1:])
-    indices = np.empty(offsets[-1], np.int32)
-    shared(_fill, rows, 1, rows * words, words, *bits, offsets, counts, indices)
-    return torch.from_numpy(offsets), torch.from_numpy(counts), torch.from_numpy(indices)
-
-
-def listed(marks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(offsets, fired, indices) of `Events` from marks `[R, W]`, float32."""
-    rows, width = marks.shape
-    words = words_of(width)
-    fired, silent = np.empty((rows, words), np.uint32), np.empty((rows, words), np.uint32)
-    arguments = flat(marks.contiguous()), width, words, fired.reshape(-1), silent.reshape(-1)
-    shared(_pack_rows, rows, 1, rows * width, *arguments)
-    return lists_of(fired, silent)
-
-
-def unpacked(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(offsets, fired, indices) of `Events` from bits `[R, S]`, uint8."""
-    missing = -rows.shape[1] % 4
-    bits = np.pad(rows.numpy(), ((0, 0), (0, missing))).view("<u4").astype(np.uint32)
-    return lists_of(bits, np.zeros_like(bits))
 
 
 @kernel
@@ -418,7 +279,3 @@ def _touched(
 
 def given(bias: Tensor | None, width: int) -> Tensor:
     return torch.zeros(width) if bias is None else bias
-
-
-def lists(events: Events) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return events.offsets.numpy(), events.fired.numpy(), events.indices.numpy()

@@ -82,9 +82,9 @@ class Events:
         shape = packed.shape[0], packed.shape[1], width
         rows = packed.reshape(shape[0] * shape[1], packed.shape[2])
         if rows.is_cpu:
-            from spikefuse.kernels import event_numba
+            from spikefuse.kernels import event_lists_numba
 
-            return cls(shape, *event_numba.unpacked(rows))
+            return cls(shape, *event_lists_numba.unpacked(rows))
         shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
         bits = (rows.unsqueeze(-1) >> shifts & 1).flatten(1)[:, :width]
         return cls(shape, *_kernels(rows).listed(bits * FIRED))
@@ -98,43 +98,37 @@ class Events:
 
     def rows(self) -> Tensor:
         """int64 `[E]`: the row of each entry."""
-        return torch.repeat_interleave(
-            torch.arange(self.num_rows, device=self.device), self.offsets.diff()
-        )
+        return _kernels(self.indices).rows(self)
 
     def is_fired(self) -> Tensor:
         """float32 `[E]`: 1 for the entries that fired, else 0."""
-        if self.device.type == "cpu":
-            from spikefuse.kernels import event_numba
-
-            return event_numba.values(self.offsets, self.fired)
-        rows = self.rows()
-        place = torch.arange(len(rows), device=self.device) - self.offsets[rows]
-        return (place < self.fired[rows]).float()
+        return _kernels(self.indices).values(self)
 
     def to_dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The spikes `[T, B, W]`; with gradients, if there are `values`."""
-        values = self.is_fired() if self.values is None else self.values
+        values = self.values
+        if values is None or not (values.requires_grad and torch.is_grad_enabled()):
+            return _kernels(self.indices).dense(self, values, dtype).view(self.shape)
         dense = torch.zeros(self.num_rows, self.shape[2], dtype=dtype, device=self.device)
         places = self.rows(), self.indices.long()
         return dense.index_put(places, values.to(dtype)).view(self.shape)
 
     def kept(self, limit: int) -> Events:
         """At most `limit` entries of each row, its first ones; spikes left out are counted."""
-        counts = self.offsets.diff()
-        if not len(counts) or int(counts.max()) <= limit:
+        counts, lost = self.offsets.diff().clamp(max=limit), (self.fired - limit).clamp(min=0)
+        number, dropped = torch.stack((counts.sum(), lost.sum())).tolist()  # waits for a GPU once
+        if number == len(self.indices):
             return self
-        place = torch.arange(int(self.offsets[-1]), device=self.device)
-        keep = place - self.offsets[self.rows()] < limit
         offsets = torch.zeros_like(self.offsets)
-        torch.cumsum(counts.clamp(max=limit), 0, out=offsets[1:])
+        torch.cumsum(counts, 0, out=offsets[1:])
+        places = _kernels(self.indices).places(self, offsets, number)
         return replace(
             self,
             offsets=offsets,
             fired=self.fired.clamp(max=limit),
-            indices=self.indices[keep],
-            values=None if self.values is None else self.values[keep],
-            dropped=self.dropped + int((self.fired - limit).clamp(min=0).sum()),
+            indices=self.indices.index_select(0, places),
+            values=None if self.values is None else self.values.index_select(0, places),
+            dropped=self.dropped + dropped,
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Events:
@@ -150,12 +144,38 @@ class Events:
         )
 
 
+def merged(
+    shape: tuple[int, int, int],
+    indices: Tensor,
+    counts: Tensor,
+    starts: Tensor,
+    sizes: list[int],
+    rank: int,
+) -> tuple[Events, Tensor, Tensor]:
+    """The events of K ranks, which have the same rows and sites of their own, as one.
+
+    Args:
+        shape: of the whole.
+        indices: int32 `[K, ...]`: the entries of each rank, sites of the whole.
+        counts: int32 `[K, 2, R]`: of each rank and row the spikes, and all entries.
+        starts: int64 `[K, R + 1]`: where the entries of each row begin, and those of the last end.
+        sizes: entries of each rank.
+        rank: whose own entries are looked for.
+
+    Returns:
+        (the events, whose sites are in order if those of the ranks follow each other; what
+        `is_fired` gives of them; int64: for each entry of `rank` its place among all).
+    """
+    found = _kernels(indices).merged(indices, counts, starts, sizes, rank)
+    return Events(shape, *found[:3]), *found[3:]
+
+
 def _kernels(x: Tensor) -> Any:
-    """The module of the kernels for a device."""
+    """The module that makes and reads lists on a device."""
     if x.is_cpu:
-        from spikefuse.kernels import event_numba
+        from spikefuse.kernels import event_lists_numba
 
-        return event_numba
-    from spikefuse.kernels import event_triton
+        return event_lists_numba
+    from spikefuse.kernels import event_lists_triton
 
-    return event_triton
+    return event_lists_triton

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,8 @@ class Activity:
 
     Attributes:
         sites: T B W.
-        fired: spikes among them.
+        spikes: int64, of one value: the spikes among them, on the device that counts them.
+        fired: the same as a number. Reading it waits for a GPU, once.
         candidates: spikes, and neurons near the threshold, which carry a gradient.
         dropped: spikes above the capacity, which had no effect; they count in `fired`.
         dropped_candidates: candidates that did not fire, and got no gradient.
@@ -32,11 +34,15 @@ class Activity:
     """
 
     sites: int
-    fired: int
+    spikes: Tensor
     candidates: int
     dropped: int
     dropped_candidates: int
     choice: Choice
+
+    @cached_property
+    def fired(self) -> int:
+        return int(self.spikes)
 
     @property
     def rate(self) -> float:
@@ -170,28 +176,26 @@ class EventLinear(nn.Module):
 
     def _limited(self, events: Events) -> tuple[Events, str]:
         """The events within the capacity, and what they go through."""
-        counts = events.offsets.diff()
-        most = int(counts.max()) if len(counts) else 0
         choice, kept = self._choose(events), events
-        if most > self.limit:
-            if self.overflow == "raise":
-                raise ValueError(
-                    f"a step of a sample has {most} events, but of {self.in_features} inputs the "
-                    f"capacity {self.capacity} allows {self.limit}: raise it, or choose "
-                    'overflow="drop" or "dense"'
-                )
-            if self.overflow == "dense":
-                choice = Choice("dense", "more events than the capacity")
-            else:
+        # To look costs a wait for a GPU, so only where a row can have more.
+        if self.limit < self.in_features and events.num_rows:
+            if self.overflow == "drop":
                 kept = events.kept(self.limit)
-        fired, entries = events.num_fired, len(events.indices)
-        dropped = fired - kept.num_fired
+            elif (most := int(events.offsets.diff().max())) > self.limit:
+                if self.overflow == "raise":
+                    raise ValueError(
+                        f"a step of a sample has {most} events, but of {self.in_features} inputs "
+                        f"the capacity {self.capacity} allows {self.limit}: raise it, or choose "
+                        'overflow="drop" or "dense"'
+                    )
+                choice = Choice("dense", "more events than the capacity")
+        dropped = kept.dropped - events.dropped
         self.activity = Activity(
             sites=events.num_rows * self.in_features,
-            fired=fired,
-            candidates=entries,
+            spikes=events.fired.sum(),
+            candidates=len(events.indices),
             dropped=dropped,
-            dropped_candidates=entries - len(kept.indices) - dropped,
+            dropped_candidates=len(events.indices) - len(kept.indices) - dropped,
             choice=choice,
         )
         return kept, choice.impl

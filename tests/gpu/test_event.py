@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import spikefuse as sf
-from spikefuse.kernels import event_numba, event_triton
+from spikefuse.kernels import event_lists_numba, event_lists_triton
 from spikefuse.nn import EventLinear, Events, EventStream, RowAdam
 
 WIDTHS = (700, 980, 490, 20)
@@ -60,7 +60,9 @@ def test_as_ordinary_layers(impl: str, sparse_grad: bool) -> None:
 @pytest.mark.parametrize("width", [1, 700, 5000])
 def test_lists(width: int) -> None:
     marks = torch.randint(3, (50, width)).float() * (torch.rand(50, width) < 0.1)
-    for a, b in zip(event_triton.listed(marks.cuda()), event_numba.listed(marks), strict=True):
+    for a, b in zip(
+        event_lists_triton.listed(marks.cuda()), event_lists_numba.listed(marks), strict=True
+    ):
         assert torch.equal(a.cpu(), b)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spikefuse.kernels import event_numba
+from spikefuse.kernels import event_lists_numba
 from spikefuse.kernels.events import Events
 from spikefuse.neurons.candidates import FIRED, SILENT
 
@@ -36,10 +36,10 @@ def test_from_marks_and_back(width: int, rate: float) -> None:
 
 @pytest.mark.parametrize("width", [20, 700])
 def test_the_kernels_for_gpus(width: int) -> None:
-    from spikefuse.kernels import event_triton
+    from spikefuse.kernels import event_lists_triton
 
     x = marks(width, 0.1).reshape(15, width)
-    for a, b in zip(event_triton.listed(x), event_numba.listed(x), strict=True):
+    for a, b in zip(event_lists_triton.listed(x), event_lists_numba.listed(x), strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
 

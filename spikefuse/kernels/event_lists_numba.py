@@ -1,0 +1,218 @@
+"""Lists of events on CPUs: made, read and put together.
+
+Shape legend: R rows of events, E entries, W sites of a row, K ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from spikefuse.compiler.numba_runtime import flat, kernel, load, shared
+from spikefuse.kernels.events import Events
+from spikefuse.neurons.candidates import FIRED, SILENT
+
+# A word of bits.
+WORD = 32
+_FIRED, _SILENT = np.float32(FIRED), np.float32(SILENT)
+
+# In kernels they are called without the typing context, which no type checker knows.
+_intrinsic: Any = intrinsic
+
+# A sum that is only compared with 0 may be added up in any order.
+_summed = kernel(fastmath={"reassoc", "contract"})
+
+
+@_summed
+def pack(marks, at, m, fired, silent, word):
+    """Marks of m columns to a bit each, in words from `word` on."""
+    for first in range(0, m, WORD):
+        # Of most words all are 0, which their sum tells; a whole word's is vectorised.
+        seen = np.float32(0.0)
+        if first + WORD <= m:
+            for k in range(WORD):
+                seen += load(marks, at + first + k, 0)
+        else:
+            for k in range(m - first):
+                seen += load(marks, at + first + k, 0)
+        bits, others = np.uint32(0), np.uint32(0)
+        if seen > np.float32(0.0):
+            for k in range(min(WORD, m - first)):
+                mark = load(marks, at + first + k, 0)
+                bits |= np.uint32(mark == _FIRED) << np.uint32(k)
+                others |= np.uint32(mark == _SILENT) << np.uint32(k)
+        fired[word + first // WORD] = bits
+        silent[word + first // WORD] = others
+
+
+@kernel
+def _pack_rows(first, last, marks, width, words, fired, silent):
+    for r in range(first, last):
+        pack(marks, r * width, width, fired, silent, r * words)
+
+
+@kernel
+def _count(first, last, words, fired, silent, counts, others):
+    for r in range(first, last):
+        for w in range(r * words, (r + 1) * words):
+            if fired[w] | silent[w]:
+                counts[r] += _ones(fired[w])
+                others[r] += _ones(silent[w])
+
+
+@kernel
+def _fill(first, last, words, fired, silent, offsets, counts, indices):
+    for r in range(first, last):
+        spike = offsets[r]
+        other = spike + counts[r]
+        for w in range(words):
+            bits, near = fired[r * words + w], silent[r * words + w]
+            if bits | near:
+                spike = _fill_word(bits, w * WORD, indices, spike)
+                other = _fill_word(near, w * WORD, indices, other)
+
+
+@kernel
+def _fill_word(left, first, indices, place):
+    while left:
+        indices[place] = first + _lowest(left)
+        place += 1
+        left &= left - np.uint32(1)
+    return place
+
+
+@_intrinsic
+def _ones(typing_context: Any, word: Any) -> Any:
+    """The number of ones in a word."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.int32(types.uint32), generate
+
+
+@_intrinsic
+def _lowest(typing_context: Any, word: Any) -> Any:
+    """The place of the lowest one in a word that is not 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int32(types.uint32), generate
+
+
+@kernel
+def _mark(first, last, offsets, fired, values):
+    for r in range(first, last):
+        for e in range(offsets[r], offsets[r] + fired[r]):
+            values[e] = np.float32(1.0)
+
+
+def values(events: Events) -> Tensor:
+    """See `Events.is_fired`."""
+    marks = np.zeros(len(events.indices), np.float32)
+    offsets, fired, _ = lists(events)
+    shared(_mark, len(fired), 1, len(marks), offsets, fired, marks)
+    return torch.from_numpy(marks)
+
+
+def rows(events: Events) -> Tensor:
+    """See `Events.rows`."""
+    size = len(events.indices)
+    return torch.repeat_interleave(
+        torch.arange(events.num_rows), events.offsets.diff(), output_size=size
+    )
+
+
+def dense(events: Events, values: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`[R, W]`: `values` of the entries at their sites, of None the spikes; 0 elsewhere."""
+    values = events.is_fired() if values is None else values
+    out = torch.zeros(events.num_rows, events.shape[2], dtype=dtype)
+    return out.index_put_((events.rows(), events.indices.long()), values.to(dtype))
+
+
+def places(events: Events, offsets: Tensor, number: int) -> Tensor:
+    """int64 `[number]`: the entries that stay where row r keeps its first ones, as many as there
+    are from `offsets[r]` to `offsets[r + 1]`, `number` in all."""
+    before = (events.offsets - offsets)[:-1]
+    skipped = torch.repeat_interleave(before, offsets.diff(), output_size=number)
+    return torch.arange(number) + skipped
+
+
+@kernel
+def _merge(first, last, indices, counts, starts, offsets, fired, rank, whole, values, mine):
+    for r in range(first, last):
+        spike = offsets[r]
+        other = spike + fired[r]
+        for k in range(len(counts)):
+            begin = starts[k, r]
+            for e in range(begin, starts[k, r + 1]):
+                if e < begin + counts[k, 0, r]:
+                    place = spike
+                    values[place] = np.float32(1.0)
+                    spike += 1
+                else:
+                    place = other
+                    values[place] = np.float32(0.0)
+                    other += 1
+                whole[place] = indices[k, e]
+                if k == rank:
+                    mine[e] = place
+
+
+def merged(
+    indices: Tensor, counts: Tensor, starts: Tensor, sizes: list[int], rank: int
+) -> tuple[Tensor, ...]:
+    """(offsets, fired and indices of `Events`, the values of their entries, the places of those of
+    `rank`): see `events.merged`."""
+    total = sum(sizes)
+    offsets, fired = starts.sum(0), counts[:, 0].sum(0, dtype=torch.int32)
+    whole, values = np.empty(total, np.int32), np.empty(total, np.float32)
+    mine = np.empty(sizes[rank], np.int64)
+    given = (x.numpy() for x in (indices, counts, starts, offsets, fired))
+    shared(_merge, len(fired), 1, total, *given, rank, whole, values, mine)
+    return offsets, fired, *map(torch.from_numpy, (whole, values, mine))
+
+
+def words_of(width: int) -> int:
+    return -(-width // WORD)
+
+
+def lists_of(fired: np.ndarray, silent: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+    """(offsets, fired, indices) of `Events` from bits `[R, words]`."""
+    rows, words = fired.shape
+    counts, others = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+    bits = fired.reshape(-1), silent.reshape(-1)
+    shared(_count, rows, 1, rows * words, words, *bits, counts, others)
+    offsets = np.zeros(rows + 1, np.int64)
+    np.cumsum(counts + others, out=offsets[1:])
+    indices = np.empty(offsets[-1], np.int32)
+    shared(_fill, rows, 1, rows * words, words, *bits, offsets, counts, indices)
+    return torch.from_numpy(offsets), torch.from_numpy(counts), torch.from_numpy(indices)
+
+
+def listed(marks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(offsets, fired, indices) of `Events` from marks `[R, W]`, float32."""
+    rows, width = marks.shape
+    words = words_of(width)
+    fired, silent = np.empty((rows, words), np.uint32), np.empty((rows, words), np.uint32)
+    arguments = flat(marks.contiguous()), width, words, fired.reshape(-1), silent.reshape(-1)
+    shared(_pack_rows, rows, 1, rows * width, *arguments)
+    return lists_of(fired, silent)
+
+
+def unpacked(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(offsets, fired, indices) of `Events` from bits `[R, S]`, uint8."""
+    missing = -rows.shape[1] % 4
+    bits = np.pad(rows.numpy(), ((0, 0), (0, missing))).view("<u4").astype(np.uint32)
+    return lists_of(bits, np.zeros_like(bits))
+
+
+def lists(events: Events) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return events.offsets.numpy(), events.fired.numpy(), events.indices.numpy()
