@@ -144,7 +144,8 @@ def merge(  # type: ignore[no-untyped-def]
             to = tl.where(is_spike, spikes + e, others + e - its_spikes)
             tl.store(whole + to, tl.load(source + e, mask=live, other=0), mask=live)
             tl.store(values + to, is_spike.to(tl.float32), mask=live)
-            tl.store(mine + begin + e, to, mask=live & (k == rank))
+            if k == rank:
+                tl.store(mine + begin + e, to, mask=live)
         spikes += its_spikes
         others += number - its_spikes
 
