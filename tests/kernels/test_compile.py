@@ -36,13 +36,28 @@ TOP=1 LEFT=1 GROUP=64 UNIT=16 BLOCK=1024
 EVENT_KERNELS = r"""
 event_triton | sum_rows | out=*fp32 source=*fp32 bias=*fp32 begins=*i64 ends=*i64 indices=*i32 \
 width=i32 HAS_BIAS=1 BLOCK=512 | 4
-event_triton | dots | out=*fp32 weight=*fp32 grad=*fp32 indices=*i32 rows=*i64 width=i32 \
+event_triton | dots | out=*fp32 weight=*fp32 grad=*fp32 indices=*i32 rows=*i32 width=i32 \
 BLOCK=512 | 4
-event_triton | count | marks=*fp32 fired=*i32 silent=*i32 width=i32 BLOCK=512 | 4
-event_triton | fill | marks=*fp32 offsets=*i64 fired=*i32 indices=*i32 width=i32 BLOCK=512 | 4
+event_lists_triton | count | marks=*fp32 fired=*i32 silent=*i32 width=i32 BLOCK=512 | 4
+event_lists_triton | fill | marks=*fp32 offsets=*i64 fired=*i32 indices=*i32 width=i32 BLOCK=512 | 4
 event_triton | sum_listed | out=*fp32 weight=*fp32 bias=*fp32 indices=*i32 count=*i32 width=i32 \
 HAS_BIAS=1 ROWS=32 BLOCK=64 | 4
 event_triton | list_sites | spikes=*fp32 indices=*i32 count=*i32 width=i32 BLOCK=16384 | 4
+event_lists_triton | describe | rows=*i32 values=None inputs=*i32 offsets=*i64 fired=*i32 \
+indices=*i32 none=i32 BLOCK=256 | 1
+event_lists_triton | describe | rows=*i64 values=None inputs=None offsets=*i64 fired=*i32 \
+indices=*i32 none=i32 BLOCK=256 | 1
+event_lists_triton | describe | rows=None values=*fp32 inputs=None offsets=*i64 fired=*i32 \
+indices=*i32 none=i32 BLOCK=256 | 1
+event_lists_triton | scatter | out=*fp32 values=*fp32 offsets=*i64 fired=*i32 indices=*i32 \
+width=i32 BLOCK=256 | 1
+event_lists_triton | scatter | out=*bf16 values=*bf16 offsets=*i64 fired=*i32 indices=*i32 \
+width=i32 BLOCK=256 | 1
+event_lists_triton | scatter | out=*fp16 values=None offsets=*i64 fired=*i32 indices=*i32 \
+width=i32 BLOCK=256 | 1
+event_lists_triton | place | places=*i64 before=*i64 offsets=*i64 BLOCK=256 | 1
+event_lists_triton | merge | whole=*i32 values=*fp32 mine=*i64 indices=*i32 counts=*i32 \
+starts=*i64 offsets=*i64 fired=*i32 ranks=i32 rows=i32 most=i32 rank=i32 BLOCK=256 | 1
 """
 
 CODE = """
@@ -56,10 +71,11 @@ for line in sys.stdin:
     kernel = getattr(importlib.import_module(f"spikefuse.kernels.{module}"), name)
     types = [argument.split("=")[1] for argument in arguments.split()]
     types = dict(zip(kernel.arg_names, types, strict=True))
-    constants = {(i,): int(t) for i, t in enumerate(types.values()) if t.isdigit()}
+    fixed = {n: eval(t) for n, t in types.items() if t == "None" or t.isdigit()}
+    constants = {(i,): fixed[n] for i, n in enumerate(types) if n in fixed}
     sixteen = [["tt.divisibility", 16]]
     attributes = {(i,): sixteen for i, t in enumerate(types.values()) if t[0] in "*i"}
-    types = {n: "constexpr" if t.isdigit() else t for n, t in types.items()}
+    types = {n: "constexpr" if n in fixed else t for n, t in types.items()}
     source = ASTSource(kernel, types, constants, attributes)
     options = {"num_warps": 4, "enable_fp_fusion": False}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
