@@ -36,26 +36,28 @@ class Activity:
 
     def restart(self) -> None:
         """Forget what `count` has counted."""
-        self._fired: dict[str, int] = {}
+        # Numbers of spikes stay where they are counted until they are asked for.
+        self._fired: dict[str, int | Tensor] = {}
         self._sites: dict[str, int] = {}
-        self._dropped = self._read = 0
+        self._dropped = 0
+        self._read: int | Tensor = 0
 
     def count(self) -> None:
         """Add the last call to what `row` tells."""
         for name, events in self.last.items():
-            self._fired[name] = self._fired.get(name, 0) + events.num_fired
+            self._fired[name] = self._fired.get(name, 0) + events.fired.sum()
             self._sites[name] = self._sites.get(name, 0) + events.num_rows * events.shape[2]
         for layer in self.readers:
             if layer.activity is not None:
                 self._dropped += layer.activity.dropped
-                self._read += layer.activity.fired
+                self._read = self._read + layer.activity.spikes
 
     def row(self) -> dict[str, float]:
         """The rate of each layer since `restart`, and the share of all spikes that were dropped."""
         if not self._sites:
             return {}
-        rates = {f"activity_{n}": self._fired[n] / max(self._sites[n], 1) for n in self._sites}
-        return {**rates, "dropped": self._dropped / max(self._read, 1)}
+        rates = {f"activity_{n}": int(self._fired[n]) / max(s, 1) for n, s in self._sites.items()}
+        return {**rates, "dropped": self._dropped / max(int(self._read), 1)}
 
     def penalty(self) -> Tensor | None:
         """$\\sum_l \\max(0, r_l / c - 1/2)^2$ of the last call, with $r_l$ the rate of layer $l$

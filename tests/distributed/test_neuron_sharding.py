@@ -62,6 +62,21 @@ def compare(group: dist.ProcessGroup | None, **options) -> None:
         torch.testing.assert_close(part.layer.weight, weight, rtol=1e-4, atol=1e-5)
 
 
+def nothing_to_exchange() -> None:
+    """Silent neurons, and no samples at all."""
+    shards = shard_neurons(network())
+    for x in (Events.from_dense(torch.zeros(12, 3, 30)), Events.from_dense(torch.zeros(12, 0, 30))):
+        with torch.no_grad():
+            for shard in shards:
+                shard.layer.bias.zero_()
+        shards.zero_grad()
+        y = sf.Temporal(shards)(x)
+        assert y.shape == (*x.shape[:2], 10)
+        y.sum().backward()
+        assert shards[1].layer.activity.candidates == 0
+        assert not shards[0].layer.weight.grad.any()
+
+
 def run(rank: int, file: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=3)
@@ -70,6 +85,7 @@ def run(rank: int, file: str) -> None:
         if rank < 2:
             compare(two)
         compare(None, capacity=0.2)
+        nothing_to_exchange()
     finally:
         dist.destroy_process_group()
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import spikefuse as sf
 from spikefuse.kernels import event_lists_numba, event_lists_triton
+from spikefuse.kernels.events import merged
+from spikefuse.neurons.candidates import FIRED, SILENT
 from spikefuse.nn import EventLinear, Events, EventStream, RowAdam
 
 WIDTHS = (700, 980, 490, 20)
@@ -64,6 +70,100 @@ def test_lists(width: int) -> None:
         event_lists_triton.listed(marks.cuda()), event_lists_numba.listed(marks), strict=True
     ):
         assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.02, 1.0])
+@pytest.mark.parametrize("width", [1, 700, 5000])
+def test_what_is_read_of_lists(width: int, rate: float) -> None:
+    torch.manual_seed(0)
+    marks = torch.randint(3, (10, 5, width)).float() * (torch.rand(10, 5, width) < rate)
+    marks[3, 2], marks[4, 1] = FIRED, SILENT
+    lists = Events.from_marks(marks)
+    lists = replace(lists, values=torch.rand(len(lists.indices)))
+    few = lists.kept(7)
+    for mine, other in ((lists.to("cuda"), lists), (lists.to("cuda").kept(7), few)):
+        assert torch.equal(mine.rows().cpu(), other.rows())
+        assert torch.equal(mine.is_fired().cpu(), other.is_fired())
+        assert torch.equal(mine.values.cpu(), other.values)
+        assert torch.equal(mine.to_dense().cpu(), other.to_dense())
+        for dtype in (torch.float16, torch.bfloat16):
+            cast = replace(mine, values=mine.values.to(dtype)).to_dense(dtype)
+            assert torch.equal(cast.cpu(), other.to_dense().to(dtype))
+            ones = replace(mine, values=None).to_dense(dtype)
+            assert torch.equal(ones.cpu(), replace(other, values=None).to_dense(dtype))
+
+
+@pytest.mark.parametrize("width", [2, 700, 5000])
+def test_lists_of_ranks(width: int) -> None:
+    """Those of three ranks as the list of all sites, with the places of each rank's own."""
+    torch.manual_seed(0)
+    marks = torch.randint(3, (10, 5, width)).float() * (torch.rand(10, 5, width) < 0.05)
+    marks[3, 2], marks[4, 1] = FIRED, SILENT
+    first = [width * k // 3 for k in range(4)]
+    shares = [Events.from_marks(marks[..., a:b].cuda()) for a, b in itertools.pairwise(first)]
+    sizes = [len(x.indices) for x in shares]
+    counts = torch.stack([torch.stack((x.fired, x.offsets.diff().int())) for x in shares])
+    starts = torch.stack([x.offsets for x in shares])
+    padded = [
+        F.pad(x.indices + k, (0, max(sizes) - len(x.indices)))
+        for x, k in zip(shares, first[:3], strict=True)
+    ]
+    expected = Events.from_marks(marks)
+    for rank, share in enumerate(shares):
+        lists = torch.stack(padded), counts, starts, sizes, rank
+        whole, values, places = merged((10, 5, width), *lists)
+        for name in ("offsets", "fired", "indices"):
+            assert torch.equal(getattr(whole, name).cpu(), getattr(expected, name))
+        assert torch.equal(values.cpu(), expected.is_fired())
+        assert torch.equal(whole.indices[places], share.indices + first[rank])
+        assert torch.equal(whole.rows()[places], share.rows())
+
+
+def waits(run: Callable[[], object]) -> int:
+    """How often the host waits for the GPU."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing CUDA operation" in str(w.message) for w in found)
+
+
+# As in tests/nn/test_event_waits.py: two layers make lists, all three look at their capacity or at
+# the rows of a sparse gradient.
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({}, 2), ({"capacity": 0.1}, 2 + 3), ({"sparse_grad": True}, 2 + 3)],
+    ids=["all", "capacity", "sparse"],
+)
+@pytest.mark.parametrize("impl", ["auto", "triton", "dense"])
+def test_waits_of_a_training_step(impl: str, options: dict, most: int) -> None:
+    assert waits(torch.ones(1, device="cuda").item) == 1
+    ours, _ = networks(impl=impl, **options)
+    x = Events.from_dense((torch.rand(25, 6, 700, device="cuda") < 0.03).float())
+    grad = torch.randn(25, 6, 20, device="cuda")
+
+    def step() -> None:
+        ours.zero_grad()
+        ours(x).backward(grad)
+
+    for _ in range(2):  # what is new is compiled, and timed
+        step()
+    assert 0 < waits(step) <= most
+
+
+def test_a_step_is_reproducible() -> None:
+    ours, _ = networks(impl="triton", capacity=0.1)
+    x = Events.from_dense((torch.rand(25, 6, 700, device="cuda") < 0.03).float())
+    found = []
+    for _ in range(3):
+        ours.zero_grad()
+        ours(x).square().sum().backward()
+        found.append([p.grad for p in ours.parameters()])
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
 
 
 def test_a_step_of_row_adam() -> None:
