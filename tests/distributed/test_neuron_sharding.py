@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from torch import nn
 
 import spikefuse as sf
 from spikefuse.distributed import NeuronShard, shard_neurons
+from spikefuse.kernels import events
 from spikefuse.nn import EventLinear, Events
+from tests.nn.test_event_waits import waits
 
 WIDTHS = (30, 71, 50, 10)
 
@@ -77,6 +80,18 @@ def nothing_to_exchange() -> None:
         assert not shards[0].layer.weight.grad.any()
 
 
+def lists_by_triton() -> None:
+    """The same; of a training step, each layer that is shared out reads twice how long lists are:
+    its own, and those of all ranks."""
+    from spikefuse.kernels import event_lists_triton
+
+    events._kernels = lambda x: event_lists_triton
+    compare(None, impl="dense")  # whose products need no interpreter
+    shards, x = sf.Temporal(shard_neurons(network(impl="dense"))), spikes()
+    seen = waits(lambda: shards(x).square().sum().backward())
+    assert len(seen) == 2 + 2, seen
+
+
 def run(rank: int, file: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=3)
@@ -86,6 +101,8 @@ def run(rank: int, file: str) -> None:
             compare(two)
         compare(None, capacity=0.2)
         nothing_to_exchange()
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            lists_by_triton()  # from here on
     finally:
         dist.destroy_process_group()
 
