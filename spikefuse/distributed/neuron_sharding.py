@@ -10,13 +10,14 @@ Shape legend: K ranks, R rows of events, E entries.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spikefuse.kernels import event_autograd
 from spikefuse.kernels.events import Events, merged
 from spikefuse.nn import EventLinear, Neuron
 from spikefuse.nn.batch_norm import GroupRanks
@@ -61,7 +62,8 @@ class NeuronShard(nn.Module):
             )
         self.group, self.bounds = group, bounds(out_features, group)
         first, last = self._share()
-        self.layer = EventLinear(in_features, last - first, neuron, **options)
+        self.layer = _Share(in_features, last - first, neuron, **options)
+        self.layer.group = group
 
     def _share(self) -> tuple[int, int]:
         rank = dist.get_rank(self.group)
@@ -78,7 +80,23 @@ class NeuronShard(nn.Module):
     def forward(self, x: Events | Tensor) -> Events:
         events = self.layer(x)
         assert isinstance(events, Events)
-        return gathered(events, self.bounds, self.group)
+        counts, self.layer.counts = self.layer.counts, None
+        return gathered(events, self.bounds, self.group, counts)
+
+
+class _Share(EventLinear):
+    """A layer that tells all ranks how many entries its rows have before it lists them: a host
+    then waits once for its own number and the others'."""
+
+    group: Group = None
+    counts: Counts | None = None
+
+    def _listed(self, marks: Tensor) -> Events:
+        return event_autograd.listed(marks, self._exchange)
+
+    def _exchange(self, fired: Tensor, entries: Tensor) -> int:
+        self.counts = exchanged(fired, entries, self.group)
+        return self.counts.sizes[dist.get_rank(self.group)]
 
 
 class Replicated(nn.Module):
@@ -149,26 +167,56 @@ def shard_neurons(net: nn.Sequential, group: Group = None) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def gathered(events: Events, first: list[int], group: Group = None) -> Events:
+class Counts(NamedTuple):
+    """How many entries the ranks have.
+
+    Attributes:
+        rows: int32 `[K, 2, R]`: of each rank and row the spikes, and all entries.
+        starts: int64 `[K, R + 1]`: where the entries of each row begin, and those of the last end.
+        sizes: entries of each rank.
+    """
+
+    rows: Tensor
+    starts: Tensor
+    sizes: list[int]
+
+
+def exchanged(fired: Tensor, entries: Tensor, group: Group = None) -> Counts:
+    """The counts of all ranks, for which the host of a GPU waits.
+
+    Args:
+        fired, entries: int32 `[R]`, of this rank: the spikes, and all entries.
+        group: the ranks.
+    """
+    rows = _ranks(group).gather(torch.stack((fired, entries)))
+    starts = F.pad(rows[:, 1].cumsum(1), (1, 0))
+    return Counts(rows, starts, starts[:, -1].tolist())
+
+
+def gathered(
+    events: Events, first: list[int], group: Group = None, counts: Counts | None = None
+) -> Events:
     """The events of all ranks as those of one layer.
 
     Args:
         events: of this rank's neurons.
         first: of the neurons of every rank, and the end.
         group: the ranks.
+        counts: those of all ranks, if they are known.
     """
-    all_ranks: Any = group or dist.group.WORLD
-    ranks, rank = GroupRanks(all_ranks), dist.get_rank(group)
-    counts = ranks.gather(torch.stack((events.fired, events.offsets.diff().int())))
-    starts = F.pad(counts[:, 1].cumsum(1), (1, 0))
-    sizes = starts[:, -1].tolist()  # the one time that it waits for a GPU
-    own = events.indices + first[rank]
-    indices = ranks.gather(F.pad(own, (0, max(1, *sizes) - len(own))))
+    counts = counts or exchanged(events.fired, events.offsets.diff().int(), group)
+    own, rank = events.indices, dist.get_rank(group)
+    own = F.pad(own + first[rank], (0, max(1, *counts.sizes) - len(own)))
     shape = events.shape[0], events.shape[1], first[-1]
-    whole, values, places = merged(shape, indices, counts, starts, sizes, rank)
+    whole, values, places = merged(shape, _ranks(group).gather(own), *counts, rank)
     if events.values is None:
         return whole
     return replace(whole, values=_Gathered.apply(events.values, values, places, group))
+
+
+def _ranks(group: Group) -> GroupRanks:
+    all_ranks: Any = group or dist.group.WORLD
+    return GroupRanks(all_ranks)
 
 
 class _Gathered(torch.autograd.Function):

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from spikefuse.compiler.numba_runtime import flat, kernel, load, shared
-from spikefuse.kernels.events import Events
+from spikefuse.kernels.events import Events, Number
 from spikefuse.neurons.candidates import FIRED, SILENT
 
 # A word of bits.
@@ -197,8 +197,8 @@ def lists_of(fired: np.ndarray, silent: np.ndarray) -> tuple[Tensor, Tensor, Ten
     return torch.from_numpy(offsets), torch.from_numpy(counts), torch.from_numpy(indices)
 
 
-def listed(marks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(offsets, fired, indices) of `Events` from marks `[R, W]`, float32."""
+def listed(marks: Tensor, number: Number | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(offsets, fired, indices) of `Events` from marks `[R, W]`, float32; see `from_marks`."""
     rows, width = marks.shape
     words = words_of(width)
     fired, silent = np.empty((rows, words), np.uint32), np.empty((rows, words), np.uint32)

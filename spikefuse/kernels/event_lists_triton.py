@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spikefuse.kernels.events import Events
+from spikefuse.kernels.events import Events, Number
 
 # Columns of a program; one warp reads 128 of them in one 16-byte access a thread.
 WIDEST = 512
@@ -150,7 +150,7 @@ def merge(  # type: ignore[no-untyped-def]
         others += number - its_spikes
 
 
-def listed(marks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def listed(marks: Tensor, number: Number | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """See `event_lists_numba.listed`."""
     marks, width = marks.contiguous(), marks.shape[1]
     fired, silent = torch.empty(2, len(marks), dtype=torch.int32, device=marks.device)
@@ -160,8 +160,10 @@ def listed(marks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     with on(marks.device):
         if len(marks):
             count[grid](marks, fired, silent, width, BLOCK=block, num_warps=warps)
-        torch.cumsum(fired + silent, 0, out=offsets[1:])
-        indices = torch.empty(int(offsets[-1]), dtype=torch.int32, device=marks.device)
+        entries = fired + silent
+        torch.cumsum(entries, 0, out=offsets[1:])
+        total = int(offsets[-1]) if number is None else number(fired, entries)
+        indices = torch.empty(total, dtype=torch.int32, device=marks.device)
         if len(indices):
             fill[grid](marks, offsets, fired, indices, width, BLOCK=block, num_warps=warps)
     return offsets, fired, indices

@@ -5,6 +5,7 @@ Shape legend: T time steps, B samples, R = T B rows, W sites of a row, E entries
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 from spikefuse.neurons.candidates import FIRED
+
+#: The number of all entries, from the spikes and from all entries of each row, int32 `[R]` both.
+Number = Callable[[Tensor, Tensor], int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,11 +94,15 @@ class Events:
         return cls(shape, *_kernels(rows).listed(bits * FIRED))
 
     @classmethod
-    def from_marks(cls, marks: Tensor) -> Events:
-        """The events of marks `[T, B, W]`: what a neuron with candidates gives."""
+    def from_marks(cls, marks: Tensor, number: Number | None = None) -> Events:
+        """The events of marks `[T, B, W]`: what a neuron with candidates gives.
+
+        Args:
+            number: for a GPU, whose host has to wait for the number of entries: reads it.
+        """
         shape = marks.shape[0], marks.shape[1], marks.shape[2]
         rows = marks.reshape(shape[0] * shape[1], shape[2])
-        return cls(shape, *_kernels(rows).listed(rows.float()))
+        return cls(shape, *_kernels(rows).listed(rows.float(), number))
 
     def rows(self) -> Tensor:
         """int64 `[E]`: the row of each entry."""

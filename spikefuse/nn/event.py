@@ -245,4 +245,7 @@ class EventLinear(nn.Module):
         (marks,), final = marking._scan(currents, state, backend, keep)
         if sequence is not None:
             sequence.final[name] = final
+        return self._listed(marks)
+
+    def _listed(self, marks: Tensor) -> Events:
         return event_autograd.listed(marks)

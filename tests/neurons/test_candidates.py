@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -34,6 +37,22 @@ def test_marks_and_gradients(impl: str) -> None:
 def test_values_are_shared() -> None:
     neuron = sf.PLIF(0.5, surrogate=sf.surrogate.Triangle(cutoff=-0.2))
     assert list(with_candidates(neuron).parameters()) == list(neuron.parameters())
+
+
+def test_a_neuron_that_is_changed() -> None:
+    """Copies are kept for the next call, as long as they are copies."""
+    neuron = lif()
+    assert with_candidates(neuron) is with_candidates(neuron)
+    x = torch.rand(15, 3, 40)
+    for name, value in (("threshold", 0.4), ("surrogate", sf.surrogate.Triangle(cutoff=-0.3))):
+        before = with_candidates(neuron)(x)
+        setattr(neuron, name, value)
+        assert not torch.equal(with_candidates(neuron)(x), before)
+        assert torch.equal(with_candidates(neuron)(x) == FIRED, neuron(x) > 0)
+    gone = weakref.ref(with_candidates(neuron))
+    del neuron
+    gc.collect()
+    assert gone() is None
 
 
 class Twice(sf.LIF):
