@@ -8,6 +8,7 @@ Shape legend: R rows of events, E entries, W sites of a row, K ranks.
 from __future__ import annotations
 
 import contextlib
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spikefuse.compiler.launch_triton import Launch
 from spikefuse.kernels.events import Events, Number
 
 # Columns of a program; one warp reads 128 of them in one 16-byte access a thread.
@@ -156,16 +158,16 @@ def listed(marks: Tensor, number: Number | None = None) -> tuple[Tensor, Tensor,
     fired, silent = torch.empty(2, len(marks), dtype=torch.int32, device=marks.device)
     offsets = torch.zeros(len(marks) + 1, dtype=torch.int64, device=marks.device)
     block, warps = block_of(width)
-    grid = (len(marks),)
+    how = (len(marks), 1, 1), (width, block), warps, marks.device
     with on(marks.device):
         if len(marks):
-            count[grid](marks, fired, silent, width, BLOCK=block, num_warps=warps)
+            launch_of(count, *how)((marks, fired, silent))
         entries = fired + silent
         torch.cumsum(entries, 0, out=offsets[1:])
         total = int(offsets[-1]) if number is None else number(fired, entries)
         indices = torch.empty(total, dtype=torch.int32, device=marks.device)
         if len(indices):
-            fill[grid](marks, offsets, fired, indices, width, BLOCK=block, num_warps=warps)
+            launch_of(fill, *how)((marks, offsets, fired, indices))
     return offsets, fired, indices
 
 
@@ -193,8 +195,12 @@ def described(events: Events, none: int) -> tuple[Tensor, Tensor]:
 def _describe(events: Events, results: tuple[Tensor | None, ...], none: int = 0) -> None:
     if len(events.indices):
         lists = events.offsets, events.fired, events.indices
-        with on(events.device):
-            describe[(events.num_rows,)](*results, *lists, none, BLOCK=ENTRIES, num_warps=WARPS)
+        grid, dtypes = (
+            (events.num_rows, 1, 1),
+            tuple(None if x is None else x.dtype for x in results),
+        )
+        launch = launch_of(describe, grid, (none, ENTRIES), WARPS, events.device, dtypes)
+        launch((*results, *lists))
 
 
 def dense(events: Events, values: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -204,8 +210,9 @@ def dense(events: Events, values: Tensor | None, dtype: torch.dtype) -> Tensor:
     if len(events.indices):
         values = None if values is None else values.contiguous()
         lists = events.offsets, events.fired, events.indices
-        with on(events.device):
-            scatter[(len(out),)](out, values, *lists, width, BLOCK=ENTRIES, num_warps=WARPS)
+        grid, dtypes = (len(out), 1, 1), (dtype, None if values is None else values.dtype)
+        launch = launch_of(scatter, grid, (width, ENTRIES), WARPS, events.device, dtypes)
+        launch((out, values, *lists))
     return out
 
 
@@ -235,6 +242,23 @@ def merged(
         with on(device):
             merge[(len(fired),)](*lists, *numbers, BLOCK=ENTRIES, num_warps=WARPS)
     return offsets, fired, whole, values, mine
+
+
+@lru_cache(maxsize=1024)
+def launch_of(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    integers: tuple[Any, ...],
+    num_warps: int,
+    device: torch.device,
+    dtypes: tuple[Any, ...] = (),
+) -> Launch:
+    """One for all calls that Triton's dispatch would tell apart by alignments only.
+
+    Args:
+        dtypes: of the tensors that may have several.
+    """
+    return Launch(kernel, grid, integers, num_warps, device)
 
 
 def block_of(width: int) -> tuple[int, int]:

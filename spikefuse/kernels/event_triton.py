@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spikefuse.kernels.event_lists_triton import block_of, described, on
+from spikefuse.kernels.event_lists_triton import block_of, described, launch_of, on
 from spikefuse.kernels.events import Events
 
 # Of one row of events: sites that a program lists at a time; rows of weights, and columns, that a
@@ -144,13 +144,10 @@ def _sums(
     out = torch.empty(len(begins), width, device=source.device)
     block, warps = block_of(width)
     if out.numel():
-        with on(source.device):
-            sum_rows[(len(begins), triton.cdiv(width, block))](
-                *(out, source, source if bias is None else bias, begins, ends, indices, width),
-                HAS_BIAS=bias is not None,
-                BLOCK=block,
-                num_warps=warps,
-            )
+        grid = len(begins), triton.cdiv(width, block), 1
+        integers = width, bias is not None, block
+        launch = launch_of(sum_rows, grid, integers, warps, source.device, (indices.dtype,))
+        launch((out, source, source if bias is None else bias, begins, ends, indices))
     return out
 
 
