@@ -1,6 +1,9 @@
-"""All benchmarks that this machine can run, then the tables in README.md.
+"""All benchmarks that one process can run on this machine, then the tables in README.md.
 
 python -m benchmarks        on a GPU its own, then events, the first calls and the CPU comparison
+
+Not those of several GPUs, which benchmarks.several_gpus has; nor those that train:
+benchmarks.training, benchmarks.convergence, benchmarks.event_accuracy and benchmarks.reproduce.
 """
 
 from __future__ import annotations

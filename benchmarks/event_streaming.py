@@ -1,7 +1,8 @@
 """One time step of one sample: a network on events against the dense one, both with their states.
 
-The network and its weights are those of a case of `event_networks`; the step that is timed is the
-last of a few from rest, again and again from the same states. On a GPU also as a CUDA graph.
+The network and its weights are those of a case of `event_networks`. Timed is the step of the
+sequence whose activity is nearest to the one asked for, again and again from the same states. On a
+GPU also as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from benchmarks.runner import Contender, Settings, clock_for, measure
 from benchmarks.steps import graphed
 from spikefuse.nn import EventStream
 
-CASE, RATE, STEPS = "47k", 0.01, 6
+CASE, RATE = "47k", 0.01
 EVENTS, DENSE = "events", "dense"
 BAR = 3.0
 
@@ -33,28 +34,30 @@ class Streaming:
 
     def __init__(self, case: Case, rate: float, device: torch.device) -> None:
         self.device, work = device, Work(case, rate, device)
-        self.layers, self.xs = work.initial, work.x[:STEPS, 0].contiguous()
+        self.layers = work.initial
         self.stream = EventStream(work.initial)
         self.dense = sf.Temporal(work.dense())
+        self.rate = -1.0
         states = None
-        for x in self.xs[:-1]:
-            _, states = self.stream(x, states)
-        assert states is not None
-        self.states = states
+        for x in work.x[:, 0].contiguous():
+            before = states
+            y, states = self.stream(x, before)
+            found = self.activity((y, [v.view(-1) for (v,) in states]))
+            if before is not None and abs(found - rate) < abs(self.rate - rate):
+                self.rate, self.x, self.states = found, x, before
         names = [n for n, m in self.dense.named_modules() if isinstance(m, sf.LIF)]
         # A Temporal names neurons as they are called in its network.
         self.names = [n.removeprefix("net.") for n in names]
-        self.given = dict(zip(self.names, states, strict=True))
-        self.rate = self.activity(self.on_events())
+        self.given = dict(zip(self.names, self.states, strict=True))
 
     @torch.no_grad()
     def on_events(self) -> Result:
-        y, states = self.stream(self.xs[-1], self.states)
+        y, states = self.stream(self.x, self.states)
         return y, [v.view(-1) for (v,) in states]
 
     @torch.no_grad()
     def on_dense(self) -> Result:
-        x = self.xs[-1].view(1, 1, -1)
+        x = self.x.view(1, 1, -1)
         y, final = self.dense(x, state=self.given, return_state=True)
         return y.view(-1), [final[n][0].view(-1) for n in self.names]
 
@@ -76,7 +79,7 @@ class Streaming:
             AssertionError: what differs.
         """
         y, potentials = result
-        spikes = self.xs[-1].double()
+        spikes = self.x.double()
         for layer, before, v in zip(self.layers, (*self.states, None), (*potentials, None),
                                     strict=True):  # fmt: skip
             current = spikes @ layer.weight.detach().double() + layer.bias.detach().double()
@@ -116,5 +119,8 @@ def bars(row: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
         for kind in (EVENTS, DENSE)
     ]
     ratio = None if None in best else best[1] / best[0]
-    what = f"one step of one sample, {row['neurons']:,} neurons: times faster on events than dense"
+    what = (
+        f"one step of one sample, {row['neurons']:,} neurons of which {row['rate']:.1%} fire: "
+        "times faster on events than dense"
+    )
     return [record.bar(what, ratio, BAR)]

@@ -82,6 +82,12 @@ def scaling(result: dict[str, Any], path: Path, root: Path) -> str:
     return "\n\n".join([origin(result), said, markdown(head, lines), *drawn, *bars_line(result)])
 
 
+def _activity(row: dict[str, Any]) -> str:
+    """Of each hidden layer in the last epoch, if the network counts it."""
+    rates = [v for name, v in row["last_epoch"].items() if name.startswith("activity_")]
+    return " and ".join(f"{100 * rate:.0f}%" for rate in rates) or "–"
+
+
 def accuracy(result: dict[str, Any], path: Path, root: Path) -> str:
     """A line for each network: of every seed the best accuracy, and its epoch."""
     lines = []
@@ -92,6 +98,7 @@ def accuracy(result: dict[str, Any], path: Path, root: Path) -> str:
                 name,
                 ", ".join(f"{100 * row['best']:.1f}%" for row in rows),
                 ", ".join(str(row["epochs_to_best"]) for row in rows),
+                ", ".join(_activity(row) for row in rows),
             ]
         )
     settings = result["settings"]
@@ -100,5 +107,5 @@ def accuracy(result: dict[str, Any], path: Path, root: Path) -> str:
         f"{settings['data']}, every fifth recording held out; hidden layers of {hidden}, "
         f"{settings['epochs']} epochs, capacity {settings['capacity']:g}:"
     )
-    table = markdown(["", "best accuracy, by seed", "in epoch"], lines)
+    table = markdown(["", "best accuracy, by seed", "in epoch", "neurons that fire"], lines)
     return "\n\n".join([origin(result), said, table, *bars_line(result)])

@@ -326,8 +326,8 @@ def progress(row: dict[str, Any]) -> str:
 
 
 def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The project's own bars; where nothing was measured, one is missed. They are for replays, and
-    for the memory of eager steps, which is known exactly."""
+    """The project's own bars; where nothing was measured, one is missed. Those of speed are for
+    replays. That of memory is for eager steps, whose memory is known exactly."""
     rows = [r for r in rows if r.get("status") != "not measured"]
     layers = {(r["T"], r["time"]): r for r in rows if r["what"] == "layer" and r["way"] == GRAPH}
     alone = [r for r in rows if r["what"] == "network" and r["data"] == 1]
@@ -347,13 +347,15 @@ def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if k <= most:
         memory = nets.get((EAGERLY, "shard", k), {}).get("memory_of_one")
         found.append(record.bar(f"network, {k} GPUs: memory of one's", memory, limit, False))
-    errors = [
-        abs(r["predicted"] / r["speedup"] - 1)
-        for r in rows
-        if r.get("predicted") and r.get("speedup") and r["time"] > 1 and r["way"] == GRAPH
-    ]
-    worst = max(errors, default=None)
-    found.append(record.bar("speed-up predicted: largest error", worst, PREDICTION_BAR, False))
+    for way in (GRAPH, EAGERLY):
+        errors = [
+            abs(r["predicted"] / r["speedup"] - 1)
+            for r in rows
+            if r.get("predicted") and r.get("speedup") and r["time"] > 1 and r["way"] == way
+        ]
+        worst, what = max(errors, default=None), f"{way}: speed-up predicted: largest error"
+        if worst is not None or way == GRAPH:
+            found.append(record.bar(what, worst, PREDICTION_BAR, False))
     return found
 
 

@@ -40,12 +40,13 @@ def test_training(tmp_path: Path) -> None:
 
 def test_accuracy(tmp_path: Path) -> None:
     rows = [
-        {"name": name, "best": 0.8 + seed / 100, "epochs_to_best": 7 + seed}
+        {"name": name, "best": 0.8 + seed / 100, "epochs_to_best": 7 + seed, "last_epoch": last}
         for seed in (0, 1)
-        for name in ("events", "dense")
+        for name, last in (("events", {"activity_0": 0.07, "activity_1": 0.2}), ("dense", {}))
     ]
     settings = {"data": "shd", "hidden": [256, 128], "epochs": 15, "capacity": 0.3}
     made = result("event_accuracy", rows, bars=[], settings=settings)
     text = event_tables.accuracy(made, tmp_path / "event_accuracy.json", tmp_path)
-    assert "| events | 80.0%, 81.0% | 7, 8 |" in text
+    assert "| events | 80.0%, 81.0% | 7, 8 | 7% and 20%, 7% and 20% |" in text
+    assert "| dense | 80.0%, 81.0% | 7, 8 | –, – |" in text
     assert "hidden layers of 256 and 128, 15 epochs, capacity 0.3:" in text

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
-from benchmarks import cpu_neuron, layer, lif, plots, record, timestep_scaling
+from benchmarks import cpu_neuron, layer, lif, plots, record, several_gpus, timestep_scaling
 
 TIME = {"median", "p10", "p90", "rounds"}
 
@@ -21,6 +22,27 @@ def check_row(row: dict[str, Any]) -> None:
         assert found[name]["wall_ms"].keys() == TIME
         assert found[name]["fraction"]["wall_ms"] > 0
     assert all(c["status"] == "ok" or c["reason"] for c in found.values())
+
+
+def test_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a process of its own; what fails is named in the end."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    seen: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> CompletedProcess[str]:
+        seen.append(command)
+        return CompletedProcess(command, int("benchmarks.event_scaling" in command))
+
+    monkeypatch.setattr("subprocess.run", run)
+    with pytest.raises(
+        SystemExit, match=r"failed: python -m benchmarks\.event_scaling --ranks 1 2 4"
+    ):
+        several_gpus.main([])
+    assert "pytest" in seen[0]
+    assert [c[-1] for c in seen[1:]][::5] == ["benchmarks.time_sharding", "benchmarks.tables"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(SystemExit, match="2"):
+        several_gpus.main([])
 
 
 def test_timestep_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,9 @@ def test_bars() -> None:
     of_net = found["network, CUDA graph, shard statistics, 4 GPUs: speed-up"]
     assert (of_net["measured"], of_net["met"]) == (3.0, False)
     assert found["network, 4 GPUs: memory of one's"]["met"]
-    assert found["speed-up predicted: largest error"]["measured"] == pytest.approx(0.0556, abs=1e-3)
+    assert found["CUDA graph: speed-up predicted: largest error"]["measured"] == pytest.approx(
+        0.0556, abs=1e-3
+    )
     assert len(time_sharding.bars([layer])) == 5  # nothing is asked of GPUs that there are not
 
 
