@@ -38,9 +38,9 @@ GROUPED = 1 << 18
 SOURCE = """
 
 # In the form {digest}:
-from spikefuse.kernels.event_lists_numba import WORD, pack
+from spikefuse.kernels.event_lists_numba import pack
 from spikefuse.kernels.event_numba import add_by_input, add_to, clear, dots_by_input
-from spikefuse.kernels.event_vectors import LINE, aligned, sum_rows
+from spikefuse.kernels.event_vectors import LINE, WORD, aligned, sum_rows
 
 
 @kernel

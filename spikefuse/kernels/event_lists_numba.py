@@ -14,41 +14,23 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from spikefuse.compiler.numba_runtime import flat, kernel, load, shared
+from spikefuse.compiler.numba_runtime import flat, kernel, shared
+from spikefuse.kernels.event_vectors import WORD, equal_bits
 from spikefuse.kernels.events import Events, Number
 from spikefuse.neurons.candidates import FIRED, SILENT
 
-# A word of bits.
-WORD = 32
 _FIRED, _SILENT = np.float32(FIRED), np.float32(SILENT)
 
 # In kernels they are called without the typing context, which no type checker knows.
 _intrinsic: Any = intrinsic
 
-# A sum that is only compared with 0 may be added up in any order.
-_summed = kernel(fastmath={"reassoc", "contract"})
 
-
-@_summed
+@kernel
 def pack(marks, at, m, fired, silent, word):
     """Marks of m columns to a bit each, in words from `word` on."""
     for first in range(0, m, WORD):
-        # Of most words all are 0, which their sum tells; a whole word's is vectorised.
-        seen = np.float32(0.0)
-        if first + WORD <= m:
-            for k in range(WORD):
-                seen += load(marks, at + first + k, 0)
-        else:
-            for k in range(m - first):
-                seen += load(marks, at + first + k, 0)
-        bits, others = np.uint32(0), np.uint32(0)
-        if seen > np.float32(0.0):
-            for k in range(min(WORD, m - first)):
-                mark = load(marks, at + first + k, 0)
-                bits |= np.uint32(mark == _FIRED) << np.uint32(k)
-                others |= np.uint32(mark == _SILENT) << np.uint32(k)
-        fired[word + first // WORD] = bits
-        silent[word + first // WORD] = others
+        fired[word + first // WORD] = equal_bits(marks, at + first, _FIRED, m - first)
+        silent[word + first // WORD] = equal_bits(marks, at + first, _SILENT, m - first)
 
 
 @kernel

@@ -22,8 +22,8 @@ from spikefuse.compiler.numba_runtime import (
     shared,
     store,
 )
-from spikefuse.kernels.event_lists_numba import WORD, listed, lists
-from spikefuse.kernels.event_vectors import dots, prefetch, sum_rows
+from spikefuse.kernels.event_lists_numba import listed, lists
+from spikefuse.kernels.event_vectors import WORD, dots, prefetch, sum_rows
 from spikefuse.kernels.events import Events
 from spikefuse.neurons.candidates import FIRED
 

@@ -18,6 +18,8 @@ from spikefuse.compiler.numba_runtime import kernel
 
 # Numbers in a line of the cache.
 LINE = 16
+# Bits of a word.
+WORD = 32
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 # In kernels they are called without the typing context, which no type checker knows.
 _intrinsic: Any = intrinsic
@@ -30,14 +32,19 @@ class _Block:
         self.context, self.builder, self.count = context, builder, count
         self.type = ir.VectorType(_FLOAT, lanes)
         self.zero = ir.Constant(self.type, [0.0] * lanes)
+        self.mask = None
         if count is not None:
-            number = ir.VectorType(_INT, lanes)
-            whole = builder.insert_element(
-                ir.Constant(number, ir.Undefined), builder.trunc(count, _INT), _INT(0)
-            )
-            whole = builder.shuffle_vector(whole, whole, ir.Constant(number, [0] * lanes))
-            places = ir.Constant(number, list(range(lanes)))
+            places = ir.Constant(ir.VectorType(_INT, lanes), list(range(lanes)))
+            whole = self.filled(builder.trunc(count, _INT))
             self.mask = builder.icmp_signed("<", places, whole)
+
+    def filled(self, value: Any) -> Any:
+        """A number in every lane."""
+        lanes = self.type.count
+        vector = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+        vector = self.builder.insert_element(vector, value, _INT(0))
+        first = ir.Constant(ir.VectorType(_INT, lanes), [0] * lanes)
+        return self.builder.shuffle_vector(vector, vector, first)
 
     def _pointer(self, array_type: Any, array: Any, index: Any) -> Any:
         data = self.context.make_array(array_type)(self.context, self.builder, array).data
@@ -170,6 +177,24 @@ def _make_dots(lanes: int, partly: bool) -> Any:
     return products
 
 
+def _make_equal(partly: bool) -> Any:
+    @_intrinsic
+    def bits(typing_context: Any, array: Any, at: Any, value: Any, count: Any) -> Any:
+        """A word whose bit k says whether `array[at + k] == value`, for k < WORD, or < count."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            array_, at_, value_, count_ = args
+            block = _Block(context, builder, WORD, count_ if partly else None)
+            found = builder.fcmp_ordered("==", block.load(array, array_, at_), block.filled(value_))
+            if block.mask is not None:
+                found = builder.and_(found, block.mask)
+            return builder.bitcast(found, _INT)
+
+        return types.uint32(array, types.intp, types.float32, types.intp), generate
+
+    return bits
+
+
 @_intrinsic
 def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     """Bring the cache line of `array[index]`, which may lie outside, into the cache."""
@@ -196,6 +221,15 @@ _sum_128, _sum_64, _sum_32, _sum_16 = (_make_sum(lanes, False) for lanes in (128
 _sum_rest = _make_sum(16, True)
 _dots_128, _dots_64, _dots_32, _dots_16 = (_make_dots(lanes, False) for lanes in (128, 64, 32, 16))
 _dots_rest = _make_dots(16, True)
+_bits, _bits_rest = _make_equal(False), _make_equal(True)
+
+
+@kernel
+def equal_bits(array, at, value, count):
+    """A word whose bit k says whether `array[at + k] == value`, for k < count and k < WORD."""
+    if count >= WORD:
+        return _bits(array, at, value, WORD)
+    return _bits_rest(array, at, value, count)
 
 
 @kernel
