@@ -30,6 +30,10 @@ from spikefuse.neurons.definition import Definition
 # Spikes per row from which on it is quicker to keep the currents than to sum them again.
 KEPT = 16
 
+# Times that a row of weights is read from which on it is first moved to where it begins with a line
+# of the cache. Of large layers each is read a few times, and moving them all would take longer.
+MOVED = 64
+
 # Gradients of currents, of a tile and so many samples as fit, that are summed by input at a time:
 # they stay in a core's cache.
 GROUPED = 1 << 18
@@ -46,22 +50,22 @@ from spikefuse.kernels.event_vectors import LINE, WORD, aligned, sum_rows
 @kernel
 def layer(
     first, last, size, T, B, weight, bias, width, kept,
-    offsets, fired, indices, words, bits, others{p}
+    offsets, fired, indices, moved, words, bits, others{p}
 ):
     x, y = np.empty(T * size, np.float32), np.empty(T * size, np.float32)
     none = np.empty(0, np.float32)
-    # Rows that are read many times are first moved to where they begin with a line of the cache.
     stride = -(-size // LINE) * LINE
-    rows = aligned(weight.size // width * stride if kept.size else 0)
+    rows = aligned(weight.size // width * stride if moved else 0)
     for column in range(first, last, size):
         m = min(size, width - column)
-        if kept.size:
+        if moved:
             for i in range(weight.size // width):
                 at = i * width + column
                 rows[i * stride : i * stride + m] = weight[at : at + m]
         for b in range(B):
             if kept.size:
                 x = kept[T * (B * column + b * m) :]
+            if moved:
                 sums(x, T, B, b, rows, stride, 0, bias, column, m, offsets, fired, indices)
             else:
                 sums(x, T, B, b, weight, width, column, bias, column, m, offsets, fired, indices)
@@ -86,7 +90,8 @@ def layer_backward(
     out_offsets, out_indices, grad, grad_weight, grad_bias, partial{p}
 ):
     x, y = np.empty(T * size, np.float32), np.empty(T * size, np.float32)
-    grads, none = np.empty(group * T * size, np.float32), np.empty(0, np.float32)
+    stride, none = -(-size // LINE) * LINE, np.empty(0, np.float32)
+    grads = aligned(group * T * stride)
     {saved}
     fresh = np.empty(grad_weight.size // width, np.bool_)
     for column in range(first, last, size):
@@ -97,23 +102,24 @@ def layer_backward(
                 x = kept[T * (B * column + b * m) :]
             else:
                 sums(x, T, B, b, weight, width, column, bias, column, m, offsets, fired, indices)
-            forward(0, m, T, m, m, False, x, m, 0, y, m, 0, {recompute}{p})
+            if T > CHUNK:
+                forward(0, m, T, m, m, False, x, m, 0, y, m, 0, {recompute}{p})
             y[: T * m] = np.float32(0.0)
             for t in range(T):
                 for e in range(out_offsets[t * B + b], out_offsets[t * B + b + 1]):
                     k = out_indices[e] - column
                     if 0 <= k < m:
                         y[t * m + k] = grad[e]
-            gx = grads[b % group * T * m :]
-            backward(0, m, T, m, m, False, x, m, 0, y, m, 0, gx, m, 0, {backward}{p})
+            gx = grads[b % group * T * stride :]
+            backward(0, m, T, m, m, False, x, m, 0, y, m, 0, gx, stride, 0, {backward}{p})
             for t in range(T):
-                add_to(grad_bias, column, m, gx, t * m)
+                add_to(grad_bias, column, m, gx, t * stride)
             if (b + 1) % group == 0 or b + 1 == B:
                 g = b // group
-                add_by_input(grad_weight, width, column, m, fresh, grads, m, 0, g, spikes)
+                add_by_input(grad_weight, width, column, m, fresh, grads, stride, 0, g, spikes)
                 if partial.size:
                     mine = partial[column // size]
-                    dots_by_input(mine, weight, width, column, m, grads, m, 0, g, entries)
+                    dots_by_input(mine, weight, width, column, m, grads, stride, 0, g, entries)
         clear(grad_weight, width, column, m, fresh)
 """
 
@@ -169,7 +175,8 @@ class Layer:
         bits, others = (np.empty((num_steps * batch, words), np.uint32) for _ in range(2))
         if self.events.num_fired >= KEPT * max(num_steps * batch, 1):
             self.kept = np.empty(num_steps * batch * width, np.float32)
-        arguments = *self._inputs(), *lists(self.events), words, bits.ravel(), others.ravel()
+        moved = self.events.num_fired >= MOVED * len(self.weight)
+        arguments = *self._inputs(), *lists(self.events), moved, words, bits.ravel(), others.ravel()
         self._run(self.module.layer, *arguments, *self.params)
         return Events((num_steps, batch, width), *lists_of(bits, others))
 
