@@ -42,22 +42,32 @@ def _pack_rows(first, last, marks, width, words, fired, silent):
 @kernel
 def _count(first, last, words, fired, silent, counts, others):
     for r in range(first, last):
+        spikes = near = 0
         for w in range(r * words, (r + 1) * words):
-            if fired[w] | silent[w]:
-                counts[r] += _ones(fired[w])
-                others[r] += _ones(silent[w])
+            spikes += _ones(fired[w])
+            near += _ones(silent[w])
+        counts[r], others[r] = spikes, near
 
 
 @kernel
 def _fill(first, last, words, fired, silent, offsets, counts, indices):
+    places = np.empty(words, np.int32)
     for r in range(first, last):
         spike = offsets[r]
-        other = spike + counts[r]
-        for w in range(words):
-            bits, near = fired[r * words + w], silent[r * words + w]
-            if bits | near:
-                spike = _fill_word(bits, w * WORD, indices, spike)
-                other = _fill_word(near, w * WORD, indices, other)
+        _fill_row(fired, r * words, words, indices, spike, places)
+        _fill_row(silent, r * words, words, indices, spike + counts[r], places)
+
+
+@kernel
+def _fill_row(bits, first, words, indices, place, places):
+    # Which words have none is hard to foresee: those that have some are listed without asking.
+    count = 0
+    for w in range(words):
+        places[count] = w
+        count += bits[first + w] != 0
+    for k in range(count):
+        w = places[k]
+        place = _fill_word(bits[first + w], w * WORD, indices, place)
 
 
 @kernel
