@@ -54,33 +54,39 @@ def layer(
 ):
     x, y = np.empty(T * size, np.float32), np.empty(T * size, np.float32)
     none = np.empty(0, np.float32)
-    stride = -(-size // LINE) * LINE
+    # Half a tile of the rows that are moved, and so read again and again, stays in the cache.
+    part = -(-size // (2 * WORD)) * WORD if moved else size
+    stride = -(-part // LINE) * LINE
     rows = aligned(weight.size // width * stride if moved else 0)
-    for column in range(first, last, size):
-        m = min(size, width - column)
-        if moved:
-            for i in range(weight.size // width):
-                at = i * width + column
-                rows[i * stride : i * stride + m] = weight[at : at + m]
-        for b in range(B):
-            if kept.size:
-                x = kept[T * (B * column + b * m) :]
+    for begin in range(first, last, size):
+        end = min(begin + size, width)
+        for column in range(begin, end, part):
+            m = min(part, end - column)
+            step = end - begin if kept.size else m
             if moved:
-                sums(x, T, B, b, rows, stride, 0, bias, column, m, offsets, fired, indices)
-            else:
-                sums(x, T, B, b, weight, width, column, bias, column, m, offsets, fired, indices)
-            forward(0, m, T, m, m, False, x, m, 0, y, m, 0, {forward}{p})
-            for t in range(T):
-                word = (t * B + b) * words + column // WORD
-                pack(y, t * m, m, bits, others, word)
+                for i in range(weight.size // width):
+                    at = i * width + column
+                    rows[i * stride : i * stride + m] = weight[at : at + m]
+            for b in range(B):
+                if kept.size:
+                    x = kept[T * (B * begin + b * step) + column - begin :]
+                args = x, step, T, B, b, bias, column, m, offsets, fired, indices
+                if moved:
+                    sums(rows, stride, 0, *args)
+                else:
+                    sums(weight, width, column, *args)
+                forward(0, m, T, m, m, False, x, step, 0, y, m, 0, {forward}{p})
+                for t in range(T):
+                    word = (t * B + b) * words + column // WORD
+                    pack(y, t * m, m, bits, others, word)
 
 
 @kernel
-def sums(x, T, B, b, rows, stride, place, bias, column, m, offsets, fired, indices):
+def sums(rows, stride, place, x, step, T, B, b, bias, column, m, offsets, fired, indices):
     for t in range(T):
         begin = offsets[t * B + b]
         end = begin + fired[t * B + b]
-        sum_rows(x, t * m, bias, column, rows, stride, place, m, indices, begin, end)
+        sum_rows(x, t * step, bias, column, rows, stride, place, m, indices, begin, end)
 
 
 @kernel
@@ -101,7 +107,8 @@ def layer_backward(
             if kept.size:
                 x = kept[T * (B * column + b * m) :]
             else:
-                sums(x, T, B, b, weight, width, column, bias, column, m, offsets, fired, indices)
+                args = x, m, T, B, b, bias, column, m, offsets, fired, indices
+                sums(weight, width, column, *args)
             if T > CHUNK:
                 forward(0, m, T, m, m, False, x, m, 0, y, m, 0, {recompute}{p})
             y[: T * m] = np.float32(0.0)
