@@ -7,6 +7,7 @@ import torch
 
 from spikefuse.kernels import event_numba
 from spikefuse.kernels.events import Events
+from spikefuse.neurons.candidates import FIRED, SILENT
 from tests.kernels.products import check
 
 
@@ -57,3 +58,18 @@ def test_entries_by_input(size: int, silent: bool) -> None:
                 assert events.rows()[entries[k]] == t * 4 + group * size + b
             begin = ends[s]
         assert torch.equal(seen, samples.float())
+
+
+@pytest.mark.parametrize("width", [31, 32, 64, 1010])
+def test_lists_of_any_words(width: int) -> None:
+    """Rows with nothing, with all and with some, whose last word is not whole."""
+    marks = torch.randint(3, (6, 2, width)).float()
+    marks[1], marks[2], marks[3] = 0, FIRED, SILENT
+    marks[4] *= torch.rand(2, width) < 0.02
+    events = Events.from_marks(marks)
+    for row, begin, end, fired in zip(
+        marks.flatten(0, 1), events.offsets, events.offsets[1:], events.fired, strict=False
+    ):
+        found = events.indices[begin:end]
+        assert torch.equal(found[:fired], (row == FIRED).nonzero().flatten().int())
+        assert torch.equal(found[fired:], (row == SILENT).nonzero().flatten().int())
