@@ -255,6 +255,8 @@ def _resumed_config(
                 f"{name} is {value}, but {arguments.resume} was trained with "
                 f"{getattr(saved, name)}: leave it out, or train anew without --resume"
             )
+    if given.get("memory", "auto") != "auto":
+        given = {"memory_budget": None, **given}  # the saved one was for auto
     return replace(saved, **given)
 
 
@@ -263,7 +265,9 @@ def _eval(arguments: argparse.Namespace) -> int:
 
     loaded = checkpoint.load(arguments.checkpoint)
     if "fuse" in arguments:
-        loaded = replace(loaded, config=replace(loaded.config, fuse=arguments.fuse))
+        # Nothing is kept for backward, so that no policy stands against it.
+        own = {"fuse": arguments.fuse, "memory": "recompute", "memory_budget": None}
+        loaded = replace(loaded, config=replace(loaded.config, **own))
     place = run.Place(arguments.device, arguments.data_dir, arguments.download)
     loss, accuracy = run.evaluate(loaded, place)
     print(f"test accuracy {100 * accuracy:.2f} %, loss {loss:.4f} ({loaded.config.dataset})")

@@ -55,7 +55,8 @@ def record(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor
         return lambda _, inputs, output: spikes.update({name: _dense(output).float().cpu()})
 
     # The same network, with neurons that are called themselves.
-    net = replace(module.config, fuse=False, memory="recompute").make_network().to(module.device)
+    config = replace(module.config, fuse=False, memory="recompute", memory_budget=None)
+    net = config.make_network().to(module.device)
     net.load_state_dict(module.net.state_dict())
     for name, layer in _spiking(net.net):
         layer.register_forward_hook(keep(name))

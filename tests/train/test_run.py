@@ -74,6 +74,25 @@ def test_a_run_with_fusion_and_without(
         assert result["config"]["fuse"] == (flag == "--fuse")
 
 
+def test_a_memory_budget_and_another_policy_after_it(
+    spikefuse: Spikefuse, tmp_path: Path, small: list[str]
+) -> None:
+    """To the end of a run, pictures and test included."""
+
+    def memory() -> list[object]:
+        config = json.loads((tmp_path / "r" / "result.json").read_text())["config"]
+        return [config["memory"], config["memory_budget"]]
+
+    budget = ["--memory", "auto", "--memory-budget", "1"]
+    options = [*small, "--model", "mlp", "--epochs", "1", *budget]
+    assert spikefuse("train", *options, "--out", "r") == 0
+    assert memory() == ["auto", 1.0]
+    resume = ["--resume", "r/last.ckpt", "--epochs", "2", "--device", "cpu"]
+    assert spikefuse("train", *resume, "--memory", "checkpoint") == 0
+    assert memory() == ["checkpoint", None]
+    assert spikefuse("eval", "r/best.ckpt", "--device", "cpu", "--no-fuse") == 0
+
+
 def test_runs_are_numbered_and_never_overwritten(
     spikefuse: Spikefuse, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
