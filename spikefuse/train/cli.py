@@ -24,6 +24,8 @@ PATIENCE_SECONDS = 10.0
 EXTRA = ("lightning", "tensorboard", "matplotlib", "tqdm", "yaml")
 # What a resumed run may change: it continues to the same result.
 RESUMABLE = ("epochs", "cuda_graph", "fuse", "memory", "memory_budget")
+# Other spellings of an option, behind its name.
+ALIASES = {"dataset": ("--data",)}
 # Choices that fit beside an option's name in the help; more are listed below it.
 FEW = 4
 
@@ -69,10 +71,22 @@ class Parser(argparse.ArgumentParser):
         self.exit(USER_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
+class Command(Parser):
+    """Of one command, which says itself what it does not know: its help lists the options."""
+
+    def parse_known_args(self, *arguments: Any, **keywords: Any) -> Any:
+        found, unknown = super().parse_known_args(*arguments, **keywords)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="spikefuse", description="Train spiking neural networks.")
     parser.add_argument("--version", action="version", version=f"spikefuse {spikefuse.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=Command
+    )
     _add_train(commands)
     _add_eval(commands)
     return parser
@@ -136,6 +150,7 @@ def _add_option(group: Any, name: str, rule: Mapping[str, Any]) -> None:
     group.add_argument(
         *flags,
         f"--{name.replace('_', '-')}",
+        *ALIASES.get(name, ()),
         default=argparse.SUPPRESS,
         help=f"{text} (default: {rule['shown']})",
         **values,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from spikefuse import data, models
-from spikefuse.train.cli import GROUPS, main
+from spikefuse.train.cli import GROUPS, main, make_parser
 from spikefuse.train.config import NEURONS, TrainConfig
 
 Spikefuse = Callable[..., int]
@@ -75,8 +75,9 @@ def test_help_does_not_wait_for_lightning() -> None:
 
 WRONG = [
     (["--epochs", "three"], "argument --epochs: invalid int value: 'three'"),
-    (["--colour", "red"], "unrecognized arguments: --colour red"),
+    (["--colour", "red"], "unrecognized arguments: --colour red (see spikefuse train --help)"),
     (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
+    (["--dat", "shd"], "unrecognized arguments: --dat shd"),
     (["--dataset", "digit"], "unknown dataset 'digit': did you mean digits? choose one of"),
     (["--model", "vgg"], "unknown model 'vgg': did you mean vggsnn? choose one of mlp"),
     (["--neuron", "if", "--decay", "0.5"], "decay is given, but the neuron if has none"),
@@ -103,10 +104,26 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 ) -> None:
     assert spikefuse("train", *arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"spikefuse train: error: {message}") or (
-        line.startswith(f"spikefuse: error: {message}")
-    )
+    assert line.startswith(f"spikefuse train: error: {message}")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_mistakes_without_a_command_and_in_the_other_one(
+    spikefuse: Spikefuse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, message in (
+        (["eval", "a", "b"], "spikefuse eval: error: unrecognized arguments: b (see spikefuse ev"),
+        (["--colour"], "spikefuse: error: the following arguments are required: COMMAND (see s"),
+    ):
+        assert spikefuse(*arguments) == 2
+        assert capsys.readouterr().err.startswith(message)
+
+
+def test_data_is_dataset() -> None:
+    arguments = ["train", "--data", "shd", "--data-dir", "files", "--data-ranks", "2"]
+    found = make_parser().parse_args(arguments)
+    assert (found.dataset, found.data_dir, found.data_ranks) == ("shd", Path("files"), 2)
+    assert make_parser().parse_args(["train", "--data=shd"]).dataset == "shd"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
