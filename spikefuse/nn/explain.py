@@ -20,8 +20,9 @@ from spikefuse.compiler import UnsupportedOperation
 from spikefuse.compiler.layout import layout_of, outer_stride
 from spikefuse.compiler.program import kind_of, prepare, program
 from spikefuse.kernels import pool
-from spikefuse.memory import Policy, Recompute
+from spikefuse.memory import Checkpoint, Policy, Recompute
 from spikefuse.neurons.definition import Outputs, States
+from spikefuse.nn import checkpoint
 from spikefuse.nn.batch_norm import by_batch
 from spikefuse.nn.block import kernels_of
 from spikefuse.nn.event import EventLinear
@@ -29,6 +30,7 @@ from spikefuse.nn.explanation import LOOP_STEPS, Explanation, Kept, Layer
 from spikefuse.nn.kept import Ledger, num_bytes
 from spikefuse.nn.neuron import Neuron, Scan, Sequence, backend_of, calls
 from spikefuse.nn.relay import Shard
+from spikefuse.nn.segments import Segments
 from spikefuse.nn.temporal import Temporal
 
 # What the copy reads that stands for the bandwidth, and as much again that it writes.
@@ -65,18 +67,20 @@ def explain(
     tensors = [x for x in (*inputs, *model.parameters()) if isinstance(x, Tensor)]
     devices = list({x.device for x in tensors if x.device.type == "cuda"})
     with _unchanged(model), torch.random.fork_rng(devices):
-        seen, kept = _record(model, inputs, keywords)
+        watch, kept = _record(model, inputs, keywords)
+        seen = watch.seen
         layers = tuple(_layer(call, time) for call in seen)
     on_events = [(n, m) for n, m in model.named_modules() if isinstance(m, EventLinear)]
     pairs: list[tuple[nn.Module, nn.Module | None]] = [(call.neuron, call.norm) for call in seen]
     pairs += [(layer, layer.neuron) for _, layer in on_events]
-    called = {m for pair in pairs for m in pair if m is not None}
+    called = {m for pair in pairs for m in pair if m is not None} | watch.again.keys()
     missed = [n for n, m in model.named_modules() if isinstance(m, Neuron) and m not in called]
     timed = [c.device for c, layer in zip(seen, layers, strict=True) if layer.least is not None]
     bandwidth = copy_bandwidth(timed[0]) if timed else None
     events = tuple(_told(*layer) for layer in on_events)
     others = _num_others(model, called)
-    return Explanation(layers, kept, tuple(missed), others, bandwidth, events)
+    again = tuple(dict.fromkeys(watch.again.values()))
+    return Explanation(layers, kept, tuple(missed), others, bandwidth, events, again)
 
 
 def _told(name: str, layer: EventLinear) -> str:
@@ -227,6 +231,8 @@ class _Watch:
         self.modules: dict[str, str] = {}
         #: (layer, input, number of outputs) of each max pooling by our kernels with a gradient.
         self.pooled: list[tuple[str, Tensor, int]] = []
+        #: The name of the network in which `Checkpoint` computes a neuron, or a norm, again.
+        self.again: dict[nn.Module, str] = {}
 
     @contextlib.contextmanager
     def inside(self, module: nn.Module) -> Iterator[None]:
@@ -284,10 +290,11 @@ OUTSIDE = "(not in the model)"
 
 def _record(
     model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
-) -> tuple[list[_Call], tuple[Kept, ...]]:
+) -> tuple[_Watch, tuple[Kept, ...]]:
     """Call the model, and note every call of a neuron and what is kept."""
     watch, thread = _Watch(model), threading.get_ident()
     run, call, select = nn.Module.__call__, Neuron.call, pool.max_pool2d
+    run_again = checkpoint.run
 
     def watched_run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
@@ -307,6 +314,13 @@ def _record(
             watch.pooled.append((watch.ledger.layer, x.detach(), y.numel()))
         return y
 
+    def watched_again(segments: Segments, policy: Checkpoint, sequence: Sequence, x: Tensor) -> Any:
+        if threading.get_ident() == thread:
+            layers = [s.block or s.neuron for s in segments]
+            modules = (m for layer in layers if layer is not None for m in layer.modules)
+            watch.again |= dict.fromkeys(modules, watch.ledger.layer)
+        return run_again(segments, policy, sequence, x)
+
     # A compiled model would not come this way.
     dynamo = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if dynamo else contextlib.nullcontext()
@@ -315,17 +329,17 @@ def _record(
         # computes networks with hooks in another way.
         nn.Module.__call__ = watched_run  # type: ignore[method-assign]
         Neuron.call = watched_call  # type: ignore[assignment, method-assign]
-        pool.max_pool2d = watched_select
+        pool.max_pool2d, checkpoint.run = watched_select, watched_again
         try:
             with watch.ledger.hooks():
                 outputs = model(*inputs, **keywords)
         finally:
             nn.Module.__call__ = run  # type: ignore[method-assign]
             Neuron.call = call  # type: ignore[method-assign]
-            pool.max_pool2d = select
+            pool.max_pool2d, checkpoint.run = select, run_again
     kept = _kept_by_layers(model, watch)
     del outputs  # What is kept lives as long as they do.
-    return watch.seen, kept
+    return watch, kept
 
 
 def _kept_by_layers(model: nn.Module, watch: _Watch) -> tuple[Kept, ...]:
@@ -348,7 +362,9 @@ def _kept_by_layers(model: nn.Module, watch: _Watch) -> tuple[Kept, ...]:
         for x in inputs:
             eager[call.name] += 0 if _address(x) in counted else num_bytes(x)
             counted.add(_address(x))
-    rows = [Kept(name, kind, now[name], eager[name]) for name, kind in watch.modules.items()]
+    on_events = {name for name, m in model.named_modules() if isinstance(m, EventLinear)}
+    plain = {name: None if name in on_events else size for name, size in eager.items()}
+    rows = [Kept(name, kind, now[name], plain[name]) for name, kind in watch.modules.items()]
     return tuple(row for row in rows if row.now or row.eager)
 
 

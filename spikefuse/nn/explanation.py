@@ -66,15 +66,14 @@ class Kept:
         module: the name of its type, as in `Layer`.
         now: bytes under the policy in force; parameters and buffers do not count.
         eager: bytes if PyTorch did it alone: norm, sum and `impl="reference"` one after the other,
-            and no spikes packed; for layers on events, what they keep themselves. The loop is
-            measured for up to four steps; each further one is taken to keep as much more as the
-            fourth.
+            and no spikes packed. The loop is measured for up to four steps; each further one is
+            taken to keep as much more as the fourth. None for layers on events.
     """
 
     name: str
     module: str
     now: int
-    eager: int
+    eager: int | None
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,8 @@ class Explanation:
         num_others: modules without submodules that are not neurons.
         bandwidth: bytes per second that a copy reads and writes, or None if not measured.
         events: a line for each `EventLinear`: what it ran on, why, and how active its input was.
+        again: the names of networks whose layers `Checkpoint` has computed, and computes again in
+            backward: they have no rows, but for layers that are not computed again.
     """
 
     layers: tuple[Layer, ...]
@@ -96,15 +97,21 @@ class Explanation:
     num_others: int
     bandwidth: float | None
     events: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = _table(self.layers) if self.layers else []
         for layer in self.layers:
             lines += [f"{_label(layer.name)}: {note}" for note in layer.notes]
         lines += self.events
+        for name in self.again:
+            lines.append(
+                f"{_label(name)}: memory=Checkpoint() computes its layers again in backward; they "
+                "and what it keeps are not shown: explain it with Recompute()"
+            )
         if self.not_called:
             lines.append(f"not called: {', '.join(self.not_called)}")
-        lines += ["", *_table_of_kept(self.kept), ""] if self.kept else []
+        lines += ["", *_table_of_kept(self.kept, not self.again), ""] if self.kept else []
         return "\n".join([*lines, *_legend(self)])
 
     __repr__ = __str__
@@ -130,11 +137,14 @@ def _table(layers: Sequence[Layer]) -> list[str]:
     return _aligned(rows, numbers_from=6)
 
 
-def _table_of_kept(layers: Sequence[Kept]) -> list[str]:
-    total = Kept("total", "", sum(x.now for x in layers), sum(x.eager for x in layers))
+def _table_of_kept(layers: Sequence[Kept], are_all: bool) -> list[str]:
+    known = [x.eager for x in layers if x.eager is not None]
+    eager = sum(known) if len(known) == len(layers) else None
+    total = [Kept("total", "", sum(x.now for x in layers), eager)] if are_all else []
     rows = [["layer", "module", "kept", "by eager PyTorch"]]
-    for kept in (*layers, total):
-        rows.append([_label(kept.name), kept.module, _bytes(kept.now), _bytes(kept.eager)])
+    for kept in (*layers, *total):
+        shown = "–" if kept.eager is None else _bytes(kept.eager)
+        rows.append([_label(kept.name), kept.module, _bytes(kept.now), shown])
     return _aligned(rows, numbers_from=2)
 
 

@@ -32,6 +32,10 @@ class BlockCall:
     neuron: Neuron
     inputs: tuple[fx.Node, ...]
 
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return self.norm, self.neuron
+
 
 @dataclass(frozen=True)
 class NeuronCall:
@@ -150,7 +154,7 @@ class Segments:
         if block is not None:
             norm, neuron = block.norm, block.neuron
             call = partial(scan, norm, neuron, None)
-            return NeuronCall(call, len(type(neuron).states), (norm, neuron), block.inputs)
+            return NeuronCall(call, len(type(neuron).states), block.modules, block.inputs)
         if not isinstance(module, Neuron):
             return None
         inputs = tuple(node.all_input_nodes)

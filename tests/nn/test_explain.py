@@ -11,6 +11,7 @@ from torch import nn
 
 import spikefuse as sf
 from spikefuse.compiler.program import program
+from spikefuse.nn import checkpoint
 from spikefuse.nn.explain import COPIED_BYTES, copy_bandwidth
 from spikefuse.nn.explanation import Kept, Layer
 from spikefuse.nn.neuron import Neuron
@@ -141,6 +142,28 @@ def test_blocks(name, dtype):
     for layer in ("net.3.conv", "net.4"):
         assert kept[layer].now == (VALUES // 8 if policy.packs_spikes else size)
         assert kept[layer].eager == size
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_checkpoint_computes_again_is_said(training):
+    """With random layers, which run once: what these keep is shown, but no sum."""
+    x, tail = torch.rand(T, 2, 1, 6, 6), (nn.Dropout(), nn.Conv2d(8, 4, 1), sf.LIF())
+    inner = nn.Sequential(*network(None).net, *tail)
+    fused = sf.fuse(sf.Temporal(inner, sf.memory.Checkpoint(3))).train(training)
+    net = nn.ModuleDict({"spiking": fused, "idle": sf.LIF()})
+    net.forward = lambda x: fused(x)
+    found = sf.explain(net, x)
+    assert (found.layers, found.again, found.not_called) == ((), ("spiking",), ("idle",))
+    assert found.num_others == 5
+    assert [row.module for row in found.kept] == ["Dropout"] * training
+    lines = str(found).splitlines()
+    assert lines[0].startswith("spiking: memory=Checkpoint() computes its layers again in backward")
+    assert lines[0].endswith("explain it with Recompute()")
+    assert lines[1] == "not called: idle"
+    assert not any(line.startswith("total") for line in lines)
+    with torch.no_grad():
+        found = sf.explain(net, x)
+    assert (len(found.layers), found.again, found.not_called) == (3, (), ("idle",))
 
 
 def test_eager_pytorch_keeps_what_it_is_said_to():
@@ -288,14 +311,14 @@ def test_the_model_is_left_as_it_was(net):
 
 
 def test_errors_of_the_call_pass_and_nothing_is_watched_any_more(net):
-    before = Neuron.call, nn.Module.__call__
+    before = Neuron.call, nn.Module.__call__, checkpoint.run
     with pytest.raises(ValueError, match=r"expected \[T, B, ...\]"):
         sf.explain(sf.LIF(), torch.rand(3))
     with pytest.raises(TypeError, match="x is a list: expected a tensor"):
         sf.explain(sf.LIF(), [1.0])
     with pytest.raises(RuntimeError):
         sf.explain(net, torch.rand(T, B, 2, 6, 6))
-    assert (Neuron.call, nn.Module.__call__) == before
+    assert (Neuron.call, nn.Module.__call__, checkpoint.run) == before
     with pytest.raises(TypeError, match=r"model is a builtin.*: expected a torch.nn.Module"):
         sf.explain(torch.sin, torch.rand(3))
 
