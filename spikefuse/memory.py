@@ -117,7 +117,8 @@ class Auto:
         if left < 0:
             warnings.warn(
                 f"the network keeps {kept / 1e9:.3g} GB for backward even by Recompute(), more "
-                f"than the budget of {self.budget:.3g} GB: raise it, or make batches smaller",
+                f"than the budget of {self.budget:.3g} GB: raise it, make batches smaller, or use "
+                "Checkpoint(), which keeps less",
                 stacklevel=2,
             )
         if sum(states.values()) + sum(spikes.values()) <= left:

@@ -14,7 +14,7 @@ from spikefuse.compiler import launch
 from spikefuse.compiler.call import Call, call_of, spec
 from spikefuse.compiler.program import kind_of, prepare, program
 from spikefuse.kernels.norm import move
-from spikefuse.memory import Policy
+from spikefuse.memory import Checkpoint, Policy
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn import relayed_passes
 from spikefuse.nn.batch_norm import (
@@ -54,6 +54,7 @@ class Block(nn.Module):
         neuron: takes one input.
         memory: a policy of `spikefuse.memory`, which decides whether the neuron's states are kept
             for backward; None for that of `Temporal`, which is `Recompute()` if there is none.
+            Not `Checkpoint()`, which is for networks.
 
     Shapes: `x` and `residual` are `[T, B, C, ...]`, float32, bfloat16 or float16, in any layout;
     inside `Temporal` they are folded, as all tensors are. Others as in `Neuron`. Arithmetic is
@@ -75,6 +76,11 @@ class Block(nn.Module):
             raise TypeError(f"neuron is a {type(neuron).__name__}: expected a spikefuse.Neuron")
         if memory is not None and not isinstance(memory, Policy):
             raise TypeError(f"memory is {memory!r}: expected a policy of spikefuse.memory, or None")
+        if isinstance(memory, Checkpoint):
+            raise ValueError(
+                f"memory is {memory!r}, which computes whole networks again: pass it to "
+                "Temporal(net, memory=...), and here another policy or None"
+            )
         self.norm, self.neuron, self.memory = norm, neuron, memory
 
     def forward(

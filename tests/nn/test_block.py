@@ -219,6 +219,8 @@ def test_refusals():
         Block(nn.BatchNorm2d(6), nn.ReLU())
     with pytest.raises(TypeError, match="memory is 'bits'"):
         Block(nn.BatchNorm2d(6), sf.LIF(), "bits")
+    with pytest.raises(ValueError, match=r"memory is Checkpoint\(chunks=8\), .* to Temporal\(net"):
+        Block(nn.BatchNorm2d(6), sf.LIF(), sf.memory.Checkpoint())
     with pytest.raises(ValueError, match="C = 6"):
         block(x[:, :, :5])
     with pytest.raises(ValueError, match="residual is"):
