@@ -11,6 +11,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 AXES = ("data", "time")
+# By which torchrun connects the processes that it starts.
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def make_mesh(data: int | None = None, time: int | None = None, device: str = "auto") -> DeviceMesh:
@@ -25,7 +27,8 @@ def make_mesh(data: int | None = None, time: int | None = None, device: str = "a
         device: "cuda" (NCCL), "cpu" (Gloo) or "auto", which is cuda where there is one.
 
     Raises:
-        ValueError: the axes do not multiply to the number of processes.
+        ValueError: the axes do not multiply to the number of processes, or there is neither a
+            process group nor torchrun.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,6 +53,12 @@ def make_mesh(data: int | None = None, time: int | None = None, device: str = "a
     return init_device_mesh(device, (data, time), mesh_dim_names=AXES)
 
 
+def check_axis(axis: DeviceMesh) -> None:
+    """Refuse what is not one axis of a mesh."""
+    if not isinstance(axis, DeviceMesh) or axis.ndim != 1:
+        raise ValueError(f'{axis} is not one axis of a mesh: pass mesh["time"]')
+
+
 def parts_of(batch: int, count: int) -> list[slice]:
     """The parts of a batch in which states are handed on: `count`, but none is empty."""
     count = max(1, min(count, batch))
@@ -57,7 +66,18 @@ def parts_of(batch: int, count: int) -> list[slice]:
 
 
 def connect(backend: str) -> None:
-    """Make the group of all processes that torchrun started."""
+    """Make the group of all processes that torchrun started.
+
+    Raises:
+        ValueError: it did not start this one.
+    """
+    needed = ("LOCAL_RANK", *ENVIRONMENT) if backend == "nccl" else ENVIRONMENT
+    missing = [name for name in needed if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"no process group, and no {', '.join(missing)} in the environment to make one by: "
+            "start with torchrun --nproc_per_node N, N being the number of processes"
+        )
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, count = next(rendezvous("env://"))

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spikefuse.distributed.mesh import steps_of
+from spikefuse.distributed.mesh import check_axis, steps_of
 from spikefuse.neurons.definition import States
 
 
 def mean_over_steps(y: Tensor, axis: DeviceMesh) -> Tensor:
     """The mean over all steps, `[T_r, ...]` on each rank of `axis` to `[...]` on all of them."""
+    check_axis(axis)
     part = torch.cat([y.sum(0, dtype=torch.float32).flatten(), y.new_full((1,), len(y)).float()])
     total: Tensor = _Sum.apply(part, axis.get_group())
     return (total[:-1] / total[-1]).view(y.shape[1:]).to(y.dtype)
@@ -27,6 +28,7 @@ def mean_over_steps(y: Tensor, axis: DeviceMesh) -> Tensor:
 
 def last_step(y: Tensor, axis: DeviceMesh) -> Tensor:
     """The last step of all, `[T_r, ...]` on each rank of `axis` to `[...]` on all of them."""
+    check_axis(axis)
     # The others take part too, so that a backward pass comes through their layers.
     is_last = axis.get_local_rank() == axis.size() - 1
     return _Sum.apply(y[-1] * float(is_last), axis.get_group())
@@ -40,6 +42,7 @@ def gather_steps(y: Tensor, axis: DeviceMesh, num_steps: int | None = None) -> T
         axis: over which time is shared.
         num_steps: T, or None to ask the ranks, which waits for the device.
     """
+    check_axis(axis)
     if num_steps is None:
         count = torch.tensor(len(y), device=y.device)
         dist.all_reduce(count, group=axis.get_group())
@@ -84,6 +87,7 @@ def carry_state(state: dict[str, States], axis: DeviceMesh) -> dict[str, States]
     Returns:
         On the first rank the last one's state, without its graph; None on the others.
     """
+    check_axis(axis)
     ranks, rank = dist.get_process_group_ranks(axis.get_group()), axis.get_local_rank()
     is_first, is_last = rank == 0, rank == len(ranks) - 1
     carried = {}

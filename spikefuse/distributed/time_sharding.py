@@ -7,6 +7,7 @@ before, and hand it to the rank after: see `spikefuse.compiler.relayed`.
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from datetime import timedelta
 from itertools import pairwise
@@ -22,7 +23,7 @@ from spikefuse.compiler.relayed import Ahead, Parts, Run
 from spikefuse.distributed.agreement import Agreement
 from spikefuse.distributed.faults import Watch, recording
 from spikefuse.distributed.links import Link, Ranks
-from spikefuse.distributed.mesh import parts_of
+from spikefuse.distributed.mesh import check_axis, parts_of
 from spikefuse.distributed.norm import average_statistics, share_statistics
 from spikefuse.nn import Temporal
 
@@ -82,12 +83,13 @@ def shard_time(
         raise TypeError(f"{type(model).__name__} holds no Temporal: wrap the network in one first")
     if any(container.shard is not None for container in containers):
         raise ValueError("the model's time is sharded already: call shard_time once")
-    if not isinstance(axis, DeviceMesh) or axis.ndim != 1:
-        raise ValueError(f'{axis} is not one axis of a mesh: pass mesh["time"]')
+    check_axis(axis)
     if not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"chunks is {chunks!r}: expected a whole number of at least 1")
     if statistics not in STATISTICS:
         raise ValueError(f"statistics is {statistics!r}: expected one of {', '.join(STATISTICS)}")
+    if not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        raise ValueError(f"timeout is {timeout!r}: expected a positive number of seconds")
     how = chunks, statistics == "exact", bool(speculate)
     shard = TimeShard(axis, *how, timedelta(seconds=timeout))
     for container in containers:

@@ -6,6 +6,7 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 from spikefuse.distributed import make_mesh, steps_of
+from spikefuse.distributed.mesh import ENVIRONMENT
 from tests.distributed.group import SIZE, Group
 
 
@@ -21,6 +22,15 @@ def test_what_cannot_be_shared() -> None:
         steps_of(3, 0, 4)
     with pytest.raises(ValueError, match="rank is 4: expected 0 to 3"):
         steps_of(8, 4, 4)
+
+
+def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "0")
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(ValueError, match=r"no RANK, MASTER_ADDR in .* torchrun --nproc_per_node N"):
+        make_mesh(device="cpu")
 
 
 def meshes(axis: DeviceMesh) -> list[object]:

@@ -85,6 +85,18 @@ def test_losses_per_step(group: Group) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def of_a_whole_mesh(axis: DeviceMesh, x: Tensor) -> None:
+    mesh = make_mesh(2, None, "cpu")
+    calls = (distributed.mean_over_steps, distributed.last_step, gather_steps)
+    for call in (*calls, lambda _, mesh: carry_state({}, mesh)):
+        with pytest.raises(ValueError, match=r'not one axis of a mesh: pass mesh\["time"\]'):
+            call(x, mesh)
+
+
+def test_a_whole_mesh_is_no_axis(group: Group) -> None:
+    group(of_a_whole_mesh, make_input((T, 4, 6)))
+
+
 def data_and_time(axis: DeviceMesh, x: Tensor, ddp: bool) -> list[Tensor]:
     mesh = make_mesh(2, None, "cpu")
     net = shard_time(make(), mesh["time"])

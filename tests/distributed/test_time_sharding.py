@@ -216,6 +216,8 @@ def refused(axis: DeviceMesh) -> list[str]:
         lambda: shard_time(net, axis),
         lambda: shard_time(plif(), axis, 0),
         lambda: shard_time(plif(), axis, statistics="none"),
+        lambda: shard_time(plif(), axis, timeout=-1),
+        lambda: shard_time(plif(), axis, timeout=float("inf")),
         lambda: shard_time(plif(), "time"),  # type: ignore[arg-type]
         lambda: net(x, impl="reference"),
         lambda: net(x, state=state) if rank else shard_time(plif(), axis, -1),
@@ -235,6 +237,8 @@ def test_what_is_refused(group: Group) -> None:
         "sharded already",
         "chunks is 0",
         "statistics is 'none'",
+        "timeout is -1: expected a positive number of seconds",
+        "timeout is inf",
         'pass mesh["time"]',
         'impl is "reference"',
         "state is given to a rank that does not hold the first step",
