@@ -1,4 +1,5 @@
-"""Norms and neurons as one in networks whose time is shared, against the same in one process."""
+"""Norms and neurons as one in networks whose time or batch is shared, against the same in one
+process."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spikefuse as sf
 from spikefuse import memory
-from spikefuse.distributed import shard_time, steps_of
+from spikefuse.distributed import make_mesh, reduce_gradients, shard_time, steps_of
 from spikefuse.nn import Block
 from spikefuse.testing import lay_out, make_input
-from tests.distributed.group import SIZES, Group
+from tests.distributed.group import SIZE, SIZES, Group
 
 T = 11
 
@@ -70,8 +71,12 @@ def assert_equal_one(found: list[list[Tensor]], expected: list[Tensor]) -> None:
         elif i >= num_buffers:  # a sum over the steps
             parts = [torch.stack(parts).sum(0)]
         for part in parts:
-            scale = max(wanted.abs().max().item(), 1.0)
-            torch.testing.assert_close(part, wanted, rtol=3e-5, atol=3e-5 * scale)
+            assert_close(part, wanted)
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    scale = max(wanted.abs().max().item(), 1.0)
+    torch.testing.assert_close(found, wanted, rtol=3e-5, atol=3e-5 * scale)
 
 
 @pytest.mark.parametrize(
@@ -130,3 +135,68 @@ def test_each_its_own_statistics(group: Group) -> None:
         total = sum(grads[i] for *_, grads in found)
         scale = p.grad.abs().max().item()
         torch.testing.assert_close(total, p.grad, rtol=1e-5, atol=1e-5 * scale)
+
+
+class Normed(nn.Module):
+    """Every norm in a block, one of them with a residual: on CPUs no other is synchronised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.first = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), sf.LIF(0.5, 0.4)
+        self.conv, self.again = nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4, momentum=None)
+        self.last, self.head = sf.PLIF(0.6, channels=4), nn.Linear(36, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(self.norm(self.stem(x)))
+        return self.head(self.last(self.again(self.conv(x)) + x).flatten(1))
+
+
+def on_rows(net: sf.Temporal, x: Tensor, rows: slice, ranks: int) -> list[Tensor]:
+    """Output, gradient of the input, and running statistics, after two calls in training on some
+    rows; of `ranks` the mean loss is the sum over all rows."""
+    leaf = x[:, rows].detach().requires_grad_()
+    for scale in (1.0, 2.0):
+        y = net(scale * leaf)
+        weights = torch.sin(torch.arange(float(x.shape[1] * y[:, 0].numel())))
+        weights = weights.view(len(x), x.shape[1], -1)[:, rows]
+        (ranks * (y * weights).sum()).backward()
+    return [y.detach(), leaf.grad / ranks, *net.buffers()]
+
+
+def normed(policy: memory.Policy) -> sf.Temporal:
+    torch.manual_seed(0)
+    net = sf.fuse(sf.Temporal(Normed(), policy))
+    assert len(net.fusion.fused) == 2
+    return net
+
+
+def batch_shared(
+    axis: DeviceMesh, x: Tensor, policy: memory.Policy, ranks: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    mesh = make_mesh(data=ranks, device="cpu")
+    data = mesh["data"]
+    group = None if ranks == SIZE else data.get_group()  # by itself all processes
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(normed(policy), group)
+    mine = steps_of(x.shape[1], data.get_local_rank(), ranks)
+    found = on_rows(net, x, mine, ranks)
+    reduce_gradients(net, mesh)
+    return found, [p.grad for p in net.parameters()]
+
+
+@pytest.mark.parametrize("policy", [memory.Recompute(), memory.Checkpoint(2)])
+@pytest.mark.parametrize("ranks", [2, SIZE])
+def test_synchronised_norms_are_those_of_one_process(
+    group: Group, policy: memory.Policy, ranks: int
+) -> None:
+    """With the batch in unequal shares."""
+    x = make_input((T, 2 * SIZE + 1, 2, 5, 5)) + 0.5
+    net = normed(policy)
+    expected = on_rows(net, x, slice(None), 1)
+    found = group(batch_shared, x, policy, ranks)[:: SIZE // ranks]
+    for i, wanted in enumerate(expected):
+        parts = [tensors[i] for tensors, _ in found]
+        for part in [torch.cat(parts, 1)] if i < 2 else parts:  # of each one's rows
+            assert_close(part, wanted)
+    for _, grads in found:
+        for grad, p in zip(grads, net.parameters(), strict=True):
+            assert_close(grad, p.grad)

@@ -1,4 +1,5 @@
-"""Run by torchrun: networks whose time all processes share, against the same network in one.
+"""Run by torchrun: networks whose time all processes share, against the same network in one. On
+GPUs also networks whose batch they share, with synchronised norms.
 
 torchrun --nproc_per_node 2 tests/distributed/programs/shared.py cpu|cuda [hang]
 """
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 import spikefuse as sf
 from spikefuse.distributed import (
@@ -71,9 +73,11 @@ def spiking_again() -> sf.Temporal:
     return net
 
 
-def step(net: nn.Module, x: Tensor, mesh: DeviceMesh | None) -> list[Tensor]:
+def step(
+    net: nn.Module, x: Tensor, mesh: DeviceMesh | None, rows: slice = slice(None)
+) -> list[Tensor]:
     """All outputs, the mean gradients and the running statistics."""
-    labels, mine, rows = torch.arange(x.shape[1]) % 10, slice(None), slice(None)
+    labels, mine = torch.arange(x.shape[1]) % 10, slice(None)
     if mesh is not None:
         time_axis, data = mesh["time"], mesh["data"]
         mine = steps_of(len(x), time_axis.get_local_rank(), time_axis.size())
@@ -110,6 +114,19 @@ def check(mesh: DeviceMesh, device: torch.device) -> None:
             torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-4)
 
 
+def check_synchronised(device: torch.device) -> None:
+    """`DistributedDataParallel`, which takes such norms on GPUs only."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    rows = steps_of(2 * count, rank, count)
+    x = make_input((T, 2 * count, 3, 8, 8), device=device)
+    for make in (fused, again):
+        expected = step(make().to(device), x, None)
+        shared = nn.SyncBatchNorm.convert_sync_batchnorm(make().to(device))
+        found = step(DistributedDataParallel(shared), x, None, rows)
+        expected[0] = expected[0][:, rows]
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-4)
+
+
 def hang(mesh: DeviceMesh, device: torch.device) -> None:
     faults.LIFE = 3.0
     net = shard_time(spiking().to(device), mesh["time"], timeout=4.0)
@@ -132,6 +149,8 @@ def main() -> None:
         hang(mesh, device)
         return
     check(mesh, device)
+    if device.type == "cuda":
+        check_synchronised(device)
     count = dist.get_world_size()
     for time_size in (2, 4):
         if count > time_size and count % time_size == 0:
