@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,16 +29,40 @@ from tests.train.test_processes import (
 SHARED = (*OPTIONS, "--time-ranks", "2")
 
 
-@pytest.mark.parametrize("memory", ["recompute", "checkpoint"])
-def test_time_and_data_shared_learn_as_one_and_can_be_resumed_by_one(
-    alone: Spikefuse, tmp_path: Path, memory: str
+@pytest.mark.parametrize(("memory", "by_two"), [("recompute", True), ("checkpoint", False)])
+def test_time_and_data_shared_learn_as_one_and_can_be_resumed_by_fewer(
+    alone: Spikefuse, tmp_path: Path, memory: str, by_two: bool
 ) -> None:
-    assert alone("train", *OPTIONS, "--epochs", "2", "--out", "one") == 0
+    """By two that share the time of whole batches, and then by one."""
+    last = 2 + by_two
+    assert alone("train", *OPTIONS, "--epochs", str(last), "--out", "one") == 0
     output = finish(start(4, tmp_path, "train", *SHARED, "--data-ranks", "2", "--epochs", "1",
                           "--memory", memory, "--out", "four"))  # fmt: skip
     assert output.count("epoch 1/1") == output.count("test accuracy") == 1
-    assert alone("train", "--resume", "four/last.ckpt", "--device", "cpu", "--epochs", "2") == 0
+    resume = ("train", "--resume", "four/last.ckpt", "--device", "cpu", "--epochs")
+    if by_two:
+        assert with_another(alone, tmp_path, *resume, "2", "--time-ranks", "2") == 0
+        assert len(rows(tmp_path / "four")) == 2
+    assert alone(*resume, str(last)) == 0
     assert_same_curve(tmp_path / "one", tmp_path / "four")
+
+
+def with_another(alone: Spikefuse, folder: Path, *arguments: str) -> int:
+    """As torchrun with two processes, of which this is one: a start less."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"TORCHELASTIC_RUN_ID": "two", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**job, "RANK": "1", "LOCAL_RANK": "1"}.items():
+            patch.setenv(name, value)
+        other = start(1, folder, *arguments)
+        patch.setenv("RANK", "0")
+        patch.setenv("LOCAL_RANK", "0")
+        code = alone(*arguments)
+    finish(other)
+    return code
 
 
 def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
