@@ -25,7 +25,8 @@ from spikefuse.distributed.faults import Watch, recording
 from spikefuse.distributed.links import Link, Ranks
 from spikefuse.distributed.mesh import check_axis, parts_of
 from spikefuse.distributed.norm import average_statistics, share_statistics
-from spikefuse.nn import Temporal
+from spikefuse.nn import EventLinear, Temporal
+from spikefuse.nn.event import NO_EVENTS
 
 STATISTICS = ("exact", "shard")
 # Thread blocks of a GPU that a link may occupy: with 16 a hop of 4 MB took 44 us on H200s, with 32
@@ -75,14 +76,17 @@ def shard_time(
         The model.
 
     Raises:
-        TypeError, ValueError: no `Temporal`, a network that is sharded already, not one axis, or
-            another value that cannot be.
+        TypeError, ValueError: no `Temporal`, a network that is sharded already or has neurons
+            inside `EventLinear`, not one axis, or another value that cannot be.
     """
     containers = [m for m in model.modules() if isinstance(m, Temporal)]
     if not containers:
         raise TypeError(f"{type(model).__name__} holds no Temporal: wrap the network in one first")
     if any(container.shard is not None for container in containers):
         raise ValueError("the model's time is sharded already: call shard_time once")
+    for module in (m for container in containers for m in container.modules()):
+        if isinstance(module, EventLinear) and module.neuron is not None:
+            raise ValueError(NO_EVENTS)
     check_axis(axis)
     if not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"chunks is {chunks!r}: expected a whole number of at least 1")

@@ -17,6 +17,10 @@ from spikefuse.nn.neuron import Neuron, Sequence, backend_of, calls
 
 IMPLEMENTATIONS = ("auto", "numba", "triton", "dense")
 OVERFLOWS = ("drop", "dense", "raise")
+NO_EVENTS = (
+    "the neurons of an EventLinear can't share their time, since they hand no state to the next "
+    "rank: share the neurons by shard_neurons, or use nn.Linear and the neuron"
+)
 
 
 @dataclass(frozen=True)
@@ -231,6 +235,8 @@ class EventLinear(nn.Module):
         impl: str,
         sequence: Sequence | None,
     ) -> Events:
+        if sequence is not None and sequence.relay is not None:
+            raise ValueError(NO_EVENTS)
         name, marking = "", with_candidates(neuron)
         state, keep, backend = None, False, "auto"
         if sequence is not None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import spikefuse as sf
 from spikefuse import memory, testing
 from spikefuse.distributed import shard_time, steps_of
-from spikefuse.nn import zoo
+from spikefuse.nn import EventLinear, zoo
 from spikefuse.testing import lay_out, make_input
 from tests.distributed.group import SIZES, Group
 
@@ -208,9 +208,15 @@ def test_nothing_unwritten_is_read(group: Group) -> None:
         assert all(t.isfinite().all() for t in (y, grad, *grads))
 
 
+def on_events() -> EventLinear:
+    return EventLinear(5, 4, sf.LIF(surrogate=sf.surrogate.FastSigmoid(cutoff=-0.1)))
+
+
 def refused(axis: DeviceMesh) -> list[str]:
     rank, x, net = axis.get_local_rank(), make_input((4, 3, 6)), shard_time(plif(), axis)
     state = {"1": (torch.zeros(3, 5),), "3": (torch.zeros(3, 4),)}
+    late = shard_time(sf.Temporal(nn.Sequential(nn.Linear(6, 5), sf.LIF())), axis)
+    late.net.append(on_events())
     cases: list[Callable[[], Any]] = [
         lambda: shard_time(nn.Linear(2, 2), axis),  # type: ignore[type-var]
         lambda: shard_time(net, axis),
@@ -221,6 +227,8 @@ def refused(axis: DeviceMesh) -> list[str]:
         lambda: shard_time(plif(), "time"),  # type: ignore[arg-type]
         lambda: net(x, impl="reference"),
         lambda: net(x, state=state) if rank else shard_time(plif(), axis, -1),
+        lambda: shard_time(sf.Temporal(nn.Sequential(sf.LIF(), on_events())), axis),
+        lambda: late(x),
     ]
     messages = []
     for case in cases:
@@ -242,6 +250,8 @@ def test_what_is_refused(group: Group) -> None:
         'pass mesh["time"]',
         'impl is "reference"',
         "state is given to a rank that does not hold the first step",
+        "EventLinear can't share their time",
+        "EventLinear can't share their time",
     )
     for message, part in zip(found, expected, strict=True):
         assert part in message
