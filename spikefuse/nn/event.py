@@ -166,7 +166,7 @@ class EventLinear(nn.Module):
         if self.neuron is not None:
             return self._fire(self.neuron, kept, dense, impl, sequence)
         y = self._currents(kept, dense, impl)
-        return y if sequence is None and isinstance(x, Tensor) else y.flatten(0, 1)
+        return y if sequence is None else y.flatten(0, 1)
 
     def _unfolded(self, x: Tensor, sequence: Sequence | None) -> Tensor:
         """Dense spikes as `[T, B, in_features]`."""
