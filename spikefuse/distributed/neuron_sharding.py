@@ -10,7 +10,7 @@ Shape legend: K ranks, R rows of events, E entries.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from spikefuse.kernels import event_autograd
 from spikefuse.kernels.events import Events, merged
-from spikefuse.nn import EventLinear, Neuron
+from spikefuse.nn import EventLinear, Neuron, Temporal
 from spikefuse.nn.batch_norm import GroupRanks
 
 Group = dist.ProcessGroup | None
@@ -130,7 +130,15 @@ class _Nothing(torch.autograd.Function):
         return torch.zeros_like(grad)
 
 
-def shard_neurons(net: nn.Sequential, group: Group = None) -> nn.Sequential:
+@overload
+def shard_neurons(net: nn.Sequential, group: Group = None) -> nn.Sequential: ...
+
+
+@overload
+def shard_neurons(net: Temporal, group: Group = None) -> Temporal: ...
+
+
+def shard_neurons(net: nn.Sequential | Temporal, group: Group = None) -> nn.Sequential | Temporal:
     """The network with the neurons of its `EventLinear` layers shared out over the ranks.
 
     It gives what `net` gives, on every rank, up to rounding in gradients, if all ranks call it with
@@ -139,12 +147,24 @@ def shard_neurons(net: nn.Sequential, group: Group = None) -> nn.Sequential:
     DistributedDataParallel.
 
     Args:
-        net: a sequence of `EventLinear`, the same on all ranks.
+        net: a sequence of `EventLinear`, or a `Temporal` of one, the same on all ranks.
         group: the ranks; None: all.
 
+    Returns:
+        A network of the same kind; a `Temporal` with the same memory policy.
+
     Raises:
-        TypeError: a module of `net` is none.
+        TypeError: `net` is no sequence, or a module of it no `EventLinear`.
+        ValueError: a value of a neuron is a tensor.
     """
+    if isinstance(net, Temporal):
+        return Temporal(_shared(net.net, group), net.memory)
+    return _shared(net, group)
+
+
+def _shared(net: nn.Module, group: Group) -> nn.Sequential:
+    if not isinstance(net, nn.Sequential):
+        raise TypeError(f"{type(net).__name__} is no nn.Sequential of EventLinear")
     layers: list[nn.Module] = []
     for module in net:
         if not isinstance(module, EventLinear):

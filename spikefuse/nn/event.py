@@ -61,6 +61,9 @@ class EventLinear(nn.Module):
 
         y = bias + sum of weight[i] over the inputs i that fired (s[i] = 1)
 
+    Weights begin as nn.Linear's, at which neurons behind spikes that are few may never fire, and
+    nothing is learned: call `spikefuse.nn.scale_to_rate` on the first batch.
+
     `weight` is `[in_features, out_features]`, the transpose of nn.Linear's: the row of an input is
     contiguous. Backward reads and writes the rows of inputs that fired, and of inputs whose
     potential was near their threshold (`cutoff` of their surrogate), which are the only ones that

@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import spikefuse as sf
-from spikefuse.distributed import NeuronShard, shard_neurons
+from spikefuse.distributed import NeuronShard, Replicated, shard_neurons
 from spikefuse.kernels import events
 from spikefuse.nn import EventLinear, Events
 from tests.nn.test_event_waits import waits
@@ -113,6 +113,19 @@ def test_as_one_process(tmp_path: Path) -> None:
     mp.spawn(run, (str(tmp_path / "store"),), nprocs=3)
 
 
+def test_a_temporal() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net = sf.Temporal(network(), sf.memory.Bits())
+        shards = shard_neurons(net)
+        assert type(shards) is sf.Temporal
+        assert shards.memory == sf.memory.Bits()
+        assert [type(layer) for layer in shards.net] == [NeuronShard, NeuronShard, Replicated]
+        torch.testing.assert_close(shards(spikes()), net(spikes()))
+    finally:
+        dist.destroy_process_group()
+
+
 def test_learned_neurons() -> None:
     neuron = sf.PLIF(surrogate=sf.surrogate.FastSigmoid(10.0, cutoff=-0.3))
     with pytest.raises(ValueError, match="PLIF has 1 values that are tensors"):
@@ -122,3 +135,5 @@ def test_learned_neurons() -> None:
 def test_other_modules() -> None:
     with pytest.raises(TypeError, match="Linear in a network of EventLinear only"):
         shard_neurons(nn.Sequential(nn.Linear(3, 4)))
+    with pytest.raises(TypeError, match=r"EventLinear is no nn.Sequential of EventLinear"):
+        shard_neurons(sf.Temporal(EventLinear(3, 4)))
