@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from spikefuse.kernels import event_autograd
 from spikefuse.kernels.events import Events
@@ -148,6 +149,14 @@ class EventLinear(nn.Module):
         return f"{options}, capacity={self.capacity}, overflow={self.overflow!r}"
 
     def forward(self, x: Events | Tensor) -> Events | Tensor:
+        # Not disabled as a whole: that would import all of Dynamo in the first call.
+        return self._uncompiled(x) if torch.compiler.is_compiling() else self._run(x)
+
+    @_disable_dynamo
+    def _uncompiled(self, x: Events | Tensor) -> Events | Tensor:
+        return self._run(x)
+
+    def _run(self, x: Events | Tensor) -> Events | Tensor:
         sequence = calls.sequence
         if sequence is not None and not (self.neuron is None or id(self.neuron) in sequence.names):
             sequence = None

@@ -203,6 +203,18 @@ def test_nothing_to_fuse() -> None:
     assert sf.fuse(net) is net
 
 
+# PyTorch's own, where compiled code begins again behind a layer.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("from_dense", [torch.clone, Events.from_dense])
+def test_compiled_around(from_dense) -> None:
+    """What surrounds the layers is compiled, and they are as they were."""
+    net, x = network((40, 30, 10)), from_dense(spikes(40))
+    other = copy.deepcopy(net)
+    y, expected = torch.compile(net, backend="eager")(x), other(x)
+    assert torch.equal(y, expected)
+    assert all(map(torch.equal, gradients(net, y), gradients(other, expected)))
+
+
 def test_checkpoint_is_refused() -> None:
     net = sf.Temporal(network((40, 30, 10)).net, Checkpoint())
     with pytest.raises(ValueError, match=r"Checkpoint\(\) takes no Events"):
