@@ -23,6 +23,11 @@ def check_layout(
             f"time_ranks {time_ranks} and data_ranks {data or 'as many as are left'} need "
             f"other than {count} processes: start torchrun --nproc_per_node with their product"
         )
+    if config.optimizer == "row_adam" and processes.count > 1:
+        raise ConfigError(
+            "optimizer is row_adam, whose gradients of a few rows processes can't average: choose "
+            "adam, or a single process"
+        )
     if processes.time == 1:
         return
     if config.num_steps < processes.time:

@@ -120,9 +120,11 @@ def settle(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
+                if not isinstance(value, Tensor):
+                    continue
                 if name == "step":  # a kernel's lies beside the parameter
                     state[name] = value.to(parameter.device if fused else "cpu")
-                elif isinstance(value, Tensor) and value.stride() != parameter.stride():
+                elif value.stride() != parameter.stride():
                     state[name] = torch.empty_like(parameter).copy_(value)
 
 
@@ -136,7 +138,17 @@ def set_learning_rate(optimizer: Optimizer, value: float) -> None:
 
 
 def clip(optimizer: Optimizer, largest: float | None) -> None:
-    """Scale the gradients of all parameters down to a norm of at most `largest`."""
-    if largest is not None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    """Scale the gradients of all parameters down to a norm of at most `largest`.
+
+    Sparse ones are those of a single backward pass, in which no row is there twice.
+    """
+    if largest is None:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not any(grad.is_sparse for grad in grads):
         torch.nn.utils.clip_grad_norm_(parameters, largest)
+        return
+    values = [grad._values() if grad.is_sparse else grad for grad in grads]
+    norm = torch.nn.utils.get_total_norm(values)
+    torch._foreach_mul_(values, (largest / (norm + 1e-6)).clamp(max=1.0))

@@ -128,6 +128,31 @@ def test_clip(net, batch) -> None:
     assert norm() == pytest.approx(0.5 * whole, rel=1e-4)
 
 
+def test_clip_of_rows() -> None:
+    """The gradients of `row_adam`, sparse and dense ones together."""
+    torch.manual_seed(0)
+    layer = sf.nn.EventLinear(6, 4, sparse_grad=True)
+    layer((torch.rand(5, 2, 6) < 0.2).float()).square().sum().backward()
+    optimizer = make_optimizer(
+        TrainConfig("shd", "event-mlp", optimizer="row_adam"),
+        layer.parameters(),
+        torch.device("cpu"),
+    )
+
+    def whole() -> torch.Tensor:
+        return torch.cat([p.grad.to_dense().flatten() for p in layer.parameters()])
+
+    before = whole()
+    assert layer.weight.grad.is_sparse
+    clip(optimizer, 2 * float(before.norm()))
+    assert torch.equal(whole(), before)
+    clip(optimizer, 0.5 * float(before.norm()))
+    torch.testing.assert_close(whole(), 0.5 * before)
+    optimizer.step()
+    settle(optimizer)  # whose steps are numbers
+    assert optimizer.state[layer.weight]["step"] == 1
+
+
 def test_settle_undoes_what_another_device_left() -> None:
     conv = nn.Conv2d(4, 8, 3)
     optimizer = make_optimizer(TrainConfig(), conv.parameters(), torch.device("cpu"))

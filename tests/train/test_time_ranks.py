@@ -102,6 +102,9 @@ def test_a_restart_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert resumed("--resume", "other.ckpt") == Path("other.ckpt")
 
 
+ROWS = {"dataset": "shd", "model": "event-mlp", "optimizer": "row_adam"}
+
+
 @pytest.mark.parametrize(
     ("config", "place", "count", "message"),
     [
@@ -110,6 +113,7 @@ def test_a_restart_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
         ({}, {"time_ranks": 0}, 2, "must be at least 1"),
         ({"num_steps": 3}, {"time_ranks": 4}, 4, "num_steps is 3: expected at least time_ranks"),
         ({"tbptt": 2}, {"time_ranks": 2}, 2, "tbptt is for sequences that one process has"),
+        (ROWS, {"time_ranks": 1}, 2, "row_adam, whose gradients of a few rows processes can't"),
     ],
 )
 def test_layouts_that_cannot_be(config: dict, place: dict, count: int, message: str) -> None:
