@@ -9,12 +9,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import nn
 
 from spikefuse import surrogate
 from spikefuse.data import DATASETS
 from spikefuse.memory import POLICIES
 from spikefuse.models import MODELS
+from spikefuse.neurons.candidates import with_candidates
 from spikefuse.nn import Temporal, fuse, zoo
 
 # Every model of the zoo that fires; lif first, as the default.
@@ -235,6 +237,8 @@ class TrainConfig:
                     f"{name} is {value}: expected a number between 0 and 1 for {self.neuron}"
                 )
         self._check_training()
+        if self.on_events:
+            self._check_event_neuron()
 
     def _check_data(self) -> None:
         """Also fill in what is left to the data set."""
@@ -290,6 +294,16 @@ class TrainConfig:
             raise ConfigError(f"precision is {self.precision}: {EVENT_MODEL} computes in 32")
         if self.memory == "checkpoint":
             raise ConfigError(f"memory is checkpoint, which {EVENT_MODEL} cannot do: choose bits")
+
+    def _check_event_neuron(self) -> None:
+        try:
+            neuron: Any = self.make_neuron()
+            with_candidates(neuron)(torch.zeros(1, 1, 1), impl="reference")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"neuron is {self.neuron}, but {EVENT_MODEL} needs one that fires 0 or 1 by one "
+                "surrogate: choose one such as lif, plif or alif"
+            ) from error
 
     def _check_slicing(self) -> None:
         own = DATASETS[self.dataset].transform

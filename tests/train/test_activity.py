@@ -134,6 +134,8 @@ WRONG = {
     "cuda_graph is given, but event-mlp": {"cuda_graph": True},
     "memory is checkpoint, which event-mlp": {"memory": "checkpoint"},
     "weight_decay is given, but row_adam has none": {"optimizer": "row_adam", "weight_decay": 0.1},
+    "integerlif, but event-mlp needs .* lif, plif or alif": {"neuron": "integerlif"},
+    "ternarylif, but event-mlp needs .* lif, plif or alif": {"neuron": "ternarylif"},
     "row_adam, which is for event-mlp": {"model": "mlp", "optimizer": "row_adam"},
 }
 
