@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse.nn import EventLinear, Events
+from spikefuse.train.processes import Processes
 
 
 class Activity:
@@ -52,12 +53,27 @@ class Activity:
                 self._dropped += layer.activity.dropped
                 self._read = self._read + layer.activity.spikes
 
-    def row(self) -> dict[str, float]:
-        """The rate of each layer since `restart`, and the share of all spikes that were dropped."""
+    def row(
+        self, processes: Processes | None = None, device: torch.device | None = None
+    ) -> dict[str, float]:
+        """The rate of each layer since `restart`, and the share of all spikes that were dropped.
+
+        Args:
+            processes: of the run, which all have to ask for it; None: this one alone.
+            device: of the run.
+        """
         if not self._sites:
             return {}
-        rates = {f"activity_{n}": int(self._fired[n]) / max(s, 1) for n, s in self._sites.items()}
-        return {**rates, "dropped": self._dropped / max(int(self._read), 1)}
+        fired = [int(number) for number in self._fired.values()]
+        counts = torch.tensor(
+            [*fired, *self._sites.values(), self._dropped, int(self._read)], device=device
+        )
+        if processes is not None:
+            counts = processes.sum(counts)
+        *layers, dropped, read = counts.tolist()
+        pairs = zip(self._sites, layers, layers[len(fired) :], strict=False)
+        rates = {f"activity_{name}": number / max(sites, 1) for name, number, sites in pairs}
+        return {**rates, "dropped": dropped / max(read, 1)}
 
     def penalty(self) -> Tensor | None:
         """$\\sum_l \\max(0, r_l / c - 1/2)^2$ of the last call, with $r_l$ the rate of layer $l$

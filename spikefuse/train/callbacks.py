@@ -56,12 +56,13 @@ class Progress(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
         row, width = module.history[-1], len(str(trainer.max_epochs))
+        dropped = f"dropped {100 * row['dropped']:.2g} %  " if row.get("dropped") else ""
         tqdm.write(
             f"epoch {row['epoch']:{width}.0f}/{trainer.max_epochs}  "
             f"loss {row['train_loss']:.4f}  accuracy {100 * row['train_accuracy']:6.2f} %  "
             f"validation: loss {row['val_loss']:.4f}  "
             f"accuracy {100 * row['val_accuracy']:6.2f} %  "
-            f"waiting for data {100 * row['data_wait']:.1f} %  "
+            f"{dropped}waiting for data {100 * row['data_wait']:.1f} %  "
             f"{row['images_per_second']:,.0f} images/s"
         )
 

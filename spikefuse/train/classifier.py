@@ -254,7 +254,7 @@ class Classifier(pl.LightningModule):
             "train_accuracy": accuracy,
             "images_per_second": self.images_per_second(),
             "data_wait": self.waited(),
-            **self.activity.row(),
+            **self.activity.row(self.processes, self.device),
         }
         self._clock = 0.0
         self.eval_tally = Tally()

@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import matplotlib.image
@@ -44,13 +45,19 @@ def test_a_run(
 ) -> None:
     options = "--capacity 0.05 -T 20 --batch-size 8 --epochs 5 --lr 0.003"
     assert spikefuse("train", *EVENTS, *options.split(), "--data-dir", digits) == 0
-    assert capsys.readouterr().err == ""
+    out, err = capsys.readouterr()
+    assert err == ""
     directory = tmp_path / "runs" / "shd-event-mlp-1"
     with (directory / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     for layer in range(3):
         assert 0.005 < float(rows[0][f"activity_{layer}"]) < 0.06
-    assert 0 <= float(rows[-1]["dropped"]) < 0.5
+    lines = [line for line in out.splitlines() if line.startswith("epoch")]
+    for line, row in zip(lines, rows, strict=True):
+        dropped = float(row["dropped"])
+        assert 0 <= dropped < 0.5
+        assert (f"  dropped {100 * dropped:.2g} %  " in line) == (dropped > 0)
+    assert any(float(row["dropped"]) > 0 for row in rows)
     assert json.loads((directory / "result.json").read_text())["test_accuracy"] > 0.6
     assert matplotlib.image.imread(directory / "raster.png").std() > 0.01
     assert spikefuse("eval", directory / "best.ckpt", "--data-dir", digits) == 0
@@ -109,6 +116,31 @@ def test_no_penalty_below_half_of_the_capacity() -> None:
     activity = Activity(net.net, None)
     net(x)
     assert activity.penalty() is None
+
+
+class Two:
+    """A process whose other one, a copy of itself, has counted `other`."""
+
+    def __init__(self, other: Activity) -> None:
+        self.other = other
+
+    def sum(self, counts: torch.Tensor) -> torch.Tensor:
+        found = []
+        self.other.row(SimpleNamespace(sum=lambda x: found.append(x) or x))
+        return counts + found[0]
+
+
+def test_activity_of_all_processes() -> None:
+    torch.manual_seed(0)
+    net = config(capacity=0.02).make_network()
+    whole, one, other = (Activity(net.net, 0.02) for _ in range(3))
+    x = (torch.rand(6, 8, 700) < 0.2).float()
+    sf.nn.scale_to_rate(net.net, x, 0.02)
+    for activity, rows in ((whole, slice(0, 8)), (one, slice(0, 3)), (other, slice(3, 8))):
+        net(Events.from_dense(x[:, rows]))
+        activity.count()
+    assert whole.row()["dropped"] > 0
+    assert one.row(Two(other)) == whole.row() != one.row()
 
 
 def test_row_adam_gets_rows() -> None:
