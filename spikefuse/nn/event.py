@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from spikefuse.compiler.launch import check as check_backend
 from spikefuse.kernels import event_autograd
 from spikefuse.kernels.events import Events
 from spikefuse.neurons.candidates import with_candidates
@@ -115,12 +117,14 @@ class EventLinear(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if capacity is not None and not 0 < capacity <= 1:
-            raise ValueError(f"capacity is {capacity}: expected a share in (0, 1], or None")
+        if capacity is not None and not (isinstance(capacity, Real) and 0 < capacity <= 1):
+            raise ValueError(f"capacity is {capacity!r}: expected a share in (0, 1], or None")
         if overflow not in OVERFLOWS:
             raise ValueError(f"overflow is {overflow!r}: expected one of {', '.join(OVERFLOWS)}")
         if impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
+        if isinstance(neuron, type):
+            raise TypeError(f"neuron is the class {neuron.__name__}: pass one, {neuron.__name__}()")
         if neuron is not None:
             with_candidates(neuron)  # whose errors should come now
         self.in_features, self.out_features, self.neuron = in_features, out_features, neuron
@@ -160,6 +164,11 @@ class EventLinear(nn.Module):
         sequence = calls.sequence
         if sequence is not None and not (self.neuron is None or id(self.neuron) in sequence.names):
             sequence = None
+        if self.weight.dtype != torch.float32:
+            raise TypeError(
+                f"the weights are {self.weight.dtype}: layers on events compute in float32; "
+                "convert them with .float()"
+            )
         if isinstance(x, Events):
             dense, events = None, x
             if x.shape[2] != self.in_features:
@@ -182,6 +191,8 @@ class EventLinear(nn.Module):
 
     def _unfolded(self, x: Tensor, sequence: Sequence | None) -> Tensor:
         """Dense spikes as `[T, B, in_features]`."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"the input is a {type(x).__name__}: expected Events or a tensor")
         dims = 3 if sequence is None else 2
         if x.ndim != dims or x.shape[-1] != self.in_features:
             raise ValueError(
@@ -218,6 +229,8 @@ class EventLinear(nn.Module):
 
     def _choose(self, events: Events) -> Choice:
         if self.impl != "auto":
+            if self.impl != "dense":
+                check_backend(self.impl, events.indices)
             return Choice(self.impl, "asked for")
         return choose(events, self.out_features, self._try)
 

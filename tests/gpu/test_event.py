@@ -202,3 +202,9 @@ def test_steps_of_one_sample_in_a_cuda_graph() -> None:
         torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
         for old, new in zip(state, after, strict=True):
             old[0].copy_(new[0])
+
+
+def test_numba_on_a_gpu() -> None:
+    layer = EventLinear(4, 3, impl="numba", device="cuda")
+    with pytest.raises(ValueError, match='impl="numba" runs on the CPU, but the input is on cuda'):
+        layer(torch.ones(2, 1, 4, device="cuda"))

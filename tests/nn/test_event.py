@@ -245,6 +245,7 @@ ERRORS = {
     r"overflow is 'keep': expected one of drop": lambda: EventLinear(4, 3, overflow="keep"),
     r"impl is 'fast': expected one of auto": lambda: EventLinear(4, 3, impl="fast"),
     r"surrogate of LIF has the cutoff None": lambda: EventLinear(4, 3, sf.LIF()),
+    r"capacity is '2%': expected a share": lambda: EventLinear(4, 3, capacity="2%"),
     r"values other than 0 and 1": lambda: EventLinear(4, 3)(torch.full((2, 1, 4), 0.5)),
     r"shape \[2, 1, 5\]: expected \[T, B, 4\]": lambda: EventLinear(4, 3)(torch.zeros(2, 1, 5)),
     r"of 40 sites: expected 4": lambda: EventLinear(4, 3)(Events.from_dense(spikes(40))),
@@ -257,6 +258,24 @@ def test_errors(message: str) -> None:
         ERRORS[message]()
 
 
-def test_neurons_without_one_binary_spike() -> None:
-    with pytest.raises(TypeError, match="LI is no neuron that fires"):
-        EventLinear(4, 3, sf.LI())
+def test_triton_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    for layer in (EventLinear(4, 3, impl="triton"), EventLinear(4, 3, neuron(), impl="triton")):
+        with pytest.raises(ValueError, match='impl="triton" needs a GPU, but the input is on cpu'):
+            layer(torch.ones(2, 1, 4))
+
+
+TYPE_ERRORS = {
+    r"LI is no neuron that fires": lambda: EventLinear(4, 3, sf.LI()),
+    r"ReLU is no neuron that fires": lambda: EventLinear(4, 3, nn.ReLU()),
+    r"neuron is the class LIF: pass one, LIF\(\)": lambda: EventLinear(4, 3, sf.LIF),
+    r"the input is a list: expected Events": lambda: EventLinear(4, 3)([[[1.0] * 4]]),
+    r"weights are torch.bfloat16: .* float32": lambda: EventLinear(4, 3).bfloat16()(spikes(4)),
+    r"weights are torch.float64": lambda: EventLinear(4, 3, neuron()).double()(spikes(4)),
+}
+
+
+@pytest.mark.parametrize("message", TYPE_ERRORS)
+def test_wrong_types(message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        TYPE_ERRORS[message]()
