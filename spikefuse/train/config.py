@@ -270,12 +270,15 @@ class TrainConfig:
     def _check_events(self, recorded: bool) -> None:
         """What the network on events cannot do, and what only it can."""
         if not self.on_events:
-            for name in ("capacity", "activity", "activity_weight"):
-                if getattr(self, name) is not None:
+            for name in ("capacity", "overflow", "activity", "activity_weight"):
+                if getattr(self, name) not in (None, OVERFLOWS[0]):
                     raise ConfigError(f"{name} is given, but the model is not {EVENT_MODEL}")
             if self.optimizer == "row_adam":
                 raise ConfigError(f"optimizer is row_adam, which is for {EVENT_MODEL}: choose adam")
             return
+        activity, capacity = self.activity or 0.0, self.capacity or 1.0
+        if activity > capacity:
+            raise ConfigError(f"activity is {activity:g}, above capacity, {capacity:g}: lower it")
         if self.optimizer == "row_adam" and self.weight_decay:
             raise ConfigError("weight_decay is given, but row_adam has none: choose adamw")
         if not recorded and self.encoding != "poisson":
@@ -433,5 +436,6 @@ def _check(name: str, value: Any, rule: Mapping[str, Any]) -> None:
     if rule["positive"] and value <= 0:
         raise ConfigError(f"{name} is {value!r}: expected a positive {noun}")
     if not low <= value <= high:
-        bounds = f"from {low:g} to {high:g}" if high < math.inf else f"of at least {low:g}"
+        least = "above 0, at most" if rule["positive"] else f"from {low:g} to"
+        bounds = f"{least} {high:g}" if high < math.inf else f"of at least {low:g}"
         raise ConfigError(f"{name} is {value!r}: expected a {noun} {bounds}")

@@ -377,7 +377,9 @@ def _begin_active(module: Classifier, training: Examples) -> None:
     try:
         scale_to_rate(module.net.net, module.encode(batch), config.activity)
     except ValueError as error:
-        raise ConfigError(f"activity is {config.activity}: {error}") from error
+        raise ConfigError(
+            f"weights are scaled to an activity of {config.activity:g} first, but {error}"
+        ) from error
 
 
 def _agreed_directory(

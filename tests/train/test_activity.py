@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,15 @@ def test_a_run(
     assert json.loads((directory / "result.json").read_text())["test_accuracy"] > 0.6
     assert matplotlib.image.imread(directory / "raster.png").std() > 0.01
     assert spikefuse("eval", directory / "best.ckpt", "--data-dir", digits) == 0
+
+
+def test_more_than_the_capacity(
+    spikefuse: Spikefuse, digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--overflow raise --capacity 0.01 --activity 0.01 -T 20 --batch-size 8"
+    assert spikefuse("train", *EVENTS, *options.split(), "--data-dir", digits) != 0
+    wanted = r"scaled to an activity of 0.01 first, but a step of a sample has \d+ events"
+    assert re.search(wanted, capsys.readouterr().err)
 
 
 def config(**options) -> TrainConfig:
@@ -159,6 +169,9 @@ def test_row_adam_gets_rows() -> None:
 
 WRONG = {
     "capacity is given, but the model is not event-mlp": {"model": "mlp", "capacity": 0.1},
+    "overflow is given, but the model is not": {"model": "mlp", "overflow": "dense"},
+    "activity is 0.1, above capacity, 0.05: lower": {"activity": 0.1, "capacity": 0.05},
+    r"capacity is 1.5: expected a number above 0, at most 1$": {"capacity": 1.5},
     "event-mlp reads spikes: choose poisson": {"dataset": "digits"},
     "accumulate is given, but event-mlp takes whole": {"accumulate": 2},
     "tbptt is given, but event-mlp takes whole": {"tbptt": 2},
