@@ -12,6 +12,7 @@ defaults:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
@@ -44,7 +45,8 @@ MODELS: dict[str, Builder] = {
     "vggsnn": vggsnn,
     "spikformer": spikformer,
     **{f"mlp{num_layers}": split_mlp(num_layers) for num_layers in SPLIT_LAYERS},
-    "event-mlp": event_mlp,
+    "event-mlp": event_mlp,  # of 3 hidden layers
+    **{f"event-mlp{n}": partial(event_mlp, hidden=split_widths(n)) for n in SPLIT_LAYERS if n != 3},
 }
 
 __all__ = [

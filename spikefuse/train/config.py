@@ -376,7 +376,7 @@ class TrainConfig:
 
     @property
     def on_events(self) -> bool:
-        return self.model == EVENT_MODEL
+        return self.model.startswith(EVENT_MODEL)
 
     def make_neuron(self) -> nn.Module:
         options: dict[str, Any] = {} if self.decay is None else {"decay": self.decay}

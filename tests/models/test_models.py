@@ -70,6 +70,9 @@ PUBLISHED = [
     ("spikformer", CIFAR, 33, 9_324_730 - 13_824),
     # Finkbeiner and Neftci: 2,944 neurons in all, up to rounding.
     ("event-mlp", SHD, 3, 700 * 980 + 2 * 980**2 + 980 * 20 + 3 * 980 + 20),
+    ("event-mlp2", SHD, 2, 700 * 1471 + 1471**2 + 1471 * 20 + 2 * 1471 + 20),
+    ("event-mlp4", SHD, 4, 700 * 735 + 3 * 735**2 + 735 * 20 + 4 * 735 + 20),
+    ("event-mlp5", SHD, 5, 700 * 588 + 4 * 588**2 + 588 * 20 + 5 * 588 + 20),
     ("mlp2", SHD, 2, 700 * 1471 + 1471**2 + 1471 * 20 + 2 * 1471 + 20),
     ("mlp3", SHD, 3, 700 * 980 + 2 * 980**2 + 980 * 20 + 3 * 980 + 20),
     ("mlp4", SHD, 4, 700 * 735 + 3 * 735**2 + 735 * 20 + 4 * 735 + 20),
@@ -85,7 +88,7 @@ def near(**options) -> sf.LIF:
 
 
 # Networks on events take spikes, and neurons of a kind.
-ORDINARY = [name for name in MODELS if name != "event-mlp"]
+ORDINARY = [name for name in MODELS if not name.startswith("event-mlp")]
 
 
 def parameters(net: nn.Module) -> int:

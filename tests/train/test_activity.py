@@ -89,7 +89,8 @@ def test_the_input_is_never_dense() -> None:
 
 
 def test_images_by_poisson() -> None:
-    module = Classifier(config(dataset="digits", encoding="poisson"))
+    module = Classifier(config(model="event-mlp5", dataset="digits", encoding="poisson"))
+    assert len(module.net.net) == 6
     x = module.encode(torch.randint(256, (3, 1, 8, 8), dtype=torch.uint8))
     assert isinstance(x, Events)
     assert x.shape == (6, 3, 64)
