@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import resource
 import statistics
 import time
@@ -265,8 +266,9 @@ def _interleaved(
     gc.freeze()
     gc.disable()
     try:
-        for _ in range(settings.rounds):
-            for runner in runners:
+        for turn in range(settings.rounds):
+            # In another order each time: what a large one leaves behind slows the next one down.
+            for runner in random.Random(turn).sample(runners, len(runners)):
                 assert runner.run is not None
                 slots[runner.name].append(clock.slot(runner.run, repetitions[runner.name]))
                 gc.collect()
