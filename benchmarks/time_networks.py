@@ -138,6 +138,7 @@ def measure(
     size = 1 if mesh is None else mesh["time"].size()
     found: dict[tuple[int, bool], dict[str, Any]] = {}
     used, errors = 0, []
+    gc.collect()  # of the row before
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     try:
         step = NetworkStep(workload, mesh, device, statistics=statistics)

@@ -41,6 +41,10 @@ class NeuronShard(nn.Module):
         group: the ranks; None: all.
         options: of `EventLinear`. Weights are drawn anew: seed the ranks differently.
 
+    Attributes:
+        is_last: no layer comes behind: every rank has the whole loss, whose gradient counts once.
+            False at first; `shard_neurons` sets it.
+
     Raises:
         ValueError: a value of the neuron is a tensor.
     """
@@ -61,6 +65,7 @@ class NeuronShard(nn.Module):
                 "are shared out have floats only"
             )
         self.group, self.bounds = group, bounds(out_features, group)
+        self.is_last = False
         first, last = self._share()
         self.layer = _Share(in_features, last - first, neuron, **options)
         self.layer.group = group
@@ -78,21 +83,28 @@ class NeuronShard(nn.Module):
                 self.layer.bias.copy_(whole.bias[share])
 
     def forward(self, x: Events | Tensor) -> Events:
-        events = self.layer(x)
+        layer = self.layer
+        layer.exchanges = True
+        try:
+            events = layer(x)
+            counts = layer.counts
+        finally:
+            layer.exchanges, layer.counts = False, None
         assert isinstance(events, Events)
-        counts, self.layer.counts = self.layer.counts, None
-        return gathered(events, self.bounds, self.group, counts)
+        found = gathered(events, self.bounds, self.group, counts)
+        return _once(found, self.group) if self.is_last else found
 
 
 class _Share(EventLinear):
-    """A layer that tells all ranks how many entries its rows have before it lists them: a host
-    then waits once for its own number and the others'."""
+    """A layer that tells all ranks how many entries its rows have before it lists them, if it is
+    asked to: a host then waits once for its own number and the others'."""
 
     group: Group = None
+    exchanges = False
     counts: Counts | None = None
 
     def _listed(self, marks: Tensor) -> Events:
-        return event_autograd.listed(marks, self._exchange)
+        return event_autograd.listed(marks, self._exchange if self.exchanges else None)
 
     def _exchange(self, fired: Tensor, entries: Tensor) -> int:
         self.counts = exchanged(fired, entries, self.group)
@@ -112,10 +124,15 @@ class Replicated(nn.Module):
         self.layer, self.group = layer, group
 
     def forward(self, x: Events | Tensor) -> Events | Tensor:
-        if isinstance(x, Events) and x.values is not None and dist.get_rank(self.group):
-            # The gradients of the layer's own weights are those of rank 0 all the same.
-            x = replace(x, values=_Nothing.apply(x.values))
-        return self.layer(x)
+        # The gradients of the layer's own weights are the same on all ranks.
+        return self.layer(_once(x, self.group) if isinstance(x, Events) else x)
+
+
+def _once(events: Events, group: Group) -> Events:
+    """Events whose gradient, which every rank has as a whole, comes from one rank."""
+    if events.values is None or dist.get_rank(group) == 0:
+        return events
+    return replace(events, values=_Nothing.apply(events.values))
 
 
 class _Nothing(torch.autograd.Function):
@@ -146,8 +163,12 @@ def shard_neurons(net: nn.Sequential | Temporal, group: Group = None) -> nn.Sequ
     whole, and gets the same gradients there. Nothing is left to average: it is not for
     DistributedDataParallel.
 
+    Every rank computes the same loss from the outputs. What it computes from events between the
+    layers, such as a penalty, counts once for each rank.
+
     Args:
-        net: a sequence of `EventLinear`, or a `Temporal` of one, the same on all ranks.
+        net: a sequence of `EventLinear`, or a `Temporal` of one, the same on all ranks. Its layers
+            without neurons are part of the result, those with neurons are copied.
         group: the ranks; None: all.
 
     Returns:
@@ -158,7 +179,7 @@ def shard_neurons(net: nn.Sequential | Temporal, group: Group = None) -> nn.Sequ
         ValueError: a value of a neuron is a tensor.
     """
     if isinstance(net, Temporal):
-        return Temporal(_shared(net.net, group), net.memory)
+        return Temporal(_shared(net.net, group), net.memory).train(net.training)
     return _shared(net, group)
 
 
@@ -183,8 +204,12 @@ def _shared(net: nn.Module, group: Group) -> nn.Sequential:
         features = module.in_features, module.out_features
         shard = NeuronShard(*features, module.neuron, group, **options)
         shard.take(module)
+        for name, parameter in module.named_parameters(recurse=False):
+            getattr(shard.layer, name).requires_grad_(parameter.requires_grad)
         layers.append(shard)
-    return nn.Sequential(*layers)
+    if layers and isinstance(layers[-1], NeuronShard):
+        layers[-1].is_last = True
+    return nn.Sequential(*layers).train(net.training)
 
 
 class Counts(NamedTuple):

@@ -174,6 +174,8 @@ class Layer:
         self.module = _module(name)
         self.kept = np.empty(0, np.float32)
         self.params = [np.float32(value) for value in scalars]
+        # The same in both passes, by which `kept` is laid out.
+        self.size = tile_of(weight.shape[1])
 
     def forward(self) -> Events:
         """The events of the outputs, without values."""
@@ -192,8 +194,8 @@ class Layer:
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """What `Gradients.finished` gives, from the gradient `[E]` of the outputs' values."""
         num_steps, batch, _ = self.events.shape
-        group = max(1, min(batch, GROUPED // max(num_steps * tile_of(self.weight.shape[1]), 1)))
-        work = Gradients(self.events, self.weight, sparse, (num_steps, batch), group)
+        group = max(1, min(batch, GROUPED // max(num_steps * self.size, 1)))
+        work = Gradients(self.events, self.weight, sparse, (num_steps, batch), group, self.size)
         entries = outputs.offsets.numpy(), outputs.indices.numpy(), flat(grad.contiguous())
         inputs = *self._inputs(), *lists(self.events), group, work.spikes, work.entries
         arguments = *inputs, *entries, *work.results
@@ -207,8 +209,7 @@ class Layer:
         return num_steps, batch, flat(self.weight), bias, width, self.kept
 
     def _run(self, kernel: Any, *arguments: object) -> None:
-        width = self.weight.shape[1]
-        size = tile_of(width)
+        width, size = self.weight.shape[1], self.size
         shared(kernel, width, size, self.events.num_rows * width, size, *arguments)
 
 

@@ -180,7 +180,7 @@ def rows(events: Events) -> Tensor:
 
 def values(events: Events) -> Tensor:
     """See `Events.is_fired`."""
-    found = torch.empty(len(events.indices), device=events.device)
+    found = torch.empty(len(events.indices), dtype=torch.float32, device=events.device)
     _describe(events, (None, found, None))
     return found
 
@@ -234,7 +234,7 @@ def merged(
     device, total = indices.device, sum(sizes)
     offsets, fired = starts.sum(0), counts[:, 0].sum(0, dtype=torch.int32)
     whole = torch.empty(total, dtype=torch.int32, device=device)
-    values = torch.empty(total, device=device)
+    values = torch.empty(total, dtype=torch.float32, device=device)
     mine = torch.empty(sizes[rank], dtype=torch.int64, device=device)
     if total:
         numbers = *counts.shape[::2], indices.shape[1], rank

@@ -62,7 +62,7 @@ def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`[R, O]`: for each row the bias and the rows of `weight [I, O]` of the inputs that fired."""
     width = weight.shape[1]
     move_to_huge_pages(weight)
-    out = torch.empty(events.num_rows, width)
+    out = torch.empty(events.num_rows, width, dtype=torch.float32)
     size = tile_of(width)
     arguments = size, flat(out), flat(weight), flat(given(bias, width)), width, *lists(events)
     work = out.numel() + width * len(events.indices)
@@ -219,11 +219,12 @@ def gradients(
     events: Events, grad: Tensor, weight: Tensor, sparse: bool
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
     """What `Gradients.finished` gives, from the gradient `[R, O]` of `currents`."""
-    work = Gradients(events, weight, sparse, (events.num_rows, 1), 1)
     width = weight.shape[1]
-    arguments = work.size, flat(grad.contiguous()), *work.results, flat(weight), width
+    size = tile_of(width)
+    work = Gradients(events, weight, sparse, (events.num_rows, 1), 1, size)
+    arguments = size, flat(grad.contiguous()), *work.results, flat(weight), width
     lists = events.num_rows, work.spikes, work.entries
-    shared(_backward, width, work.size, grad.numel(), *arguments, *lists)
+    shared(_backward, width, size, grad.numel(), *arguments, *lists)
     return work.finished()
 
 
@@ -235,10 +236,17 @@ class Gradients:
         weight: `[I, O]`.
         sparse: the weights' gradient has only the rows of inputs that fired.
         samples, group: see `by_input`.
+        size: columns of a tile.
     """
 
     def __init__(
-        self, events: Events, weight: Tensor, sparse: bool, samples: tuple[int, int], group: int
+        self,
+        events: Events,
+        weight: Tensor,
+        sparse: bool,
+        samples: tuple[int, int],
+        group: int,
+        size: int,
     ) -> None:
         inputs, width = weight.shape
         bases, counts, slots, *places = by_input(events, *samples, group)
@@ -250,11 +258,10 @@ class Gradients:
         wanted = events.values is not None
         # Something of the same kind where it is not wanted.
         self.entries = by_input(events, *samples, group, silent=True) if wanted else self.spikes
-        self.weight = torch.empty(inputs, width)
+        self.weight = torch.empty(inputs, width, dtype=torch.float32)
         advise_huge_pages(self.weight)
         self.bias = np.zeros(width, np.float32)
-        self.size = tile_of(width)
-        tiles = -(-width // self.size) if wanted else 0
+        tiles = -(-width // size) if wanted else 0
         self.partial = np.empty((tiles, len(events.indices)), np.float32)
         self.results = flat(self.weight), self.bias, self.partial
 
@@ -278,4 +285,4 @@ def _touched(
 
 
 def given(bias: Tensor | None, width: int) -> Tensor:
-    return torch.zeros(width) if bias is None else bias
+    return torch.zeros(width, dtype=torch.float32) if bias is None else bias

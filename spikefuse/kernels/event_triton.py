@@ -118,7 +118,7 @@ def row_listed(spikes: Tensor) -> tuple[Tensor, Tensor]:
 def row_sum(weight: Tensor, bias: Tensor | None, indices: Tensor, count: Tensor) -> Tensor:
     """See `event_numba.row_sum`; `count` is read on the GPU."""
     width = weight.shape[1]
-    out = torch.empty(width, device=weight.device)
+    out = torch.empty(width, dtype=torch.float32, device=weight.device)
     rows, block = SUMMED
     with on(weight.device):
         sum_listed[(triton.cdiv(width, block),)](
@@ -137,17 +137,30 @@ def _warps(block: int) -> int:
 
 
 def _sums(
-    source: Tensor, bias: Tensor | None, begins: Tensor, ends: Tensor, indices: Tensor
+    source: Tensor,
+    bias: Tensor | None,
+    begins: Tensor,
+    ends: Tensor,
+    indices: Tensor,
+    often: bool = True,
 ) -> Tensor:
-    """`[L, O]`: for each list the sum of the rows of `source` `[..., O]` that it names."""
+    """`[L, O]`: for each list the sum of the rows of `source` `[..., O]` that it names.
+
+    Args:
+        often: there will be as many lists again.
+    """
     width = source.shape[1]
-    out = torch.empty(len(begins), width, device=source.device)
+    out = torch.empty(len(begins), width, dtype=torch.float32, device=source.device)
     block, warps = block_of(width)
     if out.numel():
         grid = len(begins), triton.cdiv(width, block), 1
         integers = width, bias is not None, block
-        launch = launch_of(sum_rows, grid, integers, warps, source.device, (indices.dtype,))
-        launch((out, source, source if bias is None else bias, begins, ends, indices))
+        tensors = out, source, source if bias is None else bias, begins, ends, indices
+        if often:
+            how = sum_rows, grid, integers, warps, source.device, (indices.dtype,)
+            launch_of(*how)(tensors)
+        else:
+            sum_rows[grid](*tensors, *integers, num_warps=warps)
     return out
 
 
@@ -171,13 +184,13 @@ def gradients(
     if sparse:
         touched = (begins < ends).nonzero().flatten()
         begins, ends = begins[touched], ends[touched]
-    grad_weight = _sums(grad, None, begins, ends, rows[order])
+    grad_weight = _sums(grad, None, begins, ends, rows[order], not sparse)
     values = None if events.values is None else _dots(weight, grad, events.indices, rows)
     return touched, grad_weight, grad.sum(0), values
 
 
 def _dots(weight: Tensor, grad: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
-    out = torch.empty(len(indices), device=weight.device)
+    out = torch.empty(len(indices), dtype=torch.float32, device=weight.device)
     block, warps = block_of(weight.shape[1])
     if len(out):
         with on(weight.device):

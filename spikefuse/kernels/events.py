@@ -91,7 +91,7 @@ class Events:
             return cls(shape, *event_lists_numba.unpacked(rows))
         shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
         bits = (rows.unsqueeze(-1) >> shifts & 1).flatten(1)[:, :width]
-        return cls(shape, *_kernels(rows).listed(bits * FIRED))
+        return cls(shape, *_kernels(rows).listed((bits * FIRED).float()))
 
     @classmethod
     def from_marks(cls, marks: Tensor, number: Number | None = None) -> Events:

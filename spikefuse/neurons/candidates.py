@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -15,29 +14,26 @@ _D = TypeVar("_D", bound=Definition)
 
 #: What a neuron notes about itself, to be quicker in its next call.
 _OWN = ("_known", "_seen")
-#: The last copy of each neuron, with what it has noted.
-_copies: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 #: Outputs of a neuron with candidates; 0 is a neuron that carries no gradient.
 SILENT, FIRED = 1.0, 2.0
 
 
-def with_candidates(neuron: _D) -> _D:
+def with_candidates(neuron: _D, known: _D | None = None) -> _D:
     """A copy of a neuron, sharing its values, whose output is `s + c`.
 
     `s` is its spike and `c` is 1 where its surrogate is called with `u >= cutoff`, else 0, without
     a gradient: the output is FIRED for a spike, SILENT for a candidate that did not fire, and its
     gradient is that of the spike.
 
+    Args:
+        known: what an earlier call gave: given again if it is still a copy of the neuron, with what
+            it has noted since.
+
     Raises:
         TypeError: the neuron is none that fires 0 or 1 by one surrogate.
         ValueError: its surrogate has no cutoff, or one above 0: then a spike might be none.
     """
-    own, known = _given(neuron), _copies.get(neuron)
-    if known is not None:
-        before = _given(known)
-        if before.keys() == own.keys() and all(before[name] is own[name] for name in own):
-            return known
     name, surrogate = type(neuron).__name__, getattr(neuron, "surrogate", None)
     if not isinstance(surrogate, Surrogate) or type(surrogate).spike is not Surrogate.spike:
         raise TypeError(f"{name} is no neuron that fires 0 or 1 by one surrogate, such as LIF")
@@ -48,10 +44,15 @@ def with_candidates(neuron: _D) -> _D:
             "which says how far below its threshold a neuron still carries a gradient, such as "
             "FastSigmoid(10.0, cutoff=-0.1)"
         )
-    kind: Any = type(neuron)
-    copy: _D = object.__new__(_marked(kind))
+    cls: Any = type(neuron)
+    kind = _marked(cls)
+    own = _given(neuron)
+    if known is not None and type(known) is kind:
+        before = _given(known)
+        if before.keys() == own.keys() and all(before[name] is own[name] for name in own):
+            return known
+    copy: _D = object.__new__(kind)
     copy.__dict__.update(own)
-    _copies[neuron] = copy
     return copy
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +104,9 @@ class EventLinear(nn.Module):
         TypeError, ValueError: an argument or input is not as described.
     """
 
+    #: The neuron with candidates, of the last call.
+    _marking: Neuron | None = None
+
     def __init__(
         self,
         in_features: int,
@@ -164,11 +168,7 @@ class EventLinear(nn.Module):
         sequence = calls.sequence
         if sequence is not None and not (self.neuron is None or id(self.neuron) in sequence.names):
             sequence = None
-        if self.weight.dtype != torch.float32:
-            raise TypeError(
-                f"the weights are {self.weight.dtype}: layers on events compute in float32; "
-                "convert them with .float()"
-            )
+        self._check_weights()
         if isinstance(x, Events):
             dense, events = None, x
             if x.shape[2] != self.in_features:
@@ -188,6 +188,23 @@ class EventLinear(nn.Module):
             return self._fire(self.neuron, kept, dense, impl, sequence)
         y = self._currents(kept, dense, impl)
         return y if sequence is None else y.flatten(0, 1)
+
+    def _check_weights(self) -> None:
+        for x in (self.weight, self.bias):
+            if x is not None and x.dtype != torch.float32:
+                raise TypeError(
+                    f"the weights are {x.dtype}: layers on events compute in float32; convert them "
+                    "with .float()"
+                )
+        if not self.weight.is_contiguous():
+            raise ValueError(
+                "the weights are not contiguous, and rows of them are read: store "
+                "weight.contiguous()"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The class of the neuron's copy is made as the program runs.
+        return {name: value for name, value in self.__dict__.items() if name != "_marking"}
 
     def _unfolded(self, x: Tensor, sequence: Sequence | None) -> Tensor:
         """Dense spikes as `[T, B, in_features]`."""
@@ -262,7 +279,8 @@ class EventLinear(nn.Module):
     ) -> Events:
         if sequence is not None and sequence.relay is not None:
             raise ValueError(NO_EVENTS)
-        name, marking = "", with_candidates(neuron)
+        name, marking = "", with_candidates(neuron, self._marking)
+        self.__dict__["_marking"] = marking  # no module of this one
         state, keep, backend = None, False, "auto"
         if sequence is not None:
             name, keep, backend = sequence.names[id(neuron)], sequence.keep_final, sequence.impl

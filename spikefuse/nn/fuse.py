@@ -61,7 +61,8 @@ def fuse(model: nn.Module) -> nn.Module:
     names = {module: name for name, module in model.named_modules()}
     compiled = {m for outer in names if is_compiled(outer) for m in outer.modules()}
     containers = [m for m in names if isinstance(m, Temporal) and m not in compiled]
-    nets = [m.net for m in containers] or [model]
+    alone = is_compiled(model) or not any(isinstance(m, Temporal) for m in names)
+    nets = [model] if alone else [m.net for m in containers]
     graphs: dict[nn.Module, fx.Graph] = {}
     closed: dict[nn.Module, str] = {}
     for net in nets:

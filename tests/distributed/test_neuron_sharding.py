@@ -65,6 +65,24 @@ def compare(group: dist.ProcessGroup | None, **options) -> None:
         torch.testing.assert_close(part.layer.weight, weight, rtol=1e-4, atol=1e-5)
 
 
+def events_at_the_end() -> None:
+    """Every rank has the loss of the events that leave the network, and its gradient counts once;
+    a layer that was frozen stays so, and nobody waits for a rank that calls its layer alone."""
+    x, rank = spikes(), dist.get_rank()
+    whole = sf.Temporal(network()[:2]).eval()
+    whole.net[1].bias.requires_grad_(False)
+    shards = shard_neurons(whole)
+    assert not shards.training
+    if rank == 0:
+        assert shards.net[0].layer(x).shape[2] == shards.net[0].bounds[1]
+    for net in (whole, shards):
+        net(x).to_dense().square().sum().backward()
+    for one, part in zip(whole.net, shards.net, strict=True):
+        share = slice(part.bounds[rank], part.bounds[rank + 1])
+        torch.testing.assert_close(part.layer.weight.grad, one.weight.grad[:, share])
+    assert shards.net[1].layer.bias.grad is None
+
+
 def nothing_to_exchange() -> None:
     """Silent neurons, and no samples at all."""
     shards = shard_neurons(network())
@@ -100,6 +118,7 @@ def run(rank: int, file: str) -> None:
         if rank < 2:
             compare(two)
         compare(None, capacity=0.2)
+        events_at_the_end()
         nothing_to_exchange()
         if os.environ.get("TRITON_INTERPRET") == "1":
             lists_by_triton()  # from here on

@@ -218,6 +218,40 @@ def test_compiled_around(from_dense) -> None:
     assert all(map(torch.equal, gradients(net, y), gradients(other, expected)))
 
 
+def test_weights_in_other_memory() -> None:
+    layer, x = EventLinear(40, 30), Events.from_dense(spikes(40))
+    layer.weight.data = layer.weight.data.t().contiguous().t()
+    with pytest.raises(ValueError, match="not contiguous"):
+        layer(x)
+
+
+def test_another_default_dtype() -> None:
+    net, x = network((40, 30, 10)), Events.from_dense(spikes(40))
+    expected = net(x)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = net(x)
+        found.sum().backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
+
+
+def test_as_many_threads_as_there_are() -> None:
+    """Another number of them in backward changes nothing."""
+    net, x = network((40, 512, 10)), Events.from_dense((torch.rand(12, 3, 40) < 0.5).float())
+    found, before = [], torch.get_num_threads()
+    for number in (2, 1):
+        torch.set_num_threads(2)
+        y = net(x)
+        torch.set_num_threads(number)
+        found.append(gradients(net, y))
+        net.zero_grad()  # to None
+    torch.set_num_threads(before)
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_checkpoint_is_refused() -> None:
     net = sf.Temporal(network((40, 30, 10)).net, Checkpoint())
     with pytest.raises(ValueError, match=r"Checkpoint\(\) takes no Events"):
