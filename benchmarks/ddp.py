@@ -24,10 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import bars, record, steps
 from benchmarks.agreement import ROUNDING, apart
+from benchmarks.ranks import STEPS_BEFORE_GRAPH, averaging
 from benchmarks.runner import Contender, CpuClock, GpuClock, first_line, spread
 from benchmarks.steps import EAGER, EAGERLY, FUSED, GRAPH, OURS, WAYS, Result
 from benchmarks.workloads import DTYPES, WORKLOADS, Task
@@ -41,8 +41,6 @@ SPIKING: dict[str, dict[str, Any]] = {
 }
 # Times the throughput of one GPU, for two.
 BAR_PROCESSES, BAR = 2, 1.85
-# DistributedDataParallel arranges its buckets in the first steps and times some of them.
-STEPS_BEFORE_GRAPH = 11
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -117,16 +115,12 @@ class Runner:
 def make(task: Task, name: str, way: str) -> tuple[Runner, Runner]:
     """The step of this process alone, and its part in that of all."""
     cuda = task.device.type == "cuda"
-    aside = torch.cuda.Stream() if cuda else None  # as a recording demands
 
     def shared(net: nn.Module) -> nn.Module:
-        with torch.cuda.stream(aside):
-            return DistributedDataParallel(net, [task.device] if cuda else None)
+        return averaging(net, task.device, device_ids=[task.device] if cuda else None)
 
     kind = SPIKING[name]
     networks = (steps.spiking(task, **kind), steps.spiking(task, **kind, shared=shared))
-    if aside is not None:
-        torch.cuda.current_stream().wait_stream(aside)
     made = []
     for network in networks:
         step, held = steps.training(task, network), 0

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import spikefuse as sf
 from benchmarks.runner import spread
@@ -19,6 +21,16 @@ REPETITIONS = 3
 # They connect the ranks and let cuDNN choose its algorithms; DistributedDataParallel arranges its
 # buckets in the first ones and times some.
 STEPS_BEFORE_GRAPH = 11
+
+
+def averaging(net: nn.Module, device: torch.device, **options: Any) -> nn.Module:
+    """The network, whose gradients become the mean of all ranks' during the backward pass."""
+    aside = torch.cuda.Stream(device) if device.type == "cuda" else None  # as a recording demands
+    with torch.cuda.stream(aside):
+        model = DistributedDataParallel(net, **options)
+    if aside is not None:
+        torch.cuda.current_stream().wait_stream(aside)
+    return model
 
 
 def hand_on(net: sf.Temporal, chunks: int, speculate: bool = True) -> None:

@@ -13,11 +13,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
 import spikefuse as sf
 from benchmarks.agreement import ROUNDING, apart
-from benchmarks.ranks import STEPS_BEFORE_GRAPH, forecast, hand_on, highest, peak, predict, timed
+from benchmarks.ranks import (
+    STEPS_BEFORE_GRAPH,
+    averaging,
+    forecast,
+    hand_on,
+    highest,
+    peak,
+    predict,
+    timed,
+)
 from benchmarks.runner import first_line
 from benchmarks.steps import EAGERLY, GRAPH, graphed
 from benchmarks.workloads import Workload
@@ -57,7 +65,9 @@ class NetworkStep:
             rows = steps_of(workload.batch, data.get_local_rank(), data.size())
             if time_axis.size() > 1:
                 shard_time(self.net, time_axis, **how)
-            self.model = averaging(self.net, device)
+            # Running statistics are each rank's own, or agree.
+            options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+            self.model = averaging(self.net, device, **options)
         count, size = steps.stop - steps.start, rows.stop - rows.start
         pixels = torch.randint(0, 3, (count * size, *workload.shape), device=device).float()
         pixels = pixels.contiguous(memory_format=torch.channels_last)
@@ -72,17 +82,6 @@ class NetworkStep:
         mean = y.mean(0) if self.mesh is None else mean_over_steps(y, self.mesh["time"])
         F.cross_entropy(mean.float(), self.labels).backward()
         return [p.grad for p in self.net.parameters() if p.grad is not None]
-
-
-def averaging(net: nn.Module, device: torch.device) -> nn.Module:
-    """The network, whose gradients become the mean of all ranks' during the backward pass."""
-    aside = torch.cuda.Stream(device) if device.type == "cuda" else None  # as a recording demands
-    with torch.cuda.stream(aside):
-        # Running statistics are each rank's own, or agree.
-        model = DistributedDataParallel(net, broadcast_buffers=False, gradient_as_bucket_view=True)
-    if aside is not None:
-        torch.cuda.current_stream().wait_stream(aside)
-    return model
 
 
 def workload_of(args: argparse.Namespace) -> Workload:

@@ -79,14 +79,7 @@ def shard_time(
         TypeError, ValueError: no `Temporal`, a network that is sharded already or has neurons
             inside `EventLinear`, not one axis, or another value that cannot be.
     """
-    containers = [m for m in model.modules() if isinstance(m, Temporal)]
-    if not containers:
-        raise TypeError(f"{type(model).__name__} holds no Temporal: wrap the network in one first")
-    if any(container.shard is not None for container in containers):
-        raise ValueError("the model's time is sharded already: call shard_time once")
-    for module in (m for container in containers for m in container.modules()):
-        if isinstance(module, EventLinear) and module.neuron is not None:
-            raise ValueError(NO_EVENTS)
+    containers = _containers(model)
     check_axis(axis)
     if not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"chunks is {chunks!r}: expected a whole number of at least 1")
@@ -103,6 +96,19 @@ def shard_time(
         elif shard.size > 1:
             average_statistics(container, shard.all)
     return model
+
+
+def _containers(model: nn.Module) -> list[Temporal]:
+    """Those of a model, all of whose time can be shared."""
+    containers = [m for m in model.modules() if isinstance(m, Temporal)]
+    if not containers:
+        raise TypeError(f"{type(model).__name__} holds no Temporal: wrap the network in one first")
+    if any(container.shard is not None for container in containers):
+        raise ValueError("the model's time is sharded already: call shard_time once")
+    for module in (m for container in containers for m in container.modules()):
+        if isinstance(module, EventLinear) and module.neuron is not None:
+            raise ValueError(NO_EVENTS)
+    return containers
 
 
 class TimeShard:

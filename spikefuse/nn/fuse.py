@@ -59,10 +59,7 @@ def fuse(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
     names = {module: name for name, module in model.named_modules()}
-    compiled = {m for outer in names if is_compiled(outer) for m in outer.modules()}
-    containers = [m for m in names if isinstance(m, Temporal) and m not in compiled]
-    alone = is_compiled(model) or not any(isinstance(m, Temporal) for m in names)
-    nets = [model] if alone else [m.net for m in containers]
+    nets = _networks(model)
     graphs: dict[nn.Module, fx.Graph] = {}
     closed: dict[nn.Module, str] = {}
     for net in nets:
@@ -93,6 +90,16 @@ def fuse(model: nn.Module) -> nn.Module:
         reasons_given = "; ".join(sorted({str(place.reason) for place in fusion.left}))
         warnings.warn(f"nothing was fused: {reasons_given}", stacklevel=2)
     return result
+
+
+def _networks(model: nn.Module) -> list[nn.Module]:
+    """What is fused inside: the networks of its containers, but for what torch.compile gave, or the
+    model itself if there is no container."""
+    containers = [m for m in model.modules() if isinstance(m, Temporal)]
+    if is_compiled(model) or not containers:
+        return [model]
+    compiled = {m for outer in model.modules() if is_compiled(outer) for m in outer.modules()}
+    return [m.net for m in containers if m not in compiled]
 
 
 def _ours(pool: nn.MaxPool2d) -> MaxPool2d:

@@ -8,10 +8,11 @@ import os
 import pickle
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -62,6 +63,16 @@ class Group:
         for process in self._processes:
             process.join(10)
             process.kill()
+
+
+def messages_of(cases: Iterable[Callable[[], Any]]) -> list[str]:
+    """What each of them is refused with."""
+    messages = []
+    for case in cases:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            case()
+        messages.append(str(caught.value))
+    return messages
 
 
 def _send(pipe: Any, value: Any) -> None:

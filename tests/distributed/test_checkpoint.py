@@ -16,7 +16,7 @@ from spikefuse import memory, testing
 from spikefuse.distributed import shard_time, steps_of
 from spikefuse.memory import Checkpoint
 from spikefuse.testing import lay_out, make_input
-from tests.distributed.group import SIZES, Group
+from tests.distributed.group import SIZES, Group, messages_of
 from tests.nn.test_checkpoint import Peak
 
 T, ONES = 11, (1.0, 1.0)
@@ -324,7 +324,7 @@ def test_memory_of_a_rank(group: Group) -> None:
 
 
 def refused(axis: DeviceMesh) -> list[str]:
-    x, messages = make_input((4, 3, 6)), []
+    x = make_input((4, 3, 6))
     nets = [sf.Temporal(nn.Sequential(nn.Linear(6, 5), *norm, sf.LIF()), Checkpoint())
             for norm in ([], [nn.BatchNorm1d(5)])]  # fmt: skip
     different = sf.Temporal(nn.Linear(6, 5), Checkpoint(1 + axis.get_local_rank()))
@@ -333,11 +333,7 @@ def refused(axis: DeviceMesh) -> list[str]:
         lambda: shard_time(nets[1], axis)(x),
         lambda: shard_time(different, axis)(x),
     ]
-    for case in cases:
-        with pytest.raises((TypeError, ValueError)) as caught:
-            case()
-        messages.append(str(caught.value))
-    return messages
+    return messages_of(cases)
 
 
 def test_what_is_refused(group: Group) -> None:

@@ -16,7 +16,7 @@ from spikefuse import memory, testing
 from spikefuse.distributed import shard_time, steps_of
 from spikefuse.nn import EventLinear, zoo
 from spikefuse.testing import lay_out, make_input
-from tests.distributed.group import SIZES, Group
+from tests.distributed.group import SIZES, Group, messages_of
 
 Make = Callable[[], sf.Temporal]
 T = 11
@@ -230,12 +230,7 @@ def refused(axis: DeviceMesh) -> list[str]:
         lambda: shard_time(sf.Temporal(nn.Sequential(sf.LIF(), on_events())), axis),
         lambda: late(x),
     ]
-    messages = []
-    for case in cases:
-        with pytest.raises((TypeError, ValueError)) as caught:
-            case()
-        messages.append(str(caught.value))
-    return messages
+    return messages_of(cases)
 
 
 def test_what_is_refused(group: Group) -> None:
