@@ -77,6 +77,7 @@ def test_first_call(tmp_path: Path) -> None:
 # Of PyTorch 2.11, where torch.compile's back end is first imported, and where it compiles float32.
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(20, 4, 50, 0.2, (60, 50), (0.05,), loop_bar=1.0)
     for module in (events, event_networks, event_streaming):
