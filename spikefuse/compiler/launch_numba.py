@@ -9,7 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from spikefuse.compiler.layout import Layout
-from spikefuse.compiler.numba_runtime import advise_huge_pages, flat, parallel
+from spikefuse.compiler.numba_runtime import advise_huge_pages, flat
+from spikefuse.compiler.numba_threads import parallel
 
 _ABSENT = np.empty(0, np.float32)
 

@@ -9,11 +9,8 @@ int16 arrays.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
 
@@ -242,49 +239,3 @@ def _advise(address: int, size: int, advice: int) -> None:
 
 # Memory that comes again at an address, with the size, stays as it comes.
 _advise_once = lru_cache(maxsize=1024)(_advise)
-
-
-# A task shorter than this many neuron-steps is not worth a thread.
-MIN_TASK = 1 << 15
-
-_pool: ThreadPoolExecutor | None = None
-_pool_size = 0
-_lock = threading.Lock()
-
-
-def _forget_pool() -> None:
-    global _pool, _lock
-    _pool, _lock = None, threading.Lock()
-
-
-# Threads don't survive a fork.
-os.register_at_fork(after_in_child=_forget_pool)
-
-
-def parallel(function: Callable[..., None], num_neurons: int, num_steps: int, *args: Any) -> None:
-    """Run `function(first, last, *args)` over ranges of neurons on PyTorch's number of threads."""
-    # Ranges in multiples of a cache line, so that no two threads write to one.
-    shared(function, num_neurons, 16, num_neurons * num_steps, *args)
-
-
-def shared(function: Callable[..., None], count: int, unit: int, work: int, *args: Any) -> None:
-    """Run `function(first, last, *args)` over ranges of `count` things, in multiples of `unit`.
-
-    Args:
-        work: of all of them, in neuron-steps.
-    """
-    global _pool, _pool_size
-    threads = min(torch.get_num_threads(), max(1, work // MIN_TASK))
-    if threads == 1:
-        function(0, count, *args)
-        return
-    with _lock:
-        if _pool is None or _pool_size < threads:
-            # An older, smaller pool finishes its work and goes.
-            _pool, _pool_size = ThreadPoolExecutor(threads, "spikefuse"), threads
-        pool = _pool
-    share = -(-count // (threads * unit)) * unit
-    starts = range(0, count, share)
-    tasks = [pool.submit(function, a, min(a + share, count), *args) for a in starts]
-    for task in tasks:
-        task.result()

@@ -12,9 +12,9 @@ from spikefuse.compiler.numba_runtime import (
     flat,
     kernel,
     load,
-    parallel,
     store,
 )
+from spikefuse.compiler.numba_threads import parallel
 
 
 @kernel

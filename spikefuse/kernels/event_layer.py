@@ -19,7 +19,8 @@ from torch import Tensor
 
 from spikefuse.compiler import cache as sources
 from spikefuse.compiler.launch import choose
-from spikefuse.compiler.numba_runtime import flat, move_to_huge_pages, shared
+from spikefuse.compiler.numba_runtime import flat, move_to_huge_pages
+from spikefuse.compiler.numba_threads import shared
 from spikefuse.compiler.program import program
 from spikefuse.kernels import event_lists_numba, event_numba, event_vectors
 from spikefuse.kernels.event_lists_numba import lists, lists_of, words_of

@@ -14,7 +14,8 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from spikefuse.compiler.numba_runtime import flat, kernel, shared
+from spikefuse.compiler.numba_runtime import flat, kernel
+from spikefuse.compiler.numba_threads import shared
 from spikefuse.kernels.event_vectors import WORD, equal_bits
 from spikefuse.kernels.events import Events, Number
 from spikefuse.neurons.candidates import FIRED, SILENT

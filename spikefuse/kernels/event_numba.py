@@ -19,9 +19,9 @@ from spikefuse.compiler.numba_runtime import (
     kernel,
     load,
     move_to_huge_pages,
-    shared,
     store,
 )
+from spikefuse.compiler.numba_threads import shared
 from spikefuse.kernels.event_lists_numba import listed, lists
 from spikefuse.kernels.event_vectors import WORD, dots, prefetch, sum_rows
 from spikefuse.kernels.events import Events

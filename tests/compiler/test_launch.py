@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -421,34 +420,6 @@ def finish(*processes: subprocess.Popen[str]) -> None:
     finally:
         for process in processes:
             process.kill()
-
-
-FORK = """
-import os, time
-import torch, spikefuse as sf
-from spikefuse.compiler import numba_runtime
-
-torch.set_num_threads(2)
-x = torch.randn(8, 64, 1024)
-expected = sf.LIF()(x).numpy()
-assert numba_runtime._pool is not None  # threads that the child does not have
-child = os.fork()
-if child == 0:
-    same = (sf.LIF()(x).numpy() == expected).all()
-    os._exit(0 if same else 3)
-for _ in range(600):
-    done, status = os.waitpid(child, os.WNOHANG)
-    if done:
-        raise SystemExit(os.waitstatus_to_exitcode(status))
-    time.sleep(0.1)
-os.kill(child, 9)
-raise SystemExit("the child hangs")
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_process_has_threads_of_its_own():
-    finish(python(FORK))
 
 
 PARALLEL = """

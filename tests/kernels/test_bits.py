@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 
-from spikefuse.compiler.numba_runtime import MIN_TASK
+from spikefuse.compiler.numba_threads import MIN_TASK
 from spikefuse.kernels import bits
 from spikefuse.testing import DTYPES, LAYOUTS, lay_out, poisoned
 
