@@ -6,9 +6,6 @@
     python -m benchmarks.events --no-graphs         on a GPU: no replays of CUDA graphs
     python -m benchmarks.events --streaming         one time step of one sample too
 
-On a CPU, OMP_WAIT_POLICY=passive in the environment keeps PyTorch's threads, of all contenders,
-from spinning while Numba's work.
-
 `event_networks` has the networks and `event_check` says what a right step is. The bars compare
 networks with one method, Adam on all weights; RowAdam, which is another, has times of its own. Each
 case also measures lists and dense products of the layers on events alone, between which the layers
