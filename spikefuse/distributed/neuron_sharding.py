@@ -10,15 +10,14 @@ Shape legend: K ranks, R rows of events, E entries.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spikefuse.kernels import event_autograd
-from spikefuse.kernels.events import Events, merged
+from spikefuse.kernels.events import Counts, Events, marked, merged
 from spikefuse.nn import EventLinear, Neuron, Temporal
 from spikefuse.nn.batch_norm import GroupRanks
 
@@ -68,7 +67,9 @@ class NeuronShard(nn.Module):
         self.is_last = False
         first, last = self._share()
         self.layer = _Share(in_features, last - first, neuron, **options)
-        self.layer.group = group
+        self.layer.group, self.layer.width = group, out_features
+        self.layer.register_buffer("first", torch.tensor(self.bounds), persistent=False)
+        self.layer.to(self.layer.weight.device)
 
     def _share(self) -> tuple[int, int]:
         rank = dist.get_rank(self.group)
@@ -86,29 +87,54 @@ class NeuronShard(nn.Module):
         layer = self.layer
         layer.exchanges = True
         try:
-            events = layer(x)
-            counts = layer.counts
+            whole = layer(x)
         finally:
-            layer.exchanges, layer.counts = False, None
-        assert isinstance(events, Events)
-        found = gathered(events, self.bounds, self.group, counts)
-        return _once(found, self.group) if self.is_last else found
+            layer.exchanges = False
+        assert isinstance(whole, Events)
+        return _once(whole, self.group) if self.is_last else whole
 
 
 class _Share(EventLinear):
-    """A layer that tells all ranks how many entries its rows have before it lists them, if it is
-    asked to: a host then waits once for its own number and the others'."""
+    """A layer that gives the events of all ranks, if it is asked to.
+
+    On a GPU its list is made when the host has waited for the lengths of all ranks' lists, once.
+    """
 
     group: Group = None
     exchanges = False
-    counts: Counts | None = None
+    #: Neurons of all ranks.
+    width: int
+    #: Of the ranks' neurons the first, and the end, int64 `[K + 1]`.
+    first: Tensor
 
     def _listed(self, marks: Tensor) -> Events:
-        return event_autograd.listed(marks, self._exchange if self.exchanges else None)
+        if not self.exchanges:
+            return super()._listed(marks)
+        found, rank = marked(marks.detach()), dist.get_rank(self.group)
+        counts = exchanged(found.fired, found.entries, self.group)
+        offsets = counts.starts[rank]
+        own = found.sites(offsets, counts.room)
+        shape = marks.shape[0], marks.shape[1], marks.shape[2]
+        share = Events(shape, offsets, found.fired, own[: counts.sizes[rank]])
+        return self._whole(own, counts, share, marks if marks.requires_grad else None)
 
-    def _exchange(self, fired: Tensor, entries: Tensor) -> int:
-        self.counts = exchanged(fired, entries, self.group)
-        return self.counts.sizes[dist.get_rank(self.group)]
+    def _given(self, events: Events) -> Events:
+        if not self.exchanges:
+            return events
+        counts = exchanged(events.fired, events.offsets.diff().int(), self.group)
+        own = F.pad(events.indices, (0, counts.room - len(events.indices)))
+        return self._whole(own, counts, events, events.values)
+
+    def _whole(self, own: Tensor, counts: Counts, share: Events, source: Tensor | None) -> Events:
+        """The events of all ranks, whose gradient goes to `source`: marks or values of the share,
+        whose sites `own` has, with room for those of any rank."""
+        shape = share.shape[0], share.shape[1], self.width
+        every = _ranks(self.group).gather(own)
+        rank = dist.get_rank(self.group)
+        whole, values, places = merged(shape, every, self.first, counts, rank)
+        if source is None:
+            return whole
+        return replace(whole, values=_Gathered.apply(source, values, places, share, self.group))
 
 
 class Replicated(nn.Module):
@@ -212,20 +238,6 @@ def _shared(net: nn.Module, group: Group) -> nn.Sequential:
     return nn.Sequential(*layers).train(net.training)
 
 
-class Counts(NamedTuple):
-    """How many entries the ranks have.
-
-    Attributes:
-        rows: int32 `[K, 2, R]`: of each rank and row the spikes, and all entries.
-        starts: int64 `[K, R + 1]`: where the entries of each row begin, and those of the last end.
-        sizes: entries of each rank.
-    """
-
-    rows: Tensor
-    starts: Tensor
-    sizes: list[int]
-
-
 def exchanged(fired: Tensor, entries: Tensor, group: Group = None) -> Counts:
     """The counts of all ranks, for which the host of a GPU waits.
 
@@ -233,30 +245,7 @@ def exchanged(fired: Tensor, entries: Tensor, group: Group = None) -> Counts:
         fired, entries: int32 `[R]`, of this rank: the spikes, and all entries.
         group: the ranks.
     """
-    rows = _ranks(group).gather(torch.stack((fired, entries)))
-    starts = F.pad(rows[:, 1].cumsum(1), (1, 0))
-    return Counts(rows, starts, starts[:, -1].tolist())
-
-
-def gathered(
-    events: Events, first: list[int], group: Group = None, counts: Counts | None = None
-) -> Events:
-    """The events of all ranks as those of one layer.
-
-    Args:
-        events: of this rank's neurons.
-        first: of the neurons of every rank, and the end.
-        group: the ranks.
-        counts: those of all ranks, if they are known.
-    """
-    counts = counts or exchanged(events.fired, events.offsets.diff().int(), group)
-    own, rank = events.indices, dist.get_rank(group)
-    own = F.pad(own + first[rank], (0, max(1, *counts.sizes) - len(own)))
-    shape = events.shape[0], events.shape[1], first[-1]
-    whole, values, places = merged(shape, _ranks(group).gather(own), *counts, rank)
-    if events.values is None:
-        return whole
-    return replace(whole, values=_Gathered.apply(events.values, values, places, group))
+    return Counts.of(_ranks(group).gather(torch.stack((fired, entries))))
 
 
 def _ranks(group: Group) -> GroupRanks:
@@ -268,14 +257,19 @@ class _Gathered(torch.autograd.Function):
     """The values of the whole list; backward adds up the ranks' gradients of it."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, whole: Tensor, places: Tensor, group: Group) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.group = group
+    def forward(
+        ctx: Any, source: Tensor, whole: Tensor, places: Tensor, share: Events, group: Group
+    ) -> Tensor:
+        ctx.save_for_backward(places, share.offsets, share.fired, share.indices)
+        ctx.share, ctx.group, ctx.is_dense = share, group, source.ndim == 3
         return whole
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (places,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        places = ctx.saved_tensors[0]
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
-        return total.index_select(0, places), None, None, None
+        values = total.index_select(0, places)
+        if ctx.is_dense:
+            values = replace(ctx.share, values=values).to_dense(values.dtype)
+        return values, None, None, None, None

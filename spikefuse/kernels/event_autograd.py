@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spikefuse.kernels.events import Events, Number
+from spikefuse.kernels.events import Events
 from spikefuse.neurons.definition import Definition
 
 # Gradients of (values, weight, bias), and None for each argument that has none.
@@ -125,10 +125,9 @@ def _grads(
     return grad_values, grad_weight, grad_bias if ctx.has_bias else None
 
 
-def listed(marks: Tensor, number: Number | None = None) -> Events:
-    """The events of marks `[T, B, W]`, which a neuron with candidates gives, with its gradients;
-    see `Events.from_marks`."""
-    events = Events.from_marks(marks.detach(), number)
+def listed(marks: Tensor) -> Events:
+    """The events of marks `[T, B, W]`, which a neuron with candidates gives, with its gradients."""
+    events = Events.from_marks(marks.detach())
     if not marks.requires_grad:
         return events
     return replace(events, values=_Listed.apply(marks, events))

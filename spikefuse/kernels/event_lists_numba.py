@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -17,7 +18,7 @@ from torch import Tensor
 from spikefuse.compiler.numba_runtime import flat, kernel
 from spikefuse.compiler.numba_threads import shared
 from spikefuse.kernels.event_vectors import WORD, equal_bits
-from spikefuse.kernels.events import Events, Number
+from spikefuse.kernels.events import Counts, Events
 from spikefuse.neurons.candidates import FIRED, SILENT
 
 _FIRED, _SILENT = np.float32(FIRED), np.float32(SILENT)
@@ -139,7 +140,7 @@ def places(events: Events, offsets: Tensor, number: int) -> Tensor:
 
 
 @kernel
-def _merge(first, last, indices, counts, starts, offsets, fired, rank, whole, values, mine):
+def _merge(first, last, indices, lowest, counts, starts, offsets, fired, rank, whole, values, mine):
     for r in range(first, last):
         spike = offsets[r]
         other = spike + fired[r]
@@ -154,50 +155,65 @@ def _merge(first, last, indices, counts, starts, offsets, fired, rank, whole, va
                     place = other
                     values[place] = np.float32(0.0)
                     other += 1
-                whole[place] = indices[k, e]
+                whole[place] = indices[k, e] + lowest[k]
                 if k == rank:
                     mine[e] = place
 
 
 def merged(
-    indices: Tensor, counts: Tensor, starts: Tensor, sizes: list[int], rank: int
-) -> tuple[Tensor, ...]:
-    """(offsets, fired and indices of `Events`, the values of their entries, the places of those of
-    `rank`): see `events.merged`."""
-    total = sum(sizes)
-    offsets, fired = starts.sum(0), counts[:, 0].sum(0, dtype=torch.int32)
+    indices: Tensor, first: Tensor, counts: Counts, rank: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(indices of `Events`, the values of their entries, the places of those of `rank`): see
+    `events.merged`."""
+    total = sum(counts.sizes)
     whole, values = np.empty(total, np.int32), np.empty(total, np.float32)
-    mine = np.empty(sizes[rank], np.int64)
-    given = (x.numpy() for x in (indices, counts, starts, offsets, fired))
-    shared(_merge, len(fired), 1, total, *given, rank, whole, values, mine)
-    return offsets, fired, *map(torch.from_numpy, (whole, values, mine))
+    mine = np.empty(counts.sizes[rank], np.int64)
+    given = (x.numpy() for x in (indices, first, *counts[:4]))
+    shared(_merge, len(counts.fired), 1, total, *given, rank, whole, values, mine)
+    return torch.from_numpy(whole), torch.from_numpy(values), torch.from_numpy(mine)
 
 
 def words_of(width: int) -> int:
     return -(-width // WORD)
 
 
+class Marked:
+    """See `events.marked`; from bits `[R, words]`."""
+
+    def __init__(self, fired: np.ndarray, silent: np.ndarray) -> None:
+        rows, self.words = fired.shape
+        self.bits = fired.reshape(-1), silent.reshape(-1)
+        self.counts, others = np.empty(rows, np.int32), np.empty(rows, np.int32)
+        self._share(_count, self.counts, others)
+        self.fired, self.entries = (
+            torch.from_numpy(x) for x in (self.counts, self.counts + others)
+        )
+
+    def sites(self, offsets: Tensor, room: int) -> Tensor:
+        indices = np.empty(room, np.int32)
+        self._share(_fill, offsets.numpy(), self.counts, indices)
+        return torch.from_numpy(indices)
+
+    def _share(self, function: Any, *arrays: np.ndarray) -> None:
+        rows, words = len(self.counts), self.words
+        shared(function, rows, 1, rows * words, words, *self.bits, *arrays)
+
+
 def lists_of(fired: np.ndarray, silent: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
     """(offsets, fired, indices) of `Events` from bits `[R, words]`."""
-    rows, words = fired.shape
-    counts, others = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-    bits = fired.reshape(-1), silent.reshape(-1)
-    shared(_count, rows, 1, rows * words, words, *bits, counts, others)
-    offsets = np.zeros(rows + 1, np.int64)
-    np.cumsum(counts + others, out=offsets[1:])
-    indices = np.empty(offsets[-1], np.int32)
-    shared(_fill, rows, 1, rows * words, words, *bits, offsets, counts, indices)
-    return torch.from_numpy(offsets), torch.from_numpy(counts), torch.from_numpy(indices)
+    found = Marked(fired, silent)
+    offsets = F.pad(found.entries.cumsum(0), (1, 0))
+    return offsets, found.fired, found.sites(offsets, int(offsets[-1]))
 
 
-def listed(marks: Tensor, number: Number | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(offsets, fired, indices) of `Events` from marks `[R, W]`, float32; see `from_marks`."""
+def marked(marks: Tensor) -> Marked:
+    """See `events.marked`; of marks `[R, W]`, float32."""
     rows, width = marks.shape
     words = words_of(width)
     fired, silent = np.empty((rows, words), np.uint32), np.empty((rows, words), np.uint32)
     arguments = flat(marks.contiguous()), width, words, fired.reshape(-1), silent.reshape(-1)
     shared(_pack_rows, rows, 1, rows * width, *arguments)
-    return lists_of(fired, silent)
+    return Marked(fired, silent)
 
 
 def unpacked(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Lists of events on GPUs: made, read and put together. Of all kernels a program has one row.
 
-Only `listed`, which has to find out how many entries there are, waits for the GPU.
+None waits for the GPU: whoever makes a list has to find out how long it is.
 
 Shape legend: R rows of events, E entries, W sites of a row, K ranks.
 """
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spikefuse.compiler.launch_triton import Launch
-from spikefuse.kernels.events import Events, Number
+from spikefuse.kernels.events import Counts, Events
 
 # Columns of a program; one warp reads 128 of them in one 16-byte access a thread.
 WIDEST = 512
@@ -26,18 +26,18 @@ ENTRIES, WARPS = 256, 2
 
 
 @triton.jit
-def count(marks, fired, silent, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The spikes, whose mark is 2, and the other candidates, 1, of each row."""
+def count(marks, fired, entries, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The spikes of each row, whose mark is 2, and these and the other candidates, 1."""
     row = tl.program_id(0).to(tl.int64)
     spikes = tl.zeros([BLOCK], tl.int32)
-    others = tl.zeros([BLOCK], tl.int32)
+    either = tl.zeros([BLOCK], tl.int32)
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         mark = tl.load(marks + row * width + column, mask=column < width, other=0.0)
         spikes += (mark > 1.5).to(tl.int32)
-        others += ((mark > 0.5) & (mark < 1.5)).to(tl.int32)
+        either += (mark > 0.5).to(tl.int32)
     tl.store(fired + row, tl.sum(spikes, 0))
-    tl.store(silent + row, tl.sum(others, 0))
+    tl.store(entries + row, tl.sum(either, 0))
 
 
 @triton.jit
@@ -114,37 +114,41 @@ def place(places, before, offsets, BLOCK: tl.constexpr):  # type: ignore[no-unty
         tl.store(places + at + e, begin + e, mask=e < number)
 
 
-@triton.jit(do_not_specialize=["ranks", "rows", "most", "rank"])
+@triton.jit(do_not_specialize=["ranks", "rows", "rank"])
 def merge(  # type: ignore[no-untyped-def]
     whole,
     values,
     mine,
     indices,
+    firsts,
     counts,
     starts,
     offsets,
     fired,
     ranks,
     rows,
-    most,
     rank,
     BLOCK: tl.constexpr,
 ):
     """Write all ranks' spikes of each row to `whole`, then their other candidates, with their
     values, and for one rank's own entries the places in `whole`."""
     row = tl.program_id(0).to(tl.int64)
+    # Not given: it would be another program for each number.
+    most = tl.cast(1, tl.int64)
+    for k in range(0, ranks):
+        most = tl.maximum(most, tl.load(starts + k * (rows + 1) + rows))
     spikes = tl.load(offsets + row)
     others = spikes + tl.load(fired + row)
     for k in range(0, ranks):
         begin = tl.load(starts + k * (rows + 1) + row)
         number = tl.load(starts + k * (rows + 1) + row + 1) - begin
         its_spikes = tl.load(counts + 2 * k * rows + row)
-        source = indices + tl.cast(k, tl.int64) * most + begin
+        source, lowest = indices + k * most + begin, tl.load(firsts + k).to(tl.int32)
         for first in range(0, number, BLOCK):
             e = first + tl.arange(0, BLOCK)
             live, is_spike = e < number, e < its_spikes
             to = tl.where(is_spike, spikes + e, others + e - its_spikes)
-            tl.store(whole + to, tl.load(source + e, mask=live, other=0), mask=live)
+            tl.store(whole + to, tl.load(source + e, mask=live, other=0) + lowest, mask=live)
             tl.store(values + to, is_spike.to(tl.float32), mask=live)
             if k == rank:
                 tl.store(mine + begin + e, to, mask=live)
@@ -152,23 +156,31 @@ def merge(  # type: ignore[no-untyped-def]
         others += number - its_spikes
 
 
-def listed(marks: Tensor, number: Number | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """See `event_lists_numba.listed`."""
-    marks, width = marks.contiguous(), marks.shape[1]
-    fired, silent = torch.empty(2, len(marks), dtype=torch.int32, device=marks.device)
-    offsets = torch.zeros(len(marks) + 1, dtype=torch.int64, device=marks.device)
-    block, warps = block_of(width)
-    how = (len(marks), 1, 1), (width, block), warps, marks.device
-    with on(marks.device):
-        if len(marks):
-            launch_of(count, *how)((marks, fired, silent))
-        entries = fired + silent
-        torch.cumsum(entries, 0, out=offsets[1:])
-        total = int(offsets[-1]) if number is None else number(fired, entries)
-        indices = torch.empty(total, dtype=torch.int32, device=marks.device)
-        if len(indices):
-            launch_of(fill, *how)((marks, offsets, fired, indices))
-    return offsets, fired, indices
+class Marked:
+    """See `events.marked`."""
+
+    def __init__(self, marks: Tensor) -> None:
+        self.marks = marks.contiguous()
+        self.fired, self.entries = torch.empty(
+            2, len(marks), dtype=torch.int32, device=marks.device
+        )
+        self._launch(count, self.fired, self.entries)
+
+    def sites(self, offsets: Tensor, room: int) -> Tensor:
+        indices = torch.empty(room, dtype=torch.int32, device=offsets.device)
+        if room:
+            self._launch(fill, offsets, self.fired, indices)
+        return indices
+
+    def _launch(self, kernel: Any, *others: Tensor) -> None:
+        rows, width = self.marks.shape
+        block, warps = block_of(width)
+        if rows:
+            device = self.marks.device
+            launch_of(kernel, (rows, 1, 1), (width, block), warps, device)((self.marks, *others))
+
+
+marked = Marked
 
 
 def rows(events: Events) -> Tensor:
@@ -228,20 +240,18 @@ def places(events: Events, offsets: Tensor, number: int) -> Tensor:
 
 
 def merged(
-    indices: Tensor, counts: Tensor, starts: Tensor, sizes: list[int], rank: int
-) -> tuple[Tensor, ...]:
+    indices: Tensor, first: Tensor, counts: Counts, rank: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `event_lists_numba.merged`."""
-    device, total = indices.device, sum(sizes)
-    offsets, fired = starts.sum(0), counts[:, 0].sum(0, dtype=torch.int32)
+    device, total = indices.device, sum(counts.sizes)
     whole = torch.empty(total, dtype=torch.int32, device=device)
     values = torch.empty(total, dtype=torch.float32, device=device)
-    mine = torch.empty(sizes[rank], dtype=torch.int64, device=device)
+    mine = torch.empty(counts.sizes[rank], dtype=torch.int64, device=device)
     if total:
-        numbers = *counts.shape[::2], indices.shape[1], rank
-        lists = whole, values, mine, indices, counts, starts, offsets, fired
-        with on(device):
-            merge[(len(fired),)](*lists, *numbers, BLOCK=ENTRIES, num_warps=WARPS)
-    return offsets, fired, whole, values, mine
+        integers = *counts.rows.shape[::2], rank, ENTRIES
+        launch = launch_of(merge, (len(counts.fired), 1, 1), integers, WARPS, device)
+        launch((whole, values, mine, indices, first, *counts[:4]))
+    return whole, values, mine
 
 
 @lru_cache(maxsize=1024)

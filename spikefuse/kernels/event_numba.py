@@ -22,7 +22,7 @@ from spikefuse.compiler.numba_runtime import (
     store,
 )
 from spikefuse.compiler.numba_threads import shared
-from spikefuse.kernels.event_lists_numba import listed, lists
+from spikefuse.kernels.event_lists_numba import lists
 from spikefuse.kernels.event_vectors import WORD, dots, prefetch, sum_rows
 from spikefuse.kernels.events import Events
 from spikefuse.neurons.candidates import FIRED
@@ -72,8 +72,8 @@ def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def row_listed(spikes: Tensor) -> tuple[Tensor, Tensor]:
     """(indices, their number int32 `[1]`) of spikes `[W]`, 0 or 1."""
-    _, count, indices = listed(spikes[None] * FIRED)
-    return indices, count
+    events = Events.from_marks((spikes * FIRED).view(1, 1, -1))
+    return events.indices, events.fired
 
 
 def row_sum(weight: Tensor, bias: Tensor | None, indices: Tensor, count: Tensor) -> Tensor:

@@ -24,10 +24,10 @@ SUMMED = 32, 64
 
 @triton.jit
 def sum_rows(  # type: ignore[no-untyped-def]
-    out, source, bias, begins, ends, indices, width, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+    out, source, bias, begins, counts, indices, width, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out[l] = bias + sum of source[indices[e]] for begins[l] <= e < ends[l]; a program has one
-    list l and BLOCK columns."""
+    """out[l] = bias + sum of source[indices[e]] over the counts[l] entries e from begins[l] on; a
+    program has one list l and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < width
@@ -35,8 +35,8 @@ def sum_rows(  # type: ignore[no-untyped-def]
         total = tl.load(bias + column, mask=live, other=0.0)
     else:
         total = tl.zeros([BLOCK], tl.float32)
-    end = tl.load(ends + row)
-    for e in range(tl.load(begins + row), end):
+    begin = tl.load(begins + row)
+    for e in range(begin, begin + tl.load(counts + row)):
         i = tl.load(indices + e).to(tl.int64)
         total += tl.load(source + i * width + column, mask=live, other=0.0)
     tl.store(out + row * width + column, total, mask=live)
@@ -140,7 +140,7 @@ def _sums(
     source: Tensor,
     bias: Tensor | None,
     begins: Tensor,
-    ends: Tensor,
+    counts: Tensor,
     indices: Tensor,
     often: bool = True,
 ) -> Tensor:
@@ -155,9 +155,9 @@ def _sums(
     if out.numel():
         grid = len(begins), triton.cdiv(width, block), 1
         integers = width, bias is not None, block
-        tensors = out, source, source if bias is None else bias, begins, ends, indices
+        tensors = out, source, source if bias is None else bias, begins, counts, indices
         if often:
-            how = sum_rows, grid, integers, warps, source.device, (indices.dtype,)
+            how = sum_rows, grid, integers, warps, source.device, (counts.dtype, indices.dtype)
             launch_of(*how)(tensors)
         else:
             sum_rows[grid](*tensors, *integers, num_warps=warps)
@@ -166,8 +166,7 @@ def _sums(
 
 def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `event_numba.currents`."""
-    begins = events.offsets[:-1]
-    return _sums(weight, bias, begins, begins + events.fired, events.indices)
+    return _sums(weight, bias, events.offsets[:-1], events.fired, events.indices)
 
 
 def gradients(
@@ -180,11 +179,11 @@ def gradients(
     inputs, order = torch.sort(inputs, stable=True)
     every = torch.arange(len(weight) + 1, dtype=inputs.dtype, device=inputs.device)
     bounds = torch.searchsorted(inputs, every)
-    begins, ends, touched = bounds[:-1], bounds[1:], None
+    begins, counts, touched = bounds[:-1], bounds.diff(), None
     if sparse:
-        touched = (begins < ends).nonzero().flatten()
-        begins, ends = begins[touched], ends[touched]
-    grad_weight = _sums(grad, None, begins, ends, rows[order], not sparse)
+        touched = counts.nonzero().flatten()
+        begins, counts = begins[touched], counts[touched]
+    grad_weight = _sums(grad, None, begins, counts, rows[order], not sparse)
     values = None if events.values is None else _dots(weight, grad, events.indices, rows)
     return touched, grad_weight, grad.sum(0), values
 

@@ -5,17 +5,14 @@ Shape legend: T time steps, B samples, R = T B rows, W sites of a row, E entries
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spikefuse.neurons.candidates import FIRED
-
-#: The number of all entries, from the spikes and from all entries of each row, int32 `[R]` both.
-Number = Callable[[Tensor, Tensor], int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,18 +88,16 @@ class Events:
             return cls(shape, *event_lists_numba.unpacked(rows))
         shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
         bits = (rows.unsqueeze(-1) >> shifts & 1).flatten(1)[:, :width]
-        return cls(shape, *_kernels(rows).listed((bits * FIRED).float()))
+        return cls.from_marks((bits * FIRED).view(shape))
 
     @classmethod
-    def from_marks(cls, marks: Tensor, number: Number | None = None) -> Events:
-        """The events of marks `[T, B, W]`: what a neuron with candidates gives.
-
-        Args:
-            number: for a GPU, whose host has to wait for the number of entries: reads it.
-        """
+    def from_marks(cls, marks: Tensor) -> Events:
+        """The events of marks `[T, B, W]`: what a neuron with candidates gives."""
+        found = marked(marks)
+        offsets = torch.zeros(len(found.entries) + 1, dtype=torch.int64, device=marks.device)
+        torch.cumsum(found.entries, 0, out=offsets[1:])
         shape = marks.shape[0], marks.shape[1], marks.shape[2]
-        rows = marks.reshape(shape[0] * shape[1], shape[2])
-        return cls(shape, *_kernels(rows).listed(rows.float(), number))
+        return cls(shape, offsets, found.fired, found.sites(offsets, int(offsets[-1])))
 
     def rows(self) -> Tensor:
         """int64 `[E]`: the row of each entry."""
@@ -152,30 +147,64 @@ class Events:
         )
 
 
+def marked(marks: Tensor) -> Any:
+    """Marks `[T, B, W]` with their entries counted, to be listed.
+
+    Returns:
+        An object with `fired` and `entries`, int32 `[R]`, the spikes and all entries of each row;
+        `sites(offsets, room)` gives int32 `[room]`, those of row r from `offsets[r]` on, spikes
+        first, and anything where there are none.
+    """
+    rows = marks.reshape(marks.shape[0] * marks.shape[1], marks.shape[2])
+    return _kernels(rows).marked(rows.float())
+
+
+class Counts(NamedTuple):
+    """How many entries the ranks have.
+
+    Attributes:
+        rows: int32 `[K, 2, R]`: of each rank and row the spikes, and all entries.
+        starts: int64 `[K, R + 1]`: where the entries of each row begin, and those of the last end.
+        offsets, fired: those of the whole, as `Events` has them.
+        sizes: entries of each rank.
+    """
+
+    rows: Tensor
+    starts: Tensor
+    offsets: Tensor
+    fired: Tensor
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Counts:
+        """Those of `rows`; the host of a GPU waits for the sizes, when all else has begun."""
+        starts = F.pad(rows[:, 1].cumsum(1), (1, 0))
+        offsets, fired = starts.sum(0), rows[:, 0].sum(0, dtype=torch.int32)
+        return cls(rows, starts, offsets, fired, starts[:, -1].tolist())
+
+    @property
+    def room(self) -> int:
+        """Entries that each rank has at most."""
+        return max(1, *self.sizes)
+
+
 def merged(
-    shape: tuple[int, int, int],
-    indices: Tensor,
-    counts: Tensor,
-    starts: Tensor,
-    sizes: list[int],
-    rank: int,
+    shape: tuple[int, int, int], indices: Tensor, first: Tensor, counts: Counts, rank: int
 ) -> tuple[Events, Tensor, Tensor]:
     """The events of K ranks, which have the same rows and sites of their own, as one.
 
     Args:
         shape: of the whole.
-        indices: int32 `[K, ...]`: the entries of each rank, sites of the whole.
-        counts: int32 `[K, 2, R]`: of each rank and row the spikes, and all entries.
-        starts: int64 `[K, R + 1]`: where the entries of each row begin, and those of the last end.
-        sizes: entries of each rank.
+        indices: int32 `[K, room]`: the entries of each rank.
+        first: int64 `[K]` or longer: the site of the whole that each rank's site 0 is.
         rank: whose own entries are looked for.
 
     Returns:
         (the events, whose sites are in order if those of the ranks follow each other; what
         `is_fired` gives of them; int64: for each entry of `rank` its place among all).
     """
-    found = _kernels(indices).merged(indices, counts, starts, sizes, rank)
-    return Events(shape, *found[:3]), *found[3:]
+    whole, values, places = _kernels(indices).merged(indices, first, counts, rank)
+    return Events(shape, counts.offsets, counts.fired, whole), values, places
 
 
 def _kernels(x: Tensor) -> Any:

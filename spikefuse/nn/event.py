@@ -33,7 +33,8 @@ class Activity:
 
     Attributes:
         sites: T B W.
-        spikes: int64, of one value: the spikes among them, on the device that counts them.
+        by_row: int32 `[T B]`: the spikes among them, on the device that counts them.
+        spikes: int64, of one value: all of these, on the same device.
         fired: the same as a number. Reading it waits for a GPU, once.
         candidates: spikes, and neurons near the threshold, which carry a gradient.
         dropped: spikes above the capacity, which had no effect; they count in `fired`.
@@ -42,11 +43,16 @@ class Activity:
     """
 
     sites: int
-    spikes: Tensor
+    by_row: Tensor
     candidates: int
     dropped: int
     dropped_candidates: int
     choice: Choice
+
+    @cached_property
+    def spikes(self) -> Tensor:
+        # Not before it is asked for: each layer's next product would wait for it.
+        return self.by_row.sum()
 
     @cached_property
     def fired(self) -> int:
@@ -236,7 +242,7 @@ class EventLinear(nn.Module):
         dropped = kept.dropped - events.dropped
         self.activity = Activity(
             sites=events.num_rows * self.in_features,
-            spikes=events.fired.sum(),
+            by_row=events.fired,
             candidates=len(events.indices),
             dropped=dropped,
             dropped_candidates=len(events.indices) - len(kept.indices) - dropped,
@@ -288,7 +294,7 @@ class EventLinear(nn.Module):
         from_rest = state is None and not keep and backend in ("auto", "numba")
         if impl == "numba" and from_rest and event_autograd.can_fuse(marking, self.weight):
             bias, sparse = self.bias, self.sparse_grad
-            return event_autograd.layer(events, marking, self.weight, bias, sparse)
+            return self._given(event_autograd.layer(events, marking, self.weight, bias, sparse))
         currents = (self._currents(events, dense, impl),)
         backend = backend_of(currents, backend)
         (marks,), final = marking._scan(currents, state, backend, keep)
@@ -298,3 +304,6 @@ class EventLinear(nn.Module):
 
     def _listed(self, marks: Tensor) -> Events:
         return event_autograd.listed(marks)
+
+    def _given(self, events: Events) -> Events:
+        return events

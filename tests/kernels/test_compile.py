@@ -34,11 +34,11 @@ TOP=1 LEFT=1 GROUP=64 UNIT=16 BLOCK=1024
 
 # Lists, which are read one by one, and the few words that a kernel reads at a time.
 EVENT_KERNELS = r"""
-event_triton | sum_rows | out=*fp32 source=*fp32 bias=*fp32 begins=*i64 ends=*i64 indices=*i32 \
+event_triton | sum_rows | out=*fp32 source=*fp32 bias=*fp32 begins=*i64 counts=*i32 indices=*i32 \
 width=i32 HAS_BIAS=1 BLOCK=512 | 4
 event_triton | dots | out=*fp32 weight=*fp32 grad=*fp32 indices=*i32 rows=*i32 width=i32 \
 BLOCK=512 | 4
-event_lists_triton | count | marks=*fp32 fired=*i32 silent=*i32 width=i32 BLOCK=512 | 4
+event_lists_triton | count | marks=*fp32 fired=*i32 entries=*i32 width=i32 BLOCK=512 | 4
 event_lists_triton | fill | marks=*fp32 offsets=*i64 fired=*i32 indices=*i32 width=i32 BLOCK=512 | 4
 event_triton | sum_listed | out=*fp32 weight=*fp32 bias=*fp32 indices=*i32 count=*i32 width=i32 \
 HAS_BIAS=1 ROWS=32 BLOCK=64 | 4
@@ -56,8 +56,8 @@ width=i32 BLOCK=256 | 1
 event_lists_triton | scatter | out=*fp16 values=None offsets=*i64 fired=*i32 indices=*i32 \
 width=i32 BLOCK=256 | 1
 event_lists_triton | place | places=*i64 before=*i64 offsets=*i64 BLOCK=256 | 1
-event_lists_triton | merge | whole=*i32 values=*fp32 mine=*i64 indices=*i32 counts=*i32 \
-starts=*i64 offsets=*i64 fired=*i32 ranks=i32 rows=i32 most=i32 rank=i32 BLOCK=256 | 1
+event_lists_triton | merge | whole=*i32 values=*fp32 mine=*i64 indices=*i32 firsts=*i64 \
+counts=*i32 starts=*i64 offsets=*i64 fired=*i32 ranks=i32 rows=i32 rank=i32 BLOCK=256 | 1
 """
 
 CODE = """

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from spikefuse.kernels import event_lists_numba, events
-from spikefuse.kernels.events import Events, merged
+from spikefuse.kernels.events import Counts, Events, merged
 from spikefuse.neurons.candidates import FIRED, SILENT
 
 # More than what a program has in hand, twice over, and no multiple of it; and fewer.
@@ -130,17 +130,14 @@ def test_merged(marks: torch.Tensor, kernels: ModuleType, ranks: int) -> None:
     width = marks.shape[2]
     first = [width * k // ranks for k in range(ranks + 1)]
     shares = [Events.from_marks(marks[..., first[k] : first[k + 1]]) for k in range(ranks)]
-    sizes = [len(x.indices) for x in shares]
-    counts = torch.stack([torch.stack((x.fired, x.offsets.diff().int())) for x in shares])
-    starts = torch.stack([x.offsets for x in shares])
-    most = max(1, *sizes)
+    counts = Counts.of(
+        torch.stack([torch.stack((x.fired, x.offsets.diff().int())) for x in shares])
+    )
+    assert counts.sizes == [len(x.indices) for x in shares]
     # What fills the lists up should not be read as an entry.
-    padded = [
-        F.pad(x.indices + k, (0, most - len(x.indices)), value=-9)
-        for x, k in zip(shares, first[:-1], strict=True)
-    ]
+    padded = [F.pad(x.indices, (0, counts.room - len(x.indices)), value=-9) for x in shares]
     for rank in range(ranks):
-        found = merged(marks.shape, torch.stack(padded), counts, starts, sizes, rank)
+        found = merged(marks.shape, torch.stack(padded), torch.tensor(first), counts, rank)
         whole, values, places = found
         expected = Events.from_marks(marks)
         for name in ("offsets", "fired", "indices"):

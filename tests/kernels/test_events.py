@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spikefuse.kernels import event_lists_numba
+from spikefuse.kernels import events
 from spikefuse.kernels.events import Events
 from spikefuse.neurons.candidates import FIRED, SILENT
 
@@ -35,11 +35,15 @@ def test_from_marks_and_back(width: int, rate: float) -> None:
 
 
 @pytest.mark.parametrize("width", [20, 700])
-def test_the_kernels_for_gpus(width: int) -> None:
+def test_the_kernels_for_gpus(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from spikefuse.kernels import event_lists_triton
 
-    x = marks(width, 0.1).reshape(15, width)
-    for a, b in zip(event_lists_triton.listed(x), event_lists_numba.listed(x), strict=True):
+    x = marks(width, 0.1)
+    expected = Events.from_marks(x)
+    monkeypatch.setattr(events, "_kernels", lambda x: event_lists_triton)
+    found = Events.from_marks(x)
+    for name in ("offsets", "fired", "indices"):
+        a, b = getattr(found, name), getattr(expected, name)
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
 
