@@ -4,6 +4,10 @@ The neurons are the compiler's kernels, called on one tile of columns and one sa
 that potentials never leave a core's cache, and currents neither where they are sums of few rows:
 backward then computes them again. Between layers there are only events. Where an entry carries a
 gradient, and so which rows of weights are read, docs/events.md derives.
+
+A thread has tiles of its own, and the gradients of their currents stay in its cache too. Of fewer
+tiles than threads the samples are shared out, and those gradients go through memory: then the
+inputs are shared out to sum them.
 """
 
 from __future__ import annotations
@@ -15,16 +19,16 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from spikefuse.compiler import cache as sources
 from spikefuse.compiler.launch import choose
-from spikefuse.compiler.numba_runtime import flat, move_to_huge_pages
-from spikefuse.compiler.numba_threads import shared
+from spikefuse.compiler.numba_runtime import advise_huge_pages, flat, move_to_huge_pages
 from spikefuse.compiler.program import program
 from spikefuse.kernels import event_lists_numba, event_numba, event_vectors
 from spikefuse.kernels.event_lists_numba import lists, lists_of, words_of
-from spikefuse.kernels.event_numba import Gradients, given, tile_of
+from spikefuse.kernels.event_numba import NARROW, Gradients, given, spread, threads_for, tile_of
 from spikefuse.kernels.events import Events
 from spikefuse.neurons.definition import Definition
 
@@ -44,7 +48,7 @@ SOURCE = """
 
 # In the form {digest}:
 from spikefuse.kernels.event_lists_numba import pack
-from spikefuse.kernels.event_numba import add_by_input, add_to, clear, dots_by_input
+from spikefuse.kernels.event_numba import add_group, add_to, clear, part_of
 from spikefuse.kernels.event_vectors import LINE, WORD, aligned, sum_rows
 
 
@@ -55,12 +59,14 @@ def layer(
 ):
     x, y = np.empty(T * size, np.float32), np.empty(T * size, np.float32)
     none = np.empty(0, np.float32)
-    # Half a tile of the rows that are moved, and so read again and again, stays in the cache.
-    part = -(-size // (2 * WORD)) * WORD if moved else size
+    # Half a wide tile of the rows that are moved, and so read again and again, stays in the cache.
+    part = -(-size // (2 * WORD)) * WORD if moved and size > {narrow} else size
     stride = -(-part // LINE) * LINE
     rows = aligned(weight.size // width * stride if moved else 0)
-    for begin in range(first, last, size):
-        end = min(begin + size, width)
+    samples = max(B, 1)
+    for tile in range(first // samples, -(-last // samples)):
+        begin, end = tile * size, min((tile + 1) * size, width)
+        b_first, b_last = part_of(first, last, tile, samples)
         for column in range(begin, end, part):
             m = min(part, end - column)
             step = end - begin if kept.size else m
@@ -68,7 +74,7 @@ def layer(
                 for i in range(weight.size // width):
                     at = i * width + column
                     rows[i * stride : i * stride + m] = weight[at : at + m]
-            for b in range(B):
+            for b in range(b_first, min(b_last, B)):
                 if kept.size:
                     x = kept[T * (B * begin + b * step) + column - begin :]
                 args = x, step, T, B, b, bias, column, m, offsets, fired, indices
@@ -93,18 +99,21 @@ def sums(rows, stride, place, x, step, T, B, b, bias, column, m, offsets, fired,
 @kernel
 def layer_backward(
     first, last, size, T, B, weight, bias, width, kept,
-    offsets, fired, indices, group, spikes, entries,
-    out_offsets, out_indices, grad, grad_weight, grad_bias, partial{p}
+    offsets, fired, indices, out_offsets, out_indices, grad,
+    apart, group, target, partial, totals, spikes, entries{p}
 ):
     x, y = np.empty(T * size, np.float32), np.empty(T * size, np.float32)
-    stride, none = -(-size // LINE) * LINE, np.empty(0, np.float32)
-    grads = aligned(group * T * stride)
+    none = np.empty(0, np.float32)
+    grads = apart if apart.size else aligned(group * T * size)
     {saved}
-    fresh = np.empty(grad_weight.size // width, np.bool_)
-    for column in range(first, last, size):
+    fresh = np.empty(target.size // width, np.bool_)
+    samples = max(B, 1)
+    for tile in range(first // samples, -(-last // samples)):
+        column = tile * size
         m = min(size, width - column)
         fresh[:] = True
-        for b in range(B):
+        b_first, b_last = part_of(first, last, tile, samples)
+        for b in range(b_first, min(b_last, B)):
             if kept.size:
                 x = kept[T * (B * column + b * m) :]
             else:
@@ -118,17 +127,15 @@ def layer_backward(
                     k = out_indices[e] - column
                     if 0 <= k < m:
                         y[t * m + k] = grad[e]
-            gx = grads[b % group * T * stride :]
-            backward(0, m, T, m, m, False, x, m, 0, y, m, 0, gx, stride, 0, {backward}{p})
+            gx = grads[(tile * B + b if apart.size else b % group) * T * size :]
+            backward(0, m, T, m, m, False, x, m, 0, y, m, 0, gx, size, 0, {backward}{p})
             for t in range(T):
-                add_to(grad_bias, column, m, gx, t * stride)
-            if (b + 1) % group == 0 or b + 1 == B:
-                g = b // group
-                add_by_input(grad_weight, width, column, m, fresh, grads, stride, 0, g, spikes)
-                if partial.size:
-                    mine = partial[column // size]
-                    dots_by_input(mine, weight, width, column, m, grads, stride, 0, g, entries)
-        clear(grad_weight, width, column, m, fresh)
+                add_to(totals, b * width + column, m, gx, t * size)
+            if not apart.size and ((b + 1) % group == 0 or b + 1 == B):
+                args = width, column, m, grads, size, 0, b // group
+                add_group(target, partial, tile, weight, fresh, spikes, entries, *args)
+        if not apart.size:
+            clear(target, width, column, m, fresh, 0, len(fresh))
 """
 
 
@@ -147,6 +154,7 @@ def _module(name: str) -> ModuleType:
     rows = "np.empty((T - 1) // CHUNK * size, np.float32)"
     text = SOURCE.format(
         digest=_digest(),
+        narrow=NARROW,
         p="".join(f", p{i}" for i in range(len(step.params))),
         saved="; ".join(f"saved{i} = {rows}" for i in states),
         forward=", ".join("none, none, none" for _ in states),
@@ -175,8 +183,9 @@ class Layer:
         self.module = _module(name)
         self.kept = np.empty(0, np.float32)
         self.params = [np.float32(value) for value in scalars]
-        # The same in both passes, by which `kept` is laid out.
-        self.size = tile_of(weight.shape[1])
+        # The same in both passes, by which `kept` is laid out, whatever their threads.
+        self.size = tile_of(weight.shape[1], events.shape[1])
+        self.tiles = -(-weight.shape[1] // self.size)
 
     def forward(self) -> Events:
         """The events of the outputs, without values."""
@@ -185,7 +194,8 @@ class Layer:
         bits, others = (np.empty((num_steps * batch, words), np.uint32) for _ in range(2))
         if self.events.num_fired >= KEPT * max(num_steps * batch, 1):
             self.kept = np.empty(num_steps * batch * width, np.float32)
-        moved = self.events.num_fired >= MOVED * len(self.weight)
+        ranges = -(-self._threads() // self.tiles)
+        moved = self.events.num_fired >= MOVED * len(self.weight) * ranges
         arguments = *self._inputs(), *lists(self.events), moved, words, bits.ravel(), others.ravel()
         self._run(self.module.layer, *arguments, *self.params)
         return Events((num_steps, batch, width), *lists_of(bits, others))
@@ -195,12 +205,20 @@ class Layer:
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """What `Gradients.finished` gives, from the gradient `[E]` of the outputs' values."""
         num_steps, batch, _ = self.events.shape
-        group = max(1, min(batch, GROUPED // max(num_steps * self.size, 1)))
-        work = Gradients(self.events, self.weight, sparse, (num_steps, batch), group, self.size)
+        size, threads = self.size, self._threads()
+        group, room = max(1, min(batch, GROUPED // max(num_steps * size, 1))), 0
+        if apart := threads > self.tiles:
+            group, room = max(1, batch), self.tiles * num_steps * batch * size
+        work = Gradients(self.events, self.weight, sparse, (num_steps, batch), group, size, batch)
+        grads = torch.empty(room, dtype=torch.float32)
+        advise_huge_pages(grads)
         entries = outputs.offsets.numpy(), outputs.indices.numpy(), flat(grad.contiguous())
-        inputs = *self._inputs(), *lists(self.events), group, work.spikes, work.entries
-        arguments = *inputs, *entries, *work.results
-        self._run(self.module.layer_backward, *arguments, *self.params)
+        results = flat(work.weight), work.partial, work.sums.reshape(-1)
+        arguments = *self._inputs(), *lists(self.events), *entries, flat(grads), group, *results
+        lists_ = work.spikes, work.entries
+        self._run(self.module.layer_backward, *arguments, *lists_, *self.params)
+        if apart:
+            work.add(flat(grads), size, num_steps * batch * size, threads)
         return work.finished()
 
     def _inputs(self) -> tuple[object, ...]:
@@ -209,9 +227,14 @@ class Layer:
         bias = flat(given(self.bias, width))
         return num_steps, batch, flat(self.weight), bias, width, self.kept
 
+    def _work(self) -> int:
+        return self.events.num_rows * self.weight.shape[1]
+
+    def _threads(self) -> int:
+        return threads_for(self._work())
+
     def _run(self, kernel: Any, *arguments: object) -> None:
-        width, size = self.weight.shape[1], self.size
-        shared(kernel, width, size, self.events.num_rows * width, size, *arguments)
+        spread(kernel, self.tiles, self.events.shape[1], self._work(), self.size, *arguments)
 
 
 def can_fuse(neuron: Definition, weight: Tensor) -> bool:

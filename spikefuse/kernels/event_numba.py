@@ -1,18 +1,23 @@
 """Products with event lists on CPUs: whole rows of weights are added, a tile of columns at a time.
 
 Weights are `[in, out]`, so that the row of an input is contiguous. A tile of their columns stays in
-a core's cache while all rows of events go by; each thread has tiles of its own. Only the gradients
-of the events' values are summed in another order where there are other tiles.
+a core's cache while all rows of events go by. Where there are more threads than tiles, those of one
+tile share out its rows of events, and for the weights' gradient its inputs. Only the gradients of
+the events' values are summed in another order where there are other tiles.
 
-Shape legend: R rows of events, E entries, I inputs, O outputs.
+Shape legend: R rows of events, E entries, I inputs, O outputs, G groups of samples, S inputs that
+fired, of each group.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from spikefuse.compiler import numba_runtime
 from spikefuse.compiler.numba_runtime import (
     advise_huge_pages,
     flat,
@@ -28,16 +33,39 @@ from spikefuse.kernels.events import Events
 from spikefuse.neurons.candidates import FIRED
 
 # Columns of a tile: at most so many that its weights fit a core's cache, at least so many that
-# adding a row is worth it; whole words of bits.
-WIDEST, NARROWEST = 512, 64
+# adding a row is worth it, and fewer only where threads would have no work; whole words of bits.
+WIDEST, NARROW, NARROWEST = 512, 256, 64
 # Rows of weights or their gradients are asked for so many inputs before they are used.
 AHEAD = 3
+# Rows of a product whose gradients are summed for the bias, before these sums are.
+BLOCK = 128
+# An entry is read and written here and there: so many neuron-steps of work.
+ENTRY = 4
 
 
-def tile_of(width: int) -> int:
-    """Columns of a tile: fewer where there are more threads than wide tiles."""
-    share = -(-width // (torch.get_num_threads() * WORD)) * WORD
-    return min(max(share, NARROWEST), WIDEST)
+def threads_for(work: int) -> int:
+    """The threads that `shared` gives so many neuron-steps."""
+    return min(torch.get_num_threads(), max(1, work // numba_runtime.MIN_TASK))
+
+
+def tile_of(width: int, samples: int) -> int:
+    """Columns of a tile: fewer where there are more threads than wide tiles, as far as that helps
+    if samples are shared out too."""
+
+    def share(tiles: int) -> int:
+        return -(-width // (tiles * WORD)) * WORD
+
+    threads = torch.get_num_threads()
+    wide = min(max(share(threads), NARROW), WIDEST)
+    return min(wide, max(share(-(-threads // max(samples, 1))), NARROWEST))
+
+
+def spread(kernel: Any, tiles: int, samples: int, work: int, *args: object) -> None:
+    """Run `kernel(first, last, *args)` over the samples of all tiles, numbered tile by tile; whole
+    tiles where there are enough for all threads."""
+    samples, threads = max(samples, 1), threads_for(work)
+    unit = samples if threads <= tiles else -(-tiles * samples // threads)
+    shared(kernel, tiles * samples, unit, work, *args)
 
 
 @kernel
@@ -48,14 +76,23 @@ def add_to(target, first, m, grad, at):
 
 
 @kernel
+def part_of(first, last, tile, samples):
+    """(begin, end): which samples of a tile are among those that `spread` numbers first to last."""
+    before = tile * samples
+    return max(first - before, 0), min(last - before, samples)
+
+
+@kernel
 def _forward(first, last, size, out, weight, bias, width, offsets, fired, indices):
-    for column in range(first, last, size):
+    num_rows = max(len(fired), 1)
+    for tile in range(first // num_rows, -(-last // num_rows)):
+        column = tile * size
         m = min(size, width - column)
-        for r in range(len(fired)):
-            begin = offsets[r]
-            end = begin + fired[r]
+        begin, end = part_of(first, last, tile, num_rows)
+        for r in range(begin, min(end, len(fired))):
+            e = offsets[r]
             at = r * width + column
-            sum_rows(out, at, bias, column, weight, width, column, m, indices, begin, end)
+            sum_rows(out, at, bias, column, weight, width, column, m, indices, e, e + fired[r])
 
 
 def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -63,11 +100,14 @@ def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
     width = weight.shape[1]
     move_to_huge_pages(weight)
     out = torch.empty(events.num_rows, width, dtype=torch.float32)
-    size = tile_of(width)
+    size = tile_of(width, events.num_rows)
     arguments = size, flat(out), flat(weight), flat(given(bias, width)), width, *lists(events)
-    work = out.numel() + width * len(events.indices)
-    shared(_forward, width, size, work, *arguments)
+    spread(_forward, -(-width // size), events.num_rows, _work(events, width), *arguments)
     return out
+
+
+def _work(events: Events, width: int) -> int:
+    return width * (events.num_rows + len(events.indices))
 
 
 def row_listed(spikes: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,103 +126,92 @@ def row_sum(weight: Tensor, bias: Tensor | None, indices: Tensor, count: Tensor)
 
 @kernel
 def _backward(
-    first, last, size, grad, target, bias, partial, weight, width, num_rows, spikes, entries
+    first, last, size, target, partial, weight, width, grad, stride, step, edges, spikes, entries
 ):
-    fresh = np.empty(target.size // width, np.bool_)
-    for column in range(first, last, size):
+    parts, fresh = len(edges) - 1, np.empty(target.size // width, np.bool_)
+    for item in range(first, last):
+        tile, part = item // parts, item % parts
+        column, place = tile * size, tile * step
         m = min(size, width - column)
-        fresh[:] = True
-        add_by_input(target, width, column, m, fresh, grad, width, column, 0, spikes)
-        clear(target, width, column, m, fresh)
-        for r in range(num_rows):
-            add_to(bias, column, m, grad, r * width + column)
-        if partial.size:
-            mine = partial[column // size]
-            dots_by_input(mine, weight, width, column, m, grad, width, column, 0, entries)
+        fresh[edges[part] : edges[part + 1]] = True
+        args = width, column, m, grad, stride, place, part
+        add_group(target, partial, tile, weight, fresh, spikes, entries, *args)
+        clear(target, width, column, m, fresh, edges[part], edges[part + 1])
+
+
+@kernel
+def add_group(
+    target, partial, tile, weight, fresh, spikes, entries,
+    width, column, m, grad, stride, place, group,
+):  # fmt: skip
+    """Both of what follows, for a tile; the second where it is wanted."""
+    add_by_input(target, width, column, m, fresh, grad, stride, place, group, spikes)
+    if partial.size:
+        out = partial[tile]
+        dots_by_input(out, weight, width, column, m, grad, stride, place, group, entries)
 
 
 @kernel
 def add_by_input(target, width, column, m, fresh, grad, stride, place, group, by_input):
     """`target[slot, column + k] += sum of grad[r, place + k]` for every input of a group that
     fired, over the rows r in which it did. A fresh slot holds nothing yet."""
-    bases, counts, slots, ends, rows, _ = by_input
-    begin, zeros = np.int64(bases[group]), np.zeros(m, np.float32)
-    for s in range(bases[group], bases[group] + counts[group]):
+    bases, starts, slots, rows, _ = by_input
+    zeros = np.zeros(m, np.float32)
+    for s in range(bases[group], bases[group + 1]):
         at = slots[s] * width + column
-        end = np.int64(ends[s])
-        if s + AHEAD < bases[group] + counts[group]:
+        begin, end = np.int64(starts[s]), np.int64(starts[s + 1])
+        if s + AHEAD < bases[group + 1]:
             prefetch(target, slots[s + AHEAD] * width + column, m)
         if fresh[slots[s]]:
             fresh[slots[s]] = False
             sum_rows(target, at, zeros, 0, grad, stride, place, m, rows, begin, end)
         else:
             sum_rows(target, at, target, at, grad, stride, place, m, rows, begin, end)
-        begin = end
 
 
 @kernel
 def dots_by_input(out, weight, width, column, m, grad, stride, place, group, by_input):
     """`out[e] = sum over k of weight[i, column + k] grad[r, place + k]` for every entry e of a
     group, i its input and r its row."""
-    bases, counts, inputs, ends, rows, entries = by_input
-    begin = np.int64(bases[group])
-    for s in range(bases[group], bases[group] + counts[group]):
-        at, end = inputs[s] * width + column, np.int64(ends[s])
+    bases, starts, inputs, rows, entries = by_input
+    for s in range(bases[group], bases[group + 1]):
+        at, begin, end = inputs[s] * width + column, np.int64(starts[s]), np.int64(starts[s + 1])
         # Rows lie too far apart for the processor to see the next one coming.
-        if s + AHEAD < bases[group] + counts[group]:
+        if s + AHEAD < bases[group + 1]:
             prefetch(weight, inputs[s + AHEAD] * width + column, m)
         dots(out, weight, at, m, grad, stride, place, rows, entries, begin, end)
-        begin = end
 
 
 @kernel
-def clear(target, width, column, m, fresh):
-    """`target[slot, column + k] = 0` where nothing has been added."""
-    for slot in range(len(fresh)):
+def clear(target, width, column, m, fresh, first, last):
+    """`target[slot, column + k] = 0` from slot first to last where nothing has been added."""
+    for slot in range(first, last):
         if fresh[slot]:
             at = slot * width + column
             target[at : at + m] = np.float32(0.0)
 
 
 @kernel
-def _sort(
-    first,
-    last,
-    T,
-    B,
-    size,
-    inputs,
-    offsets,
-    stops,
-    indices,
-    bases,
-    counts,
-    heads,
-    ends,
-    rows,
-    entries,
-):
-    place = np.empty(inputs, np.int32)
-    for group in range(first, last):
-        begin, end = group * size, min((group + 1) * size, B)
-        place[:] = 0
-        for b in range(begin, end):
+def _count_inputs(first, last, T, B, cuts, offsets, stops, indices, found):
+    for k in range(first, last):
+        mine = found[k]
+        for b in range(cuts[k], cuts[k + 1]):
             for t in range(T):
                 for e in range(offsets[t * B + b], stops[t * B + b]):
-                    place[indices[e]] += 1
-        s = at = bases[group]
-        for i in range(inputs):
-            if place[i]:
-                heads[s], ends[s] = i, at + place[i]
-                place[i], at = at, ends[s]
-                s += 1
-        counts[group] = s - bases[group]
-        for b in range(begin, end):
+                    mine[indices[e]] += 1
+
+
+@kernel
+def _sort(first, last, T, B, cuts, offsets, stops, indices, size, places, rows, entries):
+    for k in range(first, last):
+        mine = places[k]
+        for b in range(cuts[k], cuts[k + 1]):
             for t in range(T):
+                row = b % size * T + t
                 for e in range(offsets[t * B + b], stops[t * B + b]):
-                    k = place[indices[e]]
-                    rows[k], entries[k] = (b - begin) * T + t, e
-                    place[indices[e]] = k + 1
+                    place = mine[indices[e]]
+                    rows[place], entries[place] = row, e
+                    mine[indices[e]] = place + 1
 
 
 def by_input(
@@ -191,40 +220,59 @@ def by_input(
     """The spikes of each group of samples in the order of their inputs.
 
     Args:
-        num_steps, batch: of the events, or (R, 1), which makes one sample of all.
+        num_steps, batch: of the events, or (1, R), which makes a sample of each row.
         size: samples of a group; the last may have fewer.
         silent: the other candidates too.
 
     Returns:
-        (bases, counts, heads, ends, rows, entries): a group has the inputs `heads[s]` for s from
-        `bases[group]` on, `counts[group]` of them. Those of s are the places from `ends[s - 1]`, of
-        the first from `bases[group]`, to `ends[s]`: at each place an entry and its row in the
-        group, b T + t with b counted from the group's first sample.
+        (bases `[G + 1]`, starts `[S + 1]`, heads `[S]`, rows, entries): a group has the inputs
+        `heads[s]` for s from `bases[group]` to `bases[group + 1]`. Those of s are the places from
+        `starts[s]` to `starts[s + 1]`: at each place an entry and its row in the group, b T + t
+        with b counted from the group's first sample, in the order of these.
     """
     offsets, fired, indices = lists(events)
     stops = offsets[1:] if silent else offsets[:-1] + fired
-    totals = np.zeros(batch + 1, np.int32)
-    np.cumsum((stops - offsets[:-1]).reshape(num_steps, batch).sum(0), out=totals[1:])
-    bases = totals[np.minimum(np.arange(0, batch + size, size), batch)]
-    counts = np.empty(len(bases) - 1, np.int32)
-    arrays = tuple(np.zeros(totals[-1], np.int32) for _ in range(4))
-    found = bases, counts, *arrays
-    work = int(totals[-1]) + len(counts) * events.shape[2]
-    sizes = num_steps, batch, size, events.shape[2]
-    shared(_sort, len(counts), 1, work, *sizes, offsets, stops, indices, *found)
-    return found
+    total, inputs = int((stops - offsets[:-1]).sum()), events.shape[2]
+    groups, work = max(1, -(-batch // size)), ENTRY * total
+    # Several ranges of a group's samples are sorted at a time, one behind another at each input.
+    ranges = min(-(-threads_for(work) // groups), size)
+    within = np.arange(groups)[:, None] * size + np.arange(ranges) * size // ranges
+    cuts = np.minimum(np.append(within, batch), batch)
+    found = np.zeros((groups, ranges, inputs), np.int32)
+    args = num_steps, batch, cuts, offsets, stops, indices
+    items = groups * ranges
+    shared(_count_inputs, items, 1, work, *args, found.reshape(items, inputs))
+    counts = found.sum(1, dtype=np.int32)
+    begins = np.cumsum(counts, dtype=np.int32).reshape(counts.shape) - counts
+    places = np.cumsum(found, 1, dtype=np.int32) - found + begins[:, None]
+    rows, entries = np.empty(total, np.int32), np.empty(total, np.int32)
+    shared(_sort, items, 1, work, *args, size, places.reshape(items, inputs), rows, entries)
+    some = np.flatnonzero(counts)
+    bases = np.searchsorted(some, np.arange(groups + 1) * inputs)
+    starts = np.append(begins.ravel()[some], np.int32(total))
+    return bases, starts, (some % inputs).astype(np.int32), rows, entries
+
+
+@kernel
+def _add_rows(first, last, size, sums, grad, width):
+    num_rows = grad.size // width
+    for block in range(first, last):
+        for r in range(block * size, min((block + 1) * size, num_rows)):
+            add_to(sums, block * width, width, grad, r * width)
 
 
 def gradients(
     events: Events, grad: Tensor, weight: Tensor, sparse: bool
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
     """What `Gradients.finished` gives, from the gradient `[R, O]` of `currents`."""
-    width = weight.shape[1]
-    size = tile_of(width)
-    work = Gradients(events, weight, sparse, (events.num_rows, 1), 1, size)
-    arguments = size, flat(grad.contiguous()), *work.results, flat(weight), width
-    lists = events.num_rows, work.spikes, work.entries
-    shared(_backward, width, size, grad.numel(), *arguments, *lists)
+    num_rows, width = events.num_rows, weight.shape[1]
+    size, blocks = tile_of(width, num_rows), -(-num_rows // BLOCK)
+    tiles, threads = -(-width // size), threads_for(_work(events, width))
+    parts = threads if threads > tiles else 1
+    work = Gradients(events, weight, sparse, (1, num_rows), max(num_rows, 1), size, blocks)
+    rows = flat(grad.contiguous())
+    shared(_add_rows, blocks, 1, grad.numel(), BLOCK, work.sums.reshape(-1), rows, width)
+    work.add(rows, width, size, parts)
     return work.finished()
 
 
@@ -237,6 +285,7 @@ class Gradients:
         sparse: the weights' gradient has only the rows of inputs that fired.
         samples, group: see `by_input`.
         size: columns of a tile.
+        blocks: the bias's gradient is the sum of so many rows, in their order.
     """
 
     def __init__(
@@ -247,39 +296,66 @@ class Gradients:
         samples: tuple[int, int],
         group: int,
         size: int,
+        blocks: int,
     ) -> None:
         inputs, width = weight.shape
-        bases, counts, slots, *places = by_input(events, *samples, group)
+        bases, starts, slots, *places = by_input(events, *samples, group)
         self.touched = None
         if sparse:
-            self.touched, slots = _touched(inputs, bases, counts, slots)
+            self.touched, slots = _touched(inputs, slots)
             inputs = len(self.touched)
-        self.spikes = bases, counts, slots, *places
+        self.spikes = bases, starts, slots, *places
         wanted = events.values is not None
         # Something of the same kind where it is not wanted.
         self.entries = by_input(events, *samples, group, silent=True) if wanted else self.spikes
+        self.events, self.source, self.size = events, weight, size
         self.weight = torch.empty(inputs, width, dtype=torch.float32)
         advise_huge_pages(self.weight)
-        self.bias = np.zeros(width, np.float32)
-        tiles = -(-width // size) if wanted else 0
-        self.partial = np.empty((tiles, len(events.indices)), np.float32)
-        self.results = flat(self.weight), self.bias, self.partial
+        self.sums = np.zeros((blocks, width), np.float32)
+        self.tiles = -(-width // size)
+        self.partial = np.empty((self.tiles if wanted else 0, len(events.indices)), np.float32)
+
+    def add(self, grad: np.ndarray, stride: int, step: int, parts: int) -> None:
+        """Sum the gradients of currents by input, where all samples are one group.
+
+        Args:
+            grad: row r of a tile begins at `tile * step + r * stride`.
+            parts: of the inputs, each with about as many spikes.
+        """
+        inputs, width = self.weight.shape
+        spikes, entries = _cut(self.spikes, parts), _cut(self.entries, parts)
+        edges = np.append(spikes[2], inputs)[spikes[0]]
+        edges[0] = 0
+        target, weight = flat(self.weight), flat(self.source)
+        args = target, self.partial, weight, width, grad, stride, step, edges, spikes, entries
+        work = _work(self.events, width)
+        shared(_backward, self.tiles * parts, 1, work, self.size, *args)
 
     def finished(self) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """(the rows int64 `[K]` that the weights' gradient has, or None for all; that gradient
         `[K, O]`; that of the bias `[O]`; that of the events' values `[E]` if they have any)."""
-        values = torch.from_numpy(self.partial.sum(0)) if len(self.partial) else None
+        partial = self.partial
+        values = torch.from_numpy(_total(partial)) if len(partial) else None
         rows = None if self.touched is None else torch.from_numpy(self.touched)
-        return rows, self.weight, torch.from_numpy(self.bias), values
+        return rows, self.weight, torch.from_numpy(self.sums.sum(0)), values
 
 
-def _touched(
-    inputs: int, bases: np.ndarray, counts: np.ndarray, heads: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _total(rows: np.ndarray) -> np.ndarray:
+    return rows[0] if len(rows) == 1 else rows.sum(0)
+
+
+def _cut(found: tuple[np.ndarray, ...], parts: int) -> tuple[np.ndarray, ...]:
+    """What `by_input` gives for one group, as so many groups of inputs with about as many places
+    each."""
+    _, starts, *others = found
+    wanted = np.arange(parts + 1) * int(starts[-1]) // parts
+    return np.searchsorted(starts, wanted), starts, *others
+
+
+def _touched(inputs: int, heads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The inputs that fired, int64, and for each of `heads` its place among them."""
     seen = np.zeros(inputs, bool)
-    for base, count in zip(bases[:-1], counts, strict=True):
-        seen[heads[base : base + count]] = True
+    seen[heads] = True
     places = np.cumsum(seen, dtype=np.int32) - np.int32(1)
     return np.flatnonzero(seen), places[heads]
 
