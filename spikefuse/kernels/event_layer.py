@@ -39,10 +39,6 @@ KEPT = 16
 # of the cache. Of large layers each is read a few times, and moving them all would take longer.
 MOVED = 64
 
-# Gradients of currents, of a tile and so many samples as fit, that are summed by input at a time:
-# they stay in a core's cache.
-GROUPED = 1 << 18
-
 # What follows the emitted kernels of a neuron. `none` stands for what those need not be given.
 SOURCE = """
 
@@ -206,19 +202,25 @@ class Layer:
         """What `Gradients.finished` gives, from the gradient `[E]` of the outputs' values."""
         num_steps, batch, _ = self.events.shape
         size, threads = self.size, self._threads()
-        group, room = max(1, min(batch, GROUPED // max(num_steps * size, 1))), 0
-        if apart := threads > self.tiles:
-            group, room = max(1, batch), self.tiles * num_steps * batch * size
-        work = Gradients(self.events, self.weight, sparse, (num_steps, batch), group, size, batch)
+        apart = threads > self.tiles
+        parts, room = (threads, self.tiles * num_steps * batch * size) if apart else (1, 0)
+        work = Gradients(self.events, self.weight, sparse, (num_steps, batch), size, parts, batch)
         grads = torch.empty(room, dtype=torch.float32)
         advise_huge_pages(grads)
         entries = outputs.offsets.numpy(), outputs.indices.numpy(), flat(grad.contiguous())
         results = flat(work.weight), work.partial, work.sums.reshape(-1)
-        arguments = *self._inputs(), *lists(self.events), *entries, flat(grads), group, *results
+        arguments = (
+            *self._inputs(),
+            *lists(self.events),
+            *entries,
+            flat(grads),
+            work.group,
+            *results,
+        )
         lists_ = work.spikes, work.entries
         self._run(self.module.layer_backward, *arguments, *lists_, *self.params)
         if apart:
-            work.add(flat(grads), size, num_steps * batch * size, threads)
+            work.add(flat(grads), size, num_steps * batch * size)
         return work.finished()
 
     def _inputs(self) -> tuple[object, ...]:

@@ -39,6 +39,9 @@ WIDEST, NARROW, NARROWEST = 512, 256, 64
 AHEAD = 3
 # Rows of a product whose gradients are summed for the bias, before these sums are.
 BLOCK = 128
+# Gradients of currents, of a tile and so many samples as fit, that are summed by input at a time:
+# they stay in a core's cache.
+GROUPED = 1 << 18
 # An entry is read and written here and there: so many neuron-steps of work.
 ENTRY = 4
 
@@ -126,16 +129,20 @@ def row_sum(weight: Tensor, bias: Tensor | None, indices: Tensor, count: Tensor)
 
 @kernel
 def _backward(
-    first, last, size, target, partial, weight, width, grad, stride, step, edges, spikes, entries
-):
-    parts, fresh = len(edges) - 1, np.empty(target.size // width, np.bool_)
+    first, last, size, parts, target, partial, weight, width, grad, stride, step, rows,
+    spikes, entries,
+):  # fmt: skip
+    edges, bases = spikes[:2]
+    fresh = np.empty(target.size // width, np.bool_)
     for item in range(first, last):
         tile, part = item // parts, item % parts
-        column, place = tile * size, tile * step
+        column = tile * size
         m = min(size, width - column)
         fresh[edges[part] : edges[part + 1]] = True
-        args = width, column, m, grad, stride, place, part
-        add_group(target, partial, tile, weight, fresh, spikes, entries, *args)
+        for group in range((len(bases) - 1) // parts):
+            place = tile * step + group * rows * stride
+            args = width, column, m, grad, stride, place, group * parts + part
+            add_group(target, partial, tile, weight, fresh, spikes, entries, *args)
         clear(target, width, column, m, fresh, edges[part], edges[part + 1])
 
 
@@ -155,7 +162,7 @@ def add_group(
 def add_by_input(target, width, column, m, fresh, grad, stride, place, group, by_input):
     """`target[slot, column + k] += sum of grad[r, place + k]` for every input of a group that
     fired, over the rows r in which it did. A fresh slot holds nothing yet."""
-    bases, starts, slots, rows, _ = by_input
+    _, bases, starts, slots, rows, _ = by_input
     zeros = np.zeros(m, np.float32)
     for s in range(bases[group], bases[group + 1]):
         at = slots[s] * width + column
@@ -173,7 +180,7 @@ def add_by_input(target, width, column, m, fresh, grad, stride, place, group, by
 def dots_by_input(out, weight, width, column, m, grad, stride, place, group, by_input):
     """`out[e] = sum over k of weight[i, column + k] grad[r, place + k]` for every entry e of a
     group, i its input and r its row."""
-    bases, starts, inputs, rows, entries = by_input
+    _, bases, starts, inputs, rows, entries = by_input
     for s in range(bases[group], bases[group + 1]):
         at, begin, end = inputs[s] * width + column, np.int64(starts[s]), np.int64(starts[s + 1])
         # Rows lie too far apart for the processor to see the next one coming.
@@ -215,20 +222,22 @@ def _sort(first, last, T, B, cuts, offsets, stops, indices, size, places, rows, 
 
 
 def by_input(
-    events: Events, num_steps: int, batch: int, size: int, silent: bool = False
+    events: Events, num_steps: int, batch: int, size: int, parts: int, silent: bool = False
 ) -> tuple[np.ndarray, ...]:
     """The spikes of each group of samples in the order of their inputs.
 
     Args:
         num_steps, batch: of the events, or (1, R), which makes a sample of each row.
         size: samples of a group; the last may have fewer.
+        parts: of the inputs, with about as many spikes each.
         silent: the other candidates too.
 
     Returns:
-        (bases `[G + 1]`, starts `[S + 1]`, heads `[S]`, rows, entries): a group has the inputs
-        `heads[s]` for s from `bases[group]` to `bases[group + 1]`. Those of s are the places from
-        `starts[s]` to `starts[s + 1]`: at each place an entry and its row in the group, b T + t
-        with b counted from the group's first sample, in the order of these.
+        (edges `[P + 1]`, bases `[G P + 1]`, starts `[S + 1]`, heads `[S]`, rows, entries): part p
+        has the inputs from `edges[p]` to `edges[p + 1]`. Of these, `heads[s]` fired in a group for
+        s from `bases[group P + p]` on, to the next base. Those of s are the places from `starts[s]`
+        to `starts[s + 1]`: at each place an entry and its row in the group, b T + t with b counted
+        from the group's first sample, in the order of these.
     """
     offsets, fired, indices = lists(events)
     stops = offsets[1:] if silent else offsets[:-1] + fired
@@ -248,9 +257,13 @@ def by_input(
     rows, entries = np.empty(total, np.int32), np.empty(total, np.int32)
     shared(_sort, items, 1, work, *args, size, places.reshape(items, inputs), rows, entries)
     some = np.flatnonzero(counts)
-    bases = np.searchsorted(some, np.arange(groups + 1) * inputs)
+    whole = np.cumsum(counts.sum(0))
+    edges = np.searchsorted(whole, np.arange(1, parts) * total // parts)
+    edges = np.concatenate(([0], edges, [inputs]))
+    firsts = (np.arange(groups)[:, None] * inputs + edges[:-1]).ravel()
+    bases = np.append(np.searchsorted(some, firsts), len(some))
     starts = np.append(begins.ravel()[some], np.int32(total))
-    return bases, starts, (some % inputs).astype(np.int32), rows, entries
+    return edges, bases, starts, (some % inputs).astype(np.int32), rows, entries
 
 
 @kernel
@@ -269,10 +282,10 @@ def gradients(
     size, blocks = tile_of(width, num_rows), -(-num_rows // BLOCK)
     tiles, threads = -(-width // size), threads_for(_work(events, width))
     parts = threads if threads > tiles else 1
-    work = Gradients(events, weight, sparse, (1, num_rows), max(num_rows, 1), size, blocks)
+    work = Gradients(events, weight, sparse, (1, num_rows), size, parts, blocks)
     rows = flat(grad.contiguous())
     shared(_add_rows, blocks, 1, grad.numel(), BLOCK, work.sums.reshape(-1), rows, width)
-    work.add(rows, width, size, parts)
+    work.add(rows, width, size)
     return work.finished()
 
 
@@ -283,7 +296,7 @@ class Gradients:
         events: its inputs.
         weight: `[I, O]`.
         sparse: the weights' gradient has only the rows of inputs that fired.
-        samples, group: see `by_input`.
+        samples, parts: see `by_input`.
         size: columns of a tile.
         blocks: the bias's gradient is the sum of so many rows, in their order.
     """
@@ -294,42 +307,38 @@ class Gradients:
         weight: Tensor,
         sparse: bool,
         samples: tuple[int, int],
-        group: int,
         size: int,
+        parts: int,
         blocks: int,
     ) -> None:
         inputs, width = weight.shape
-        bases, starts, slots, *places = by_input(events, *samples, group)
-        self.touched = None
-        if sparse:
-            self.touched, slots = _touched(inputs, slots)
-            inputs = len(self.touched)
-        self.spikes = bases, starts, slots, *places
+        num_steps, batch = samples
+        self.group = max(1, min(batch, GROUPED // max(num_steps * size, 1)))
+        lists = *samples, self.group, parts
+        self.spikes = by_input(events, *lists)
         wanted = events.values is not None
         # Something of the same kind where it is not wanted.
-        self.entries = by_input(events, *samples, group, silent=True) if wanted else self.spikes
-        self.events, self.source, self.size = events, weight, size
+        self.entries = by_input(events, *lists, silent=True) if wanted else self.spikes
+        self.touched = None
+        if sparse:
+            self.touched, self.spikes = _touched(inputs, self.spikes)
+            inputs = len(self.touched)
+        self.events, self.source, self.size, self.parts = events, weight, size, parts
+        self.rows = self.group * num_steps
         self.weight = torch.empty(inputs, width, dtype=torch.float32)
         advise_huge_pages(self.weight)
         self.sums = np.zeros((blocks, width), np.float32)
         self.tiles = -(-width // size)
         self.partial = np.empty((self.tiles if wanted else 0, len(events.indices)), np.float32)
 
-    def add(self, grad: np.ndarray, stride: int, step: int, parts: int) -> None:
-        """Sum the gradients of currents by input, where all samples are one group.
-
-        Args:
-            grad: row r of a tile begins at `tile * step + r * stride`.
-            parts: of the inputs, each with about as many spikes.
-        """
-        inputs, width = self.weight.shape
-        spikes, entries = _cut(self.spikes, parts), _cut(self.entries, parts)
-        edges = np.append(spikes[2], inputs)[spikes[0]]
-        edges[0] = 0
-        target, weight = flat(self.weight), flat(self.source)
-        args = target, self.partial, weight, width, grad, stride, step, edges, spikes, entries
+    def add(self, grad: np.ndarray, stride: int, step: int) -> None:
+        """Sum the gradients of currents by input: row r of a tile begins at
+        `tile * step + r * stride`."""
+        width, tiles = self.weight.shape[1], self.tiles
+        results = flat(self.weight), self.partial, flat(self.source)
+        args = *results, width, grad, stride, step, self.rows, self.spikes, self.entries
         work = _work(self.events, width)
-        shared(_backward, self.tiles * parts, 1, work, self.size, *args)
+        shared(_backward, tiles * self.parts, 1, work, self.size, self.parts, *args)
 
     def finished(self) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """(the rows int64 `[K]` that the weights' gradient has, or None for all; that gradient
@@ -344,20 +353,16 @@ def _total(rows: np.ndarray) -> np.ndarray:
     return rows[0] if len(rows) == 1 else rows.sum(0)
 
 
-def _cut(found: tuple[np.ndarray, ...], parts: int) -> tuple[np.ndarray, ...]:
-    """What `by_input` gives for one group, as so many groups of inputs with about as many places
-    each."""
-    _, starts, *others = found
-    wanted = np.arange(parts + 1) * int(starts[-1]) // parts
-    return np.searchsorted(starts, wanted), starts, *others
-
-
-def _touched(inputs: int, heads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The inputs that fired, int64, and for each of `heads` its place among them."""
+def _touched(
+    inputs: int, found: tuple[np.ndarray, ...]
+) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """The inputs that fired, int64, and what `by_input` found with their places among them."""
+    edges, bases, starts, heads, *others = found
     seen = np.zeros(inputs, bool)
     seen[heads] = True
+    touched = np.flatnonzero(seen)
     places = np.cumsum(seen, dtype=np.int32) - np.int32(1)
-    return np.flatnonzero(seen), places[heads]
+    return touched, (np.searchsorted(touched, edges), bases, starts, places[heads], *others)
 
 
 def given(bias: Tensor | None, width: int) -> Tensor:
