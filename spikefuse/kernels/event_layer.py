@@ -28,7 +28,15 @@ from spikefuse.compiler.numba_runtime import advise_huge_pages, flat, move_to_hu
 from spikefuse.compiler.program import program
 from spikefuse.kernels import event_lists_numba, event_numba, event_vectors
 from spikefuse.kernels.event_lists_numba import lists, lists_of, words_of
-from spikefuse.kernels.event_numba import NARROW, Gradients, given, spread, threads_for, tile_of
+from spikefuse.kernels.event_numba import (
+    NARROW,
+    Gradients,
+    given,
+    spread,
+    threads_for,
+    tile_of,
+    work_of,
+)
 from spikefuse.kernels.events import Events
 from spikefuse.neurons.definition import Definition
 
@@ -96,7 +104,7 @@ def sums(rows, stride, place, x, step, T, B, b, bias, column, m, offsets, fired,
 def layer_backward(
     first, last, size, T, B, weight, bias, width, kept,
     offsets, fired, indices, out_offsets, out_indices, grad,
-    apart, group, target, partial, totals, spikes, entries{p}
+    apart, totals, group, target, partial, spikes, entries{p}
 ):
     x, y = np.empty(T * size, np.float32), np.empty(T * size, np.float32)
     none = np.empty(0, np.float32)
@@ -190,7 +198,7 @@ class Layer:
         bits, others = (np.empty((num_steps * batch, words), np.uint32) for _ in range(2))
         if self.events.num_fired >= KEPT * max(num_steps * batch, 1):
             self.kept = np.empty(num_steps * batch * width, np.float32)
-        ranges = -(-self._threads() // self.tiles)
+        ranges = -(-threads_for(self._work()) // self.tiles)
         moved = self.events.num_fired >= MOVED * len(self.weight) * ranges
         arguments = *self._inputs(), *lists(self.events), moved, words, bits.ravel(), others.ravel()
         self._run(self.module.layer, *arguments, *self.params)
@@ -201,26 +209,16 @@ class Layer:
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """What `Gradients.finished` gives, from the gradient `[E]` of the outputs' values."""
         num_steps, batch, _ = self.events.shape
-        size, threads = self.size, self._threads()
-        apart = threads > self.tiles
-        parts, room = (threads, self.tiles * num_steps * batch * size) if apart else (1, 0)
-        work = Gradients(self.events, self.weight, sparse, (num_steps, batch), size, parts, batch)
-        grads = torch.empty(room, dtype=torch.float32)
-        advise_huge_pages(grads)
+        work = Gradients(self.events, self.weight, sparse, (num_steps, batch), self.size, batch)
+        step = num_steps * batch * self.size if work.parts > 1 else 0
+        apart = torch.empty(self.tiles * step, dtype=torch.float32)
+        advise_huge_pages(apart)
         entries = outputs.offsets.numpy(), outputs.indices.numpy(), flat(grad.contiguous())
-        results = flat(work.weight), work.partial, work.sums.reshape(-1)
-        arguments = (
-            *self._inputs(),
-            *lists(self.events),
-            *entries,
-            flat(grads),
-            work.group,
-            *results,
-        )
-        lists_ = work.spikes, work.entries
-        self._run(self.module.layer_backward, *arguments, *lists_, *self.params)
-        if apart:
-            work.add(flat(grads), size, num_steps * batch * size)
+        inputs = *self._inputs(), *lists(self.events), *entries, flat(apart)
+        results = work.sums.reshape(-1), *work.arguments
+        self._run(self.module.layer_backward, *inputs, *results, *self.params)
+        if step:
+            work.add(flat(apart), self.size, step)
         return work.finished()
 
     def _inputs(self) -> tuple[object, ...]:
@@ -229,14 +227,11 @@ class Layer:
         bias = flat(given(self.bias, width))
         return num_steps, batch, flat(self.weight), bias, width, self.kept
 
-    def _work(self) -> int:
-        return self.events.num_rows * self.weight.shape[1]
-
-    def _threads(self) -> int:
-        return threads_for(self._work())
-
     def _run(self, kernel: Any, *arguments: object) -> None:
         spread(kernel, self.tiles, self.events.shape[1], self._work(), self.size, *arguments)
+
+    def _work(self) -> int:
+        return work_of(self.events, self.weight.shape[1])
 
 
 def can_fuse(neuron: Definition, weight: Tensor) -> bool:

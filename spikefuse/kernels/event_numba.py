@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spikefuse.compiler import numba_runtime
+from spikefuse.compiler import numba_threads
 from spikefuse.compiler.numba_runtime import (
     advise_huge_pages,
     flat,
@@ -48,7 +48,7 @@ ENTRY = 4
 
 def threads_for(work: int) -> int:
     """The threads that `shared` gives so many neuron-steps."""
-    return min(torch.get_num_threads(), max(1, work // numba_runtime.MIN_TASK))
+    return min(torch.get_num_threads(), max(1, work // numba_threads.MIN_TASK))
 
 
 def tile_of(width: int, samples: int) -> int:
@@ -105,11 +105,12 @@ def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = torch.empty(events.num_rows, width, dtype=torch.float32)
     size = tile_of(width, events.num_rows)
     arguments = size, flat(out), flat(weight), flat(given(bias, width)), width, *lists(events)
-    spread(_forward, -(-width // size), events.num_rows, _work(events, width), *arguments)
+    spread(_forward, -(-width // size), events.num_rows, work_of(events, width), *arguments)
     return out
 
 
-def _work(events: Events, width: int) -> int:
+def work_of(events: Events, width: int) -> int:
+    """Of a product, in neuron-steps."""
     return width * (events.num_rows + len(events.indices))
 
 
@@ -129,21 +130,22 @@ def row_sum(weight: Tensor, bias: Tensor | None, indices: Tensor, count: Tensor)
 
 @kernel
 def _backward(
-    first, last, size, parts, target, partial, weight, width, grad, stride, step, rows,
-    spikes, entries,
-):  # fmt: skip
+    first, last, size, weight, width, grad, stride, step, rows, target, partial, spikes, entries
+):
     edges, bases = spikes[:2]
+    parts = len(edges) - 1
     fresh = np.empty(target.size // width, np.bool_)
-    for item in range(first, last):
-        tile, part = item // parts, item % parts
+    for tile in range(first // parts, -(-last // parts)):
         column = tile * size
         m = min(size, width - column)
-        fresh[edges[part] : edges[part + 1]] = True
+        begin, end = part_of(first, last, tile, parts)
+        fresh[edges[begin] : edges[end]] = True
         for group in range((len(bases) - 1) // parts):
             place = tile * step + group * rows * stride
-            args = width, column, m, grad, stride, place, group * parts + part
-            add_group(target, partial, tile, weight, fresh, spikes, entries, *args)
-        clear(target, width, column, m, fresh, edges[part], edges[part + 1])
+            for part in range(begin, end):
+                args = width, column, m, grad, stride, place, group * parts + part
+                add_group(target, partial, tile, weight, fresh, spikes, entries, *args)
+        clear(target, width, column, m, fresh, edges[begin], edges[end])
 
 
 @kernel
@@ -280,10 +282,10 @@ def gradients(
     """What `Gradients.finished` gives, from the gradient `[R, O]` of `currents`."""
     num_rows, width = events.num_rows, weight.shape[1]
     size, blocks = tile_of(width, num_rows), -(-num_rows // BLOCK)
-    tiles, threads = -(-width // size), threads_for(_work(events, width))
-    parts = threads if threads > tiles else 1
-    work = Gradients(events, weight, sparse, (1, num_rows), size, parts, blocks)
-    rows = flat(grad.contiguous())
+    work, rows = (
+        Gradients(events, weight, sparse, (1, num_rows), size, blocks),
+        flat(grad.contiguous()),
+    )
     shared(_add_rows, blocks, 1, grad.numel(), BLOCK, work.sums.reshape(-1), rows, width)
     work.add(rows, width, size)
     return work.finished()
@@ -296,7 +298,7 @@ class Gradients:
         events: its inputs.
         weight: `[I, O]`.
         sparse: the weights' gradient has only the rows of inputs that fired.
-        samples, parts: see `by_input`.
+        samples: (num_steps, batch) of `by_input`.
         size: columns of a tile.
         blocks: the bias's gradient is the sum of so many rows, in their order.
     """
@@ -308,13 +310,14 @@ class Gradients:
         sparse: bool,
         samples: tuple[int, int],
         size: int,
-        parts: int,
         blocks: int,
     ) -> None:
-        inputs, width = weight.shape
-        num_steps, batch = samples
+        (num_steps, batch), (inputs, width) = samples, weight.shape
+        self.tiles, threads = -(-width // size), threads_for(work_of(events, width))
+        # Of the inputs, for threads that share a tile.
+        self.parts = threads if threads > self.tiles else 1
         self.group = max(1, min(batch, GROUPED // max(num_steps * size, 1)))
-        lists = *samples, self.group, parts
+        lists = *samples, self.group, self.parts
         self.spikes = by_input(events, *lists)
         wanted = events.values is not None
         # Something of the same kind where it is not wanted.
@@ -323,22 +326,25 @@ class Gradients:
         if sparse:
             self.touched, self.spikes = _touched(inputs, self.spikes)
             inputs = len(self.touched)
-        self.events, self.source, self.size, self.parts = events, weight, size, parts
+        self.events, self.source, self.size = events, weight, size
         self.rows = self.group * num_steps
         self.weight = torch.empty(inputs, width, dtype=torch.float32)
         advise_huge_pages(self.weight)
         self.sums = np.zeros((blocks, width), np.float32)
-        self.tiles = -(-width // size)
         self.partial = np.empty((self.tiles if wanted else 0, len(events.indices)), np.float32)
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What kernels take that sum by input."""
+        return self.group, flat(self.weight), self.partial, self.spikes, self.entries
+
     def add(self, grad: np.ndarray, stride: int, step: int) -> None:
-        """Sum the gradients of currents by input: row r of a tile begins at
+        """Sum the gradients of currents by input; row r of a tile's begins at
         `tile * step + r * stride`."""
-        width, tiles = self.weight.shape[1], self.tiles
-        results = flat(self.weight), self.partial, flat(self.source)
-        args = *results, width, grad, stride, step, self.rows, self.spikes, self.entries
-        work = _work(self.events, width)
-        shared(_backward, tiles * self.parts, 1, work, self.size, self.parts, *args)
+        width = self.weight.shape[1]
+        rows = flat(self.source), width, grad, stride, step, self.rows
+        work = work_of(self.events, width)
+        spread(_backward, self.tiles, self.parts, work, self.size, *rows, *self.arguments[1:])
 
     def finished(self) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """(the rows int64 `[K]` that the weights' gradient has, or None for all; that gradient
