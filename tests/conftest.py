@@ -16,6 +16,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from spikefuse.compiler import numba_threads
 from spikefuse.testing import Backends
 
 
@@ -24,6 +25,15 @@ def two_threads():
     """Of PyTorch and of Numba's kernels, also where each worker has one core."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def any_threads(monkeypatch):
+    """Work of any size goes to as many threads as a test sets."""
+    monkeypatch.setattr(numba_threads, "MIN_TASK", 1)
+    before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
