@@ -107,7 +107,7 @@ def layer_backward(
     apart, totals, group, target, partial, spikes, entries{p}
 ):
     x, y = np.empty(T * size, np.float32), np.empty(T * size, np.float32)
-    none = np.empty(0, np.float32)
+    none, total = np.empty(0, np.float32), np.empty(size, np.float32)
     grads = apart if apart.size else aligned(group * T * size)
     {saved}
     fresh = np.empty(target.size // width, np.bool_)
@@ -133,8 +133,10 @@ def layer_backward(
                         y[t * m + k] = grad[e]
             gx = grads[(tile * B + b if apart.size else b % group) * T * size :]
             backward(0, m, T, m, m, False, x, m, 0, y, m, 0, gx, size, 0, {backward}{p})
+            total[:] = np.float32(0.0)
             for t in range(T):
-                add_to(totals, b * width + column, m, gx, t * size)
+                add_to(total, 0, m, gx, t * size)
+            add_to(totals, (b if apart.size else 0) * width + column, m, total, 0)
             if not apart.size and ((b + 1) % group == 0 or b + 1 == B):
                 args = width, column, m, grads, size, 0, b // group
                 add_group(target, partial, tile, weight, fresh, spikes, entries, *args)
@@ -209,13 +211,13 @@ class Layer:
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """What `Gradients.finished` gives, from the gradient `[E]` of the outputs' values."""
         num_steps, batch, _ = self.events.shape
-        work = Gradients(self.events, self.weight, sparse, (num_steps, batch), self.size, batch)
+        work = Gradients(self.events, self.weight, sparse, (num_steps, batch), self.size)
         step = num_steps * batch * self.size if work.parts > 1 else 0
         apart = torch.empty(self.tiles * step, dtype=torch.float32)
         advise_huge_pages(apart)
         entries = outputs.offsets.numpy(), outputs.indices.numpy(), flat(grad.contiguous())
         inputs = *self._inputs(), *lists(self.events), *entries, flat(apart)
-        results = work.sums.reshape(-1), *work.arguments
+        results = work.bias_of(batch if step else 1), *work.arguments
         self._run(self.module.layer_backward, *inputs, *results, *self.params)
         if step:
             work.add(flat(apart), self.size, step)

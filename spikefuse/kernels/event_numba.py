@@ -211,7 +211,27 @@ def _count_inputs(first, last, T, B, cuts, offsets, stops, indices, found):
 
 
 @kernel
-def _sort(first, last, T, B, cuts, offsets, stops, indices, size, places, rows, entries):
+def _lay_out(counts, edges, bases, starts, heads):
+    """Of counts `[groups, ranges, inputs]` make the first places; the number of heads."""
+    s = at = 0
+    for group in range(len(counts)):
+        for part in range(len(edges) - 1):
+            bases[group * (len(edges) - 1) + part] = s
+            for i in range(edges[part], edges[part + 1]):
+                begin = at
+                for k in range(counts.shape[1]):
+                    count = counts[group, k, i]
+                    counts[group, k, i] = at
+                    at += count
+                if at > begin:
+                    starts[s], heads[s] = begin, i
+                    s += 1
+    bases[-1], starts[s] = s, at
+    return s
+
+
+@kernel
+def _sort(first, last, T, B, cuts, offsets, stops, indices, places, size, rows, entries):
     for k in range(first, last):
         mine = places[k]
         for b in range(cuts[k], cuts[k + 1]):
@@ -250,22 +270,20 @@ def by_input(
     within = np.arange(groups)[:, None] * size + np.arange(ranges) * size // ranges
     cuts = np.minimum(np.append(within, batch), batch)
     found = np.zeros((groups, ranges, inputs), np.int32)
-    args = num_steps, batch, cuts, offsets, stops, indices
-    items = groups * ranges
-    shared(_count_inputs, items, 1, work, *args, found.reshape(items, inputs))
-    counts = found.sum(1, dtype=np.int32)
-    begins = np.cumsum(counts, dtype=np.int32).reshape(counts.shape) - counts
-    places = np.cumsum(found, 1, dtype=np.int32) - found + begins[:, None]
+    of_range, items = found.reshape(-1, inputs), groups * ranges
+    args = num_steps, batch, cuts, offsets, stops, indices, of_range
+    shared(_count_inputs, items, 1, work, *args)
+    edges = np.array([0, inputs])
+    if parts > 1:
+        whole = np.cumsum(of_range.sum(0))
+        inner = np.searchsorted(whole, np.arange(1, parts) * total // parts)
+        edges = np.concatenate(([0], inner, [inputs]))
+    bases, most = np.empty(groups * parts + 1, np.int64), min(total, groups * inputs)
+    starts, heads = np.empty(most + 1, np.int32), np.empty(most, np.int32)
+    number = _lay_out(found, edges, bases, starts, heads)
     rows, entries = np.empty(total, np.int32), np.empty(total, np.int32)
-    shared(_sort, items, 1, work, *args, size, places.reshape(items, inputs), rows, entries)
-    some = np.flatnonzero(counts)
-    whole = np.cumsum(counts.sum(0))
-    edges = np.searchsorted(whole, np.arange(1, parts) * total // parts)
-    edges = np.concatenate(([0], edges, [inputs]))
-    firsts = (np.arange(groups)[:, None] * inputs + edges[:-1]).ravel()
-    bases = np.append(np.searchsorted(some, firsts), len(some))
-    starts = np.append(begins.ravel()[some], np.int32(total))
-    return edges, bases, starts, (some % inputs).astype(np.int32), rows, entries
+    shared(_sort, items, 1, work, *args, size, rows, entries)
+    return edges, bases, starts[: number + 1], heads[:number], rows, entries
 
 
 @kernel
@@ -281,12 +299,9 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
     """What `Gradients.finished` gives, from the gradient `[R, O]` of `currents`."""
     num_rows, width = events.num_rows, weight.shape[1]
-    size, blocks = tile_of(width, num_rows), -(-num_rows // BLOCK)
-    work, rows = (
-        Gradients(events, weight, sparse, (1, num_rows), size, blocks),
-        flat(grad.contiguous()),
-    )
-    shared(_add_rows, blocks, 1, grad.numel(), BLOCK, work.sums.reshape(-1), rows, width)
+    size, blocks, rows = tile_of(width, num_rows), -(-num_rows // BLOCK), flat(grad.contiguous())
+    work = Gradients(events, weight, sparse, (1, num_rows), size)
+    shared(_add_rows, blocks, 1, grad.numel(), BLOCK, work.bias_of(blocks), rows, width)
     work.add(rows, width, size)
     return work.finished()
 
@@ -300,8 +315,9 @@ class Gradients:
         sparse: the weights' gradient has only the rows of inputs that fired.
         samples: (num_steps, batch) of `by_input`.
         size: columns of a tile.
-        blocks: the bias's gradient is the sum of so many rows, in their order.
     """
+
+    sums: np.ndarray
 
     def __init__(
         self,
@@ -310,7 +326,6 @@ class Gradients:
         sparse: bool,
         samples: tuple[int, int],
         size: int,
-        blocks: int,
     ) -> None:
         (num_steps, batch), (inputs, width) = samples, weight.shape
         self.tiles, threads = -(-width // size), threads_for(work_of(events, width))
@@ -330,8 +345,12 @@ class Gradients:
         self.rows = self.group * num_steps
         self.weight = torch.empty(inputs, width, dtype=torch.float32)
         advise_huge_pages(self.weight)
-        self.sums = np.zeros((blocks, width), np.float32)
         self.partial = np.empty((self.tiles if wanted else 0, len(events.indices)), np.float32)
+
+    def bias_of(self, blocks: int) -> np.ndarray:
+        """Zeros `[blocks O]`: the bias's gradient is the sum of these rows, in their order."""
+        self.sums = np.zeros((blocks, self.weight.shape[1]), np.float32)
+        return self.sums.reshape(-1)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -352,7 +371,7 @@ class Gradients:
         partial = self.partial
         values = torch.from_numpy(_total(partial)) if len(partial) else None
         rows = None if self.touched is None else torch.from_numpy(self.touched)
-        return rows, self.weight, torch.from_numpy(self.sums.sum(0)), values
+        return rows, self.weight, torch.from_numpy(_total(self.sums)), values
 
 
 def _total(rows: np.ndarray) -> np.ndarray:
