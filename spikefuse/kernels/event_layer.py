@@ -29,7 +29,7 @@ from spikefuse.compiler.program import program
 from spikefuse.kernels import event_lists_numba, event_numba, event_vectors
 from spikefuse.kernels.event_lists_numba import lists, lists_of, words_of
 from spikefuse.kernels.event_numba import (
-    NARROW,
+    TOGETHER,
     Gradients,
     given,
     spread,
@@ -64,7 +64,7 @@ def layer(
     x, y = np.empty(T * size, np.float32), np.empty(T * size, np.float32)
     none = np.empty(0, np.float32)
     # Half a wide tile of the rows that are moved, and so read again and again, stays in the cache.
-    part = -(-size // (2 * WORD)) * WORD if moved and size > {narrow} else size
+    part = -(-size // (2 * WORD)) * WORD if moved and size > {wide} else size
     stride = -(-part // LINE) * LINE
     rows = aligned(weight.size // width * stride if moved else 0)
     samples = max(B, 1)
@@ -160,7 +160,7 @@ def _module(name: str) -> ModuleType:
     rows = "np.empty((T - 1) // CHUNK * size, np.float32)"
     text = SOURCE.format(
         digest=_digest(),
-        narrow=NARROW,
+        wide=TOGETHER,
         p="".join(f", p{i}" for i in range(len(step.params))),
         saved="; ".join(f"saved{i} = {rows}" for i in states),
         forward=", ".join("none, none, none" for _ in states),
@@ -200,10 +200,11 @@ class Layer:
         bits, others = (np.empty((num_steps * batch, words), np.uint32) for _ in range(2))
         if self.events.num_fired >= KEPT * max(num_steps * batch, 1):
             self.kept = np.empty(num_steps * batch * width, np.float32)
-        ranges = -(-threads_for(self._work()) // self.tiles)
+        threads = threads_for(self._work())
+        ranges = -(-threads // self.tiles)
         moved = self.events.num_fired >= MOVED * len(self.weight) * ranges
         arguments = *self._inputs(), *lists(self.events), moved, words, bits.ravel(), others.ravel()
-        self._run(self.module.layer, *arguments, *self.params)
+        self._run(self.module.layer, threads, *arguments, *self.params)
         return Events((num_steps, batch, width), *lists_of(bits, others))
 
     def backward(
@@ -218,7 +219,7 @@ class Layer:
         entries = outputs.offsets.numpy(), outputs.indices.numpy(), flat(grad.contiguous())
         inputs = *self._inputs(), *lists(self.events), *entries, flat(apart)
         results = work.bias_of(batch if step else 1), *work.arguments
-        self._run(self.module.layer_backward, *inputs, *results, *self.params)
+        self._run(self.module.layer_backward, work.parts, *inputs, *results, *self.params)
         if step:
             work.add(flat(apart), self.size, step)
         return work.finished()
@@ -229,8 +230,9 @@ class Layer:
         bias = flat(given(self.bias, width))
         return num_steps, batch, flat(self.weight), bias, width, self.kept
 
-    def _run(self, kernel: Any, *arguments: object) -> None:
-        spread(kernel, self.tiles, self.events.shape[1], self._work(), self.size, *arguments)
+    def _run(self, kernel: Any, threads: int, *arguments: object) -> None:
+        samples = self.events.shape[1]
+        spread(kernel, self.tiles, samples, threads, self._work(), self.size, *arguments)
 
     def _work(self) -> int:
         return work_of(self.events, self.weight.shape[1])

@@ -32,9 +32,11 @@ from spikefuse.kernels.event_vectors import WORD, dots, prefetch, sum_rows
 from spikefuse.kernels.events import Events
 from spikefuse.neurons.candidates import FIRED
 
-# Columns of a tile: at most so many that its weights fit a core's cache, at least so many that
-# adding a row is worth it, and fewer only where threads would have no work; whole words of bits.
-WIDEST, NARROW, NARROWEST = 512, 256, 64
+# Columns of a tile: at most so many that its weights fit a core's cache; whole words of bits.
+WIDEST = 512
+# At least so many if a thread has a tile to itself, as much time goes into each row of fewer; so
+# many where threads share a tile; fewer only where there are not enough samples to share out.
+OWN, TOGETHER, NARROWEST = 128, 256, 64
 # Rows of weights or their gradients are asked for so many inputs before they are used.
 AHEAD = 3
 # Rows of a product whose gradients are summed for the bias, before these sums are.
@@ -52,21 +54,21 @@ def threads_for(work: int) -> int:
 
 
 def tile_of(width: int, samples: int) -> int:
-    """Columns of a tile: fewer where there are more threads than wide tiles, as far as that helps
-    if samples are shared out too."""
+    """Columns of a tile: as many tiles as threads, or fewer that threads share."""
 
     def share(tiles: int) -> int:
         return -(-width // (tiles * WORD)) * WORD
 
     threads = torch.get_num_threads()
-    wide = min(max(share(threads), NARROW), WIDEST)
-    return min(wide, max(share(-(-threads // max(samples, 1))), NARROWEST))
+    if share(threads) >= OWN:
+        return min(share(threads), WIDEST)
+    return min(max(share(-(-threads // max(samples, 1))), NARROWEST), TOGETHER)
 
 
-def spread(kernel: Any, tiles: int, samples: int, work: int, *args: object) -> None:
-    """Run `kernel(first, last, *args)` over the samples of all tiles, numbered tile by tile; whole
-    tiles where there are enough for all threads."""
-    samples, threads = max(samples, 1), threads_for(work)
+def spread(kernel: Any, tiles: int, samples: int, threads: int, work: int, *args: object) -> None:
+    """Run `kernel(first, last, *args)` over the samples of all tiles, numbered tile by tile; over
+    whole tiles where there is one for each of so many threads."""
+    samples = max(samples, 1)
     unit = samples if threads <= tiles else -(-tiles * samples // threads)
     shared(kernel, tiles * samples, unit, work, *args)
 
@@ -103,9 +105,10 @@ def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
     width = weight.shape[1]
     move_to_huge_pages(weight)
     out = torch.empty(events.num_rows, width, dtype=torch.float32)
-    size = tile_of(width, events.num_rows)
+    size, work = tile_of(width, events.num_rows), work_of(events, width)
     arguments = size, flat(out), flat(weight), flat(given(bias, width)), width, *lists(events)
-    spread(_forward, -(-width // size), events.num_rows, work_of(events, width), *arguments)
+    sizes = -(-width // size), events.num_rows
+    spread(_forward, *sizes, threads_for(work), work, *arguments)
     return out
 
 
@@ -329,8 +332,9 @@ class Gradients:
     ) -> None:
         (num_steps, batch), (inputs, width) = samples, weight.shape
         self.tiles, threads = -(-width // size), threads_for(work_of(events, width))
-        # Of the inputs, for threads that share a tile.
-        self.parts = threads if threads > self.tiles else 1
+        # Of the inputs, for threads that share a tile: with a few too many threads for that, tiles
+        # by themselves are quicker.
+        self.parts = threads if 3 * threads > 4 * self.tiles else 1
         self.group = max(1, min(batch, GROUPED // max(num_steps * size, 1)))
         lists = *samples, self.group, self.parts
         self.spikes = by_input(events, *lists)
@@ -363,7 +367,8 @@ class Gradients:
         width = self.weight.shape[1]
         rows = flat(self.source), width, grad, stride, step, self.rows
         work = work_of(self.events, width)
-        spread(_backward, self.tiles, self.parts, work, self.size, *rows, *self.arguments[1:])
+        sizes = self.tiles, self.parts, self.parts
+        spread(_backward, *sizes, work, self.size, *rows, *self.arguments[1:])
 
     def finished(self) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """(the rows int64 `[K]` that the weights' gradient has, or None for all; that gradient

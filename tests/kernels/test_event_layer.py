@@ -82,6 +82,7 @@ SHAPES = {  # num_steps, batch, width
     "long, uneven": (40, 7, 33),
     "one sample": (17, 1, 600),
     "several tiles": (5, 11, 600),
+    "many tiles": (2, 3, 1290),  # 10 threads have 9
     "one step": (1, 6, 300),
     "no samples": (4, 0, 70),
 }
@@ -107,7 +108,7 @@ def test_threads(
     marks[..., 5:9] = marks[..., -1] = 0.0  # Inputs that never fire, the last too.
     expected = results(marks, width, sparse, (1, 1))
     size = tile_of(width, sizes[1], 1)
-    for threads in ((2, 2), (5, 5), (16, 16), (16, 2), (1, 5)):
+    for threads in ((2, 2), (5, 5), (10, 10), (16, 16), (16, 2), (1, 5)):
         found = results(marks, width, sparse, threads)
         same(found, expected, tiles=tile_of(width, sizes[1], threads[0]) == size)
 

@@ -60,6 +60,7 @@ def test_threads_change_no_weight(
         (980, 48, 1, 512),
         (980, 48, 2, 512),
         (980, 48, 3, 352),
+        (980, 48, 8, 128),  # a tile for each
         (980, 48, 16, 256),  # samples are shared out
         (980, 4, 16, 256),
         (980, 3, 16, 192),  # not enough of them
