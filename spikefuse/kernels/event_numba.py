@@ -3,7 +3,8 @@
 Weights are `[in, out]`, so that the row of an input is contiguous. A tile of their columns stays in
 a core's cache while all rows of events go by. Where there are more threads than tiles, those of one
 tile share out its rows of events, and for the weights' gradient its inputs. Only the gradients of
-the events' values are summed in another order where there are other tiles.
+the events' values are summed in another order where there are other tiles; the bias's are summed by
+blocks of rows that no number of threads changes.
 
 Shape legend: R rows of events, E entries, I inputs, O outputs, G groups of samples, S inputs that
 fired, of each group.
@@ -215,7 +216,8 @@ def _count_inputs(first, last, T, B, cuts, offsets, stops, indices, found):
 
 @kernel
 def _lay_out(counts, edges, bases, starts, heads):
-    """Of counts `[groups, ranges, inputs]` make the first places; the number of heads."""
+    """Where the spikes of each input begin: fills the rest, turns counts `[G, ranges, I]` into first
+    places, and returns how many heads there are."""
     s = at = 0
     for group in range(len(counts)):
         for part in range(len(edges) - 1):
@@ -332,15 +334,15 @@ class Gradients:
     ) -> None:
         (num_steps, batch), (inputs, width) = samples, weight.shape
         self.tiles, threads = -(-width // size), threads_for(work_of(events, width))
-        # Of the inputs, for threads that share a tile: with a few too many threads for that, tiles
-        # by themselves are quicker.
+        # Of the inputs, for threads that share tiles. That takes longer in all, so that of hardly
+        # more threads than tiles it is quicker to leave some without work.
         self.parts = threads if 3 * threads > 4 * self.tiles else 1
         self.group = max(1, min(batch, GROUPED // max(num_steps * size, 1)))
-        lists = *samples, self.group, self.parts
-        self.spikes = by_input(events, *lists)
+        order = *samples, self.group, self.parts
+        self.spikes = by_input(events, *order)
         wanted = events.values is not None
         # Something of the same kind where it is not wanted.
-        self.entries = by_input(events, *lists, silent=True) if wanted else self.spikes
+        self.entries = by_input(events, *order, silent=True) if wanted else self.spikes
         self.touched = None
         if sparse:
             self.touched, self.spikes = _touched(inputs, self.spikes)
