@@ -46,7 +46,7 @@ BLOCK = 128
 # they stay in a core's cache.
 GROUPED = 1 << 18
 # An entry is read and written here and there: so many neuron-steps of work.
-ENTRY = 4
+ENTRY = 2
 
 
 def threads_for(work: int) -> int:
@@ -216,8 +216,8 @@ def _count_inputs(first, last, T, B, cuts, offsets, stops, indices, found):
 
 @kernel
 def _lay_out(counts, edges, bases, starts, heads):
-    """Where the spikes of each input begin: fills the rest, turns counts `[G, ranges, I]` into first
-    places, and returns how many heads there are."""
+    """Where the spikes of each input begin: fills the rest, makes first places of the counts
+    `[G, ranges, I]`, and returns how many heads there are."""
     s = at = 0
     for group in range(len(counts)):
         for part in range(len(edges) - 1):
@@ -268,7 +268,7 @@ def by_input(
     """
     offsets, fired, indices = lists(events)
     stops = offsets[1:] if silent else offsets[:-1] + fired
-    total, inputs = int((stops - offsets[:-1]).sum()), events.shape[2]
+    total, inputs = int(offsets[-1]) if silent else int(fired.sum()), events.shape[2]
     groups, work = max(1, -(-batch // size)), ENTRY * total
     # Several ranges of a group's samples are sorted at a time, one behind another at each input.
     ranges = min(-(-threads_for(work) // groups), size)
