@@ -27,7 +27,7 @@ from numba.extending import intrinsic
 from spikefuse.compiler.numba_runtime import kernel
 
 # A task shorter than this many neuron-steps is not worth a thread.
-MIN_TASK = 1 << 15
+MIN_TASK = 1 << 14
 
 
 def parallel(function: Callable[..., None], num_neurons: int, num_steps: int, *args: Any) -> None:
