@@ -6,6 +6,8 @@
     python -m benchmarks.events --no-graphs         on a GPU: no replays of CUDA graphs
     python -m benchmarks.events --streaming         one time step of one sample too
 
+OMP_WAIT_POLICY, under which threads wait awake or asleep, is noted with the results.
+
 `event_networks` has the networks and `event_check` says what a right step is. The bars compare
 networks with one method, Adam on all weights; RowAdam, which is another, has times of its own. Each
 case also measures lists and dense products of the layers on events alone, between which the layers

@@ -1,4 +1,4 @@
-"""What generated Numba kernels import: typed memory access, threads, and numba_math.
+"""What generated Numba kernels import: typed memory access and numba_math.
 
 Generated loops run over neighbouring neurons and must vectorise. LLVM has to know for that
 that arrays don't overlap: each access carries the number of its array (`slot`) as alias

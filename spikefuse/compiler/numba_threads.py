@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -22,6 +22,7 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 from spikefuse.compiler.numba_runtime import kernel
@@ -40,19 +41,25 @@ def shared(function: Callable[..., None], count: int, unit: int, work: int, *arg
     """Run `function(first, last, *args)` over ranges of `count` things, in multiples of `unit`.
 
     Args:
-        function: a kernel.
+        function: a kernel that returns nothing.
         work: of all of them, in neuron-steps.
+
+    Raises:
+        MemoryError: a kernel failed; on Python's threads, what it raised.
     """
-    threads = torch.get_num_threads()
-    tasks = min(threads, max(1, work // MIN_TASK))
-    share = -(-count // (tasks * unit)) * unit
+    share = -(-count // (threads_for(work) * unit)) * unit
     if share >= count:
         function(0, count, *args)
     elif not _has_openmp:
         _on_python_threads(function, count, share, *args)
     # Always with all threads, as PyTorch does: OpenMP ends those that a call leaves out.
-    elif _run(_address(function, args), count, share, threads, args):
-        raise MemoryError(f"{function.__name__} found no memory")
+    elif _run(_address(function, args), count, share, torch.get_num_threads(), args):
+        raise MemoryError(f"{function.__name__} failed, as kernels do for want of memory")
+
+
+def threads_for(work: int) -> int:
+    """The threads that so many neuron-steps are worth."""
+    return min(torch.get_num_threads(), max(1, work // MIN_TASK))
 
 
 _addresses: dict[Any, int] = {}
@@ -63,10 +70,13 @@ def _address(function: Any, args: tuple[Any, ...]) -> int:
     key = function, _kind(args)
     if key not in _addresses:
         kinds = types.intp, types.intp, *map(numba.typeof, args)
-        function.compile(kinds)
-        compiled = function.overloads[kinds]
-        name = compiled.fndesc.llvm_func_name
-        _addresses[key] = compiled.library.get_pointer_to_function(name)
+        with global_compiler_lock:
+            function.compile(kinds)
+            compiled = function.overloads[kinds]
+            name = compiled.fndesc.llvm_func_name
+            address = compiled.library.get_pointer_to_function(name)
+        assert address and compiled.signature.return_type == types.none, name
+        _addresses[key] = address
     return _addresses[key]
 
 
@@ -86,15 +96,19 @@ _PARALLEL, _THREAD, _THREADS = (
 
 def _register_openmp() -> bool:
     """Let kernels find the OpenMP that PyTorch is linked with; whether there is one."""
-    try:
-        # As a dependency of this library, whatever its own name is.
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        found = library.GOMP_parallel, library.omp_get_thread_num, library.omp_get_num_threads
-    except (OSError, AttributeError):
+    if sys.platform != "linux":
         return False
-    for name, function in zip((_PARALLEL, _THREAD, _THREADS), found, strict=True):
-        llvm.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
-    return True
+    # One loaded before PyTorch takes its calls, too; else it is a dependency of this library.
+    for place in (None, "libtorch_cpu.so"):
+        try:
+            library = ctypes.CDLL(place)
+            found = library.GOMP_parallel, library.omp_get_thread_num, library.omp_get_num_threads
+        except (OSError, AttributeError):
+            continue
+        for name, function in zip((_PARALLEL, _THREAD, _THREADS), found, strict=True):
+            llvm.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
+        return True
+    return False
 
 
 _has_openmp = _register_openmp()

@@ -67,9 +67,7 @@ class NeuronShard(nn.Module):
         self.is_last = False
         first, last = self._share()
         self.layer = _Share(in_features, last - first, neuron, **options)
-        self.layer.group, self.layer.width = group, out_features
-        self.layer.register_buffer("first", torch.tensor(self.bounds), persistent=False)
-        self.layer.to(self.layer.weight.device)
+        self.layer.group, self.layer.bounds = group, self.bounds
 
     def _share(self) -> tuple[int, int]:
         rank = dist.get_rank(self.group)
@@ -101,11 +99,11 @@ class _Share(EventLinear):
     """
 
     group: Group = None
+    #: Of the ranks' neurons the first, and the end.
+    bounds: list[int]
     exchanges = False
-    #: Neurons of all ranks.
-    width: int
-    #: Of the ranks' neurons the first, and the end, int64 `[K + 1]`.
-    first: Tensor
+    #: The bounds where the layer is, which is told by its input.
+    _placed: Tensor | None = None
 
     def _listed(self, marks: Tensor) -> Events:
         if not self.exchanges:
@@ -128,10 +126,11 @@ class _Share(EventLinear):
     def _whole(self, own: Tensor, counts: Counts, share: Events, source: Tensor | None) -> Events:
         """The events of all ranks, whose gradient goes to `source`: marks or values of the share,
         whose sites `own` has, with room for those of any rank."""
-        shape = share.shape[0], share.shape[1], self.width
-        every = _ranks(self.group).gather(own)
-        rank = dist.get_rank(self.group)
-        whole, values, places = merged(shape, every, self.first, counts, rank)
+        if self._placed is None or self._placed.device != own.device:
+            self._placed = torch.tensor(self.bounds, device=own.device)
+        shape = share.shape[0], share.shape[1], self.bounds[-1]
+        every, rank = _ranks(self.group).gather(own), dist.get_rank(self.group)
+        whole, values, places = merged(shape, every, self._placed, counts, rank)
         if source is None:
             return whole
         return replace(whole, values=_Gathered.apply(source, values, places, share, self.group))

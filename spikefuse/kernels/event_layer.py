@@ -25,6 +25,7 @@ from torch import Tensor
 from spikefuse.compiler import cache as sources
 from spikefuse.compiler.launch import choose
 from spikefuse.compiler.numba_runtime import advise_huge_pages, flat, move_to_huge_pages
+from spikefuse.compiler.numba_threads import threads_for
 from spikefuse.compiler.program import program
 from spikefuse.kernels import event_lists_numba, event_numba, event_vectors
 from spikefuse.kernels.event_lists_numba import lists, lists_of, words_of
@@ -33,7 +34,6 @@ from spikefuse.kernels.event_numba import (
     Gradients,
     given,
     spread,
-    threads_for,
     tile_of,
     work_of,
 )
@@ -43,8 +43,8 @@ from spikefuse.neurons.definition import Definition
 # Spikes per row from which on it is quicker to keep the currents than to sum them again.
 KEPT = 16
 
-# Times that a row of weights is read from which on it is first moved to where it begins with a line
-# of the cache. Of large layers each is read a few times, and moving them all would take longer.
+# Times that a thread reads a row of weights from which on it is first moved to where it begins with
+# a line of the cache. Of large layers each is read a few times, and to move them all takes longer.
 MOVED = 64
 
 # What follows the emitted kernels of a neuron. `none` stands for what those need not be given.
@@ -201,7 +201,7 @@ class Layer:
         if self.events.num_fired >= KEPT * max(num_steps * batch, 1):
             self.kept = np.empty(num_steps * batch * width, np.float32)
         threads = threads_for(self._work())
-        ranges = -(-threads // self.tiles)
+        ranges = -(-threads // max(self.tiles, 1))
         moved = self.events.num_fired >= MOVED * len(self.weight) * ranges
         arguments = *self._inputs(), *lists(self.events), moved, words, bits.ravel(), others.ravel()
         self._run(self.module.layer, threads, *arguments, *self.params)
@@ -218,11 +218,12 @@ class Layer:
         advise_huge_pages(apart)
         entries = outputs.offsets.numpy(), outputs.indices.numpy(), flat(grad.contiguous())
         inputs = *self._inputs(), *lists(self.events), *entries, flat(apart)
-        results = work.bias_of(batch if step else 1), *work.arguments
+        sums = np.zeros((batch if step else 1, self.weight.shape[1]), np.float32)
+        results = sums.reshape(-1), work.group, *work.arguments
         self._run(self.module.layer_backward, work.parts, *inputs, *results, *self.params)
         if step:
             work.add(flat(apart), self.size, step)
-        return work.finished()
+        return work.finished(sums)
 
     def _inputs(self) -> tuple[object, ...]:
         num_steps, batch, _ = self.events.shape

@@ -133,7 +133,7 @@ def merge(  # type: ignore[no-untyped-def]
     """Write all ranks' spikes of each row to `whole`, then their other candidates, with their
     values, and for one rank's own entries the places in `whole`."""
     row = tl.program_id(0).to(tl.int64)
-    # Not given: it would be another program for each number.
+    # Not given: each number would be prepared for as another launch.
     most = tl.cast(1, tl.int64)
     for k in range(0, ranks):
         most = tl.maximum(most, tl.load(starts + k * (rows + 1) + rows))

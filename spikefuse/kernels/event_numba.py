@@ -6,8 +6,8 @@ tile share out its rows of events, and for the weights' gradient its inputs. Onl
 the events' values are summed in another order where there are other tiles; the bias's are summed by
 blocks of rows that no number of threads changes.
 
-Shape legend: R rows of events, E entries, I inputs, O outputs, G groups of samples, S inputs that
-fired, of each group.
+Shape legend: R rows of events, E entries, I inputs, O outputs, G groups of samples, P parts of
+the inputs, S inputs that fired, of each group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spikefuse.compiler import numba_threads
 from spikefuse.compiler.numba_runtime import (
     advise_huge_pages,
     flat,
@@ -27,7 +26,7 @@ from spikefuse.compiler.numba_runtime import (
     move_to_huge_pages,
     store,
 )
-from spikefuse.compiler.numba_threads import shared
+from spikefuse.compiler.numba_threads import shared, threads_for
 from spikefuse.kernels.event_lists_numba import lists
 from spikefuse.kernels.event_vectors import WORD, dots, prefetch, sum_rows
 from spikefuse.kernels.events import Events
@@ -49,11 +48,6 @@ GROUPED = 1 << 18
 ENTRY = 2
 
 
-def threads_for(work: int) -> int:
-    """The threads that `shared` gives so many neuron-steps."""
-    return min(torch.get_num_threads(), max(1, work // numba_threads.MIN_TASK))
-
-
 def tile_of(width: int, samples: int) -> int:
     """Columns of a tile: as many tiles as threads, or fewer that threads share."""
 
@@ -69,9 +63,10 @@ def tile_of(width: int, samples: int) -> int:
 def spread(kernel: Any, tiles: int, samples: int, threads: int, work: int, *args: object) -> None:
     """Run `kernel(first, last, *args)` over the samples of all tiles, numbered tile by tile; over
     whole tiles where there is one for each of so many threads."""
-    samples = max(samples, 1)
-    unit = samples if threads <= tiles else -(-tiles * samples // threads)
-    shared(kernel, tiles * samples, unit, work, *args)
+    if tiles:
+        samples = max(samples, 1)
+        unit = samples if threads <= tiles else -(-tiles * samples // threads)
+        shared(kernel, tiles * samples, unit, work, *args)
 
 
 @kernel
@@ -270,12 +265,17 @@ def by_input(
     stops = offsets[1:] if silent else offsets[:-1] + fired
     total, inputs = int(offsets[-1]) if silent else int(fired.sum()), events.shape[2]
     groups, work = max(1, -(-batch // size)), ENTRY * total
+    if total >= 1 << 31:
+        raise ValueError(
+            f"a layer's input lists {total:,} events: of a batch at most {(1 << 31) - 1:,} can be "
+            "sorted; use smaller batches"
+        )
     # Several ranges of a group's samples are sorted at a time, one behind another at each input.
     ranges = min(-(-threads_for(work) // groups), size)
     within = np.arange(groups)[:, None] * size + np.arange(ranges) * size // ranges
     cuts = np.minimum(np.append(within, batch), batch)
-    found = np.zeros((groups, ranges, inputs), np.int32)
-    of_range, items = found.reshape(-1, inputs), groups * ranges
+    found, items = np.zeros((groups, ranges, inputs), np.int32), groups * ranges
+    of_range = found.reshape(items, inputs)
     args = num_steps, batch, cuts, offsets, stops, indices, of_range
     shared(_count_inputs, items, 1, work, *args)
     edges = np.array([0, inputs])
@@ -306,9 +306,10 @@ def gradients(
     num_rows, width = events.num_rows, weight.shape[1]
     size, blocks, rows = tile_of(width, num_rows), -(-num_rows // BLOCK), flat(grad.contiguous())
     work = Gradients(events, weight, sparse, (1, num_rows), size)
-    shared(_add_rows, blocks, 1, grad.numel(), BLOCK, work.bias_of(blocks), rows, width)
+    sums = np.zeros((blocks, width), np.float32)
+    shared(_add_rows, blocks, 1, grad.numel(), BLOCK, sums.reshape(-1), rows, width)
     work.add(rows, width, size)
-    return work.finished()
+    return work.finished(sums)
 
 
 class Gradients:
@@ -321,8 +322,6 @@ class Gradients:
         samples: (num_steps, batch) of `by_input`.
         size: columns of a tile.
     """
-
-    sums: np.ndarray
 
     def __init__(
         self,
@@ -353,15 +352,10 @@ class Gradients:
         advise_huge_pages(self.weight)
         self.partial = np.empty((self.tiles if wanted else 0, len(events.indices)), np.float32)
 
-    def bias_of(self, blocks: int) -> np.ndarray:
-        """Zeros `[blocks O]`: the bias's gradient is the sum of these rows, in their order."""
-        self.sums = np.zeros((blocks, self.weight.shape[1]), np.float32)
-        return self.sums.reshape(-1)
-
     @property
     def arguments(self) -> tuple[Any, ...]:
         """What kernels take that sum by input."""
-        return self.group, flat(self.weight), self.partial, self.spikes, self.entries
+        return flat(self.weight), self.partial, self.spikes, self.entries
 
     def add(self, grad: np.ndarray, stride: int, step: int) -> None:
         """Sum the gradients of currents by input; row r of a tile's begins at
@@ -370,19 +364,29 @@ class Gradients:
         rows = flat(self.source), width, grad, stride, step, self.rows
         work = work_of(self.events, width)
         sizes = self.tiles, self.parts, self.parts
-        spread(_backward, *sizes, work, self.size, *rows, *self.arguments[1:])
+        spread(_backward, *sizes, work, self.size, *rows, *self.arguments)
 
-    def finished(self) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    def finished(self, sums: np.ndarray) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """(the rows int64 `[K]` that the weights' gradient has, or None for all; that gradient
-        `[K, O]`; that of the bias `[O]`; that of the events' values `[E]` if they have any)."""
-        partial = self.partial
-        values = torch.from_numpy(_total(partial)) if len(partial) else None
+        `[K, O]`; that of the bias `[O]`; that of the events' values `[E]` if they have any).
+
+        Args:
+            sums: `[..., O]`, which add up to the bias's.
+        """
+        wanted = self.events.values is not None
+        values = torch.from_numpy(_total(self.partial)) if wanted else None
         rows = None if self.touched is None else torch.from_numpy(self.touched)
-        return rows, self.weight, torch.from_numpy(_total(self.sums)), values
+        return rows, self.weight, torch.from_numpy(_total(sums)), values
 
 
-def _total(rows: np.ndarray) -> np.ndarray:
-    return rows[0] if len(rows) == 1 else rows.sum(0)
+@kernel
+def _total(rows):
+    """The sum of rows, one after the other: NumPy's order depends on their width."""
+    total = np.zeros(rows.shape[1], np.float32)
+    for r in range(len(rows)):
+        for k in range(len(total)):
+            total[k] += rows[r, k]
+    return total
 
 
 def _touched(

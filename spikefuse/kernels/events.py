@@ -203,6 +203,7 @@ def merged(
         (the events, whose sites are in order if those of the ranks follow each other; what
         `is_fired` gives of them; int64: for each entry of `rank` its place among all).
     """
+    assert indices.shape[1] == counts.room
     whole, values, places = _kernels(indices).merged(indices, first, counts, rank)
     return Events(shape, counts.offsets, counts.fired, whole), values, places
 

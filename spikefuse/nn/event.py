@@ -285,6 +285,11 @@ class EventLinear(nn.Module):
     ) -> Events:
         if sequence is not None and sequence.relay is not None:
             raise ValueError(NO_EVENTS)
+        if events.shape[0] == 0:
+            raise ValueError(
+                f"the input has shape {list(events.shape)}: expected [T, B, {self.in_features}] "
+                "with T >= 1"
+            )
         name, marking = "", with_candidates(neuron, self._marking)
         self.__dict__["_marking"] = marking  # no module of this one
         state, keep, backend = None, False, "auto"
@@ -301,6 +306,9 @@ class EventLinear(nn.Module):
         if sequence is not None:
             sequence.final[name] = final
         return self._listed(marks)
+
+    # What the layer gives of its neurons' marks, or of their events: of a layer that is shared out
+    # those of all ranks.
 
     def _listed(self, marks: Tensor) -> Events:
         return event_autograd.listed(marks)

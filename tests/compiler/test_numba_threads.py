@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -39,6 +40,12 @@ def add(first, last, sums, values, factor, enabled, more):
 
 
 @kernel
+def describe(first, last, found, array, more):
+    for i in range(first, last):
+        found[i] = 1000 * array.ndim + 100 * len(more[1]) + array.size
+
+
+@kernel
 def claim(first, last, sums):
     if first > 0:
         sums[0] = np.empty(1 << 58)[0]
@@ -66,6 +73,34 @@ def test_each_kind_of_argument_has_machine_code_of_its_own():
         sums = np.zeros(100)
         shared(add, 100, 1, 5 * MIN_TASK, sums, values, 2.0, True, (shorts, 0.5))
         np.testing.assert_array_equal(sums, 2.0 * values + shorts + 0.5)
+
+
+@pytest.mark.usefixtures("five_threads")
+def test_kinds_that_look_alike():
+    flat = np.arange(64.0)
+    read_only = flat.copy()
+    read_only.flags.writeable = False
+    square = flat.reshape(8, 8)
+    for _ in range(2):
+        for array in (flat, square, read_only, square.T, square[:, ::2]):
+            for more in ((1, (2,)), (1, (2, 3))):
+                found = np.zeros(100, np.int64)
+                shared(describe, 100, 1, 5 * MIN_TASK, found, array, more)
+                assert (found == 1000 * array.ndim + 100 * len(more[1]) + array.size).all()
+
+
+@pytest.mark.usefixtures("five_threads")
+def test_from_several_threads_of_python():
+    def run(k):
+        sums = np.zeros(1000, np.float32)
+        for _ in range(20):
+            more = (np.full(1000, k), 1)
+            shared(add, 1000, 1, 5 * MIN_TASK, sums, sums.copy(), np.float32(0), True, more)
+        return sums
+
+    with ThreadPoolExecutor(4) as pool:
+        for k, sums in enumerate(pool.map(run, range(8))):
+            np.testing.assert_array_equal(sums, 20 * (k + 1))
 
 
 def test_small_work_stays_on_one_thread(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import sys
@@ -48,9 +49,10 @@ def spikes() -> Events:
     return Events.from_dense((torch.rand(12, 3, 30) < 0.2).float())
 
 
-def compare(group: dist.ProcessGroup | None, **options) -> None:
-    x, rank = spikes(), dist.get_rank(group)
-    whole, shards = network(**options), shard_neurons(network(**options), group)
+def compare(group: dist.ProcessGroup | None, device: str = "cpu", **options) -> None:
+    x, rank = spikes().to(device), dist.get_rank(group)
+    whole = network(**options).to(device)
+    shards = shard_neurons(network(**options), group).to(device)
     assert len(list(shards.parameters())) == 6
     inner = sf.Temporal(whole[:1])(x), sf.Temporal(shards[:1])(x)
     for name in ("offsets", "fired", "indices"):
@@ -73,6 +75,9 @@ def events_at_the_end() -> None:
     whole.net[1].bias.requires_grad_(False)
     shards = shard_neurons(whole)
     assert not shards.training
+    with pytest.raises(ValueError, match="expected 30"):
+        shards.net[0](Events.from_dense(torch.zeros(2, 3, 31)))
+    shards(x)
     if rank == 0:
         assert shards.net[0].layer(x).shape[2] == shards.net[0].bounds[1]
     for net in (whole, shards):
@@ -98,6 +103,23 @@ def nothing_to_exchange() -> None:
         assert not shards[0].layer.weight.grad.any()
 
 
+def fewer_neurons_than_ranks(device: str = "cpu") -> None:
+    torch.manual_seed(0)
+    surrogate = sf.surrogate.FastSigmoid(10.0, cutoff=-2.0)
+    neuron = sf.LIF(0.9, detach_reset=True, surrogate=surrogate)
+    whole = nn.Sequential(EventLinear(30, 1, neuron), EventLinear(1, 10))
+    nn.init.constant_(whole[0].weight, 0.5)
+    shards = shard_neurons(copy.deepcopy(whole))
+    for net in (whole, shards):
+        sf.Temporal(net.to(device))(spikes().to(device)).square().sum().backward()
+    assert whole[0].weight.grad.any()
+    for one, part in zip(whole, shards, strict=True):
+        grad = one.weight.grad
+        if isinstance(part, NeuronShard):
+            grad = grad[:, part.bounds[dist.get_rank()] : part.bounds[dist.get_rank() + 1]]
+        torch.testing.assert_close(part.layer.weight.grad, grad)
+
+
 def lists_by_triton() -> None:
     """The same; of a training step, each layer that is shared out reads once how long lists are,
     those of all ranks."""
@@ -120,6 +142,7 @@ def run(rank: int, file: str) -> None:
         compare(None, capacity=0.2)
         events_at_the_end()
         nothing_to_exchange()
+        fewer_neurons_than_ranks()
         if os.environ.get("TRITON_INTERPRET") == "1":
             lists_by_triton()  # from here on
     finally:

@@ -85,6 +85,7 @@ SHAPES = {  # num_steps, batch, width
     "many tiles": (2, 3, 1290),  # 10 threads have 9
     "one step": (1, 6, 300),
     "no samples": (4, 0, 70),
+    "one neuron": (6, 300, 1),
 }
 
 

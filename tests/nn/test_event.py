@@ -277,6 +277,27 @@ def test_no_spikes_and_no_samples() -> None:
     assert net(torch.zeros(T, 0, 40)).shape == (T, 0, 10)
 
 
+@pytest.mark.parametrize("fire", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(30, 0), (0, 5), (0, 0)])
+def test_layers_without_neurons_or_inputs(inputs: int, outputs: int, fire: bool) -> None:
+    x = Events.from_dense((torch.rand(6, 3, inputs) < 0.5).float())
+    layer = EventLinear(inputs, outputs, neuron() if fire else None, impl="numba")
+    y = layer(x)
+    dense = y.to_dense() if fire else y
+    assert dense.shape == (6, 3, outputs)
+    dense.sum().backward()
+    assert layer.weight.grad.shape == (inputs, outputs)
+
+
+def test_spikes_are_counted_when_asked_for() -> None:
+    net = network()
+    net(spikes(40))
+    activity = net.net[1].activity
+    assert "spikes" not in vars(activity)
+    assert activity.spikes.dtype == torch.int64
+    assert activity.spikes == activity.by_row.sum() == activity.fired > 0
+
+
 ERRORS = {
     r"capacity is 0: expected a share": lambda: EventLinear(4, 3, capacity=0),
     r"overflow is 'keep': expected one of drop": lambda: EventLinear(4, 3, overflow="keep"),
@@ -285,6 +306,9 @@ ERRORS = {
     r"capacity is '2%': expected a share": lambda: EventLinear(4, 3, capacity="2%"),
     r"values other than 0 and 1": lambda: EventLinear(4, 3)(torch.full((2, 1, 4), 0.5)),
     r"shape \[2, 1, 5\]: expected \[T, B, 4\]": lambda: EventLinear(4, 3)(torch.zeros(2, 1, 5)),
+    r"\[0, 2, 4\]: expected \[T, B, 4\] with T >= 1": lambda: EventLinear(4, 3, neuron())(
+        torch.zeros(0, 2, 4)
+    ),
     r"of 40 sites: expected 4": lambda: EventLinear(4, 3)(Events.from_dense(spikes(40))),
 }
 

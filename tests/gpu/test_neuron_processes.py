@@ -1,0 +1,33 @@
+"""Neurons shared out over GPUs: the network of one GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.distributed.test_neuron_sharding import compare, fewer_neurons_than_ranks
+
+RANKS = min(torch.cuda.device_count(), 4)
+
+
+def run(rank: int, file: str) -> None:
+    torch.cuda.set_device(rank)
+    device = f"cuda:{rank}"
+    dist.init_process_group(
+        "nccl", f"file://{file}", rank=rank, world_size=RANKS, device_id=torch.device(device)
+    )
+    try:
+        compare(None, device, impl="triton")
+        compare(None, device, capacity=0.2)
+        fewer_neurons_than_ranks(device)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")
+def test_as_one_gpu(tmp_path: Path) -> None:
+    mp.spawn(run, (str(tmp_path / "store"),), nprocs=RANKS)
