@@ -20,6 +20,7 @@ from benchmarks import bars, ddp, record
 
 TESTS = (
     "tests/gpu/test_time_processes.py",
+    "tests/gpu/test_neuron_processes.py",
     "tests/gpu/test_train_processes.py",
     "tests/distributed",
 )
