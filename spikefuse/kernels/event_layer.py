@@ -104,7 +104,7 @@ def sums(rows, stride, place, x, step, T, B, b, bias, column, m, offsets, fired,
 def layer_backward(
     first, last, size, T, B, weight, bias, width, kept,
     offsets, fired, indices, out_offsets, out_indices, grad,
-    apart, totals, group, target, partial, spikes, entries{p}
+    apart, totals, group, target, streamed, partial, spikes, entries{p}
 ):
     x, y = np.empty(T * size, np.float32), np.empty(T * size, np.float32)
     none, total = np.empty(0, np.float32), np.empty(size, np.float32)
@@ -139,9 +139,9 @@ def layer_backward(
             add_to(totals, (b if apart.size else 0) * width + column, m, total, 0)
             if not apart.size and ((b + 1) % group == 0 or b + 1 == B):
                 args = width, column, m, grads, size, 0, b // group
-                add_group(target, partial, tile, weight, fresh, spikes, entries, *args)
+                add_group(target, streamed, partial, tile, weight, fresh, spikes, entries, *args)
         if not apart.size:
-            clear(target, width, column, m, fresh, 0, len(fresh))
+            clear(target, streamed, width, column, m, fresh, 0, len(fresh))
 """
 
 

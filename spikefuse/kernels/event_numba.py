@@ -20,11 +20,13 @@ from torch import Tensor
 
 from spikefuse.compiler.numba_runtime import (
     advise_huge_pages,
+    fence,
     flat,
     kernel,
     load,
     move_to_huge_pages,
     store,
+    stream,
 )
 from spikefuse.compiler.numba_threads import shared, threads_for
 from spikefuse.kernels.event_lists_numba import lists
@@ -44,6 +46,9 @@ BLOCK = 128
 # Gradients of currents, of a tile and so many samples as fit, that are summed by input at a time:
 # they stay in a core's cache.
 GROUPED = 1 << 18
+# Gradients of weights of so many bytes leave the caches before an optimizer reads them: rows that
+# are written once are written past the caches, which would else read them first.
+STREAMED = 1 << 25
 # An entry is read and written here and there: so many neuron-steps of work.
 ENTRY = 2
 
@@ -129,8 +134,9 @@ def row_sum(weight: Tensor, bias: Tensor | None, indices: Tensor, count: Tensor)
 
 @kernel
 def _backward(
-    first, last, size, weight, width, grad, stride, step, rows, target, partial, spikes, entries
-):
+    first, last, size, weight, width, grad, stride, step, rows,
+    target, streamed, partial, spikes, entries,
+):  # fmt: skip
     edges, bases = spikes[:2]
     parts = len(edges) - 1
     fresh = np.empty(target.size // width, np.bool_)
@@ -143,34 +149,40 @@ def _backward(
             place = tile * step + group * rows * stride
             for part in range(begin, end):
                 args = width, column, m, grad, stride, place, group * parts + part
-                add_group(target, partial, tile, weight, fresh, spikes, entries, *args)
-        clear(target, width, column, m, fresh, edges[begin], edges[end])
+                add_group(target, streamed, partial, tile, weight, fresh, spikes, entries, *args)
+        clear(target, streamed, width, column, m, fresh, edges[begin], edges[end])
 
 
 @kernel
 def add_group(
-    target, partial, tile, weight, fresh, spikes, entries,
+    target, streamed, partial, tile, weight, fresh, spikes, entries,
     width, column, m, grad, stride, place, group,
 ):  # fmt: skip
     """Both of what follows, for a tile; the second where it is wanted."""
-    add_by_input(target, width, column, m, fresh, grad, stride, place, group, spikes)
+    add_by_input(target, streamed, width, column, m, fresh, grad, stride, place, group, spikes)
     if partial.size:
         out = partial[tile]
         dots_by_input(out, weight, width, column, m, grad, stride, place, group, entries)
 
 
 @kernel
-def add_by_input(target, width, column, m, fresh, grad, stride, place, group, by_input):
+def add_by_input(
+    target, streamed, width, column, m, fresh, grad, stride, place, group, by_input
+):  # fmt: skip
     """`target[slot, column + k] += sum of grad[r, place + k]` for every input of a group that
     fired, over the rows r in which it did. A fresh slot holds nothing yet."""
     _, bases, starts, slots, rows, _ = by_input
-    zeros = np.zeros(m, np.float32)
+    zeros, total = np.zeros(m, np.float32), np.empty(m, np.float32)
     for s in range(bases[group], bases[group + 1]):
         at = slots[s] * width + column
         begin, end = np.int64(starts[s]), np.int64(starts[s + 1])
-        if s + AHEAD < bases[group + 1]:
+        if s + AHEAD < bases[group + 1] and not streamed:
             prefetch(target, slots[s + AHEAD] * width + column, m)
-        if fresh[slots[s]]:
+        if streamed:
+            fresh[slots[s]] = False
+            sum_rows(total, 0, zeros, 0, grad, stride, place, m, rows, begin, end)
+            stream(target, at, total, m)
+        elif fresh[slots[s]]:
             fresh[slots[s]] = False
             sum_rows(target, at, zeros, 0, grad, stride, place, m, rows, begin, end)
         else:
@@ -191,12 +203,19 @@ def dots_by_input(out, weight, width, column, m, grad, stride, place, group, by_
 
 
 @kernel
-def clear(target, width, column, m, fresh, first, last):
-    """`target[slot, column + k] = 0` from slot first to last where nothing has been added."""
+def clear(target, streamed, width, column, m, fresh, first, last):
+    """`target[slot, column + k] = 0` from slot first to last where nothing has been added; all that
+    was streamed is there then."""
+    zeros = np.zeros(m, np.float32)
     for slot in range(first, last):
         if fresh[slot]:
             at = slot * width + column
-            target[at : at + m] = np.float32(0.0)
+            if streamed:
+                stream(target, at, zeros, m)
+            else:
+                target[at : at + m] = np.float32(0.0)
+    if streamed:
+        fence()
 
 
 @kernel
@@ -350,12 +369,14 @@ class Gradients:
         self.rows = self.group * num_steps
         self.weight = torch.empty(inputs, width, dtype=torch.float32)
         advise_huge_pages(self.weight)
+        is_written_once = self.group >= batch
+        self.streamed = is_written_once and self.weight.nbytes >= STREAMED
         self.partial = np.empty((self.tiles if wanted else 0, len(events.indices)), np.float32)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """What kernels take that sum by input."""
-        return flat(self.weight), self.partial, self.spikes, self.entries
+        return flat(self.weight), self.streamed, self.partial, self.spikes, self.entries
 
     def add(self, grad: np.ndarray, stride: int, step: int) -> None:
         """Sum the gradients of currents by input; row r of a tile's begins at

@@ -114,6 +114,25 @@ def test_threads(
         same(found, expected, tiles=tile_of(width, sizes[1], threads[0]) == size)
 
 
+@pytest.mark.usefixtures("any_threads")
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("width", [1, 33, 600])
+@pytest.mark.parametrize("grouped", [1, 1 << 20])
+def test_streaming_changes_nothing(
+    width: int, sparse: bool, grouped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_numba, "GROUPED", grouped)
+    marks = some_marks(5, 11)
+    marks[..., 5:9] = marks[..., -1] = 0.0
+    expected = results(marks, width, sparse, (1, 1))
+    monkeypatch.setattr(event_numba, "STREAMED", 0)
+    for threads in (1, 2, 16):
+        same(results(marks, width, sparse, (threads, threads)), expected, tiles=threads == 1)
+    events = Events.from_marks(marks)
+    work = event_numba.Gradients(events, torch.zeros(INPUTS, width), sparse, (5, 11), 64)
+    assert work.streamed == (grouped > 1)
+
+
 def tile_of(width: int, samples: int, threads: int) -> int:
     torch.set_num_threads(threads)
     return event_numba.tile_of(width, samples)
