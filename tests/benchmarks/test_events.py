@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -126,8 +127,8 @@ def test_a_gradient_that_is_slightly_wrong(monkeypatch: pytest.MonkeyPatch) -> N
     (contender,) = work.contenders([EVENTS])
     finished = event_numba.Gradients.finished
 
-    def wrong(self: event_numba.Gradients) -> object:
-        rows, weight, bias, values = finished(self)
+    def wrong(self: event_numba.Gradients, sums: np.ndarray) -> object:
+        rows, weight, bias, values = finished(self, sums)
         weight[0] *= 1.01
         return rows, weight, bias, values
 
