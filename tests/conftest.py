@@ -21,21 +21,23 @@ from spikefuse.testing import Backends
 
 
 @pytest.fixture
-def two_threads():
-    """Of PyTorch and of Numba's kernels, also where each worker has one core."""
+def own_threads():
+    """A test may set the number of threads, of PyTorch and of Numba's kernels."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
 
 
 @pytest.fixture
-def any_threads(monkeypatch):
+def two_threads(own_threads):
+    """Also where each worker has one core."""
+    torch.set_num_threads(2)
+
+
+@pytest.fixture
+def any_threads(own_threads, monkeypatch):
     """Work of any size goes to as many threads as a test sets."""
     monkeypatch.setattr(numba_threads, "MIN_TASK", 1)
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

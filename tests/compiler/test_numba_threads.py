@@ -24,11 +24,8 @@ def way(request, monkeypatch):
 
 
 @pytest.fixture
-def five_threads():
-    before = torch.get_num_threads()
+def five_threads(own_threads):
     torch.set_num_threads(5)
-    yield
-    torch.set_num_threads(before)
 
 
 @kernel

@@ -238,17 +238,17 @@ def test_another_default_dtype() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
 
 
+@pytest.mark.usefixtures("own_threads")
 def test_as_many_threads_as_there_are() -> None:
     """Another number of them in backward changes nothing."""
     net, x = network((40, 512, 10)), Events.from_dense((torch.rand(12, 3, 40) < 0.5).float())
-    found, before = [], torch.get_num_threads()
+    found = []
     for number in (2, 1):
         torch.set_num_threads(2)
         y = net(x)
         torch.set_num_threads(number)
         found.append(gradients(net, y))
         net.zero_grad()  # to None
-    torch.set_num_threads(before)
     torch.testing.assert_close(found[1], found[0])
 
 
