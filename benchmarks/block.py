@@ -35,7 +35,7 @@ from benchmarks.agreement import ROUNDING, apart
 from benchmarks.layer import DTYPES, Inputs, Result
 from benchmarks.neurons import COPY_BYTES, Plan, progress
 from benchmarks.runner import Contender, Settings, clock_for, first_line, kernel_times, measure
-from spikefuse.nn.block import Block
+from spikefuse.block.block import Block
 from spikefuse.testing import within_budget
 
 SHAPES = {"large": (32, 100, 64, 56, 56), "late": (32, 100, 512, 4, 4)}

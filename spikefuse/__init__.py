@@ -1,6 +1,6 @@
 """spikefuse: spiking neural networks in PyTorch, fused over time."""
 
-from spikefuse import distributed, memory, surrogate
+from spikefuse import distributed, memory
 from spikefuse.compiler import UnsupportedOperation
 from spikefuse.neurons import (
     Learnable,
@@ -9,6 +9,7 @@ from spikefuse.neurons import (
     LearnableTimeConstant,
     State,
     decay_from_tau,
+    surrogate,
 )
 from spikefuse.nn import (
     ALIF,

@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from spikefuse.block.block import Block
 from spikefuse.neurons.definition import Outputs, States
-from spikefuse.nn.block import Block
 from spikefuse.nn.neuron import DTYPES, Neuron
 
 LAYOUTS = ("contiguous", "channels_last", "batch_first")

@@ -16,7 +16,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from spikefuse.compiler import numba_threads
+from spikefuse.kernels import numba_threads
 from spikefuse.testing import Backends
 
 

@@ -1,7 +1,5 @@
-"""One compiler for all neuron models: trace, differentiate, emit, launch."""
+"""From a neuron's step to the source of its kernels: trace, differentiate, simplify, emit."""
 
-from spikefuse.compiler.launch import scan
 from spikefuse.compiler.ops import UnsupportedOperation
-from spikefuse.compiler.relayed import Relay
 
-__all__ = ["Relay", "UnsupportedOperation", "scan"]
+__all__ = ["UnsupportedOperation"]

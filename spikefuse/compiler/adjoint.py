@@ -17,7 +17,7 @@ from spikefuse.compiler.trace import (
     step_function,
 )
 from spikefuse.neurons.definition import Definition
-from spikefuse.surrogate import Surrogate
+from spikefuse.neurons.surrogate import Surrogate
 
 
 @dataclass(frozen=True)

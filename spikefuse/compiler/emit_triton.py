@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from spikefuse.compiler.adjoint import Reverse
 from spikefuse.compiler.graph import Graph
-from spikefuse.compiler.roles import Roles, indent
 from spikefuse.compiler.trace import Step
+from spikefuse.compiler.variables import Roles, indent
 
 # Steps of a chunk at most.
 LONGEST = 8

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from spikefuse.block.batch_norm import begin_gather
 from spikefuse.distributed.faults import Watch, recording
-from spikefuse.nn.batch_norm import begin_gather
 
 
 class Ranks:

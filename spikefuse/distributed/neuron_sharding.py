@@ -17,9 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spikefuse.kernels.events import Counts, Events, marked, merged
+from spikefuse.block.batch_norm import GroupRanks
+from spikefuse.events.format import Counts, Events, marked, merged
 from spikefuse.nn import EventLinear, Neuron, Temporal
-from spikefuse.nn.batch_norm import GroupRanks
 
 Group = dist.ProcessGroup | None
 

@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.compiler.relayed import Ahead, Parts, Run
 from spikefuse.distributed.mesh import parts_of
 from spikefuse.distributed.time_sharding import import_dynamo
-from spikefuse.memory import Checkpoint
+from spikefuse.memory.policies import Checkpoint
 from spikefuse.nn import Temporal
 from spikefuse.nn.neuron import Neuron, Scan
+from spikefuse.scan.state_passing import Ahead, Parts, Run
 
 WARMUP, REPETITIONS = 2, 5
 # Exchanges that are measured together: one alone is mostly the host's.

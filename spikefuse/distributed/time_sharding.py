@@ -1,7 +1,7 @@
 """A network's sequences shared over the `time` axis of a mesh: each rank has some of the steps.
 
 Layers without state need nothing of it. The neurons of a layer get their state from the rank
-before, and hand it to the rank after: see `spikefuse.compiler.relayed`.
+before, and hand it to the rank after: see `spikefuse.scan.state_passing`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from spikefuse.compiler.relayed import Ahead, Parts, Run
 from spikefuse.distributed.agreement import Agreement
 from spikefuse.distributed.faults import Watch, recording
 from spikefuse.distributed.links import Link, Ranks
 from spikefuse.distributed.mesh import check_axis, parts_of
-from spikefuse.distributed.norm import average_statistics, share_statistics
+from spikefuse.distributed.sync_norm import average_statistics, share_statistics
+from spikefuse.events.linear import NO_EVENTS
 from spikefuse.nn import EventLinear, Temporal
-from spikefuse.nn.event import NO_EVENTS
+from spikefuse.scan.state_passing import Ahead, Parts, Run
 
 STATISTICS = ("exact", "shard")
 # Thread blocks of a GPU that a link may occupy: with 16 a hop of 4 MB took 44 us on H200s, with 32
@@ -112,7 +112,7 @@ def _containers(model: nn.Module) -> list[Temporal]:
 
 
 class TimeShard:
-    """A rank's place in time, and its connections: what `spikefuse.nn.relay.Shard` describes."""
+    """A rank's place in time, and its connections: what `spikefuse.nn.shard.Shard` describes."""
 
     def __init__(
         self,

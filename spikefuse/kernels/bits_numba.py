@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from spikefuse.compiler.numba_runtime import (
+from spikefuse.kernels.numba_runtime import (
     advise_huge_pages,
     f32,
     flat,
@@ -14,7 +14,7 @@ from spikefuse.compiler.numba_runtime import (
     load,
     store,
 )
-from spikefuse.compiler.numba_threads import parallel
+from spikefuse.kernels.numba_threads import parallel
 
 
 @kernel

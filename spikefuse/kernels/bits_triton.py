@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spikefuse.compiler.launch_triton import Launch
+from spikefuse.kernels.triton_runtime import Launch
 
 # Bytes of bits per block: 32 values per thread, so that several loads are under way at once.
 BLOCK, WARPS = 512, 4

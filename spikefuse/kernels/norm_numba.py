@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from spikefuse.compiler.numba_runtime import flat, kernel, load
-from spikefuse.compiler.numba_threads import parallel
+from spikefuse.kernels.numba_runtime import flat, kernel, load
+from spikefuse.kernels.numba_threads import parallel
 
 # Neighbours in memory that are summed side by side, and rows of them in float32, the first time
 # fewer.

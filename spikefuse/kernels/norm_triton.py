@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spikefuse.compiler.launch_triton import Launch
 from spikefuse.kernels.place import Place
+from spikefuse.kernels.triton_runtime import Launch
 
 # Channels of a tile, tiles whose loads are issued together, threads over 32, thread blocks of a
 # multiprocessor that are aimed at, and shares of a tile of channels at most: the last block

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spikefuse.compiler.launch_triton import Launch
 from spikefuse.kernels.pool import MAX_MAP, Maps
+from spikefuse.kernels.triton_runtime import Launch
 
 # Values of a thread block (forward, backward), by whether channels come last; threads over 32.
 BLOCKS = {True: (1024, 1024), False: (512, 1024)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from spikefuse.compiler.numba_runtime import flat, kernel, load, store
-from spikefuse.compiler.numba_threads import shared
+from spikefuse.kernels.numba_runtime import flat, kernel, load, store
+from spikefuse.kernels.numba_threads import shared
 
 
 @kernel

@@ -8,7 +8,7 @@ from torch import Tensor
 from spikefuse.neurons.definition import State, States
 from spikefuse.neurons.firing import Value
 from spikefuse.neurons.lif import LIF
-from spikefuse.surrogate import Surrogate
+from spikefuse.neurons.surrogate import Surrogate
 
 
 class CLIF(LIF):

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from spikefuse.values import Holder, Learnable
-from spikefuse.values import number as number
+from spikefuse.neurons.parameters import Holder, Learnable
+from spikefuse.neurons.parameters import number as number
 
 Outputs = tuple[Tensor, ...]
 States = tuple[Tensor, ...]

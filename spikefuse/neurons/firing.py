@@ -9,8 +9,8 @@ from torch import Tensor
 
 from spikefuse.neurons.definition import Definition, number
 from spikefuse.neurons.learnable import Learnable
-from spikefuse.surrogate import Sigmoid, Surrogate
-from spikefuse.values import positive as positive
+from spikefuse.neurons.parameters import positive as positive
+from spikefuse.neurons.surrogate import Sigmoid, Surrogate
 
 RESETS = ("hard", "soft")
 Value = float | Tensor | Learnable

@@ -9,7 +9,7 @@ from torch import Tensor
 from spikefuse.neurons.definition import State, States, number
 from spikefuse.neurons.firing import Firing, Value
 from spikefuse.neurons.learnable import LearnableFraction
-from spikefuse.surrogate import Surrogate
+from spikefuse.neurons.surrogate import Surrogate
 
 
 class GatedLIF(Firing):

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from spikefuse.values import Learnable as Learnable
+from spikefuse.neurons.parameters import Learnable as Learnable
 
 
 class LearnableFraction(Learnable):

@@ -1,13 +1,11 @@
 """Modules for ordinary PyTorch networks."""
 
-from spikefuse.kernels.events import Events
-from spikefuse.nn.block import Block
-from spikefuse.nn.convert import spiking
-from spikefuse.nn.event import EventLinear
-from spikefuse.nn.event_rate import scale_to_rate
-from spikefuse.nn.event_stream import EventStream
-from spikefuse.nn.explain import explain
-from spikefuse.nn.fuse import fuse
+from spikefuse.block.block import Block
+from spikefuse.events.format import Events
+from spikefuse.events.linear import EventLinear
+from spikefuse.events.rate import scale_to_rate
+from spikefuse.events.stream import EventStream
+from spikefuse.inspect.explain import explain
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import MaxPool2d
 from spikefuse.nn.row_adam import RowAdam
@@ -31,6 +29,8 @@ from spikefuse.nn.zoo import (
     TernaryLIF,
     TwoCompartmentLIF,
 )
+from spikefuse.transforms.fuse import fuse
+from spikefuse.transforms.spiking import spiking
 
 __all__ = [
     "ALIF",

@@ -12,11 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from spikefuse import compiler, reference
-from spikefuse.memory import Policy, Recompute
+from spikefuse import reference
+from spikefuse.memory.policies import Policy, Recompute
+from spikefuse.memory.spikes import MIN_VALUES, Spikes
 from spikefuse.neurons.definition import Definition, Outputs, States
-from spikefuse.nn.kept import MIN_VALUES, Spikes
-from spikefuse.nn.relay import Shard
+from spikefuse.nn.shard import Shard
+from spikefuse.scan.op import scan as fused_scan
+from spikefuse.scan.state_passing import Relay
 
 
 class Scan(Protocol):
@@ -214,16 +216,14 @@ class Neuron(Definition):
         state: States | None,
         impl: str,
         return_state: bool,
-        relay: compiler.Relay | None = None,
+        relay: Relay | None = None,
     ) -> tuple[Outputs, States]:
         backend = backend_of(inputs, impl)
         check(self, type(self).input_names, inputs, state, backend)
         if backend == "reference":
             return reference.scan(self, inputs, state)
         bits = bits_wanted(inputs[0])
-        outputs, final, binary = compiler.scan(
-            self, inputs, state, backend, return_state, relay, bits
-        )
+        outputs, final, binary = fused_scan(self, inputs, state, backend, return_state, relay, bits)
         mark(outputs, binary, bits)
         return outputs, final
 

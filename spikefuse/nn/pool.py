@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from spikefuse.compiler.launch import check, is_plain
-from spikefuse.compiler.launch_triton import interpreted
 from spikefuse.kernels import pool
+from spikefuse.kernels.triton_runtime import interpreted
 from spikefuse.nn.neuron import calls
+from spikefuse.scan.op import check, is_plain
 
 Size = int | tuple[int, ...] | list[int]
 

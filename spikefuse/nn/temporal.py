@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from spikefuse.kernels.events import Events
-from spikefuse.memory import Auto, Checkpoint, Policy, Recompute
+from spikefuse.events.format import Events
+from spikefuse.memory import checkpoint
+from spikefuse.memory import spikes as kept
+from spikefuse.memory.policies import Auto, Checkpoint, Policy, Recompute
+from spikefuse.memory.segments import Segments
 from spikefuse.neurons.definition import States
-from spikefuse.nn import checkpoint, constant, kept
+from spikefuse.nn import constant_input as constant
 from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron, Sequence, calls
-from spikefuse.nn.relay import Shard
-from spikefuse.nn.segments import Segments
+from spikefuse.nn.shard import Shard
 
 
 class Temporal(nn.Module):

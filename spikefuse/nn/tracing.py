@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from spikefuse.nn.batch_norm import RankedNorm
-from spikefuse.nn.block import Block, normed
+from spikefuse.block.batch_norm import RankedNorm
+from spikefuse.block.block import Block, normed
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import MaxPool2d, max_pool2d
 

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from spikefuse import surrogate
 from spikefuse.data import DATASETS
-from spikefuse.memory import POLICIES
+from spikefuse.events.candidates import with_candidates
+from spikefuse.memory.policies import POLICIES
 from spikefuse.models import MODELS
-from spikefuse.neurons.candidates import with_candidates
-from spikefuse.nn import Temporal, fuse, zoo
+from spikefuse.neurons import surrogate
+from spikefuse.nn import Temporal, zoo
+from spikefuse.transforms.fuse import fuse
 
 # Every model of the zoo that fires; lif first, as the default.
 NEURONS: dict[str, type] = {

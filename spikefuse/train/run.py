@@ -29,7 +29,6 @@ from spikefuse import data
 from spikefuse.data import DATASETS, Examples
 from spikefuse.distributed import RankLost, make_mesh
 from spikefuse.nn import scale_to_rate
-from spikefuse.nn.fusion import Fusion
 from spikefuse.train import batches
 from spikefuse.train.batches import EvalBatches, Timed, TrainBatches
 from spikefuse.train.callbacks import Checkpoints, Log, Progress
@@ -40,6 +39,7 @@ from spikefuse.train.interruption import Interrupted, Interruption
 from spikefuse.train.layout import check_layout
 from spikefuse.train.pictures import draw_curves, draw_raster
 from spikefuse.train.processes import Processes, lost_peer
+from spikefuse.transforms.fusion import Fusion
 
 RUNS = Path("runs")
 DEVICES = ("auto", "cpu", "cuda")

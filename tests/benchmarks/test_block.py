@@ -13,7 +13,7 @@ from torch import Tensor
 import spikefuse as sf
 from benchmarks import block, layer, lif, record
 from benchmarks.block import RIVAL, TWO, Row, Truth
-from spikefuse.nn.block import Block
+from spikefuse.block.block import Block
 
 CPU = torch.device("cpu")
 

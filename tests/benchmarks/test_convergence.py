@@ -14,7 +14,7 @@ import torch
 from benchmarks import convergence, record, tables
 from benchmarks.convergence import EAGER, OURS
 from spikefuse import data, reference
-from spikefuse.compiler.call import Call
+from spikefuse.scan.execution import Call
 from spikefuse.train import run
 from spikefuse.train.batches import TrainBatches
 

@@ -23,7 +23,7 @@ from benchmarks.event_networks import (
     Work,
 )
 from benchmarks.runner import Contender
-from spikefuse.kernels import event_numba
+from spikefuse.events import products_numba as event_numba
 
 CPU = torch.device("cpu")
 SMALL = Case(20, 4, 50, 0.2, (60, 50), (0.02, 0.1), ((0.1, 6.0),))

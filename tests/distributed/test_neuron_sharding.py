@@ -16,9 +16,9 @@ from torch import nn
 
 import spikefuse as sf
 from spikefuse.distributed import NeuronShard, Replicated, shard_neurons
-from spikefuse.kernels import events
+from spikefuse.events import format as events
 from spikefuse.nn import EventLinear, Events
-from tests.nn.test_event_waits import waits
+from tests.events.test_waits import waits
 
 WIDTHS = (30, 71, 50, 10)
 
@@ -123,7 +123,7 @@ def fewer_neurons_than_ranks(device: str = "cpu") -> None:
 def lists_by_triton() -> None:
     """The same; of a training step, each layer that is shared out reads once how long lists are,
     those of all ranks."""
-    from spikefuse.kernels import event_lists_triton
+    from spikefuse.events import lists_triton as event_lists_triton
 
     events._kernels = lambda x: event_lists_triton
     compare(None, impl="dense")  # whose products need no interpreter

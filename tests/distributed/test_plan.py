@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import spikefuse as sf
-from spikefuse.compiler.call import Call
 from spikefuse.distributed import Plan, plan, shard_time, steps_of
 from spikefuse.distributed.plan import Layer
+from spikefuse.scan.execution import Call
 from spikefuse.testing import make_input
 from tests.distributed.group import Group
 

@@ -1,3 +1,3 @@
-"""tests/nn/test_block.py on a GPU."""
+"""tests/block/test_block.py on a GPU."""
 
-from tests.nn.test_block import *  # noqa: F403
+from tests.block.test_block import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""tests/nn/test_checkpoint.py on a GPU, and what only a GPU can show."""
+"""tests/memory/test_checkpoint.py on a GPU, and what only a GPU can show."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ import spikefuse as sf
 from spikefuse.memory import Checkpoint, Recompute
 from spikefuse.models import MODELS
 from spikefuse.testing import make_input
-from tests.nn.test_checkpoint import *  # noqa: F403
-from tests.nn.test_checkpoint import SHAPE, Mixed, fused, train
+from tests.memory.test_checkpoint import *  # noqa: F403
+from tests.memory.test_checkpoint import SHAPE, Mixed, fused, train
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import spikefuse as sf
-from spikefuse.kernels.events import Counts, merged
-from spikefuse.neurons.candidates import FIRED, SILENT
+from spikefuse.events.candidates import FIRED, SILENT
+from spikefuse.events.format import Counts, merged
 from spikefuse.nn import EventLinear, Events, EventStream, RowAdam
 
 WIDTHS = (700, 980, 490, 20)
@@ -125,7 +125,7 @@ def waits(run: Callable[[], object]) -> int:
     return sum("called a synchronizing CUDA operation" in str(w.message) for w in found)
 
 
-# As in tests/nn/test_event_waits.py: two layers make lists, all three look at their capacity or at
+# As in tests/events/test_waits.py: two layers make lists, all three look at their capacity or at
 # the rows of a sparse gradient.
 @pytest.mark.parametrize(
     ("options", "most"),

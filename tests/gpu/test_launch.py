@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import spikefuse as sf
-from spikefuse.compiler import launch_triton
 from spikefuse.compiler.emit_triton import chunk
+from spikefuse.scan import launch_triton
 from spikefuse.testing import lay_out, make_input
 
 

@@ -1,4 +1,4 @@
-"""tests/test_memory.py on a GPU, and what only a GPU can show."""
+"""tests/memory/test_policies.py on a GPU, and what only a GPU can show."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from torch import nn
 
 from spikefuse.memory import POLICIES
 from spikefuse.testing import make_input
-from tests.test_memory import *  # noqa: F403
-from tests.test_memory import SHAPE, Net, conv, packings, step, wrapped
+from tests.memory.test_policies import *  # noqa: F403
+from tests.memory.test_policies import SHAPE, Net, conv, packings, step, wrapped
 
 
 @pytest.fixture(autouse=True)

@@ -1,3 +1,3 @@
-"""tests/compiler/test_relayed.py on a GPU."""
+"""tests/scan/test_state_passing.py on a GPU."""
 
-from tests.compiler.test_relayed import *  # noqa: F403
+from tests.scan.test_state_passing import *  # noqa: F403

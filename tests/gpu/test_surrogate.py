@@ -1,6 +1,6 @@
-"""The kernels of tests/test_surrogate.py on a GPU."""
+"""The kernels of tests/neurons/test_surrogate.py on a GPU."""
 
-from tests.test_surrogate import (  # noqa: F401
+from tests.neurons.test_surrogate import (  # noqa: F401
     test_gradients_are_the_same_every_time,
     test_kernels,
     test_kernels_of_others,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import spikefuse as sf
-from spikefuse.surrogate import Surrogate
+from spikefuse.neurons.surrogate import Surrogate
 from spikefuse.testing import ROUNDING, within_budget
 
 SHAPE = (12, 2, 100)

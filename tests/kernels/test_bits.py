@@ -7,8 +7,8 @@ import importlib
 import pytest
 import torch
 
-from spikefuse.compiler.numba_threads import MIN_TASK
 from spikefuse.kernels import bits
+from spikefuse.kernels.numba_threads import MIN_TASK
 from spikefuse.testing import DTYPES, LAYOUTS, lay_out, poisoned
 
 

@@ -1,4 +1,4 @@
-"""Statistics of several shares as those of one batch; `tests/nn/test_block.py` has the rest."""
+"""Statistics of several shares as those of one batch; `tests/block/test_block.py` has the rest."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import spikefuse
-from spikefuse import LearnableFraction, State, surrogate
-from spikefuse.neurons import LIF, PLIF, Definition
+from spikefuse import LearnableFraction, State
+from spikefuse.neurons import LIF, PLIF, Definition, surrogate
 from spikefuse.neurons.definition import Description, call_step, channel_view
 
 

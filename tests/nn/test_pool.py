@@ -22,7 +22,7 @@ from spikefuse.kernels import pool as kernels
 from spikefuse.memory import Checkpoint
 from spikefuse.nn import pool
 from spikefuse.testing import make_input
-from tests.test_memory import assert_same, packings, step
+from tests.memory.test_policies import assert_same, packings, step
 
 SHAPE = (3, 2, 3, 8, 8)  # T, B, C, H, W
 SPIKES = 3 * 2 * 16 * 8 * 8
@@ -313,7 +313,7 @@ def test_integers_of_any_kind(backends, called, kind):
 
 def test_without_triton(backends, called):
     x = make_input((1, 1, 4, 4), device=backends.device)
-    without = mock.patch("spikefuse.compiler.launch._HAS_TRITON", False)
+    without = mock.patch("spikefuse.scan.op._HAS_TRITON", False)
     with without, pytest.raises(ImportError, match=r'pip install "spikefuse\[gpu\]"'):
         sf.nn.MaxPool2d(2)(x)
 

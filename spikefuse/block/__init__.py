@@ -1,0 +1,1 @@
+"""Batch norm, residual and neuron as one operation."""

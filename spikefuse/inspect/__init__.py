@@ -1,0 +1,1 @@
+"""Reports of what a network does and what it costs."""

@@ -1,0 +1,241 @@
+"""What generated Numba kernels import: typed memory access and numba_math.
+
+Generated loops run over neighbouring neurons and must vectorise. LLVM has to know for that
+that arrays don't overlap: each access carries the number of its array (`slot`) as alias
+metadata. Half precision is converted at the access: bfloat16 lies in uint16 arrays, float16 in
+int16 arrays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.compiler_lock import global_compiler_lock
+from numba.extending import intrinsic
+
+from spikefuse.compiler.emit_numba import MAX_SLOTS
+from spikefuse.kernels.file_lock import locked
+from spikefuse.kernels.numba_math import exp, floor, fma, log, sigmoid, sqrt
+
+__all__ = [
+    "channel_rows",
+    "exp",
+    "f32",
+    "fence",
+    "floor",
+    "fma",
+    "kernel",
+    "load",
+    "log",
+    "sigmoid",
+    "sqrt",
+    "store",
+    "stream",
+]
+
+f32 = np.float32
+
+
+def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """A compiled function, of which Numba keeps the machine code on disk.
+
+    Processes that need it at the same time compile it once, and don't write Numba's index at once.
+    No fastmath by default: contraction or reassociation would change spikes.
+    """
+    if function is None:
+        return partial(kernel, **options)
+    dispatcher: Any = numba.njit(nogil=True, cache=True, error_model="numpy", **options)(function)
+    compile_, path = dispatcher.compile, function.__code__.co_filename
+
+    def compile_once(signature: Any) -> Any:
+        # Numba's own lock first, as kernels that call each other are compiled within it.
+        with global_compiler_lock, locked(path):
+            return compile_(signature)
+
+    dispatcher.compile = compile_once
+    return dispatcher
+
+
+# In kernels they are called without the typing context, which no type checker knows.
+_intrinsic: Any = intrinsic
+_inline = numba.njit(inline="always", error_model="numpy")
+
+
+def _annotate(builder: Any, instruction: Any, slot: int) -> None:
+    module = builder.module
+
+    def metadata(*operands: Any) -> Any:
+        return module.add_metadata(list(operands))
+
+    domain = metadata(ir.MetaDataString(module, "spikefuse"))
+    scopes = [metadata(ir.MetaDataString(module, f"slot{i}"), domain) for i in range(MAX_SLOTS)]
+    others = [scope for i, scope in enumerate(scopes) if i != slot]
+    instruction.set_metadata("alias.scope", metadata(scopes[slot]))
+    instruction.set_metadata("noalias", metadata(*others))
+
+
+def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(data, [index], inbounds=True)
+
+
+@_intrinsic(prefer_literal=True)
+def load(typing_context: Any, array: Any, index: Any, slot: Any) -> Any:
+    """`array[index]` as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = builder.load(_address(context, builder, array, args[0], args[1]))
+        _annotate(builder, value, slot.literal_value)
+        if array.dtype == types.uint16:
+            wide = builder.zext(value, ir.IntType(32))
+            return builder.bitcast(builder.shl(wide, ir.Constant(ir.IntType(32), 16)), _FLOAT)
+        if array.dtype == types.int16:
+            return builder.fpext(builder.bitcast(value, ir.HalfType()), _FLOAT)
+        return value
+
+    return types.float32(array, types.intp, slot), generate
+
+
+@_intrinsic(prefer_literal=True)
+def store(typing_context: Any, array: Any, index: Any, value: Any, slot: Any) -> Any:
+    """`array[index] = value`, rounded to nearest even."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number = args[2]
+        if array.dtype == types.uint16:
+            number = _to_bfloat16(builder, number)
+        elif array.dtype == types.int16:
+            number = builder.bitcast(builder.fptrunc(number, ir.HalfType()), ir.IntType(16))
+        address = _address(context, builder, array, args[0], args[1])
+        _annotate(builder, builder.store(number, address), slot.literal_value)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.float32, slot), generate
+
+
+# Bytes that are streamed at a time.
+_LINE = 64
+
+
+@_intrinsic
+def stream(typing_context: Any, array: Any, start: Any, row: Any, count: Any) -> Any:
+    """`array[start : start + count] = row[:count]` past the caches, visible after `fence`.
+
+    An ordinary store first reads the cache line that it will overwrite.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def constant(value: int) -> Any:
+            return ir.Constant(args[3].type, value)
+
+        def at(pointer: Any, offset: Any, kind: Any) -> Any:
+            return builder.bitcast(builder.gep(pointer, [offset]), kind.as_pointer())
+
+        byte, line = ir.IntType(8), ir.VectorType(ir.IntType(32), _LINE // 4)
+        target = _address(context, builder, array, args[0], args[1])
+        source = _address(context, builder, row, args[2], constant(0))
+        target, source = (builder.bitcast(p, byte.as_pointer()) for p in (target, source))
+        size = builder.mul(args[3], constant(array.dtype.bitwidth // 8))
+        # Lines begin where the target's address is a multiple of theirs.
+        head = builder.neg(builder.ptrtoint(target, args[3].type))
+        head = builder.and_(head, constant(_LINE - 1))
+        head = builder.select(builder.icmp_signed("<", head, size), head, size)
+        whole = builder.and_(builder.sub(size, head), constant(-_LINE))
+        done = builder.add(head, whole)
+        cgutils.raw_memcpy(builder, target, source, head, 1)
+        with cgutils.for_range_slice(builder, head, done, constant(_LINE)) as (i, _):
+            value = builder.load(at(source, i, line), align=1)
+            stored = builder.store(value, at(target, i, line), align=_LINE)
+            one = ir.Constant(ir.IntType(32), 1)
+            stored.set_metadata("nontemporal", builder.module.add_metadata([one]))
+        rest = builder.sub(size, done)
+        cgutils.raw_memcpy(builder, at(target, done, byte), at(source, done, byte), rest, 1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, row, types.intp), generate
+
+
+@_intrinsic
+def fence(typing_context: Any) -> Any:
+    """Make what was streamed visible to other threads."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+_FLOAT = ir.FloatType()
+
+
+def _to_bfloat16(builder: Any, number: Any) -> Any:
+    def constant(value: int) -> Any:
+        return ir.Constant(ir.IntType(32), value)
+
+    bits = builder.bitcast(number, ir.IntType(32))
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    rounded = builder.add(bits, builder.add(odd, constant(0x7FFF)))
+    # Rounding could carry a NaN into infinity, so it gets its own bits.
+    is_nan = builder.fcmp_unordered("uno", number, number)
+    kept = builder.select(is_nan, constant(0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(kept, constant(16)), ir.IntType(16))
+
+
+@_inline
+def channel_rows(row, count, values, first, inner):
+    """Spread one value per channel over neurons first ... first + count - 1."""
+    for i in range(count):
+        row[i] = values[((first + i) // inner) % values.size]
+
+
+def flat(x: torch.Tensor) -> np.ndarray:
+    """The memory of a tensor from its first element to its last, as a 1-d array."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    x = torch.as_strided(x.detach(), (span if x.numel() else 0,), (1,))
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.uint16).numpy()
+    if x.dtype == torch.float16:
+        return x.view(torch.int16).numpy()
+    return x.numpy()
+
+
+# From this size on, a fresh tensor costs more in page faults than in arithmetic.
+_HUGE = 1 << 22
+_PAGE = 1 << 12
+_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+
+
+def advise_huge_pages(x: torch.Tensor) -> None:
+    """Ask Linux to back a large tensor by 2 MiB pages; where it does not, nothing changes."""
+    memory = x.untyped_storage()
+    if memory.nbytes() >= _HUGE:
+        _advise(memory.data_ptr(), memory.nbytes(), _MADV_HUGEPAGE)
+
+
+def move_to_huge_pages(x: torch.Tensor) -> None:
+    """The same for a tensor that has been written, whose parts are read here and there; once."""
+    memory = x.untyped_storage()
+    if memory.nbytes() >= _HUGE:
+        _advise_once(memory.data_ptr(), memory.nbytes(), _MADV_COLLAPSE)
+
+
+def _advise(address: int, size: int, advice: int) -> None:
+    if _madvise is not None:
+        start = -(-address // _PAGE) * _PAGE
+        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - _PAGE), advice)
+
+
+# Memory that comes again at an address, with the size, stays as it comes.
+_advise_once = lru_cache(maxsize=1024)(_advise)

@@ -1,0 +1,388 @@
+"""Training under `Checkpoint`: each segment of the network is computed again when backward comes
+to it, in parts of the batch where its working set would set the peak.
+
+Gradients, too, lie in parts: that of a segment's output goes as that of its inputs comes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from spikefuse.block import block
+from spikefuse.block.batch_norm import shift_of
+from spikefuse.block.passes import Given, Job, Kernels
+from spikefuse.kernels import bits
+from spikefuse.memory.microbatch import Gradient, Part, divided, room, rows, size, take
+from spikefuse.memory.policies import Checkpoint
+from spikefuse.memory.recompute import BlockAgain, Found, NeuronAgain, gradients
+from spikefuse.memory.segment_values import KeptValues, Store, Values, several
+from spikefuse.memory.segments import BlockCall, NeuronCall, Segment, Segments
+from spikefuse.memory.spikes import Spikes
+from spikefuse.nn import neuron
+from spikefuse.nn.shard import Steps, hand_on
+from spikefuse.scan import op as launch
+from spikefuse.scan.execution import call_of, spec
+
+
+def applies(net: nn.Module, x: Tensor, impl: str) -> bool:
+    """Whether a call keeps something that could be computed again: with gradients, by kernels."""
+    return (
+        torch.is_grad_enabled()
+        and x.shape[0] > 0
+        and not torch.compiler.is_compiling()
+        and neuron.backend_of((x,), impl) != "reference"
+        and (x.requires_grad or any(p.requires_grad for p in net.parameters()))
+    )
+
+
+def run(segments: Segments, policy: Checkpoint, sequence: neuron.Sequence, x: Tensor) -> Any:
+    """What the network gives for `x`, folded."""
+    if sequence.initial is not None or sequence.keep_final:
+        raise ValueError(
+            "memory=Checkpoint() trains on whole sequences, without state= and return_state=: use "
+            "another policy, or torch.no_grad()"
+        )
+    sequence.spikes = sequence.spikes or Spikes()
+    parameters = [p for p in segments.net.parameters() if p.requires_grad]
+    state = _Run(segments, policy, sequence, x, parameters)
+    results = dict(zip(segments.outputs, _Whole.apply(state, x, *parameters), strict=True))
+    return fx.node.map_arg(segments.output, results.__getitem__)
+
+
+class _Whole(torch.autograd.Function):
+    """The whole network."""
+
+    @staticmethod
+    def forward(ctx: Any, state: _Run, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*parameters)
+        ctx.set_materialize_grads(False)
+        ctx.state = state
+        return state.forward()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        state, ctx.state = ctx.state, None
+        if state is None:
+            raise RuntimeError(
+                "backward a second time through a network with memory=Checkpoint(), which frees "
+                "what it has kept: use another policy"
+            )
+        _ = ctx.saved_tensors  # refuses parameters that were changed since
+        return (None, *state.backward(grads))
+
+
+class _Run(Store):
+    """One forward pass, what it keeps, and its backward pass."""
+
+    def __init__(
+        self,
+        segments: Segments,
+        policy: Checkpoint,
+        sequence: neuron.Sequence,
+        x: Tensor,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        assert sequence.spikes is not None
+        self.batch = sequence.constant_rows or x.shape[0] // sequence.num_steps
+        whole = (0, self.batch)
+        kept: KeptValues = {segments.input: [(whole, (x.detach(), x._version))]}
+        needs = {segments.input: x.requires_grad}
+        super().__init__(segments, sequence.num_steps, sequence.impl, kept, needs)
+        self.policy, self.parameters = policy, parameters
+        self.spikes, self.relay = sequence.spikes, sequence.relay
+        # What layers are told when they are computed again, without neurons.
+        rows = sequence.constant_rows
+        self.again = neuron.Sequence(self.steps, {}, self.impl, constant_rows=rows)
+        device = x.device.type
+        self.cast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        self.kind = (x.shape, x.dtype, x.device, self.cast)
+        self.parts: dict[fx.Node, list[Part]] = {segments.input: [whole]}
+        # What segments leave for backward: states that came from the process before; jobs of those
+        # with statistics of the batch; graphs of those computed once.
+        self.states: dict[Segment, dict[Part, list[Tensor]]] = {}
+        self.jobs: dict[Segment, Job] = {}
+        self.graphs: dict[Segment, tuple[Mapping[fx.Node, Tensor], Tensor]] = {}
+        self.grads: dict[fx.Node, Gradient] = {}
+        self.totals: dict[nn.Parameter, Tensor] = {}
+        self.largest = 0
+
+    def autocast(self) -> Any:
+        # A cast weight is not kept until all is over.
+        device, dtype, enabled = self.cast
+        return torch.autocast(device, dtype, enabled, cache_enabled=False)
+
+    def forward(self) -> tuple[Tensor, ...]:
+        with self.autocast():
+            for segment in self.segments:
+                target = segment.target
+                self.needs[target] = any(
+                    (*map(self.needs.__getitem__, segment.inputs), *_wanted(segment.parameters))
+                )
+                self.parts[target] = self._divided(segment)
+                if segment.block is not None:
+                    self._run_block(segment, segment.block)
+                elif segment.neuron is not None:
+                    self._run_neuron(segment, segment.neuron)
+                elif segment.again:
+                    for part in self.parts[target]:
+                        self._keep(target, part, Values(self, segment, part)[target])
+                else:
+                    self._run_once(segment)
+        # Not the kept tensors themselves: these would keep their own history alive.
+        whole = (0, self.batch)
+        return tuple(take(self.kept[n], whole).detach() for n in self.segments.outputs)
+
+    def _divided(self, segment: Segment) -> list[Part]:
+        """Parts so small that, with the gradients around, the working set stays below that of the
+        largest segment so far, which has about as many parts as the policy says."""
+        if not segment.by_sample:
+            return [(0, self.batch)]
+        key = (segment, *self.kind)
+        sizes = self.segments.sizes.get(key)
+        if sizes is None:
+            values = Values(self, segment, (0, 1))
+            sizes = self.segments.sizes[key] = values.num_bytes()
+        # Of a sample at a step, so that processes with other steps come to the same parts.
+        inside, read = sizes
+        most = max(inside, read)
+        self.largest = max(self.largest, most)
+        left = self.largest * (1 + 4 / self.policy.chunks) - most
+        num = math.ceil(2 * (inside + read) / left) if left else 1
+        return divided(self.batch, 1 << (num - 1).bit_length())
+
+    def _run_once(self, segment: Segment) -> None:
+        """What is random, or unknown."""
+        values = Values(self, segment, (0, self.batch), differentiable=True)
+        with torch.enable_grad():
+            y = values[segment.target]
+        if not isinstance(y, Tensor):
+            raise ValueError(
+                f"memory=Checkpoint() can't run '{segment.target}', which gives a "
+                f"{type(y).__name__}: expected one tensor; use another policy"
+            )
+        self.graphs[segment] = values.leaves, y
+        self._keep(segment.target, (0, self.batch), y.detach())
+
+    def _run_neuron(self, segment: Segment, called: NeuronCall) -> None:
+        parts, target = self.parts[segment.target], segment.target
+        # Norms, which wait for all processes, are in segments of one part only: see `hand_on`.
+        first = [Values(self, segment, parts[0]).sequences(called.inputs)]
+        steps = Steps.like(first[0][0], called.num_states)
+
+        def run(part: Part, states: list[Tensor]) -> Sequence[Tensor]:
+            values = Values(self, segment, part)
+            inputs = first.pop() if first else values.sequences(called.inputs)
+            y, ends = values.fire(called, inputs, states, self._sends)
+            self._keep(target, part, y.flatten(0, 1))
+            return ends
+
+        self.states[segment] = hand_on(self.relay, False, steps, parts, run)
+
+    def _run_block(self, segment: Segment, called: BlockCall) -> None:
+        parts = self.parts[segment.target]
+        first: list[Sequence[Tensor]] = []
+        if len(parts) == 1:
+            first = [Values(self, segment, parts[0]).sequences(called.inputs)]
+            x = first[0][0]
+        else:
+            x = self._whole(segment, called.inputs[0])
+        block.check_norm(called.norm, called.neuron, x, revises=True)
+        kernels, own = self.kernels(called, x)
+        if len(kernels.binary) != 1:
+            raise several(segment)
+        job = self.jobs[segment] = self._job(called, kernels, x)
+        shift = shift_of(called.norm, x)
+
+        def run(part: Part, states: list[Tensor]) -> Sequence[Tensor]:
+            values = Values(self, segment, part)
+            piece = x[:, slice(*part)]
+            inputs = first.pop() if first else (piece, *values.sequences(called.inputs[1:]))
+            names = block.NAMES[: len(inputs)]
+            neuron.check(called.neuron, names, tuple(inputs), None, kernels.backend)
+            launch.check(kernels.backend, inputs[0])
+            call = call_of(kernels.name, spec(inputs))
+            packed = neuron.bits_wanted(inputs[0])
+            (y,), ends, _ = job.forward(call, Given(inputs, states, shift, own), False, packed)
+            neuron.mark((y,), kernels.binary, packed)
+            self._keep(segment.target, part, y.flatten(0, 1))
+            return ends
+
+        steps = Steps.like(x, kernels.num_states)
+        self.states[segment] = hand_on(self.relay, False, steps, parts, run)
+
+    @property
+    def _sends(self) -> bool:
+        """Whether final states are for another process."""
+        return self.relay is not None and not self.relay.is_last
+
+    def _whole(self, segment: Segment, node: fx.Node) -> Tensor:
+        """What a node in a segment of several parts gives, `[T, B, ...]`."""
+        x: Tensor | None = None
+        for part in self.parts[segment.target]:
+            piece = rows(Values(self, segment, part)[node], size(part))
+            x = room(piece, self.batch) if x is None else x
+            x[:, slice(*part)].copy_(piece)
+        assert x is not None
+        return x.expand(self.steps, *x.shape[1:])
+
+    def _job(self, called: BlockCall, kernels: Kernels, x: Tensor) -> Job:
+        relay = self.relay
+        num_states = 0 if relay is None or relay.is_first else kernels.num_states
+        ranks = relay.all if relay is not None and relay.exact_statistics else None
+        inputs = (x,) * len(called.inputs)
+        call = call_of(kernels.name, spec(inputs))
+        how = num_states, not kernels.rebuilds, self._sends, ranks
+        return block.start(called.norm, kernels, call, inputs, *how)
+
+    def kernels(self, called: BlockCall, x: Tensor) -> tuple[Kernels, list[Tensor]]:
+        backend = neuron.backend_of((x,), self.impl)
+        return block.kernels_of(called.neuron, backend, len(called.inputs) > 1, True)
+
+    def _keep(self, target: fx.Node, part: Part, y: Tensor) -> None:
+        value = self.spikes.pack(y)
+        if self.segments.is_pooled(target) and isinstance(value, tuple):
+            (source,) = target.all_input_nodes
+            if all(isinstance(k, bits.Packed) for _, k in self.kept.get(source, [(part, value)])):
+                value = bits.pack(y)
+        self.spikes.clear()
+        self.kept.setdefault(target, []).append((part, value))
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of the input and of the parameters."""
+        whole = (0, self.batch)
+        self.grads = {node: Gradient(parts) for node, parts in self.parts.items()}
+        for node, gradient in zip(self.segments.outputs, grads, strict=True):
+            if gradient is not None:
+                self.grads[node].add(whole, gradient)
+        del grads
+        with self.autocast(), torch.enable_grad(), neuron.inside(self.again):
+            for segment in reversed(self.segments):
+                # All that read it are done.
+                del self.kept[segment.target]
+                if self.grads[segment.target] and self.needs[segment.target]:
+                    self._differentiate(segment)
+                del self.grads[segment.target]
+        found = self.grads[self.segments.input].pop(whole)
+        return [found, *map(self.totals.get, self.parameters)]
+
+    def _differentiate(self, segment: Segment) -> None:
+        gradient = self.grads[segment.target]
+        if segment.block is not None:
+            self._differentiate_block(segment, segment.block, gradient)
+        elif segment.neuron is not None:
+            self._differentiate_neuron(segment, segment.neuron, gradient)
+        elif segment.again:
+            for part in gradient.parts:
+                values = Values(self, segment, part, differentiable=True)
+                y = values[segment.target]
+                self.differentiate(segment, part, values.leaves, [y], [gradient.pop(part)])
+        else:
+            part, (leaves, y) = (0, self.batch), self.graphs.pop(segment)
+            self.differentiate(segment, part, leaves, [y], [gradient.pop(part)])
+
+    def _differentiate_neuron(self, segment: Segment, called: NeuronCall, grad: Gradient) -> None:
+        parts, states = grad.parts, self.states.pop(segment)
+        parameters = [p for m in called.modules for p in m.parameters() if p.requires_grad]
+        again: NeuronAgain | None = NeuronAgain(self, segment, called, parts[0])
+        assert again is not None
+        steps = Steps.like(again.inputs[0], called.num_states)
+
+        def go_on() -> None:
+            """To what the last part has read, when its gradients are on their way."""
+            nonlocal again
+            assert again is not None
+            values, inputs, grads = again.values, again.inputs, again.grads
+            again = None
+            self.differentiate(segment, values.part, values.leaves, inputs, grads)
+
+        def run(part: Part, ends: list[Tensor]) -> Sequence[Tensor]:
+            nonlocal again
+            assert again is not None
+            if again.values.part != part:
+                go_on()
+                again = NeuronAgain(self, segment, called, part)
+            begins, found = again.differentiate(states[part], grad.pop(part), ends, parameters)
+            self.add(parameters, found)
+            return begins
+
+        hand_on(self.relay, True, steps, parts, run)
+        go_on()
+
+    def _differentiate_block(self, segment: Segment, called: BlockCall, grad: Gradient) -> None:
+        """As `block` does, both passes part by part."""
+        job, states, parts = self.jobs.pop(segment), self.states.pop(segment), grad.parts
+        own = self.kernels(called, job.statistics)[1]
+        shift = shift_of(called.norm, job.statistics).detach()
+        given = Given((), (), shift, [tensor.detach() for tensor in own])
+        needs_own = [tensor.requires_grad for tensor in own]
+        sums: dict[str, Tensor] = {}
+
+        def compute(part: Part) -> BlockAgain:
+            return BlockAgain(self, segment, called, part, job, given, states[part])
+
+        again: BlockAgain | None = compute(parts[0])
+        assert again is not None
+        steps = Steps.like(again.inputs[0], job.kernels.num_states)
+
+        def reduce(part: Part, ends: list[Tensor]) -> Sequence[Tensor]:
+            nonlocal again
+            if again is None or again.values.part != part:
+                again = None  # before there is the next
+                again = compute(part)
+            return again.reduce(grad.get(part), ends, needs_own, sums)
+
+        ends = hand_on(self.relay, True, steps, parts, reduce)
+        revision, *by_norm = job.revision(job.totals(job.call, sums))
+        heads = [called.norm.weight, called.norm.bias, *own]
+        self._differentiate_heads(called, heads, [*by_norm, *job.grad_own(job.call, sums, own)])
+        sums.clear()
+        for part in reversed(parts):
+            # The last part is still there.
+            again = again or compute(part)
+            found = again.write(grad.pop(part), ends[part], revision)
+            self.differentiate(segment, part, again.values.leaves, again.inputs, found)
+            again = None
+
+    def _differentiate_heads(
+        self,
+        called: BlockCall,
+        heads: Sequence[Tensor | None],
+        grads: Sequence[Tensor | None],
+    ) -> None:
+        """From gradients of a block's tensors to those of the parameters that they are made of."""
+        modules = (called.norm, called.neuron)
+        parameters = [p for m in modules for p in m.parameters() if p.requires_grad]
+        pairs = [(y, g) for y, g in zip(heads, grads, strict=True) if y is not None]
+        self.add(parameters, gradients(pairs, parameters))
+
+    def differentiate(
+        self,
+        segment: Segment,
+        part: Part,
+        leaves: Mapping[fx.Node, Tensor],
+        results: Sequence[Tensor],
+        grads: Found,
+    ) -> None:
+        """Add the gradients of all that a segment reads, `leaves` among it."""
+        nodes = [node for node, x in leaves.items() if x.requires_grad]
+        parameters = [p for p in segment.parameters if p.requires_grad]
+        wanted = [*map(leaves.__getitem__, nodes), *parameters]
+        found = gradients(list(zip(results, grads, strict=True)), wanted)
+        for node, gradient in zip(nodes, found, strict=False):
+            if gradient is not None:
+                self.grads[node].add(part, gradient)
+        self.add(parameters, found[len(nodes) :])
+
+    def add(self, parameters: Sequence[nn.Parameter], grads: Found) -> None:
+        for p, g in zip(parameters, grads, strict=True):
+            if g is not None:
+                self.totals[p] = g if p not in self.totals else self.totals[p] + g
+
+
+def _wanted(tensors: Iterable[Tensor]) -> Iterator[bool]:
+    return (tensor.requires_grad for tensor in tensors)

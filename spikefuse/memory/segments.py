@@ -1,0 +1,229 @@
+"""A network cut into segments, which `Checkpoint` computes again one by one.
+
+A segment ends in a value that is kept: what a neuron gives, what several segments read, or an
+output of the network. It begins at values kept before.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import fx, nn
+from torch.nn.modules import pooling
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from spikefuse.block.batch_norm import NORMS, RankedNorm, by_batch
+from spikefuse.block.block import Block, normed, scan
+from spikefuse.nn.constant_input import is_plain
+from spikefuse.nn.neuron import Neuron, Scan
+from spikefuse.nn.pool import max_pool2d
+from spikefuse.nn.tracing import Untraceable, trace, works_in_place
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """A norm and a neuron called as one, on (x,) or (x, residual)."""
+
+    norm: _BatchNorm
+    neuron: Neuron
+    inputs: tuple[fx.Node, ...]
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return self.norm, self.neuron
+
+
+@dataclass(frozen=True)
+class NeuronCall:
+    """A neuron called alone, or behind a norm that uses no statistics of the batch.
+
+    Attributes:
+        scan: the call, on all inputs.
+        modules: the neuron, and the norm if there is one.
+    """
+
+    scan: Scan
+    num_states: int
+    modules: tuple[nn.Module, ...]
+    inputs: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """One segment.
+
+    Attributes:
+        target: the value that is kept.
+        inputs: the kept values that it is computed from.
+        parameters: all that it reads.
+        again: whether it can be computed again; if not, what PyTorch keeps is kept.
+        by_sample: whether each sample is computed by itself, but for the statistics of `block`.
+        block: what is at the end, if its norm uses the statistics of the batch.
+        neuron: what is at the end, if it is another neuron.
+    """
+
+    target: fx.Node
+    inputs: tuple[fx.Node, ...]
+    parameters: tuple[nn.Parameter, ...]
+    again: bool
+    by_sample: bool
+    block: BlockCall | None
+    neuron: NeuronCall | None
+
+
+class Segments:
+    """The segments of a network in one mode, in the order of its forward pass.
+
+    Raises:
+        ValueError: torch.fx cannot trace the network, it is not fused, or a layer works in place.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net, self.graph = net, _traced(net)
+        self.modules = tuple(net.modules())
+        self.training = tuple(m.training for m in self.modules)
+        #: Bytes that a segment needs for one sample, by segment and kind of call.
+        self.sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
+        nodes = list(self.graph.nodes)
+        (self.input,) = (node for node in nodes if node.op == "placeholder")
+        #: What the network returns, a nesting of nodes.
+        self.output = nodes[-1].args[0]
+        #: The nodes in it, each once.
+        self.outputs = tuple(nodes[-1].all_input_nodes)
+        self.called = {n: net.get_submodule(n.target) for n in nodes if n.op == "call_module"}
+        self.blocks = {n: b for n in nodes if (b := self._block(n)) is not None}
+        varying = {self.input}
+        for node in nodes[:-1]:
+            if not varying.isdisjoint(node.all_input_nodes):
+                varying.add(node)
+            if works_in_place(node, self.called.get(node)):
+                raise ValueError(
+                    f"memory=Checkpoint() can't compute '{node.target}' again, which works in "
+                    "place: pass inplace=False, or use another policy"
+                )
+        self._segments = list(self._cut([n for n in nodes if n in varying], varying))
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._segments)
+
+    def __reversed__(self) -> Iterator[Segment]:
+        return reversed(self._segments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of the network is cut anew
+
+    def fits(self, net: nn.Module) -> bool:
+        """Whether the network is still made of the same modules in the same modes."""
+        modules = tuple(net.modules())
+        return (
+            len(modules) == len(self.modules)
+            and all(map(operator.is_, modules, self.modules))
+            and tuple(m.training for m in modules) == self.training
+        )
+
+    def attribute(self, node: fx.Node) -> Any:
+        """What a node stands for that reads an attribute of the network."""
+        return operator.attrgetter(str(node.target))(self.net)
+
+    def is_pooled(self, node: fx.Node) -> bool:
+        """Whether its values are some of those that it reads."""
+        return node.target is max_pool2d or isinstance(self.called.get(node), pooling._MaxPoolNd)
+
+    def mixes(self, node: fx.Node) -> bool:
+        """Whether it is a norm by itself that uses the statistics of the batch."""
+        module = self.called.get(node)
+        known = type(module) in NORMS or isinstance(module, RankedNorm)
+        return isinstance(module, _BatchNorm) and known and by_batch(module)
+
+    def _block(self, node: fx.Node) -> BlockCall | None:
+        module = self.called.get(node)
+        if isinstance(module, Block):
+            return BlockCall(module.norm, module.neuron, tuple(node.all_input_nodes))
+        if node.target is not normed:
+            return None
+        norm, neuron, *inputs = node.all_input_nodes
+        return BlockCall(self.attribute(norm), self.attribute(neuron), tuple(inputs))
+
+    def neuron(self, node: fx.Node) -> NeuronCall | None:
+        """The call of a neuron at a node, if there is one."""
+        module, block = self.called.get(node), self.blocks.get(node)
+        if block is not None:
+            norm, neuron = block.norm, block.neuron
+            call = partial(scan, norm, neuron, None)
+            return NeuronCall(call, len(type(neuron).states), block.modules, block.inputs)
+        if not isinstance(module, Neuron):
+            return None
+        inputs = tuple(node.all_input_nodes)
+        return NeuronCall(module._scan, len(type(module).states), (module,), inputs)
+
+    def _fires(self, node: fx.Node) -> bool:
+        return node in self.blocks or isinstance(self.called.get(node), Neuron)
+
+    def _again(self, node: fx.Node) -> bool:
+        return self._fires(node) or self.mixes(node) or is_plain(node, self.called.get(node))
+
+    def _cut(self, nodes: list[fx.Node], varying: set[fx.Node]) -> Iterator[Segment]:
+        once = {n for n in nodes if n is not self.input and not self._again(n)}
+        ends = {self.input, *self.outputs, *once, *filter(self._fires, nodes)}
+        ends.update(i for n in once for i in n.all_input_nodes)
+        # The kept value in whose segment a node is.
+        home: dict[fx.Node, fx.Node] = {}
+        for node in reversed(nodes):
+            homes = {home[user] for user in node.users if user in home}
+            home[node] = homes.pop() if node not in ends and len(homes) == 1 else node
+        segments: dict[fx.Node, list[fx.Node]] = {n: [] for n in nodes if home[n] is n}
+        for node in nodes:
+            segments[home[node]].append(node)
+        del segments[self.input]
+        loose: set[fx.Node] = set()  # kept values whose dim 0 may not be T*B any more
+        for target, inner in segments.items():
+            inputs = dict.fromkeys(i for n in inner for i in n.all_input_nodes)
+            read = tuple(i for i in inputs if i in varying and i not in inner)
+            again = once.isdisjoint(inner)
+            if not again or not (self._fires(target) or loose.isdisjoint(read)):
+                loose.add(target)
+            by_sample = again and loose.isdisjoint(read) and not any(map(self.mixes, inner))
+            block = self.blocks.get(target)
+            block = block if block is not None and by_batch(block.norm) else None
+            neuron = self.neuron(target) if block is None else None
+            parameters = self._parameters(inner, varying)
+            yield Segment(target, read, parameters, again, by_sample, block, neuron)
+
+    def _parameters(self, inner: list[fx.Node], varying: set[fx.Node]) -> tuple[nn.Parameter, ...]:
+        """All that these nodes read, by their layers or by attributes of the network."""
+        found: dict[nn.Parameter, None] = {}
+        left = list(inner)
+        while left:
+            node = left.pop()
+            value = self.attribute(node) if node.op == "get_attr" else self.called.get(node)
+            if isinstance(value, nn.Parameter):
+                found[value] = None
+            elif isinstance(value, nn.Module):
+                found |= dict.fromkeys(value.parameters())
+            left += [i for i in node.all_input_nodes if i not in varying]
+        return tuple(found)
+
+
+def _traced(net: nn.Module) -> fx.Graph:
+    try:
+        graph = trace(net)
+    except Untraceable as error:
+        raise ValueError(
+            f"memory=Checkpoint() needs a network that torch.fx can trace as a whole: {error}; use "
+            "another policy"
+        ) from error
+    if sum(node.op == "placeholder" for node in graph.nodes) != 1:
+        raise ValueError("memory=Checkpoint() needs a network with one input: use another policy")
+    fused = any(n.target is normed for n in graph.nodes)
+    fused = fused or any(isinstance(m, Block) for m in net.modules())
+    norms = [] if fused else [m for m in net.modules() if isinstance(m, _BatchNorm)]
+    if norms:
+        first = ", before shard_time" if any(isinstance(m, RankedNorm) for m in norms) else ""
+        raise ValueError(
+            f"memory=Checkpoint() needs a fused network: call spikefuse.fuse on it{first}"
+        )
+    return graph

@@ -1,0 +1,468 @@
+"""Surrogate gradients: a step forward, a smooth derivative backward.
+
+A surrogate maps `u = h - threshold` to a spike, 1 where `u >= 0` and else 0, and replaces the
+derivative of that step by `derivative(u)`. Its numbers are run-time values like a neuron's:
+floats, tensors with one value or one per channel, or learnable ones. A new width compiles nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spikefuse.neurons.parameters import Holder, Learnable, number, positive
+
+__all__ = [
+    "Arctan",
+    "Custom",
+    "Erf",
+    "FastSigmoid",
+    "Gaussian",
+    "MultiGaussian",
+    "PiecewiseQuadratic",
+    "Rectangle",
+    "Sigmoid",
+    "StraightThrough",
+    "Surrogate",
+    "Triangle",
+]
+
+#: A float, a tensor, or a `Learnable`.
+Value = float | Tensor | Learnable
+
+
+class _Spike(torch.autograd.Function):
+    """`surrogate.spike(u)`. `learned` takes the gradient of the spike on to the values."""
+
+    @staticmethod
+    def forward(u: Tensor, surrogate: Surrogate, learned: Tensor | None) -> Tensor:
+        return surrogate.spike(u).to(u.dtype)
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, Surrogate, Tensor | None], output: Tensor
+    ) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.surrogate = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        (u,) = ctx.saved_tensors
+        surrogate = ctx.surrogate
+        if surrogate.cutoff is not None:
+            grad = grad.masked_fill(u < surrogate.cutoff, 0.0)
+        learned = grad if ctx.needs_input_grad[2] else None
+        return grad * surrogate.derivative(u), None, learned
+
+
+class Surrogate(Holder):
+    """Base class: `spike = surrogate(u)`. A subclass defines `derivative`, pointwise.
+
+    A value of the surrogate that requires a gradient gets that of `primal`, the smooth function
+    whose derivative the surrogate is, in place of the spike: with `g` the gradient of the spikes,
+    `dL/dwidth = sum g * d primal(u) / d width`. (So does the width of a smoothed spike in Wang et
+    al., "Adaptive Smoothing Gradient Learning for Spiking Neural Networks", ICML 2023, which
+    besides mixes the smooth function into the forward pass; here the spikes stay spikes.)
+
+    Args:
+        cutoff: no gradient, neither of `u` nor of a value, where `u < cutoff`: the secondary
+            gradient threshold, less the firing threshold, of Finkbeiner and Neftci's
+            "Drastically Improved SNN-Training Throughput on the IPU by Utilizing Activation
+            Sparsity". None: none. It gets no gradient itself.
+    """
+
+    def __init__(self, cutoff: Value | None = None) -> None:
+        super().__init__()
+        self.cutoff = None if cutoff is None else number("cutoff", cutoff)
+
+    def spike(self, u: Tensor) -> Tensor:
+        """The output, without regard to gradients; a bool becomes 0 or 1."""
+        return u >= 0
+
+    def derivative(self, u: Tensor) -> Tensor:
+        """The pseudo-derivative of the spike with respect to `u`, of the same shape."""
+        raise NotImplementedError(f"{type(self).__name__} does not define derivative(self, u)")
+
+    def primal(self, u: Tensor) -> Tensor:
+        """What `derivative` is the derivative of, up to a constant: its integral from `u = 0`."""
+        raise NotImplementedError(f"{type(self).__name__} does not define primal(self, u)")
+
+    def tangent(self, u: Tensor) -> Tensor:
+        """Any expression that has `primal`'s gradients with respect to the values.
+
+        To be defined where `primal` needs an operation that no kernel has (erf, atan).
+        """
+        return self.primal(u)
+
+    def learns(self, name: str) -> bool:
+        """Whether the value `name` may require a gradient."""
+        return name != "cutoff" and type(self).primal is not Surrogate.primal
+
+    def forward(self, u: Tensor) -> Tensor:
+        if any(not isinstance(part, Surrogate) for part in self._modules.values()):
+            return self._evaluated().forward(u)
+        return _Spike.apply(u, self, self._learned(u))
+
+    def _learned(self, u: Tensor) -> Tensor | None:
+        if not torch.is_grad_enabled():
+            return None
+        wanted = [name for name, value in self._tensors() if value.requires_grad]
+        for name in wanted:
+            if not self.learns(name):
+                raise no_gradient(name)
+        return self.tangent(u.detach()) if wanted else None
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, module in self.named_modules():
+            for group in (vars(module), module._parameters):
+                for name, value in group.items():
+                    if isinstance(value, Tensor):
+                        yield f"{prefix}.{name}".lstrip("."), value
+
+    def _evaluated(self) -> Surrogate:
+        """A copy with the values of the learnable parts, for use without a neuron."""
+        clone = object.__new__(type(self))
+        clone.__dict__.update(self.__dict__, _modules={})
+        for name, part in self._modules.items():
+            group = clone._modules if isinstance(part, Surrogate) else clone.__dict__
+            group[name] = part if isinstance(part, Surrogate) or part is None else part()
+        return clone
+
+
+def no_gradient(name: str) -> ValueError:
+    """The error for a value that requires a gradient but has none."""
+    return ValueError(
+        f"'{name}' requires a gradient, but its surrogate has none to give: a surrogate's values "
+        "are learned through primal(self, u), which it would have to define; a cutoff, and the "
+        "factors of Gaussian and MultiGaussian, can't be learned"
+    )
+
+
+class Sigmoid(Surrogate):
+    """`a s(au) (1 - s(au))` with the logistic function `s` and `a = width`.
+
+    Source: Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion",
+    Eq. 6 (width 4), after Wu et al., Frontiers in Neuroscience 12, 2018.
+    """
+
+    def __init__(self, width: Value = 4.0, *, cutoff: Value | None = None) -> None:
+        super().__init__(cutoff)
+        self.width = positive("width", width)
+
+    def derivative(self, u: Tensor) -> Tensor:
+        s = torch.sigmoid(self.width * u)
+        return self.width * s * (1 - s)
+
+    def primal(self, u: Tensor) -> Tensor:
+        return torch.sigmoid(self.width * u)
+
+
+class Arctan(Surrogate):
+    """`(a / 2) / (1 + (pi a u / 2)^2)` with `a = width`.
+
+    Source: Fang et al., "Incorporating Learnable Membrane Time Constant to Enhance Learning of
+    Spiking Neural Networks", ICCV 2021.
+    """
+
+    def __init__(self, width: Value = 2.0, *, cutoff: Value | None = None) -> None:
+        super().__init__(cutoff)
+        self.width = positive("width", width)
+
+    def derivative(self, u: Tensor) -> Tensor:
+        scaled = (math.pi / 2) * self.width * u
+        return 0.5 * self.width / (1 + scaled * scaled)
+
+    def primal(self, u: Tensor) -> Tensor:
+        return torch.atan((math.pi / 2) * self.width * u) / math.pi
+
+    def tangent(self, u: Tensor) -> Tensor:
+        scaled = (math.pi / 2) * self.width * u
+        fixed = scaled.detach()
+        return scaled / (math.pi * (1 + fixed * fixed))
+
+
+class FastSigmoid(Surrogate):
+    """`height / (1 + a|u|)^2` with `a = width`.
+
+    Source: Zenke and Ganguli, "SuperSpike: Supervised Learning in Multilayer Spiking Neural
+    Networks", Neural Computation 30, 2018.
+    """
+
+    def __init__(
+        self, width: Value = 10.0, height: Value = 1.0, *, cutoff: Value | None = None
+    ) -> None:
+        super().__init__(cutoff)
+        self.width, self.height = positive("width", width), positive("height", height)
+
+    def derivative(self, u: Tensor) -> Tensor:
+        base = 1 + self.width * torch.abs(u)
+        return self.height / (base * base)
+
+    def primal(self, u: Tensor) -> Tensor:
+        return self.height * u / (1 + self.width * torch.abs(u))
+
+
+class PiecewiseQuadratic(Surrogate):
+    """`a max(0, 1 - a|u|)` with `a = width`: `Triangle(1 / a, a)`, whose area stays 1.
+
+    Source: Esser et al., "Convolutional networks for fast, energy-efficient neuromorphic
+    computing", PNAS 113, 2016 (a = 1).
+    """
+
+    def __init__(self, width: Value = 1.0, *, cutoff: Value | None = None) -> None:
+        super().__init__(cutoff)
+        self.width = positive("width", width)
+
+    def derivative(self, u: Tensor) -> Tensor:
+        return self.width * torch.clamp(1 - self.width * torch.abs(u), min=0.0)
+
+    def primal(self, u: Tensor) -> Tensor:
+        return _hat(self.width * u)
+
+
+class Triangle(Surrogate):
+    """`height * max(0, 1 - |u| / width)`.
+
+    Source: Bellec et al., "Long short-term memory and learning-to-learn in networks of spiking
+    neurons", NeurIPS 2018 (height 0.3 there, width the threshold).
+    """
+
+    def __init__(
+        self, width: Value = 1.0, height: Value = 1.0, *, cutoff: Value | None = None
+    ) -> None:
+        super().__init__(cutoff)
+        self.width, self.height = positive("width", width), positive("height", height)
+
+    def derivative(self, u: Tensor) -> Tensor:
+        return self.height * torch.clamp(1 - torch.abs(u) / self.width, min=0.0)
+
+    def primal(self, u: Tensor) -> Tensor:
+        return self.height * self.width * _hat(u / self.width)
+
+
+def _hat(z: Tensor) -> Tensor:
+    """The integral of `max(0, 1 - |z|)` from 0."""
+    z = torch.clamp(z, -1.0, 1.0)
+    return z - 0.5 * z * torch.abs(z)
+
+
+class Rectangle(Surrogate):
+    """`height` where `left < u < right`, else 0.
+
+    Source: Liang et al., "Accelerating Spatiotemporal Supervised Training of Large-Scale Spiking
+    Neural Networks on GPU", Eq. 7 (`left` and `right` are its bounds minus the threshold).
+    """
+
+    def __init__(
+        self,
+        left: Value = -0.5,
+        right: Value = 0.5,
+        height: Value = 1.0,
+        *,
+        cutoff: Value | None = None,
+    ) -> None:
+        super().__init__(cutoff)
+        numbers = [bound for bound in (left, right) if isinstance(bound, int | float)]
+        if not all(map(math.isfinite, numbers)) or (len(numbers) == 2 and numbers[0] >= numbers[1]):
+            raise ValueError(f"left, right are {left!r}, {right!r}: expected finite, left < right")
+        self.left, self.right = number("left", left), number("right", right)
+        self.height = positive("height", height)
+
+    def derivative(self, u: Tensor) -> Tensor:
+        return self.height * ((u > self.left) & (u < self.right)).to(u.dtype)
+
+    def primal(self, u: Tensor) -> Tensor:
+        def clamp(x: Tensor) -> Tensor:
+            return torch.clamp(torch.clamp(x, min=self.left), max=self.right)
+
+        return self.height * (clamp(u) - clamp(torch.zeros_like(u)))
+
+
+class Erf(Surrogate):
+    """`a / sqrt(pi) exp(-(au)^2)` with `a = width`, the derivative of `erf(au) / 2`.
+
+    The normal density like `Gaussian`, `sigma = 1 / (sqrt(2) a)`: here a larger width is steeper.
+
+    Source: Esser et al., "Backpropagation for Energy-Efficient Neuromorphic Computing", NeurIPS
+    2015.
+    """
+
+    def __init__(self, width: Value = 2.0, *, cutoff: Value | None = None) -> None:
+        super().__init__(cutoff)
+        self.width = positive("width", width)
+
+    def derivative(self, u: Tensor) -> Tensor:
+        z = self.width * u
+        return self.width / math.sqrt(math.pi) * torch.exp(-(z * z))
+
+    def primal(self, u: Tensor) -> Tensor:
+        return 0.5 * torch.erf(self.width * u)
+
+    def tangent(self, u: Tensor) -> Tensor:
+        z = self.width * u
+        fixed = z.detach()
+        return torch.exp(-(fixed * fixed)) / math.sqrt(math.pi) * z
+
+
+class Gaussian(Surrogate):
+    """`scale * N(u)`, the normal density of mean 0 and standard deviation `width`.
+
+    Source: Yin et al., "Accurate and efficient time-domain classification with adaptive spiking
+    recurrent neural networks", Nature Machine Intelligence 3, 2021 (width 0.5, scale 0.5).
+    """
+
+    def __init__(
+        self, width: Value = 0.5, scale: Value = 1.0, *, cutoff: Value | None = None
+    ) -> None:
+        super().__init__(cutoff)
+        self.width, self.scale = positive("width", width), positive("scale", scale)
+
+    def derivative(self, u: Tensor) -> Tensor:
+        return self.scale * _bell(u / self.width) / self.width
+
+    def primal(self, u: Tensor) -> Tensor:
+        return self.scale * _integrated_bell(u / self.width)
+
+    def tangent(self, u: Tensor) -> Tensor:
+        return self.scale * _along_bell(u / self.width)
+
+    def learns(self, name: str) -> bool:
+        return name == "width"
+
+
+class MultiGaussian(Surrogate):
+    """`scale * ((1 + p) N(u; 0, w) - p N(u; w, sw) - p N(u; -w, sw))`: negative on both sides.
+
+    `N(u; m, d)` is the normal density of mean m and standard deviation d; w is `width`, p
+    `share` and s `spread`.
+
+    Source: Yin et al., "Accurate and efficient time-domain classification with adaptive spiking
+    recurrent neural networks", Nature Machine Intelligence 3, 2021 (h = 0.15, s = 6, width 0.5;
+    the authors' code has scale 0.5).
+    """
+
+    def __init__(
+        self,
+        width: Value = 0.5,
+        share: Value = 0.15,
+        spread: Value = 6.0,
+        scale: Value = 1.0,
+        *,
+        cutoff: Value | None = None,
+    ) -> None:
+        super().__init__(cutoff)
+        self.width, self.share = positive("width", width), positive("share", share)
+        self.spread, self.scale = positive("spread", spread), positive("scale", scale)
+
+    def _mixed(self, density: Callable[[Tensor], Tensor], u: Tensor, inner: Any) -> Tensor:
+        """The three parts; the inner one is divided by `inner`, the outer ones also by spread."""
+        z = u / self.width
+        outer = density((z - 1) / self.spread) + density((z + 1) / self.spread)
+        return self.scale * ((1 + self.share) * density(z) - self.share * outer / inner)
+
+    def derivative(self, u: Tensor) -> Tensor:
+        return self._mixed(_bell, u, self.spread) / self.width
+
+    def primal(self, u: Tensor) -> Tensor:
+        return self._mixed(_integrated_bell, u, 1.0)
+
+    def tangent(self, u: Tensor) -> Tensor:
+        return self._mixed(_along_bell, u, 1.0)
+
+    def learns(self, name: str) -> bool:
+        return name in ("width", "spread")
+
+
+def _bell(z: Tensor) -> Tensor:
+    """The standard normal density."""
+    return torch.exp(-0.5 * (z * z)) * (1 / math.sqrt(2 * math.pi))
+
+
+def _integrated_bell(z: Tensor) -> Tensor:
+    return 0.5 * torch.erf(z * math.sqrt(0.5))
+
+
+def _along_bell(z: Tensor) -> Tensor:
+    """Has the derivatives of `_integrated_bell`."""
+    return _bell(z.detach()) * z
+
+
+class StraightThrough(Surrogate):
+    """1 everywhere.
+
+    `StraightThrough(cutoff=0.0)` lets gradients through where there is a spike, and
+    `Rectangle(-1.0, 1.0)` is the clipped form.
+
+    Source: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons for
+    Conditional Computation", arXiv:1308.3432, 2013.
+    """
+
+    def __init__(self, *, cutoff: Value | None = None) -> None:
+        super().__init__(cutoff)
+
+    def derivative(self, u: Tensor) -> Tensor:
+        return torch.ones_like(u)
+
+    def primal(self, u: Tensor) -> Tensor:
+        return u
+
+
+class Custom(Surrogate):
+    """A surrogate from functions of `u`, pointwise, in place of the methods of a subclass.
+
+    Further values are given by name and passed on to every function::
+
+        Custom(lambda u, width: torch.exp(-width * torch.abs(u)), width=4.0)
+
+    A kernel is compiled per set of functions, which are told apart by identity: write them once.
+
+    Args:
+        derivative: see `Surrogate.derivative`.
+        spike: see `Surrogate.spike`; by default 1 where `u >= 0`, else 0.
+        primal: see `Surrogate.primal`; without it the values can't be learned.
+        values: floats, tensors (one value or one per channel) or `Learnable`.
+
+    Raises:
+        TypeError: something is not a function, or a value is of the wrong kind.
+        ValueError: the name of a value is taken, or it is not finite.
+    """
+
+    def __init__(
+        self,
+        derivative: Callable[..., Tensor],
+        spike: Callable[..., Tensor] | None = None,
+        primal: Callable[..., Tensor] | None = None,
+        *,
+        cutoff: Value | None = None,
+        **values: Value,
+    ) -> None:
+        super().__init__(cutoff)
+        given = {"derivative": derivative, "spike": spike, "primal": primal}
+        for name, function in given.items():
+            if not callable(function) and (function is not None or name == "derivative"):
+                raise TypeError(f"{name} is {function!r}: expected a function of u")
+        self._derivative, self._spike, self._primal = derivative, spike, primal
+        for name, value in values.items():
+            if hasattr(self, name):
+                raise ValueError(f"a value can't be called {name!r}: a surrogate has that already")
+            setattr(self, name, number(name, value))
+        self._names = tuple(values)
+
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
+    def spike(self, u: Tensor) -> Tensor:
+        return super().spike(u) if self._spike is None else self._spike(u, **self._values())
+
+    def derivative(self, u: Tensor) -> Tensor:
+        return self._derivative(u, **self._values())
+
+    def primal(self, u: Tensor) -> Tensor:
+        return super().primal(u) if self._primal is None else self._primal(u, **self._values())
+
+    def learns(self, name: str) -> bool:
+        return name != "cutoff" and self._primal is not None

@@ -1,0 +1,192 @@
+"""Input that does not change over time: the layers before the first neuron run on `[B, ...]`.
+
+A network is analysed once, as a graph: what depends on the input and comes before every neuron is
+the same at all steps. Neurons read such a tensor T times where it lies, and what they give changes
+with time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.modules import batchnorm, conv, dropout, pooling
+
+from spikefuse.block.block import Block, normed
+from spikefuse.nn.neuron import Neuron, Sequence, calls
+from spikefuse.nn.pool import max_pool2d
+from spikefuse.nn.tracing import Untraceable, trace
+from spikefuse.transforms.activations import ACTIVATIONS, FUNCTIONS, METHODS
+
+# What is not random, treats repeated rows alike, and keeps dim 0 as it is.
+LAYERS = (
+    *(kind for kind in ACTIVATIONS if kind is not nn.RReLU),
+    conv._ConvNd,
+    batchnorm._BatchNorm,
+    dropout._DropoutNd,
+    pooling._MaxPoolNd,
+    pooling._AvgPoolNd,
+    pooling._AdaptiveAvgPoolNd,
+    pooling._AdaptiveMaxPoolNd,
+    nn.Linear,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.Identity,
+    nn.Flatten,
+)
+LAYER_FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    *(function for function, kind in FUNCTIONS.items() if kind is not nn.RReLU),
+    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.neg),
+    *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.layer_norm, F.group_norm),
+    *(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.max_pool1d, F.max_pool2d, F.max_pool3d),
+    max_pool2d,
+    *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
+)
+LAYER_METHODS = (*METHODS, "float", "contiguous", "add", "sub", "mul", "div")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the analysis of a network in one mode has found."""
+
+    modules: tuple[nn.Module, ...]
+    training: tuple[bool, ...]
+    shared: bool  # whether anything can be computed once
+    norms: tuple[batchnorm._BatchNorm, ...]  # the ones among it whose statistics run
+
+    def fits(self, modules: tuple[nn.Module, ...]) -> bool:
+        """Whether the network is still made of the same modules in the same modes."""
+        return (
+            len(modules) == len(self.modules)
+            and all(map(operator.is_, modules, self.modules))
+            and tuple(m.training for m in modules) == self.training
+        )
+
+
+def make_plan(net: nn.Module, modules: tuple[nn.Module, ...]) -> Plan:
+    found: list[nn.Module] | None
+    try:
+        alone = isinstance(net, Neuron)
+        found = [] if alone else _layers_before_neurons(net, trace(net))
+    except Untraceable:
+        found = None
+    norms = tuple(
+        m
+        for m in found or ()
+        if isinstance(m, batchnorm._BatchNorm) and m.training and m.running_var is not None
+    )
+    return Plan(modules, tuple(m.training for m in modules), found is not None, norms)
+
+
+def _layers_before_neurons(net: nn.Module, graph: fx.Graph) -> list[nn.Module] | None:
+    """The modules that can run on one step for all; None if not everything there can, or if what
+    they give meets something that changes with time elsewhere than in a neuron."""
+    constant: set[fx.Node] = set()
+    varying: set[fx.Node] = set()
+    layers: list[nn.Module] = []
+    for node in graph.nodes:
+        same = [n for n in node.all_input_nodes if n in constant]
+        changing = [n for n in node.all_input_nodes if n in varying]
+        module = net.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if node.op == "placeholder":
+            if constant:  # a further argument, whose default decides what forward does
+                return None
+            constant.add(node)
+        elif same and (changing or node.op == "output"):
+            return None
+        elif isinstance(module, Neuron | Block) or node.target is normed or changing:
+            varying.add(node)
+        elif same:
+            if not is_plain(node, module):
+                return None
+            constant.add(node)
+            layers += [module] if module is not None else []
+    return layers if varying else None
+
+
+def is_plain(node: fx.Node, module: nn.Module | None) -> bool:
+    """Whether it computes each row along dim 0 by itself and alike, but for the statistics of a
+    batch norm, and gives the same when called again."""
+    if module is None:
+        if node.target in (torch.flatten, "flatten"):
+            return len(node.args) > 1 and isinstance(node.args[1], int) and node.args[1] > 0
+        return node.target in (LAYER_METHODS if node.op == "call_method" else LAYER_FUNCTIONS)
+    if isinstance(module, nn.Flatten):
+        return module.start_dim > 0
+    if isinstance(module, nn.SyncBatchNorm):
+        return False
+    random = isinstance(module, dropout._DropoutNd) and module.training
+    return isinstance(module, LAYERS) and not random
+
+
+def is_constant(x: Tensor) -> bool:
+    """Whether `x` `[T, B, ...]` is one step T times, and nobody asks for its gradient per step."""
+    return (
+        x.stride(0) == 0
+        and x.shape[0] > 1
+        and x.shape[1] > 0
+        and not x.requires_grad
+        and not torch.compiler.is_compiling()
+    )
+
+
+def can_share(plan: Plan, batch: int) -> bool:
+    """Whether a call may follow the plan now."""
+    # One value per channel, which one sample may be, has no variance: T*B values have.
+    if not plan.shared or (plan.norms and batch == 1):
+        return False
+    # Hooks see the tensors of all steps, as without sharing.
+    return not any(
+        (m._forward_hooks or m._forward_pre_hooks) and not isinstance(m, Neuron)
+        for m in plan.modules
+    )
+
+
+@contextlib.contextmanager
+def same_statistics(plan: Plan, sequence: Sequence) -> Iterator[None]:
+    """Let batch norms that run on `[B, ...]` record the running variance of T times as many values.
+
+    Mean and variance of a batch do not change when it is repeated, but what is recorded is the
+    variance times n / (n - 1), with n the values per channel: here B and not T*B times the size.
+    """
+    steps, before = sequence.num_steps, dict[nn.Module, Tensor]()
+
+    def note(norm: nn.Module, args: tuple[Tensor]) -> None:
+        if calls.sequence is sequence:
+            assert isinstance(norm.running_var, Tensor)
+            before[norm] = norm.running_var.clone()
+
+    def correct(norm: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        if calls.sequence is not sequence:
+            return
+        assert isinstance(norm, batchnorm._BatchNorm)
+        assert norm.running_var is not None
+        values = args[0].numel() // args[0].shape[1]
+        ratio = steps * (values - 1) / (steps * values - 1)
+        momentum: float | Tensor
+        if norm.momentum is not None:
+            momentum = norm.momentum
+        else:  # a plain mean over all batches
+            assert norm.num_batches_tracked is not None
+            momentum = 1 / norm.num_batches_tracked
+        # Not a change that autograd should see: backward in training does not use it.
+        variance = norm.running_var.data
+        added = variance - (1 - momentum) * before.pop(norm)
+        variance.sub_((1 - ratio) * added)
+
+    handles = [
+        handle
+        for norm in plan.norms
+        for handle in (norm.register_forward_pre_hook(note), norm.register_forward_hook(correct))
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,1 @@
+"""Run a compiled step over time: programs, memory layout, launches, and the autograd op."""

@@ -1,0 +1,194 @@
+"""A traced definition and its kernels; one per definition, backend and kinds of parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from spikefuse.compiler import emit_numba, emit_triton
+from spikefuse.compiler.adjoint import Reverse, reverse_step
+from spikefuse.compiler.trace import Step, trace_step
+from spikefuse.neurons.definition import Definition
+from spikefuse.scan import cache
+from spikefuse.scan.layout import Layout
+
+# A parameter is a Python float, a 0-d tensor, or a tensor of one value per channel.
+FLOAT, SCALAR, CHANNEL = "float", "scalar", "channel"
+
+
+class Launch(Protocol):
+    """A generated kernel on sequences of certain shapes, strides, dtypes, and on one device."""
+
+    def __call__(
+        self,
+        sequences: Sequence[Tensor],
+        states: Sequence[Tensor | None],
+        sums: Sequence[Tensor | None],
+        params: Sequence[float | Tensor],
+    ) -> None:
+        """Run `forward` or `backward` of a module; all tensors are in the order of the kernel.
+
+        Args:
+            sequences: what is read and what is written, conforming to the layout.
+            states: one step each, or None where the kernel may do without.
+            sums: flat gradients of parameters, one per neuron (backward); the bits of outputs
+                (forward, where the launcher can write them).
+            params: floats, and contiguous float32 tensors.
+        """
+        ...
+
+
+class Launcher(Protocol):
+    """How a backend runs a generated kernel; launch_numba and launch_triton are two."""
+
+    def prepare(
+        self,
+        kernel: Any,
+        layout: Layout,
+        sequences: Sequence[Tensor],
+        rebuild: bool = False,
+        packs: bool = False,
+        revises: bool = False,
+    ) -> Launch:
+        """What runs `kernel` on these sequences, and on others that differ in values only.
+
+        Args:
+            rebuild: `backward` first writes the stored states, which `forward` did not; where
+                the program `rebuilds`.
+            packs: `forward` also writes the bits of its outputs.
+            revises: the kernel mends what it has made of wrong initial or final states; where the
+                program `revises`.
+        """
+        ...
+
+
+@dataclass
+class Program:
+    """One traced definition on one backend.
+
+    `params` are the run-time values that the step reads, `kinds` what each of them is.
+    """
+
+    step: Step
+    reverse: Reverse
+    backend: str
+    kinds: tuple[str, ...]
+    modules: dict[tuple[tuple[str, ...], ...], ModuleType] = field(default_factory=dict)
+
+    def chunk(self, num_steps: int) -> int:
+        """Steps between the states of a sequence that are stored for backward."""
+        return emit_triton.chunk(num_steps) if self.backend == "triton" else emit_numba.CHUNK
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether backward can do without stored states. On a CPU, they are few."""
+        return self.backend == "triton" and bool(self.step.states)
+
+    @property
+    def revises(self) -> bool:
+        """Whether kernels can mend what they have made of wrong initial or final states."""
+        return self.backend == "triton" and bool(self.step.states)
+
+    @property
+    def launcher(self) -> Launcher:
+        if self.backend == "triton":
+            from spikefuse.scan import launch_triton
+
+            return launch_triton
+        from spikefuse.scan import launch_numba
+
+        return launch_numba
+
+    def named(self, kind: str) -> list[str]:
+        return [n for n, k in zip(self.step.params, self.kinds, strict=True) if k == kind]
+
+    def learnable(self) -> tuple[str, ...]:
+        """Parameters that may require gradients."""
+        tensors = zip(self.step.params, self.kinds, strict=True)
+        return tuple(n for n, k in tensors if k != FLOAT and n in self.reverse.params)
+
+    def module(
+        self, grad_inputs: tuple[str, ...] | None = None, grad_params: tuple[str, ...] = ()
+    ) -> ModuleType:
+        """Kernels whose backward yields the gradients of these inputs (all) and parameters."""
+        key = self.step.inputs if grad_inputs is None else grad_inputs, grad_params
+        if key not in self.modules:
+            source = self.source(*key)
+            with _making:
+                self.modules[key] = cache.load(source, self.step.name, self.backend)
+        return self.modules[key]
+
+    def source(self, grad_inputs: tuple[str, ...], grad_params: tuple[str, ...]) -> str:
+        reverse = self.reverse.select(self.step, grad_inputs, grad_params)
+        channels, scalars = self.named(CHANNEL), self.named(SCALAR)
+        if self.backend == "triton":
+            return emit_triton.source(self.step, reverse, channels, scalars)
+        return emit_numba.source(self.step, reverse, channels)
+
+
+# Neither tracing nor the import of generated source is thread-safe.
+_making = threading.RLock()
+_by_signature: dict[tuple[Any, ...], tuple[str, tuple[str, ...]]] = {}
+_by_name: dict[str, Program] = {}
+
+
+def program(name: str) -> Program:
+    """The program that `prepare` named."""
+    return _by_name[name]
+
+
+def prepare(
+    definition: Definition,
+    backend: str,
+    statics: tuple[Any, ...],
+    kinds: tuple[tuple[str, str], ...],
+) -> tuple[str, tuple[str, ...]]:
+    """The name of a definition's program, and the run-time values that it reads.
+
+    Args:
+        statics: what `definition.describe` says of it besides its values.
+        kinds: (name, kind) of every run-time value of the definition.
+    """
+    signature = (statics, backend, kinds)
+    found = _by_signature.get(signature)
+    if found is not None:
+        return found
+    with _making:
+        made = _make(definition, backend, dict(kinds))
+        # The same kernels, called alike, have the same name in every process.
+        identity = repr((made.step.params, made.kinds)) + made.source(
+            made.step.inputs, made.learnable()
+        )
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+        name = f"{made.step.name}-{backend}-{digest}"
+        _by_name.setdefault(name, made)
+        return _by_signature.setdefault(signature, (name, made.step.params))
+
+
+def _make(definition: Definition, backend: str, kinds: dict[str, str]) -> Program:
+    # In a thread of its own: modes, hooks and transforms of PyTorch belong to the caller's.
+    with ThreadPoolExecutor(1) as thread:
+        step, reverse = thread.submit(_trace, definition, kinds).result()
+    used = step.graph.used() | reverse.graph.used()
+    step = step.without_unused(used)
+    return Program(step, reverse, backend, tuple(kinds[name] for name in step.params))
+
+
+def _trace(definition: Definition, kinds: dict[str, str]) -> tuple[Step, Reverse]:
+    step = trace_step(definition)
+    # A float is not learned, so that what its gradient would be made of need have no kernel.
+    learned = [name for name, kind in kinds.items() if kind != FLOAT]
+    return step, reverse_step(definition, step, learned)
+
+
+def kind_of(value: float | Tensor) -> str:
+    if isinstance(value, float):
+        return FLOAT
+    return SCALAR if value.ndim == 0 else CHANNEL

@@ -1,0 +1,1 @@
+"""Functions that take a network and return a network."""

@@ -1,0 +1,231 @@
+"""Batch norm, residual and neuron as one operation, against the norm of PyTorch and the eager loop.
+
+tests/gpu/test_block.py runs the same tests on a GPU.
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import spikefuse as sf
+from spikefuse import reference
+from spikefuse.block.block import Block
+from spikefuse.block.definition import behind_norm
+from spikefuse.kernels.norm import statistics
+from spikefuse.testing import DTYPES, LAYOUTS, lay_out, make_input, poisoned, run, within_budget
+from tests.test_exactness import DEFINITIONS, SMOOTH, make
+
+# Fewer neurons for the interpreter, but in more than one block of a float32 backward.
+SHAPE = (3, 6, 5, 5) if torch.cuda.is_available() else (3, 6, 3, 3)
+NAMES = [name for name in DEFINITIONS if name != "Gated"]
+NORMS = {3: nn.BatchNorm1d, 4: nn.BatchNorm1d, 5: nn.BatchNorm2d, 6: nn.BatchNorm3d}
+
+
+def make_block(name="LIF", shape=SHAPE, device="cpu", seed=3, **options):
+    channels = shape[1]
+    norm = NORMS[len(shape) + 1](channels, **options)
+    if norm.affine:
+        with torch.no_grad():
+            norm.weight.copy_(make_input((channels,), seed=seed).abs() + 0.5)
+            norm.bias.copy_(make_input((channels,), seed=seed + 1) / 2)
+    reset = {"CLIF": "own", "GatedLIF": "own", "IntegerLIF": "own", "LI": "none"}
+    neuron = make(name, reset.get(name.split("-")[0], "hard"), channels, device)
+    return Block(norm, neuron).to(device)
+
+
+def make_inputs(num_steps, num, dtype=torch.float32, device="cpu", shape=SHAPE, constant=False):
+    x = make_input((num_steps, *shape), dtype, device, 0, constant) * 2 + 1
+    return (x, make_input((num_steps, *shape), dtype, device, 1))[:num]
+
+
+def expected_of_step(block, inputs, state, impl):
+    """The eager loop with the statistics that the kernels have found."""
+    norm, x = block.norm, inputs[0]
+    if norm.training or norm.running_mean is None:
+        backend = "triton" if impl == "triton" else "numba"
+        mean, scale, _, _ = statistics(x, norm.weight, (None,) * 3, 0.0, norm.eps, backend)
+    else:
+        mean = norm.running_mean
+        scale = torch.rsqrt(norm.running_var + norm.eps)
+        scale = scale if norm.weight is None else scale * norm.weight
+    shift = torch.zeros_like(mean) if norm.bias is None else norm.bias
+    definition = behind_norm(block.neuron, mean, scale.detach(), shift.detach(), len(inputs) > 1)
+    return reference.scan(definition, inputs, state)
+
+
+def assert_matches(block, inputs, impls, state=None, layouts=LAYOUTS[:1], exact=True):
+    """Outputs equal those of the eager loop with the same statistics, bit for bit. Gradients are
+    held to the float64 error of PyTorch's norm and the eager loop, over the neurons that spike
+    alike in all of them."""
+    for impl, layout in itertools.product(impls, layouts):
+        where = f"{impl}, {layout}"
+        laid = [lay_out(x, layout) for x in inputs]
+        wanted, true = (run(block, inputs, state, how) for how in ("reference", "float64"))
+        with poisoned():
+            actual = run(block, laid, state, impl)
+        truncated = impl == "triton" and inputs[0].is_cpu and inputs[0].dtype == torch.bfloat16
+        if exact and not truncated:
+            outputs, states = expected_of_step(block, laid, state, impl)
+            for a, b in zip((*actual.outputs, *actual.states), (*outputs, *states), strict=True):
+                assert torch.equal(a, b), f"{where}: {(a != b).sum()} of {a.numel()} differ"
+        rows = zip(actual.outputs, wanted.outputs, true.outputs, strict=True)
+        alike = [((a - b).abs() < 0.5) & ((a - c).abs() < 0.5) for a, b, c in rows]
+        alike = torch.stack([a.all(0) for a in alike]).all(0)
+        assert alike.float().mean() > 0.97, f"{where}: {alike.float().mean()} spike alike"
+        weights = [
+            make_input(r.shape, device=r.device, seed=5 + i) * alike
+            for i, r in enumerate((*actual.outputs, *actual.states))
+        ]
+        with poisoned():
+            found = actual.backward(weights)
+        expected, truth = wanted.backward(weights), true.backward(weights)
+        summed = truth["input 0"].double().norm().item()
+        for name, gradient in found.items():
+            scale = 0.0 if name.startswith(("input", "state")) else summed
+            label, share = f"{where}: gradient of {name}", 4.0 if exact else 8.0
+            within_budget(
+                label, gradient, expected[name], truth[name], share, scale, impl == "triton"
+            )
+
+
+def cases():
+    for name in NAMES:
+        every = torch.cuda.is_available() or name == "LIF"
+        for dtype in DTYPES if every else DTYPES[:1]:
+            yield pytest.param(name, dtype, id=f"{name}-{dtype}")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*cases()])
+def test_equals_reference(name, dtype, backends):
+    device, impls = backends.device, backends.impls
+    # Numba compiles for seconds, to code that differs in the step and in how memory is accessed.
+    is_new = name == "PLIF-channel" or (name == "LIF" and dtype != torch.float16)
+    impls = impls if is_new else impls[-1:]
+    block = make_block(name, device=device)
+    # A CPU, whose interpreter is slow, sees short sequences of the first neuron only.
+    for num_steps, num in ((3, 1), (19, 2))[0 if device == "cuda" or name == "LIF" else 1 :]:
+        inputs = make_inputs(num_steps, num, dtype, device)
+        layouts = LAYOUTS if device == "cuda" or name == "LIF" else LAYOUTS[:1]
+        assert_matches(block, inputs, impls, None, layouts, name not in SMOOTH)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}, {}])
+def test_modes(training, options, backends):
+    block = make_block(device=backends.device, **options)
+    inputs = make_inputs(11, 2, device=backends.device)
+    block(*inputs)
+    block.train(training)
+    state = (make_input(SHAPE, device=backends.device, seed=8),)
+    assert_matches(block, inputs, backends.impls, state)
+
+
+@pytest.mark.parametrize("shape", [(7, 6), (5, 6, 9), (2, 6, 3, 2, 2), (3, 70), (2, 1, 4, 4)])
+def test_shapes(shape, backends):
+    block = make_block(shape=shape, device=backends.device)
+    inputs = make_inputs(9, 1, device=backends.device, shape=shape)
+    assert_matches(block, inputs, backends.impls)
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+@pytest.mark.parametrize("constant", [False, True])
+def test_running_statistics_are_those_of_the_norm(momentum, constant, backends):
+    for impl in (*backends.impls, "reference"):
+        block = make_block(device=backends.device, momentum=momentum)
+        norm = nn.BatchNorm2d(SHAPE[1], momentum=momentum).to(backends.device)
+        for seed in range(2):
+            (x,) = make_inputs(4, 1, device=backends.device, constant=constant)
+            block(x + seed, impl=impl)
+            norm((x + seed).flatten(0, 1))
+        for name, buffer in norm.named_buffers():
+            torch.testing.assert_close(block.norm.get_buffer(name), buffer, rtol=2e-6, atol=1e-6)
+
+
+def test_a_mean_that_is_large_against_the_deviation(backends):
+    x = make_input((8, 4, 6, 12, 12), device=backends.device) * 0.02 + 100
+    for layout in LAYOUTS[:2]:
+        for impl in backends.impls:
+            found = statistics(lay_out(x, layout), None, (None,) * 3, 0.0, 0.0, impl)
+            variance, mean = torch.var_mean(x.double(), [0, 1, 3, 4], correction=0)
+            assert ((found[0] - mean).abs() / variance.sqrt()).max() < 5e-4
+            torch.testing.assert_close(found[3].double(), variance, rtol=1e-5, atol=0)
+
+
+def test_flips_against_the_norm_and_the_neuron_apart(backends):
+    """What PyTorch's norm rounds in another way may spike in another way: rarely."""
+    block = make_block(device=backends.device)
+    (x,) = make_inputs(16, 1, device=backends.device, shape=(8, 6, 16, 16))
+    for impl in backends.impls:
+        y = block(x, impl=impl)
+        u = block.norm(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        assert (y != block.neuron(u)).float().mean() < 1e-4
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_steps_repeat_bit_for_bit(backends):
+    results = []
+    for _ in range(2):
+        block = make_block(device=backends.device)
+        (x,) = make_inputs(19, 1, device=backends.device, shape=(8, 6, 16, 16))
+        x.requires_grad_()
+        block(x, impl=backends.impls[0]).sum().backward()
+        results.append([x.grad, *(p.grad for p in block.parameters()), *block.norm.buffers()])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("policy", [sf.memory.Recompute(), sf.memory.Bits(), sf.memory.SaveAll()])
+def test_in_temporal(policy, backends):
+    torch.manual_seed(0)
+    conv, out = nn.Conv2d(2, 6, 3), nn.Conv2d(6, 3, 1)
+    block = make_block()
+    net = sf.Temporal(nn.Sequential(conv, block, out), memory=policy).to(backends.device)
+    x = make_input((20, 3, 2, 7, 7), device=backends.device)
+    with torch.backends.cudnn.flags(deterministic=True):
+        y, state = net(x, return_state=True)
+        y.square().sum().backward()
+        assert state.keys() == {"1.neuron"}
+        gradients = [p.grad.clone() for p in net.parameters()]
+        net.zero_grad()
+        h = conv(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        plain = out(block(h).flatten(0, 1))
+        plain.square().sum().backward()
+    assert torch.equal(y.flatten(0, 1), plain)
+    assert all(map(torch.equal, gradients, [p.grad for p in net.parameters()]))
+
+
+def test_its_own_policy(backends):
+    gradients = []
+    for policy in (None, sf.memory.Bits()):
+        block = make_block(device=backends.device)
+        block.memory = policy
+        (x,) = make_inputs(20, 1, device=backends.device)
+        x.requires_grad_()
+        y = block(x, impl=backends.impls[-1])
+        kept = sum(t.numel() for t in y.grad_fn.saved_tensors) - x.numel() - block.norm.num_features
+        assert kept == (0 if policy is None else 2 * x[0].numel())
+        y.sum().backward()
+        gradients.append([x.grad, *(p.grad for p in block.parameters())])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_refusals():
+    block = make_block()
+    x = torch.zeros(2, *SHAPE)
+    with pytest.raises(TypeError, match="norm is a GroupNorm"):
+        Block(nn.GroupNorm(2, 6), sf.LIF())
+    with pytest.raises(TypeError, match="neuron is a ReLU"):
+        Block(nn.BatchNorm2d(6), nn.ReLU())
+    with pytest.raises(TypeError, match="memory is 'bits'"):
+        Block(nn.BatchNorm2d(6), sf.LIF(), "bits")
+    with pytest.raises(ValueError, match=r"memory is Checkpoint\(chunks=8\), .* to Temporal\(net"):
+        Block(nn.BatchNorm2d(6), sf.LIF(), sf.memory.Checkpoint())
+    with pytest.raises(ValueError, match="C = 6"):
+        block(x[:, :, :5])
+    with pytest.raises(ValueError, match="residual is"):
+        block(x, x[:1])
+    with pytest.raises(ValueError, match="has no variance"):
+        block(torch.zeros(1, 1, 6, 1, 1))
+    with pytest.raises(TypeError, match="float64"):
+        block(x.double())

@@ -1,0 +1,41 @@
+"""What the products with events of every backend have to give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+
+from spikefuse.events.candidates import FIRED, SILENT
+from spikefuse.events.format import Events
+
+
+def check(kernels: ModuleType, inputs: int, outputs: int, rate: float = 0.1) -> None:
+    """`currents` and `gradients` against dense products in float64."""
+    torch.manual_seed(0)
+    drawn = torch.rand(5, 3, inputs)
+    marks = (drawn < rate) * FIRED + ((drawn > rate) & (drawn < 2 * rate)) * SILENT
+    marks[1, 2] = 0
+    events = Events.from_marks(marks)
+    events = replace(events, values=events.is_fired())
+    spikes = events.to_dense().view(15, inputs).double()
+    weight, bias = torch.randn(inputs, outputs), torch.randn(outputs)
+    grad = torch.randn(15, outputs)
+    close(kernels.currents(events, weight, bias), spikes @ weight.double() + bias)
+    close(kernels.currents(events, weight, None), spikes @ weight.double())
+    wanted = grad.double() @ weight.double().T
+    for sparse in (False, True):
+        rows, found, biases, values = kernels.gradients(events, grad, weight, sparse)
+        if sparse:
+            assert torch.equal(rows, spikes.any(0).nonzero().flatten())
+            found = torch.zeros(inputs, outputs).index_copy(0, rows, found)
+        close(found, spikes.T @ grad.double())
+        close(biases, grad.double().sum(0))
+        close(values, wanted[events.rows(), events.indices.long()])
+    assert kernels.gradients(replace(events, values=None), grad, weight, False)[3] is None
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Each value is a sum of few terms of the order of 1."""
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,73 @@
+"""Neurons that tell their candidates: as their own potential says, and with the same gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import spikefuse as sf
+from spikefuse.events.candidates import FIRED, SILENT, with_candidates
+
+
+def lif() -> sf.LIF:
+    return sf.LIF(0.9, 0.8, surrogate=sf.surrogate.Triangle(cutoff=-0.2))
+
+
+@pytest.mark.parametrize("impl", ["numba", "reference"])
+def test_marks_and_gradients(impl: str) -> None:
+    torch.manual_seed(0)
+    neuron, x = lif(), torch.rand(15, 3, 40).requires_grad_()
+    marks, spikes = (n(x, impl=impl) for n in (with_candidates(neuron), neuron))
+    h, potentials = torch.zeros(3, 40), []
+    for now, s in zip(x.detach(), spikes, strict=True):
+        h = 0.9 * h + now
+        potentials.append(h)
+        h = h * (1 - s)
+    above = torch.stack(potentials) - 0.8 >= -0.2
+    assert above.any()
+    assert torch.equal(marks, torch.where(spikes > 0, FIRED, above * SILENT))
+    grad = torch.rand_like(x)
+    found = [torch.autograd.grad(y, x, grad)[0] for y in (marks, spikes)]
+    assert torch.equal(*found)
+
+
+def test_values_are_shared() -> None:
+    neuron = sf.PLIF(0.5, surrogate=sf.surrogate.Triangle(cutoff=-0.2))
+    assert list(with_candidates(neuron).parameters()) == list(neuron.parameters())
+
+
+def test_a_neuron_that_is_changed() -> None:
+    """A copy serves again as long as it is one."""
+    neuron = lif()
+    known = with_candidates(neuron)
+    assert with_candidates(neuron, known) is known
+    x = torch.rand(15, 3, 40)
+    for name, value in (("threshold", 0.4), ("surrogate", sf.surrogate.Triangle(cutoff=-0.3))):
+        setattr(neuron, name, value)
+        other = with_candidates(neuron, known)
+        assert not torch.equal(other(x), known(x))
+        assert torch.equal(other(x) == FIRED, neuron(x) > 0)
+    neuron.surrogate.cutoff = 0.5
+    with pytest.raises(ValueError, match=r"cutoff 0\.5"):
+        with_candidates(neuron, other)
+
+
+class Twice(sf.LIF):
+    def step(self, x, v):
+        s = self.surrogate(x + v) * self.surrogate(x)
+        return s, (v,)
+
+
+def test_two_surrogates() -> None:
+    neuron = Twice(surrogate=sf.surrogate.Triangle(cutoff=-0.2))
+    with pytest.raises(TypeError, match="calls its surrogate 2 times"):
+        with_candidates(neuron)(torch.rand(3, 2, 4), impl="reference")
+
+
+def test_no_cutoff() -> None:
+    with pytest.raises(ValueError, match="cutoff None: expected a float of at most 0"):
+        with_candidates(sf.LIF())
+    with pytest.raises(ValueError, match=r"cutoff 0\.5"):
+        with_candidates(sf.LIF(surrogate=sf.surrogate.Triangle(cutoff=0.5)))
+    with pytest.raises(TypeError, match="LI is no neuron that fires 0 or 1"):
+        with_candidates(sf.LI())  # which does not fire

@@ -1,0 +1,69 @@
+"""Spikes as lists of their places, and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spikefuse.events import format as events
+from spikefuse.events.candidates import FIRED, SILENT
+from spikefuse.events.format import Events
+
+
+def marks(width: int, rate: float, seed: int = 0) -> torch.Tensor:
+    """Marks `[5, 3, W]`, a row in which everything fires among them."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(5, 3, width, generator=generator)
+    found = (drawn < rate) * FIRED + ((drawn >= rate) & (drawn < 2 * rate)) * SILENT
+    found[2, 1] = FIRED
+    return found
+
+
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 64, 257])
+@pytest.mark.parametrize("rate", [0.0, 0.02, 0.6])
+def test_from_marks_and_back(width: int, rate: float) -> None:
+    x = marks(width, rate)
+    events = Events.from_marks(x)
+    assert torch.equal(events.to_dense(), (x == FIRED).float())
+    assert events.num_fired == (x == FIRED).sum()
+    for r, row in enumerate(x.reshape(15, width)):
+        fired, silent = (torch.nonzero(row == kind).flatten().int() for kind in (FIRED, SILENT))
+        entries = events.indices[events.offsets[r] : events.offsets[r + 1]]
+        assert torch.equal(entries, torch.cat([fired, silent]))
+        assert events.fired[r] == len(fired)
+    assert torch.equal(Events.from_dense(x == FIRED).to_dense(), events.to_dense())
+
+
+@pytest.mark.parametrize("width", [20, 700])
+def test_the_kernels_for_gpus(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from spikefuse.events import lists_triton as event_lists_triton
+
+    x = marks(width, 0.1)
+    expected = Events.from_marks(x)
+    monkeypatch.setattr(events, "_kernels", lambda x: event_lists_triton)
+    found = Events.from_marks(x)
+    for name in ("offsets", "fired", "indices"):
+        a, b = getattr(found, name), getattr(expected, name)
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+def test_kept() -> None:
+    events = Events.from_marks(marks(50, 0.1))
+    few = events.kept(3)
+    assert int(few.offsets.diff().max()) == 3
+    assert few.dropped == events.num_fired - few.num_fired > 0
+    assert torch.equal(few.to_dense(), events.to_dense() * (events.to_dense().cumsum(2) <= 3))
+    assert events.kept(50) is events
+
+
+def test_a_flattened_sensor() -> None:
+    x = (torch.rand(4, 2, 2, 6, 6) < 0.2).float()
+    assert torch.equal(Events.from_dense(x).to_dense(), x.flatten(2))
+
+
+def test_wrong_spikes() -> None:
+    with pytest.raises(ValueError, match="other than 0 and 1"):
+        Events.from_dense(torch.tensor([[[0.0, 2.0]]]))
+    with pytest.raises(ValueError, match=r"shape \[3\]: expected \[T, B, ...\]"):
+        Events.from_dense(torch.zeros(3))

@@ -1,0 +1,54 @@
+"""Products with events on GPUs, in the interpreter."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spikefuse.events.candidates import SILENT
+from spikefuse.events.format import Events
+from tests.events.products import check, close
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter"
+)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 33), (40, 600)])
+def test_products(inputs: int, outputs: int) -> None:
+    from spikefuse.events import products_triton as event_triton
+
+    check(event_triton, inputs, outputs)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.4, 1.0])
+def test_activities(rate: float) -> None:
+    from spikefuse.events import products_triton as event_triton
+
+    check(event_triton, 20, 33, rate)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_candidates_only(sparse: bool) -> None:
+    from spikefuse.events import products_triton as event_triton
+
+    events = Events.from_marks(torch.full((2, 3, 5), SILENT))
+    events = replace(events, values=events.is_fired())
+    grad, weight = torch.rand(6, 4), torch.rand(5, 4)
+    rows, found, _, values = event_triton.gradients(events, grad, weight, sparse)
+    assert torch.equal(found, torch.zeros(0 if sparse else 5, 4))
+    assert (rows is None) or (rows.dtype == torch.int64 and not len(rows))
+    close(values, (grad.double() @ weight.double().T).flatten())
+
+
+def test_gradients_are_summed_in_the_order_of_the_lists() -> None:
+    """So that they are the same each time: the other way round, 0 is left of these."""
+    from spikefuse.events import products_triton as event_triton
+
+    events = Events.from_dense(torch.ones(4, 1, 2))
+    grad = torch.tensor([[1e8], [1.0], [-1e8], [1.0]])
+    found = event_triton.gradients(events, grad, torch.zeros(2, 1), False)[1]
+    assert torch.equal(found, torch.ones(2, 1))

@@ -1,0 +1,64 @@
+"""Networks on events, step by step."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import spikefuse as sf
+from spikefuse.events import stream as event_stream
+from spikefuse.nn import EventLinear, Events, EventStream
+
+
+def neuron() -> sf.LIF:
+    surrogate = sf.surrogate.FastSigmoid(10.0, cutoff=-0.1)
+    return sf.LIF(0.9, 1.0, detach_reset=True, surrogate=surrogate)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = EventLinear(30, 70, neuron()), EventLinear(70, 40, neuron(), bias=False)
+    for layer in layers:
+        nn.init.normal_(layer.weight, 0.1, 0.5)
+    return nn.Sequential(*layers, EventLinear(40, 5))
+
+
+@pytest.mark.parametrize("backend", ["numba", "triton"])
+def test_steps_are_those_of_a_sequence(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend == "triton":
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("needs the interpreter")
+        from spikefuse.events import products_triton as event_triton
+
+        monkeypatch.setattr(event_stream, "_kernels", lambda x: event_triton)
+        monkeypatch.setattr(event_triton, "LISTED", 32)  # several blocks
+        monkeypatch.setattr(event_triton, "SUMMED", (4, 16))
+    net = network()
+    spikes = (torch.rand(6, 1, 30) < 0.2).float()
+    spikes[3] = 0
+    expected = sf.Temporal(net)(Events.from_dense(spikes))
+    stream, state, outputs = EventStream(net), None, []
+    for x in spikes[:, 0]:
+        y, state = stream(x, state)
+        outputs.append(y)
+    fired = net[2].activity
+    assert fired is not None
+    assert 0 < fired.fired < fired.sites
+    torch.testing.assert_close(torch.stack(outputs)[:, None], expected)
+
+
+def test_what_is_not_as_described() -> None:
+    net = network()
+    with pytest.raises(TypeError, match="layer 1 is a Linear: expected EventLinear"):
+        EventStream(nn.Sequential(net[0], nn.Linear(70, 3)))
+    with pytest.raises(TypeError, match="layer 1 takes spikes, but the one before has no neuron"):
+        EventStream(nn.Sequential(EventLinear(4, 5), EventLinear(5, 6)))
+    stream = EventStream(net)
+    with pytest.raises(ValueError, match=r"of shape \[1, 30\]: expected float32 \[30\]"):
+        stream(torch.zeros(1, 30))
+    _, state = stream(torch.zeros(30))
+    with pytest.raises(ValueError, match="the state has 1 parts: expected 2"):
+        stream(torch.zeros(30), state[:1])

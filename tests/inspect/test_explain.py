@@ -1,0 +1,379 @@
+"""`explain`: what it finds is what a call does, and it leaves the model as it was."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import spikefuse as sf
+from spikefuse.inspect.explain import COPIED_BYTES, copy_bandwidth
+from spikefuse.inspect.explanation import Kept, Layer
+from spikefuse.memory import checkpoint
+from spikefuse.nn.neuron import Neuron
+from spikefuse.scan.program import program
+from spikefuse.testing import lay_out, make_input
+from tests.memory.test_policies import bytes_kept
+
+T, B = 37, 2
+
+
+class Uncompilable(sf.Neuron):
+    v = sf.State()
+
+    def step(self, x, v):
+        return torch.erf(x + v), (v + x,)
+
+
+class Noisy(sf.Neuron):
+    """Draws its second input by itself."""
+
+    v = sf.State()
+
+    def forward(self, x):
+        return super().forward(x, torch.rand_like(x))
+
+    def step(self, x, noise, v):
+        return x + noise, (v + x,)
+
+
+@pytest.fixture
+def net():
+    return sf.Temporal(
+        nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), sf.LIF(), nn.Flatten(), sf.ALIF())
+    )
+
+
+@pytest.fixture
+def small_copy(monkeypatch):
+    monkeypatch.setitem(COPIED_BYTES, "cpu", 1 << 20)
+    copy_bandwidth.cache_clear()
+    yield
+    copy_bandwidth.cache_clear()
+
+
+def only(explanation) -> Layer:
+    (layer,) = explanation.layers
+    return layer
+
+
+def kept(explanation) -> Kept:
+    """What the only neuron keeps."""
+    rows = {row.name: row for row in explanation.kept}
+    return rows.get(only(explanation).name, Kept("", "", 0, 0))
+
+
+def test_layers_of_a_network(net):
+    found = sf.explain(net, torch.rand(T, B, 1, 6, 6))
+    lif, alif = found.layers
+    assert (lif.name, lif.module, lif.shape) == ("net.2", "LIF", (T, B, 3, 4, 4))
+    assert (alif.name, alif.module, alif.shape) == ("net.4", "ALIF", (T, B, 48))
+    image, outputs = 4 * T * B * 36, 4 * T * B * 48
+    for layer in (lif, alif):
+        assert layer.dtypes == (torch.float32,)
+        assert layer.implementation == "numba"
+        assert layer.program.startswith(f"{layer.module}-numba-")
+        assert layer.notes == ()
+        # Forward: read x, write y; backward: read x and grad_y, write grad_x.
+        assert layer.moved == 5 * outputs
+        assert layer.least is layer.achieved is layer.fraction is None
+    conv, norm, *neurons = found.kept
+    assert conv == Kept("net.0", "Conv2d", image, image)
+    assert (norm.name, norm.now) == ("net.1", norm.eager)
+    assert outputs < norm.now < outputs + 100  # and statistics
+    for row, layer, num_states in zip(neurons, (lif, alif), (1, 2), strict=True):
+        assert (row.name, row.module) == (layer.name, layer.module)
+        assert row.now == outputs + 4 * num_states * ((T - 1) // layer.chunk) * B * 48
+        assert row.eager > 2 * outputs
+    assert found.num_others == 3
+    assert found.not_called == ()
+    assert found.bandwidth is None
+
+
+@pytest.mark.parametrize("neuron", [sf.LIF(), sf.ALIF(), sf.PLIF(channels=5)])
+@pytest.mark.parametrize("num_steps", [1, 2, 4, 5, 9])
+def test_what_the_loop_keeps_is_what_it_keeps_at_full_length(neuron, num_steps):
+    x = make_input((num_steps, B, 5)).requires_grad_()
+    loop = kept(sf.explain(neuron, x, impl="reference"))
+    assert kept(sf.explain(neuron, x)).eager == loop.eager == loop.now > 0
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.lif = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), sf.LIF()
+
+    def forward(self, x):
+        return self.lif(self.norm(self.conv(x)) + x)
+
+
+def network(policy):
+    front = nn.Conv2d(1, 8, 1), nn.BatchNorm2d(8), sf.LIF()
+    return sf.Temporal(nn.Sequential(*front, Residual(), nn.AvgPool2d(2)), policy)
+
+
+VALUES = T * 2 * 8 * 6 * 6
+
+
+@pytest.mark.parametrize("name", ["save-all", "recompute", "bits"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks(name, dtype):
+    x, policy = torch.rand(T, 2, 1, 6, 6, dtype=dtype), sf.memory.POLICIES[name]
+    found = sf.explain(sf.fuse(network(policy)).to(dtype), x)
+    first, second = found.layers
+    assert first.memory == second.memory == policy
+    assert (first.name, first.module) == ("net.2", "BatchNorm2d + LIF")
+    assert (second.name, second.module) == ("net.3.lif", "BatchNorm2d + residual + LIF")
+    assert second.dtypes == (dtype, dtype)
+    assert all(layer.program.startswith("NormedLIF-numba-") for layer in found.layers)
+    assert (found.not_called, found.num_others) == ((), 3)
+    size = dtype.itemsize * VALUES
+    assert first.moved == 8 * size  # 16 bytes per neuron and step in bfloat16
+    assert second.moved == 12 * size  # of the residual: read three times, its gradient written
+    kept = {row.name: row for row in found.kept}
+    assert list(kept) == ["net.0", "net.2", "net.3.conv", "net.3.lif", "net.4"]
+    stores = policy.keeps_states or not program(first.program).rebuilds
+    states = 4 * VALUES // T * ((T - 1) // first.chunk) if stores else 0
+    for layer in ("net.2", "net.3.lif"):  # the residual is what the convolution keeps
+        assert 0 <= kept[layer].now - size - states < 500
+    for layer in ("net.3.conv", "net.4"):
+        assert kept[layer].now == (VALUES // 8 if policy.packs_spikes else size)
+        assert kept[layer].eager == size
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_checkpoint_computes_again_is_said(training):
+    """With random layers, which run once: what these keep is shown, but no sum."""
+    x, tail = torch.rand(T, 2, 1, 6, 6), (nn.Dropout(), nn.Conv2d(8, 4, 1), sf.LIF())
+    inner = nn.Sequential(*network(None).net, *tail)
+    fused = sf.fuse(sf.Temporal(inner, sf.memory.Checkpoint(3))).train(training)
+    net = nn.ModuleDict({"spiking": fused, "idle": sf.LIF()})
+    net.forward = lambda x: fused(x)
+    found = sf.explain(net, x)
+    assert (found.layers, found.again, found.not_called) == ((), ("spiking",), ("idle",))
+    assert found.num_others == 5
+    assert [row.module for row in found.kept] == ["Dropout"] * training
+    lines = str(found).splitlines()
+    assert lines[0].startswith("spiking: memory=Checkpoint() computes its layers again in backward")
+    assert lines[0].endswith("explain it with Recompute()")
+    assert lines[1] == "not called: idle"
+    assert not any(line.startswith("total") for line in lines)
+    with torch.no_grad():
+        found = sf.explain(net, x)
+    assert (len(found.layers), found.again, found.not_called) == (3, (), ("idle",))
+
+
+def test_eager_pytorch_keeps_what_it_is_said_to():
+    x = torch.rand(9, 2, 1, 32, 32)
+    fused = sf.explain(sf.fuse(network(None)), x)
+    eager = sf.explain(network(sf.memory.SaveAll()), x, impl="reference")
+    assert sum(row.eager for row in fused.kept) == sum(row.now for row in eager.kept)
+    assert all(row.now == row.eager for row in eager.kept)
+
+
+@pytest.mark.parametrize("name", ["save-all", "recompute", "bits"])
+def test_what_is_kept_is_what_is_allocated(name):
+    net, x = sf.fuse(network(sf.memory.POLICIES[name])), make_input((9, 2, 1, 32, 32))
+    size, y = bytes_kept(net, x)
+    kept = sum(row.now for row in sf.explain(net, x).kept)
+    # The input was there before; of the statistics of a norm, those that it works on are not seen.
+    assert 0 <= size - y.nbytes - (kept - x.nbytes) < 500
+
+
+def test_blocks_without_gradients():
+    net = network(None).eval()
+    x = torch.rand(T, 2, 1, 6, 6)
+    with torch.no_grad():
+        found = sf.explain(sf.fuse(net), x)
+    first, second = found.layers
+    assert (first.moved, second.moved) == (2 * 4 * VALUES, 3 * 4 * VALUES)
+    assert found.kept == ()
+    assert "kept" not in str(found)
+
+
+def test_memory_counts_once_and_parts_of_it_by_themselves():
+    class Views(nn.Module):
+        def forward(self, x):
+            a, b = (x * 2).chunk(2, -1)
+            return a * b + a.sigmoid() * x[:1, :, :3]
+
+    x = make_input((4, 2, 6)).requires_grad_()
+    (row,) = sf.explain(nn.Sequential(Views()), x).kept
+    # The two halves, the sigmoid's result, and half of a step of x.
+    assert (row.name, row.module) == ("0", "Views")
+    assert row.now == row.eager == 4 * (2 * 24 + 24 + 6)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_nothing_is_kept_without_gradients(grad):
+    x = make_input((T, B, 5)).requires_grad_(grad)
+    found = sf.explain(sf.LIF(), x)
+    assert (kept(found).now > 0) == (kept(found).eager > 0) == grad
+    assert only(found).moved == x.nbytes * (5 if grad else 2)
+    with torch.no_grad():
+        assert sf.explain(sf.LIF(), x).kept == ()
+
+
+def test_parameters_need_no_gradient_of_the_input():
+    x = make_input((T, B, 5))
+    found = sf.explain(sf.PLIF(), x)
+    assert kept(found).now >= x.nbytes
+    assert only(found).moved == 4 * x.nbytes
+
+
+def test_a_still_image_is_kept_once():
+    x = make_input((T, B, 5), constant=True).requires_grad_()
+    found = sf.explain(sf.LIF(), x)
+    states = 4 * ((T - 1) // only(found).chunk) * B * 5
+    assert kept(found).now == x.nbytes // T + states
+    assert only(found).moved == 2 * (x.nbytes // T + x.nbytes) + x.nbytes
+
+
+def test_states_are_passed_on(net):
+    x = torch.rand(T, B, 1, 6, 6)
+    _, state = net(x, return_state=True)
+    found = sf.explain(net, x, state=state, return_state=True)
+    assert len(found.layers) == 2
+    x = torch.rand(T, B, 5)
+    state = (torch.rand(B, 5, requires_grad=True),)
+    assert kept(sf.explain(sf.LIF(), x, state=state)).now >= x.nbytes
+
+
+def test_several_inputs_and_a_forward_of_its_own():
+    x = make_input((T, B, 5), torch.bfloat16)
+    found = sf.explain(Noisy(), x)
+    assert only(found).dtypes == (torch.bfloat16, torch.bfloat16)
+    assert "2 × [37, 2, 5]  bfloat16  Noisy-numba-" in str(found)
+
+
+def test_the_reference_by_request(net):
+    layers = sf.explain(net, torch.rand(T, B, 1, 6, 6), impl="reference").layers
+    layers += sf.explain(sf.LIF(), torch.rand(T, B, 5), impl="reference").layers
+    assert [layer.implementation for layer in layers] == ["reference"] * 3
+    assert [layer.program for layer in layers] == [layer.chunk for layer in layers] == [None] * 3
+    whom = ["Temporal", "Temporal", "the neuron"]
+    assert [layer.notes for layer in layers] == [
+        (f'on the reference: impl="reference" was passed to {name}',) for name in whom
+    ]
+
+
+def test_what_cannot_be_compiled_is_said_and_the_rest_goes_on():
+    net = sf.Temporal(nn.Sequential(nn.Linear(3, 3), Uncompilable(), sf.LIF()))
+    x = torch.rand(4, 2, 3)
+    found = sf.explain(net, x)
+    first, second = found.layers
+    assert (first.implementation, second.implementation) == ("reference", "numba")
+    row = found.kept[1]
+    assert (row.name, row.now) == ("net.1", row.eager)
+    assert row.now > 0
+    (note,) = first.notes
+    assert note.startswith("not compiled, which a call raises as an error: Uncompilable.step uses")
+    assert "'erf' at" in note
+    assert f"net.1: {note}" in str(found)
+    with pytest.raises(sf.UnsupportedOperation, match="erf"):
+        net(x)
+
+
+def test_copied_inputs():
+    x = make_input((4, 2, 32, 4, 4))
+    for layout in ("contiguous", "channels_last", "batch_first"):
+        assert only(sf.explain(sf.LIF(), lay_out(x, layout))).notes == ()
+    (note,) = only(sf.explain(sf.LIF(), x[..., ::2])).notes
+    assert note == (
+        "input copied: x [4, 2, 32, 4, 2] with strides [1024, 512, 16, 4, 2]: "
+        "its steps are not dense, or in pieces too short to read in place"
+    )
+
+    class Sum(sf.Neuron):
+        v = sf.State()
+
+        def step(self, x, y, v):
+            return x + y, (v + x,)
+
+    (note,) = only(sf.explain(Sum(), x, lay_out(x, "channels_last"))).notes
+    assert note.startswith("input copied: y [4, 2, 32, 4, 4] with strides")
+    assert note.endswith(": it lies unlike the first input")
+
+
+def test_the_model_is_left_as_it_was(net):
+    net(torch.rand(T, B, 1, 6, 6)).sum().backward()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    gradients = [p.grad.clone() for p in net.parameters()]
+    x = torch.rand(T, B, 1, 6, 6)
+    random = torch.get_rng_state()
+    sf.explain(nn.Sequential(net, nn.Dropout()), x)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    assert all(torch.equal(a, p.grad) for a, p in zip(gradients, net.parameters(), strict=True))
+
+
+def test_errors_of_the_call_pass_and_nothing_is_watched_any_more(net):
+    before = Neuron.call, nn.Module.__call__, checkpoint.run
+    with pytest.raises(ValueError, match=r"expected \[T, B, ...\]"):
+        sf.explain(sf.LIF(), torch.rand(3))
+    with pytest.raises(TypeError, match="x is a list: expected a tensor"):
+        sf.explain(sf.LIF(), [1.0])
+    with pytest.raises(RuntimeError):
+        sf.explain(net, torch.rand(T, B, 2, 6, 6))
+    assert (Neuron.call, nn.Module.__call__, checkpoint.run) == before
+    with pytest.raises(TypeError, match=r"model is a builtin.*: expected a torch.nn.Module"):
+        sf.explain(torch.sin, torch.rand(3))
+
+
+def test_calls_of_other_threads_are_not_the_model():
+    other = sf.LIF()
+
+    class Model(nn.Module):
+        def forward(self, x):
+            thread = threading.Thread(target=other, args=(x,))
+            thread.start()
+            thread.join()
+            return other(x)
+
+    found = sf.explain(Model(), torch.rand(4, 2, 3))
+    assert only(found).name == "(not in the model)"
+
+
+def test_neurons_that_are_not_called():
+    net = nn.ModuleDict({"used": sf.LIF(), "idle": sf.LIF()})
+    net.forward = lambda x: net["used"](net["used"](x))
+    found = sf.explain(net, torch.rand(4, 2, 3))
+    assert [layer.name for layer in found.layers] == ["used", "used"]
+    assert found.not_called == ("idle",)
+    assert "not called: idle" in str(found)
+
+
+def test_times(net, small_copy):
+    found = sf.explain(net, torch.rand(T, B, 1, 6, 6), time=True)
+    assert found.bandwidth == copy_bandwidth(torch.device("cpu")) > 0
+    for layer in found.layers:
+        assert layer.least == layer.moved / found.bandwidth
+        assert layer.achieved > 0
+        assert layer.fraction == layer.least / layer.achieved
+    header, first, *_ = str(found).splitlines()
+    assert header.split()[-3:] == ["least", "achieved", "fraction"]
+    assert first.endswith("%")
+    without = sf.explain(sf.LIF(), torch.rand(4, 2, 3), time=True)
+    assert only(without).achieved > 0
+
+
+def test_the_other_backend(backends):
+    x = make_input((5, B, 5)).requires_grad_()
+    for impl in backends.impls:
+        found = sf.explain(sf.LIF(), x, impl=impl)
+        layer = only(found)
+        assert layer.implementation == impl
+        assert layer.program.startswith(f"LIF-{impl}-")
+        assert kept(found).now == x.nbytes + 4 * ((x.shape[0] - 1) // layer.chunk) * B * 5
+
+
+def test_compiled_models(net):
+    x = torch.rand(T, B, 1, 6, 6)
+    compiled = torch.compile(net, backend="eager")
+    compiled(x)
+    assert "torch._dynamo" in sys.modules
+    found = sf.explain(compiled, x)
+    assert [layer.name for layer in found.layers] == ["_orig_mod.net.2", "_orig_mod.net.4"]

@@ -1,0 +1,339 @@
+"""Training with what segments need computed again, against the default policy, which keeps it.
+
+tests/gpu/test_checkpoint.py runs the same tests on a GPU.
+"""
+
+import contextlib
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import spikefuse as sf
+from spikefuse.block.block import Block
+from spikefuse.memory import Checkpoint, checkpoint
+from spikefuse.memory import microbatch as parts
+from spikefuse.models import MODELS
+from spikefuse.nn.neuron import Neuron
+from spikefuse.testing import make_input
+from tests.memory.test_policies import Allocations, assert_same, packings, step
+
+SHAPE = (4, 6, 3, 8, 8)  # T, B, C, H, W
+CHUNKS = (1, 2, 8)
+
+
+class Mixed(nn.Module):
+    """A wide layer, pooling, a stride, all kinds of readers, a norm of its own, and a head."""
+
+    def __init__(self, neuron=sf.LIF, drop=0.0):
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), neuron()
+        )
+        self.pool = nn.MaxPool2d(2)
+        self.left = nn.Sequential(nn.Conv2d(16, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
+        self.right, self.join = nn.Conv2d(16, 8, 1), neuron()
+        self.deep = nn.Sequential(neuron(), nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8))
+        self.wide = nn.Sequential(nn.Conv2d(8, 24, 1, bias=False), nn.BatchNorm2d(24, affine=False))
+        self.last = neuron()
+        self.drop, self.head = nn.Dropout(drop), nn.Linear(24 * 4 * 4, 5)
+
+    def forward(self, x):
+        y = self.pool(self.stem(x))
+        y = self.join(self.left(y) + self.right(y)) + 0.5
+        y = y + self.deep(y)
+        return self.head(self.drop(self.last(self.wide(y))).flatten(1))
+
+
+def fused(net, policy, device, **options):
+    torch.manual_seed(0)
+    return sf.fuse(sf.Temporal(net(**options), policy)).to(device)
+
+
+def train(net, x, cast=None, **keywords):
+    """Output, gradients and running statistics after a step."""
+    torch.manual_seed(1)
+    context = contextlib.nullcontext() if cast is None else torch.autocast(x.device.type, cast)
+    with context:
+        found = step(net, x, **keywords)
+    return [*found, *(b.clone() for b in net.buffers())]
+
+
+def assert_trains_alike(
+    net, x, chunks=CHUNKS, cast=None, prepare=lambda net: net, impl="auto", **options
+):
+    """As the default policy, bit for bit but for sums of what parts of the batch give."""
+    default = prepare(fused(net, None, x.device, **options))
+    expected = train(default, x, cast, impl=impl)
+    names = ["output", "input", *dict(default.named_parameters()), *dict(default.named_buffers())]
+    for num in chunks:
+        found = train(prepare(fused(net, Checkpoint(num), x.device, **options)), x, cast, impl=impl)
+        assert len(found) == len(expected) == len(names)
+        for name, a, b in zip(names, found, expected, strict=True):
+            where = f"{name} with {num} chunks"
+            if num == 1 or name == "output":
+                assert torch.equal(a, b), where
+            elif cast is None and a.is_floating_point():
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
+            else:
+                torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("constant", [False, True])
+def test_equals_the_default(backends, layout, constant):
+    x = make_input(SHAPE, device=backends.device, constant=constant)
+    if not constant:
+        x = x.flatten(0, 1).contiguous(memory_format=layout).unflatten(0, x.shape[:2])
+    assert_trains_alike(Mixed, x, prepare=lambda net: net.to(memory_format=layout))
+
+
+def test_states_are_computed_again(backends):
+    """More steps than kernels walk without storing a state, and a parameter of the neuron."""
+
+    def make():
+        layers = [nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), sf.PLIF(0.5)]
+        return nn.Sequential(*layers, nn.Conv2d(4, 2, 1, bias=False), nn.BatchNorm2d(2), sf.LIF())
+
+    x = make_input((19, 2, 3, 6, 6), device=backends.device)
+    for impl in backends.impls:
+        assert_trains_alike(make, x, chunks=(1, 2), impl=impl)
+
+
+def test_a_model(backends):
+    x = make_input(SHAPE, device=backends.device)
+    assert_trains_alike(lambda: MODELS["cifar_small"](sf.LIF, 3, 5, SHAPE[-2:]), x)
+
+
+def test_autocast(backends):
+    x = make_input(SHAPE, device=backends.device)
+    assert_trains_alike(Mixed, x, (1, 4), torch.bfloat16)
+
+
+def test_dropout_is_drawn_once(backends):
+    assert_trains_alike(Mixed, make_input(SHAPE, device=backends.device), drop=0.5)
+
+
+@pytest.mark.parametrize("half", ["norms", "layers"])
+def test_modes_and_frozen_parts(backends, half):
+    def prepare(net):
+        for module in net.modules():
+            if half == "norms" and isinstance(module, nn.BatchNorm2d):
+                module.eval()
+            elif half == "layers" and isinstance(module, nn.Conv2d):
+                module.requires_grad_(False)
+        return net
+
+    x = make_input(SHAPE, device=backends.device)
+    assert_trains_alike(Mixed, x, (1, 8), prepare=prepare)
+
+
+def test_parts_of_a_batch(backends):
+    net = fused(Mixed, Checkpoint(8), backends.device)
+    seen = []
+    net.net.stem[0].register_forward_hook(lambda *given: seen.append(len(given[2]) // SHAPE[0]))
+    x = make_input(SHAPE, device=backends.device)
+    parts = [1, 2, 1, 2]
+    # One sample for the size; forward; two passes, of which the second finds the last part there.
+    for first in ([1], []):
+        train(net, x)
+        assert seen == [*first, *parts, *parts, *parts[:-1]]
+        seen.clear()
+
+
+def test_parts_are_the_same_for_any_number_of_steps(backends, monkeypatch):
+    """Processes that share a sequence have each its own."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.left, self.right = (nn.Conv2d(c, 16, 1) for c in (3, 16, 16))
+            self.first, self.second = sf.LIF(), sf.LIF()
+
+        def forward(self, x):
+            x = self.stem(x)
+            return self.first(self.left(x)) + self.second(self.right(x))
+
+    def divided(*given):
+        found[-1].append(parts.divided(*given))
+        return found[-1][-1]
+
+    found = []
+    monkeypatch.setattr(checkpoint, "divided", divided)
+    for steps, constant in ((1, False), (5, False), (5, True)):
+        found.append([])
+        x = make_input((steps, *SHAPE[1:]), device=backends.device, constant=constant)
+        fused(Twice, Checkpoint(5), backends.device)(x)
+    assert found[0] == found[1] == found[2]
+    assert max(map(len, found[0])) > 1
+
+
+def test_spikes_are_kept_as_bits(backends):
+    """Those of neurons, and what pooling makes of them if several segments read it."""
+
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Sequential(nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16), sf.LIF())
+            self.pool, self.branch = nn.MaxPool2d(2), nn.Sequential(nn.Conv2d(16, 16, 1), sf.LIF())
+
+        def forward(self, x):
+            y = self.pool(self.stem(x))
+            return y + self.branch(y)
+
+    net = fused(Pooled, Checkpoint(1), backends.device)
+    with packings() as seen:
+        net(make_input(SHAPE, device=backends.device))
+    rows = SHAPE[0] * SHAPE[1] * 16
+    assert seen == [rows * 8 * 8, rows * 4 * 4, rows * 4 * 4]
+
+
+def test_what_is_kept_goes_with_the_output(backends):
+    x = make_input(SHAPE, device=backends.device)
+    net = fused(Mixed, Checkpoint(), backends.device)
+    for _ in range(2):  # the first makes things that stay
+        gc.collect()
+        gc.disable()
+        try:
+            with Allocations([x, *net.parameters(), *net.buffers()]) as memory:
+                net(x)
+            held = memory.num_bytes()
+        finally:
+            gc.enable()
+    assert held == 0
+
+
+class Peak(Allocations):
+    """The most bytes of new memory at any time."""
+
+    peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = super().__torch_dispatch__(function, types, args, kwargs)
+        self.peak = max(self.peak, self.num_bytes())
+        return results
+
+
+def stack():
+    """Two large layers, the second of which sets the peak, and smaller ones."""
+    layers = []
+    for width, channels, stride in ((3, 32, 1), (32, 32, 1), (32, 32, 2), (32, 16, 2)):
+        layers += [nn.Conv2d(width, channels, 3, stride, 1, bias=False), nn.BatchNorm2d(channels)]
+        layers.append(sf.LIF())
+    return nn.Sequential(*layers)
+
+
+def test_peak(backends):
+    x = make_input((4, 16, 3, 16, 16), device=backends.device)
+    largest, peaks, kept = 4 * 16 * 32 * 16 * 16 * 4, {}, {}
+    for policy in (sf.memory.Recompute(), Checkpoint(1), Checkpoint(8)):
+        net = fused(stack, policy, backends.device)
+        train(net, x)
+        with Peak([x, *net.parameters(), *net.buffers()]) as memory:
+            y = net(x)
+            kept[policy] = memory.num_bytes()
+            y.sum().backward()
+        peaks[policy] = memory.peak
+    # One bit per spike, the output, and the statistics of norms.
+    assert kept[Checkpoint(8)] < largest * (2 + 1 / 4) / 32 + y.nbytes + 2**14
+    assert peaks[Checkpoint(8)] < 2.1 * largest
+    assert peaks[Checkpoint(8)] < 0.5 * peaks[Checkpoint(1)]
+    assert peaks[Checkpoint(8)] < 0.5 * peaks[sf.memory.Recompute()]
+
+
+def test_without_gradients_nothing_changes(backends):
+    x = make_input(SHAPE, device=backends.device)
+    nets = [fused(Mixed, policy, backends.device).eval() for policy in (None, Checkpoint())]
+    with torch.no_grad():
+        expected, found = (net(x, return_state=True) for net in nets)
+    assert torch.equal(found[0], expected[0])
+    assert_same(
+        [s for states in found[1].values() for s in states],
+        [s for states in expected[1].values() for s in states],
+    )
+    with pytest.raises(ValueError, match="trains on whole sequences"):
+        nets[1](x, return_state=True)
+    with pytest.raises(ValueError, match="trains on whole sequences"):
+        nets[1](x, state=expected[1])
+
+
+def test_the_reference(backends):
+    x = make_input(SHAPE, device=backends.device)
+    nets = [fused(Mixed, policy, backends.device) for policy in (None, Checkpoint())]
+    assert_same(*(train(net, x, impl="reference") for net in nets))
+
+
+def test_backward_once(backends):
+    net = fused(Mixed, Checkpoint(), backends.device)
+    y = net(make_input(SHAPE, device=backends.device)).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward a second time"):
+        y.backward()
+
+
+def test_parameters_changed_before_backward(backends):
+    net = fused(Mixed, Checkpoint(), backends.device)
+    y = net(make_input(SHAPE, device=backends.device)).sum()
+    with torch.no_grad():
+        net.net.right.weight.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_outputs(backends):
+    """Any nesting, also the input, a value that others read, and one that nobody needs."""
+
+    class Several(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block(nn.BatchNorm2d(3), sf.LIF())
+            self.conv, self.weight = nn.Conv2d(3, 3, 1), nn.Parameter(torch.ones(3, 1, 1))
+
+        def forward(self, x):
+            s = self.block(x * (self.weight + 1))
+            # The norm alone would leave the weight no gradient but what is rounded.
+            return {"x": x, "s": s, "more": [self.conv(s) * self.weight, self.conv(s) * 2]}
+
+    x = make_input(SHAPE, device=backends.device)
+    found = []
+    for policy in (None, Checkpoint(2)):
+        net = fused(Several, policy, backends.device)
+        leaf = x.clone().requires_grad_()
+        y = net(leaf)
+        loss = (y["x"] * y["s"]).sum() + y["more"][0].square().sum()
+        found.append([y["s"], *y["more"], *torch.autograd.grad(loss, [leaf, *net.parameters()])])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
+    assert all(map(torch.equal, found[0][:3], found[1][:3]))
+
+
+def test_several_outputs_are_refused(backends):
+    class Twice(Neuron):
+        v = sf.State()
+
+        def step(self, x, v):
+            h = v + x
+            return (h, h * 2), (h * 0.5,)
+
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.neuron, self.conv = Twice(), nn.Conv2d(3, 3, 1)
+
+        def forward(self, x):
+            return self.neuron(self.conv(x))[0]
+
+    net = sf.Temporal(First(), Checkpoint()).to(backends.device)
+    with pytest.raises(ValueError, match="a neuron with several outputs"):
+        net(make_input(SHAPE, device=backends.device))
+
+
+def test_an_empty_batch(backends):
+    """As by the other policies."""
+    net = sf.Temporal(nn.Sequential(nn.Linear(3, 4), sf.LIF(), nn.Linear(4, 2)), Checkpoint())
+    net.to(backends.device)
+    y = net(torch.zeros(4, 0, 3, device=backends.device))
+    y.sum().backward()
+    assert y.shape == (4, 0, 2)
+    assert all(p.grad is not None and not p.grad.any() for p in net.parameters())

@@ -1,0 +1,495 @@
+"""What a network keeps for backward under each policy, and that the numbers stay the same."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import spikefuse as sf
+from spikefuse import memory
+from spikefuse.kernels import bits
+from spikefuse.memory import spikes as kept
+from spikefuse.testing import DTYPES, make_input
+
+# All for any network; tests/memory/test_checkpoint.py has the one that wants a fused network.
+EVERY = (memory.SaveAll(), memory.Recompute(), memory.Bits())
+SHAPE = (4, 3, 5, 8, 12)  # T, B, C, H, W
+SPIKES = 4 * 3 * 8 * 8 * 12  # of the first neuron
+
+
+class Net(nn.Module):
+    """Spikes with several readers, views of spikes, and sums that are no spikes."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(5, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
+        self.first, self.second, self.third = sf.LIF(), sf.PLIF(0.5), sf.LIF()
+        self.left, self.right = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.pool, self.head = nn.AvgPool2d(2), nn.Linear(8 * 4 * 6, 7)
+
+    def forward(self, x):
+        s = self.first(self.stem(x))
+        s = s + self.second(self.left(s) + self.right(s))
+        return self.head(self.pool(self.third(s)).flatten(1))
+
+
+def wrapped(net, policy=None, device="cpu", dtype=torch.float32):
+    torch.manual_seed(0)
+    return sf.Temporal(net(), policy).to(device, dtype)
+
+
+def step(net, x, **keywords):
+    """The output, and the gradients of input and parameters."""
+    leaves = [x.detach().requires_grad_(), *net.parameters()]
+    for leaf in leaves:
+        leaf.grad = None
+    y = net(leaves[0], **keywords)
+    y.float().square().sum().backward()
+    return [y.detach(), *(torch.tensor(0) if p.grad is None else p.grad for p in leaves)]
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@contextlib.contextmanager
+def packings():
+    """The tensors whose bits are kept meanwhile, by their number of values; kernels of neurons may
+    have written them already."""
+    seen = []
+
+    def pack(x):
+        seen.append(x.numel())
+        return packed(x)
+
+    def keep(marked, x):
+        if marked.packed is not None and not marked.is_kept:
+            seen.append(marked.num)
+        return kept_as(marked, x)
+
+    packed, kept_as = bits.pack, kept._Marked.keep
+    with mock.patch.object(bits, "pack", pack), mock.patch.object(kept._Marked, "keep", keep):
+        yield seen
+
+
+class Allocations(TorchDispatchMode):
+    """The memory of what operations give, but for that of known tensors."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known = {x.untyped_storage()._cdata for x in known}
+        self.made = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(results):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                if storage._cdata not in self.known:
+                    self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return results
+
+    def num_bytes(self):
+        return sum(size for storage, size in self.made.values() if not storage.expired())
+
+
+def bytes_kept(net, x, call=None):
+    """Bytes of new memory that live as long as the output does, and the output."""
+    with Allocations([x, *net.parameters(), *net.buffers()]) as allocations:
+        y = (call or net)(x)
+    return allocations.num_bytes(), y
+
+
+def conv(*layers, channels=8):
+    """A convolution, a neuron with `SPIKES` outputs, and layers."""
+    return nn.Sequential(nn.Conv2d(5, channels, 3, padding=1), sf.LIF(), *layers)
+
+
+class Functional(nn.Module):
+    """Spikes, and a function of them and of a weight."""
+
+    def __init__(self, function, neuron=sf.LIF):
+        super().__init__()
+        self.conv, self.neuron, self.function = nn.Conv2d(5, 8, 3, padding=1), neuron(), function
+        self.weight = nn.Parameter(torch.randn(8, 8, 3, 3))
+
+    def forward(self, x):
+        y = self.function(self.neuron(self.conv(x)), self.weight)
+        return y if y.shape[0] == x.shape[0] else y.expand(x.shape[0], *y.shape[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_policies_give_the_same_numbers(backends, dtype, channels_last):
+    x = make_input(SHAPE, dtype, backends.device)
+    if channels_last:
+        x = x.flatten(0, 1).to(memory_format=torch.channels_last).unflatten(0, SHAPE[:2])
+    expected = step(wrapped(Net, sf.memory.SaveAll(), backends.device, dtype), x)
+    for policy in EVERY:
+        with packings() as seen:
+            found = step(wrapped(Net, policy, backends.device, dtype), x)
+        assert_same(found, expected)
+        # The first neuron's for two convolutions, and the third's for the pooling.
+        assert seen == ([SPIKES, SPIKES] if policy.packs_spikes else [])
+
+
+def test_bytes(backends):
+    x = make_input(SHAPE, device=backends.device)
+    nets = {p: wrapped(lambda: conv(nn.Conv2d(8, 4, 1)), p, backends.device) for p in EVERY}
+    found = {p: bytes_kept(net, x) for p, net in nets.items()}
+    saved = found[memory.SaveAll()][0] - found[memory.Recompute()][0]
+    assert saved == SPIKES * 4 - SPIKES // 8
+    assert found[memory.Recompute()][0] == found[memory.Bits()][0]
+
+
+def test_spikes_are_freed(backends):
+    """While the network still runs, and bits with the graph."""
+    alive = []
+
+    class Watched(nn.Module):
+        def forward(self, y):
+            alive.append([not storage.expired() for storage in spikes])
+            return y
+
+    net = wrapped(lambda: conv(nn.Conv2d(8, 4, 1), Watched()), device=backends.device)
+    spikes, packed = [], []
+    net.net[1].register_forward_hook(
+        lambda m, i, y: spikes.append(StorageWeakRef(y.untyped_storage()))
+    )
+    keep = kept._Marked.keep
+    spy = lambda *args: packed.append(keep(*args)) or packed[-1]  # noqa: E731
+    with mock.patch.object(kept._Marked, "keep", spy):
+        y = net(make_input(SHAPE, device=backends.device))
+    assert alive == [[False]]
+    storage = StorageWeakRef(packed.pop().bits.untyped_storage())
+    assert not storage.expired()
+    del y
+    assert storage.expired()
+
+
+def test_bits_of_a_dropped_output_are_freed():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = conv(nn.Conv2d(8, 4, 1))
+
+        def forward(self, x):
+            return self.part(x), (x * 2).sigmoid()
+
+    packed = []
+    make = bits.pack
+    with mock.patch.object(bits, "pack", lambda x: packed.append(make(x)) or packed[-1]):
+        dropped, stays = wrapped(Heads)(make_input(SHAPE).requires_grad_())
+    storage = StorageWeakRef(packed.pop().bits.untyped_storage())
+    del dropped
+    assert storage.expired()
+    assert stays.requires_grad
+
+
+def test_nothing_keeps_itself_alive():
+    """Layers that keep what they give, without a backward that would end it."""
+    for layer in (nn.Sigmoid(), nn.Softmax(1), sf.LI()):
+        y = wrapped(lambda layer=layer: conv(layer))(make_input(SHAPE))
+        storage = StorageWeakRef(y.untyped_storage())
+        del y
+        gc.collect()
+        assert storage.expired()
+
+
+conv2d = nn.functional.conv2d
+VIEWS = {
+    "itself": lambda s, w: conv2d(s, w),
+    "flattened": lambda s, w: s.flatten(1) @ w.repeat(2, 1, 1, 1).flatten()[:768, None],
+    "permuted": lambda s, w: s.permute(0, 2, 3, 1) * w[0, :, 0, 0],
+    "one step": lambda s, w: conv2d(s[3:6], w).mean(0, keepdim=True),
+    "some channels": lambda s, w: conv2d(s[:, 2:6], w[:, :4]),
+    "broadcast": lambda s, w: conv2d(s[:, :1].expand(-1, 8, -1, -1), w),
+    "detached": lambda s, w: conv2d(s.detach(), w),
+    "several": lambda s, w: conv2d(s, w) + conv2d(s.transpose(2, 3), w).transpose(2, 3),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_share_a_packing(backends, name):
+    x = make_input(SHAPE, device=backends.device)
+    nets = {p: wrapped(lambda: Functional(VIEWS[name]), p, backends.device) for p in EVERY}
+    expected = step(nets[memory.SaveAll()], x)
+    with packings() as seen:
+        assert_same(step(nets[memory.Recompute()], x), expected)
+    assert seen == [SPIKES]
+
+
+NOT_SPIKES = {
+    "changed in place": lambda s, w: conv2d(s.mul_(2), w),
+    "changed in a view": lambda s, w: (s[0].add_(3), conv2d(s, w))[1],
+    "changed without gradients": lambda s, w: (torch.no_grad()(s.mul_)(3), conv2d(s, w))[1],
+    "copied": lambda s, w: conv2d(s + 0.5, w),
+    "seen as others": lambda s, w: s.detach().view(torch.float16) * w[0, :, :1, :1].half(),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SPIKES)
+def test_what_is_not_spikes_passes_untouched(backends, name):
+    x = make_input(SHAPE, device=backends.device)
+    nets = {p: wrapped(lambda: Functional(NOT_SPIKES[name]), p, backends.device) for p in EVERY}
+    expected = step(nets[memory.SaveAll()], x)
+    with packings() as seen:
+        assert_same(step(nets[memory.Recompute()], x), expected)
+    assert seen == []
+
+
+NEURONS = {sf.RefractoryLIF: 1, sf.ALIF: 1, sf.TernaryLIF: 0, sf.IntegerLIF: 0, sf.LI: 0}
+
+
+@pytest.mark.parametrize("neuron", NEURONS)
+def test_only_what_is_binary_by_proof(backends, neuron):
+    net = wrapped(lambda: Functional(VIEWS["itself"], neuron), device=backends.device)
+    with packings() as seen:
+        step(net, make_input(SHAPE, device=backends.device))
+    assert len(seen) == NEURONS[neuron]
+
+
+def test_the_reference_and_small_tensors_pass_untouched(backends):
+    net = wrapped(lambda: Functional(VIEWS["itself"]), device=backends.device)
+    x = make_input(SHAPE, device=backends.device)
+    with packings() as seen:
+        step(net, x, impl="reference")
+        step(net, x[:, :, :, :4, :4])
+    assert kept.MIN_VALUES > 12 * 8 * 4 * 4
+    assert seen == []
+
+
+def test_a_change_after_a_layer_has_read(backends):
+    def spikes_too_late(s, w):
+        y = conv2d(s, w)
+        s.detach().zero_()
+        return y
+
+    def potentials_too_late(s, w):
+        h = s * 0.5
+        y = conv2d(h, w)
+        h.detach().zero_()
+        return y
+
+    x = make_input(SHAPE, device=backends.device)
+    expected = step(wrapped(lambda: Functional(VIEWS["itself"]), device=backends.device), x)
+    assert_same(
+        step(wrapped(lambda: Functional(spikes_too_late), device=backends.device), x), expected
+    )
+    for policy in EVERY:
+        net = wrapped(lambda: Functional(potentials_too_late), policy, backends.device)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            step(net, x)
+
+
+def test_backward_twice(backends):
+    net = wrapped(Net, device=backends.device)
+    y = net(make_input(SHAPE, device=backends.device)).sum()
+    first = torch.autograd.grad(y, list(net.parameters()), retain_graph=True)
+    assert_same(torch.autograd.grad(y, list(net.parameters())), first)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(backends, reentrant):
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part, self.head = conv(nn.Conv2d(8, 8, 1), sf.LIF()), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x):
+            return self.head(checkpoint(self.part, x, use_reentrant=reentrant))
+
+    x = make_input(SHAPE, device=backends.device)
+    expected = step(wrapped(Inner, memory.SaveAll(), backends.device), x)
+    net = wrapped(Inner, device=backends.device)
+    with packings() as seen:
+        assert_same(step(net, x), expected)
+    assert seen == [SPIKES]  # what the head reads
+    outer = mock.Mock(side_effect=lambda x: checkpoint(net, x, use_reentrant=reentrant))
+    outer.parameters = net.parameters
+    assert_same(step(outer, x), expected)
+
+
+def test_a_checkpoint_around_keeps_nothing(backends):
+    net = wrapped(Net, device=backends.device)
+    x = make_input(SHAPE, device=backends.device)
+    size, y = bytes_kept(net, x, lambda x: checkpoint(net, x, use_reentrant=False))
+    assert size == y.nbytes
+
+
+def test_hooks_of_others_come_first(backends):
+    x = make_input(SHAPE, device=backends.device)
+    net = wrapped(lambda: conv(nn.Conv2d(8, 4, 1)), device=backends.device)
+    expected = step(net, x)
+    theirs = []
+    with torch.no_grad(), kept.keeping(memory.Recompute()) as spikes:
+        assert spikes is None
+    with packings() as seen:
+        with saved_tensors_hooks(lambda t: theirs.append(t.shape) or t, lambda t: t):
+            assert_same(step(net, x), expected)
+        with disable_saved_tensors_hooks("not here"):
+            assert_same(step(net, x), expected)
+        with torch.no_grad():
+            assert torch.equal(net(x), expected[0])
+        with torch.inference_mode():
+            assert torch.equal(net(x), expected[0])
+    assert (12, 8, 8, 12) in theirs
+    assert seen == []
+
+
+def test_neurons_that_do_not_record(backends):
+    class Silent(nn.Sequential):
+        def forward(self, x):
+            with torch.inference_mode():
+                s = self[1](self[0](x))
+            return self[2](s.clone())
+
+    net = wrapped(lambda: Silent(*conv(nn.Conv2d(8, 4, 1))), device=backends.device)
+    x = make_input(SHAPE, device=backends.device)
+    weight = net.net[2].weight
+    found = torch.autograd.grad(net(x).square().sum(), weight)[0]
+    expected = wrapped(lambda: conv(nn.Conv2d(8, 4, 1)), memory.SaveAll(), backends.device)
+    assert torch.equal(
+        found, torch.autograd.grad(expected(x).square().sum(), expected.net[2].weight)[0]
+    )
+
+
+def test_threads(backends):
+    """Each call marks and packs its own."""
+    x = make_input(SHAPE, device=backends.device)
+    expected = step(wrapped(Net, memory.SaveAll(), backends.device), x)
+    nets = [wrapped(Net, policy, backends.device) for policy in EVERY]
+    found = {}
+
+    def work(i):
+        found[i] = [step(nets[i], x) for _ in range(3)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(nets))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(len(nets)):
+        for result in found[i]:
+            assert_same(result, expected)
+
+
+@pytest.mark.parametrize("part", [True, False])
+def test_compiled(backends, part):
+    x = make_input(SHAPE, device=backends.device)
+    expected = step(wrapped(Net, device=backends.device), x)
+    net = wrapped(Net, device=backends.device)
+    names = ("left", "right") if part else ()
+    if part:  # it looks at the gradients of its inputs
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    for name in names:
+        setattr(net.net, name, torch.compile(getattr(net.net, name), backend="aot_eager"))
+    model = net if part else torch.compile(net, backend="aot_eager", fullgraph=True)
+    with packings() as seen:
+        found = step(model, x)
+    # Compiled convolutions may add in another order.
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert seen == ([SPIKES, SPIKES] if part else [])
+
+
+def test_what_policies_say():
+    said = {name: (p.packs_spikes, p.keeps_states) for name, p in memory.POLICIES.items()}
+    expected = {"save-all": (False, True), "recompute": (True, False), "bits": (True, True)}
+    assert said == expected | {"checkpoint": (True, False)}
+    for chunks in (0, 1.5, True):
+        with pytest.raises(ValueError, match=r"chunks is .*: expected a whole"):
+            memory.Checkpoint(chunks)
+    assert repr(memory.Bits()) == "Bits()"
+
+
+def test_what_is_no_policy():
+    assert sf.Temporal(sf.LIF()).memory == sf.memory.Recompute()
+    assert sf.Temporal(sf.LIF(), "auto", budget=2).memory == sf.memory.Auto(2)
+    for given in ("bits", sf.memory.Bits, 1):
+        with pytest.raises(TypeError, match=r"memory is .*: expected None, or a policy"):
+            sf.Temporal(sf.LIF(), memory=given)
+    for given, budget in (("auto", None), (sf.memory.Bits(), 2.0), (None, 2.0)):
+        with pytest.raises(ValueError, match=r"expected a budget in GB with memory=.auto."):
+            sf.Temporal(sf.LIF(), given, budget)
+    for budget in (0, -1.0, "8", float("nan")):
+        with pytest.raises(ValueError, match=r"budget is .*: expected a positive number of GB"):
+            sf.memory.Auto(budget)
+
+
+AUTO = memory.Auto(1e-6)  # 1000 bytes
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        (0, (memory.SaveAll(), {})),
+        (400, (memory.SaveAll(), {})),
+        # The largest that fits, states before spikes.
+        (401, (memory.Recompute(), {"a": memory.SaveAll(), "b": memory.SaveAll()})),
+        (
+            830,
+            (memory.Recompute(), {"a": memory.Bits(), "b": memory.Bits(), "c": memory.SaveAll()}),
+        ),
+        (880, (memory.Recompute(), {"a": memory.Bits(), "c": memory.SaveAll()})),
+        (960, (memory.Recompute(), {"b": memory.Bits()})),
+        (1000, (memory.Recompute(), {})),
+    ],
+)
+def test_what_a_budget_leads_to(kept, expected):
+    states, spikes = {"a": 100, "b": 40}, {"a": 400, "b": 40, "c": 20}
+    chosen = AUTO.choose(kept, states, spikes)
+    assert chosen == expected
+    sizes = {memory.Recompute(): (), memory.Bits(): (states,), memory.SaveAll(): (states, spikes)}
+    by_name = dict.fromkeys("abc", chosen[0]) | chosen[1]
+    more = sum(size.get(name, 0) for name, policy in by_name.items() for size in sizes[policy])
+    assert kept + more <= 1000
+
+
+def blocks():
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(5, 8, 1), nn.Conv2d(8, 8, 1)
+    parts = first, nn.BatchNorm2d(8), sf.LIF(), second, nn.BatchNorm2d(8), sf.LIF()
+    return nn.Sequential(*parts, nn.Conv2d(8, 2, 1))
+
+
+def test_auto(backends):
+    x = make_input((17, 2, 5, 4, 4), device=backends.device).requires_grad_()
+
+    def run(impl, policy):
+        """Bytes that a second call keeps, its gradients, and what the first has led to."""
+        net = sf.fuse(sf.Temporal(blocks(), policy)).to(backends.device)
+        net(x, impl=impl)
+        size = sum(row.now for row in sf.explain(net, x, impl=impl, time=False).kept)
+        return size, step(net, x, impl=impl), list(net._chosen.values())
+
+    impl = backends.impls[-1]  # Numba's blocks always keep states
+    most, expected, _ = run(impl, memory.SaveAll())
+    least, _, _ = run(impl, memory.Recompute())
+    half = (most + least) // 2
+    size, found, [(policy, by_neuron)] = run(impl, memory.Auto(half / 1e9))
+    assert_same(found, expected)
+    assert least < size <= half < most
+    assert policy == memory.Recompute()
+    assert len(by_neuron) > 0
+
+
+def test_a_budget_that_nothing_fits(backends):
+    net = sf.Temporal(blocks(), "auto", budget=1e-6).to(backends.device)
+    x = make_input((4, 2, 5, 4, 4), device=backends.device)
+    message = r"keeps .* GB for backward even by Recompute\(\), more .* or use Checkpoint\(\)"
+    with pytest.warns(UserWarning, match=message):
+        net(x)
+    net(x)  # says so once
+    assert list(net._chosen.values()) == [(memory.Recompute(), {})]

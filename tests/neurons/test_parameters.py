@@ -1,0 +1,67 @@
+"""Checked numbers, and modules whose tensors are buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import spikefuse
+from spikefuse import LearnableFraction
+from spikefuse.neurons.parameters import Holder, Learnable, number, positive
+from spikefuse.neurons.surrogate import Sigmoid, Surrogate
+
+
+def test_number() -> None:
+    learnable, tensor = LearnableFraction(0.5), torch.tensor(7.0)
+    assert number("p", learnable, 0, 1) is learnable
+    assert number("p", tensor, 0, 1) is tensor
+    assert [number("p", 0, 0, 1), number("p", 1, 0, 1)] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("value", [True, "1", None, nn.Linear(2, 2)], ids=str)
+@pytest.mark.parametrize("check", [number, positive, lambda _, value: Sigmoid(value)])
+def test_what_is_no_number(check: Any, value: Any) -> None:
+    with pytest.raises(TypeError, match=r"is .*: expected a number, a tensor or a Learnable"):
+        check("p", value)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan")])
+def test_what_is_not_positive(value: float) -> None:
+    with pytest.raises(ValueError, match=r"p is .*: expected a positive finite number"):
+        positive("p", value)
+
+
+def test_what_may_be_learned_is_positive() -> None:
+    learnable = Learnable()
+    assert positive("p", learnable) is learnable
+    assert positive("p", 2) == 2.0
+
+
+def test_plain_tensors_become_buffers() -> None:
+    neuron = spikefuse.LIF(decay=torch.tensor(0.5))
+    assert neuron.state_dict()["decay"] == 0.5
+    assert neuron.to("meta").decay.device.type == "meta"
+
+
+@pytest.mark.parametrize("holder", [spikefuse.LIF(), Sigmoid()])
+def test_a_number_takes_the_place_of_a_tensor(holder: Holder) -> None:
+    for value in (torch.tensor(0.5), 2.0, torch.tensor(0.25), LearnableFraction(0.5)):
+        holder.value = value
+        assert holder.value is value
+        assert ("value" in holder.state_dict()) == isinstance(value, torch.Tensor)
+    with pytest.raises(TypeError, match="cannot assign"):
+        holder.value = "text"
+
+
+@pytest.mark.parametrize("base", [spikefuse.Neuron, Surrogate])
+@pytest.mark.parametrize("value", [0.5, torch.tensor(0.5), Sigmoid()], ids=["float", "t", "m"])
+def test_the_constructor_of_the_base_comes_first(base: type[Holder], value: Any) -> None:
+    def init(self: Any) -> None:
+        self.gain = value
+
+    hasty = type("Hasty", (base,), {"__init__": init})
+    with pytest.raises(AttributeError, match=r"Hasty\.gain .*: call super\(\)\.__init__\(\) first"):
+        hasty()

@@ -1,0 +1,138 @@
+"""Which calls are one call, and what is left to differ between them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import spikefuse as sf
+from spikefuse.compiler.emit_triton import LONGEST, chunk
+from spikefuse.kernels import bits
+from spikefuse.scan import launch_triton
+from spikefuse.scan.execution import Call, call_of, spec
+from spikefuse.scan.op import choose
+from spikefuse.scan.program import kind_of, prepare
+from spikefuse.testing import DTYPES, make_input
+
+X = make_input((20, 2, 6))
+
+
+def call(*inputs: Tensor, neuron: sf.Neuron | None = None, backend: str = "numba") -> Call:
+    neuron = sf.LIF() if neuron is None else neuron
+    values, statics = neuron.describe()
+    kinds = tuple((name, kind_of(value)) for name, value in values.items())
+    return call_of(prepare(neuron, backend, statics, kinds)[0], spec(inputs))
+
+
+def test_values_make_no_other_call():
+    assert call(X) is call(2 * X)
+    assert call(X) is call(X, neuron=sf.LIF(0.25, 2.0))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [X[1:], X[:, 1:], X.bfloat16(), X.transpose(1, 2), X[:, :1].expand(20, 2, 6), X.to("meta")],
+    ids=["steps", "batch", "dtype", "order", "strides", "device"],
+)
+def test_whatever_a_kernel_is_told_makes_another_call(other):
+    assert call(X) is not call(other)
+
+
+def test_what_a_call_allocates():
+    made = call(X.bfloat16())
+    outputs, finals, saved = made.results(save=True, final=True)
+    assert [(t.shape, t.dtype) for t in outputs] == [(X.shape, torch.bfloat16)]
+    assert [(t.shape, t.dtype) for t in finals] == [(X.shape[1:], torch.float32)]
+    assert [(list(t.shape), t.dtype) for t in saved] == [([1, 12], torch.float32)]
+    assert made.results(save=False, final=False)[1:] == ([], [])
+    grads, starts, sums = made.gradients([True], True, [True, False, True])
+    assert [(t.shape, t.dtype) for t in grads] == [(X.shape, torch.bfloat16)]
+    assert [t.shape for t in starts] == [X.shape[1:]]
+    assert [list(t.shape) for t in sums] == [[12], [12]]
+
+
+def test_a_short_sequence_stores_no_states():
+    outputs, finals, saved = call(X[:1]).results(save=True, final=True)
+    assert (len(outputs), len(finals), len(saved)) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(("decay", "most"), [(0.5, 40), (1.0, 200)])
+def test_only_what_may_differ_is_computed_again(backends, decay, most):
+    """A neuron that never fires forgets its first state by its leak, or never."""
+    x = torch.full((200, 2, 64), 0.25, device=backends.device)
+    name, _, values, _ = choose(sf.LIF(decay, 1e9), "triton", x)
+    made, start = call_of(name, spec([x])), [4 * x[0]]
+    outputs, finals, saved = made.forward([x], (), [], values, True, True)
+    before = finals[0].clone()
+    outputs[0].fill_(7)
+    made.revise([x], start, [], values, outputs, finals, saved)
+    num_written = int((outputs[0] == 0).flatten(1).all(1).sum())
+    assert (outputs[0][:num_written] == 0).all()
+    assert (outputs[0][num_written:] == 7).all()
+    assert 8 <= num_written <= most
+    assert (num_written == 200) == (decay == 1.0) == (not torch.equal(finals[0], before))
+
+    grads = made.differentiate([x], start, [], values, saved, [x], (), [True], [])
+    grads[0][0].fill_(0)
+    made.revise_gradients([x], start, [], values, saved, [x[0]], [True], [], grads)
+    assert grads[0][0][-8:].all()
+    assert bool(grads[0][0].all()) == (decay == 1.0)
+
+
+def test_gradients_of_one_call_may_lie_in_any_order(backends):
+    neuron = sf.PLIF(channels=6, threshold=0.3)
+    x = X.to(backends.device).requires_grad_()
+    leaves = [x, *neuron.to(backends.device).parameters()]
+    gradient = make_input(X.shape, device=backends.device, seed=1)
+    orders = [
+        gradient,
+        gradient.transpose(0, 2).contiguous().transpose(0, 2),
+        gradient.repeat(1, 1, 2)[..., :6],
+        gradient,
+    ]
+    for impl in backends.impls:
+        results = [torch.autograd.grad(neuron(x, impl=impl), leaves, g) for g in orders]
+        for found in results[1:]:
+            assert all(map(torch.equal, found, results[0]))
+        sums = torch.autograd.grad(neuron(x, impl=impl).sum(), leaves)
+        ones = torch.autograd.grad(neuron(x, impl=impl), leaves, torch.ones_like(x))
+        assert all(map(torch.equal, sums, ones))
+
+
+def test_chunks_are_few_and_fill_a_sequence():
+    """A new T compiles at most one of LONGEST kernels."""
+    for T in range(1, 200):
+        K = chunk(T)
+        assert 1 <= K <= LONGEST
+        assert -(-T // K) == -(-T // LONGEST), "no more chunks than of the longest"
+        assert -T % K < -(-T // K), "less than a step of each chunk is left over"
+
+
+@pytest.mark.parametrize("many", [1, 1 << 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T", [1, 10, 19])
+def test_bits_are_written_with_the_spikes(monkeypatch, backends, dtype, T, many):
+    """By several thread blocks, with neurons that are many and that are few."""
+    if "triton" not in backends.impls:
+        pytest.skip("Triton's kernels write bits")
+    monkeypatch.setattr(launch_triton, "MANY", many)
+    call_of.cache_clear()
+    neuron = sf.LIF(0.5, 0.3)
+    x = make_input((T, 3, 16, 25), device=backends.device, dtype=dtype).transpose(2, 3)
+    made, written = call(x, neuron=neuron, backend="triton"), []
+    scalars = [neuron.describe()[0][name] for name in made.program.step.params]
+    (spikes,), _, _ = made.forward([x], [], [], scalars, False, False, written)
+    (plain,), _, _ = made.forward([x], [], [], scalars, False, False)
+    assert torch.equal(spikes, plain)
+    assert 0 < spikes.mean(dtype=torch.float32) < 1
+    (packed,) = written
+    assert torch.equal(packed, bits.pack(spikes).bits)
+
+
+def test_bits_are_not_written_where_steps_share_bytes(backends):
+    if "triton" not in backends.impls:
+        pytest.skip("Triton's kernels write bits")
+    x = make_input((4, 3, 5), device=backends.device)
+    assert not call(x, backend="triton").packs
+    assert not call(make_input((4, 3, 16)), backend="numba").packs

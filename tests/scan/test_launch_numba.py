@@ -1,0 +1,74 @@
+"""Results that are streamed past the caches are those that are not."""
+
+import pytest
+import torch
+
+import spikefuse as sf
+from spikefuse.kernels import numba_runtime
+from spikefuse.scan import launch_numba
+
+# Whole pieces and lines of memory, fractions of both, and rows that begin anywhere.
+SIZES = [1, 15, 1024, 4096 + 256 + 3]
+
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+
+def run(neuron, x, grad):
+    y = neuron(x, impl="numba")
+    (gx,) = torch.autograd.grad(y, x, grad)
+    return y.detach(), gx
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", SIZES)
+def test_streaming_changes_nothing(monkeypatch, dtype, size):
+    generator = torch.Generator().manual_seed(size)
+    x, grad = (torch.randn(19, 3, size, generator=generator).to(dtype) for _ in range(2))
+    x = x.requires_grad_()
+    results = []
+    for least in (1 << 60, 0):
+        monkeypatch.setattr(launch_numba, "_STREAMED", least)
+        monkeypatch.setattr(launch_numba, "_MIN_ROW", 1)
+        # A call remembers whether it streams.
+        clear()
+        results.append(run(sf.LIF(decay=0.5, threshold=0.7), x, grad))
+    for plain, streamed in zip(*results, strict=True):
+        assert torch.equal(plain, streamed)
+
+
+def test_streams_inside_other_strides(monkeypatch):
+    """Neighbours in groups of `inner`: short rows, not one."""
+    monkeypatch.setattr(launch_numba, "_STREAMED", 0)
+    monkeypatch.setattr(launch_numba, "_MIN_ROW", 1)
+    clear()
+    x = torch.randn(7, 4, 40, generator=torch.Generator().manual_seed(0))[:, :, :17]
+    grad = torch.randn_like(x)
+    x = x.requires_grad_()
+    y, gx = run(sf.LIF(), x, grad)
+    expected = sf.LIF()(x, impl="reference")
+    assert torch.equal(y, expected)
+    torch.testing.assert_close(gx, torch.autograd.grad(expected, x, grad)[0])
+
+
+def clear():
+    from spikefuse.scan.execution import call_of
+
+    call_of.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def calls():
+    clear()
+    yield
+    clear()
+
+
+def test_a_large_tensor_is_moved_to_huge_pages_once(monkeypatch):
+    advised = []
+    monkeypatch.setattr(numba_runtime, "_madvise", lambda *arguments: advised.append(arguments))
+    large, small = torch.ones(1 << 21), torch.ones(1 << 10)
+    for x in (large, small, large.view(2, -1)[1]):
+        numba_runtime.move_to_huge_pages(x)
+    ((start, size, _),) = advised
+    assert 0 <= start.value - large.data_ptr() < 4096
+    assert start.value + size.value <= large.data_ptr() + large.nbytes

@@ -1,0 +1,55 @@
+"""Which calls share kernels, and which must not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spikefuse import LIF, Neuron, UnsupportedOperation
+from spikefuse.neurons.surrogate import Custom
+
+
+def test_a_value_may_be_a_float_or_a_tensor() -> None:
+    x = torch.linspace(-1, 2, 24).view(4, 2, 3)
+    expected = LIF(decay=0.25, threshold=0.75)(x)
+    assert expected.any()
+    for decay, threshold in ((0.25, torch.tensor(0.75)), (torch.tensor(0.25), 0.75)):
+        assert torch.equal(LIF(decay=decay, threshold=threshold)(x), expected)
+
+
+def test_equal_kernels_forward_but_not_backward() -> None:
+    class Gain(Neuron):
+        def __init__(self, learned: bool) -> None:
+            super().__init__()
+            self.gain, self.learned = nn.Parameter(torch.tensor(2.0)), learned
+
+        def step(self, x: Tensor) -> tuple[Tensor, tuple[()]]:
+            return x * (self.gain if self.learned else self.gain.detach()), ()
+
+    x = torch.ones(3, 4)
+    found = []
+    for learned in (False, True):
+        neuron = Gain(learned)
+        neuron(x).sum().backward()
+        assert neuron.gain.grad is not None
+        found.append(neuron.gain.grad.item())
+    assert found == [0.0, 12.0]
+
+
+def test_what_is_not_learned_needs_no_kernel() -> None:
+    def derivative(u: Tensor, width: Tensor) -> Tensor:
+        return torch.exp(-width * u * u)
+
+    def primal(u: Tensor, width: Tensor) -> Tensor:
+        return torch.erf(width * u)
+
+    found = []
+    for impl in ("auto", "reference"):
+        x = torch.linspace(0, 2, 12).view(3, 4).requires_grad_()
+        LIF(surrogate=Custom(derivative, primal=primal, width=2.0))(x, impl=impl).sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found)
+    learned = Custom(derivative, primal=primal, width=nn.Parameter(torch.tensor(2.0)))
+    with pytest.raises(UnsupportedOperation, match=r"derivative of LIF\.step uses 'erf'"):
+        LIF(surrogate=learned)(torch.rand(3, 4))

@@ -1,0 +1,149 @@
+"""A scan in parts, of which others have the steps before and after: here, in one process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+import spikefuse as sf
+from spikefuse.kernels.bits import pack
+from spikefuse.scan import op
+from spikefuse.testing import DTYPES, LAYOUTS, lay_out, make_input, poisoned
+from tests.test_exactness import DEFINITIONS
+
+
+class Ends:
+    """One of two relays that share two queues, forth and back."""
+
+    def __init__(
+        self,
+        is_first: bool,
+        forth: deque[Tensor],
+        back: deque[Tensor],
+        count: int,
+        speculates: bool = False,
+    ):
+        self.is_first, self.is_last = is_first, not is_first
+        self.forth, self.back, self.count = forth, back, count
+        self.speculates = speculates
+
+    def parts(self, batch: int) -> list[slice]:
+        return [slice(i * batch // self.count, (i + 1) * batch // self.count)
+                for i in range(self.count)]  # fmt: skip
+
+    def forward(self, received, run: Callable[[int], Sequence[Tensor]], ahead=None) -> None:
+        _run(None if self.is_first else self.forth, self.forth, received, run, ahead)
+
+    def backward(self, received, run: Callable[[int], Sequence[Tensor]], ahead=None) -> None:
+        _run(None if self.is_last else self.back, self.back, received, run, ahead)
+
+
+def _run(source, target, received, run, ahead) -> None:
+    if source is not None and ahead is not None:
+        for i in range(len(received)):
+            ahead(i)
+    for i, tensors in enumerate(received):
+        for x in tensors:
+            x.copy_(source.popleft())
+        results = run(i)
+        if source is None:
+            target.extend(x.clone() for x in results)
+
+
+def in_two(
+    neuron: sf.Neuron,
+    x: Tensor,
+    weights: Tensor,
+    impl: str,
+    count: int,
+    speculates: bool = False,
+    at: int = 20,
+) -> list[Tensor]:
+    """Output, gradients of the input and the parameters, by two relays that meet at a step."""
+    forth, back = deque[Tensor](), deque[Tensor]()
+    halves = [x[:at].detach().requires_grad_(), x[at:].detach().requires_grad_()]
+    outputs = []
+    for half, is_first in zip(halves, (True, False), strict=True):
+        relay = Ends(is_first, forth, back, count, speculates)
+        (y,), _, _ = op.scan(neuron, (half,), None, impl, False, relay)
+        outputs.append(y)
+    assert not forth
+    (outputs[1] * weights[at:]).sum().backward()
+    (outputs[0] * weights[:at]).sum().backward()
+    assert not back
+    found = [torch.cat([y.detach() for y in outputs]), torch.cat([h.grad for h in halves])]
+    return [*found, *(p.grad for p in neuron.parameters())]
+
+
+def in_one(neuron: sf.Neuron, x: Tensor, weights: Tensor, impl: str) -> list[Tensor]:
+    """The same without relays."""
+    whole = x.detach().clone().requires_grad_()
+    y = neuron(whole, impl=impl)
+    (y * weights).sum().backward()
+    found = [y.detach(), whole.grad, *(p.grad for p in neuron.parameters())]
+    neuron.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("count", "speculates"), [(1, False), (3, False), (1, True), (2, True)])
+def test_two_relayed_scans_are_one(backends, layout, count, speculates):
+    x = lay_out(make_input((37, 5, 2, 3, 4)), layout).to(backends.device)
+    weights = make_input(x.shape, seed=1, device=backends.device)
+    for impl in backends.impls:
+        neuron = sf.PLIF(0.6, 0.3, channels=2).to(backends.device)
+        expected = in_one(neuron, x, weights, impl)
+        with poisoned():
+            found = in_two(neuron, x, weights, impl, count, speculates)
+        assert torch.equal(found[0], expected[0])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("at", [1, 8, 30])
+def test_neurons_forget_where_they_began_or_are_followed(backends, at):
+    """Every model, those that never forget too: spikes to the last bit, and gradients, of which
+    those of half precision are rounded twice."""
+    for i, (name, make) in enumerate(DEFINITIONS.items()):
+        if name == "Gated":  # of several inputs
+            continue
+        neuron, dtype = make(4, reset="hard").to(backends.device), DTYPES[(i + at) % 3]
+        x = make_input((31, 3, 4, 10), dtype, backends.device)
+        weights = make_input(x.shape, seed=1, device=backends.device)
+        expected = in_one(neuron, x, weights, "triton")
+        with poisoned():
+            found = in_two(neuron, x, weights, "triton", 1, True, at)
+        assert torch.equal(found[0], expected[0]), name
+        for actual, wanted in zip(found[1:], expected[1:], strict=True):
+            # Of half precision, what the first pass has rounded may nearly vanish in the sum.
+            scale, rounding = wanted.abs().max().item(), 8 * torch.finfo(dtype).eps
+            close = partial(torch.testing.assert_close, rtol=rounding, atol=rounding * scale)
+            close(actual, wanted, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_bits_are_mended_too(backends):
+    """Of the second half, whose first pass began from rest."""
+    x = make_input((40, 4, 32), device=backends.device)
+    states = deque([torch.full_like(x[0], 3.0)])
+    relay = Ends(False, states, deque(), 1, True)
+    bits: list[Tensor] = []
+    (y,), _, _ = op.scan(sf.LIF(0.9), (x,), None, "triton", False, relay, bits)
+    (alone,), _, _ = op.scan(sf.LIF(0.9), (x,), None, "triton", False)
+    assert not torch.equal(y, alone)
+    assert len(bits) == 1
+    assert torch.equal(bits[0], pack(y).bits)
+
+
+def test_parts_are_written_where_they_lie():
+    """No copy: the output of a part is a slice of the whole one, whatever its size."""
+    x = make_input((9, 5, 64))
+    relay = Ends(True, deque(), deque(), 2)
+    (y,), states, _ = op.scan(sf.LIF(), (x,), None, "numba", True, relay)
+    expected, finals, _ = op.scan(sf.LIF(), (x,), None, "numba")
+    assert y.is_contiguous()
+    assert torch.equal(y, expected[0])
+    assert torch.equal(states[0], finals[0])
