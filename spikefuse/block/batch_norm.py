@@ -1,8 +1,8 @@
-"""Batch norm modules: what their attributes stand for, and the statistics of a batch."""
+"""Batch norm modules: their effective settings, and the statistics of a batch."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,43 +10,26 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.kernels.norm import merged, statistics
+from spikefuse.scan.state_passing import Collectives
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+#: Running mean, running variance and number of batches, or three times None.
 Running = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-
-# Of an older PyTorch, by its name there.
+# The name in PyTorch before 2.13 comes second.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def begin_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """`[k, ...]`, the tensors of all ranks of a group, once the work is waited for."""
+    """`x` of all k processes of a group, `[k, ...]`, valid once the work has been waited for."""
     flat = x.new_empty(group.size() * x.numel())
     work = _gather(flat, x.contiguous().view(-1), group=group, async_op=True)
     assert work is not None
     return flat.view(group.size(), *x.shape), work
 
 
-class Ranks(Protocol):
-    """Processes that share the statistics of a norm; `spikefuse.distributed.links` has those of a
-    sequence, each with some of its steps."""
-
-    def sum(self, x: Tensor) -> None:
-        """Replace `x` by the sum of all ranks'."""
-        ...
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Those of all ranks, `[k, ...]`."""
-        ...
-
-
-class RankedNorm(_BatchNorm):
-    """A batch norm module that by itself takes its statistics over several processes;
-    `spikefuse.distributed.sync_norm` has one."""
-
-
-class GroupRanks:
-    """The ranks of a process group."""
+class GroupCollectives:
+    """Sums and gathers over a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -66,6 +49,7 @@ def by_batch(norm: _BatchNorm) -> bool:
 
 
 def shift_of(norm: _BatchNorm, x: Tensor) -> Tensor:
+    """The norm's bias, or zeros."""
     shift = norm.bias
     if shift is not None:
         return shift
@@ -73,11 +57,11 @@ def shift_of(norm: _BatchNorm, x: Tensor) -> Tensor:
 
 
 def running_of(norm: _BatchNorm) -> Running:
-    """The statistics that a call in training moves on."""
+    """The running statistics that a call updates."""
     if not (norm.training and norm.track_running_stats):
         return None, None, None
     buffers = norm._buffers
-    try:  # of the attributes of a module, those that are found last
+    try:  # nn.Module looks for buffers last
         return buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
     except KeyError:
         return norm.running_mean, norm.running_var, norm.num_batches_tracked
@@ -92,29 +76,37 @@ def momentum_of(norm: _BatchNorm) -> float:
 
 
 def batch_statistics(
-    norm: _BatchNorm, x: Tensor, backend: str, ranks: Ranks | None = None
-) -> tuple[Tensor, float | Tensor, Ranks | None]:
-    """(what `statistics` returns, values per channel, the ranks that share them).
+    norm: _BatchNorm, x: Tensor, backend: str, collectives: Collectives | None = None
+) -> tuple[Tensor, float | Tensor, Collectives | None]:
+    """The results of `statistics`, the number of values per channel, and the collectives used.
 
     Args:
-        ranks: those that share all statistics; a `SyncBatchNorm` has ranks of its own.
+        collectives: over which to take the statistics; an `nn.SyncBatchNorm` has its own.
     """
     number = x.numel() / x.shape[2]
-    ranks = _own_ranks(norm) if isinstance(norm, nn.SyncBatchNorm) else ranks
+    if isinstance(norm, nn.SyncBatchNorm):
+        collectives = _collectives_of(norm)
     running, weight = running_of(norm), norm.weight
-    if ranks is None:
+    if collectives is None:
         momentum = momentum_of(norm)
         found = statistics(x, weight, running, momentum, norm.eps, backend)
         return found, number, None
     own = statistics(x, None, (None, None, None), 0.0, norm.eps, backend)
     share = torch.cat((own[0], own[3], own.new_full((1,), number)))
-    rest = weight, running, momentum_of(norm), norm.eps, backend
-    return *merged(ranks.gather(share), *rest), ranks
+    settings = weight, running, momentum_of(norm), norm.eps, backend
+    return *merged(collectives.gather(share), *settings), collectives
 
 
-def _own_ranks(norm: nn.SyncBatchNorm) -> Ranks | None:
-    """The ranks over which a norm takes its statistics, if there are several."""
+def _collectives_of(norm: nn.SyncBatchNorm) -> Collectives | None:
+    """Of the group of a norm, if it has several processes."""
     if not (norm.training and dist.is_initialized()):
         return None
     group: Any = norm.process_group or dist.group.WORLD
-    return GroupRanks(group) if dist.get_world_size(group) > 1 else None
+    return GroupCollectives(group) if dist.get_world_size(group) > 1 else None
+
+
+GroupRanks = GroupCollectives
+
+
+class RankedNorm(_BatchNorm):
+    """A batch norm that takes its statistics over several processes by itself."""

@@ -34,8 +34,8 @@ from spikefuse.distributed.mesh import parts_of
 from spikefuse.distributed.time_sharding import import_dynamo
 from spikefuse.memory.policies import Checkpoint
 from spikefuse.nn import Temporal
-from spikefuse.nn.neuron import Neuron, Scan
-from spikefuse.scan.state_passing import Ahead, Parts, Run
+from spikefuse.nn.call import Scan
+from spikefuse.nn.neuron import Neuron
 
 WARMUP, REPETITIONS = 2, 5
 # Exchanges that are measured together: one alone is mostly the host's.
@@ -284,7 +284,7 @@ def _averaged(layers: list[Layer], means: list[float]) -> list[Layer]:
 def _check(model: nn.Module, example: Tensor, num_ranks: int, recorded: bool) -> None:
     """Refuse what `plan` cannot measure."""
     for module in model.modules():
-        if isinstance(module, Temporal) and module.shard is not None:
+        if isinstance(module, Temporal) and module.passing is not None:
             raise ValueError("the model's time is sharded already: make a plan before shard_time")
     if num_ranks < 2 or len(example) < num_ranks:
         raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from spikefuse.distributed.mesh import check_axis, parts_of
 from spikefuse.distributed.sync_norm import average_statistics, share_statistics
 from spikefuse.events.linear import NO_EVENTS
 from spikefuse.nn import EventLinear, Temporal
-from spikefuse.scan.state_passing import Ahead, Parts, Run
+from spikefuse.scan.state_passing import Buffers, Channel, StatePassing
 
 STATISTICS = ("exact", "shard")
 # Thread blocks of a GPU that a link may occupy: with 16 a hop of 4 MB took 44 us on H200s, with 32
@@ -90,7 +91,7 @@ def shard_time(
     how = chunks, statistics == "exact", bool(speculate)
     shard = TimeShard(axis, *how, timedelta(seconds=timeout))
     for container in containers:
-        container.shard = shard
+        container.passing = shard
         if shard.size > 1 and shard.exact_statistics:
             share_statistics(container, shard.all)
         elif shard.size > 1:
@@ -103,7 +104,7 @@ def _containers(model: nn.Module) -> list[Temporal]:
     containers = [m for m in model.modules() if isinstance(m, Temporal)]
     if not containers:
         raise TypeError(f"{type(model).__name__} holds no Temporal: wrap the network in one first")
-    if any(container.shard is not None for container in containers):
+    if any(container.passing is not None for container in containers):
         raise ValueError("the model's time is sharded already: call shard_time once")
     for module in (m for container in containers for m in container.modules()):
         if isinstance(module, EventLinear) and module.neuron is not None:
@@ -111,8 +112,36 @@ def _containers(model: nn.Module) -> list[Temporal]:
     return containers
 
 
-class TimeShard:
-    """A rank's place in time, and its connections: what `spikefuse.nn.shard.Shard` describes."""
+class LinkChannel(Channel):
+    """States on their way from one link to another."""
+
+    def __init__(
+        self, shard: TimeShard, source: Link | None, target: Link | None, buffers: Buffers
+    ) -> None:
+        super().__init__(buffers)
+        self.source, self.target, self.sends_first = source, target, shard.sends_first
+        shard.watch.count += 1
+        # Post all receives before waiting for the first, so that states arrive during computation.
+        self._arriving = [
+            source.receive(states) if source is not None else [] for states in buffers
+        ]
+
+    def receive(self, i: int) -> list[Tensor]:
+        if self.source is not None:
+            self.source.wait(self._arriving[i])
+        return self.buffers[i]
+
+    def send(self, i: int, states: Sequence[Tensor]) -> None:
+        if self.target is not None:
+            self.target.send(states)
+
+    def close(self) -> None:
+        if self.target is not None and (self.target.blocks or self.sends_first):
+            self.target.settle()
+
+
+class TimeShard(StatePassing):
+    """A rank's place in time, and its connections to the ranks before and after."""
 
     def __init__(
         self,
@@ -133,6 +162,7 @@ class TimeShard:
         self.watch = watch = Watch(ranks, _store(host), timeout.total_seconds())
         self.agreement = Agreement(host, not on_gpu, watch)
         self.all = Ranks(group, watch)
+        self.statistics = self.all if exact_statistics else None
         self.sends_first = False
         self.before: Link | None = None
         self.after: Link | None = None
@@ -141,55 +171,37 @@ class TimeShard:
         if not self.is_last:
             self.after = Link(ranks[self.rank + 1], pairs[-1], watch)
 
-    def parts(self, batch: int) -> list[slice]:
+    def microbatches(self, batch: int) -> list[slice]:
         return parts_of(batch, self.chunks)
 
-    def begin(self, x: Tensor, about: str) -> None:
+    def begin(self, x: Tensor, call: str, has_state: bool) -> None:
+        if has_state and not self.is_first:
+            raise ValueError(
+                "state is given to a rank that does not hold the first step: pass it to rank 0, as "
+                "spikefuse.distributed.carry_state does"
+            )
         for link in (self.before, self.after):
             if link is not None:
                 link.settle()
         self.sends_first = self.exact_statistics or len(x) >= LONG_SCAN
         statistics = STATISTICS[0 if self.exact_statistics else 1]
         recorded = ", recorded" if recording() else ""
-        about = f"{about}, {self.chunks} chunks, {statistics} statistics{recorded}"
+        about = f"{call}, {self.chunks} chunks, {statistics} statistics{recorded}"
         self.agreement.check(x, about)
 
     def end(self) -> None:
         self._settle_recorded(self.after)
 
-    def forward(self, received: Parts, run: Run, ahead: Ahead | None = None) -> None:
+    def forward(self, buffers: Buffers) -> LinkChannel:
         self._settle_recorded(self.after)
-        self._relay(self.before, self.after, received, run, ahead)
+        return LinkChannel(self, self.before, self.after, buffers)
 
-    def backward(self, received: Parts, run: Run, ahead: Ahead | None = None) -> None:
+    def backward(self, buffers: Buffers) -> LinkChannel:
         self._settle_recorded(self.before)
         if recording():
             # Nobody knows which layer is the last one of a backward pass.
             Variable._execution_engine.queue_callback(self._end_backward)
-        self._relay(self.after, self.before, received, run, ahead)
-
-    def _relay(
-        self,
-        source: Link | None,
-        target: Link | None,
-        received: Parts,
-        run: Run,
-        ahead: Ahead | None,
-    ) -> None:
-        self.watch.count += 1
-        # All before the first is waited for, so that they arrive while others are computed.
-        arriving = [source.receive(tensors) if source is not None else [] for tensors in received]
-        if source is not None and ahead is not None:
-            for i in range(len(arriving)):
-                ahead(i)
-        for i, works in enumerate(arriving):
-            if source is not None:
-                source.wait(works)
-            results = run(i)
-            if target is not None:
-                target.send(results)
-        if target is not None and (target.blocks or self.sends_first):
-            target.settle()
+        return LinkChannel(self, self.after, self.before, buffers)
 
     def _end_backward(self) -> None:
         self._settle_recorded(self.before)

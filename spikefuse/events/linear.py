@@ -16,7 +16,9 @@ from spikefuse.events import autograd as event_autograd
 from spikefuse.events.candidates import with_candidates
 from spikefuse.events.choice import Choice, choose
 from spikefuse.events.format import Events
-from spikefuse.nn.neuron import Neuron, Sequence, backend_of, calls
+from spikefuse.nn.call import TemporalCall as Sequence
+from spikefuse.nn.neuron import Neuron, backend_of, calls
+from spikefuse.scan.op import Request
 from spikefuse.scan.op import check as check_backend
 
 IMPLEMENTATIONS = ("auto", "numba", "triton", "dense")
@@ -283,7 +285,7 @@ class EventLinear(nn.Module):
         impl: str,
         sequence: Sequence | None,
     ) -> Events:
-        if sequence is not None and sequence.relay is not None:
+        if sequence is not None and sequence.passing is not None:
             raise ValueError(NO_EVENTS)
         if events.shape[0] == 0:
             raise ValueError(
@@ -294,7 +296,7 @@ class EventLinear(nn.Module):
         self.__dict__["_marking"] = marking  # no module of this one
         state, keep, backend = None, False, "auto"
         if sequence is not None:
-            name, keep, backend = sequence.names[id(neuron)], sequence.keep_final, sequence.impl
+            name, keep, backend = sequence.names[id(neuron)], sequence.final, sequence.impl
             state = None if sequence.initial is None else sequence.initial[name]
         from_rest = state is None and not keep and backend in ("auto", "numba")
         if impl == "numba" and from_rest and event_autograd.can_fuse(marking, self.weight):
@@ -302,9 +304,9 @@ class EventLinear(nn.Module):
             return self._given(event_autograd.layer(events, marking, self.weight, bias, sparse))
         currents = (self._currents(events, dense, impl),)
         backend = backend_of(currents, backend)
-        (marks,), final = marking._scan(currents, state, backend, keep)
+        (marks,), final = marking._scan(Request(currents, state, backend, keep))
         if sequence is not None:
-            sequence.final[name] = final
+            sequence.finals[name] = final
         return self._listed(marks)
 
     # What the layer gives of its neurons' marks, or of their events: of a layer that is shared out

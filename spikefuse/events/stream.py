@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from spikefuse.events.linear import EventLinear
 from spikefuse.neurons.definition import States
 from spikefuse.nn.neuron import backend_of
+from spikefuse.scan.op import Request
 
 # Of each layer with neurons their states, `[1, out_features]` each.
 StreamState = tuple[States, ...]
@@ -63,7 +64,7 @@ class EventStream(nn.Module):
                 currents = (y.view(1, 1, -1),)
                 before = None if state is None else state[i]
                 backend = backend_of(currents, "auto")
-                (spikes,), final = layer.neuron._scan(currents, before, backend, True)
+                (spikes,), final = layer.neuron._scan(Request(currents, before, backend, True))
                 after.append(final)
                 y = spikes.view(-1)
         return y, tuple(after)

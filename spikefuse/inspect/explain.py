@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.batch_norm import by_batch
-from spikefuse.block.block import kernels_of
+from spikefuse.block.program import block_program as kernels_of
 from spikefuse.compiler import UnsupportedOperation
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import LOOP_STEPS, Explanation, Kept, Layer
@@ -27,8 +27,9 @@ from spikefuse.memory.policies import Checkpoint, Policy, Recompute
 from spikefuse.memory.segments import Segments
 from spikefuse.memory.spikes import Ledger, num_bytes
 from spikefuse.neurons.definition import Outputs, States
-from spikefuse.nn.neuron import Neuron, Scan, Sequence, backend_of, calls
-from spikefuse.nn.shard import Shard
+from spikefuse.nn.call import Scan
+from spikefuse.nn.call import TemporalCall as Sequence
+from spikefuse.nn.neuron import Neuron, backend_of, calls
 from spikefuse.nn.temporal import Temporal
 from spikefuse.scan.layout import layout_of, outer_stride
 from spikefuse.scan.program import kind_of, prepare, program

@@ -7,7 +7,7 @@ Gradients, too, lie in parts: that of a segment's output goes as that of its inp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 
 from spikefuse.block import block
 from spikefuse.block.batch_norm import shift_of
-from spikefuse.block.passes import Given, Job, Kernels
+from spikefuse.block.program import BlockProgram, block_program
+from spikefuse.block.training import BlockTensors, TrainingCall
 from spikefuse.kernels import bits
 from spikefuse.memory.microbatch import Gradient, Part, divided, room, rows, size, take
 from spikefuse.memory.policies import Checkpoint
@@ -24,9 +25,11 @@ from spikefuse.memory.segment_values import KeptValues, Store, Values, several
 from spikefuse.memory.segments import BlockCall, NeuronCall, Segment, Segments
 from spikefuse.memory.spikes import Spikes
 from spikefuse.nn import neuron
-from spikefuse.nn.shard import Steps, hand_on
-from spikefuse.scan import op as launch
-from spikefuse.scan.execution import call_of, spec
+from spikefuse.nn.call import Saving, TemporalCall, inside, mark_binary, wants_bits
+from spikefuse.scan import op
+from spikefuse.scan.execution import Wanted, execution_of
+from spikefuse.scan.op import Request
+from spikefuse.scan.state_passing import WHOLE, Channel, StateMemory, exchange
 
 
 def applies(net: nn.Module, x: Tensor, impl: str) -> bool:
@@ -40,16 +43,17 @@ def applies(net: nn.Module, x: Tensor, impl: str) -> bool:
     )
 
 
-def run(segments: Segments, policy: Checkpoint, sequence: neuron.Sequence, x: Tensor) -> Any:
+def run(segments: Segments, policy: Checkpoint, call: TemporalCall, x: Tensor) -> Any:
     """What the network gives for `x`, folded."""
-    if sequence.initial is not None or sequence.keep_final:
+    if call.initial is not None or call.final:
         raise ValueError(
             "memory=Checkpoint() trains on whole sequences, without state= and return_state=: use "
             "another policy, or torch.no_grad()"
         )
-    sequence.spikes = sequence.spikes or Spikes()
+    call.saving = call.saving or Saving(policy)
+    call.saving.spikes = call.saving.spikes or Spikes()
     parameters = [p for p in segments.net.parameters() if p.requires_grad]
-    state = _Run(segments, policy, sequence, x, parameters)
+    state = _Run(segments, policy, call, x, parameters)
     results = dict(zip(segments.outputs, _Whole.apply(state, x, *parameters), strict=True))
     return fx.node.map_arg(segments.output, results.__getitem__)
 
@@ -83,21 +87,21 @@ class _Run(Store):
         self,
         segments: Segments,
         policy: Checkpoint,
-        sequence: neuron.Sequence,
+        call: TemporalCall,
         x: Tensor,
         parameters: Sequence[nn.Parameter],
     ) -> None:
-        assert sequence.spikes is not None
-        self.batch = sequence.constant_rows or x.shape[0] // sequence.num_steps
+        assert call.spikes is not None
+        self.batch = call.constant_rows or x.shape[0] // call.num_steps
         whole = (0, self.batch)
         kept: KeptValues = {segments.input: [(whole, (x.detach(), x._version))]}
         needs = {segments.input: x.requires_grad}
-        super().__init__(segments, sequence.num_steps, sequence.impl, kept, needs)
+        super().__init__(segments, call.num_steps, call.impl, kept, needs)
         self.policy, self.parameters = policy, parameters
-        self.spikes, self.relay = sequence.spikes, sequence.relay
+        self.spikes, self.passing = call.spikes, call.passing or WHOLE
         # What layers are told when they are computed again, without neurons.
-        rows = sequence.constant_rows
-        self.again = neuron.Sequence(self.steps, {}, self.impl, constant_rows=rows)
+        rows = call.constant_rows
+        self.again = TemporalCall(self.steps, {}, self.impl, constant_rows=rows)
         device = x.device.type
         self.cast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         self.kind = (x.shape, x.dtype, x.device, self.cast)
@@ -105,7 +109,7 @@ class _Run(Store):
         # What segments leave for backward: states that came from the process before; jobs of those
         # with statistics of the batch; graphs of those computed once.
         self.states: dict[Segment, dict[Part, list[Tensor]]] = {}
-        self.jobs: dict[Segment, Job] = {}
+        self.calls: dict[Segment, TrainingCall] = {}
         self.graphs: dict[Segment, tuple[Mapping[fx.Node, Tensor], Tensor]] = {}
         self.grads: dict[fx.Node, Gradient] = {}
         self.totals: dict[nn.Parameter, Tensor] = {}
@@ -170,9 +174,9 @@ class _Run(Store):
 
     def _run_neuron(self, segment: Segment, called: NeuronCall) -> None:
         parts, target = self.parts[segment.target], segment.target
-        # Norms, which wait for all processes, are in segments of one part only: see `hand_on`.
+        # Norms, which wait for all processes, are in segments of a single microbatch only.
         first = [Values(self, segment, parts[0]).sequences(called.inputs)]
-        steps = Steps.like(first[0][0], called.num_states)
+        memory = StateMemory.like(first[0][0], called.num_states)
 
         def run(part: Part, states: list[Tensor]) -> Sequence[Tensor]:
             values = Values(self, segment, part)
@@ -181,7 +185,7 @@ class _Run(Store):
             self._keep(target, part, y.flatten(0, 1))
             return ends
 
-        self.states[segment] = hand_on(self.relay, False, steps, parts, run)
+        self.states[segment] = self._forward(memory, parts, run)
 
     def _run_block(self, segment: Segment, called: BlockCall) -> None:
         parts = self.parts[segment.target]
@@ -191,11 +195,11 @@ class _Run(Store):
             x = first[0][0]
         else:
             x = self._whole(segment, called.inputs[0])
-        block.check_norm(called.norm, called.neuron, x, revises=True)
-        kernels, own = self.kernels(called, x)
-        if len(kernels.binary) != 1:
+        block.check_norm(called.norm, called.neuron, x, batch=True)
+        program, own = self.program(called, x)
+        if len(program.binary) != 1:
             raise several(segment)
-        job = self.jobs[segment] = self._job(called, kernels, x)
+        call = self.calls[segment] = self._training_call(called, program, x)
         shift = shift_of(called.norm, x)
 
         def run(part: Part, states: list[Tensor]) -> Sequence[Tensor]:
@@ -203,22 +207,45 @@ class _Run(Store):
             piece = x[:, slice(*part)]
             inputs = first.pop() if first else (piece, *values.sequences(called.inputs[1:]))
             names = block.NAMES[: len(inputs)]
-            neuron.check(called.neuron, names, tuple(inputs), None, kernels.backend)
-            launch.check(kernels.backend, inputs[0])
-            call = call_of(kernels.name, spec(inputs))
-            packed = neuron.bits_wanted(inputs[0])
-            (y,), ends, _ = job.forward(call, Given(inputs, states, shift, own), False, packed)
-            neuron.mark((y,), kernels.binary, packed)
-            self._keep(segment.target, part, y.flatten(0, 1))
-            return ends
+            neuron.check(called.neuron, names, tuple(inputs), None, program.backend)
+            op.check(program.backend, inputs[0])
+            execution = execution_of(program.name, inputs)
+            arguments = call.arguments(BlockTensors(inputs, states, shift, own))
+            wanted = Wanted(False, self._sends, wants_bits(inputs[0]))
+            results = execution.forward(arguments, execution.new_results(wanted))
+            mark_binary(results, program.binary)
+            self._keep(segment.target, part, results.outputs[0].flatten(0, 1))
+            return results.finals
 
-        steps = Steps.like(x, kernels.num_states)
-        self.states[segment] = hand_on(self.relay, False, steps, parts, run)
+        memory = StateMemory.like(x, program.num_states)
+        self.states[segment] = self._forward(memory, parts, run)
+
+    def _forward(
+        self,
+        memory: StateMemory,
+        parts: Sequence[Part],
+        run: Callable[[Part, list[Tensor]], Sequence[Tensor]],
+    ) -> dict[Part, list[Tensor]]:
+        """Run a scan part by part: the states that arrived for each part."""
+        buffers = [[] if self.passing.is_first else memory.empty(size(part)) for part in parts]
+        channel = self.passing.forward(buffers)
+        return _exchange(channel, memory, parts, run, self.passing.is_last)
+
+    def _backward(
+        self,
+        memory: StateMemory,
+        parts: Sequence[Part],
+        run: Callable[[Part, list[Tensor]], Sequence[Tensor]],
+    ) -> dict[Part, list[Tensor]]:
+        """The same against time, for gradients of states."""
+        buffers = [[] if self.passing.is_last else memory.empty(size(part)) for part in parts]
+        channel = self.passing.backward(buffers)
+        return _exchange(channel, memory, parts, run, self.passing.is_first)
 
     @property
     def _sends(self) -> bool:
         """Whether final states are for another process."""
-        return self.relay is not None and not self.relay.is_last
+        return not self.passing.is_last
 
     def _whole(self, segment: Segment, node: fx.Node) -> Tensor:
         """What a node in a segment of several parts gives, `[T, B, ...]`."""
@@ -230,18 +257,14 @@ class _Run(Store):
         assert x is not None
         return x.expand(self.steps, *x.shape[1:])
 
-    def _job(self, called: BlockCall, kernels: Kernels, x: Tensor) -> Job:
-        relay = self.relay
-        num_states = 0 if relay is None or relay.is_first else kernels.num_states
-        ranks = relay.all if relay is not None and relay.exact_statistics else None
+    def _training_call(self, called: BlockCall, program: BlockProgram, x: Tensor) -> TrainingCall:
         inputs = (x,) * len(called.inputs)
-        call = call_of(kernels.name, spec(inputs))
-        how = num_states, not kernels.rebuilds, self._sends, ranks
-        return block.start(called.norm, kernels, call, inputs, *how)
+        request = Request(inputs, final=self._sends, passing=self.passing)
+        return block.training_call(called.norm, program, not program.rebuilds, request)
 
-    def kernels(self, called: BlockCall, x: Tensor) -> tuple[Kernels, list[Tensor]]:
+    def program(self, called: BlockCall, x: Tensor) -> tuple[BlockProgram, list[Tensor]]:
         backend = neuron.backend_of((x,), self.impl)
-        return block.kernels_of(called.neuron, backend, len(called.inputs) > 1, True)
+        return block_program(called.neuron, backend, len(called.inputs) > 1, True)
 
     def _keep(self, target: fx.Node, part: Part, y: Tensor) -> None:
         value = self.spikes.pack(y)
@@ -260,7 +283,7 @@ class _Run(Store):
             if gradient is not None:
                 self.grads[node].add(whole, gradient)
         del grads
-        with self.autocast(), torch.enable_grad(), neuron.inside(self.again):
+        with self.autocast(), torch.enable_grad(), inside(self.again):
             for segment in reversed(self.segments):
                 # All that read it are done.
                 del self.kept[segment.target]
@@ -290,7 +313,7 @@ class _Run(Store):
         parameters = [p for m in called.modules for p in m.parameters() if p.requires_grad]
         again: NeuronAgain | None = NeuronAgain(self, segment, called, parts[0])
         assert again is not None
-        steps = Steps.like(again.inputs[0], called.num_states)
+        memory = StateMemory.like(again.inputs[0], called.num_states)
 
         def go_on() -> None:
             """To what the last part has read, when its gradients are on their way."""
@@ -310,24 +333,25 @@ class _Run(Store):
             self.add(parameters, found)
             return begins
 
-        hand_on(self.relay, True, steps, parts, run)
+        self._backward(memory, parts, run)
         go_on()
 
     def _differentiate_block(self, segment: Segment, called: BlockCall, grad: Gradient) -> None:
         """As `block` does, both passes part by part."""
-        job, states, parts = self.jobs.pop(segment), self.states.pop(segment), grad.parts
-        own = self.kernels(called, job.statistics)[1]
-        shift = shift_of(called.norm, job.statistics).detach()
-        given = Given((), (), shift, [tensor.detach() for tensor in own])
+        call, states, parts = self.calls.pop(segment), self.states.pop(segment), grad.parts
+        own = self.program(called, call.statistics)[1]
+        shift = shift_of(called.norm, call.statistics).detach()
+        tensors = BlockTensors((), (), shift, [tensor.detach() for tensor in own])
         needs_own = [tensor.requires_grad for tensor in own]
         sums: dict[str, Tensor] = {}
 
         def compute(part: Part) -> BlockAgain:
-            return BlockAgain(self, segment, called, part, job, given, states[part])
+            given = tensors._replace(states=states[part])
+            return BlockAgain(self, segment, called, part, call, given)
 
         again: BlockAgain | None = compute(parts[0])
         assert again is not None
-        steps = Steps.like(again.inputs[0], job.kernels.num_states)
+        memory = StateMemory.like(again.inputs[0], call.program.num_states)
 
         def reduce(part: Part, ends: list[Tensor]) -> Sequence[Tensor]:
             nonlocal again
@@ -336,15 +360,16 @@ class _Run(Store):
                 again = compute(part)
             return again.reduce(grad.get(part), ends, needs_own, sums)
 
-        ends = hand_on(self.relay, True, steps, parts, reduce)
-        revision, *by_norm = job.revision(job.totals(job.call, sums))
+        ends = self._backward(memory, parts, reduce)
+        correction, *by_norm = call.correct(call.totals(call.execution, sums))
         heads = [called.norm.weight, called.norm.bias, *own]
-        self._differentiate_heads(called, heads, [*by_norm, *job.grad_own(job.call, sums, own)])
+        by_own = call.own_gradients(call.execution, sums, own)
+        self._differentiate_heads(called, heads, [*by_norm, *by_own])
         sums.clear()
         for part in reversed(parts):
             # The last part is still there.
             again = again or compute(part)
-            found = again.write(grad.pop(part), ends[part], revision)
+            found = again.write(grad.pop(part), ends[part], correction)
             self.differentiate(segment, part, again.values.leaves, again.inputs, found)
             again = None
 
@@ -386,3 +411,20 @@ class _Run(Store):
 
 def _wanted(tensors: Iterable[Tensor]) -> Iterator[bool]:
     return (tensor.requires_grad for tensor in tensors)
+
+
+def _exchange(
+    channel: Channel,
+    memory: StateMemory,
+    parts: Sequence[Part],
+    run: Callable[[Part, list[Tensor]], Sequence[Tensor]],
+    ends_here: bool,
+) -> dict[Part, list[Tensor]]:
+    """Run each part on the states that arrive for it, and send what `run` returns."""
+
+    def compute(i: int, states: list[Tensor]) -> Sequence[Tensor]:
+        results = run(parts[i], states)
+        return results if ends_here else memory.conform(results)
+
+    exchange(channel, len(parts), compute, lambda i, results: results)
+    return dict(zip(parts, channel.buffers, strict=True))

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from spikefuse.block.passes import Given, Job
+from spikefuse.block.training import BlockTensors, TrainingCall
 from spikefuse.memory.microbatch import Part, rows, size
 from spikefuse.memory.segment_values import Store, Values
 from spikefuse.memory.segments import BlockCall, NeuronCall, Segment
-from spikefuse.scan.execution import call_of, spec
+from spikefuse.scan.execution import Incoming, Wanted, execution_of
+from spikefuse.scan.state_passing import Microbatch
 
 Found = Sequence[Tensor | None]
 
@@ -60,8 +61,7 @@ class BlockAgain:
     """What goes into a block for a part of the batch, and the two passes of its backward.
 
     Args:
-        given: the block's own tensors.
-        states: the initial ones, none if the neuron began at rest.
+        tensors: of the block, less its inputs; no states if the neuron began at rest.
     """
 
     def __init__(
@@ -70,23 +70,24 @@ class BlockAgain:
         segment: Segment,
         called: BlockCall,
         part: Part,
-        job: Job,
-        given: Given,
-        states: Sequence[Tensor],
+        call: TrainingCall,
+        tensors: BlockTensors,
     ) -> None:
-        self.job = job
+        self.call = call
         self.values = Values(store, segment, part, differentiable=True)
         self.inputs = self.values.sequences(called.inputs)
-        inputs = tuple(x.detach() for x in self.inputs)
-        self.given = given._replace(inputs=inputs, states=states)
-        self.call = call_of(job.kernels.name, spec(inputs))
-        self.saved: Sequence[Tensor] = ()
-        stores = self.call.num_saved > 0
-        self.rebuild = stores and not job.keeps_states
+        self.tensors = tensors._replace(inputs=tuple(x.detach() for x in self.inputs))
+        execution = execution_of(call.program.name, self.tensors.inputs)
+        arguments = call.arguments(self.tensors)
+        saved: list[Tensor] = []
+        stores = execution.num_saved > 0
+        self.rebuild = stores and not call.saves_states
         if self.rebuild:
-            self.saved = self.call.stored()
+            saved = execution.new_saved()
         elif stores:
-            self.saved = job.forward(self.call, self.given, save=True)[2]
+            results = execution.new_results(Wanted(save=True, final=call.final))
+            saved = execution.forward(arguments, results).saved or []
+        self.part = Microbatch(None, execution, arguments, saved)
 
     def reduce(
         self,
@@ -97,33 +98,38 @@ class BlockAgain:
     ) -> list[Tensor]:
         """The first pass, into `sums` per neuron of the whole batch: gradients of the initial
         states, from those of the final ones, `ends`, and `grad`, of what the block gives."""
-        job, call = self.job, self.call
-        grads = (_unfolded(grad, self.values.part), *ends)
-        starts, found = job.reduce(call, self.given, self.saved, grads, needs_own, self.rebuild)
+        call = self.call
+        incoming = Incoming([_unfolded(grad, self.values.part)], ends)
+        found = call.reduce(self.part, incoming, needs_own, self.rebuild)
         self.rebuild = False
-        if call.layout == job.call.layout:
-            sums |= found
-            return starts
-        for name, total in found.items():
+        named, layout, whole_layout = (
+            call.named(found, needs_own),
+            self.part.execution.layout,
+            call.execution.layout,
+        )
+        if layout == whole_layout:
+            sums |= named
+            return found.states
+        for name, total in named.items():
             if name not in sums:
-                sums[name] = total.new_empty(job.call.layout.num_neurons)
+                sums[name] = total.new_empty(whole_layout.num_neurons)
             whole, piece = (
-                x.as_strided(at.layout.step_shape, at.layout.step_strides)
-                for x, at in ((sums[name], job.call), (total, call))
+                x.as_strided(at.step_shape, at.step_strides)
+                for x, at in ((sums[name], whole_layout), (total, layout))
             )
             whole[slice(*self.values.part)].copy_(piece)
-        return starts
+        return found.states
 
     def write(
-        self, grad: Tensor | None, ends: Sequence[Tensor], revision: Sequence[Tensor]
+        self, grad: Tensor | None, ends: Sequence[Tensor], correction: Sequence[Tensor]
     ) -> Found:
         """The second pass, from the same gradients: those of the inputs, None if not needed."""
         needs = [x.requires_grad for x in self.inputs]
         if not any(needs):
             return [None for _ in needs]
-        grads = (_unfolded(grad, self.values.part), *ends)
-        at = (self.call, self.given, self.saved, grads)
-        written = iter(self.job.write(*at, revision, needs, self.rebuild))
+        incoming = Incoming([_unfolded(grad, self.values.part)], ends)
+        part = self.part._replace(arguments=self.call.arguments(self.tensors, correction))
+        written = iter(self.call.write(part, incoming, needs, rebuild=self.rebuild))
         return [next(written) if wanted else None for wanted in needs]
 
 

@@ -13,6 +13,7 @@ from spikefuse.memory.microbatch import Part, rows, size, take
 from spikefuse.memory.segments import NeuronCall, Segment, Segments
 from spikefuse.memory.spikes import Kept
 from spikefuse.neurons.definition import States
+from spikefuse.scan.op import Request
 
 #: By the node whose value it is, in parts of the batch.
 KeptValues = dict[fx.Node, list[tuple[Part, Kept]]]
@@ -77,7 +78,8 @@ class Values:
         Args:
             states: the initial ones, none to start from rest.
         """
-        outputs, ends = called.scan(tuple(inputs), tuple(states) or None, self.store.impl, final)
+        request = Request(tuple(inputs), tuple(states) or None, self.store.impl, final)
+        outputs, ends = called.scan(request)
         if len(outputs) != 1:
             raise several(self.segment)
         return outputs[0], ends

@@ -18,8 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.batch_norm import NORMS, RankedNorm, by_batch
 from spikefuse.block.block import Block, normed, scan
+from spikefuse.nn.call import Scan
 from spikefuse.nn.constant_input import is_plain
-from spikefuse.nn.neuron import Neuron, Scan
+from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import max_pool2d
 from spikefuse.nn.tracing import Untraceable, trace, works_in_place
 

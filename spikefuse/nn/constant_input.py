@@ -19,7 +19,8 @@ from torch import Tensor, fx, nn
 from torch.nn.modules import batchnorm, conv, dropout, pooling
 
 from spikefuse.block.block import Block, normed
-from spikefuse.nn.neuron import Neuron, Sequence, calls
+from spikefuse.nn.call import TemporalCall, active
+from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import max_pool2d
 from spikefuse.nn.tracing import Untraceable, trace
 from spikefuse.transforms.activations import ACTIVATIONS, FUNCTIONS, METHODS
@@ -149,21 +150,21 @@ def can_share(plan: Plan, batch: int) -> bool:
 
 
 @contextlib.contextmanager
-def same_statistics(plan: Plan, sequence: Sequence) -> Iterator[None]:
+def same_statistics(plan: Plan, call: TemporalCall) -> Iterator[None]:
     """Let batch norms that run on `[B, ...]` record the running variance of T times as many values.
 
     Mean and variance of a batch do not change when it is repeated, but what is recorded is the
     variance times n / (n - 1), with n the values per channel: here B and not T*B times the size.
     """
-    steps, before = sequence.num_steps, dict[nn.Module, Tensor]()
+    steps, before = call.num_steps, dict[nn.Module, Tensor]()
 
     def note(norm: nn.Module, args: tuple[Tensor]) -> None:
-        if calls.sequence is sequence:
+        if active.call is call:
             assert isinstance(norm.running_var, Tensor)
             before[norm] = norm.running_var.clone()
 
     def correct(norm: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        if calls.sequence is not sequence:
+        if active.call is not call:
             return
         assert isinstance(norm, batchnorm._BatchNorm)
         assert norm.running_var is not None

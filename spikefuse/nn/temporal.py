@@ -17,8 +17,9 @@ from spikefuse.memory.policies import Auto, Checkpoint, Policy, Recompute
 from spikefuse.memory.segments import Segments
 from spikefuse.neurons.definition import States
 from spikefuse.nn import constant_input as constant
-from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron, Sequence, calls
-from spikefuse.nn.shard import Shard
+from spikefuse.nn.call import Saving, TemporalCall, active
+from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron
+from spikefuse.scan.state_passing import StatePassing
 
 
 class Temporal(nn.Module):
@@ -86,8 +87,8 @@ class Temporal(nn.Module):
         self.memory: Policy | Auto = chosen
         # What a budget has led to, by the description of a call.
         self._chosen: dict[Hashable, tuple[Policy, dict[str, Policy]]] = {}
-        # The steps that other processes hold: see `spikefuse.distributed.shard_time`.
-        self.shard: Shard | None = None
+        #: Connects the neurons to processes that hold other steps of a sequence.
+        self.passing: StatePassing | None = None
         self._plan: constant.Plan | None = None
         self._segments: Segments | None = None
 
@@ -114,27 +115,25 @@ class Temporal(nn.Module):
         self._check(x, state, impl, neurons)
         num_steps, batch = x.shape[:2]
         names = {id(neuron): name for name, neuron in neurons.items()}
-        sequence = Sequence(num_steps, names, impl, state, return_state, relay=self.shard)
-        if self.shard is not None:
-            if isinstance(x, Events):
-                raise ValueError("x is Events: the time of a network on events can't be shared")
-            self._begin(self.shard, x, state, impl)
+        call = TemporalCall(num_steps, names, impl, state, return_state, passing=self.passing)
+        if call.passing is not None:
+            self._begin(call.passing, x, call)
         plan = None if isinstance(x, Events) else self._sharing(x)
-        outer, calls.sequence = calls.sequence, sequence
+        outer, active.call = active.call, call
         try:
-            with self._keeping(x, sequence):
+            with self._saving(x, call):
                 if isinstance(x, Events):
                     folded = self.net(x)
                 elif plan is None:
-                    folded = self._run(x.flatten(0, 1), sequence)
+                    folded = self._run(x.flatten(0, 1), call)
                 else:
-                    sequence.constant_rows = batch
-                    with self._repeated(plan, sequence):
-                        folded = self._run(x[0], sequence)
+                    call.constant_rows = batch
+                    with self._repeated(plan, call):
+                        folded = self._run(x[0], call)
         finally:
-            calls.sequence = outer
-        if self.shard is not None:
-            self.shard.end()
+            active.call = outer
+        if call.passing is not None:
+            call.passing.end()
 
         def unfold(y: Tensor) -> Tensor:
             if y.ndim == 0 or y.shape[0] != num_steps * batch:
@@ -145,72 +144,70 @@ class Temporal(nn.Module):
             return y.unflatten(0, (num_steps, batch))
 
         output = pytree.tree_map_only(torch.Tensor, unfold, folded)
-        return (output, sequence.final) if return_state else output
+        return (output, call.finals) if return_state else output
 
-    def _run(self, x: Tensor, sequence: Sequence) -> Any:
+    def _run(self, x: Tensor, call: TemporalCall) -> Any:
         """The network on a folded input."""
         policy = self.memory
-        if not isinstance(policy, Checkpoint) or not checkpoint.applies(self.net, x, sequence.impl):
+        if not isinstance(policy, Checkpoint) or not checkpoint.applies(self.net, x, call.impl):
             return self.net(x)
         if self._segments is None or not self._segments.fits(self.net):
             self._segments = Segments(self.net)
-        return checkpoint.run(self._segments, policy, sequence, x)
+        return checkpoint.run(self._segments, policy, call, x)
 
     @contextlib.contextmanager
-    def _keeping(self, x: Tensor | Events, sequence: Sequence) -> Iterator[None]:
-        """Inside, the network keeps what its policy says."""
+    def _saving(self, x: Tensor | Events, call: TemporalCall) -> Iterator[None]:
+        """Let layers save what the policy says meanwhile."""
         memory = self.memory
         if not isinstance(memory, Auto):
-            sequence.memory = memory
-            with kept.keeping(memory) as sequence.spikes:
+            with kept.keeping(memory) as spikes:
+                call.saving = Saving(memory, {}, spikes)
                 yield
         elif torch.compiler.is_compiling():
             yield
         else:
-            with self._measuring(memory, x, sequence) as policy, kept.keeping(policy) as spikes:
-                sequence.memory, sequence.spikes = policy, spikes
+            with self._measuring(memory, x, call) as saving, kept.keeping(saving.policy) as spikes:
+                saving.spikes, call.saving = spikes, saving
                 yield
 
     @contextlib.contextmanager
-    def _measuring(self, auto: Auto, x: Tensor | Events, sequence: Sequence) -> Iterator[Policy]:
-        """The policy that a budget has led to; it is measured inside if there is none yet."""
-        call = auto, *_described(x), sequence.impl, self.training
-        if call in self._chosen or not kept.can_measure():
-            policy, sequence.memory_of = self._chosen.get(call, (Recompute(), {}))
-            yield policy
+    def _measuring(self, auto: Auto, x: Tensor | Events, call: TemporalCall) -> Iterator[Saving]:
+        """What a budget allows; measured meanwhile, if it has not been yet."""
+        description = auto, *_described(x), call.impl, self.training
+        if description in self._chosen or not kept.can_measure():
+            policy, policies = self._chosen.get(description, (Recompute(), {}))
+            yield Saving(policy, policies)
             return
-        ledger = kept.Ledger()
+        ledger, saving = kept.Ledger(), Saving(Recompute())
         with ledger.hooks():
-            yield Recompute()
+            yield saving
         own = {y.untyped_storage().data_ptr() for y in (*self.parameters(), *self.buffers())}
         num_bytes = sum(size.now for size in ledger.sizes(own))
-        packed = {} if sequence.spikes is None else sequence.spikes.saved
-        self._chosen[call] = auto.choose(num_bytes, sequence.rebuilt, packed)
+        packed = {} if saving.spikes is None else saving.spikes.saved
+        self._chosen[description] = auto.choose(num_bytes, saving.recomputed, packed)
 
-    def _begin(self, shard: Shard, x: Tensor, state: dict[str, States] | None, impl: str) -> None:
-        if impl == "reference":
+    def _begin(self, passing: StatePassing, x: Tensor | Events, call: TemporalCall) -> None:
+        if isinstance(x, Events):
+            raise ValueError("x is Events: the time of a network on events cannot be sharded")
+        if call.impl == "reference":
             raise ValueError(
                 'impl is "reference", whose loop has all steps in one process: choose "auto" for a '
                 "network whose time is sharded"
             )
-        if state is not None and not shard.is_first:
-            raise ValueError(
-                "state is given to a rank that does not hold the first step: pass it to rank 0, as "
-                "spikefuse.distributed.carry_state does"
-            )
         mode = "training" if self.training else "evaluation"
         gradients = "with" if torch.is_grad_enabled() else "without"
         wanted = ", x requires grad" if x.requires_grad else ""
-        kept = f", {self.memory}" if isinstance(self.memory, Checkpoint) else ""
-        shard.begin(x, f"{type(self.net).__name__} in {mode} {gradients} gradients{wanted}{kept}")
+        memory = f", {self.memory}" if isinstance(self.memory, Checkpoint) else ""
+        about = f"{type(self.net).__name__} in {mode} {gradients} gradients{wanted}{memory}"
+        passing.begin(x, about, call.initial is not None)
 
     def _repeated(
-        self, plan: constant.Plan, sequence: Sequence
+        self, plan: constant.Plan, call: TemporalCall
     ) -> contextlib.AbstractContextManager[None]:
         """For a call in which rows stand for all steps."""
-        if sequence.relay is not None and sequence.relay.exact_statistics:
+        if call.passing is not None and call.passing.statistics is not None:
             return contextlib.nullcontext()  # batch norms count the steps themselves
-        return constant.same_statistics(plan, sequence)
+        return constant.same_statistics(plan, call)
 
     def _sharing(self, x: Tensor) -> constant.Plan | None:
         """The plan to compute once what does not change over time, if that is possible."""

@@ -1,4 +1,4 @@
-"""Run Numba kernels on CPU tensors."""
+"""Run generated Numba kernels on CPU tensors."""
 
 from __future__ import annotations
 
@@ -11,30 +11,24 @@ from torch import Tensor
 from spikefuse.kernels.numba_runtime import advise_huge_pages, flat
 from spikefuse.kernels.numba_threads import parallel
 from spikefuse.scan.layout import Layout
+from spikefuse.scan.program import Variant
 
 _ABSENT = np.empty(0, np.float32)
 
-# Results of so many bytes leave the caches anyway, so they are written past them, ...
+# Results of at least this many bytes leave the caches anyway, so they are written past them, ...
 _STREAMED = 1 << 25
-# ... in rows of at least so many neurons.
+# ... in rows of at least this many neurons.
 _MIN_ROW = 1 << 10
 
 
-def prepare(
-    kernel: Any,
-    layout: Layout,
-    sequences: Sequence[Tensor],
-    rebuild: bool = False,
-    packs: bool = False,
-    revises: bool = False,
-) -> _Launch:
+def prepare(kernel: Any, layout: Layout, sequences: Sequence[Tensor], variant: Variant) -> _Launch:
     """See `spikefuse.scan.program.Launcher`."""
-    assert not (rebuild or packs or revises)
+    assert not any(variant)
     return _Launch(kernel, layout, sequences)
 
 
 class _Launch:
-    """A kernel and its integers."""
+    """A kernel and its integer arguments."""
 
     def __init__(self, kernel: Any, layout: Layout, sequences: Sequence[Tensor]) -> None:
         self.kernel, self.layout = kernel, layout

@@ -1,4 +1,4 @@
-"""Run Triton kernels on GPU tensors, or on CPU tensors in Triton's interpreter."""
+"""Run generated Triton kernels on GPU tensors, or on CPU tensors in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,46 +10,40 @@ from torch import Tensor
 from spikefuse.compiler.emit_triton import chunk
 from spikefuse.kernels.triton_runtime import Launch
 from spikefuse.scan.layout import Layout
+from spikefuse.scan.program import Variant
 
 
 class Shape(NamedTuple):
-    """How a kernel's work is cut: neighbouring neurons of a thread, threads of a block over 32."""
+    """How work is divided: neighbouring neurons per thread, warps per thread block."""
 
     neurons: int
     warps: int
 
 
-# The fastest of those measured for LIF on an H200, alone and behind a norm, from 50,000 to 20
-# million neurons, by bytes of an element of the first input.
+# By the itemsize of the first input: the fastest shapes measured for LIF on an H200, alone and
+# behind a norm, from 50,000 to 20 million neurons.
 FORWARD = {2: Shape(4, 2), 4: Shape(2, 4)}
 BACKWARD = {2: Shape(2, 2), 4: Shape(2, 2)}
 # In half precision, chunks of few steps leave registers for more neurons.
 BACKWARD_SHORT, SHORT = Shape(4, 2), 6
-# Where spikes are packed too: a thread has whole bytes, if the neurons are many.
+# With packed spikes, a thread writes whole bytes if there are many neurons.
 PACKING, MANY = Shape(8, 2), 1 << 20
 
 
-def prepare(
-    kernel: Any,
-    layout: Layout,
-    sequences: Sequence[Tensor],
-    rebuild: bool = False,
-    packs: bool = False,
-    revises: bool = False,
-) -> Launch:
+def prepare(kernel: Any, layout: Layout, sequences: Sequence[Tensor], variant: Variant) -> Launch:
     """See `spikefuse.scan.program.Launcher`."""
     itemsize, device = sequences[0].itemsize, sequences[0].device
     if kernel.__name__ == "backward":
         is_short = itemsize == 2 and chunk(layout.num_steps) <= SHORT
         shape = BACKWARD_SHORT if is_short else BACKWARD[itemsize]
         grid, integers = _geometry(layout, sequences, shape)
-        # What adds to gradients must not run twice.
-        tight = itemsize == 2 and not is_short and not revises
-        flags = revises, rebuild
+        # A launch that limits registers may run twice, which a repair, an addition, must not.
+        tight = itemsize == 2 and not is_short and not variant.repair
+        flags = variant.repair, variant.rebuild
         return Launch(kernel, grid, (*integers, *flags), shape.warps, device, tight)
-    shape = PACKING if packs and layout.num_neurons >= MANY else FORWARD[itemsize]
+    shape = PACKING if variant.pack and layout.num_neurons >= MANY else FORWARD[itemsize]
     grid, integers = _geometry(layout, sequences, shape)
-    return Launch(kernel, grid, (*integers, revises), shape.warps, device)
+    return Launch(kernel, grid, (*integers, variant.repair), shape.warps, device)
 
 
 def _geometry(

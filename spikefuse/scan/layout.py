@@ -42,7 +42,7 @@ class Layout:
         rows = self.channels * self.channel_inner
         outer = self.num_neurons // rows if rows else 0
         fill("by_channel", (outer, self.channels, self.channel_inner))
-        fill("_known", {})
+        fill("outer_strides", {})
 
     num_neurons: int = field(init=False)
     step_strides: tuple[int, ...] = field(init=False)
@@ -54,16 +54,17 @@ class Layout:
     channel_inner: int = field(init=False)
     #: A step as an array `[outer, channels, inner]`.
     by_channel: tuple[int, int, int] = field(init=False)
-    _known: dict[tuple[int, ...], int | None] = field(init=False, compare=False, repr=False)
+    #: Outer strides of sequences seen so far, by their strides; None if kernels cannot read them.
+    outer_strides: dict[tuple[int, ...], int | None] = field(init=False, compare=False, repr=False)
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """A new sequence, time outermost."""
         return torch.empty_strided(self.shape, self.all_strides, dtype=dtype, device=like.device)
 
-    def empty_step(self, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """One new time step."""
+    def empty_step(self, device: torch.device) -> Tensor:
+        """One new time step in float32."""
         return torch.empty_strided(
-            self.step_shape, self.step_strides, dtype=dtype, device=like.device
+            self.step_shape, self.step_strides, dtype=torch.float32, device=device
         )
 
     def fits(self, x: Tensor) -> bool:
@@ -82,7 +83,7 @@ class Layout:
         """One step as a float32 tensor in this layout, copied only if it must be."""
         if x.dtype == torch.float32 and _same_strides(x, self.step_strides):
             return x
-        return self.empty_step(x).copy_(x)
+        return self.empty_step(x.device).copy_(x)
 
     def strides(self, x: Tensor) -> tuple[int, int]:
         """(time stride, outer stride) of a conforming sequence."""
@@ -92,9 +93,9 @@ class Layout:
 
     def _outer(self, x: Tensor) -> int | None:
         strides = x.stride()
-        if strides not in self._known:
-            self._known[strides] = outer_stride(x.shape, strides, self.order, self.inner)
-        return self._known[strides]
+        if strides not in self.outer_strides:
+            self.outer_strides[strides] = outer_stride(x.shape, strides, self.order, self.inner)
+        return self.outer_strides[strides]
 
     def reduce_to(self, per_neuron: Tensor, like: Tensor) -> Tensor:
         """Sum a flat [N] gradient to a parameter's shape: a scalar, or one value per channel."""

@@ -1,15 +1,20 @@
-"""The fused scan as a PyTorch operation: two library ops, their fakes, and autograd.
+"""The fused scan as a PyTorch operation: library ops, their fakes, and autograd.
 
-`spikefuse::scan` runs a program forward and returns outputs, then final states (if asked), then
-states stored for backward (if asked). `spikefuse::scan_backward` returns gradients of inputs,
-initial states (if asked) and the chosen parameters.
+`spikefuse::scan` runs a program forward on inputs, initial states and parameters, the first two of
+which `counts` counts. It returns the outputs, then the final states (if asked), then the states
+saved for backward (if asked). `spikefuse::scan_backward` also takes the saved states, and the
+gradients of outputs and final states. It returns the gradients of the needed inputs, of all initial
+states and of the needed parameters. Eager calls share forward and backward with the ops but skip
+the dispatcher, which costs several times a small kernel.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,93 +23,243 @@ from torch.autograd import forward_ad
 
 from spikefuse.compiler.adjoint import has_gradient
 from spikefuse.kernels.triton_runtime import interpreted
-from spikefuse.neurons.definition import Definition, Outputs, States, channel_view
+from spikefuse.neurons.definition import Definition, States, channel_view
 from spikefuse.neurons.surrogate import no_gradient
-from spikefuse.scan.execution import Call, call_of, spec
+from spikefuse.scan import state_passing
+from spikefuse.scan.execution import (
+    Arguments,
+    Execution,
+    Gradients,
+    Incoming,
+    Needs,
+    Results,
+    Wanted,
+    execution_of,
+)
 from spikefuse.scan.program import kind_of, prepare, program
-from spikefuse.scan.state_passing import Relay, relayed
+from spikefuse.scan.state_passing import StatePassing
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 library = torch.library.Library("spikefuse", "DEF")
 library.define(
-    "scan(str program, Tensor[] inputs, Tensor[] states, Tensor[] params, float[] scalars, "
-    "bool save, bool final) -> Tensor[]"
+    "scan(str program, Tensor[] tensors, int[] counts, float[] scalars, bool save, bool final) "
+    "-> Tensor[]"
 )
 library.define(
-    "scan_backward(str program, Tensor[] inputs, Tensor[] states, Tensor[] params, "
-    "float[] scalars, Tensor[] saved, Tensor?[] grad_outputs, Tensor?[] grad_states, "
-    "bool[] input_grads, bool[] param_grads) -> Tensor[]"
+    "scan_backward(str program, Tensor[] tensors, int[] counts, float[] scalars, "
+    "Tensor?[] grads, bool[] needed) -> Tensor[]"
 )
 
 
-def scan(
-    definition: Definition,
-    inputs: tuple[Tensor, ...],
-    state: States | None,
-    backend: str,
-    return_state: bool = True,
-    relay: Relay | None = None,
-    bits: list[Tensor] | None = None,
-) -> tuple[Outputs, States, tuple[bool, ...]]:
-    """Run `definition` over dim 0 of `inputs` in one kernel; see `spikefuse.reference.scan`.
+class Request(NamedTuple):
+    """What a neuron asks of its scan.
 
-    Args:
-        backend: "triton" or "numba".
-        return_state: whether to write the final states; without, they are ().
-        relay: how states travel if other processes have the steps before and after.
-        bits: gets the bits of each output that is sure to be binary, one per value in memory, if
-            the kernel can write them.
+    Attributes:
+        inputs: `[T, B, ...]` each.
+        state: the initial states, or None to start from rest.
+        backend: "triton" or "numba"; for neurons also "reference" or "auto".
+        final: whether to return the final states.
+        bits: whether to return binary outputs as bits, if the kernel can write them.
+        passing: where the first state comes from, None for `state`.
+    """
+
+    inputs: tuple[Tensor, ...]
+    state: States | None = None
+    backend: str = "auto"
+    final: bool = False
+    bits: bool = False
+    passing: StatePassing | None = None
+
+
+class Choice(NamedTuple):
+    """The program of a definition and the values that it reads.
+
+    Attributes:
+        binary: for each output, whether all its values are sure to be 0 or 1.
+    """
+
+    name: str
+    binary: tuple[bool, ...]
+    scalars: list[float]
+    params: list[Tensor]
+
+
+def scan(definition: Definition, request: Request) -> tuple[Results, tuple[bool, ...]]:
+    """Run `definition` over dim 0 of the inputs in one kernel; see `spikefuse.reference.scan`.
 
     Returns:
-        (outputs, final states, for each output whether all its values are sure to be 0 or 1)
+        The results, and for each output whether all its values are sure to be 0 or 1.
     """
-    check(backend, inputs[0])
-    name, binary, scalars, params = choose(definition, backend, inputs[0])
-    states = [] if state is None else list(state)
-    num_finals = len(type(definition).states) if return_state else 0
-    tensors = list(inputs), states, params
-    outputs, finals = run(name, len(binary), num_finals, *tensors, scalars, relay, bits)
-    return outputs, finals, binary
+    inputs = request.inputs
+    check(request.backend, inputs[0])
+    name, binary, scalars, params = choose(definition, request.backend, inputs[0])
+    arguments = Arguments(inputs, request.state or (), params, scalars)
+    wanted = Wanted(False, request.final, request.bits)
+    return run(name, arguments, wanted, request.passing), binary
 
 
 def run(
-    name: str,
-    num_outputs: int,
-    num_finals: int,
-    inputs: list[Tensor],
-    states: list[Tensor],
-    params: list[Tensor],
-    scalars: list[float],
-    relay: Relay | None = None,
-    bits: list[Tensor] | None = None,
-) -> tuple[Outputs, States]:
-    """(outputs, final states) of a program, with gradients of all tensors.
+    name: str, arguments: Arguments, wanted: Wanted, passing: StatePassing | None = None
+) -> Results:
+    """Run a program, with gradients of all tensors. The results hold no saved states."""
+    tensors = (*arguments.inputs, *arguments.states, *arguments.params)
+    save = torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]
+    wanted = wanted._replace(save=save)
+    if passing is None and not is_plain(tensors):
+        found = _run_op(name, arguments, wanted)
+    elif torch.compiler.is_compiling():
+        found = _run_outside_dynamo(name, arguments, wanted, passing)
+    else:
+        found = _run_eager(name, arguments, wanted, passing)
+    return found
+
+
+def _run_op(name: str, arguments: Arguments, wanted: Wanted) -> Results:
+    inputs, states, params, scalars = arguments
+    counts, step = [len(inputs), len(states)], program(name).step
+    tensors = [*inputs, *states, *params]
+    found = torch.ops.spikefuse.scan(
+        name, tensors, counts, list(scalars), wanted.save, wanted.final
+    )
+    end = step.num_outputs + (len(step.states) if wanted.final else 0)
+    return Results(found[: step.num_outputs], found[step.num_outputs : end], None, [])
+
+
+def _run_eager(
+    name: str, arguments: Arguments, wanted: Wanted, passing: StatePassing | None
+) -> Results:
+    call = ScanCall(name, arguments.scalars, len(arguments.inputs), len(arguments.states), passing)
+    if not wanted.save:
+        return call.forward(arguments, wanted)[0]
+    tensors = (*arguments.inputs, *arguments.states, *arguments.params)
+    found, num_outputs = _apply(call, wanted, *tensors), call.num_outputs
+    # The graph keeps `call` alive, but must not keep the bits.
+    bits, call.bits = call.bits, []
+    return Results(list(found[:num_outputs]), list(found[num_outputs:]), None, bits)
+
+
+# States are passed between processes, which torch.compile must not trace.
+_run_outside_dynamo = _disable_dynamo(_run_eager)
+
+
+@dataclass
+class ScanCall:
+    """A scan without its tensors: what autograd keeps between forward and backward.
+
+    Attributes:
+        num_inputs, num_states: of the tensors, which are inputs, states and parameters.
+        counts: with state passing, the numbers of initial and saved states of each microbatch.
+    """
+
+    name: str
+    scalars: Sequence[float]
+    num_inputs: int
+    num_states: int
+    passing: StatePassing | None = None
+    num_outputs: int = 0
+    execution: Execution | None = None
+    counts: list[tuple[int, int]] = field(default_factory=list)
+    bits: list[Tensor] = field(default_factory=list)
+
+    def arguments(self, tensors: Sequence[Tensor]) -> Arguments:
+        split, end = self.num_inputs, self.num_inputs + self.num_states
+        return Arguments(tensors[:split], tensors[split:end], tensors[end:], self.scalars)
+
+    def needs(self, needed: Sequence[bool]) -> Needs:
+        split, end = self.num_inputs, self.num_inputs + self.num_states
+        return Needs(tuple(needed[:split]), self.num_states > 0, tuple(needed[end:]))
+
+    def forward(self, arguments: Arguments, wanted: Wanted) -> tuple[Results, Sequence[Tensor]]:
+        """The results, and the states to save for backward."""
+        if self.passing is not None:
+            done = state_passing.scan_forward(self.passing, self.name, arguments, wanted)
+            results, parts = done
+            saved, self.counts = state_passing.flatten(parts)
+            return results, saved
+        execution = self.execution = execution_of(self.name, arguments.inputs)
+        results = execution.forward(arguments, execution.new_results(wanted))
+        return results, results.saved or ()
+
+    def backward(
+        self, arguments: Arguments, saved: Sequence[Tensor], incoming: Incoming, needs: Needs
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Gradients of the inputs, the initial states and the parameters, as far as needed."""
+        execution = self.execution
+        if self.passing is None:
+            execution = execution or execution_of(self.name, arguments.inputs)
+            found = execution.new_gradients(needs)
+            execution.backward(arguments, saved, incoming, found)
+            params = list(compress(arguments.params, needs.params)) if found.params else []
+            return found.inputs, found.states, execution.reduce(found.params, params)
+        execution = execution_of(self.name, arguments.inputs)
+        parts = state_passing.split(self.passing, self.name, arguments)
+        parts = state_passing.unflatten(parts, saved, self.counts)
+        inputs = execution.new_gradients(Needs(needs.inputs, False, ())).inputs
+        starts = bool(parts[0].arguments.states)
+        whole = Gradients(needs._replace(states=starts), inputs, [], [])
+        totals = state_passing.scan_backward(self.passing, parts, whole, incoming)
+        return whole.inputs, whole.states if needs.states else [], totals
+
+
+class _Scan(torch.autograd.Function):
+    """The autograd of eager scans."""
+
+    @staticmethod
+    def forward(ctx: Any, call: ScanCall, wanted: Wanted, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results, saved = call.forward(call.arguments(tensors), wanted)
+        ctx.save_for_backward(*tensors, *saved)
+        ctx.set_materialize_grads(False)
+        ctx.call, call.bits, call.num_outputs = call, results.bits, len(results.outputs)
+        return (*results.outputs, *results.finals)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        call, saved, needs = ctx.call, ctx.saved_tensors, ctx.needs_input_grad[2:]
+        return (None, None, *_differentiate(call, saved, grads, needs))
+
+
+# That of torch.autograd.Function first looks for transforms, which `is_plain` has excluded.
+_apply = super(torch.autograd.Function, _Scan).apply
+
+
+def _differentiate(
+    call: ScanCall,
+    tensors: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of a scan's tensors, None where none is needed.
 
     Args:
-        num_finals: of its states if they are wanted, else 0.
-        relay, bits: as in `scan`.
+        tensors: inputs, states, parameters, then what the forward pass saved.
+        needed: whether a tensor, saved ones excepted, needs a gradient.
     """
-    tensors = (*inputs, *states, *params)
-    save = torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]
-    arguments = name, inputs, states, params, scalars, save, num_finals > 0
-    if relay is not None:
-        results = relayed(*arguments, relay, bits)
-    elif not is_plain(tensors):
-        results = torch.ops.spikefuse.scan(*arguments)
-    elif save:
-        results = _apply(arguments, bits, *tensors)
+    arguments = call.arguments(tensors[: len(needed)])
+    needs = call.needs(needed)
+    # With create_graph, the library op raises the error about double backward.
+    if not torch.is_grad_enabled() and (call.passing is not None or is_plain(tensors)):
+        incoming = Incoming(grads[: call.num_outputs], grads[call.num_outputs :])
+        saved = tensors[len(needed) :]
+        inputs, states, params = call.backward(arguments, saved, incoming, needs)
     else:
-        outputs, finals, _ = call_of(name, spec(inputs)).forward(*arguments[1:], bits=bits)
-        return tuple(outputs), tuple(finals)
-    end = num_outputs + num_finals
-    return tuple(results[:num_outputs]), tuple(results[num_outputs:end])
+        counts = [call.num_inputs, call.num_states]
+        given = call.name, list(tensors), counts, list(call.scalars), list(grads), list(needed)
+        found = torch.ops.spikefuse.scan_backward(*given)
+        split = sum(needs.inputs)
+        end = split + call.num_states
+        inputs, states, params = found[:split], found[split:end], found[end:]
+    states = [g.to(s.dtype) for g, s in zip(states, arguments.states, strict=True)]
+    return [*_spread(inputs, needs.inputs), *states, *_spread(params, needs.params)]
 
 
-def choose(
-    definition: Definition, backend: str, x: Tensor
-) -> tuple[str, tuple[bool, ...], list[float], list[Tensor]]:
-    """(program, which of its outputs are binary, the floats and the tensors that it reads)."""
+def _spread(found: Iterable[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+    rest = iter(found)
+    return [next(rest) if need else None for need in needed]
+
+
+def choose(definition: Definition, backend: str, x: Tensor) -> Choice:
+    """The program of a definition on a backend, for inputs like `x`."""
     if torch.compiler.is_compiling():
         notes, values = None, definition.values()
         name, used, binary = definition.evaluate(_prepare, backend, _kinds(values))
@@ -112,7 +267,8 @@ def choose(
         description = definition.description()
         notes, values = description.notes, description.values()
         if backend in notes:
-            return notes[backend]
+            found: Choice = notes[backend]
+            return found
         name, used = prepare(definition, backend, description.statics, _kinds(values))
         binary = program(name).step.binary
     scalars, params = [], []
@@ -123,7 +279,7 @@ def choose(
         else:
             _check_param(definition, label, value, x)
             params.append(value)
-    chosen = name, binary, scalars, params
+    chosen = Choice(name, binary, scalars, params)
     if notes is not None and all(isinstance(value, float) for value in values.values()):
         notes[backend] = chosen
     return chosen
@@ -141,25 +297,22 @@ def _kinds(values: Mapping[str, float | Tensor]) -> tuple[tuple[str, str], ...]:
 
 
 def check(backend: str, x: Tensor) -> None:
-    """Refuse what kernels can't do: transforms of functions, and tensors of another device."""
-    _check_transforms()
-    _check_backend(backend, x)
+    """Refuse transforms of functions, and tensors that are not on the backend's device.
 
-
-def _check_transforms() -> None:
-    if torch.compiler.is_compiling():
-        return
-    interpreter = torch._C._functorch.peek_interpreter_stack()
-    if forward_ad._current_level >= 0 or (
-        interpreter is not None and interpreter.key().name in ("Grad", "Jvp", "Vmap")
-    ):
-        raise NotImplementedError(
-            "forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap) don't "
-            'work through a fused neuron: use backward(), or impl="reference"'
-        )
-
-
-def _check_backend(backend: str, x: Tensor) -> None:
+    Raises:
+        NotImplementedError: inside a transform of torch.func, or forward-mode differentiation.
+        ImportError: Triton is not installed.
+        ValueError: the input is on another device.
+    """
+    if not torch.compiler.is_compiling():
+        interpreter = torch._C._functorch.peek_interpreter_stack()
+        if forward_ad._current_level >= 0 or (
+            interpreter is not None and interpreter.key().name in ("Grad", "Jvp", "Vmap")
+        ):
+            raise NotImplementedError(
+                "forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap) "
+                'do not work through a fused neuron: use backward(), or impl="reference"'
+            )
     if backend == "numba" and not x.is_cpu:
         raise ValueError(f'impl="numba" runs on the CPU, but the input is on {x.device}')
     if backend == "triton":
@@ -183,146 +336,8 @@ def _check_param(definition: Definition, name: str, value: Tensor, x: Tensor) ->
         raise no_gradient(name)
 
 
-def _scan(
-    name: str,
-    inputs: list[Tensor],
-    states: list[Tensor],
-    params: list[Tensor],
-    scalars: list[float],
-    save: bool,
-    final: bool,
-) -> list[Tensor]:
-    call = call_of(name, spec(inputs))
-    outputs, finals, saved = call.forward(inputs, states, params, scalars, save, final)
-    return [*outputs, *finals, *saved]
-
-
-def _scan_fake(
-    name: str,
-    inputs: list[Tensor],
-    states: list[Tensor],
-    params: list[Tensor],
-    scalars: list[float],
-    save: bool,
-    final: bool,
-) -> list[Tensor]:
-    outputs, finals, saved = Call(name, spec(inputs)).results(save, final)
-    return [*outputs, *finals, *saved]
-
-
-def _scan_backward(
-    name: str,
-    inputs: list[Tensor],
-    states: list[Tensor],
-    params: list[Tensor],
-    scalars: list[float],
-    saved: list[Tensor],
-    grad_outputs: list[Tensor | None],
-    grad_states: list[Tensor | None],
-    input_grads: list[bool],
-    param_grads: list[bool],
-) -> list[Tensor]:
-    call = call_of(name, spec(inputs))
-    grads, starts, reduced = call.backward(
-        inputs, states, params, scalars, saved, grad_outputs, grad_states, input_grads, param_grads
-    )
-    return [*grads, *starts, *reduced]
-
-
-def _scan_backward_fake(
-    name: str,
-    inputs: list[Tensor],
-    states: list[Tensor],
-    params: list[Tensor],
-    scalars: list[float],
-    saved: list[Tensor],
-    grad_outputs: list[Tensor | None],
-    grad_states: list[Tensor | None],
-    input_grads: list[bool],
-    param_grads: list[bool],
-) -> list[Tensor]:
-    call = Call(name, spec(inputs))
-    grads, starts, _ = call.gradients(input_grads, bool(states), param_grads)
-    wanted = [torch.empty_like(p) for p, w in zip(params, param_grads, strict=True) if w]
-    return [*grads, *starts, *wanted]
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    step, final = program(inputs[0]).step, inputs[-1]
-    end = step.num_outputs + (len(step.states) if final else 0)
-    _keep(ctx, None, inputs, step.num_outputs, output[end:])
-
-
-def _keep(
-    ctx: Any,
-    call: Call | None,
-    arguments: tuple[Any, ...],
-    num_outputs: int,
-    saved: Sequence[Tensor],
-) -> None:
-    """Keep for backward what `arguments` of a scan, its stored states and its `Call` say."""
-    name, inputs, states, params, scalars, _, final = arguments
-    ctx.save_for_backward(*inputs, *states, *params, *saved)
-    ctx.set_materialize_grads(False)
-    ctx.kept = call, name, scalars, final, num_outputs, len(inputs), len(states), len(params)
-
-
-def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    call, name, scalars, final, num_outputs, num_inputs, num_states, num_params = ctx.kept
-    tensors = ctx.saved_tensors
-    inputs, rest = tensors[:num_inputs], tensors[num_inputs:]
-    states, params = rest[:num_states], rest[num_states : num_states + num_params]
-    end = num_outputs + (len(program(name).step.states) if final else 0)
-    input_grads = [x.requires_grad for x in inputs]
-    param_grads = [p.requires_grad for p in params]
-    arguments = (
-        inputs,
-        states,
-        params,
-        scalars,
-        rest[num_states + num_params :],
-        grads[:num_outputs],
-        grads[num_outputs:end],
-        input_grads,
-        param_grads,
-    )
-    # With create_graph, the op: it has the clear error about double backward.
-    if call is not None and not torch.is_grad_enabled() and is_plain(tensors):
-        found, starts, reduced = call.backward(*arguments)
-        results = iter((*found, *starts, *reduced))
-    else:
-        results = iter(torch.ops.spikefuse.scan_backward(name, *arguments))
-    grad_inputs = [next(results) if wanted else None for wanted in input_grads]
-    grad_starts = [next(results).to(s.dtype) for s in states]
-    grad_params = [next(results) if wanted else None for wanted in param_grads]
-    return None, grad_inputs, grad_starts, grad_params, None, None, None
-
-
-class _Scan(torch.autograd.Function):
-    """The op's autograd without the dispatcher, which costs several times a small kernel."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, arguments: tuple[Any, ...], bits: list[Tensor] | None, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        name, inputs, states, params, scalars, save, final = arguments
-        call = call_of(name, spec(inputs))
-        outputs, finals, saved = call.forward(inputs, states, params, scalars, save, final, bits)
-        _keep(ctx, call, arguments, call.num_outputs, saved)
-        return (*outputs, *finals)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        _, inputs, states, params, *_ = _backward(ctx, grads)
-        return None, None, *inputs, *states, *params
-
-
-# That of torch.autograd.Function first looks for transforms, which `is_plain` has done.
-_apply = super(torch.autograd.Function, _Scan).apply
-
-
 def is_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether nothing watches or transforms operations, so that the dispatcher can be skipped."""
+    """Whether nothing observes or transforms operations, so that the dispatcher can be skipped."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
@@ -336,6 +351,84 @@ def is_plain(tensors: Sequence[Tensor]) -> bool:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _scan(
+    name: str,
+    tensors: list[Tensor],
+    counts: list[int],
+    scalars: list[float],
+    save: bool,
+    final: bool,
+) -> list[Tensor]:
+    call = ScanCall(name, scalars, counts[0], counts[1])
+    results, saved = call.forward(call.arguments(tensors), Wanted(save, final))
+    return [*results.outputs, *results.finals, *saved]
+
+
+def _scan_fake(
+    name: str,
+    tensors: list[Tensor],
+    counts: list[int],
+    scalars: list[float],
+    save: bool,
+    final: bool,
+) -> list[Tensor]:
+    results = _fake_execution(name, tensors[: counts[0]]).new_results(Wanted(save, final))
+    return [*results.outputs, *results.finals, *(results.saved or ())]
+
+
+def _scan_backward(
+    name: str,
+    tensors: list[Tensor],
+    counts: list[int],
+    scalars: list[float],
+    grads: list[Tensor | None],
+    needed: list[bool],
+) -> list[Tensor]:
+    call = ScanCall(name, scalars, counts[0], counts[1])
+    num, num_outputs = len(needed), program(name).step.num_outputs
+    incoming = Incoming(grads[:num_outputs], grads[num_outputs:])
+    arguments = call.arguments(tensors[:num])
+    inputs, states, params = call.backward(arguments, tensors[num:], incoming, call.needs(needed))
+    return [*inputs, *states, *params]
+
+
+def _scan_backward_fake(
+    name: str,
+    tensors: list[Tensor],
+    counts: list[int],
+    scalars: list[float],
+    grads: list[Tensor | None],
+    needed: list[bool],
+) -> list[Tensor]:
+    call = ScanCall(name, scalars, counts[0], counts[1])
+    arguments, needs = call.arguments(tensors[: len(needed)]), call.needs(needed)
+    found = _fake_execution(name, arguments.inputs).new_gradients(needs._replace(params=()))
+    params = compress(arguments.params, needs.params)
+    return [*found.inputs, *found.states, *map(torch.empty_like, params)]
+
+
+def _fake_execution(name: str, inputs: Sequence[Tensor]) -> Execution:
+    # Not cached: sizes may be symbols.
+    return Execution(name, [(x.shape, x.stride(), x.dtype, x.device) for x in inputs])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    name, tensors, counts, scalars, _, final = inputs
+    step = program(name).step
+    ctx.call = ScanCall(name, scalars, counts[0], counts[1], num_outputs=step.num_outputs)
+    ctx.num_tensors = len(tensors)
+    ctx.end = step.num_outputs + (len(step.states) if final else 0)
+    ctx.save_for_backward(*tensors, *output[ctx.end :])
+    ctx.set_materialize_grads(False)
+
+
+def _op_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    tensors = ctx.saved_tensors
+    needed = [t.requires_grad for t in tensors[: ctx.num_tensors]]
+    found = _differentiate(ctx.call, tensors, grads[: ctx.end], needed)
+    return None, found, None, None, None, None
 
 
 def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -356,7 +449,7 @@ for _key in ("CPU", "CUDA"):
 torch.library.register_fake("spikefuse::scan", _scan_fake, lib=library)
 torch.library.register_fake("spikefuse::scan_backward", _scan_backward_fake, lib=library)
 torch.library.register_autograd(
-    "spikefuse::scan", _backward, setup_context=_setup_context, lib=library
+    "spikefuse::scan", _op_backward, setup_context=_setup_context, lib=library
 )
 torch.library.register_autograd(
     "spikefuse::scan_backward", _no_double_backward, setup_context=_setup_nothing, lib=library

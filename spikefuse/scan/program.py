@@ -1,4 +1,4 @@
-"""A traced definition and its kernels; one per definition, backend and kinds of parameters."""
+"""Programs: a traced definition with its kernels, one for each backend and kinds of parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -23,8 +23,22 @@ from spikefuse.scan.layout import Layout
 FLOAT, SCALAR, CHANNEL = "float", "scalar", "channel"
 
 
+class Variant(NamedTuple):
+    """What a kernel does besides its plain pass.
+
+    Attributes:
+        pack: forward also writes its binary outputs as bits.
+        repair: update the results of a pass that began from the wrong states.
+        rebuild: backward first writes the saved states, which forward did not.
+    """
+
+    pack: bool = False
+    repair: bool = False
+    rebuild: bool = False
+
+
 class Launch(Protocol):
-    """A generated kernel on sequences of certain shapes, strides, dtypes, and on one device."""
+    """A kernel on sequences of certain shapes, strides, dtypes and on one device."""
 
     def __call__(
         self,
@@ -36,36 +50,21 @@ class Launch(Protocol):
         """Run `forward` or `backward` of a module; all tensors are in the order of the kernel.
 
         Args:
-            sequences: what is read and what is written, conforming to the layout.
+            sequences: inputs, then what is written; all fit the layout.
             states: one step each, or None where the kernel may do without.
-            sums: flat gradients of parameters, one per neuron (backward); the bits of outputs
-                (forward, where the launcher can write them).
+            sums: backward: gradients of parameters per neuron; forward: outputs as bits.
             params: floats, and contiguous float32 tensors.
         """
         ...
 
 
 class Launcher(Protocol):
-    """How a backend runs a generated kernel; launch_numba and launch_triton are two."""
+    """How a backend runs a kernel; the modules launch_numba and launch_triton are two."""
 
     def prepare(
-        self,
-        kernel: Any,
-        layout: Layout,
-        sequences: Sequence[Tensor],
-        rebuild: bool = False,
-        packs: bool = False,
-        revises: bool = False,
+        self, kernel: Any, layout: Layout, sequences: Sequence[Tensor], variant: Variant
     ) -> Launch:
-        """What runs `kernel` on these sequences, and on others that differ in values only.
-
-        Args:
-            rebuild: `backward` first writes the stored states, which `forward` did not; where
-                the program `rebuilds`.
-            packs: `forward` also writes the bits of its outputs.
-            revises: the kernel mends what it has made of wrong initial or final states; where the
-                program `revises`.
-        """
+        """Prepare a kernel for these sequences and for others that differ in values only."""
         ...
 
 
@@ -83,18 +82,18 @@ class Program:
     modules: dict[tuple[tuple[str, ...], ...], ModuleType] = field(default_factory=dict)
 
     def chunk(self, num_steps: int) -> int:
-        """Steps between the states of a sequence that are stored for backward."""
+        """Steps between two saved states of a sequence."""
         return emit_triton.chunk(num_steps) if self.backend == "triton" else emit_numba.CHUNK
 
     @property
     def rebuilds(self) -> bool:
-        """Whether backward can do without stored states. On a CPU, they are few."""
+        """Whether backward can do without saved states. Numba's kernels save few."""
         return self.backend == "triton" and bool(self.step.states)
 
     @property
-    def revises(self) -> bool:
-        """Whether kernels can mend what they have made of wrong initial or final states."""
-        return self.backend == "triton" and bool(self.step.states)
+    def repairs(self) -> bool:
+        """Whether kernels can repair a pass that began from the wrong states."""
+        return self.rebuilds
 
     @property
     def launcher(self) -> Launcher:
@@ -117,11 +116,12 @@ class Program:
     def module(
         self, grad_inputs: tuple[str, ...] | None = None, grad_params: tuple[str, ...] = ()
     ) -> ModuleType:
-        """Kernels whose backward yields the gradients of these inputs (all) and parameters."""
+        """The kernels whose backward gives the gradients of these inputs (all by default) and
+        parameters."""
         key = self.step.inputs if grad_inputs is None else grad_inputs, grad_params
         if key not in self.modules:
             source = self.source(*key)
-            with _making:
+            with _compiling:
                 self.modules[key] = cache.load(source, self.step.name, self.backend)
         return self.modules[key]
 
@@ -134,13 +134,13 @@ class Program:
 
 
 # Neither tracing nor the import of generated source is thread-safe.
-_making = threading.RLock()
+_compiling = threading.RLock()
 _by_signature: dict[tuple[Any, ...], tuple[str, tuple[str, ...]]] = {}
 _by_name: dict[str, Program] = {}
 
 
 def program(name: str) -> Program:
-    """The program that `prepare` named."""
+    """The program of a name that `prepare` returned."""
     return _by_name[name]
 
 
@@ -153,14 +153,14 @@ def prepare(
     """The name of a definition's program, and the run-time values that it reads.
 
     Args:
-        statics: what `definition.describe` says of it besides its values.
+        statics: the constants of `definition.describe()`.
         kinds: (name, kind) of every run-time value of the definition.
     """
     signature = (statics, backend, kinds)
     found = _by_signature.get(signature)
     if found is not None:
         return found
-    with _making:
+    with _compiling:
         made = _make(definition, backend, dict(kinds))
         # The same kernels, called alike, have the same name in every process.
         identity = repr((made.step.params, made.kinds)) + made.source(
@@ -173,7 +173,7 @@ def prepare(
 
 
 def _make(definition: Definition, backend: str, kinds: dict[str, str]) -> Program:
-    # In a thread of its own: modes, hooks and transforms of PyTorch belong to the caller's.
+    # PyTorch's modes, hooks and transforms belong to the caller's thread, so trace in another.
     with ThreadPoolExecutor(1) as thread:
         step, reverse = thread.submit(_trace, definition, kinds).result()
     used = step.graph.used() | reverse.graph.used()
@@ -183,7 +183,7 @@ def _make(definition: Definition, backend: str, kinds: dict[str, str]) -> Progra
 
 def _trace(definition: Definition, kinds: dict[str, str]) -> tuple[Step, Reverse]:
     step = trace_step(definition)
-    # A float is not learned, so that what its gradient would be made of need have no kernel.
+    # A float is not learned, so operations that only its gradient needs may lack a kernel.
     learned = [name for name, kind in kinds.items() if kind != FLOAT]
     return step, reverse_step(definition, step, learned)
 

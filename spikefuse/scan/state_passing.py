@@ -1,295 +1,336 @@
-"""A scan whose sequence goes on in other processes: states come from the one with the steps
-before and go to the one with the steps after, in backward their gradients the other way.
+"""State passing: where a scan gets its first state and hands its last.
 
-It is done in parts of the batch, so that one process computes a part while the next one computes
-the part before. Parts are read and written where they lie in the whole sequences.
+A scan of a whole sequence begins at rest, or from the state that its caller gives, and its last
+state stays here: `StatePassing` itself does nothing. A subclass connects scans whose processes hold
+neighbouring steps of a sequence. Forward, states travel with time; backward, their gradients travel
+against it.
 
-Where kernels can mend what they have made, nobody waits. All processes scan at once, from rest; a
-neuron soon forgets where it has begun, by its leak and its resets. When the states arrive, each
-process scans again from them, until all states of a thread block are, to the last bit, those that
-it had before. In backward, which is linear, it adds what arrives makes of the gradients, until
-next to nothing is left of it. What a neuron never forgets is followed to the end.
+The batch goes in microbatches, so that one process computes a microbatch while the next process
+computes the one before. They are slices of the whole sequences, read and written in place.
+
+When kernels support repair, processes scan speculatively from rest and fix up the result when the
+state arrives. A neuron soon forgets its first state, by its leak and its resets, so the repair ends
+as soon as all states of a thread block are, to the last bit, what they were. Backward is linear:
+the repair adds the contribution of the gradients that arrive, until nearly nothing is left of it.
+A neuron that forgets nothing is followed to its last step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
-from spikefuse.scan.execution import Call, Found, call_of, spec
+from spikefuse.scan.execution import (
+    REPAIR,
+    Arguments,
+    Execution,
+    Gradients,
+    Incoming,
+    Results,
+    Tensors,
+    Wanted,
+    execution_of,
+)
 
-#: The tensors of each part, such as its states.
-Parts = Sequence[Sequence[Tensor]]
-#: Computes a part and gives what the next process is to get.
-Run = Callable[[int], Sequence[Tensor]]
-#: Begins a part before what it needs is there.
-Ahead = Callable[[int], None]
 V = TypeVar("V")
+#: The states of each microbatch, or their gradients.
+Buffers = Sequence[list[Tensor]]
 
 
-class Relay(Protocol):
-    """The connections of a process to those with the steps before and after its own."""
+class Collectives(Protocol):
+    """Sums and gathers over all processes that hold steps of a sequence."""
 
-    @property
-    def is_first(self) -> bool:
-        """Whether no steps come before."""
+    def sum(self, x: Tensor) -> None:
+        """Replace `x` by its sum over the processes."""
         ...
 
-    @property
-    def is_last(self) -> bool:
-        """Whether no steps come after."""
+    def gather(self, x: Tensor) -> Tensor:
+        """`x` of all k processes, `[k, ...]`."""
         ...
 
-    @property
-    def speculates(self) -> bool:
-        """Whether to begin before the states are there."""
-        ...
 
-    def parts(self, batch: int) -> list[slice]:
-        """The parts of a batch, the same in all processes."""
-        ...
+class Channel:
+    """The states of one pass on their way. This one has nothing to wait for and sends nothing."""
 
-    def forward(self, received: Parts, run: Run, ahead: Ahead | None = None) -> None:
-        """For each part wait until its tensors in `received` have been written by the process
-        before, `run` it, and send what that returns to the process after. The first process
-        receives nothing, the last one sends nothing.
+    def __init__(self, buffers: Buffers) -> None:
+        self.buffers = buffers
+
+    def receive(self, i: int) -> list[Tensor]:
+        """The states of microbatch i, once they have arrived; empty where the sequence begins."""
+        return self.buffers[i]
+
+    def send(self, i: int, states: Sequence[Tensor]) -> None:
+        """Hand on the last states of microbatch i."""
+
+    def close(self) -> None:
+        """End the pass."""
+
+
+class StatePassing:
+    """How a scan gets its first state and hands its last; by default not at all.
+
+    Attributes:
+        is_first: whether no steps come before.
+        is_last: whether no steps come after.
+        speculates: whether to scan before the states have arrived.
+        statistics: over which batch norms take their statistics, None for this process alone.
+    """
+
+    is_first = is_last = True
+    speculates = False
+    statistics: Collectives | None = None
+
+    def begin(self, x: Tensor, call: str, has_state: bool) -> None:
+        """Begin a call of a network on the steps `x`.
 
         Args:
-            ahead: called for each part before anything is waited for; not in the first process.
+            call: describes what must be the same in all processes, besides what `x` shows.
+            has_state: whether the caller passes an initial state.
         """
-        ...
 
-    def backward(self, received: Parts, run: Run, ahead: Ahead | None = None) -> None:
-        """The same from the process after to the one before."""
-        ...
+    def end(self) -> None:
+        """End a call of a network, its backward pass excepted."""
+
+    def microbatches(self, batch: int) -> list[slice]:
+        """The slices of a batch, the same in all processes."""
+        return [slice(0, batch)]
+
+    def forward(self, buffers: Buffers) -> Channel:
+        """The channel of a forward pass; `buffers` are unwritten."""
+        return Channel(buffers)
+
+    def backward(self, buffers: Buffers) -> Channel:
+        """The channel of a backward pass, which runs against time."""
+        return Channel(buffers)
 
 
-@_disable_dynamo
-def relayed(
-    name: str,
-    inputs: Sequence[Tensor],
-    states: Sequence[Tensor],
-    params: Sequence[Tensor],
-    scalars: list[float],
-    save: bool,
-    final: bool,
-    relay: Relay,
-    bits: list[Tensor] | None = None,
-) -> Sequence[Tensor]:
-    """Outputs of the steps that are here, then, if asked for, the states after the last of them.
+#: For a sequence whose steps are all here.
+WHOLE = StatePassing()
 
-    Args:
-        states: those before the first step of all, in the first process; none in the others.
-        relay: how states travel. The rest is as the library op `spikefuse::scan` has it.
-        bits: as `Call.forward` takes them.
+
+class Microbatch(NamedTuple):
+    """A slice of a scan.
+
+    Attributes:
+        rows: which samples of the batch, None for all.
+        arguments: of these samples, initial states included.
+        saved: the states saved for backward.
     """
-    tensors = (*inputs, *states, *params)
-    work = _Work(name, relay, scalars, len(inputs), len(states), save, final, bits)
-    return _RelayedScan.apply(work, *tensors) if save else work.forward(tensors)[0]
+
+    rows: slice | None
+    execution: Execution
+    arguments: Arguments
+    saved: list[Tensor]
 
 
-def calls_of(
-    name: str, inputs: Sequence[Tensor], rows: Sequence[slice]
-) -> tuple[list[Call], list[list[Tensor]]]:
-    """The calls of a program on parts of the batch, and their inputs."""
-    xs = [[x[:, part] for x in inputs] for part in rows]
-    return [call_of(name, spec(x)) for x in xs], xs
-
-
-def scan_parts(
-    name: str,
-    relay: Relay,
-    inputs: Sequence[Tensor],
-    states: Sequence[Tensor],
-    params: Sequence[Tensor],
-    scalars: Sequence[float],
-    save: bool,
-    final: bool,
-    bits: list[Tensor] | None = None,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[tuple[int, int]]]:
-    """A program forward over parts of the batch, states handed on: (outputs, final states if asked
-    for, initial and stored states of the parts, how many of both each part has).
-
-    Args:
-        bits: gets those of the outputs if there is one part, whose bits are those of all.
-    """
-    rows = relay.parts(inputs[0].shape[1])
-    bits = bits if len(rows) == 1 else None
-    calls, xs = calls_of(name, inputs, rows)
-    outputs, _, _ = call_of(name, spec(inputs)).results(False, False)
-    starts = [[s[part] for s in states] for part in rows]
-    if not relay.is_first:
-        starts = [call.steps() for call in calls]
-    kept: list[Tensor] = []
-    counts: list[tuple[int, int]] = []
-    finals: list[list[Tensor]] = []
-    speculates = can_speculate(relay, calls)
-    # By the stored states the second scan tells where it has met the first.
-    how = save or (speculates and not relay.is_first), final or not relay.is_last, bits
-
-    def compute(i: int, begins: Sequence[Tensor]) -> Found:
-        into = [y[:, rows[i]] for y in outputs]
-        return calls[i].forward(xs[i], begins, params, scalars, *how, into)
-
-    def mend(i: int, found: Found) -> None:
-        calls[i].revise(xs[i], starts[i], params, scalars, *found, bits or ())
-
-    def finish(i: int, found: Found) -> list[Tensor]:
-        _, ends, stored = found
-        stored = stored if save else []
-        kept.extend((*starts[i], *stored))
-        counts.append((len(starts[i]), len(stored)))
-        finals.append(ends)
-        return ends
-
-    pass_on(relay.forward, starts, compute, mend if speculates else None, finish)
-    ends = [torch.cat(parts) for parts in zip(*finals, strict=True)] if final else []
-    return outputs, ends, kept, counts
-
-
-def pass_on(
-    way: Callable[[Parts, Run, Ahead | None], None],
-    received: Parts,
-    compute: Callable[[int, Sequence[Tensor]], V],
-    mend: Callable[[int, V], None] | None,
+def exchange(
+    channel: Channel,
+    count: int,
+    compute: Callable[[int, list[Tensor]], V],
     finish: Callable[[int, V], Sequence[Tensor]],
+    repair: Callable[[int, V, list[Tensor]], None] | None = None,
 ) -> None:
-    """Hand states on, or their gradients: `compute` each part from what has arrived for it, and
-    send what `finish` gives.
+    """Compute `count` microbatches, each from the states that arrive for it, and send what `finish`
+    returns.
 
     Args:
-        way: `forward` or `backward` of a relay.
-        mend: with it, parts are computed from nothing, before anything is waited for, and mended
-            once all has arrived in `received`.
+        repair: compute all microbatches from nothing first, and repair each one with its states.
     """
-    begun: list[V] = []
-
-    def ahead(i: int) -> None:
-        begun.append(compute(i, ()))
-
-    def run(i: int) -> Sequence[Tensor]:
-        if mend is None or not begun:
-            return finish(i, compute(i, received[i]))
-        mend(i, begun[i])
-        return finish(i, begun[i])
-
-    way(received, run, None if mend is None else ahead)
+    begun = [compute(i, []) for i in range(count)] if repair is not None else []
+    for i in range(count):
+        states = channel.receive(i)
+        if repair is None:
+            result = compute(i, states)
+        else:
+            result = begun[i]
+            repair(i, result, states)
+        channel.send(i, finish(i, result))
+    channel.close()
 
 
-def can_speculate(relay: Relay, calls: Sequence[Call]) -> bool:
-    return relay.speculates and calls[0].program.revises
+class StateMemory(NamedTuple):
+    """How states lie in memory on their way: alike in all processes, whatever kernels write."""
+
+    num: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def like(cls, x: Tensor, num: int) -> StateMemory:
+        """For `num` states of a scan of `x` `[T, B, ...]`, sample after sample."""
+        inner = torch.empty_like(x[0, 0], device="meta").stride()
+        return cls(num, x.shape[2:], (math.prod(x.shape[2:]), *inner), x.device)
+
+    def empty(self, batch: int) -> list[Tensor]:
+        shape, dtype = (batch, *self.shape), torch.float32
+        return [
+            torch.empty_strided(shape, self.strides, dtype=dtype, device=self.device)
+            for _ in range(self.num)
+        ]
+
+    def conform(self, states: Sequence[Tensor]) -> Sequence[Tensor]:
+        if all(s.stride() == self.strides for s in states):
+            return states
+        return [y.copy_(s) for y, s in zip(self.empty(len(states[0])), states, strict=True)]
 
 
-@dataclass
-class _Work:
-    """One scan in parts: what both passes need besides the tensors that autograd keeps."""
-
-    name: str
-    relay: Relay
-    scalars: list[float]
-    num_inputs: int
-    num_states: int
-    save: bool
-    final: bool
-    bits: list[Tensor] | None = None
-    #: How many initial and stored states of each part are kept.
-    counts: list[tuple[int, int]] = field(default_factory=list)
-
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """(outputs and the final states that are asked for, states to keep for backward)"""
-        inputs, states, params = self._split([t.detach() for t in tensors])
-        bits, self.bits = self.bits, None  # the caller's: not for as long as this lives
-        how = params, self.scalars, self.save, self.final, bits
-        outputs, ends, kept, self.counts = scan_parts(self.name, self.relay, inputs, states, *how)
-        return [*outputs, *ends], kept
-
-    def backward(
-        self, saved: Sequence[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool]
-    ) -> tuple[list[Tensor | None], list[Tensor], list[Tensor | None]]:
-        """Gradients of the inputs, of the initial states if some were passed, and of the
-        parameters.
-
-        Args:
-            needs: which of the tensors need one; those that hooks have kept do not know.
-        """
-        num_tensors = len(saved) - sum(map(sum, self.counts))
-        inputs, states, params = self._split(saved[:num_tensors])
-        rest = iter(saved[num_tensors:])
-        kept = [[[next(rest) for _ in range(n)] for n in counts] for counts in self.counts]
-        rows = self.relay.parts(inputs[0].shape[1])
-        calls, xs = calls_of(self.name, inputs, rows)
-        num_outputs = calls[0].num_outputs
-        needs_inputs, _, needs_params = self._split(needs)
-        wanted = needs_inputs, needs_params
-        grad_inputs = call_of(self.name, spec(inputs)).gradients(wanted[0], False, ())[0]
-        received = [[] if self.relay.is_last else call.steps() for call in calls]
-        begins: list[list[Tensor]] = []
-        sums: list[Tensor] = []
-
-        def differentiate(i: int, ends: Sequence[Tensor]) -> Found:
-            """With gradients of the final states besides those of the outputs here."""
-            part, (starts, stored) = rows[i], kept[i]
-            own = [None if g is None else g[part] for g in grads[num_outputs:]]
-            outer = [None if g is None else g[:, part] for g in grads[:num_outputs]]
-            at = xs[i], starts, params, self.scalars, stored, outer, both(own, ends)
-            return calls[i].differentiate(*at, *wanted, into=[g[:, part] for g in grad_inputs])
-
-        def mend(i: int, found: Found) -> None:
-            starts, stored = kept[i]
-            at = xs[i], starts, params, self.scalars, stored, received[i]
-            calls[i].revise_gradients(*at, *wanted, found)
-
-        def finish(i: int, found: Found) -> list[Tensor]:
-            reduced = calls[i].reduced(found[2], params, wanted[1])
-            begins.append(found[1])
-            sums[:] = [a + b for a, b in zip(sums, reduced, strict=True)] if i else reduced
-            return found[1]
-
-        how = differentiate, mend if can_speculate(self.relay, calls) else None, finish
-        pass_on(self.relay.backward, received, *how)
-        whole = zip(states, zip(*begins, strict=True), strict=True) if states else ()
-        return (
-            _spread(grad_inputs, wanted[0]),
-            [torch.cat(parts).to(s.dtype) for s, parts in whole],
-            _spread(sums, wanted[1]),
-        )
-
-    def _split(self, values: Sequence[V]) -> tuple[Sequence[V], Sequence[V], Sequence[V]]:
-        """Those of the inputs, the initial states and the parameters."""
-        start, end = self.num_inputs, self.num_inputs + self.num_states
-        return values[:start], values[start:end], values[end:]
+def split(passing: StatePassing, name: str, arguments: Arguments) -> list[Microbatch]:
+    """The microbatches of a scan, with their initial states as far as they are here."""
+    if passing is WHOLE:
+        execution = execution_of(name, arguments.inputs)
+        return [Microbatch(None, execution, arguments, [])]
+    found = []
+    for rows in passing.microbatches(arguments.inputs[0].shape[1]):
+        inputs = [x[:, rows] for x in arguments.inputs]
+        states = [s[rows] for s in arguments.states]
+        part = arguments._replace(inputs=inputs, states=states)
+        found.append(Microbatch(rows, execution_of(name, inputs), part, []))
+    return found
 
 
-class _RelayedScan(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, work: _Work, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results, kept = work.forward(tensors)
-        ctx.save_for_backward(*tensors, *kept)
-        ctx.set_materialize_grads(False)
-        ctx.work = work
-        return tuple(results)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad[1:]
-        inputs, states, params = ctx.work.backward(ctx.saved_tensors, grads, needs)
-        return None, *inputs, *states, *params
+def slice_of(x: Tensor, rows: slice | None) -> Tensor:
+    """A microbatch of a sequence `[T, B, ...]`."""
+    return x if rows is None else x[:, rows]
 
 
-def both(own: Sequence[Tensor | None], received: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """The gradients of a part's final states, of which the outputs here have one part and what
-    comes after has the other."""
-    if not (own and received):
-        return own or received
-    return [b if a is None else a + b for a, b in zip(own, received, strict=True)]
+def scan_forward(
+    passing: StatePassing, name: str, arguments: Arguments, wanted: Wanted
+) -> tuple[Results, list[Microbatch]]:
+    """Run a program forward over microbatches.
+
+    Returns:
+        The results for the whole batch, without saved states, and the microbatches with theirs.
+        Bits are written for a single microbatch only.
+    """
+    parts = split(passing, name, arguments)
+    outputs = execution_of(name, arguments.inputs).new_results(Wanted()).outputs
+    receives = not passing.is_first
+    buffers = [part.execution.new_steps() if receives else list(part.arguments.states)
+               for part in parts]  # fmt: skip
+    speculates = receives and can_speculate(passing, parts)
+    # A repair ends where a saved state is what it was.
+    inner = Wanted(
+        save=wanted.save or speculates,
+        final=wanted.final or not passing.is_last,
+        bits=wanted.bits and len(parts) == 1,
+    )
+    finals: list[list[Tensor]] = []
+    bits: list[Tensor] = []
+
+    def compute(i: int, states: list[Tensor]) -> Results:
+        part = parts[i]
+        results = part.execution.new_results(inner, [slice_of(y, part.rows) for y in outputs])
+        return part.execution.forward(part.arguments._replace(states=states), results)
+
+    def repair(i: int, results: Results, states: list[Tensor]) -> None:
+        arguments = parts[i].arguments._replace(states=states)
+        parts[i].execution.forward(arguments, results, repair=True)
+
+    def finish(i: int, results: Results) -> list[Tensor]:
+        saved = (results.saved or []) if wanted.save else []
+        arguments = parts[i].arguments._replace(states=buffers[i])
+        parts[i] = parts[i]._replace(arguments=arguments, saved=saved)
+        finals.append(results.finals)
+        bits.extend(results.bits)
+        return results.finals
+
+    channel = passing.forward(buffers)
+    exchange(channel, len(parts), compute, finish, repair if speculates else None)
+    ends = [torch.cat(rows) for rows in zip(*finals, strict=True)] if wanted.final else []
+    return Results(outputs, ends, None, bits), parts
 
 
-def _spread(found: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
-    rest = iter(found)
-    return [next(rest) if want else None for want in wanted]
+def scan_backward(
+    passing: StatePassing, parts: Sequence[Microbatch], whole: Gradients, incoming: Incoming
+) -> list[Tensor]:
+    """Run a program's backward over microbatches.
+
+    Args:
+        whole: its `inputs` are written; `needs` are those of each microbatch.
+
+    Returns:
+        The reduced gradients of the parameters; those of the initial states go to `whole.states`.
+    """
+    totals: list[Tensor] = []
+    starts: list[list[Tensor]] = []
+
+    def compute(i: int, ends: list[Tensor]) -> Gradients:
+        rows, execution, arguments, saved = parts[i]
+        into = execution.new_gradients(whole.needs, [slice_of(g, rows) for g in whole.inputs])
+        return execution.backward(arguments, saved, incoming_of(incoming, rows, ends), into)
+
+    def finish(i: int, found: Gradients) -> list[Tensor]:
+        _, execution, arguments, _ = parts[i]
+        params = [
+            p for p, needed in zip(arguments.params, whole.needs.params, strict=True) if needed
+        ]
+        reduced = execution.reduce(found.params, params)
+        totals[:] = [a + b for a, b in zip(totals, reduced, strict=True)] if i else reduced
+        starts.append(found.states)
+        return found.states
+
+    exchange_gradients(passing, parts, (compute, finish))
+    whole.states[:] = [torch.cat(rows) for rows in zip(*starts, strict=True)]
+    return totals
+
+
+def exchange_gradients(
+    passing: StatePassing,
+    parts: Sequence[Microbatch],
+    steps: tuple[
+        Callable[[int, list[Tensor]], Gradients], Callable[[int, Gradients], Sequence[Tensor]]
+    ],
+) -> Buffers:
+    """`exchange` against time, with repair where kernels support it; `steps` are its `compute` and
+    `finish`. Returns the gradients of the final states that arrived."""
+    receives = not passing.is_last
+    buffers = [part.execution.new_steps() if receives else [] for part in parts]
+
+    def repair(i: int, found: Gradients, ends: list[Tensor]) -> None:
+        _, execution, arguments, saved = parts[i]
+        execution.backward(arguments, saved, Incoming((), ends), found, REPAIR)
+
+    speculates = receives and can_speculate(passing, parts)
+    channel = passing.backward(buffers)
+    exchange(channel, len(parts), *steps, repair if speculates else None)
+    return buffers
+
+
+def incoming_of(incoming: Incoming, rows: slice | None, ends: Tensors) -> Incoming:
+    """The gradients of a microbatch's results; `ends` arrived for its final states."""
+    if rows is None:
+        return incoming
+    outputs = [None if g is None else g[:, rows] for g in incoming.outputs]
+    own = [None if g is None else g[rows] for g in incoming.finals]
+    if not (own and ends):
+        return Incoming(outputs, own or ends)
+    return Incoming(outputs, [b if a is None else a + b for a, b in zip(own, ends, strict=True)])
+
+
+def can_speculate(passing: StatePassing, parts: Sequence[Microbatch]) -> bool:
+    return passing.speculates and parts[0].execution.program.repairs
+
+
+def flatten(parts: Sequence[Microbatch]) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    """The initial and saved states of microbatches, for autograd to save, and their numbers."""
+    tensors = [x for part in parts for x in (*part.arguments.states, *part.saved)]
+    return tensors, [(len(part.arguments.states), len(part.saved)) for part in parts]
+
+
+def unflatten(
+    parts: Sequence[Microbatch], tensors: Sequence[Tensor], counts: Sequence[tuple[int, int]]
+) -> list[Microbatch]:
+    """Microbatches from `split`, with the states that `flatten` gave."""
+    rest = iter(tensors)
+    found = []
+    for part, (num_states, num_saved) in zip(parts, counts, strict=True):
+        states = [next(rest) for _ in range(num_states)]
+        saved = [next(rest) for _ in range(num_saved)]
+        arguments = part.arguments._replace(states=states)
+        found.append(part._replace(arguments=arguments, saved=saved))
+    return found

@@ -143,7 +143,7 @@ class Classifier(pl.LightningModule):
 
     def alone(self) -> None:
         """From now on this process works without the others, for evaluation."""
-        self.processes, self._axis, self.net.shard = Processes(), None, None
+        self.processes, self._axis, self.net.passing = Processes(), None, None
 
     def outputs(self, x: Tensor | Events) -> Tensor:
         """Those of the network, `[T, B, ...]`, in all processes that share their time."""

@@ -12,7 +12,7 @@ from torch import nn
 import spikefuse as sf
 from spikefuse import reference
 from spikefuse.block.block import Block
-from spikefuse.block.definition import behind_norm
+from spikefuse.block.definition import with_batch_norm
 from spikefuse.kernels.norm import statistics
 from spikefuse.testing import DTYPES, LAYOUTS, lay_out, make_input, poisoned, run, within_budget
 from tests.test_exactness import DEFINITIONS, SMOOTH, make
@@ -51,7 +51,8 @@ def expected_of_step(block, inputs, state, impl):
         scale = torch.rsqrt(norm.running_var + norm.eps)
         scale = scale if norm.weight is None else scale * norm.weight
     shift = torch.zeros_like(mean) if norm.bias is None else norm.bias
-    definition = behind_norm(block.neuron, mean, scale.detach(), shift.detach(), len(inputs) > 1)
+    norm = mean, scale.detach(), shift.detach()
+    definition = with_batch_norm(block.neuron, norm, len(inputs) > 1, by_batch=False)
     return reference.scan(definition, inputs, state)
 
 

@@ -1,4 +1,4 @@
-"""Which calls are one call, and what is left to differ between them."""
+"""Which scans share an execution, and what an execution allocates and writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ import spikefuse as sf
 from spikefuse.compiler.emit_triton import LONGEST, chunk
 from spikefuse.kernels import bits
 from spikefuse.scan import launch_triton
-from spikefuse.scan.execution import Call, call_of, spec
+from spikefuse.scan.execution import (
+    REPAIR,
+    Arguments,
+    Execution,
+    Incoming,
+    Needs,
+    Wanted,
+    execution_for,
+    execution_of,
+)
 from spikefuse.scan.op import choose
 from spikefuse.scan.program import kind_of, prepare
 from spikefuse.testing import DTYPES, make_input
@@ -18,16 +27,18 @@ from spikefuse.testing import DTYPES, make_input
 X = make_input((20, 2, 6))
 
 
-def call(*inputs: Tensor, neuron: sf.Neuron | None = None, backend: str = "numba") -> Call:
+def execution(
+    *inputs: Tensor, neuron: sf.Neuron | None = None, backend: str = "numba"
+) -> Execution:
     neuron = sf.LIF() if neuron is None else neuron
     values, statics = neuron.describe()
     kinds = tuple((name, kind_of(value)) for name, value in values.items())
-    return call_of(prepare(neuron, backend, statics, kinds)[0], spec(inputs))
+    return execution_of(prepare(neuron, backend, statics, kinds)[0], inputs)
 
 
 def test_values_make_no_other_call():
-    assert call(X) is call(2 * X)
-    assert call(X) is call(X, neuron=sf.LIF(0.25, 2.0))
+    assert execution(X) is execution(2 * X)
+    assert execution(X) is execution(X, neuron=sf.LIF(0.25, 2.0))
 
 
 @pytest.mark.parametrize(
@@ -36,48 +47,52 @@ def test_values_make_no_other_call():
     ids=["steps", "batch", "dtype", "order", "strides", "device"],
 )
 def test_whatever_a_kernel_is_told_makes_another_call(other):
-    assert call(X) is not call(other)
+    assert execution(X) is not execution(other)
 
 
 def test_what_a_call_allocates():
-    made = call(X.bfloat16())
-    outputs, finals, saved = made.results(save=True, final=True)
+    made = execution(X.bfloat16())
+    outputs, finals, saved, bits = made.new_results(Wanted(save=True, final=True))
     assert [(t.shape, t.dtype) for t in outputs] == [(X.shape, torch.bfloat16)]
     assert [(t.shape, t.dtype) for t in finals] == [(X.shape[1:], torch.float32)]
-    assert [(list(t.shape), t.dtype) for t in saved] == [([1, 12], torch.float32)]
-    assert made.results(save=False, final=False)[1:] == ([], [])
-    grads, starts, sums = made.gradients([True], True, [True, False, True])
+    assert [(list(t.shape), t.dtype) for t in saved or ()] == [([1, 12], torch.float32)]
+    assert bits == []
+    assert made.new_results(Wanted())[1:] == ([], None, [])
+    _, grads, starts, sums = made.new_gradients(Needs((True,), True, (True, False, True)))
     assert [(t.shape, t.dtype) for t in grads] == [(X.shape, torch.bfloat16)]
     assert [t.shape for t in starts] == [X.shape[1:]]
     assert [list(t.shape) for t in sums] == [[12], [12]]
 
 
-def test_a_short_sequence_stores_no_states():
-    outputs, finals, saved = call(X[:1]).results(save=True, final=True)
-    assert (len(outputs), len(finals), len(saved)) == (1, 1, 0)
+def test_a_short_sequence_saves_no_states():
+    outputs, finals, saved, _ = execution(X[:1]).new_results(Wanted(save=True, final=True))
+    assert (len(outputs), len(finals), saved) == (1, 1, [])
 
 
 @pytest.mark.parametrize(("decay", "most"), [(0.5, 40), (1.0, 200)])
-def test_only_what_may_differ_is_computed_again(backends, decay, most):
+def test_a_repair_ends_where_the_states_agree(backends, decay, most):
     """A neuron that never fires forgets its first state by its leak, or never."""
     x = torch.full((200, 2, 64), 0.25, device=backends.device)
     name, _, values, _ = choose(sf.LIF(decay, 1e9), "triton", x)
-    made, start = call_of(name, spec([x])), [4 * x[0]]
-    outputs, finals, saved = made.forward([x], (), [], values, True, True)
+    made = execution_of(name, [x])
+    rest, moved = (Arguments([x], start, [], values) for start in ([], [4 * x[0]]))
+    results = made.forward(rest, made.new_results(Wanted(save=True, final=True)))
+    outputs, finals, saved, _ = results
     before = finals[0].clone()
     outputs[0].fill_(7)
-    made.revise([x], start, [], values, outputs, finals, saved)
+    made.forward(moved, results, repair=True)
     num_written = int((outputs[0] == 0).flatten(1).all(1).sum())
     assert (outputs[0][:num_written] == 0).all()
     assert (outputs[0][num_written:] == 7).all()
     assert 8 <= num_written <= most
     assert (num_written == 200) == (decay == 1.0) == (not torch.equal(finals[0], before))
 
-    grads = made.differentiate([x], start, [], values, saved, [x], (), [True], [])
-    grads[0][0].fill_(0)
-    made.revise_gradients([x], start, [], values, saved, [x[0]], [True], [], grads)
-    assert grads[0][0][-8:].all()
-    assert bool(grads[0][0].all()) == (decay == 1.0)
+    grads = made.new_gradients(Needs((True,), True, ()))
+    made.backward(moved, saved, Incoming([x], ()), grads)
+    grads.inputs[0].fill_(0)
+    made.backward(moved, saved, Incoming((), [x[0]]), grads, REPAIR)
+    assert grads.inputs[0][-8:].all()
+    assert bool(grads.inputs[0].all()) == (decay == 1.0)
 
 
 def test_gradients_of_one_call_may_lie_in_any_order(backends):
@@ -117,16 +132,16 @@ def test_bits_are_written_with_the_spikes(monkeypatch, backends, dtype, T, many)
     if "triton" not in backends.impls:
         pytest.skip("Triton's kernels write bits")
     monkeypatch.setattr(launch_triton, "MANY", many)
-    call_of.cache_clear()
+    execution_for.cache_clear()
     neuron = sf.LIF(0.5, 0.3)
     x = make_input((T, 3, 16, 25), device=backends.device, dtype=dtype).transpose(2, 3)
-    made, written = call(x, neuron=neuron, backend="triton"), []
+    made = execution(x, neuron=neuron, backend="triton")
     scalars = [neuron.describe()[0][name] for name in made.program.step.params]
-    (spikes,), _, _ = made.forward([x], [], [], scalars, False, False, written)
-    (plain,), _, _ = made.forward([x], [], [], scalars, False, False)
+    arguments = Arguments([x], [], [], scalars)
+    (spikes,), _, _, (packed,) = made.forward(arguments, made.new_results(Wanted(bits=True)))
+    (plain,), _, _, _ = made.forward(arguments, made.new_results(Wanted()))
     assert torch.equal(spikes, plain)
     assert 0 < spikes.mean(dtype=torch.float32) < 1
-    (packed,) = written
     assert torch.equal(packed, bits.pack(spikes).bits)
 
 
@@ -134,5 +149,5 @@ def test_bits_are_not_written_where_steps_share_bytes(backends):
     if "triton" not in backends.impls:
         pytest.skip("Triton's kernels write bits")
     x = make_input((4, 3, 5), device=backends.device)
-    assert not call(x, backend="triton").packs
-    assert not call(make_input((4, 3, 16)), backend="numba").packs
+    assert not execution(x, backend="triton").packs
+    assert not execution(make_input((4, 3, 16)), backend="numba").packs

@@ -51,9 +51,9 @@ def test_streams_inside_other_strides(monkeypatch):
 
 
 def clear():
-    from spikefuse.scan.execution import call_of
+    from spikefuse.scan.execution import execution_for
 
-    call_of.cache_clear()
+    execution_for.cache_clear()
 
 
 @pytest.fixture(autouse=True)

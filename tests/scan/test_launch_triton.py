@@ -12,6 +12,7 @@ from torch import Tensor
 from spikefuse.kernels import triton_runtime
 from spikefuse.scan import launch_triton
 from spikefuse.scan.layout import layout_of
+from spikefuse.scan.program import Variant
 
 pytest.importorskip("triton")
 from triton import knobs
@@ -122,7 +123,7 @@ def driver(monkeypatch):
 def launch(kind: type[Compiled] = Compiled) -> tuple[Kernel, Any, list[Any]]:
     x, y, saved = torch.zeros(4, 1, 32), torch.zeros(4, 1, 32), torch.zeros(1, 32)
     kernel = Kernel(kind)
-    made = launch_triton.prepare(kernel, layout_of([x]), [x, y])
+    made = launch_triton.prepare(kernel, layout_of([x]), [x, y], Variant())
     return kernel, made, [x, y, None, None, saved, 0.5]
 
 
@@ -193,7 +194,7 @@ def test_some_kernels_are_given_fewer_registers(monkeypatch, num_steps, register
     x = torch.zeros(num_steps, 1, 32, dtype=torch.bfloat16)
     kernel = Kernel(Compiled)
     kernel.__name__, kernel.compiled.n_regs = "backward", registers
-    made = launch_triton.prepare(kernel, layout_of([x]), [x, x, x])
+    made = launch_triton.prepare(kernel, layout_of([x]), [x, x, x], Variant())
     made._launch([x, x, x])
     assert kernel.options.get("maxnreg") == limit
     assert kernel.dispatched == (1 if limit is None else 2)
@@ -202,13 +203,13 @@ def test_some_kernels_are_given_fewer_registers(monkeypatch, num_steps, register
     assert "maxnreg" not in kernel.options
 
 
-@pytest.mark.parametrize("revises", [False, True])
-def test_what_adds_to_gradients_runs_once(revises):
+@pytest.mark.parametrize("repairs", [False, True])
+def test_what_adds_to_gradients_runs_once(repairs):
     """A kernel that is compiled again for fewer registers runs a second time."""
     x = torch.zeros(16, 2, 32, dtype=torch.bfloat16)
     kernel = SimpleNamespace(__name__="backward")
-    made = launch_triton.prepare(kernel, layout_of([x]), [x, x, x], revises=revises)
-    assert made.tight is not revises
+    made = launch_triton.prepare(kernel, layout_of([x]), [x, x, x], Variant(repair=repairs))
+    assert made.tight is not repairs
 
 
 @pytest.mark.usefixtures("driver")

@@ -123,7 +123,7 @@ def test_inputs_of_different_groups_share_the_smaller():
 
 def test_states_are_float32_in_the_order_of_the_step():
     layout = layout_of([lay_out(make_input((4, 2, 3, 5, 7)), "channels_last")])
-    state = layout.empty_step(torch.empty(0))
+    state = layout.empty_step(torch.device("cpu"))
     assert layout.conform_step(state) is state
     other = make_input((2, 3, 5, 7), torch.bfloat16)
     conformed = layout.conform_step(other)
@@ -134,7 +134,7 @@ def test_states_are_float32_in_the_order_of_the_step():
 def test_gradients_of_parameters_are_sums():
     for name in ("contiguous", "channels_last"):
         layout = layout_of([lay_out(make_input((1, 2, 3, 4, 5)), name)])
-        per_neuron = layout.empty_step(torch.empty(0)).copy_(make_input((2, 3, 4, 5)))
+        per_neuron = layout.empty_step(torch.device("cpu")).copy_(make_input((2, 3, 4, 5)))
         flat = per_neuron.as_strided((120,), (1,))
         assert torch.allclose(layout.reduce_to(flat, torch.zeros(())), per_neuron.sum())
         channels = layout.reduce_to(flat, torch.zeros(3))

@@ -1,9 +1,9 @@
-"""A scan in parts, of which others have the steps before and after: here, in one process."""
+"""Scans of which other processes hold the steps before and after: here, all in one process."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -13,12 +13,13 @@ from torch import Tensor
 import spikefuse as sf
 from spikefuse.kernels.bits import pack
 from spikefuse.scan import op
+from spikefuse.scan.state_passing import Channel, StatePassing
 from spikefuse.testing import DTYPES, LAYOUTS, lay_out, make_input, poisoned
 from tests.test_exactness import DEFINITIONS
 
 
-class Ends:
-    """One of two relays that share two queues, forth and back."""
+class Queues(StatePassing):
+    """One of two processes that share two queues, forth and back."""
 
     def __init__(
         self,
@@ -32,27 +33,31 @@ class Ends:
         self.forth, self.back, self.count = forth, back, count
         self.speculates = speculates
 
-    def parts(self, batch: int) -> list[slice]:
+    def microbatches(self, batch: int) -> list[slice]:
         return [slice(i * batch // self.count, (i + 1) * batch // self.count)
                 for i in range(self.count)]  # fmt: skip
 
-    def forward(self, received, run: Callable[[int], Sequence[Tensor]], ahead=None) -> None:
-        _run(None if self.is_first else self.forth, self.forth, received, run, ahead)
+    def forward(self, buffers):
+        return QueueChannel(None if self.is_first else self.forth, self.forth, buffers)
 
-    def backward(self, received, run: Callable[[int], Sequence[Tensor]], ahead=None) -> None:
-        _run(None if self.is_last else self.back, self.back, received, run, ahead)
+    def backward(self, buffers):
+        return QueueChannel(None if self.is_last else self.back, self.back, buffers)
 
 
-def _run(source, target, received, run, ahead) -> None:
-    if source is not None and ahead is not None:
-        for i in range(len(received)):
-            ahead(i)
-    for i, tensors in enumerate(received):
-        for x in tensors:
-            x.copy_(source.popleft())
-        results = run(i)
-        if source is None:
-            target.extend(x.clone() for x in results)
+class QueueChannel(Channel):
+    def __init__(self, source, target, buffers) -> None:
+        super().__init__(buffers)
+        self.source, self.target = source, target
+
+    def receive(self, i: int) -> list[Tensor]:
+        if self.source is not None:
+            for x in self.buffers[i]:
+                x.copy_(self.source.popleft())
+        return self.buffers[i]
+
+    def send(self, i: int, states: Sequence[Tensor]) -> None:
+        if self.source is None:
+            self.target.extend(x.clone() for x in states)
 
 
 def in_two(
@@ -64,13 +69,13 @@ def in_two(
     speculates: bool = False,
     at: int = 20,
 ) -> list[Tensor]:
-    """Output, gradients of the input and the parameters, by two relays that meet at a step."""
+    """Output, gradients of the input and the parameters, by two processes that meet at a step."""
     forth, back = deque[Tensor](), deque[Tensor]()
     halves = [x[:at].detach().requires_grad_(), x[at:].detach().requires_grad_()]
     outputs = []
     for half, is_first in zip(halves, (True, False), strict=True):
-        relay = Ends(is_first, forth, back, count, speculates)
-        (y,), _, _ = op.scan(neuron, (half,), None, impl, False, relay)
+        passing = Queues(is_first, forth, back, count, speculates)
+        ((y,), *_), _ = op.scan(neuron, op.Request((half,), None, impl, passing=passing))
         outputs.append(y)
     assert not forth
     (outputs[1] * weights[at:]).sum().backward()
@@ -81,7 +86,7 @@ def in_two(
 
 
 def in_one(neuron: sf.Neuron, x: Tensor, weights: Tensor, impl: str) -> list[Tensor]:
-    """The same without relays."""
+    """The same in one process."""
     whole = x.detach().clone().requires_grad_()
     y = neuron(whole, impl=impl)
     (y * weights).sum().backward()
@@ -92,7 +97,7 @@ def in_one(neuron: sf.Neuron, x: Tensor, weights: Tensor, impl: str) -> list[Ten
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("count", "speculates"), [(1, False), (3, False), (1, True), (2, True)])
-def test_two_relayed_scans_are_one(backends, layout, count, speculates):
+def test_two_connected_scans_are_one(backends, layout, count, speculates):
     x = lay_out(make_input((37, 5, 2, 3, 4)), layout).to(backends.device)
     weights = make_input(x.shape, seed=1, device=backends.device)
     for impl in backends.impls:
@@ -125,25 +130,26 @@ def test_neurons_forget_where_they_began_or_are_followed(backends, at):
             close(actual, wanted, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_bits_are_mended_too(backends):
+def test_bits_are_repaired(backends):
     """Of the second half, whose first pass began from rest."""
     x = make_input((40, 4, 32), device=backends.device)
     states = deque([torch.full_like(x[0], 3.0)])
-    relay = Ends(False, states, deque(), 1, True)
-    bits: list[Tensor] = []
-    (y,), _, _ = op.scan(sf.LIF(0.9), (x,), None, "triton", False, relay, bits)
-    (alone,), _, _ = op.scan(sf.LIF(0.9), (x,), None, "triton", False)
+    passing = Queues(False, states, deque(), 1, True)
+    request = op.Request((x,), None, "triton", bits=True, passing=passing)
+    ((y,), _, _, bits), _ = op.scan(sf.LIF(0.9), request)
+    ((alone,), *_), _ = op.scan(sf.LIF(0.9), op.Request((x,), None, "triton"))
     assert not torch.equal(y, alone)
     assert len(bits) == 1
     assert torch.equal(bits[0], pack(y).bits)
 
 
-def test_parts_are_written_where_they_lie():
-    """No copy: the output of a part is a slice of the whole one, whatever its size."""
+def test_microbatches_are_written_in_place():
+    """No copy: the output of a microbatch is a slice of the whole one, whatever its size."""
     x = make_input((9, 5, 64))
-    relay = Ends(True, deque(), deque(), 2)
-    (y,), states, _ = op.scan(sf.LIF(), (x,), None, "numba", True, relay)
-    expected, finals, _ = op.scan(sf.LIF(), (x,), None, "numba")
+    request = op.Request((x,), None, "numba", final=True)
+    passing = Queues(True, deque(), deque(), 2)
+    ((y,), states, *_), _ = op.scan(sf.LIF(), request._replace(passing=passing))
+    (expected, finals, *_), _ = op.scan(sf.LIF(), request)
     assert y.is_contiguous()
     assert torch.equal(y, expected[0])
     assert torch.equal(states[0], finals[0])

@@ -1,0 +1,115 @@
+"""The program of a neuron behind a batch norm, and where it expects each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import compress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spikefuse.block.definition import CORRECTION, NORM_VALUES, with_batch_norm
+from spikefuse.neurons.definition import Definition
+from spikefuse.scan.program import kind_of, prepare, program
+
+
+class Sums(NamedTuple):
+    """The tensors of a program whose gradients the first backward pass sums, and their names."""
+
+    needed: tuple[bool, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BlockProgram:
+    """A program whose step begins with a batch norm.
+
+    Attributes:
+        name: of the program.
+        binary: for each output, whether all its values are sure to be 0 or 1.
+        by_batch: whether the norm uses the statistics of the batch.
+        rebuilds: whether backward can do without saved states.
+        scalars: the values of its float parameters.
+        tensors: the names of its tensor parameters, in its order.
+        own: the names of the neuron's tensors among them, without "neuron.".
+    """
+
+    name: str
+    backend: str
+    binary: tuple[bool, ...]
+    num_states: int
+    by_batch: bool
+    rebuilds: bool
+    scalars: list[float]
+    tensors: tuple[str, ...]
+    own: tuple[str, ...]
+    _sums: dict[tuple[bool, ...], Sums] = field(default_factory=dict, compare=False, repr=False)
+
+    def params(self, norm: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
+        """The tensor parameters in the program's order.
+
+        Args:
+            norm: `NORM_VALUES` and, with the statistics of the batch, `CORRECTION`.
+            own: the neuron's tensors.
+        """
+        values = (*norm, *own)
+        return [values[i] for i in self._places]
+
+    @cached_property
+    def _places(self) -> list[int]:
+        norm = (*NORM_VALUES, *CORRECTION) if self.by_batch else NORM_VALUES
+        names = (*norm, *(f"neuron.{name}" for name in self.own))
+        return [names.index(name) for name in self.tensors]
+
+    def sums(self, needs_own: Sequence[bool]) -> Sums:
+        """What the first backward pass sums if these of the neuron's tensors need gradients."""
+        key = tuple(needs_own)
+        found = self._sums.get(key)
+        if found is None:
+            own = iter(key)
+            needed = tuple(
+                [name in NORM_VALUES[1:] or (name.startswith("neuron.") and next(own))
+                 for name in self.tensors]
+            )  # fmt: skip
+            found = self._sums[key] = Sums(needed, tuple(compress(self.tensors, needed)))
+        return found
+
+
+def block_program(
+    neuron: Definition, backend: str, has_residual: bool, by_batch: bool
+) -> tuple[BlockProgram, list[Tensor]]:
+    """The program of a neuron behind a norm, and the neuron's tensors that it reads."""
+    description = neuron.description()
+    values = description.values()
+    kinds = [value.ndim for value in values.values() if isinstance(value, Tensor)]
+    key = "block", backend, has_residual, by_batch, *kinds
+    made = description.notes.get(key)
+    if made is None:
+        made = description.notes[key] = _make(neuron, backend, has_residual, by_batch)
+    own: list[Any] = [values[name] for name in made.own]
+    return made, own
+
+
+def _make(neuron: Definition, backend: str, has_residual: bool, by_batch: bool) -> BlockProgram:
+    placeholder = torch.zeros(1)
+    norm = placeholder, placeholder, placeholder
+    definition = with_batch_norm(neuron, norm, has_residual, by_batch)
+    values, statics = definition.describe()
+    kinds = tuple((name, kind_of(value)) for name, value in values.items())
+    name, used = prepare(definition, backend, statics, kinds)
+    tensors = tuple(label for label in used if isinstance(values[label], Tensor))
+    made = program(name)
+    return BlockProgram(
+        name=name,
+        backend=backend,
+        binary=made.step.binary,
+        num_states=len(made.step.states),
+        by_batch=by_batch,
+        rebuilds=made.rebuilds,
+        scalars=[v for v in map(values.__getitem__, used) if isinstance(v, float)],
+        tensors=tensors,
+        own=tuple(n.removeprefix("neuron.") for n in tensors if n.startswith("neuron.")),
+    )

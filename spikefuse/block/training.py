@@ -1,0 +1,274 @@
+"""A block in training: forward, and the two passes of its backward.
+
+The statistics of the batch connect all values of a channel. So backward reads the input and the
+incoming gradient twice: the first pass sums over each channel what flows through the statistics,
+the second pass writes the gradient of the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spikefuse.block.definition import NORM_VALUES
+from spikefuse.block.program import BlockProgram
+from spikefuse.kernels.norm import gradient_sums
+from spikefuse.kernels.place import Place
+from spikefuse.scan import state_passing
+from spikefuse.scan.execution import (
+    PLAIN,
+    REBUILD,
+    Arguments,
+    Execution,
+    Gradients,
+    Incoming,
+    Needs,
+    Results,
+    Tensors,
+    Wanted,
+)
+from spikefuse.scan.state_passing import (
+    WHOLE,
+    Collectives,
+    Microbatch,
+    StatePassing,
+    exchange_gradients,
+    incoming_of,
+    slice_of,
+)
+
+
+class BlockTensors(NamedTuple):
+    """The tensors that a block's arguments are made of, the weight of the norm excepted: the
+    statistics contain it."""
+
+    inputs: Tensors
+    states: Tensors
+    shift: Tensor
+    own: Tensors
+
+
+class BlockGradients(NamedTuple):
+    """What backward returns: gradients of the needed inputs, of all initial states, of weight and
+    shift, and of the neuron's own tensors (None where not needed)."""
+
+    inputs: list[Tensor]
+    states: list[Tensor]
+    weight: Tensor
+    shift: Tensor
+    own: list[Tensor | None]
+
+
+@dataclass
+class TrainingCall:
+    """One call of a block in training, without the tensors that autograd saves.
+
+    Attributes:
+        execution: of the whole batch.
+        statistics: `[4, C]`, see `spikefuse.kernels.norm.statistics`.
+        number: values per channel, of all processes.
+        collectives: over which the statistics were taken.
+        saves_states: whether forward saves states; otherwise backward rebuilds them.
+        final: whether forward returns the final states.
+        counts: the numbers of initial and saved states of each microbatch.
+    """
+
+    program: BlockProgram
+    execution: Execution
+    statistics: Tensor
+    number: float | Tensor
+    collectives: Collectives | None
+    saves_states: bool
+    final: bool
+    passing: StatePassing = WHOLE
+    num_inputs: int = 0
+    num_states: int = 0
+    counts: list[tuple[int, int]] = field(default_factory=list)
+    bits: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._mean_and_scale = self.statistics.unbind(0)[:2]
+
+    def arguments(self, tensors: BlockTensors, correction: Tensors = ()) -> Arguments:
+        """The arguments of the program; only the second backward pass reads the `correction`."""
+        mean, scale = self._mean_and_scale
+        norm = mean, scale, tensors.shift, *(correction or (mean, mean))
+        params = self.program.params(norm, tensors.own)
+        return Arguments(tensors.inputs, tensors.states, params, self.program.scalars)
+
+    def forward(
+        self, tensors: BlockTensors, save: bool, bits: bool
+    ) -> tuple[Results, list[Microbatch]]:
+        """The results, and the microbatches with what is to be saved for backward."""
+        wanted = Wanted(save and self.saves_states, self.final, bits)
+        arguments = self.arguments(tensors)
+        if self.passing is not WHOLE:
+            return state_passing.scan_forward(self.passing, self.program.name, arguments, wanted)
+        results = self.execution.forward(arguments, self.execution.new_results(wanted))
+        return results, [Microbatch(None, self.execution, arguments, results.saved or [])]
+
+    def backward(
+        self, tensors: BlockTensors, saved: Tensors, incoming: Incoming, needs: Needs
+    ) -> BlockGradients:
+        """Both passes. `needs.params` are those of the neuron's own tensors."""
+        arguments = self.arguments(tensors)
+        parts = state_passing.split(self.passing, self.program.name, arguments)
+        parts = state_passing.unflatten(parts, saved, self.counts)
+        totals: list[Tensor] = []
+        starts: list[list[Tensor]] = []
+        by_own: list[list[Tensor | None]] = []
+
+        def compute(i: int, ends: list[Tensor]) -> Gradients:
+            part = parts[i]
+            rebuild = not self.saves_states and part.execution.num_saved > 0
+            if rebuild:
+                parts[i] = part = part._replace(saved=part.execution.new_saved())
+            return self.reduce(part, incoming_of(incoming, part.rows, ends), needs.params, rebuild)
+
+        def finish(i: int, found: Gradients) -> list[Tensor]:
+            execution, sums = parts[i].execution, self.named(found, needs.params)
+            totals.append(self.totals(execution, sums))
+            by_own.append(self.own_gradients(execution, sums, tensors.own))
+            starts.append(found.states)
+            return found.states
+
+        buffers = exchange_gradients(self.passing, parts, (compute, finish))
+        correction, weight, shift = self.correct(reduce(add, totals))
+        inputs: list[Tensor] = []
+        if True in needs.inputs:
+            inputs = self.execution.new_gradients(Needs(needs.inputs, False, ())).inputs
+            params = self.arguments(tensors, correction).params
+            for part, ends in zip(parts, buffers, strict=True):
+                part = part._replace(arguments=part.arguments._replace(params=params))
+                into = [slice_of(g, part.rows) for g in inputs]
+                self.write(part, incoming_of(incoming, part.rows, ends), needs.inputs, into)
+        states = starts[0]
+        if len(starts) > 1:
+            states = [torch.cat(rows) for rows in zip(*starts, strict=True)]
+        own = [None if g[0] is None else reduce(add, g) for g in zip(*by_own, strict=True)]
+        return BlockGradients(inputs, states, weight, shift, own)
+
+    def reduce(
+        self, part: Microbatch, incoming: Incoming, needs_own: Sequence[bool], rebuild: bool
+    ) -> Gradients:
+        """The first pass: gradients of the initial states, and sums per neuron."""
+        states = bool(part.arguments.states)
+        needed = self.program.sums(needs_own).needed
+        needs = Needs((False,) * len(part.arguments.inputs), states, needed)
+        found = part.execution.new_gradients(needs)
+        variant = REBUILD if rebuild else PLAIN
+        return part.execution.backward(part.arguments, part.saved, incoming, found, variant)
+
+    def write(
+        self,
+        part: Microbatch,
+        incoming: Incoming,
+        needs_inputs: Sequence[bool],
+        into: list[Tensor] | None = None,
+        rebuild: bool = False,
+    ) -> list[Tensor]:
+        """The second pass: gradients of the needed inputs. The arguments contain the correction."""
+        none = (False,) * len(self.program.tensors)
+        # The gradients of the initial states come again, but nobody reads them.
+        needs = Needs(tuple(needs_inputs), bool(part.arguments.states), none)
+        found = part.execution.new_gradients(needs, into)
+        variant = REBUILD if rebuild else PLAIN
+        part.execution.backward(part.arguments, part.saved, incoming, found, variant)
+        return found.inputs
+
+    def named(self, found: Gradients, needs_own: Sequence[bool]) -> dict[str, Tensor]:
+        """The sums of the first pass, by the tensor whose gradient they make."""
+        return dict(zip(self.program.sums(needs_own).names, found.params, strict=True))
+
+    def totals(self, execution: Execution, sums: Mapping[str, Tensor]) -> Tensor:
+        """The result of `gradient_sums` for the sums of a first pass."""
+        _, scale, shift = NORM_VALUES
+        place, backend = Place(*execution.layout.by_channel), self.program.backend
+        number = self.number if isinstance(self.number, float) else 1.0
+        return gradient_sums(sums[scale], sums[shift], self.statistics, place, number, backend)
+
+    def correct(self, totals: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+        """The correction (offset, slope), and the gradients of the weight and the shift."""
+        if self.collectives is not None:
+            everywhere = totals[:2]  # changed in place
+            self.collectives.sum(everywhere)
+            everywhere /= self.number
+        offset, slope, by_weight, by_shift = totals.unbind(0)
+        return (offset, slope), by_weight, by_shift
+
+    def own_gradients(
+        self, execution: Execution, sums: Mapping[str, Tensor], own: Tensors
+    ) -> list[Tensor | None]:
+        """Gradients of the neuron's own tensors, None without a sum."""
+        if not own:
+            return []
+        names, layout = (f"neuron.{name}" for name in self.program.own), execution.layout
+        return [
+            layout.reduce_to(sums[n], p).to(p.dtype) if n in sums else None
+            for n, p in zip(names, own, strict=True)
+        ]
+
+
+class _Training(torch.autograd.Function):
+    """The autograd of a block in training. Its tensors are the inputs, the initial states, weight
+    and shift of the norm, and the neuron's own."""
+
+    @staticmethod
+    def forward(ctx: Any, call: TrainingCall, bits: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        split, end = call.num_inputs, call.num_inputs + call.num_states
+        given = BlockTensors(
+            tensors[:split], tensors[split:end], tensors[end + 1], tensors[end + 2 :]
+        )
+        results, parts = call.forward(given, True, bits)
+        saved, call.counts = state_passing.flatten(parts)
+        ctx.save_for_backward(*given.inputs, *given.states, given.shift, *given.own, *saved)
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.num_own, call.bits = call, len(given.own), results.bits
+        return (*results.outputs, *results.finals)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        call, tensors = ctx.call, ctx.saved_tensors
+        split, end = call.num_inputs, call.num_inputs + call.num_states
+        last = end + 1 + ctx.num_own
+        given = BlockTensors(
+            tensors[:split], tensors[split:end], tensors[end], tensors[end + 1 : last]
+        )
+        needed = ctx.needs_input_grad[2:]
+        needs = Needs(needed[:split], False, needed[end + 2 :])
+        num_outputs = len(call.program.binary)
+        incoming = Incoming(grads[:num_outputs], grads[num_outputs:])
+        found = call.backward(given, tensors[last:], incoming, needs)
+        inputs, dtype = iter(found.inputs), given.shift.dtype
+        return (
+            *(None, None),
+            *[next(inputs) if need else None for need in needs.inputs],
+            *[g.to(s.dtype) for g, s in zip(found.states, given.states, strict=True)],
+            found.weight.to(dtype) if needed[end] else None,
+            found.shift.to(dtype) if needed[end + 1] else None,
+            *found.own,
+        )
+
+
+# That of torch.autograd.Function first looks for transforms, which `scan.op.check` has refused.
+_apply = super(torch.autograd.Function, _Training).apply
+
+
+def train(call: TrainingCall, tensors: BlockTensors, weight: Tensor | None, bits: bool) -> Results:
+    """The results of a block in training, with gradients of its tensors."""
+    inputs, states, shift, own = tensors
+    leaves = (*inputs, *states, weight, shift, *own)
+    if not (torch.is_grad_enabled() and True in [x.requires_grad for x in leaves if x is not None]):
+        return call.forward(tensors, False, bits)[0]
+    call.num_inputs, call.num_states = len(inputs), len(states)
+    found, end = _apply(call, bits, *leaves), len(call.program.binary)
+    # The graph keeps `call` alive, but must not keep the bits.
+    written, call.bits = call.bits, []
+    return Results(list(found[:end]), list(found[end:]), None, written)

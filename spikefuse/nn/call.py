@@ -1,0 +1,203 @@
+"""The `Temporal` call that is running in this thread, as far as neurons need to know it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import compress, zip_longest
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from spikefuse.memory.policies import Policy, Recompute
+from spikefuse.memory.spikes import MIN_VALUES, Spikes
+from spikefuse.neurons.definition import Outputs, States
+from spikefuse.scan.execution import Results
+from spikefuse.scan.op import Request
+from spikefuse.scan.state_passing import StatePassing
+
+#: Runs a neuron, alone or as part of a block: (outputs, final states).
+Scan = Callable[[Request], tuple[Outputs, States]]
+
+_DEFAULT = Recompute()
+
+
+@dataclass
+class Saving:
+    """What layers save for backward during one call.
+
+    Attributes:
+        policy: of the network.
+        policies: of some neurons, by name, where they differ.
+        spikes: where neurons mark binary outputs; None if layers save spikes as they are.
+        recomputed: bytes of the states that blocks recompute, by neuron.
+    """
+
+    policy: Policy = _DEFAULT
+    policies: Mapping[str, Policy] = field(default_factory=dict)
+    spikes: Spikes | None = None
+    recomputed: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class TemporalCall:
+    """One call of a `Temporal`.
+
+    Attributes:
+        num_steps: T.
+        names: the neurons' names, by id.
+        initial: the initial states by neuron, None to start from rest.
+        final: whether neurons return their final states, which go to `finals` by name.
+        constant_rows: rows of a tensor `[B, ...]` that stands for all steps; None if every tensor
+            is folded, `[T*B, ...]`.
+        passing: where first states come from if other processes hold the steps before and after.
+        saving: what layers save for backward; None for spikes as they are.
+        current: the name of the neuron that runs.
+    """
+
+    num_steps: int
+    names: dict[int, str]
+    impl: str = "auto"
+    initial: dict[str, States] | None = None
+    final: bool = False
+    constant_rows: int | None = None
+    passing: StatePassing | None = None
+    finals: dict[str, States] = field(default_factory=dict)
+    saving: Saving | None = None
+    current: str = ""
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of the neuron that runs."""
+        saving = self.saving
+        return _DEFAULT if saving is None else saving.policies.get(self.current, saving.policy)
+
+    @property
+    def spikes(self) -> Spikes | None:
+        """Where neurons mark binary outputs; None if layers save spikes as they are."""
+        return None if self.saving is None else self.saving.spikes
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """`[T, B, ...]` of a folded tensor, or of one that stands for all steps."""
+        rows = x.shape[0]
+        if rows == self.constant_rows:
+            return x.unsqueeze(0).expand(self.num_steps, *x.shape)
+        return x.unflatten(0, (self.num_steps, rows // self.num_steps))
+
+
+class Observer(Protocol):
+    """Sees every scan of a thread; see `observing`."""
+
+    def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
+        """Run `scan(request)`, the scan of `neuron` or of its block, and return its results."""
+        ...
+
+
+class _Active(threading.local):
+    """The innermost Temporal call of each thread, and its observer."""
+
+    def __init__(self) -> None:
+        # An attribute of the instance from the start: torch.compile guards on its presence.
+        self.call: TemporalCall | None = None
+        self.observer: Observer | None = None
+
+    sequence = property(lambda self: self.call, lambda self, call: setattr(self, "call", call))
+
+
+active = _Active()
+
+
+@contextlib.contextmanager
+def inside(call: TemporalCall | None) -> Iterator[None]:
+    """Let layers belong to `call` meanwhile; None for no call."""
+    outer, active.call = active.call, call
+    try:
+        yield
+    finally:
+        active.call = outer
+
+
+@contextlib.contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Let `observer` run every scan of this thread meanwhile."""
+    outer, active.observer = active.observer, observer
+    try:
+        yield
+    finally:
+        active.observer = outer
+
+
+def wants_bits(x: Tensor) -> bool:
+    """Whether the binary outputs of a neuron that reads `x` should be returned as bits, too."""
+    call = active.call
+    if call is None or call.spikes is None or torch.compiler.is_compiling():
+        return False
+    return call.policy.packs_spikes and x.numel() >= MIN_VALUES
+
+
+def mark_binary(results: Results, binary: tuple[bool, ...]) -> None:
+    """Mark binary outputs in the running call, so that layers save them as bits."""
+    call = active.call
+    spikes = None if call is None else call.spikes
+    if call is not None and spikes is not None and call.policy.packs_spikes:
+        for y, bits in zip_longest(compress(results.outputs, binary), results.bits):
+            spikes.mark(y, call.current, bits)
+
+
+class _Folding(NamedTuple):
+    """How a neuron read its rows in an earlier call."""
+
+    num_steps: int
+    impl: str
+    has_state: bool
+    constant_rows: int | None
+
+
+# By neuron and number of rows: its folding, None for a call outside Temporal, or `_AMBIGUOUS`.
+# torch.utils.checkpoint calls neurons a second time during backward, when the call of Temporal is
+# over, and offers nothing that could travel with its tensors.
+_foldings: WeakKeyDictionary[nn.Module, dict[int, Any]] = WeakKeyDictionary()
+_AMBIGUOUS = object()
+
+
+def _num_rows(inputs: tuple[Tensor, ...]) -> int:
+    x = inputs[0] if inputs else None
+    return x.shape[0] if isinstance(x, Tensor) and x.ndim else 0
+
+
+def remember(neuron: nn.Module, inputs: tuple[Tensor, ...], call: TemporalCall | None) -> None:
+    """Remember how a call reads its rows, for `recall`."""
+    folding: Any = None
+    if call is not None:
+        has_state = call.initial is not None or call.passing is not None
+        folding = _Folding(call.num_steps, call.impl, has_state, call.constant_rows)
+    seen = _foldings.get(neuron)
+    if seen is None:
+        seen = _foldings[neuron] = {}
+    rows = _num_rows(inputs)
+    if seen.setdefault(rows, folding) != folding:
+        seen[rows] = _AMBIGUOUS
+
+
+def recall(neuron: nn.Module, inputs: tuple[Tensor, ...]) -> TemporalCall | None:
+    """The call in which a neuron is recomputed during backward; None outside Temporal.
+
+    Raises:
+        RuntimeError: it cannot be told, or the neuron began from a state.
+    """
+    rows = _num_rows(inputs)
+    folding = _foldings.get(neuron, {}).get(rows)
+    if folding is None:
+        return None
+    if folding is _AMBIGUOUS or folding.has_state:
+        raise RuntimeError(
+            "a neuron is recomputed for torch.utils.checkpoint, but its number of time steps or "
+            "its state is not known any more: checkpoint the whole Temporal"
+        )
+    return TemporalCall(
+        folding.num_steps, {id(neuron): ""}, folding.impl, constant_rows=folding.constant_rows
+    )
