@@ -124,7 +124,8 @@ def scan(
         results = _train(norm, program, own, memory, request)
     else:
         results = _evaluate(norm, program, own, request)
-    mark_binary(results, program.binary)
+    if request.bits:
+        mark_binary(results, program.binary)
     return tuple(results.outputs), tuple(results.finals)
 
 

@@ -213,7 +213,8 @@ class _Run(Store):
             arguments = call.arguments(BlockTensors(inputs, states, shift, own))
             wanted = Wanted(False, self._sends, wants_bits(inputs[0]))
             results = execution.forward(arguments, execution.new_results(wanted))
-            mark_binary(results, program.binary)
+            if wanted.bits:
+                mark_binary(results, program.binary)
             self._keep(segment.target, part, results.outputs[0].flatten(0, 1))
             return results.finals
 

@@ -134,18 +134,18 @@ def observing(observer: Observer) -> Iterator[None]:
 def wants_bits(x: Tensor) -> bool:
     """Whether the binary outputs of a neuron that reads `x` should be returned as bits, too."""
     call = active.call
-    if call is None or call.spikes is None or torch.compiler.is_compiling():
+    if call is None or x.numel() < MIN_VALUES or torch.compiler.is_compiling():
         return False
-    return call.policy.packs_spikes and x.numel() >= MIN_VALUES
+    return call.spikes is not None and call.policy.packs_spikes
 
 
 def mark_binary(results: Results, binary: tuple[bool, ...]) -> None:
-    """Mark binary outputs in the running call, so that layers save them as bits."""
+    """Mark binary outputs in the running call, which `wants_bits`, so that layers save them as
+    bits."""
     call = active.call
-    spikes = None if call is None else call.spikes
-    if call is not None and spikes is not None and call.policy.packs_spikes:
-        for y, bits in zip_longest(compress(results.outputs, binary), results.bits):
-            spikes.mark(y, call.current, bits)
+    assert call is not None and call.spikes is not None
+    for y, bits in zip_longest(compress(results.outputs, binary), results.bits):
+        call.spikes.mark(y, call.current, bits)
 
 
 class _Folding(NamedTuple):
@@ -164,11 +164,6 @@ _foldings: WeakKeyDictionary[nn.Module, dict[int, Any]] = WeakKeyDictionary()
 _AMBIGUOUS = object()
 
 
-def _num_rows(inputs: tuple[Tensor, ...]) -> int:
-    x = inputs[0] if inputs else None
-    return x.shape[0] if isinstance(x, Tensor) and x.ndim else 0
-
-
 def remember(neuron: nn.Module, inputs: tuple[Tensor, ...], call: TemporalCall | None) -> None:
     """Remember how a call reads its rows, for `recall`."""
     folding: Any = None
@@ -178,7 +173,8 @@ def remember(neuron: nn.Module, inputs: tuple[Tensor, ...], call: TemporalCall |
     seen = _foldings.get(neuron)
     if seen is None:
         seen = _foldings[neuron] = {}
-    rows = _num_rows(inputs)
+    x = inputs[0] if inputs else None
+    rows = x.shape[0] if isinstance(x, Tensor) and x.ndim else 0
     if seen.setdefault(rows, folding) != folding:
         seen[rows] = _AMBIGUOUS
 
@@ -189,8 +185,7 @@ def recall(neuron: nn.Module, inputs: tuple[Tensor, ...]) -> TemporalCall | None
     Raises:
         RuntimeError: it cannot be told, or the neuron began from a state.
     """
-    rows = _num_rows(inputs)
-    folding = _foldings.get(neuron, {}).get(rows)
+    folding = _foldings.get(neuron, {}).get(inputs[0].shape[0])
     if folding is None:
         return None
     if folding is _AMBIGUOUS or folding.has_state:

@@ -64,21 +64,20 @@ class Neuron(Definition):
     def call(self, scan: Scan, request: Request) -> Any:
         """`forward`, by the scan of this neuron or of a block around it."""
         call = active.call
+        if call is not None and id(self) not in call.names:
+            call = None
         if not torch.compiler.is_compiling():
-            if call is None and torch._C._current_graph_task_id() != -1:
+            if active.call is None and torch._C._current_graph_task_id() != -1:
                 call = recall(self, request.inputs)
             else:
-                remember(self, request.inputs, call if self._is_in(call) else None)
+                remember(self, request.inputs, call)
         if active.observer is not None:
             scan = partial(active.observer.scan, self, scan)
-        if call is not None and self._is_in(call):
+        if call is not None:
             return self._call_folded(scan, call, request)
         outputs, finals = scan(request)
         result = outputs[0] if len(outputs) == 1 else outputs
         return (result, finals) if request.final else result
-
-    def _is_in(self, call: TemporalCall | None) -> bool:
-        return call is not None and id(self) in call.names
 
     def _call_folded(self, scan: Scan, call: TemporalCall, request: Request) -> Tensor | Outputs:
         """Run on inputs whose time is folded into the batch by `Temporal`."""
@@ -114,7 +113,8 @@ class Neuron(Definition):
             return reference.scan(self, inputs, state)
         request = request._replace(backend=backend, bits=wants_bits(inputs[0]))
         results, binary = op.scan(self, request)
-        mark_binary(results, binary)
+        if request.bits:
+            mark_binary(results, binary)
         return tuple(results.outputs), tuple(results.finals)
 
 

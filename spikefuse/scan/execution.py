@@ -6,10 +6,10 @@ device. It depends on no values, so neurons, threads and passes share it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property, lru_cache, reduce
 from itertools import compress
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import torch
@@ -93,6 +93,8 @@ class Gradients(NamedTuple):
     params: list[Tensor]
 
 
+_dtype = attrgetter("dtype")
+
 PLAIN, REPAIR, REBUILD = Variant(), Variant(repair=True), Variant(rebuild=True)
 
 
@@ -123,20 +125,21 @@ class Execution:
         """
         if not self.layout.num_neurons:
             return results
+        inputs = arguments.inputs if self._inputs_fit else self._conform(arguments.inputs)
         outputs = self._writable(results.outputs)
-        sequences = [*self._readable(arguments.inputs), *outputs]
-        key = (len(results.bits), repair, *[y.stride() for y in outputs])
+        sequences = [*inputs, *outputs]
+        key = (len(results.bits), repair, *map(Tensor.stride, outputs))
         launch = self._launches.get(key)
         if launch is None:
             variant = Variant(pack=bool(results.bits), repair=repair)
             launch = self._prepare(key, self.program.module().forward, sequences, variant)
-        starts = self._conform_steps(arguments.states)
+        starts = arguments.states and self._conform_steps(arguments.states)
         saved = None if results.saved is None else results.saved or self._no_rows
         launch(
             sequences,
             self._by_state(starts, results.finals, saved),
             results.bits or self._no_bits,
-            self._values(arguments),
+            self._values(arguments) if arguments.params else arguments.scalars,
         )
         if outputs is not results.outputs:
             _copy_back(outputs, results.outputs)
@@ -162,29 +165,29 @@ class Execution:
         layout, needs = self.layout, gradients.needs
         if not layout.num_neurons:
             return gradients
-        inputs = self._readable(arguments.inputs)
+        inputs = arguments.inputs if self._inputs_fit else self._conform(arguments.inputs)
         written = self._writable(gradients.inputs)
+        arriving: list[Tensor] = []
+        for g in incoming.outputs:
+            if g is None:
+                g = layout.empty_step(self.device).zero_().expand(layout.shape)
+            arriving.append(g if layout.outer_strides.get(g.stride()) else layout.conform(g))
         # A repair does not read the gradients of the outputs.
-        incoming_outputs = [inputs[0]] * self.num_outputs if variant.repair else [
-            self._zeros()
-            if g is None
-            else (g if layout.outer_strides.get(g.stride()) is not None else layout.conform(g))
-            for g in incoming.outputs
-        ]  # fmt: skip
-        sequences = [*inputs, *incoming_outputs, *written]
-        key = (variant, needs.inputs, needs.params,
-               *[(x.stride(), x.dtype) for x in sequences[len(inputs) :]])  # fmt: skip
+        arriving = [inputs[0]] * self.num_outputs if variant.repair else arriving
+        sequences = [*inputs, *arriving, *written]
+        key = (variant, needs, *map(Tensor.stride, sequences), *map(_dtype, sequences))
         launch = self._launches.get(key)
         if launch is None:
             kernel = self.program.module(*self._names(needs)).backward
             launch = self._prepare(key, kernel, sequences, variant)
         by_state = self._by_state(
-            self._conform_steps(arguments.states),
+            arguments.states and self._conform_steps(arguments.states),
             saved or self._no_rows,
-            self._conform_steps(incoming.finals),
+            incoming.finals and self._conform_steps(incoming.finals),
             gradients.states,
         )
-        launch(sequences, by_state, gradients.params, self._values(arguments))
+        values = self._values(arguments) if arguments.params else arguments.scalars
+        launch(sequences, by_state, gradients.params, values)
         if written is not gradients.inputs:
             _copy_back(written, gradients.inputs)
         return gradients
@@ -192,24 +195,19 @@ class Execution:
     def new_results(self, wanted: Wanted, outputs: list[Tensor] | None = None) -> Results:
         """Unwritten results, `outputs` among them if they are given."""
         if outputs is None:
-            outputs = [self._new_sequence(self.dtype) for _ in range(self.num_outputs)]
-        return Results(
-            outputs,
-            self.new_steps() if wanted.final else [],
-            self.new_saved() if wanted.save else None,
-            [self._new_bits() for _ in self._no_bits] if wanted.bits and self.packs else [],
-        )
+            outputs = self._new_sequences((self.dtype,) * self.num_outputs)
+        finals = self.new_steps() if wanted.final else []
+        saved = self.new_saved() if wanted.save and self.num_saved else []
+        bits = [self._new_bits() for _ in self._no_bits] if wanted.bits and self.packs else []
+        return Results(outputs, finals, saved if wanted.save else None, bits)
 
     def new_gradients(self, needs: Needs, inputs: list[Tensor] | None = None) -> Gradients:
         """Unwritten gradients, `inputs` among them if they are given."""
         if inputs is None:
-            inputs = [self._new_sequence(d) for d in compress(self.dtypes, needs.inputs)]
-        return Gradients(
-            needs,
-            inputs,
-            self.new_steps() if needs.states else [],
-            self._new_rows(sum(needs.params)),
-        )
+            inputs = self._new_sequences(compress(self.dtypes, needs.inputs))
+        starts = self.new_steps() if needs.states else []
+        params = self._new_rows(sum(needs.params)) if True in needs.params else []
+        return Gradients(needs, inputs, starts, params)
 
     def new_steps(self) -> list[Tensor]:
         """One unwritten time step for each state."""
@@ -237,26 +235,20 @@ class Execution:
             for total, p in zip(per_neuron, params, strict=True)
         ]
 
-    def _new_sequence(self, dtype: torch.dtype) -> Tensor:
-        layout = self.layout
-        return torch.empty_strided(
-            layout.shape, layout.all_strides, dtype=dtype, device=self.device
-        )
+    def _new_sequences(self, dtypes: Iterable[torch.dtype]) -> list[Tensor]:
+        memory, found = (self.layout.shape, self.layout.all_strides), []
+        for dtype in dtypes:
+            found.append(torch.empty_strided(*memory, dtype=dtype, device=self.device))
+        return found
 
     def _new_rows(self, num: int, *rows: int) -> list[Tensor]:
         """Unwritten tensors `[*rows, N]`."""
-        if not num:
-            return []
         shape = (*rows, self.layout.num_neurons)
         return [torch.empty(shape, dtype=torch.float32, device=self.device) for _ in range(num)]
 
     def _new_bits(self) -> Tensor:
         num = self.layout.num_steps * self.layout.num_neurons
         return torch.empty(num // 8, dtype=torch.uint8, device=self.device)
-
-    def _zeros(self) -> Tensor:
-        step = self.layout.empty_step(self.device).zero_()
-        return step.expand(self.layout.shape)
 
     @cached_property
     def _no_bits(self) -> tuple[None, ...]:
@@ -277,8 +269,8 @@ class Execution:
         self._launches[key] = launch
         return launch
 
-    def _readable(self, inputs: Tensors) -> Tensors:
-        return inputs if self._inputs_fit else [self.layout.conform(x) for x in inputs]
+    def _conform(self, sequences: Tensors) -> list[Tensor]:
+        return [self.layout.conform(x) for x in sequences]
 
     @cached_property
     def _inputs_fit(self) -> bool:
@@ -289,25 +281,21 @@ class Execution:
         """The sequences themselves if kernels can write all of them in place, else copies."""
         known = self.layout.outer_strides
         for x in sequences:
-            if known.get(x.stride()) is None and not self.layout.fits(x):
-                return [self.layout.conform(x) for x in sequences]
+            if not known.get(x.stride()) and not self.layout.fits(x):
+                return self._conform(sequences)
         return sequences
 
     def _conform_steps(self, steps: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        return [None if x is None else self.layout.conform_step(x) for x in steps] if steps else ()
+        return [None if x is None else self.layout.conform_step(x) for x in steps]
 
     def _by_state(self, *roles: Sequence[Tensor | None] | None) -> list[Tensor | None]:
         """The tensors of each state in turn, in the order of the kernel; a role may be absent."""
-        if self.num_states == 1:
-            return [role[0] if role else None for role in roles]
         given = [role or self._absent for role in roles]
         return [tensor for state in zip(*given, strict=True) for tensor in state]
 
     def _values(self, arguments: Arguments) -> Sequence[float | Tensor]:
         """Parameters in the order of the kernel, tensors as contiguous float32."""
         params = arguments.params
-        if not params:
-            return arguments.scalars
         for p in params:
             if p.dtype is not torch.float32 or not p.is_contiguous():
                 params = [p.detach().float().contiguous() for p in params]

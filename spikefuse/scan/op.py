@@ -14,6 +14,7 @@ import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,8 @@ from spikefuse.scan.program import kind_of, prepare, program
 from spikefuse.scan.state_passing import StatePassing
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+_requires_grad = attrgetter("requires_grad")
 
 library = torch.library.Library("spikefuse", "DEF")
 library.define(
@@ -104,15 +107,13 @@ def run(
 ) -> Results:
     """Run a program, with gradients of all tensors. The results hold no saved states."""
     tensors = (*arguments.inputs, *arguments.states, *arguments.params)
-    save = torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]
+    save = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
     wanted = wanted._replace(save=save)
     if passing is None and not is_plain(tensors):
-        found = _run_op(name, arguments, wanted)
-    elif torch.compiler.is_compiling():
-        found = _run_outside_dynamo(name, arguments, wanted, passing)
-    else:
-        found = _run_eager(name, arguments, wanted, passing)
-    return found
+        return _run_op(name, arguments, wanted)
+    if torch.compiler.is_compiling():
+        return _run_outside_dynamo(name, arguments, wanted, passing)
+    return _run_eager(name, arguments, wanted, passing)
 
 
 def _run_op(name: str, arguments: Arguments, wanted: Wanted) -> Results:
