@@ -1,4 +1,4 @@
-"""The examples in the documentation run as they stand."""
+"""Tests of the documentation: examples, links and generated regions."""
 
 from __future__ import annotations
 
@@ -9,28 +9,47 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/*.md"))]
+EXAMPLES = [
+    pytest.param(block[1], id=f"{page}-{text.count(chr(10), 0, block.start()) + 1}")
+    for page in PAGES
+    for text in [(ROOT / page).read_text()]
+    for block in re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S)
+]
 
 
-def examples(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if examples(page)])
-def test_examples_run(page: str, tmp_path: Path) -> None:
-    """The blocks of a page run one after the other, as a reader would type them."""
-    # From a file, because a neuron's source is read when an error names its line.
+@pytest.mark.parametrize("source", EXAMPLES)
+def test_examples_run(source: str, tmp_path: Path) -> None:
+    """Each block runs on its own, as a reader who copies it would run it."""
+    # Errors quote the source line of a neuron, so the block must be a file.
     script = tmp_path / "example.py"
-    script.write_text("\n".join(examples(page)))
-    exec(compile(script.read_text(), script, "exec"), {"__name__": "example"})
+    script.write_text(source)
+    exec(compile(source, script, "exec"), {"__name__": "example"})
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_lead_somewhere(page: str) -> None:
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / page).read_text())
-    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+def test_links_resolve(page: str) -> None:
+    """Relative links name existing files, and fragments name headings of Markdown pages."""
+    broken = []
+    for path, fragment in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", read(page)):
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not target.exists() or (fragment and fragment not in anchors(target.read_text())):
+            broken.append(f"{path}#{fragment}" if fragment else path)
+    assert broken == []
 
 
-def test_generated_regions_are_closed() -> None:
-    marks = re.findall(r"<!-- generated:(\S+) (begin|end) -->", (ROOT / "README.md").read_text())
+def read(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", prose, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_generated_regions_are_closed(page: str) -> None:
+    marks = re.findall(r"<!-- generated:(\S+) (begin|end) -->", read(page))
     assert marks[::2] == [(name, "begin") for name, _ in marks[1::2]]
     assert marks[1::2] == [(name, "end") for name, _ in marks[::2]]
