@@ -118,8 +118,11 @@ class TrainingCall:
     ) -> BlockGradients:
         """Both passes. `needs.params` are those of the neuron's own tensors."""
         arguments = self.arguments(tensors)
-        parts = state_passing.split(self.passing, self.program.name, arguments)
-        parts = state_passing.unflatten(parts, saved, self.counts)
+        if self.passing is WHOLE:
+            parts = [Microbatch(None, self.execution, arguments, saved)]
+        else:
+            parts = state_passing.split(self.passing, self.program.name, arguments)
+            parts = state_passing.unflatten(parts, saved, self.counts)
         totals: list[Tensor] = []
         starts: list[list[Tensor]] = []
         by_own: list[list[Tensor | None]] = []
@@ -148,9 +151,8 @@ class TrainingCall:
                 part = part._replace(arguments=part.arguments._replace(params=params))
                 into = [slice_of(g, part.rows) for g in inputs]
                 self.write(part, incoming_of(incoming, part.rows, ends), needs.inputs, into)
-        states = starts[0]
-        if len(starts) > 1:
-            states = [torch.cat(rows) for rows in zip(*starts, strict=True)]
+        # Gradients of states that arrived from another process have gone back there.
+        states = [torch.cat(rows) for rows in zip(*starts, strict=True)] if tensors.states else []
         own = [None if g[0] is None else reduce(add, g) for g in zip(*by_own, strict=True)]
         return BlockGradients(inputs, states, weight, shift, own)
 
@@ -226,7 +228,9 @@ class _Training(torch.autograd.Function):
             tensors[:split], tensors[split:end], tensors[end + 1], tensors[end + 2 :]
         )
         results, parts = call.forward(given, True, bits)
-        saved, call.counts = state_passing.flatten(parts)
+        saved: Tensors = results.saved or ()
+        if call.passing is not WHOLE:
+            saved, call.counts = state_passing.flatten(parts)
         ctx.save_for_backward(*given.inputs, *given.states, given.shift, *given.own, *saved)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.num_own, call.bits = call, len(given.own), results.bits

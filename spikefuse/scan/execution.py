@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.scan.layout import layout_from, outer_stride
-from spikefuse.scan.program import FLOAT, Launch, Variant, program
+from spikefuse.scan.program import FLOAT, Launch, Launcher, Variant, program
 
 Tensors = Sequence[Tensor]
 #: Shape, strides, dtype and device of an input.
@@ -265,7 +265,8 @@ class Execution:
     def _prepare(
         self, key: Hashable, kernel: object, sequences: Tensors, variant: Variant
     ) -> Launch:
-        launch = self.program.launcher.prepare(kernel, self.layout, sequences, variant)
+        launcher = _launcher(self.program.backend)
+        launch = launcher.prepare(kernel, self.layout, sequences, variant)
         self._launches[key] = launch
         return launch
 
@@ -316,6 +317,16 @@ class Execution:
         kinds = zip(step.params, self.program.kinds, strict=True)
         tensors = [name for name, kind in kinds if kind != FLOAT]
         return tuple(compress(step.inputs, needs.inputs)), tuple(compress(tensors, needs.params))
+
+
+def _launcher(backend: str) -> Launcher:
+    if backend == "triton":
+        from spikefuse.scan import launch_triton
+
+        return launch_triton
+    from spikefuse.scan import launch_numba
+
+    return launch_numba
 
 
 def _copy_back(written: Tensors, targets: Tensors) -> None:

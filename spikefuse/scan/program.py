@@ -95,16 +95,6 @@ class Program:
         """Whether kernels can repair a pass that began from the wrong states."""
         return self.rebuilds
 
-    @property
-    def launcher(self) -> Launcher:
-        if self.backend == "triton":
-            from spikefuse.scan import launch_triton
-
-            return launch_triton
-        from spikefuse.scan import launch_numba
-
-        return launch_numba
-
     def named(self, kind: str) -> list[str]:
         return [n for n, k in zip(self.step.params, self.kinds, strict=True) if k == kind]
 
