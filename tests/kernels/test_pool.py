@@ -84,7 +84,7 @@ def assert_same(x, window, grad=None, reference=None):
     memory_format = suggest_memory_format(x)
     expected = expected.contiguous(memory_format=memory_format)
     with poisoned():
-        found, positions = pool_triton.forward(x, maps, keep=True)
+        found, positions = pool_triton.forward(x, maps, save=True)
         assert_equal(found, expected)
         assert torch.equal(flat(positions, window, x), indices)
         assert_equal(pool.max_pool2d(x, maps), expected)

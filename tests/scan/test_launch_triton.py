@@ -13,7 +13,8 @@ from spikefuse.kernels import triton_runtime
 from spikefuse.scan import launch_triton
 from spikefuse.scan.layout import layout_of
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+import triton
 from triton import knobs
 from triton.compiler import CompiledKernel
 
@@ -174,7 +175,7 @@ def test_alignments_and_missing_tensors_are_dispatched_separately():
     ("num_steps", "registers", "limit"),
     [(8, 80, None), (8, 90, 80), (8, 105, None), (4, 90, None)],
 )
-def test_kernels_just_over_the_register_limit_are_compiled_again(monkeypatch, num_steps, registers, limit):
+def test_kernels_just_over_the_register_limit(monkeypatch, num_steps, registers, limit):
     """Backward kernels in half precision with long chunks; decided for each alignment."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     x = torch.zeros(num_steps, 1, 32, dtype=torch.bfloat16)
