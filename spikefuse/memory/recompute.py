@@ -1,4 +1,4 @@
-"""Neurons at the end of segments computed again for backward, a part of the batch at a time."""
+"""Neurons at the end of segments, recomputed for backward one microbatch at a time."""
 
 from __future__ import annotations
 
@@ -8,60 +8,66 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse.block.passes import Given, Job
-from spikefuse.memory.microbatch import Part, rows, size
+from spikefuse.memory.microbatch import Microbatch, batch_size, unfolded
 from spikefuse.memory.segment_values import Store, Values
 from spikefuse.memory.segments import BlockCall, NeuronCall, Segment
 from spikefuse.scan.execution import call_of, spec
 
-Found = Sequence[Tensor | None]
+Gradients = Sequence[Tensor | None]
 
 
-class NeuronAgain:
-    """What goes into a neuron for a part of the batch, and its gradient.
+class RecomputedNeuron:
+    """A neuron's inputs for a microbatch, recomputed, and their gradients.
 
-    It takes two steps, as layers before a neuron may need other processes for theirs, and those
-    with the steps before can go on after the first one.
+    Layers before a neuron may need other processes for their inputs. `differentiate` is therefore
+    separate from recomputing the inputs: ranks with earlier steps can continue after it.
+
+    Attributes:
+        inputs: `[T, B, ...]` each.
+        grads: gradients of the inputs, set by `differentiate`.
     """
 
-    def __init__(self, store: Store, segment: Segment, called: NeuronCall, part: Part) -> None:
+    def __init__(
+        self, store: Store, segment: Segment, called: NeuronCall, microbatch: Microbatch
+    ) -> None:
         self.called = called
-        self.values = Values(store, segment, part, differentiable=True)
+        self.values = Values(store, segment, microbatch, differentiable=True)
         self.inputs = self.values.sequences(called.inputs)
-        #: Of the inputs, once `differentiate` has found them.
-        self.grads: Found = ()
+        self.grads: Gradients = ()
 
     def differentiate(
         self,
         states: Sequence[Tensor],
         grad: Tensor | None,
-        ends: Sequence[Tensor],
+        grad_finals: Sequence[Tensor],
         parameters: Sequence[nn.Parameter],
-    ) -> tuple[list[Tensor], Found]:
-        """(gradients of the initial states, of the parameters).
+    ) -> tuple[list[Tensor], Gradients]:
+        """Return gradients of the initial states and of the parameters.
 
         Args:
-            states: the initial ones, none if the neuron began at rest.
-            grad: of what it gives, folded.
-            ends: gradients of its final states, if there are any.
+            states: the initial states, empty if the neuron starts from rest.
+            grad: gradient of the output, folded.
+            grad_finals: gradients of the final states, if there are any.
         """
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in self.inputs]
         starts = [s.detach().requires_grad_() for s in states]
-        y, finals = self.values.fire(self.called, inputs, starts, bool(ends))
-        read = [x for x in inputs if x.requires_grad]
-        grads = (_unfolded(grad, self.values.part), *ends)
+        y, finals = self.values.fire(self.called, inputs, starts, bool(grad_finals))
+        differentiable = [x for x in inputs if x.requires_grad]
+        grads = (_unfolded(grad, self.values.part), *grad_finals)
         pairs = zip((y, *finals), grads, strict=True)
-        found = iter(gradients(pairs, [*read, *starts, *parameters]))
-        self.grads = [next(found) if x.requires_grad else None for x in inputs]
-        begins = [(s, next(found)) for s in starts]
-        return [torch.zeros_like(s) if g is None else g for s, g in begins], list(found)
+        results = iter(gradients(pairs, [*differentiable, *starts, *parameters]))
+        self.grads = [next(results) if x.requires_grad else None for x in inputs]
+        grad_starts = [(s, next(results)) for s in starts]
+        zeroed = [torch.zeros_like(s) if g is None else g for s, g in grad_starts]
+        return zeroed, list(results)
 
 
-class BlockAgain:
-    """What goes into a block for a part of the batch, and the two passes of its backward.
+class RecomputedBlock:
+    """A block's inputs for a microbatch, recomputed, and the two passes of its backward.
 
     Args:
         given: the block's own tensors.
-        states: the initial ones, none if the neuron began at rest.
+        states: the initial states, empty if the neuron starts from rest.
     """
 
     def __init__(
@@ -69,13 +75,13 @@ class BlockAgain:
         store: Store,
         segment: Segment,
         called: BlockCall,
-        part: Part,
+        microbatch: Microbatch,
         job: Job,
         given: Given,
         states: Sequence[Tensor],
     ) -> None:
         self.job = job
-        self.values = Values(store, segment, part, differentiable=True)
+        self.values = Values(store, segment, microbatch, differentiable=True)
         self.inputs = self.values.sequences(called.inputs)
         inputs = tuple(x.detach() for x in self.inputs)
         self.given = given._replace(inputs=inputs, states=states)
@@ -91,20 +97,27 @@ class BlockAgain:
     def reduce(
         self,
         grad: Tensor | None,
-        ends: Sequence[Tensor],
+        grad_finals: Sequence[Tensor],
         needs_own: Sequence[bool],
         sums: dict[str, Tensor],
     ) -> list[Tensor]:
-        """The first pass, into `sums` per neuron of the whole batch: gradients of the initial
-        states, from those of the final ones, `ends`, and `grad`, of what the block gives."""
+        """Run the first pass: return gradients of the initial states, and write to `sums`.
+
+        Args:
+            grad: gradient of the output, folded.
+            grad_finals: gradients of the final states.
+            sums: by name, one value per neuron of the whole batch.
+        """
         job, call = self.job, self.call
-        grads = (_unfolded(grad, self.values.part), *ends)
-        starts, found = job.reduce(call, self.given, self.saved, grads, needs_own, self.rebuild)
+        grads = (_unfolded(grad, self.values.part), *grad_finals)
+        grad_starts, results = job.reduce(
+            call, self.given, self.saved, grads, needs_own, self.rebuild
+        )
         self.rebuild = False
         if call.layout == job.call.layout:
-            sums |= found
-            return starts
-        for name, total in found.items():
+            sums |= results
+            return grad_starts
+        for name, total in results.items():
             if name not in sums:
                 sums[name] = total.new_empty(job.call.layout.num_neurons)
             whole, piece = (
@@ -112,29 +125,35 @@ class BlockAgain:
                 for x, at in ((sums[name], job.call), (total, call))
             )
             whole[slice(*self.values.part)].copy_(piece)
-        return starts
+        return grad_starts
 
     def write(
-        self, grad: Tensor | None, ends: Sequence[Tensor], revision: Sequence[Tensor]
-    ) -> Found:
-        """The second pass, from the same gradients: those of the inputs, None if not needed."""
+        self, grad: Tensor | None, grad_finals: Sequence[Tensor], revision: Sequence[Tensor]
+    ) -> Gradients:
+        """Run the second pass: return gradients of the inputs, None where not needed."""
         needs = [x.requires_grad for x in self.inputs]
         if not any(needs):
             return [None for _ in needs]
-        grads = (_unfolded(grad, self.values.part), *ends)
-        at = (self.call, self.given, self.saved, grads)
-        written = iter(self.job.write(*at, revision, needs, self.rebuild))
-        return [next(written) if wanted else None for wanted in needs]
+        grads = (_unfolded(grad, self.values.part), *grad_finals)
+        arguments = (self.call, self.given, self.saved, grads)
+        written = iter(self.job.write(*arguments, revision, needs, self.rebuild))
+        return [next(written) if needed else None for needed in needs]
 
 
-def gradients(pairs: Iterable[tuple[Tensor, Tensor | None]], of: Sequence[Tensor]) -> Found:
-    """Gradients of tensors from results and theirs, as far as there are any."""
-    found = [(y, g.to(y.dtype)) for y, g in pairs if g is not None and y.requires_grad]
-    if not (found and of):
+def gradients(pairs: Iterable[tuple[Tensor, Tensor | None]], of: Sequence[Tensor]) -> Gradients:
+    """Return gradients of tensors from pairs of results and their gradients, where available."""
+    known = [(y, g.to(y.dtype)) for y, g in pairs if g is not None and y.requires_grad]
+    if not (known and of):
         return [None for _ in of]
-    results, grads = zip(*found, strict=True)
+    results, grads = zip(*known, strict=True)
     return torch.autograd.grad(results, of, grads, allow_unused=True)
 
 
-def _unfolded(grad: Tensor | None, part: Part) -> Tensor | None:
-    return None if grad is None else rows(grad, size(part))
+def _unfolded(grad: Tensor | None, microbatch: Microbatch) -> Tensor | None:
+    return None if grad is None else unfolded(grad, batch_size(microbatch))
+
+
+# Former names.
+Found = Gradients
+NeuronAgain = RecomputedNeuron
+BlockAgain = RecomputedBlock
