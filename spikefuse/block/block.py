@@ -22,7 +22,7 @@ from spikefuse.block.definition import with_batch_norm
 from spikefuse.block.program import BlockProgram, block_program
 from spikefuse.block.training import BlockTensors, TrainingCall, train
 from spikefuse.kernels.norm import move
-from spikefuse.memory.policies import Checkpoint, Policy
+from spikefuse.memory.policies import Policy
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.call import active, mark_binary, wants_bits
 from spikefuse.nn.neuron import Neuron, backend_of, check
@@ -76,7 +76,7 @@ class Block(nn.Module):
             raise TypeError(f"neuron is a {type(neuron).__name__}: expected a spikefuse.Neuron")
         if memory is not None and not isinstance(memory, Policy):
             raise TypeError(f"memory is {memory!r}: expected a policy of spikefuse.memory, or None")
-        if isinstance(memory, Checkpoint):
+        if memory is not None and memory.recomputes_network:
             raise ValueError(
                 f"memory is {memory!r}, which recomputes whole networks: pass it to "
                 "Temporal(net, memory=...), and here another policy or None"
@@ -157,8 +157,8 @@ def training_call(
 def _saves_states(memory: Policy | None, execution: Execution) -> bool:
     call = active.call
     if memory is not None or call is None:
-        return memory is not None and memory.keeps_states
-    saves = call.policy.keeps_states
+        return memory is not None and memory.saves_states
+    saves = call.policy.saves_states
     if not saves and call.saving is not None:
         recomputed = call.saving.recomputed
         recomputed[call.current] = recomputed.get(call.current, 0) + execution.num_saved_bytes

@@ -36,7 +36,7 @@ from spikefuse.scan.execution import (
 from spikefuse.scan.state_passing import (
     WHOLE,
     Collectives,
-    Microbatch,
+    MicrobatchScan,
     StatePassing,
     exchange_gradients,
     incoming_of,
@@ -104,14 +104,14 @@ class TrainingCall:
 
     def forward(
         self, tensors: BlockTensors, save: bool, bits: bool
-    ) -> tuple[Results, list[Microbatch]]:
+    ) -> tuple[Results, list[MicrobatchScan]]:
         """The results, and the microbatches with what is to be saved for backward."""
         wanted = Wanted(save and self.saves_states, self.final, bits)
         arguments = self.arguments(tensors)
         if self.passing is not WHOLE:
             return state_passing.scan_forward(self.passing, self.program.name, arguments, wanted)
         results = self.execution.forward(arguments, self.execution.new_results(wanted))
-        return results, [Microbatch(None, self.execution, arguments, results.saved or [])]
+        return results, [MicrobatchScan(None, self.execution, arguments, results.saved or [])]
 
     def backward(
         self, tensors: BlockTensors, saved: Tensors, incoming: Incoming, needs: Needs
@@ -119,7 +119,7 @@ class TrainingCall:
         """Both passes. `needs.params` are those of the neuron's own tensors."""
         arguments = self.arguments(tensors)
         if self.passing is WHOLE:
-            parts = [Microbatch(None, self.execution, arguments, saved)]
+            parts = [MicrobatchScan(None, self.execution, arguments, saved)]
         else:
             parts = state_passing.split(self.passing, self.program.name, arguments)
             parts = state_passing.unflatten(parts, saved, self.counts)
@@ -157,7 +157,7 @@ class TrainingCall:
         return BlockGradients(inputs, states, weight, shift, own)
 
     def reduce(
-        self, part: Microbatch, incoming: Incoming, needs_own: Sequence[bool], rebuild: bool
+        self, part: MicrobatchScan, incoming: Incoming, needs_own: Sequence[bool], rebuild: bool
     ) -> Gradients:
         """The first pass: gradients of the initial states, and sums per neuron."""
         states = bool(part.arguments.states)
@@ -169,7 +169,7 @@ class TrainingCall:
 
     def write(
         self,
-        part: Microbatch,
+        part: MicrobatchScan,
         incoming: Incoming,
         needs_inputs: Sequence[bool],
         into: list[Tensor] | None = None,

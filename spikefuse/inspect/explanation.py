@@ -1,4 +1,4 @@
-"""What `explain` finds, and how it is shown."""
+"""The report of `explain`, and its tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from spikefuse.memory.policies import Policy
 
-# Steps for which the eager loop is measured; each further one keeps as much as the last of them.
+# Steps for which the eager loop is measured; every further step saves as much as the last of them.
 LOOP_STEPS = 4
 
 
@@ -18,21 +18,21 @@ class Layer:
     """One call of a neuron, or of a block of norm and neuron.
 
     Attributes:
-        name: the neuron's qualified name in the model; "" for the model itself.
-        module: the name of its type, after that of its norm: "BatchNorm2d + residual + LIF".
-        shape: of each input, `[T, B, ...]`.
-        dtypes: of the inputs.
+        name: qualified name of the neuron in the model; "" for the model itself.
+        module: name of its type, with its norm: "BatchNorm2d + residual + LIF".
+        shape: shape of each input, `[T, B, ...]`.
+        dtypes: dtypes of the inputs.
         implementation: "triton", "numba" or "reference".
-        memory: the policy in force, which says what is kept for backward.
-        program: the name of its kernels, or None on the reference.
-        chunk: K, the steps between the states that are stored for backward, or None.
-        moved: the bytes that must move: inputs read, outputs written; for backward inputs and
-            gradients of outputs read, and gradients written of the inputs that require them. The
-            statistics of a batch take one more reading of the norm's input, and backward one more
-            of inputs and gradients.
-        least: seconds for moving them at the bandwidth of a copy, or None if not measured.
-        achieved: seconds of a forward call of this layer alone, and its backward if there is one:
-            the median of a few, the host's part included; or None if not measured.
+        memory: the memory policy in effect.
+        program: name of its kernels, or None on the reference.
+        chunk: K, the number of steps between states stored for backward, or None.
+        moved: bytes that must move. Forward reads inputs and writes outputs; backward reads inputs
+            and gradients of outputs, and writes the gradients of inputs that require one. Batch
+            statistics read the norm's input once more, and their backward reads inputs and
+            gradients once more.
+        least: seconds to move these bytes at the bandwidth of a copy, or None if not measured.
+        achieved: median seconds of forward, and backward if there is one, of this layer alone,
+            including host time; None if not measured.
         notes: why it runs on the reference, and which inputs are copied.
     """
 
@@ -51,23 +51,23 @@ class Layer:
 
     @property
     def fraction(self) -> float | None:
-        """Least over achieved time; 1 is the speed of memory."""
+        """Least over achieved time; 1 is the speed of a copy."""
         if self.least is None or self.achieved is None:
             return None
         return self.least / self.achieved
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a layer keeps for backward; memory that several layers keep counts at the first.
+class SavedBytes:
+    """What a layer saves for backward; memory that several layers save counts for the first.
 
     Attributes:
-        name: the layer's qualified name in the model; "" for the model itself.
-        module: the name of its type, as in `Layer`.
-        now: bytes under the policy in force; parameters and buffers do not count.
-        eager: bytes if PyTorch did it alone: norm, sum and `impl="reference"` one after the other,
-            and no spikes packed. The loop is measured for up to four steps; each further one is
-            taken to keep as much more as the fourth. None for layers on events.
+        name: qualified name of the layer in the model; "" for the model itself.
+        module: name of its type, as in `Layer`.
+        now: bytes under the policy in effect, without parameters and buffers.
+        eager: bytes in PyTorch alone: norm, sum and `impl="reference"` one after the other, and no
+            packed spikes. The loop is measured for up to four steps; every further step is assumed
+            to save as much as the fourth. None for layers on events.
     """
 
     name: str
@@ -78,43 +78,54 @@ class Kept:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` has found; as a string, two tables.
+    """The report of `explain`; as a string, two tables.
 
     Attributes:
-        layers: one per call of a neuron, in the order of the calls.
-        kept: one per layer that keeps anything for backward, in the order of the first calls.
-        not_called: the names of neurons that were not called.
-        num_others: modules without submodules that are not neurons.
+        layers: one row per call of a neuron, in the order of the calls.
+        saved: one row per layer that saves anything for backward, in the order of first calls.
+        not_called: names of the neurons that were not called.
+        num_others: number of modules without submodules that are not neurons.
         bandwidth: bytes per second that a copy reads and writes, or None if not measured.
-        events: a line for each `EventLinear`: what it ran on, why, and how active its input was.
-        again: the names of networks whose layers `Checkpoint` has computed, and computes again in
-            backward: they have no rows, but for layers that are not computed again.
+        events: a line per `EventLinear`: its implementation, the reason, and its input activity.
+        recomputed: names of the networks that `Checkpoint` recomputes in backward. Their layers
+            have no rows, except those that are not recomputed.
     """
 
     layers: tuple[Layer, ...]
-    kept: tuple[Kept, ...]
+    saved: tuple[SavedBytes, ...]
     not_called: tuple[str, ...]
     num_others: int
     bandwidth: float | None
     events: tuple[str, ...] = ()
-    again: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = _table(self.layers) if self.layers else []
         for layer in self.layers:
             lines += [f"{_label(layer.name)}: {note}" for note in layer.notes]
         lines += self.events
-        for name in self.again:
+        for name in self.recomputed:
             lines.append(
-                f"{_label(name)}: memory=Checkpoint() computes its layers again in backward; they "
-                "and what it keeps are not shown: explain it with Recompute()"
+                f"{_label(name)}: memory=Checkpoint() recomputes its layers in backward; they and "
+                "what it saves are not shown: explain it with Recompute()"
             )
         if self.not_called:
             lines.append(f"not called: {', '.join(self.not_called)}")
-        lines += ["", *_table_of_kept(self.kept, not self.again), ""] if self.kept else []
+        lines += ["", *_saved_table(self.saved, not self.recomputed), ""] if self.saved else []
         return "\n".join([*lines, *_legend(self)])
 
     __repr__ = __str__
+
+    @property
+    def kept(self) -> tuple[SavedBytes, ...]:  # former name
+        return self.saved
+
+    @property
+    def again(self) -> tuple[str, ...]:  # former name
+        return self.recomputed
+
+
+Kept = SavedBytes  # former name
 
 
 def _label(name: str) -> str:
@@ -137,14 +148,14 @@ def _table(layers: Sequence[Layer]) -> list[str]:
     return _aligned(rows, numbers_from=6)
 
 
-def _table_of_kept(layers: Sequence[Kept], are_all: bool) -> list[str]:
+def _saved_table(layers: Sequence[SavedBytes], are_all: bool) -> list[str]:
     known = [x.eager for x in layers if x.eager is not None]
     eager = sum(known) if len(known) == len(layers) else None
-    total = [Kept("total", "", sum(x.now for x in layers), eager)] if are_all else []
-    rows = [["layer", "module", "kept", "by eager PyTorch"]]
-    for kept in (*layers, *total):
-        shown = "–" if kept.eager is None else _bytes(kept.eager)
-        rows.append([_label(kept.name), kept.module, _bytes(kept.now), shown])
+    total = [SavedBytes("total", "", sum(x.now for x in layers), eager)] if are_all else []
+    rows = [["layer", "module", "saved", "by eager PyTorch"]]
+    for row in (*layers, *total):
+        shown = "–" if row.eager is None else _bytes(row.eager)
+        rows.append([_label(row.name), row.module, _bytes(row.now), shown])
     return _aligned(rows, numbers_from=2)
 
 
@@ -165,16 +176,16 @@ def _legend(explanation: Explanation) -> Iterator[str]:
     yield f"{explanation.num_others} other {plural} ordinary PyTorch"
     if explanation.layers:
         yield "K: steps between stored states"
-    if explanation.kept:
+    if explanation.saved:
         yield (
-            "kept: for backward, at the first of the layers that keep it; by the eager loop, "
+            "saved: for backward, at the first of the layers that save it; by the eager loop, "
             f"measured for {LOOP_STEPS} steps and scaled"
         )
     if explanation.bandwidth is not None:
         yield (
-            "least: what must move at the bandwidth of a copy, "
+            "least: bytes that must move at the bandwidth of a copy, "
             f"{explanation.bandwidth / 1e9:,.0f} GB/s. achieved: this layer alone, forward and "
-            "backward, the host's part included"
+            "backward, including host time"
         )
 
 

@@ -13,10 +13,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Packed(NamedTuple):
-    """What `pack` made of a tensor.
+    """A binary tensor as one bit per value.
 
-    `bits`: uint8; value i in memory is bit i % 8 of byte i // 8. `num`: values in memory. `shape`,
-    `strides` and `offset`: of the tensor that `unpack` gives, in that memory.
+    Attributes:
+        bits: uint8; value i in memory is bit i % 8 of byte i // 8.
+        num: number of values in memory.
+        shape, strides, offset: the tensor that `unpack` returns, in memory of `num` values.
     """
 
     bits: Tensor
@@ -27,25 +29,25 @@ class Packed(NamedTuple):
     offset: int = 0
 
     def unpack(self) -> Tensor:
-        """The tensor, in new memory: 1 where it was not 0."""
+        """Return the tensor in new memory, with 1 for every nonzero value."""
         memory = torch.empty(self.num, dtype=self.dtype, device=self.bits.device)
         _kernels(memory).unpack(self.bits, memory)
         return memory.as_strided(self.shape, self.strides, self.offset)
 
     def viewed_as(self, view: Tensor) -> Packed:
-        """The same bits for a view of the tensor, whose memory started where its storage does."""
+        """Return the same bits for a view of the tensor, which filled its storage."""
         shape, strides, offset = tuple(view.shape), view.stride(), view.storage_offset()
         return Packed(self.bits, self.num, self.dtype, shape, strides, int(offset))
 
 
 def pack(x: Tensor) -> Packed:
-    """One bit per value of `x`, of any shape, whether it is not 0: all of a binary tensor.
+    """Store one bit per value of `x`: whether it is nonzero. This is lossless for binary tensors.
 
-    It works on the memory of `x` in order, whatever its layout, and never waits for a GPU.
+    Packs the memory of `x` in order, whatever its layout, and never synchronizes with a GPU.
 
     Raises:
         TypeError: `x` is not float32, bfloat16 or float16.
-        ValueError: the memory of `x` has gaps, its values overlap, or it is on an unknown device.
+        ValueError: the memory of `x` has gaps or overlaps, or its device is not supported.
     """
     if x.dtype not in DTYPES:
         raise TypeError(f"x is {x.dtype}: expected float32, bfloat16 or float16")

@@ -1,4 +1,4 @@
-"""`spikefuse.kernels.bits` on the CPU, on all cores."""
+"""`spikefuse.kernels.bits` on a CPU."""
 
 # mypy: disable-error-code="call-arg"
 from __future__ import annotations
@@ -6,14 +6,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from spikefuse.kernels.numba_runtime import (
-    advise_huge_pages,
-    f32,
-    flat,
-    kernel,
-    load,
-    store,
-)
+from spikefuse.kernels.numba_runtime import advise_huge_pages, f32, flat, kernel, load, store
 from spikefuse.kernels.numba_threads import parallel
 
 
@@ -45,13 +38,13 @@ def unpack_kernel(first, last, bits, x):
 
 
 def pack(x: Tensor, bits: Tensor) -> None:
-    """Write a bit for each value in the memory of `x`, which has no gaps."""
+    """Write one bit per value of `x`, which is dense."""
     if x.numel():
         parallel(pack_kernel, bits.numel(), 8, flat(x), bits.numpy())
 
 
 def unpack(bits: Tensor, x: Tensor) -> None:
-    """Write 0 or 1 for each value in the memory of `x`, which has no gaps."""
+    """Write 0 or 1 to each value of `x`, which is dense."""
     if x.numel():
         advise_huge_pages(x)
         parallel(unpack_kernel, bits.numel(), 8, bits.numpy(), flat(x))

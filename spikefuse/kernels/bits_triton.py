@@ -1,6 +1,6 @@
 """`spikefuse.kernels.bits` on a GPU, or in Triton's interpreter.
 
-Threads read and write 16 bytes at a time where the number of values is a multiple of 16.
+Threads access 16 bytes at a time if the number of values is a multiple of 16.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spikefuse.kernels.triton_runtime import Launch
+from spikefuse.kernels.triton_runtime import TritonLaunch
 
-# Bytes of bits per block: 32 values per thread, so that several loads are under way at once.
+# Bytes of bits per block. With 32 values per thread, several loads are in flight at once.
 BLOCK, WARPS = 512, 4
 
 
@@ -40,27 +40,22 @@ def unpack_kernel(bits, x, num, BLOCK: tl.constexpr):
 
 
 def pack(x: Tensor, bits: Tensor) -> None:
-    """Write a bit for each value in the memory of `x`, which has no gaps."""
-    _run("pack", x.numel(), x.dtype, x.device, (x, bits))
+    """Write one bit per value of `x`, which is dense."""
+    if x.numel():
+        _launch("pack", x.numel(), x.dtype, x.device)((x, bits))
 
 
 def unpack(bits: Tensor, x: Tensor) -> None:
-    """Write 0 or 1 for each value in the memory of `x`, which has no gaps."""
-    _run("unpack", x.numel(), x.dtype, x.device, (bits, x))
+    """Write 0 or 1 to each value of `x`, which is dense."""
+    if x.numel():
+        _launch("unpack", x.numel(), x.dtype, x.device)((bits, x))
 
 
-def _run(
-    name: str, num: int, dtype: torch.dtype, device: torch.device, tensors: tuple[Tensor, Tensor]
-) -> None:
-    if num:
-        _launch(name, num, dtype, device)(tensors)
-
-
-# By name, as a kernel takes long to hash.
+# Keyed by name, because a kernel is slow to hash.
 _KERNELS = {"pack": pack_kernel, "unpack": unpack_kernel}
 
 
 @lru_cache(maxsize=4096)
-def _launch(name: str, num: int, dtype: torch.dtype, device: torch.device) -> Launch:
+def _launch(name: str, num: int, dtype: torch.dtype, device: torch.device) -> TritonLaunch:
     grid = (-(-num // (8 * BLOCK)), 1, 1)
-    return Launch(_KERNELS[name], grid, (num, BLOCK), WARPS, device)
+    return TritonLaunch(_KERNELS[name], grid, (num, BLOCK), WARPS, device)

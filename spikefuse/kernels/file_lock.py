@@ -1,4 +1,4 @@
-"""Locks between processes that compile the same kernels."""
+"""File locks for processes that compile the same kernels."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ try:
 except ImportError:  # not Unix
     fcntl = None  # type: ignore[assignment]
 
-# Seconds after which a process no longer waits for what another one compiles.
-PATIENCE = 60.0
-
+# Seconds a process waits for another one to compile.
+TIMEOUT = 60.0
 
 _locked: set[str] = set()
 
 
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[None]:
-    """A block that one process at a time runs for a file, where the system can tell; within it,
-    other blocks for the file belong to it. For one thread at a time.
+    """Hold a lock on an existing file; reentrant, for one thread at a time.
 
     Processes that start together need the same kernels: the first compiles them, the others find
-    them in the cache.
+    them in the cache. Does nothing on systems without `fcntl`, or if the file cannot be read.
     """
     if fcntl is None or path in _locked:
         yield
@@ -32,7 +30,7 @@ def locked(path: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             file = stack.enter_context(open(path, "rb"))
-            _wait_for(file.fileno())
+            _lock(file.fileno())
         _locked.add(path)
         try:
             yield
@@ -40,10 +38,10 @@ def locked(path: str) -> Iterator[None]:
             _locked.discard(path)
 
 
-def _wait_for(descriptor: int) -> None:
-    """Lock an open file, which closing it unlocks."""
-    until = time.monotonic() + PATIENCE
-    while time.monotonic() < until:
+def _lock(descriptor: int) -> None:
+    """Lock an open file until it is closed, or give up after the timeout."""
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

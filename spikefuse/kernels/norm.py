@@ -1,107 +1,108 @@
-"""Sums over each channel: the statistics of a batch norm, and what its gradient needs of them."""
+"""Per-channel reductions of a batch norm: batch statistics, and the sums its gradient needs."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from spikefuse.kernels.place import Place, placed
+from spikefuse.kernels.channels import ChannelLayout, channel_layout
+
+#: Running mean and variance `[C]`, and the number of batches; None where they are not tracked.
+Running = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def statistics(
-    x: Tensor,
-    weight: Tensor | None,
-    running: tuple[Tensor | None, Tensor | None, Tensor | None],
-    momentum: float,
-    eps: float,
-    backend: str,
+    x: Tensor, weight: Tensor | None, running: Running, momentum: float, eps: float, backend: str
 ) -> Tensor:
-    """Mean and deviation of each channel, over all other dims.
+    """Compute the statistics of each channel over all other dimensions.
 
-    Also moves running statistics on: `(1 - momentum) * old + momentum * new`, of the variance the
-    unbiased one, as `torch.nn.BatchNorm2d` does.
+    Also updates the running statistics as `torch.nn.BatchNorm2d` does:
+    `(1 - momentum) * old + momentum * new`, with the unbiased variance.
 
     Args:
         x: `[T, B, C, ...]`, any dense layout or broadcast over time, float32 or half precision.
         weight: `[C]`, or None for 1.
-        running: mean and variance `[C]`, and the number of batches, one more after the call.
+        running: updated in place; the number of batches increases by 1.
         backend: "triton" or "numba".
 
     Returns:
         Float32 `[4, C]`: mean, `weight / sqrt(variance + eps)`, `1 / sqrt(variance + eps)` and the
-        biased variance. Equal calls give equal bits.
+        biased variance. Deterministic.
     """
     repeats = 1
     if x.stride(0) == 0:
         repeats, x = x.shape[0], x[:1]
-    x, place = placed(x, 2)
+    x, layout = channel_layout(x, 2)
     if backend == "triton":
         from spikefuse.kernels import norm_triton
 
-        return norm_triton.run_statistics(x, place, repeats, weight, running, momentum, eps)
+        return norm_triton.statistics(x, layout, repeats, weight, running, (momentum, eps))
     from spikefuse.kernels.norm_numba import moments
 
-    results = torch.empty((4, place.channels), dtype=torch.float32)
-    mean, variance = results[0], results[3]
-    moments(x, *place, mean, variance)
-    normalization(results, weight, eps)
-    number = repeats * place.outer * place.inner
-    move(running, mean, variance * (number / (number - 1)), momentum)
+    results = torch.empty((4, layout.channels), dtype=torch.float32)
+    moments(x, *layout, results[0], results[3])
+    number = repeats * layout.outer * layout.inner
+    _finish(results, weight, running, number / (number - 1), (momentum, eps))
     return results
 
 
-def merged(
+def merge_statistics(
     shares: Tensor,
     weight: Tensor | None,
-    running: tuple[Tensor | None, Tensor | None, Tensor | None],
+    running: Running,
     momentum: float,
     eps: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """The statistics of several shares as those of one batch.
+    """Merge the statistics of several shares of a batch.
 
     Args:
-        shares: float32 `[k, 2C + 1]`: of each the means, the biased variances, and the number of
-            values per channel. The rest is as in `statistics`.
+        shares: float32 `[k, 2C + 1]`; each row holds the means, the biased variances, and the
+            number of values per channel. Other arguments are as in `statistics`.
 
     Returns:
-        What `statistics` returns, of all shares, and the number of values per channel in all, a
+        What `statistics` returns for the whole batch, and its number of values per channel, a
         float32 scalar.
     """
     if backend == "triton":
         from spikefuse.kernels import norm_triton
 
-        return norm_triton.run_merged(shares, weight, running, momentum, eps)
+        return norm_triton.merge_statistics(shares, weight, running, (momentum, eps))
     channels = shares.shape[1] // 2
     means, variances, numbers = shares.split([channels, channels, 1], 1)
     number = numbers.sum()
     results = torch.empty((4, channels), dtype=torch.float32)
-    # About the first mean, in case that means are large.
+    # Deviations from the first mean lose no precision where means are large.
     shift = (numbers * (means - means[:1])).sum(0) / number
     results[0] = means[0] + shift
-    inside = variances + (means - means[:1] - shift).square()
-    results[3] = (numbers * inside).sum(0) / number
-    normalization(results, weight, eps)
-    move(running, results[0], results[3] * (number / (number - 1)), momentum)
+    spread = variances + (means - means[:1] - shift).square()
+    results[3] = (numbers * spread).sum(0) / number
+    _finish(results, weight, running, number / (number - 1), (momentum, eps))
     return results, number
 
 
-def normalization(results: Tensor, weight: Tensor | None, eps: float) -> None:
-    """Fill rows 1 and 2 of what `statistics` returns from its row 3."""
-    torch.rsqrt(results[3] + eps, out=results[2])
-    if weight is None:
-        results[1].copy_(results[2])
-    else:
-        torch.mul(results[2], weight.detach(), out=results[1])
-
-
-def move(
-    running: tuple[Tensor | None, Tensor | None, Tensor | None],
-    mean: Tensor,
-    unbiased: Tensor,
-    momentum: float,
+def _finish(
+    results: Tensor,
+    weight: Tensor | None,
+    running: Running,
+    correction: float | Tensor,
+    numbers: tuple[float, float],
 ) -> None:
-    """Move running statistics on; see `statistics`."""
+    """Fill rows 1 and 2 of the results and update the running statistics.
+
+    Args:
+        correction: unbiased over biased variance.
+        numbers: momentum and eps.
+    """
+    mean, scale, inverse, variance = results
+    momentum, eps = numbers
+    torch.rsqrt(variance + eps, out=inverse)
+    torch.mul(inverse, 1.0 if weight is None else weight.detach(), out=scale)
+    update_running_stats(running, mean, variance * correction, momentum)
+
+
+def update_running_stats(running: Running, mean: Tensor, unbiased: Tensor, momentum: float) -> None:
+    """Update running statistics in place; see `statistics`."""
     running_mean, running_variance, batches = running
     if running_mean is not None and running_variance is not None:
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -113,22 +114,22 @@ def move(
 def gradient_sums(
     scale_sums: Tensor,
     shift_sums: Tensor,
-    normalization: Tensor,
-    place: Place,
+    statistics: Tensor,
+    layout: ChannelLayout,
     number: float,
     backend: str,
 ) -> Tensor:
-    """What the gradient of a batch norm needs.
+    """Reduce sums over time to the coefficients of a batch norm's gradient.
 
     With `u = (x - mean) * scale + shift` and G the gradient of u, the gradient of x in training
-    is `G * scale + offset + slope * (x - mean)`; its last two terms flow through the statistics.
+    is `G * scale + offset + slope * (x - mean)`. The last two terms flow through the statistics.
 
     Args:
         scale_sums, shift_sums: sums of `G * (x - mean)` and of `G` over time, float32, one per
-            neuron, in memory as `place` tells.
-        normalization: what `statistics` returned.
-        number: values per channel. Of ranks that share their statistics the numbers and the sums
-            add up: offset and slope with 1 for a number do, too, and are divided in the end.
+            neuron, in the memory order of `layout`.
+        statistics: the result of `statistics`.
+        number: values per channel. Ranks that share their statistics pass 1, add up their results,
+            and divide offset and slope by the total number.
         backend: "triton" or "numba".
 
     Returns:
@@ -137,10 +138,12 @@ def gradient_sums(
     if backend == "triton":
         from spikefuse.kernels import norm_triton
 
-        return norm_triton.run_gradient_sums(scale_sums, shift_sums, normalization, place, number)
-    by_weight = scale_sums.view(place).sum((0, 2)) * normalization[2]
-    by_shift = shift_sums.view(place).sum((0, 2))
-    share = -normalization[1] / number
-    return torch.stack(
-        (share * by_shift, share * normalization[2] * by_weight, by_weight, by_shift)
-    )
+        return norm_triton.gradient_sums(scale_sums, shift_sums, statistics, layout, number)
+    grad_weight = scale_sums.view(layout).sum((0, 2)) * statistics[2]
+    grad_shift = shift_sums.view(layout).sum((0, 2))
+    share = -statistics[1] / number
+    offset, slope = share * grad_shift, share * statistics[2] * grad_weight
+    return torch.stack((offset, slope, grad_weight, grad_shift))
+
+
+move, merged = update_running_stats, merge_statistics  # former names

@@ -1,4 +1,4 @@
-"""Moments of each channel on a CPU."""
+"""Per-channel mean and variance on a CPU."""
 
 # mypy: disable-error-code="call-arg"
 from __future__ import annotations
@@ -9,8 +9,8 @@ from torch import Tensor
 from spikefuse.kernels.numba_runtime import flat, kernel, load
 from spikefuse.kernels.numba_threads import parallel
 
-# Neighbours in memory that are summed side by side, and rows of them in float32, the first time
-# fewer.
+# Columns of a tile, which are summed side by side, and the rows that are summed in float32 before
+# they are merged in double precision. The first HEAD rows give the origin of the sums.
 WIDTH = 256
 ROWS, HEAD = 256, 16
 
@@ -18,24 +18,25 @@ ROWS, HEAD = 256, 16
 def moments(
     x: Tensor, outer: int, channels: int, inner: int, mean: Tensor, variance: Tensor
 ) -> None:
-    """Write mean and biased variance of `x`, in memory `[outer, channels, inner]`."""
+    """Write the mean and biased variance of each channel of `x`, `[outer, channels, inner]`."""
     arrays = flat(x), outer, channels, inner, mean.numpy(), variance.numpy()
     parallel(_moments, channels, outer * inner, *arrays)
 
 
 @kernel
 def _moments(first, last, x, outer, channels, inner, mean, variance):
-    """Of channels first ... last - 1.
+    """Compute the moments of channels first ... last - 1.
 
-    Sums of a few rows are taken in float32, about the mean so far, or the first row, so that a mean
-    that is large against the deviation does no harm; they are merged in double precision, as Chan
-    et al. do.
+    Deviations from the mean so far, or from the first row, are summed in float32 over a few rows,
+    which stays precise where the mean is large. The sums are merged in double precision.
+
+    Source: Chan, Golub and LeVeque, "Algorithms for Computing the Sample Variance", 1983.
     """
     origin, sums, squares = np.empty((3, WIDTH), np.float32)
     count = np.zeros(last - first)
     center = np.zeros(last - first)
     spread = np.zeros(last - first)
-    # Tiles are channels of a row, or pieces of a channel's run.
+    # A tile spans several channels of a row (inner == 1), or a piece of one channel.
     begin, end = (first, last) if inner == 1 else (first * inner, last * inner)
     while begin < end:
         limit = end if inner == 1 else (begin // inner + 1) * inner

@@ -1,8 +1,8 @@
-"""Sums over each channel on a GPU: the statistics of a norm, and what its gradient needs of them.
+"""`spikefuse.kernels.norm` on a GPU, or in Triton's interpreter.
 
-Both kernels cut memory `[outer, channels, inner]` into tiles of channels and shares of rows. Each
-thread block leaves the sums of its share; the last of a tile, told by a counter, combines them, in
-the order of the shares: the results repeat bit for bit.
+Memory `[outer, channels, inner]` is cut into tiles of channels and shares of rows. Each thread
+block stores the sums of its share. The last block of a tile, found by an atomic counter, combines
+them in the order of the shares, so results are deterministic.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,23 +16,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spikefuse.kernels.place import Place
-from spikefuse.kernels.triton_runtime import Launch
+from spikefuse.kernels.channels import ChannelLayout
+from spikefuse.kernels.triton_runtime import TritonLaunch
 
-# Channels of a tile, tiles whose loads are issued together, threads over 32, thread blocks of a
-# multiprocessor that are aimed at, and shares of a tile of channels at most: the last block
-# combines them all at once. In a tile, a thread reads 16 bytes.
-WIDTH, TILES, WARPS, BLOCKS, MAX_SHARES = 32, 4, 8, 2, 128
-# Where there are no more, combining them is faster.
-FEW_SHARES = 32
+#: Running mean and variance, and the number of batches.
+_Running = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+# Channels per tile; tiles whose loads are issued together; warps per block; target number of thread
+# blocks per multiprocessor. In a tile, a thread reads 16 bytes.
+WIDTH, TILES, WARPS, BLOCKS = 32, 4, 8, 2
+# The last block combines all shares of a tile at once: at most MAX_SHARES, faster for FEW_SHARES.
+MAX_SHARES, FEW_SHARES = 128, 32
+# Rows whose mean is the origin of the sums.
 HEAD: tl.constexpr = tl.constexpr(16)
-# Rounds of loads under way at once.
+# Stages of the software pipeline.
 STAGES: tl.constexpr = tl.constexpr(3)
 
 
 @triton.jit
-def _place(channels, inner, first, height: tl.constexpr, width: tl.constexpr, last: tl.constexpr):
-    """(offsets of the tile's first row, its columns, their number, the distance of rows)."""
+def _tile(channels, inner, first, height: tl.constexpr, width: tl.constexpr, last: tl.constexpr):
+    """Return the offsets of a tile's first rows, its columns, their number, and the row stride."""
     tile = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, width)[None, :]
     if last:
@@ -45,7 +48,7 @@ def _place(channels, inner, first, height: tl.constexpr, width: tl.constexpr, la
 
 @triton.jit
 def _over_rows(values, last: tl.constexpr):
-    """Sum to one value per channel of the tile."""
+    """Sum over rows to one value per channel of the tile."""
     total = tl.sum(values, 0)
     if not last:
         total = tl.sum(total, 0) + tl.zeros([1], tl.float32)
@@ -54,7 +57,7 @@ def _over_rows(values, last: tl.constexpr):
 
 @triton.jit
 def _is_last(arrived_ptr):
-    """Whether all other shares of this tile have left their sums."""
+    """Whether all other shares of this tile have been stored."""
     tl.debug_barrier()
     counter = arrived_ptr + tl.program_id(0)
     is_last = tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(1) - 1
@@ -75,7 +78,7 @@ def _combined(
     CHANNELS: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """Mean and variance of all shares; sums are taken about the mean of the first."""
+    """Combine the shares to mean and variance, relative to the mean of the first share."""
     share = tl.arange(0, SHARES)[:, None]
     live = (share < tl.num_programs(1)) & exists[None, :]
     means = tl.load(means_ptr[None, :] + share * channels, live, 0.0, cache_modifier=".cg")
@@ -91,13 +94,6 @@ def _combined(
 
 
 @triton.jit
-def _move(at, value, momentum, mask):
-    """Store `(1 - momentum) * old + momentum * value`."""
-    old = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(at, (1.0 - momentum) * old + momentum * value, mask=mask)
-
-
-@triton.jit
 def _store_statistics(results_ptr, weight_ptr, c, channels, exists, mean, variance, eps):
     inverse = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
     scale = inverse
@@ -110,24 +106,32 @@ def _store_statistics(results_ptr, weight_ptr, c, channels, exists, mean, varian
 
 
 @triton.jit
-def _move_on(mean_ptr, variance_ptr, batches_ptr, c, exists, mean, variance, number, momentum):
-    """Move running statistics on."""
-    if mean_ptr is not None:
+def _average(at, value, momentum, mask):
+    """Store `(1 - momentum) * old + momentum * value`."""
+    old = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, (1.0 - momentum) * old + momentum * value, mask=mask)
+
+
+@triton.jit
+def _update_running_stats(
+    running_mean, running_var, num_batches, c, exists, mean, variance, number, momentum
+):
+    if running_mean is not None:
         unbiased = variance * tl.div_rn(number, number - 1.0)
-        _move(mean_ptr + c, mean, momentum, exists)
-        _move(variance_ptr + c, unbiased, momentum, exists)
-    if batches_ptr is not None:  # noqa: SIM102
+        _average(running_mean + c, mean, momentum, exists)
+        _average(running_var + c, unbiased, momentum, exists)
+    if num_batches is not None:  # noqa: SIM102
         if tl.program_id(0) == 0:
-            tl.store(batches_ptr, tl.load(batches_ptr) + 1)
+            tl.store(num_batches, tl.load(num_batches) + 1)
 
 
 @triton.jit(do_not_specialize=["shares", "channels"])
-def merge(
+def merge_kernel(
     shares_ptr,
     weight_ptr,
-    running_mean_ptr,
-    running_variance_ptr,
-    batches_ptr,
+    running_mean,
+    running_var,
+    num_batches,
     results_ptr,
     number_ptr,
     momentum: tl.float32,
@@ -137,7 +141,7 @@ def merge(
     WIDTH: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """Statistics of shares, rows of means, variances and a number, as those of one batch."""
+    """See `spikefuse.kernels.norm.merge_statistics`."""
     c = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     exists = c < channels
     share = tl.arange(0, SHARES)[:, None]
@@ -147,26 +151,27 @@ def merge(
     live = live & exists[None, :]
     means = tl.load(rows_ptr + c[None, :], mask=live, other=0.0)
     variances = tl.load(rows_ptr + channels + c[None, :], mask=live, other=0.0)
-    # About the first mean, in case that means are large.
+    # Deviations from the first mean lose no precision where means are large.
     base = tl.load(shares_ptr + c, mask=exists, other=0.0)
     d = tl.where(live, means - base[None, :], 0.0)
     shift = tl.div_rn(tl.sum(n * d, 0), number)
     d = tl.where(live, d - shift[None, :], 0.0)
     mean, variance = base + shift, tl.div_rn(tl.sum(n * (variances + d * d), 0), number)
     _store_statistics(results_ptr, weight_ptr, c, channels, exists, mean, variance, eps)
-    running_ptr, spread_ptr = running_mean_ptr, running_variance_ptr
-    _move_on(running_ptr, spread_ptr, batches_ptr, c, exists, mean, variance, number, momentum)
+    _update_running_stats(
+        running_mean, running_var, num_batches, c, exists, mean, variance, number, momentum
+    )
     if tl.program_id(0) == 0:
         tl.store(number_ptr, number)
 
 
 @triton.jit(do_not_specialize=["outer", "channels", "inner", "rows", "repeats"])
-def statistics(
+def statistics_kernel(
     x_ptr,
     weight_ptr,
-    running_mean_ptr,
-    running_variance_ptr,
-    batches_ptr,
+    running_mean,
+    running_var,
+    num_batches,
     results_ptr,
     partial_ptr,
     arrived_ptr,
@@ -192,13 +197,13 @@ def statistics(
     share = tl.program_id(1).to(tl.int64)
     first = share * rows
     count = tl.minimum(outer - first, rows)
-    offsets, column, length, stride = _place(channels, inner, first, HEIGHT, WIDTH, LAST)
+    offsets, column, length, stride = _tile(channels, inner, first, HEIGHT, WIDTH, LAST)
     row = tl.arange(0, HEIGHT)[:, None]
 
     CHANNELS: tl.constexpr = WIDTH if LAST else 1
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     exists = c < channels
-    # Sums are taken about the mean of the first rows, in case that the mean is large.
+    # Deviations from the mean of the first rows lose no precision where the mean is large.
     head = tl.arange(0, HEAD)[:, None]
     heads_ptr = x_ptr + (first + head) * stride + (c * (1 if LAST else inner))[None, :]
     seen = tl.load(heads_ptr, (head < count) & exists[None, :], 0.0).to(tl.float32)
@@ -230,14 +235,14 @@ def statistics(
             means_ptr, spreads_ptr, rows, outer, each, channels, exists, CHANNELS, SHARES
         )
         _store_statistics(results_ptr, weight_ptr, c, channels, exists, mean, variance, eps)
-        running_ptr, spread_ptr = running_mean_ptr, running_variance_ptr
         number = (outer * each * repeats).to(tl.float32)
-        _move_on(running_ptr, spread_ptr, batches_ptr, c, exists, mean, variance, number, momentum)
+        _update_running_stats(
+            running_mean, running_var, num_batches, c, exists, mean, variance, number, momentum
+        )
 
 
 @triton.jit
-def _folded(sums_ptr, channels, exists, SHARES: tl.constexpr):
-    """The sum of all shares."""
+def _sum_of_shares(sums_ptr, channels, exists, SHARES: tl.constexpr):
     share = tl.arange(0, SHARES)[:, None]
     live = (share < tl.num_programs(1)) & exists[None, :]
     at = sums_ptr[None, :] + share * channels
@@ -245,10 +250,10 @@ def _folded(sums_ptr, channels, exists, SHARES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["outer", "channels", "inner", "rows"])
-def gradient_sums(
+def gradient_sums_kernel(
     scale_sums_ptr,
     shift_sums_ptr,
-    normalization_ptr,
+    statistics_ptr,
     results_ptr,
     partial_ptr,
     arrived_ptr,
@@ -272,7 +277,7 @@ def gradient_sums(
     share = tl.program_id(1).to(tl.int64)
     first = share * rows
     count = tl.minimum(outer - first, rows)
-    offsets, column, length, stride = _place(channels, inner, first, HEIGHT, WIDTH, LAST)
+    offsets, column, length, stride = _tile(channels, inner, first, HEIGHT, WIDTH, LAST)
     row = tl.arange(0, HEIGHT)[:, None]
     scales = tl.zeros([HEIGHT, WIDTH], tl.float32)
     shifts = tl.zeros([HEIGHT, WIDTH], tl.float32)
@@ -292,46 +297,53 @@ def gradient_sums(
     tl.store(shifts_ptr + share * channels, _over_rows(shifts, LAST), mask=exists)
 
     if _is_last(arrived_ptr):
-        by_scale = _folded(scales_ptr, channels, exists, SHARES)
-        by_shift = _folded(shifts_ptr, channels, exists, SHARES)
-        scale = tl.load(normalization_ptr + channels + c, mask=exists, other=0.0)
-        inverse = tl.load(normalization_ptr + 2 * channels + c, mask=exists, other=0.0)
-        share_of_each = -tl.div_rn(scale, number)
-        tl.store(results_ptr + c, share_of_each * by_shift, mask=exists)
-        slope = share_of_each * inverse * inverse * by_scale
+        grad_weight = _sum_of_shares(scales_ptr, channels, exists, SHARES)
+        grad_shift = _sum_of_shares(shifts_ptr, channels, exists, SHARES)
+        scale = tl.load(statistics_ptr + channels + c, mask=exists, other=0.0)
+        inverse = tl.load(statistics_ptr + 2 * channels + c, mask=exists, other=0.0)
+        negative_share = -tl.div_rn(scale, number)
+        tl.store(results_ptr + c, negative_share * grad_shift, mask=exists)
+        slope = negative_share * inverse * inverse * grad_weight
         tl.store(results_ptr + channels + c, slope, mask=exists)
-        tl.store(results_ptr + 2 * channels + c, inverse * by_scale, mask=exists)
-        tl.store(results_ptr + 3 * channels + c, by_shift, mask=exists)
+        tl.store(results_ptr + 2 * channels + c, inverse * grad_weight, mask=exists)
+        tl.store(results_ptr + 3 * channels + c, grad_shift, mask=exists)
 
 
-class _Launch:
-    """A kernel on arrays of one shape, with its scratch memory."""
+class ReductionLaunch:
+    """A reduction kernel for one memory layout, with its scratch memory."""
 
     def __init__(
-        self, kernel: Any, at: Place, more: tuple[int, ...], device: torch.device, itemsize: int
+        self,
+        kernel: Any,
+        layout: ChannelLayout,
+        more: tuple[int, ...],
+        device: torch.device,
+        itemsize: int,
     ) -> None:
-        is_last = at.inner == 1
-        length = at.channels if is_last else at.inner
+        is_last = layout.inner == 1
+        length = layout.channels if is_last else layout.inner
         unit = 1 if length % 16 else 16
         width = min(triton.next_power_of_2(length), WIDTH if is_last else 1024)
         height = max(1, WARPS * 32 * 16 // itemsize // width)
-        tiles = -(-at.channels // width) if is_last else at.channels
+        tiles = -(-layout.channels // width) if is_last else layout.channels
         wanted = max(1, BLOCKS * _multiprocessors(device) // tiles)
-        rows = -(-at.outer // min(wanted, MAX_SHARES))
+        rows = -(-layout.outer // min(wanted, MAX_SHARES))
         rows = -(-rows // (height * TILES)) * height * TILES
-        shares = -(-at.outer // rows)
-        sizes = (at.channels // unit, 1) if is_last else (at.channels, at.inner // unit)
-        numbers = (at.outer, *sizes, rows, *more)
-        most = FEW_SHARES if shares <= FEW_SHARES else MAX_SHARES
-        constants = (*numbers, height, width, TILES, is_last, unit, most)
-        self.launch = Launch(kernel, (tiles, shares, 1), constants, WARPS, device)
-        # Of the results and of the scratch memory.
-        self.sizes = (4, at.channels), (2 * shares, at.channels)
-        self.strides, self.device = (at.channels, 1), device
+        shares = -(-layout.outer // rows)
+        channels, inner = layout.channels, layout.inner
+        sizes = (channels // unit, 1) if is_last else (channels, inner // unit)
+        max_shares = FEW_SHARES if shares <= FEW_SHARES else MAX_SHARES
+        integers = (layout.outer, *sizes, rows, *more)
+        constants = (height, width, TILES, is_last, unit, max_shares)
+        grid = (tiles, shares, 1)
+        self.launch = TritonLaunch(kernel, grid, (*integers, *constants), WARPS, device)
+        # Shapes of the results and of the scratch memory.
+        self.sizes = (4, channels), (2 * shares, channels)
+        self.strides, self.device = (channels, 1), device
         self.arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
 
     def __call__(self, *arguments: Any, numbers: tuple[float, ...]) -> Tensor:
-        """Four rows of results."""
+        """Return the four rows of results."""
         results, scratch = [
             torch.empty_strided(sizes, self.strides, dtype=torch.float32, device=self.device)
             for sizes in self.sizes
@@ -343,84 +355,85 @@ class _Launch:
 @cache
 def _multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
-        return 1  # the interpreter runs one block after the other
+        return 1  # The interpreter runs thread blocks one after another.
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-# By name, as a kernel takes long to hash.
-_KERNELS = {"statistics": statistics, "gradient_sums": gradient_sums}
+# Keyed by name, because a kernel is slow to hash.
+_KERNELS = {"statistics": statistics_kernel, "gradient_sums": gradient_sums_kernel}
 
 
 @lru_cache(maxsize=4096)
 def _launch(
     name: str,
-    at: Place,
+    layout: ChannelLayout,
     more: tuple[int, ...],
     device: torch.device,
     dtypes: tuple[torch.dtype, *tuple[torch.dtype | None, ...]],
     owner: tuple[int, bool],
-) -> _Launch:
-    """One for all calls that Triton's dispatch would tell apart by alignments only.
+) -> ReductionLaunch:
+    """Return the launch for calls that differ in values and alignments only.
 
     Args:
-        owner: whose counters they are, see `_owner`.
+        owner: the owner of its counters; see `_owner`.
     """
-    return _Launch(_KERNELS[name], at, more, device, dtypes[0].itemsize)
+    return ReductionLaunch(_KERNELS[name], layout, more, device, dtypes[0].itemsize)
 
 
 def _owner(device: torch.device) -> tuple[int, bool]:
-    """What runs one kernel at a time: a stream; apart from it, the graphs captured on it, which
-    clear their counters only when they are replayed."""
+    """Return the current stream, and whether it is being captured.
+
+    A stream runs one kernel at a time. CUDA graphs need their own counters, which are reset only
+    when the graph is replayed.
+    """
     if device.type == "cpu":
         return 0, False
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     return stream, torch._C._cuda_isCurrentStreamCapturing()
 
 
-def run_statistics(
+def statistics(
     x: Tensor,
-    at: Place,
+    layout: ChannelLayout,
     repeats: int,
     weight: Tensor | None,
-    running: tuple[Tensor | None, Tensor | None, Tensor | None],
-    momentum: float,
-    eps: float,
+    running: _Running,
+    numbers: tuple[float, float],
 ) -> Tensor:
-    """See `spikefuse.kernels.norm.statistics`."""
-    device = x.device
-    mean = running[0]
-    read = None if weight is None else weight.dtype
-    dtypes = x.dtype, read, None if mean is None else mean.dtype
-    launch = _launch("statistics", at, (repeats,), device, dtypes, _owner(device))
-    return launch(x, weight, *running, numbers=(momentum, eps))
+    """See `spikefuse.kernels.norm.statistics`; `numbers` are momentum and eps."""
+    dtypes = x.dtype, *(None if t is None else t.dtype for t in (weight, running[0]))
+    launch = _launch("statistics", layout, (repeats,), x.device, dtypes, _owner(x.device))
+    return launch(x, weight, *running, numbers=numbers)
 
 
-def run_gradient_sums(
-    scale_sums: Tensor, shift_sums: Tensor, normalization: Tensor, at: Place, number: float
+def gradient_sums(
+    scale_sums: Tensor,
+    shift_sums: Tensor,
+    statistics: Tensor,
+    layout: ChannelLayout,
+    number: float,
 ) -> Tensor:
     """See `spikefuse.kernels.norm.gradient_sums`."""
     device = scale_sums.device
-    launch = _launch("gradient_sums", at, (), device, (torch.float32,), _owner(device))
-    return launch(scale_sums, shift_sums, normalization, numbers=(number,))
+    launch = _launch("gradient_sums", layout, (), device, (torch.float32,), _owner(device))
+    return launch(scale_sums, shift_sums, statistics, numbers=(number,))
 
 
-def run_merged(
-    shares: Tensor,
-    weight: Tensor | None,
-    running: tuple[Tensor | None, Tensor | None, Tensor | None],
-    momentum: float,
-    eps: float,
+def merge_statistics(
+    shares: Tensor, weight: Tensor | None, running: _Running, numbers: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """See `spikefuse.kernels.norm.merged`."""
+    """See `spikefuse.kernels.norm.merge_statistics`; `numbers` are momentum and eps."""
     count, channels = len(shares), shares.shape[1] // 2
     results, number = shares.new_empty((4, channels)), shares.new_empty(())
     dtypes = tuple(None if t is None else t.dtype for t in (weight, running[0]))
-    launch = _merge(count, channels, dtypes, shares.device)
-    launch((shares, weight, *running, results, number), params=(momentum, eps))
+    launch = _merge_launch(count, channels, dtypes, shares.device)
+    launch((shares, weight, *running, results, number), params=numbers)
     return results, number
 
 
 @lru_cache(maxsize=1024)
-def _merge(count: int, channels: int, dtypes: tuple[Any, ...], device: torch.device) -> Launch:
-    constants = count, channels, WIDTH, triton.next_power_of_2(count)
-    return Launch(merge, (-(-channels // WIDTH), 1, 1), constants, 1, device)
+def _merge_launch(
+    count: int, channels: int, dtypes: tuple[torch.dtype | None, ...], device: torch.device
+) -> TritonLaunch:
+    integers = count, channels, WIDTH, triton.next_power_of_2(count)
+    return TritonLaunch(merge_kernel, (-(-channels // WIDTH), 1, 1), integers, 1, device)

@@ -1,9 +1,8 @@
-"""What generated Numba kernels import: typed memory access and numba_math.
+"""The runtime of generated Numba kernels: typed memory access, and the functions of `numba_math`.
 
-Generated loops run over neighbouring neurons and must vectorise. LLVM has to know for that
-that arrays don't overlap: each access carries the number of its array (`slot`) as alias
-metadata. Half precision is converted at the access: bfloat16 lies in uint16 arrays, float16 in
-int16 arrays.
+Generated loops run over adjacent neurons and must vectorise, for which LLVM has to know that
+arrays do not overlap: every access carries the number of its array (`slot`) as alias metadata.
+Half precision is converted on access; bfloat16 is stored in uint16 arrays, float16 in int16 arrays.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ f32 = np.float32
 
 
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """A compiled function, of which Numba keeps the machine code on disk.
+    """Compile a function with Numba, with its on-disk cache.
 
-    Processes that need it at the same time compile it once, and don't write Numba's index at once.
-    No fastmath by default: contraction or reassociation would change spikes.
+    A file lock keeps concurrent processes from compiling it twice and from writing Numba's cache
+    index at once. Fastmath is off, because contraction and reassociation would change spikes.
     """
     if function is None:
         return partial(kernel, **options)
@@ -58,7 +57,7 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     compile_, path = dispatcher.compile, function.__code__.co_filename
 
     def compile_once(signature: Any) -> Any:
-        # Numba's own lock first, as kernels that call each other are compiled within it.
+        # Numba's lock comes first: kernels called by other kernels are compiled while it is held.
         with global_compiler_lock, locked(path):
             return compile_(signature)
 
@@ -66,7 +65,7 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return dispatcher
 
 
-# In kernels they are called without the typing context, which no type checker knows.
+# Kernels call intrinsics without the typing context, which type checkers do not understand.
 _intrinsic: Any = intrinsic
 _inline = numba.njit(inline="always", error_model="numpy")
 
@@ -91,7 +90,7 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 @_intrinsic(prefer_literal=True)
 def load(typing_context: Any, array: Any, index: Any, slot: Any) -> Any:
-    """`array[index]` as float32."""
+    """Return `array[index]` as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value = builder.load(_address(context, builder, array, args[0], args[1]))
@@ -108,7 +107,7 @@ def load(typing_context: Any, array: Any, index: Any, slot: Any) -> Any:
 
 @_intrinsic(prefer_literal=True)
 def store(typing_context: Any, array: Any, index: Any, value: Any, slot: Any) -> Any:
-    """`array[index] = value`, rounded to nearest even."""
+    """Set `array[index] = value`, rounded to nearest even."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         number = args[2]
@@ -123,15 +122,16 @@ def store(typing_context: Any, array: Any, index: Any, value: Any, slot: Any) ->
     return types.void(array, types.intp, types.float32, slot), generate
 
 
-# Bytes that are streamed at a time.
+# Bytes per cache line.
 _LINE = 64
 
 
 @_intrinsic
 def stream(typing_context: Any, array: Any, start: Any, row: Any, count: Any) -> Any:
-    """`array[start : start + count] = row[:count]` past the caches, visible after `fence`.
+    """Set `array[start : start + count] = row[:count]`, bypassing the caches.
 
-    An ordinary store first reads the cache line that it will overwrite.
+    Unlike an ordinary store, this does not first read the cache line that it overwrites. Other
+    threads see the values after `fence`.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -146,7 +146,7 @@ def stream(typing_context: Any, array: Any, start: Any, row: Any, count: Any) ->
         source = _address(context, builder, row, args[2], constant(0))
         target, source = (builder.bitcast(p, byte.as_pointer()) for p in (target, source))
         size = builder.mul(args[3], constant(array.dtype.bitwidth // 8))
-        # Lines begin where the target's address is a multiple of theirs.
+        # The head ends at the first cache line boundary of the target.
         head = builder.neg(builder.ptrtoint(target, args[3].type))
         head = builder.and_(head, constant(_LINE - 1))
         head = builder.select(builder.icmp_signed("<", head, size), head, size)
@@ -167,7 +167,7 @@ def stream(typing_context: Any, array: Any, start: Any, row: Any, count: Any) ->
 
 @_intrinsic
 def fence(typing_context: Any) -> Any:
-    """Make what was streamed visible to other threads."""
+    """Make streamed values visible to other threads."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -186,21 +186,21 @@ def _to_bfloat16(builder: Any, number: Any) -> Any:
     bits = builder.bitcast(number, ir.IntType(32))
     odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
     rounded = builder.add(bits, builder.add(odd, constant(0x7FFF)))
-    # Rounding could carry a NaN into infinity, so it gets its own bits.
+    # Rounding could turn a NaN into infinity.
     is_nan = builder.fcmp_unordered("uno", number, number)
-    kept = builder.select(is_nan, constant(0x7FC00000), rounded)
-    return builder.trunc(builder.lshr(kept, constant(16)), ir.IntType(16))
+    result = builder.select(is_nan, constant(0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(result, constant(16)), ir.IntType(16))
 
 
 @_inline
 def channel_rows(row, count, values, first, inner):
-    """Spread one value per channel over neurons first ... first + count - 1."""
+    """Fill `row` with the channel values of neurons first ... first + count - 1."""
     for i in range(count):
         row[i] = values[((first + i) // inner) % values.size]
 
 
 def flat(x: torch.Tensor) -> np.ndarray:
-    """The memory of a tensor from its first element to its last, as a 1-d array."""
+    """Return the memory of a tensor, from its first element to its last, as a 1-d array."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     x = torch.as_strided(x.detach(), (span if x.numel() else 0,), (1,))
     if x.dtype == torch.bfloat16:
@@ -210,24 +210,23 @@ def flat(x: torch.Tensor) -> np.ndarray:
     return x.numpy()
 
 
-# From this size on, a fresh tensor costs more in page faults than in arithmetic.
-_HUGE = 1 << 22
-_PAGE = 1 << 12
+# Bytes from which page faults of a new tensor cost more than its arithmetic; bytes per page.
+_LARGE, _PAGE = 1 << 22, 1 << 12
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 
 
 def advise_huge_pages(x: torch.Tensor) -> None:
-    """Ask Linux to back a large tensor by 2 MiB pages; where it does not, nothing changes."""
+    """Ask Linux to back a new, large tensor with 2 MiB pages; has no effect on other systems."""
     memory = x.untyped_storage()
-    if memory.nbytes() >= _HUGE:
+    if memory.nbytes() >= _LARGE:
         _advise(memory.data_ptr(), memory.nbytes(), _MADV_HUGEPAGE)
 
 
 def move_to_huge_pages(x: torch.Tensor) -> None:
-    """The same for a tensor that has been written, whose parts are read here and there; once."""
+    """Ask Linux, once, to move a large tensor that is read in random order to 2 MiB pages."""
     memory = x.untyped_storage()
-    if memory.nbytes() >= _HUGE:
+    if memory.nbytes() >= _LARGE:
         _advise_once(memory.data_ptr(), memory.nbytes(), _MADV_COLLAPSE)
 
 
@@ -237,5 +236,5 @@ def _advise(address: int, size: int, advice: int) -> None:
         _madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - _PAGE), advice)
 
 
-# Memory that comes again at an address, with the size, stays as it comes.
+# Keyed on address and size: memory that the allocator reuses has been moved already.
 _advise_once = lru_cache(maxsize=1024)(_advise)

@@ -1,8 +1,8 @@
-"""Numba kernels over ranges, on PyTorch's own threads.
+"""Run Numba kernels over ranges, on PyTorch's own threads.
 
-Where PyTorch works with OpenMP, so do kernels: one library wakes the threads, without the
-interpreter's lock, and none spin while those of another pool compute. Elsewhere, and in a forked
-process, which OpenMP does not survive, they run on threads of Python.
+Where PyTorch uses OpenMP, so do kernels: threads start without the interpreter's lock, and no two
+thread pools compete for the cores. Elsewhere, and in forked processes, which OpenMP does not
+support, kernels run on Python threads.
 """
 
 from __future__ import annotations
@@ -27,38 +27,39 @@ from numba.extending import intrinsic
 
 from spikefuse.kernels.numba_runtime import kernel
 
-# A task shorter than this many neuron-steps is not worth a thread.
+# Neuron-steps from which a task is worth its own thread.
 MIN_TASK = 1 << 14
 
 
 def parallel(function: Callable[..., None], num_neurons: int, num_steps: int, *args: Any) -> None:
-    """Run `function(first, last, *args)` over ranges of neurons on PyTorch's number of threads."""
-    # Ranges in multiples of a cache line, so that no two threads write to one.
+    """Run `function(first, last, *args)` over ranges of neurons; see `shared`."""
+    # Ranges are multiples of a cache line, so that no two threads write to the same line.
     shared(function, num_neurons, 16, num_neurons * num_steps, *args)
 
 
 def shared(function: Callable[..., None], count: int, unit: int, work: int, *args: Any) -> None:
-    """Run `function(first, last, *args)` over ranges of `count` things, in multiples of `unit`.
+    """Run `function(first, last, *args)` over `count` items on PyTorch's number of threads.
 
     Args:
-        function: a kernel that returns nothing.
-        work: of all of them, in neuron-steps.
+        function: a kernel that returns None.
+        unit: the ranges are multiples of it.
+        work: the total work in neuron-steps.
 
     Raises:
-        MemoryError: a kernel failed; on Python's threads, what it raised.
+        MemoryError: a kernel failed. On Python threads, the kernel's own exception.
     """
     share = -(-count // (threads_for(work) * unit)) * unit
     if share >= count:
         function(0, count, *args)
     elif not _has_openmp:
         _on_python_threads(function, count, share, *args)
-    # Always with all threads, as PyTorch does: OpenMP ends those that a call leaves out.
+    # Always use all threads, as PyTorch does: OpenMP ends the threads that a call leaves out.
     elif _run(_address(function, args), count, share, torch.get_num_threads(), args):
-        raise MemoryError(f"{function.__name__} failed, as kernels do for want of memory")
+        raise MemoryError(f"{function.__name__} failed, most likely because it ran out of memory")
 
 
 def threads_for(work: int) -> int:
-    """The threads that so many neuron-steps are worth."""
+    """Return the number of threads worth using for `work` neuron-steps."""
     return min(torch.get_num_threads(), max(1, work // MIN_TASK))
 
 
@@ -66,8 +67,8 @@ _addresses: dict[Any, int] = {}
 
 
 def _address(function: Any, args: tuple[Any, ...]) -> int:
-    """Of the machine code of a kernel for such arguments."""
-    key = function, _kind(args)
+    """Return the address of a kernel's machine code for these types of arguments."""
+    key = function, _type_key(args)
     if key not in _addresses:
         kinds = types.intp, types.intp, *map(numba.typeof, args)
         with global_compiler_lock:
@@ -80,14 +81,14 @@ def _address(function: Any, args: tuple[Any, ...]) -> int:
     return _addresses[key]
 
 
-def _kind(value: Any) -> Any:
-    """What tells types of arguments apart; Numba's own way takes long."""
+def _type_key(value: Any) -> Any:
+    """Return a key of an argument's type; `numba.typeof` is slow."""
     if isinstance(value, np.ndarray):
         return value.dtype, value.ndim, value.flags.num
-    return tuple(map(_kind, value)) if isinstance(value, tuple) else type(value)
+    return tuple(map(_type_key, value)) if isinstance(value, tuple) else type(value)
 
 
-# In kernels they are called without the typing context, which no type checker knows.
+# Kernels call intrinsics without the typing context, which type checkers do not understand.
 _intrinsic: Any = intrinsic
 _PARALLEL, _THREAD, _THREADS = (
     f"spikefuse_{name}" for name in ("parallel", "thread_num", "num_threads")
@@ -95,10 +96,10 @@ _PARALLEL, _THREAD, _THREADS = (
 
 
 def _register_openmp() -> bool:
-    """Let kernels find the OpenMP that PyTorch is linked with; whether there is one."""
+    """Register the OpenMP library that PyTorch is linked with; return whether there is one."""
     if sys.platform != "linux":
         return False
-    # One loaded before PyTorch takes its calls, too; else it is a dependency of this library.
+    # A library loaded before PyTorch serves PyTorch too; otherwise libtorch_cpu.so depends on it.
     for place in (None, "libtorch_cpu.so"):
         try:
             library = ctypes.CDLL(place)
@@ -124,7 +125,7 @@ def _declared(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
 def _fork(
     typing_context: Any, address: Any, count: Any, share: Any, threads: Any, args: Any
 ) -> Any:
-    """Call the kernel at `address` with ranges of `share` out of `count`; whether a call failed."""
+    """Call the kernel at `address` on ranges of `share` items; return whether a call failed."""
     n, kinds = types.intp, (types.intp, types.intp, *args.types)
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -143,8 +144,11 @@ def _fork(
 
 
 def _body(context: Any, caller: Any, fields: Any, kinds: tuple[Any, ...]) -> Any:
-    """What each thread does with the fields that `_fork` packs: it takes every so many ranges one,
-    as OpenMP may give fewer threads than asked for."""
+    """Build the function that each thread runs on the fields packed by `_fork`.
+
+    Thread i takes ranges i, i + n, i + 2n, ..., where n is the number of threads OpenMP provides,
+    which may be less than requested.
+    """
     kind = ir.FunctionType(ir.VoidType(), [_BYTES])
     body = ir.Function(caller.module, kind, f"{caller.function.name}.body")
     body.linkage = "internal"
@@ -181,13 +185,13 @@ _pool_size = 0
 _lock = threading.Lock()
 
 
-def _forget_threads() -> None:
+def _reset_after_fork() -> None:
     global _has_openmp, _pool, _lock
     _has_openmp, _pool, _lock = False, None, threading.Lock()
 
 
-# Threads don't survive a fork.
-os.register_at_fork(after_in_child=_forget_threads)
+# Threads do not survive a fork.
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def _on_python_threads(function: Callable[..., None], count: int, share: int, *args: Any) -> None:
@@ -195,7 +199,7 @@ def _on_python_threads(function: Callable[..., None], count: int, share: int, *a
     starts = range(0, count, share)
     with _lock:
         if _pool is None or _pool_size < len(starts):
-            # An older, smaller pool finishes its work and goes.
+            # The previous, smaller pool finishes its work and is collected.
             _pool, _pool_size = ThreadPoolExecutor(len(starts), "spikefuse"), len(starts)
         pool = _pool
     tasks = [pool.submit(function, a, min(a + share, count), *args) for a in starts]

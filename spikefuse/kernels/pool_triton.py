@@ -1,7 +1,7 @@
 """`spikefuse.kernels.pool` on a GPU, or in Triton's interpreter.
 
-All sizes but the number of maps are constants of a kernel, so that finding a pixel takes no
-division. Where channels come last, threads read and write 16 bytes at a time if their number is a
+All sizes except the number of maps are compile-time constants, so that locating a pixel needs no
+division. In channels-last memory, threads access 16 bytes at a time if the number of channels is a
 multiple of 16.
 """
 
@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spikefuse.kernels.pool import MAX_MAP, Maps
-from spikefuse.kernels.triton_runtime import Launch
+from spikefuse.kernels.pool_layout import MAX_MAP, Maps
+from spikefuse.kernels.triton_runtime import TritonLaunch
 
-# Values of a thread block (forward, backward), by whether channels come last; threads over 32.
+# Values per thread block (forward, backward), keyed on channels-last memory; warps per block.
 BLOCKS = {True: (1024, 1024), False: (512, 1024)}
 WARPS = 4
 
@@ -33,8 +33,7 @@ def _pixels(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The block's values of its group of maps: (offset, whether there is one; map, row, column and
-    place in the pixel)."""
+    """Return offset, mask, map, row, column and channel of the block's values in its group."""
     left = tl.minimum(maps - tl.program_id(1).to(tl.int64) * GROUP, GROUP).to(tl.int32)
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = offset < tl.multiple_of(left * (ROWS * COLUMNS * INNER), UNIT)
@@ -45,7 +44,7 @@ def _pixels(
 
 @triton.jit
 def _group(values: tl.constexpr, GROUP: tl.constexpr):
-    """Where the block's group of maps begins, each of so many values."""
+    """Return the offset of the block's group of maps, each with `values` values."""
     return tl.program_id(1).to(tl.int64) * (GROUP * values)
 
 
@@ -77,7 +76,7 @@ def forward_kernel(
     x_ptr += _group(ROWS * COLUMNS * INNER, GROUP)
     corner = ((at * ROWS + top) * COLUMNS + left) * INNER + inner
     best = tl.full([BLOCK], float("-inf"), tl.float32)
-    # If nothing is more than -inf, the first value.
+    # The first value wins if none is greater than -inf.
     position = tl.maximum(-top, 0) * WIDTH + tl.maximum(-left, 0)
     for k in tl.static_range(HEIGHT * WIDTH):
         h, w = top + k // WIDTH, left + k % WIDTH
@@ -126,11 +125,11 @@ def backward_kernel(
     start = _group(OUT_ROWS * OUT_COLUMNS * INNER, GROUP)
     grad_y_ptr += start
     positions_ptr += start
-    # The last window that can have the pixel, and its row and column there.
+    # The last window that can contain the pixel, and the pixel's row and column in it.
     row, column = row + TOP, column + LEFT
     last_row, last_column = row // DOWN, column // RIGHT
     h, w = row % DOWN, column % RIGHT
-    # In each direction so many windows can have a pixel.
+    # The number of windows per direction that can contain a pixel.
     HIGH: tl.constexpr = (HEIGHT + DOWN - 1) // DOWN
     WIDE: tl.constexpr = (WIDTH + RIGHT - 1) // RIGHT
     grad_x = tl.zeros([BLOCK], tl.float32)
@@ -152,27 +151,22 @@ def backward_kernel(
     tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=live)
 
 
-def forward(x: Tensor, maps: Maps, keep: bool) -> tuple[Tensor, Tensor | None]:
-    """(y, with `keep` the position of each maximum in its window as uint8, row by row)."""
+def forward(x: Tensor, maps: Maps, save: bool) -> tuple[Tensor, Tensor | None]:
+    """Return y, and if `save`, the row-major position of each maximum in its window as uint8."""
     shape = (*x.shape[:2], maps.out_rows, maps.out_columns)
-    y = _empty(shape, x.dtype, x.device, maps)
-    positions = _empty(shape, torch.uint8, x.device, maps) if keep else None
-    num = _num_maps(x.shape, maps)
-    _launch(False, num, maps, x.dtype, x.device)((x, y, positions))
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_format(maps))
+    positions = torch.empty_like(y, dtype=torch.uint8) if save else None
+    _launch(False, _num_maps(x.shape, maps), maps, x.dtype, x.device)((x, y, positions))
     return y, positions
 
 
 def backward(grad: Tensor, positions: Tensor, shape: torch.Size, maps: Maps) -> Tensor:
-    """The gradient of an input of `shape`, in the memory format of `positions`."""
+    """Return the gradient of an input of `shape`, in the memory format of `positions`."""
     grad = grad.contiguous(memory_format=_format(maps))
-    grad_x = _empty(shape, grad.dtype, grad.device, maps)
-    num = _num_maps(shape, maps)
-    _launch(True, num, maps, grad.dtype, grad.device)((grad, positions, grad_x))
+    grad_x = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=_format(maps))
+    launch = _launch(True, _num_maps(shape, maps), maps, grad.dtype, grad.device)
+    launch((grad, positions, grad_x))
     return grad_x
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, maps: Maps) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device, memory_format=_format(maps))
 
 
 def _format(maps: Maps) -> torch.memory_format:
@@ -186,18 +180,18 @@ def _num_maps(shape: torch.Size, maps: Maps) -> int:
 @lru_cache(maxsize=4096)
 def _launch(
     is_backward: bool, num: int, maps: Maps, dtype: torch.dtype, device: torch.device
-) -> Launch:
-    # Told by no kernel, which takes long to hash.
+) -> TritonLaunch:
+    # Not keyed on the kernel, which is slow to hash.
     kernel = backward_kernel if is_backward else forward_kernel
     window, rows, columns, out_rows, out_columns, inner = maps
     read, written = rows * columns * inner, out_rows * out_columns * inner
-    each = read if is_backward else written
-    # Maps whose offsets have 32 bits, and whose first value lies where 16 bytes begin.
+    size = read if is_backward else written
+    # Maps per group: offsets fit in 32 bits, and groups start at multiples of 16 bytes.
     group = MAX_MAP // max(read, written)
     group = group // 16 * 16 if group >= 16 else group
-    unit = 1 if num * each % 16 or group * each % 16 else 16
+    unit = 1 if num * size % 16 or group * size % 16 else 16
     block = BLOCKS[inner > 1][is_backward]
-    grid = (-(-min(group, num) * each // block), -(-num // group), 1)
+    grid = (-(-min(group, num) * size // block), -(-num // group), 1)
     pairs = (*window.kernel, *window.stride, *window.padding)
     integers = (num, *maps[1:], *pairs, group, unit, block)
-    return Launch(kernel, grid, integers, WARPS, device)
+    return TritonLaunch(kernel, grid, integers, WARPS, device)

@@ -18,22 +18,30 @@ from spikefuse.block.batch_norm import shift_of
 from spikefuse.block.program import BlockProgram, block_program
 from spikefuse.block.training import BlockTensors, TrainingCall
 from spikefuse.kernels import bits
-from spikefuse.memory.microbatch import Gradient, Part, divided, room, rows, size, take
+from spikefuse.memory.microbatch import (
+    Gradient,
+    Microbatch,
+    batch_size,
+    empty_batch,
+    split,
+    take,
+    unfolded,
+)
 from spikefuse.memory.policies import Checkpoint
-from spikefuse.memory.recompute import BlockAgain, Found, NeuronAgain, gradients
+from spikefuse.memory.recompute import Gradients, RecomputedBlock, RecomputedNeuron, gradients
 from spikefuse.memory.segment_values import KeptValues, Store, Values, several
 from spikefuse.memory.segments import BlockCall, NeuronCall, Segment, Segments
 from spikefuse.memory.spikes import Spikes
 from spikefuse.nn import neuron
-from spikefuse.nn.call import Saving, TemporalCall, inside, mark_binary, wants_bits
+from spikefuse.nn.call import Saving, TemporalCall, active, inside, mark_binary, wants_bits
 from spikefuse.scan import op
 from spikefuse.scan.execution import Wanted, execution_of
 from spikefuse.scan.op import Request
 from spikefuse.scan.state_passing import WHOLE, Channel, StateMemory, exchange
 
 
-def applies(net: nn.Module, x: Tensor, impl: str) -> bool:
-    """Whether a call keeps something that could be computed again: with gradients, by kernels."""
+def _applies(net: nn.Module, x: Tensor, impl: str) -> bool:
+    """Whether a call saves something that could be recomputed: with gradients, by kernels."""
     return (
         torch.is_grad_enabled()
         and x.shape[0] > 0
@@ -43,16 +51,24 @@ def applies(net: nn.Module, x: Tensor, impl: str) -> bool:
     )
 
 
-def run(segments: Segments, policy: Checkpoint, call: TemporalCall, x: Tensor) -> Any:
-    """What the network gives for `x`, folded."""
+def _run(policy: Checkpoint, net: nn.Module, call: TemporalCall, x: Tensor) -> Any:
+    """Run a network on a folded input and save only what its segments begin from."""
+    if not _applies(net, x, call.impl):
+        return net(x)
     if call.initial is not None or call.final:
         raise ValueError(
             "memory=Checkpoint() trains on whole sequences, without state= and return_state=: use "
             "another policy, or torch.no_grad()"
         )
+    segments = call.cache.get("segments")
+    if segments is None or not segments.fits(net):
+        segments = call.cache["segments"] = Segments(net)
     call.saving = call.saving or Saving(policy)
     call.saving.spikes = call.saving.spikes or Spikes()
     parameters = [p for p in segments.net.parameters() if p.requires_grad]
+    if active.observer is not None:
+        called = [s.block or s.neuron for s in segments]
+        active.observer.checkpoint(m for x in called if x is not None for m in x.modules)
     state = _Run(segments, policy, call, x, parameters)
     results = dict(zip(segments.outputs, _Whole.apply(state, x, *parameters), strict=True))
     return fx.node.map_arg(segments.output, results.__getitem__)
@@ -105,10 +121,10 @@ class _Run(Store):
         device = x.device.type
         self.cast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         self.kind = (x.shape, x.dtype, x.device, self.cast)
-        self.parts: dict[fx.Node, list[Part]] = {segments.input: [whole]}
+        self.parts: dict[fx.Node, list[Microbatch]] = {segments.input: [whole]}
         # What segments leave for backward: states that came from the process before; jobs of those
         # with statistics of the batch; graphs of those computed once.
-        self.states: dict[Segment, dict[Part, list[Tensor]]] = {}
+        self.states: dict[Segment, dict[Microbatch, list[Tensor]]] = {}
         self.calls: dict[Segment, TrainingCall] = {}
         self.graphs: dict[Segment, tuple[Mapping[fx.Node, Tensor], Tensor]] = {}
         self.grads: dict[fx.Node, Gradient] = {}
@@ -141,7 +157,7 @@ class _Run(Store):
         whole = (0, self.batch)
         return tuple(take(self.kept[n], whole).detach() for n in self.segments.outputs)
 
-    def _divided(self, segment: Segment) -> list[Part]:
+    def _divided(self, segment: Segment) -> list[Microbatch]:
         """Parts so small that, with the gradients around, the working set stays below that of the
         largest segment so far, which has about as many parts as the policy says."""
         if not segment.by_sample:
@@ -157,7 +173,7 @@ class _Run(Store):
         self.largest = max(self.largest, most)
         left = self.largest * (1 + 4 / self.policy.chunks) - most
         num = math.ceil(2 * (inside + read) / left) if left else 1
-        return divided(self.batch, 1 << (num - 1).bit_length())
+        return split(self.batch, 1 << (num - 1).bit_length())
 
     def _run_once(self, segment: Segment) -> None:
         """What is random, or unknown."""
@@ -178,7 +194,7 @@ class _Run(Store):
         first = [Values(self, segment, parts[0]).sequences(called.inputs)]
         memory = StateMemory.like(first[0][0], called.num_states)
 
-        def run(part: Part, states: list[Tensor]) -> Sequence[Tensor]:
+        def run(part: Microbatch, states: list[Tensor]) -> Sequence[Tensor]:
             values = Values(self, segment, part)
             inputs = first.pop() if first else values.sequences(called.inputs)
             y, ends = values.fire(called, inputs, states, self._sends)
@@ -202,7 +218,7 @@ class _Run(Store):
         call = self.calls[segment] = self._training_call(called, program, x)
         shift = shift_of(called.norm, x)
 
-        def run(part: Part, states: list[Tensor]) -> Sequence[Tensor]:
+        def run(part: Microbatch, states: list[Tensor]) -> Sequence[Tensor]:
             values = Values(self, segment, part)
             piece = x[:, slice(*part)]
             inputs = first.pop() if first else (piece, *values.sequences(called.inputs[1:]))
@@ -224,22 +240,24 @@ class _Run(Store):
     def _forward(
         self,
         memory: StateMemory,
-        parts: Sequence[Part],
-        run: Callable[[Part, list[Tensor]], Sequence[Tensor]],
-    ) -> dict[Part, list[Tensor]]:
+        parts: Sequence[Microbatch],
+        run: Callable[[Microbatch, list[Tensor]], Sequence[Tensor]],
+    ) -> dict[Microbatch, list[Tensor]]:
         """Run a scan part by part: the states that arrived for each part."""
-        buffers = [[] if self.passing.is_first else memory.empty(size(part)) for part in parts]
+        buffers = [
+            [] if self.passing.is_first else memory.empty(batch_size(part)) for part in parts
+        ]
         channel = self.passing.forward(buffers)
         return _exchange(channel, memory, parts, run, self.passing.is_last)
 
     def _backward(
         self,
         memory: StateMemory,
-        parts: Sequence[Part],
-        run: Callable[[Part, list[Tensor]], Sequence[Tensor]],
-    ) -> dict[Part, list[Tensor]]:
+        parts: Sequence[Microbatch],
+        run: Callable[[Microbatch, list[Tensor]], Sequence[Tensor]],
+    ) -> dict[Microbatch, list[Tensor]]:
         """The same against time, for gradients of states."""
-        buffers = [[] if self.passing.is_last else memory.empty(size(part)) for part in parts]
+        buffers = [[] if self.passing.is_last else memory.empty(batch_size(part)) for part in parts]
         channel = self.passing.backward(buffers)
         return _exchange(channel, memory, parts, run, self.passing.is_first)
 
@@ -252,8 +270,8 @@ class _Run(Store):
         """What a node in a segment of several parts gives, `[T, B, ...]`."""
         x: Tensor | None = None
         for part in self.parts[segment.target]:
-            piece = rows(Values(self, segment, part)[node], size(part))
-            x = room(piece, self.batch) if x is None else x
+            piece = unfolded(Values(self, segment, part)[node], batch_size(part))
+            x = empty_batch(piece, self.batch) if x is None else x
             x[:, slice(*part)].copy_(piece)
         assert x is not None
         return x.expand(self.steps, *x.shape[1:])
@@ -267,7 +285,7 @@ class _Run(Store):
         backend = neuron.backend_of((x,), self.impl)
         return block_program(called.neuron, backend, len(called.inputs) > 1, True)
 
-    def _keep(self, target: fx.Node, part: Part, y: Tensor) -> None:
+    def _keep(self, target: fx.Node, part: Microbatch, y: Tensor) -> None:
         value = self.spikes.pack(y)
         if self.segments.is_pooled(target) and isinstance(value, tuple):
             (source,) = target.all_input_nodes
@@ -312,7 +330,7 @@ class _Run(Store):
     def _differentiate_neuron(self, segment: Segment, called: NeuronCall, grad: Gradient) -> None:
         parts, states = grad.parts, self.states.pop(segment)
         parameters = [p for m in called.modules for p in m.parameters() if p.requires_grad]
-        again: NeuronAgain | None = NeuronAgain(self, segment, called, parts[0])
+        again: RecomputedNeuron | None = RecomputedNeuron(self, segment, called, parts[0])
         assert again is not None
         memory = StateMemory.like(again.inputs[0], called.num_states)
 
@@ -324,12 +342,12 @@ class _Run(Store):
             again = None
             self.differentiate(segment, values.part, values.leaves, inputs, grads)
 
-        def run(part: Part, ends: list[Tensor]) -> Sequence[Tensor]:
+        def run(part: Microbatch, ends: list[Tensor]) -> Sequence[Tensor]:
             nonlocal again
             assert again is not None
             if again.values.part != part:
                 go_on()
-                again = NeuronAgain(self, segment, called, part)
+                again = RecomputedNeuron(self, segment, called, part)
             begins, found = again.differentiate(states[part], grad.pop(part), ends, parameters)
             self.add(parameters, found)
             return begins
@@ -346,15 +364,15 @@ class _Run(Store):
         needs_own = [tensor.requires_grad for tensor in own]
         sums: dict[str, Tensor] = {}
 
-        def compute(part: Part) -> BlockAgain:
+        def compute(part: Microbatch) -> RecomputedBlock:
             given = tensors._replace(states=states[part])
-            return BlockAgain(self, segment, called, part, call, given)
+            return RecomputedBlock(self, segment, called, part, call, given)
 
-        again: BlockAgain | None = compute(parts[0])
+        again: RecomputedBlock | None = compute(parts[0])
         assert again is not None
         memory = StateMemory.like(again.inputs[0], call.program.num_states)
 
-        def reduce(part: Part, ends: list[Tensor]) -> Sequence[Tensor]:
+        def reduce(part: Microbatch, ends: list[Tensor]) -> Sequence[Tensor]:
             nonlocal again
             if again is None or again.values.part != part:
                 again = None  # before there is the next
@@ -389,10 +407,10 @@ class _Run(Store):
     def differentiate(
         self,
         segment: Segment,
-        part: Part,
+        part: Microbatch,
         leaves: Mapping[fx.Node, Tensor],
         results: Sequence[Tensor],
-        grads: Found,
+        grads: Gradients,
     ) -> None:
         """Add the gradients of all that a segment reads, `leaves` among it."""
         nodes = [node for node, x in leaves.items() if x.requires_grad]
@@ -404,7 +422,7 @@ class _Run(Store):
                 self.grads[node].add(part, gradient)
         self.add(parameters, found[len(nodes) :])
 
-    def add(self, parameters: Sequence[nn.Parameter], grads: Found) -> None:
+    def add(self, parameters: Sequence[nn.Parameter], grads: Gradients) -> None:
         for p, g in zip(parameters, grads, strict=True):
             if g is not None:
                 self.totals[p] = g if p not in self.totals else self.totals[p] + g
@@ -417,10 +435,10 @@ def _wanted(tensors: Iterable[Tensor]) -> Iterator[bool]:
 def _exchange(
     channel: Channel,
     memory: StateMemory,
-    parts: Sequence[Part],
-    run: Callable[[Part, list[Tensor]], Sequence[Tensor]],
+    parts: Sequence[Microbatch],
+    run: Callable[[Microbatch, list[Tensor]], Sequence[Tensor]],
     ends_here: bool,
-) -> dict[Part, list[Tensor]]:
+) -> dict[Microbatch, list[Tensor]]:
     """Run each part on the states that arrive for it, and send what `run` returns."""
 
     def compute(i: int, states: list[Tensor]) -> Sequence[Tensor]:
@@ -429,3 +447,6 @@ def _exchange(
 
     exchange(channel, len(parts), compute, lambda i, results: results)
     return dict(zip(parts, channel.buffers, strict=True))
+
+
+Checkpoint.run = _run  # type: ignore[method-assign]

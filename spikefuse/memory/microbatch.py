@@ -1,4 +1,4 @@
-"""Values and gradients of a network in parts of the batch: the samples from `first` up to `end`."""
+"""Values and gradients of a network in microbatches: the samples from `first` up to `end`."""
 
 from __future__ import annotations
 
@@ -8,99 +8,110 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spikefuse.memory.spikes import Kept, unpack
+from spikefuse.memory.spikes import Saved, unpack
 
 #: (first, end)
-Part = tuple[int, int]
+Microbatch = tuple[int, int]
 
 
-def divided(batch: int, num: int) -> list[Part]:
-    """The batch in `num` parts, none empty."""
+def split(batch: int, num: int) -> list[Microbatch]:
+    """Split a batch into `num` microbatches, or fewer so that none is empty."""
     num = min(num, batch)
     return [(i * batch // num, (i + 1) * batch // num) for i in range(num)]
 
 
-def rows(x: Tensor, batch: int) -> Tensor:
-    """`[T, B, ...]` of a folded `[T*B, ...]`, and `[1, B, ...]` of what stands for all steps."""
+def unfolded(x: Tensor, batch: int) -> Tensor:
+    """Return `[T, B, ...]` for a folded `[T*B, ...]`, or `[1, B, ...]` if all steps share `x`."""
     return x.unflatten(0, (-1, batch))
 
 
-def size(part: Part) -> int:
-    return part[1] - part[0]
+def batch_size(microbatch: Microbatch) -> int:
+    return microbatch[1] - microbatch[0]
 
 
-def room(like: Tensor, batch: int) -> Tensor:
-    """Unwritten `[T, batch, ...]`, each sample in memory as those of `like` `[T, B, ...]`."""
-    strides = by_sample(like)
+def empty_batch(like: Tensor, batch: int) -> Tensor:
+    """Return an empty `[T, batch, ...]` whose samples have the layout of `like` `[T, B, ...]`."""
+    strides = sample_strides(like)
     return like.new_empty_strided(
         (len(like), batch, *like.shape[2:]), (batch * strides[0], *strides)
     )
 
 
-def by_sample(x: Tensor) -> tuple[int, ...]:
-    """Strides of one step of `x` `[T, B, ...]` whose samples lie one behind the other."""
+def sample_strides(x: Tensor) -> tuple[int, ...]:
+    """Return the strides of one step of `x` `[T, B, ...]` if its samples were contiguous."""
     inner = torch.empty_like(x[0, 0], device="meta").stride()
     return math.prod(x.shape[2:]), *inner
 
 
-def take(held: Sequence[tuple[Part, Kept]], part: Part) -> Tensor:
-    """A part of a kept value, folded."""
-    first, end = part
-    whole: Tensor | None = None
-    for (low, high), value in held:
-        if (low, high) == part:
+def take(saved: Sequence[tuple[Microbatch, Saved]], microbatch: Microbatch) -> Tensor:
+    """Return a microbatch of a saved value, folded."""
+    first, end = microbatch
+    result: Tensor | None = None
+    for (low, high), value in saved:
+        if (low, high) == microbatch:
             return unpack(value)
         a, b = max(low, first), min(high, end)
         if a < b:
-            piece = rows(unpack(value), high - low)[:, a - low : b - low]
-            whole = room(piece, end - first) if whole is None else whole
-            whole[:, a - first : b - first].copy_(piece)
-    assert whole is not None
-    return whole.flatten(0, 1)
+            piece = unfolded(unpack(value), high - low)[:, a - low : b - low]
+            result = empty_batch(piece, end - first) if result is None else result
+            result[:, a - first : b - first].copy_(piece)
+    assert result is not None
+    return result.flatten(0, 1)
 
 
 class Gradient:
-    """The gradient of a value, folded, in the parts in which it will be used."""
+    """The gradient of a value, folded, in the microbatches in which it will be read."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = parts
-        self._sums: dict[Part, Tensor] = {}
-        # Parts whose memory nobody else has.
-        self._own: set[Part] = set()
+    def __init__(self, microbatches: Sequence[Microbatch]) -> None:
+        self.microbatches = microbatches
+        self._sums: dict[Microbatch, Tensor] = {}
+        # Microbatches whose memory may be written to.
+        self._own: set[Microbatch] = set()
 
     def __bool__(self) -> bool:
         return bool(self._sums)
 
-    def get(self, part: Part) -> Tensor | None:
-        return self._sums.get(part)
+    def get(self, microbatch: Microbatch) -> Tensor | None:
+        return self._sums.get(microbatch)
 
-    def pop(self, part: Part) -> Tensor | None:
-        return self._sums.pop(part, None)
+    def pop(self, microbatch: Microbatch) -> Tensor | None:
+        return self._sums.pop(microbatch, None)
 
-    def add(self, part: Part, gradient: Tensor) -> None:
-        """Add what a part of a reader gives, which may be any other part."""
-        if part in self.parts:
-            before = self._sums.get(part)
-            self._sums[part] = gradient if before is None else before + gradient
+    def add(self, microbatch: Microbatch, gradient: Tensor) -> None:
+        """Accumulate the gradient of one microbatch, which need not be one of `microbatches`."""
+        if microbatch in self.microbatches:
+            before = self._sums.get(microbatch)
+            self._sums[microbatch] = gradient if before is None else before + gradient
             return
-        first, end = part
-        given = rows(gradient, end - first)
-        for low, high in self.parts:
+        first, end = microbatch
+        unfolded_gradient = unfolded(gradient, end - first)
+        for low, high in self.microbatches:
             a, b = max(low, first), min(high, end)
             if a < b:
-                self._add_piece((low, high), a - low, given[:, a - first : b - first])
+                piece = unfolded_gradient[:, a - first : b - first]
+                self._add_piece((low, high), a - low, piece)
 
-    def _add_piece(self, part: Part, at: int, piece: Tensor) -> None:
-        size = part[1] - part[0]
-        if part not in self._own:
-            whole, before = room(piece, size), self._sums.get(part)
+    def _add_piece(self, microbatch: Microbatch, start: int, piece: Tensor) -> None:
+        size = batch_size(microbatch)
+        if microbatch not in self._own:
+            total, before = empty_batch(piece, size), self._sums.get(microbatch)
+            self._sums[microbatch] = total.flatten(0, 1)
+            self._own.add(microbatch)
             if before is not None:
-                whole.copy_(rows(before, size))
+                total.copy_(unfolded(before, size))
             elif piece.shape[1] < size:
-                whole.zero_()
-            self._sums[part] = whole.flatten(0, 1)
-            self._own.add(part)
-            if before is None and piece.shape[1] == size:
-                whole.copy_(piece)
+                total.zero_()
+            else:
+                total.copy_(piece)
                 return
-        rows(self._sums[part], size)[:, at : at + piece.shape[1]] += piece
+        unfolded(self._sums[microbatch], size)[:, start : start + piece.shape[1]] += piece
+
+    @property
+    def parts(self) -> Sequence[Microbatch]:  # former name
+        return self.microbatches
+
+
+# Former names.
+Part = Microbatch
+divided, rows, size, room = split, unfolded, batch_size, empty_batch
+by_sample = sample_strides

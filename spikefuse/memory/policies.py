@@ -1,7 +1,7 @@
-"""Memory policies: what a network keeps of its forward pass for backward.
+"""Memory policies: what a network saves of its forward pass for backward.
 
-A policy is an object passed to `Temporal`. In float32 all give the same numbers, bit for bit, but
-for sums over parts of the batch in `Checkpoint`.
+A policy is passed to `Temporal`. In float32, all policies give the same results bit for bit, except
+that `Checkpoint` sums parameter gradients over microbatches.
 """
 
 from __future__ import annotations
@@ -9,83 +9,94 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class SaveAll:
-    """Keep everything as it is: the most memory and no work.
+class Policy:
+    """Base class of memory policies.
 
-    A convolution or linear layer keeps the spikes that it reads as they are; a neuron its input
-    and the states that its kernel stored every few steps.
+    Attributes:
+        packs_spikes: layers save spikes as bits.
+        saves_states: fused norms and neurons save their states instead of recomputing them.
+        recomputes_network: layers save nothing, and `run` recomputes them in backward.
+    """
+
+    packs_spikes: ClassVar[bool] = True
+    saves_states: ClassVar[bool] = False
+    recomputes_network: ClassVar[bool] = False
+
+    def run(self, net: nn.Module, call: Any, x: Tensor) -> Any:
+        """Run the network of a `Temporal` call on the folded input `x`."""
+        return net(x)
+
+
+@dataclass(frozen=True)
+class SaveAll(Policy):
+    """Save everything as it is: the most memory and no extra work.
+
+    Convolutions and linear layers save their input spikes, and neurons save their input and the
+    states stored every few steps.
     """
 
     packs_spikes: ClassVar[bool] = False
-    keeps_states: ClassVar[bool] = True
+    saves_states: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
-class Recompute:
-    """Keep what a convolution or linear layer gives, and one bit per spike: the default.
+class Recompute(Policy):
+    """Save spikes as bits and recompute states; the default.
 
-    Spikes that a layer keeps are packed as it is called, once for all layers that read them, and
-    unpacked as its backward begins. A fused norm and neuron keeps no states: it computes them
-    again.
+    Spikes are packed when a layer saves them, once for all layers that read them, and unpacked when
+    its backward begins. Fused norms and neurons save no states; backward recomputes them.
     """
 
-    packs_spikes: ClassVar[bool] = True
-    keeps_states: ClassVar[bool] = False
+
+@dataclass(frozen=True)
+class Bits(Policy):
+    """Save spikes as bits and save states, which is faster than recomputing them."""
+
+    saves_states: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
-class Bits:
-    """Keep one bit per spike, as `Recompute`, and states as `SaveAll`: faster than the first
-    where a fused norm and neuron would compute its states again."""
+class Checkpoint(Policy):
+    """Save one bit per spike and recompute everything else by segments: the least memory.
 
-    packs_spikes: ClassVar[bool] = True
-    keeps_states: ClassVar[bool] = True
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """Keep one bit per spike and compute everything else again, a segment of the network at a time:
-    the least memory. For networks that `spikefuse.fuse` has fused as a whole.
-
-    A segment goes from neuron to neuron. Where its working set would set the peak, it is worked
-    through in parts of the batch; norms take their statistics over the whole batch.
+    The whole network must have been fused by `spikefuse.fuse`. A segment reaches from neuron to
+    neuron. A segment whose working set would set the peak runs in microbatches; norms take their
+    statistics over the whole batch.
 
     Args:
-        chunks: about how many parts the largest segment has; others have as many as keep their
-            working set below its. With 1, all are computed as a whole.
+        chunks: approximate number of microbatches of the largest segment. Other segments use as
+            many as keep their working set below that. With 1, the whole batch runs at once.
 
     Raises:
-        ValueError: `chunks` is no whole number of at least 1.
+        ValueError: `chunks` is not an integer of at least 1.
     """
 
-    packs_spikes: ClassVar[bool] = True
-    keeps_states: ClassVar[bool] = False
+    recomputes_network: ClassVar[bool] = True
 
     chunks: int = 8
 
     def __post_init__(self) -> None:
         if type(self.chunks) is not int or self.chunks < 1:
-            raise ValueError(f"chunks is {self.chunks!r}: expected a whole number of at least 1")
-
-
-Policy = SaveAll | Recompute | Bits | Checkpoint
+            raise ValueError(f"chunks is {self.chunks!r}: expected an integer of at least 1")
 
 
 @dataclass(frozen=True)
 class Auto:
-    """Keep as much as a budget allows, for speed: neuron by neuron one of the other policies.
+    """Choose one of the other policies for each neuron: the fastest choice within a budget.
 
-    The first call that keeps anything for backward measures what that is, by `Recompute`; later
-    calls on the same shape, strides and dtype, in the same mode, keep what has been chosen then.
+    The first call that saves anything for backward runs under `Recompute` and measures it. Later
+    calls with the same shape, strides, dtype and mode use the resulting choice.
 
     Args:
-        budget: of all that one call of the network keeps for backward, in GB (1e9 bytes), beside
-            parameters and buffers; gradients, optimizers and what layers need while they run do
-            not count.
+        budget: for everything that one call of the network saves for backward, in GB (1e9 bytes),
+            without parameters and buffers. Gradients, optimizer states and temporary memory of
+            layers do not count.
 
     Raises:
         ValueError: the budget is not a positive number.
@@ -97,34 +108,34 @@ class Auto:
         if not isinstance(self.budget, int | float) or not self.budget > 0:
             raise ValueError(
                 f"budget is {self.budget!r}: expected a positive number of GB, such as 8.0, for "
-                "what a network keeps for backward"
+                "what a network saves for backward"
             )
 
     def choose(
-        self, kept: int, states: Mapping[str, int], spikes: Mapping[str, int]
+        self, saved: int, states: Mapping[str, int], spikes: Mapping[str, int]
     ) -> tuple[Policy, dict[str, Policy]]:
-        """A policy, and others for some neurons.
+        """Return a policy, and exceptions by neuron.
 
         Args:
-            kept: bytes kept by `Recompute`.
-            states: bytes by neuron that `Bits` keeps besides.
-            spikes: bytes by neuron that `SaveAll` keeps besides `Bits`.
+            saved: bytes saved under `Recompute`.
+            states: by neuron, the bytes that `Bits` saves in addition.
+            spikes: by neuron, the bytes that `SaveAll` saves in addition to `Bits`.
 
         Warns:
             UserWarning: the budget is too small for `Recompute`.
         """
-        left = self.budget * 1e9 - kept
+        left = self.budget * 1e9 - saved
         if left < 0:
             warnings.warn(
-                f"the network keeps {kept / 1e9:.3g} GB for backward even by Recompute(), more "
-                f"than the budget of {self.budget:.3g} GB: raise it, make batches smaller, or use "
-                "Checkpoint(), which keeps less",
+                f"the network saves {saved / 1e9:.3g} GB for backward even under Recompute(), more "
+                f"than the budget of {self.budget:.3g} GB: raise the budget, use smaller batches, "
+                "or use Checkpoint(), which saves less",
                 stacklevel=2,
             )
         if sum(states.values()) + sum(spikes.values()) <= left:
             return SaveAll(), {}
         chosen: dict[str, Policy] = {}
-        # Computing states again takes longer than packing, for fewer bytes.
+        # States come first: recomputing them costs more time per byte than packing spikes.
         for name, size in _largest_first(states):
             if size <= left:
                 chosen[name], left = Bits(), left - size
@@ -138,7 +149,7 @@ def _largest_first(sizes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     yield from sorted(sizes.items(), key=lambda item: -item[1])
 
 
-#: Policies by the name that a command line gives them.
+#: Policies by their command-line names.
 POLICIES: dict[str, Policy] = {
     "save-all": SaveAll(),
     "recompute": Recompute(),

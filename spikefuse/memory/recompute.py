@@ -1,4 +1,4 @@
-"""Neurons at the end of segments computed again for backward, a part of the batch at a time."""
+"""Neurons at the end of segments, recomputed for backward one microbatch at a time."""
 
 from __future__ import annotations
 
@@ -8,60 +8,66 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse.block.training import BlockTensors, TrainingCall
-from spikefuse.memory.microbatch import Part, rows, size
+from spikefuse.memory.microbatch import Microbatch, batch_size, unfolded
 from spikefuse.memory.segment_values import Store, Values
 from spikefuse.memory.segments import BlockCall, NeuronCall, Segment
 from spikefuse.scan.execution import Incoming, Wanted, execution_of
-from spikefuse.scan.state_passing import Microbatch
+from spikefuse.scan.state_passing import MicrobatchScan
 
-Found = Sequence[Tensor | None]
+Gradients = Sequence[Tensor | None]
 
 
-class NeuronAgain:
-    """What goes into a neuron for a part of the batch, and its gradient.
+class RecomputedNeuron:
+    """A neuron's inputs for a microbatch, recomputed, and their gradients.
 
-    It takes two steps, as layers before a neuron may need other processes for theirs, and those
-    with the steps before can go on after the first one.
+    Layers before a neuron may need other processes for their inputs. `differentiate` is therefore
+    separate from recomputing the inputs: ranks with earlier steps can continue after it.
+
+    Attributes:
+        inputs: `[T, B, ...]` each.
+        grads: gradients of the inputs, set by `differentiate`.
     """
 
-    def __init__(self, store: Store, segment: Segment, called: NeuronCall, part: Part) -> None:
+    def __init__(
+        self, store: Store, segment: Segment, called: NeuronCall, microbatch: Microbatch
+    ) -> None:
         self.called = called
-        self.values = Values(store, segment, part, differentiable=True)
+        self.values = Values(store, segment, microbatch, differentiable=True)
         self.inputs = self.values.sequences(called.inputs)
-        #: Of the inputs, once `differentiate` has found them.
-        self.grads: Found = ()
+        self.grads: Gradients = ()
 
     def differentiate(
         self,
         states: Sequence[Tensor],
         grad: Tensor | None,
-        ends: Sequence[Tensor],
+        grad_finals: Sequence[Tensor],
         parameters: Sequence[nn.Parameter],
-    ) -> tuple[list[Tensor], Found]:
-        """(gradients of the initial states, of the parameters).
+    ) -> tuple[list[Tensor], Gradients]:
+        """Return gradients of the initial states and of the parameters.
 
         Args:
-            states: the initial ones, none if the neuron began at rest.
-            grad: of what it gives, folded.
-            ends: gradients of its final states, if there are any.
+            states: the initial states, empty if the neuron starts from rest.
+            grad: gradient of the output, folded.
+            grad_finals: gradients of the final states, if there are any.
         """
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in self.inputs]
         starts = [s.detach().requires_grad_() for s in states]
-        y, finals = self.values.fire(self.called, inputs, starts, bool(ends))
-        read = [x for x in inputs if x.requires_grad]
-        grads = (_unfolded(grad, self.values.part), *ends)
+        y, finals = self.values.fire(self.called, inputs, starts, bool(grad_finals))
+        differentiable = [x for x in inputs if x.requires_grad]
+        grads = (_unfolded(grad, self.values.part), *grad_finals)
         pairs = zip((y, *finals), grads, strict=True)
-        found = iter(gradients(pairs, [*read, *starts, *parameters]))
-        self.grads = [next(found) if x.requires_grad else None for x in inputs]
-        begins = [(s, next(found)) for s in starts]
-        return [torch.zeros_like(s) if g is None else g for s, g in begins], list(found)
+        results = iter(gradients(pairs, [*differentiable, *starts, *parameters]))
+        self.grads = [next(results) if x.requires_grad else None for x in inputs]
+        grad_starts = [(s, next(results)) for s in starts]
+        zeroed = [torch.zeros_like(s) if g is None else g for s, g in grad_starts]
+        return zeroed, list(results)
 
 
-class BlockAgain:
-    """What goes into a block for a part of the batch, and the two passes of its backward.
+class RecomputedBlock:
+    """A block's inputs for a microbatch, recomputed, and the two passes of its backward.
 
     Args:
-        tensors: of the block, less its inputs; no states if the neuron began at rest.
+        tensors: of the block, less its inputs; no states if the neuron starts from rest.
     """
 
     def __init__(
@@ -69,12 +75,12 @@ class BlockAgain:
         store: Store,
         segment: Segment,
         called: BlockCall,
-        part: Part,
+        microbatch: Microbatch,
         call: TrainingCall,
         tensors: BlockTensors,
     ) -> None:
         self.call = call
-        self.values = Values(store, segment, part, differentiable=True)
+        self.values = Values(store, segment, microbatch, differentiable=True)
         self.inputs = self.values.sequences(called.inputs)
         self.tensors = tensors._replace(inputs=tuple(x.detach() for x in self.inputs))
         execution = execution_of(call.program.name, self.tensors.inputs)
@@ -87,26 +93,28 @@ class BlockAgain:
         elif stores:
             results = execution.new_results(Wanted(save=True, final=call.final))
             saved = execution.forward(arguments, results).saved or []
-        self.part = Microbatch(None, execution, arguments, saved)
+        self.scan = MicrobatchScan(None, execution, arguments, saved)
 
     def reduce(
         self,
         grad: Tensor | None,
-        ends: Sequence[Tensor],
+        grad_finals: Sequence[Tensor],
         needs_own: Sequence[bool],
         sums: dict[str, Tensor],
     ) -> list[Tensor]:
-        """The first pass, into `sums` per neuron of the whole batch: gradients of the initial
-        states, from those of the final ones, `ends`, and `grad`, of what the block gives."""
+        """Run the first pass: return gradients of the initial states, and write to `sums`.
+
+        Args:
+            grad: gradient of the output, folded.
+            grad_finals: gradients of the final states.
+            sums: by name, one value per neuron of the whole batch.
+        """
         call = self.call
-        incoming = Incoming([_unfolded(grad, self.values.part)], ends)
-        found = call.reduce(self.part, incoming, needs_own, self.rebuild)
+        incoming = Incoming([_unfolded(grad, self.values.part)], grad_finals)
+        found = call.reduce(self.scan, incoming, needs_own, self.rebuild)
         self.rebuild = False
-        named, layout, whole_layout = (
-            call.named(found, needs_own),
-            self.part.execution.layout,
-            call.execution.layout,
-        )
+        named = call.named(found, needs_own)
+        layout, whole_layout = self.scan.execution.layout, call.execution.layout
         if layout == whole_layout:
             sums |= named
             return found.states
@@ -121,26 +129,26 @@ class BlockAgain:
         return found.states
 
     def write(
-        self, grad: Tensor | None, ends: Sequence[Tensor], correction: Sequence[Tensor]
-    ) -> Found:
-        """The second pass, from the same gradients: those of the inputs, None if not needed."""
+        self, grad: Tensor | None, grad_finals: Sequence[Tensor], correction: Sequence[Tensor]
+    ) -> Gradients:
+        """Run the second pass: return gradients of the inputs, None where not needed."""
         needs = [x.requires_grad for x in self.inputs]
         if not any(needs):
             return [None for _ in needs]
-        incoming = Incoming([_unfolded(grad, self.values.part)], ends)
-        part = self.part._replace(arguments=self.call.arguments(self.tensors, correction))
-        written = iter(self.call.write(part, incoming, needs, rebuild=self.rebuild))
-        return [next(written) if wanted else None for wanted in needs]
+        incoming = Incoming([_unfolded(grad, self.values.part)], grad_finals)
+        scan = self.scan._replace(arguments=self.call.arguments(self.tensors, correction))
+        written = iter(self.call.write(scan, incoming, needs, rebuild=self.rebuild))
+        return [next(written) if needed else None for needed in needs]
 
 
-def gradients(pairs: Iterable[tuple[Tensor, Tensor | None]], of: Sequence[Tensor]) -> Found:
-    """Gradients of tensors from results and theirs, as far as there are any."""
-    found = [(y, g.to(y.dtype)) for y, g in pairs if g is not None and y.requires_grad]
-    if not (found and of):
+def gradients(pairs: Iterable[tuple[Tensor, Tensor | None]], of: Sequence[Tensor]) -> Gradients:
+    """Return gradients of tensors from pairs of results and their gradients, where available."""
+    known = [(y, g.to(y.dtype)) for y, g in pairs if g is not None and y.requires_grad]
+    if not (known and of):
         return [None for _ in of]
-    results, grads = zip(*found, strict=True)
+    results, grads = zip(*known, strict=True)
     return torch.autograd.grad(results, of, grads, allow_unused=True)
 
 
-def _unfolded(grad: Tensor | None, part: Part) -> Tensor | None:
-    return None if grad is None else rows(grad, size(part))
+def _unfolded(grad: Tensor | None, microbatch: Microbatch) -> Tensor | None:
+    return None if grad is None else unfolded(grad, batch_size(microbatch))

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from spikefuse.memory.microbatch import Part, rows, size, take
+from spikefuse.memory.microbatch import Microbatch, batch_size, take, unfolded
 from spikefuse.memory.segments import NeuronCall, Segment, Segments
-from spikefuse.memory.spikes import Kept
+from spikefuse.memory.spikes import Saved
 from spikefuse.neurons.definition import States
 from spikefuse.scan.op import Request
 
 #: By the node whose value it is, in parts of the batch.
-KeptValues = dict[fx.Node, list[tuple[Part, Kept]]]
+KeptValues = dict[fx.Node, list[tuple[Microbatch, Saved]]]
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class Values:
     """
 
     def __init__(
-        self, store: Store, segment: Segment, part: Part, differentiable: bool = False
+        self, store: Store, segment: Segment, part: Microbatch, differentiable: bool = False
     ) -> None:
         self.store, self.segment, self.part = store, segment, part
         self.differentiable = differentiable
@@ -67,7 +67,7 @@ class Values:
 
     def sequences(self, nodes: Iterable[fx.Node]) -> list[Tensor]:
         """`[T, B, ...]` of each."""
-        folded = [rows(self[node], size(self.part)) for node in nodes]
+        folded = [unfolded(self[node], batch_size(self.part)) for node in nodes]
         return [x.expand(self.store.steps, *x.shape[1:]) for x in folded]
 
     def fire(

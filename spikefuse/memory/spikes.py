@@ -1,18 +1,17 @@
-"""Spikes that layers keep for backward, as one bit each, through PyTorch's saved-tensor hooks.
+"""Saving spikes for backward as one bit each, through PyTorch's saved-tensor hooks.
 
-Neurons mark their outputs that are sure to be binary. A tensor that any layer keeps and that lies
-in the memory of a marked one is packed, once for all layers that keep it; others pass untouched.
-Nothing here looks at values on a GPU, so nothing waits for it.
+Neurons register outputs that are binary by construction. A tensor that any layer saves and that
+lies in the memory of a registered one is packed, once for all layers that save it. Other tensors
+pass unchanged. No values are read on the host, so nothing synchronizes with the GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import weakref
-from collections.abc import Callable, Container, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,18 +21,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from spikefuse.kernels import bits
 from spikefuse.memory.policies import Policy
 
-#: What is kept instead of a tensor: its bits, or itself and its version.
-Kept = bits.Packed | tuple[Tensor, int]
+#: What is saved for a tensor: its bits, or the tensor and its version.
+Saved = bits.Packed | tuple[Tensor, int]
 
-# Below so many values, two launches cost more than 4 bits of every 4 bytes are worth.
+# Below this number of values, two kernel launches cost more than the saved memory is worth.
 MIN_VALUES = 1 << 12
 
 
 @dataclass
-class _Marked:
-    """A binary tensor, as the memory in which it lies and which it fills."""
+class _BinaryTensor:
+    """A binary tensor that fills its storage."""
 
-    # While it exists, no other storage can have the same address.
+    # While this weak reference exists, no other storage can have the same address.
     storage: StorageWeakRef
     neuron: str
     version: int
@@ -41,13 +40,13 @@ class _Marked:
     dtype: torch.dtype
     packed: bits.Packed | None = None
     stream: int = 0
-    is_kept: bool = False
+    is_saved: bool = False
 
-    def keep(self, x: Tensor) -> bits.Packed:
-        """What to keep instead of `x`, a view of it."""
-        self.is_kept = True
+    def save(self, x: Tensor) -> bits.Packed:
+        """Return the bits of `x`, a view of this tensor."""
+        self.is_saved = True
         stream = _stream(x.device)
-        # What one stream has packed may be packed late for another.
+        # Bits packed on one stream may not be ready on another.
         if self.packed is None or self.stream != stream:
             memory = x.detach().as_strided((self.num,), (1,), 0)
             self.packed, self.stream = bits.pack(memory), stream
@@ -55,204 +54,132 @@ class _Marked:
 
 
 class Spikes:
-    """The marked spikes of one call, by the address of their storage; see `keeping`.
+    """The registered spikes of one call, by the address of their storage; see `saving`.
 
     Attributes:
-        saved: the bytes by neuron that packing has saved.
+        reductions: by neuron, the bytes by which packing has reduced what is saved.
     """
 
     def __init__(self) -> None:
-        self._marked: dict[int, _Marked] = {}
-        self.saved: dict[str, int] = {}
+        self._registered: dict[int, _BinaryTensor] = {}
+        self.reductions: dict[str, int] = {}
 
-    def mark(self, x: Tensor, neuron: str = "", packed: Tensor | None = None) -> None:
-        """Note that all values of `x`, an output of `neuron`, are 0 or 1 now.
+    def register(self, x: Tensor, neuron: str = "", packed: Tensor | None = None) -> None:
+        """Register `x`, an output of `neuron`, whose values are all 0 or 1 at this point.
 
         Args:
-            packed: their bits in the order of memory, if they are known.
+            packed: the bits of `x` in memory order, if they are known.
         """
-        # Bits that nobody has kept go with the spikes.
-        for key in [k for k, m in self._marked.items() if m.storage.expired()]:
-            del self._marked[key]
+        # Bits that no layer has saved are freed with their spikes.
+        for key in [k for k, b in self._registered.items() if b.storage.expired()]:
+            del self._registered[key]
         num = x.numel()
         if num < MIN_VALUES or type(x) is not Tensor or x.is_inference():
             return
         storage = x.untyped_storage()
         if storage.nbytes() == num * x.itemsize:
-            marked = _Marked(StorageWeakRef(storage), neuron, x._version, num, x.dtype)
+            binary = _BinaryTensor(StorageWeakRef(storage), neuron, x._version, num, x.dtype)
             if packed is not None:
-                marked.packed = bits.Packed(packed, num, x.dtype, tuple(x.shape), x.stride())
-                marked.stream = _stream(x.device)
-            self._marked[storage._cdata] = marked
+                binary.packed = bits.Packed(packed, num, x.dtype, tuple(x.shape), x.stride())
+                binary.stream = _stream(x.device)
+            self._registered[storage._cdata] = binary
 
-    def mark_selected(self, y: Tensor, x: Tensor) -> None:
-        """Note that all values of `y` are some of those of `x`: binary, if these are."""
-        marked = self._found(x)
-        if marked is not None:
-            self.mark(y, marked.neuron)
+    def register_selection(self, y: Tensor, x: Tensor) -> None:
+        """Register `y`, all of whose values are values of `x`, if `x` is binary."""
+        binary = self._find(x)
+        if binary is not None:
+            self.register(y, binary.neuron)
 
     def clear(self) -> None:
-        self._marked.clear()
+        self._registered.clear()
 
-    def pack(self, x: Tensor) -> Kept:
-        """What to keep instead of `x`."""
-        # Most of what is kept, parameters, is no plain tensor.
-        marked = self._found(x) if type(x) is Tensor else None
-        if marked is None:
-            return _as_it_is(x)
-        first = not marked.is_kept
-        kept = marked.keep(x)
-        if first:
-            less = marked.num * marked.dtype.itemsize - kept.bits.nbytes
-            self.saved[marked.neuron] = self.saved.get(marked.neuron, 0) + less
-        return kept
+    def pack(self, x: Tensor) -> Saved:
+        """Return what to save for `x`: a saved-tensor hook."""
+        # Most saved tensors are parameters, whose type is not Tensor.
+        binary = self._find(x) if type(x) is Tensor else None
+        if binary is None:
+            return save_as_is(x)
+        is_first = not binary.is_saved
+        packed = binary.save(x)
+        if is_first:
+            reduction = binary.num * binary.dtype.itemsize - packed.bits.nbytes
+            self.reductions[binary.neuron] = self.reductions.get(binary.neuron, 0) + reduction
+        return packed
 
-    def _found(self, x: Tensor) -> _Marked | None:
-        """The marked tensor in whose memory `x` lies, if all is as when it was marked."""
-        if not self._marked or type(x) is not Tensor or x.layout is not torch.strided:
+    def _find(self, x: Tensor) -> _BinaryTensor | None:
+        """Return the registered tensor whose memory `x` views, if it is unchanged since then."""
+        if not self._registered or type(x) is not Tensor or x.layout is not torch.strided:
             return None
-        marked = self._marked.get(x.untyped_storage()._cdata)
-        if marked is None or x._version != marked.version or x.dtype is not marked.dtype:
+        binary = self._registered.get(x.untyped_storage()._cdata)
+        if binary is None or x._version != binary.version or x.dtype is not binary.dtype:
             return None
-        return marked
+        return binary
 
 
-def _as_it_is(x: Tensor) -> Kept:
-    # A layer that keeps its own output would, with its history, keep itself alive.
+def save_as_is(x: Tensor) -> Saved:
+    """Save a tensor itself, with its version."""
+    # A layer that saves its own output with its history would keep itself alive.
     return x if x.is_leaf else x.detach(), x._version
 
 
-def unpack(kept: Kept) -> Tensor:
-    """The tensor instead of which `kept` was kept."""
-    if isinstance(kept, bits.Packed):
-        return kept.unpack()
-    x, version = kept
-    # PyTorch leaves this check to hooks, where there are any.
+def unpack(saved: Saved) -> Tensor:
+    """Return the tensor for which `saved` was saved."""
+    if isinstance(saved, bits.Packed):
+        return saved.unpack()
+    x, version = saved
+    # With saved-tensor hooks, PyTorch leaves this check to the hooks.
     if x._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: a tensor of shape {list(x.shape)} is at version {x._version}, and was "
-            f"kept for backward at version {version}"
+            f"saved for backward at version {version}"
         )
     return x
 
 
-class Ledger:
-    """What layers keep for backward while its `hooks` are in force.
+class RecordingHook(ABC):
+    """A saved-tensor hook that records what is saved, and lets another hook pack it."""
 
-    Attributes:
-        layer: the name of the layer that runs, which its user sets.
+    @abstractmethod
+    def around(self, pack: Callable[[Tensor], Saved]) -> saved_tensors_hooks:
+        """Return hooks that record what `pack` saves."""
+
+
+@contextlib.contextmanager
+def saving(policy: Policy) -> Iterator[Spikes | None]:
+    """Let layers save spikes as the policy says, inside the context.
+
+    Nothing is packed without gradients, under torch.compile, or under other saved-tensor hooks than
+    a `RecordingHook`: those hooks would no longer see the tensors, and the hooks of
+    torch.utils.checkpoint save nothing at all.
     """
-
-    def __init__(self) -> None:
-        self.layer = ""
-        self._notes: list[weakref.ref[_Note]] = []
-
-    def hooks(self, pack: Callable[[Tensor], Kept] = _as_it_is) -> saved_tensors_hooks:
-        return saved_tensors_hooks(_Noting(self, pack), lambda note: unpack(note.kept))
-
-    def sizes(
-        self, ignored: Container[int], layers: Container[str] | None = None
-    ) -> Iterator[Size]:
-        """What graphs still keep; memory that several layers keep is the first one's.
-
-        Args:
-            ignored: addresses of memory that does not count, such as that of parameters.
-            layers: those that count, None for all.
-        """
-        seen: set[int] = set()
-        left: dict[int, int] = {}  # of each memory, the bytes that no view has counted
-        for note in filter(None, [reference() for reference in self._notes]):
-            packed = note.kept if isinstance(note.kept, bits.Packed) else None
-            x = packed.bits if packed else note.kept[0]
-            start, memory = x.data_ptr(), x.untyped_storage()
-            address = memory.data_ptr()
-            outside = layers is not None and note.layer not in layers
-            if outside or start in seen or address in ignored:
-                continue
-            seen.add(start)
-            size = min(num_bytes(x), left.setdefault(address, memory.nbytes()))
-            left[address] -= size
-            plain = packed.num * packed.dtype.itemsize if packed else size
-            yield Size(note.layer, size, plain, address)
+    hook = active_hook() if policy.packs_spikes else _DISABLED
+    if hook is not None and not isinstance(hook, RecordingHook):
+        yield None
+        return
+    spikes = Spikes()
+    hooks = saved_tensors_hooks(spikes.pack, unpack) if hook is None else hook.around(spikes.pack)
+    try:
+        with hooks:
+            yield spikes
+    finally:
+        # The graph holds a reference to the hooks, which must not keep the spikes alive.
+        spikes.clear()
 
 
-class Size(NamedTuple):
-    """What a layer keeps of the memory at `address`: bytes as it is, and if it were not packed."""
-
-    layer: str
-    now: int
-    plain: int
-    address: int
+_DISABLED = object()
 
 
-@dataclass(eq=False)
-class _Note:
-    """Lives as long as the graph keeps the tensor."""
-
-    kept: Kept
-    layer: str
-
-
-@dataclass(frozen=True)
-class _Noting:
-    """A hook that keeps what `pack` gives."""
-
-    ledger: Ledger
-    pack: Callable[[Tensor], Kept]
-
-    def __call__(self, x: Tensor) -> _Note:
-        note = _Note(self.pack(x), self.ledger.layer)
-        self.ledger._notes.append(weakref.ref(note))
-        return note
-
-
-def num_bytes(x: Tensor) -> int:
-    """The bytes in memory that a tensor reads; dims of stride 0 count once."""
-    sizes = [size for size, stride in zip(x.shape, x.stride(), strict=True) if stride or not size]
-    return x.itemsize * functools.reduce(int.__mul__, sizes, 1)
-
-
-def can_measure() -> bool:
-    """Whether layers keep tensors, and a ledger would see them."""
-    return _hook() is None
-
-
-_NOTHING = object()
-
-
-def _hook() -> Any:
-    """The hook that gets what layers keep: None without one, `_NOTHING` if none would be called."""
+def active_hook() -> Any:
+    """Return the active pack hook, None without one, `_DISABLED` if no hook would be called."""
     if (
         torch.compiler.is_compiling()
         or not torch.is_grad_enabled()
         or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     ):
-        return _NOTHING
+        return _DISABLED
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if top is None else top[0]
-
-
-@contextlib.contextmanager
-def keeping(policy: Policy) -> Iterator[Spikes | None]:
-    """Inside, layers keep spikes as the policy says.
-
-    Nothing is packed without gradients, under torch.compile, and where other saved-tensor hooks
-    than those of a ledger are in force, which would then see nothing: those of
-    torch.utils.checkpoint keep nothing at all.
-    """
-    hook = _hook() if policy.packs_spikes else _NOTHING
-    if hook is not None and not isinstance(hook, _Noting):
-        yield None
-        return
-    spikes = Spikes()
-    noted = hook.ledger.hooks(spikes.pack) if hook else None
-    try:
-        with noted or saved_tensors_hooks(spikes.pack, unpack):
-            yield spikes
-    finally:
-        # The graph holds on to the hooks, and must not hold on to more through them.
-        spikes.clear()
 
 
 def _stream(device: torch.device) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import compress, zip_longest
 from typing import Any, NamedTuple, Protocol
@@ -55,6 +55,7 @@ class TemporalCall:
         constant_rows: rows of a tensor `[B, ...]` that stands for all steps; None if every tensor
             is folded, `[T*B, ...]`.
         passing: where first states come from if other processes hold the steps before and after.
+        cache: what policies keep between the calls of a container.
         saving: what layers save for backward; None for spikes as they are.
         current: the name of the neuron that runs.
     """
@@ -67,6 +68,7 @@ class TemporalCall:
     constant_rows: int | None = None
     passing: StatePassing | None = None
     finals: dict[str, States] = field(default_factory=dict)
+    cache: dict[Any, Any] = field(default_factory=dict)
     saving: Saving | None = None
     current: str = ""
 
@@ -94,6 +96,14 @@ class Observer(Protocol):
 
     def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
         """Run `scan(request)`, the scan of `neuron` or of its block, and return its results."""
+        ...
+
+    def pool(self, x: Tensor, y: Tensor) -> None:
+        """See a max pooling of `x` by our kernels, which saves less than PyTorch's."""
+        ...
+
+    def checkpoint(self, modules: Iterable[nn.Module]) -> None:
+        """See the modules that a policy recomputes in backward."""
         ...
 
 
@@ -145,7 +155,7 @@ def mark_binary(results: Results, binary: tuple[bool, ...]) -> None:
     call = active.call
     assert call is not None and call.spikes is not None
     for y, bits in zip_longest(compress(results.outputs, binary), results.bits):
-        call.spikes.mark(y, call.current, bits)
+        call.spikes.register(y, call.current, bits)
 
 
 class _Folding(NamedTuple):

@@ -1,4 +1,4 @@
-"""Encodings: from a static input `[B, ...]` to a sequence `[T, B, ...]`."""
+"""Encodings of a static input `[B, ...]` as a sequence `[T, B, ...]`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def direct(x: Tensor, num_steps: int) -> Tensor:
-    """Direct encoding: the same analog input at every time step, `y[t] = x`.
+    """Repeat the analog input at every time step: direct encoding, `y[t] = x`.
 
-    The time dimension has stride 0: nothing is copied.
+    The time dimension has stride 0; nothing is copied.
 
     Source: Rathi and Roy, "DIET-SNN: A Low-Latency Spiking Neural Network with Direct Input
     Encoding and Leakage and Threshold Optimization", IEEE TNNLS 34(6), 2023.
@@ -22,17 +22,17 @@ def direct(x: Tensor, num_steps: int) -> Tensor:
         A view `[T, B, ...]` of `x`.
 
     Raises:
-        TypeError, ValueError: `x` is no tensor or has no batch dimension; `num_steps` < 1.
+        TypeError, ValueError: `x` is not a tensor or has no batch dimension; `num_steps` < 1.
     """
     _check(x, num_steps)
     return x.unsqueeze(0).expand(num_steps, *x.shape)
 
 
 def poisson(x: Tensor, num_steps: int, generator: torch.Generator | None = None) -> Tensor:
-    """Poisson (rate) encoding: a spike with probability `x`, drawn anew at every time step.
+    """Draw a spike with probability `x` at every time step: Poisson (rate) encoding.
 
-    `y[t] = 1 if u[t] < x else 0`, `u` uniform in [0, 1): a value of at most 0 never spikes, one of
-    at least 1 always does.
+    `y[t] = 1 if u[t] < x else 0`, with `u` uniform in [0, 1). Values of at most 0 never spike,
+    values of at least 1 always do.
 
     Source: Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion",
     section 5.2 ("Poisson sampling"); a Bernoulli draw per step approximates a Poisson process.
@@ -40,13 +40,13 @@ def poisson(x: Tensor, num_steps: int, generator: torch.Generator | None = None)
     Args:
         x: spike probabilities `[B, ...]`, floating point.
         num_steps: T, at least 1.
-        generator: source of the random numbers, on the device of `x`; by default PyTorch's own.
+        generator: random number generator on the device of `x`; PyTorch's default if None.
 
     Returns:
         Zeros and ones `[T, B, ...]` in the dtype of `x`.
 
     Raises:
-        TypeError, ValueError: `x` is no floating-point tensor or has no batch dimension;
+        TypeError, ValueError: `x` is not a floating-point tensor or has no batch dimension;
             `num_steps` < 1; the generator is on another device.
     """
     _check(x, num_steps)
@@ -54,13 +54,12 @@ def poisson(x: Tensor, num_steps: int, generator: torch.Generator | None = None)
         raise TypeError(f"x is {x.dtype}: expected spike probabilities, such as pixels / 255")
     if generator is not None and generator.device.type != x.device.type:
         raise ValueError(
-            f"generator is on {generator.device}, x on {x.device}: make it with "
+            f"generator is on {generator.device}, x on {x.device}: create it with "
             f"torch.Generator('{x.device}')"
         )
-    # In float32 whatever the dtype of x: the numbers of a bfloat16 draw have only 8 bits.
-    draws = torch.rand(
-        (num_steps, *x.shape), dtype=torch.float32, device=x.device, generator=generator
-    )
+    # Always float32: bfloat16 random numbers have only 8 bits.
+    shape = num_steps, *x.shape
+    draws = torch.rand(shape, dtype=torch.float32, device=x.device, generator=generator)
     return (draws < x).to(x.dtype)
 
 
@@ -70,4 +69,4 @@ def _check(x: Tensor, num_steps: int) -> None:
     if x.ndim == 0:
         raise ValueError("x has no dimensions: expected [B, ...]")
     if not isinstance(num_steps, int) or num_steps < 1:
-        raise ValueError(f"num_steps is {num_steps!r}: expected a whole number of at least 1")
+        raise ValueError(f"num_steps is {num_steps!r}: expected an integer of at least 1")

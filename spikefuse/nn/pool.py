@@ -1,4 +1,4 @@
-"""Max pooling that keeps one byte per output for backward."""
+"""Max pooling that saves one byte per output for backward."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.autograd import forward_ad
 
 from spikefuse.kernels import pool
 from spikefuse.kernels.triton_runtime import interpreted
-from spikefuse.nn.neuron import calls
+from spikefuse.nn.call import active
 from spikefuse.scan.op import check, is_plain
 
 Size = int | tuple[int, ...] | list[int]
 
 
 class MaxPool2d(nn.MaxPool2d):
-    """`torch.nn.MaxPool2d`, equal to it bit for bit, that keeps one byte per output for backward
-    on a GPU, where PyTorch's keeps its input and 8 bytes per output.
+    """`torch.nn.MaxPool2d` that saves one byte per output for backward on a GPU.
 
-    See `max_pool2d` for where that is.
+    PyTorch saves its input and 8 bytes per output. Results are equal bit for bit. See `max_pool2d`
+    for the inputs that this applies to.
     """
 
     def forward(self, input: Tensor) -> Any:
@@ -40,19 +40,19 @@ def max_pool2d(
     dilation: Size = 1,
     ceil_mode: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.max_pool2d`, with arguments and results the same but for indices.
+    """Compute `torch.nn.functional.max_pool2d`, with the same arguments, but without indices.
 
-    A kernel of ours computes float32, bfloat16 and float16 on a GPU (or inside
-    `Temporal(...)(x, impl="triton")`), `[N, C, H, W]` contiguous or with channels last, in windows
-    of up to 64 positions without dilation. PyTorch's own computes all else, also under
-    torch.compile, which generates a kernel that keeps as little, and under transforms of functions.
-    Outputs are binary where the input is, and then layers that keep them keep bits: see
-    `spikefuse.memory`.
+    A Triton kernel is used for float32, bfloat16 and float16 `[N, C, H, W]`, contiguous or
+    channels-last, on a GPU (or inside `Temporal(...)(x, impl="triton")`), for windows of up to 64
+    positions without dilation. PyTorch computes everything else, including calls under function
+    transforms and torch.compile, whose generated kernel saves as little.
+
+    The maxima of spikes are spikes, which layers save as bits; see `spikefuse.memory`.
 
     Raises:
-        ImportError: the kernel is to compute this, but Triton is not installed.
+        ImportError: the kernel is needed, but Triton is not installed.
     """
-    # With a dilation a window may lie in the padding alone, whose maximum is no value of the input.
+    # With dilation, a window may lie in the padding alone, so that its maximum is no input value.
     if torch.compiler.is_compiling() or _pair(dilation) != (1, 1):
         return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode)
     window = _window(kernel_size, stride, padding, ceil_mode) if _by_kernel(input) else None
@@ -62,16 +62,18 @@ def max_pool2d(
     else:
         check("triton", input)
         y = pool.max_pool2d(input, maps)
-    if calls.sequence is not None and calls.sequence.spikes is not None:
-        calls.sequence.spikes.mark_selected(y, input)
+        if active.observer is not None:
+            active.observer.pool(input, y)
+    if active.call is not None and active.call.spikes is not None:
+        active.call.spikes.register_selection(y, input)
     return y
 
 
 def _by_kernel(x: Tensor) -> bool:
-    """Whether this is a call for kernels, on tensors that they can read."""
+    """Whether the Triton kernel should compute this call."""
     if not is_plain((x,)) or forward_ad._current_level >= 0:
         return False
-    impl = "auto" if calls.sequence is None else calls.sequence.impl
+    impl = "auto" if active.call is None else active.call.impl
     return impl in ("auto", "triton") if x.is_cuda else impl == "triton" and interpreted()
 
 
@@ -86,10 +88,9 @@ def _window(
 
 
 def _pair(size: Size) -> tuple[int, int] | None:
-    """(rows, columns) as Python's integers; None for what PyTorch refuses, to which the message
-    is left."""
+    """Return (rows, columns) as Python integers, or None for what PyTorch will refuse."""
     sizes = size if isinstance(size, tuple | list) else (size,)
-    # PyTorch takes integers of any kind, but no bool.
+    # PyTorch accepts integers of any type except bool.
     if len(sizes) not in (1, 2) or any(isinstance(s, bool) for s in sizes):
         return None
     try:

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from spikefuse.events.format import Events
-from spikefuse.memory import checkpoint
-from spikefuse.memory import spikes as kept
-from spikefuse.memory.policies import Auto, Checkpoint, Policy, Recompute
-from spikefuse.memory.segments import Segments
+from spikefuse.memory.policies import Auto, Policy, Recompute
+from spikefuse.memory.saved_tensors import SavedTensors, can_measure
+from spikefuse.memory.spikes import saving
 from spikefuse.neurons.definition import States
 from spikefuse.nn import constant_input as constant
 from spikefuse.nn.call import Saving, TemporalCall, active
 from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron
 from spikefuse.scan.state_passing import StatePassing
+
+
+class SparseSequence(Protocol):
+    """A sequence of T steps and B samples in a format of its own, such as `spikefuse.nn.Events`.
+
+    `Temporal` passes it to its network unchanged; its layers know the format.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(T, B, ...)."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def sequence_signature(self) -> tuple[Hashable, ...]:
+        """Return what determines the memory saved for backward, except for the data."""
+        ...
 
 
 class Temporal(nn.Module):
@@ -85,16 +102,19 @@ class Temporal(nn.Module):
             )
         self.net = net
         self.memory: Policy | Auto = chosen
-        # What a budget has led to, by the description of a call.
-        self._chosen: dict[Hashable, tuple[Policy, dict[str, Policy]]] = {}
+        # What policies keep between calls, such as the choices for a budget.
+        self._cache: dict[Any, Any] = {}
         #: Connects the neurons to processes that hold other steps of a sequence.
         self.passing: StatePassing | None = None
         self._plan: constant.Plan | None = None
-        self._segments: Segments | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy may get another network, and measures anew.
-        return {**self.__dict__, "_chosen": {}}
+        return {**self.__dict__, "_cache": {}}
+
+    @property
+    def _recomputes(self) -> bool:
+        return isinstance(self.memory, Policy) and self.memory.recomputes_network
 
     def neurons(self) -> dict[str, Neuron]:
         """The neurons inside, by their qualified name in `net`."""
@@ -106,7 +126,7 @@ class Temporal(nn.Module):
 
     def forward(
         self,
-        x: Tensor | Events,
+        x: Tensor | SparseSequence,
         state: dict[str, States] | None = None,
         return_state: bool = False,
         impl: str = "auto",
@@ -115,21 +135,22 @@ class Temporal(nn.Module):
         self._check(x, state, impl, neurons)
         num_steps, batch = x.shape[:2]
         names = {id(neuron): name for name, neuron in neurons.items()}
-        call = TemporalCall(num_steps, names, impl, state, return_state, passing=self.passing)
+        call = TemporalCall(num_steps, names, impl, state, return_state, cache=self._cache)
+        call.passing = self.passing
         if call.passing is not None:
             self._begin(call.passing, x, call)
-        plan = None if isinstance(x, Events) else self._sharing(x)
+        plan = self._sharing(x) if isinstance(x, Tensor) else None
         outer, active.call = active.call, call
         try:
             with self._saving(x, call):
-                if isinstance(x, Events):
+                if not isinstance(x, Tensor):
                     folded = self.net(x)
                 elif plan is None:
-                    folded = self._run(x.flatten(0, 1), call)
+                    folded = call.policy.run(self.net, call, x.flatten(0, 1))
                 else:
                     call.constant_rows = batch
                     with self._repeated(plan, call):
-                        folded = self._run(x[0], call)
+                        folded = call.policy.run(self.net, call, x[0])
         finally:
             active.call = outer
         if call.passing is not None:
@@ -146,49 +167,44 @@ class Temporal(nn.Module):
         output = pytree.tree_map_only(torch.Tensor, unfold, folded)
         return (output, call.finals) if return_state else output
 
-    def _run(self, x: Tensor, call: TemporalCall) -> Any:
-        """The network on a folded input."""
-        policy = self.memory
-        if not isinstance(policy, Checkpoint) or not checkpoint.applies(self.net, x, call.impl):
-            return self.net(x)
-        if self._segments is None or not self._segments.fits(self.net):
-            self._segments = Segments(self.net)
-        return checkpoint.run(self._segments, policy, call, x)
-
     @contextlib.contextmanager
-    def _saving(self, x: Tensor | Events, call: TemporalCall) -> Iterator[None]:
+    def _saving(self, x: Tensor | SparseSequence, call: TemporalCall) -> Iterator[None]:
         """Let layers save what the policy says meanwhile."""
         memory = self.memory
         if not isinstance(memory, Auto):
-            with kept.keeping(memory) as spikes:
+            with saving(memory) as spikes:
                 call.saving = Saving(memory, {}, spikes)
                 yield
         elif torch.compiler.is_compiling():
             yield
         else:
-            with self._measuring(memory, x, call) as saving, kept.keeping(saving.policy) as spikes:
-                saving.spikes, call.saving = spikes, saving
+            with self._within_budget(memory, x, call) as chosen, saving(chosen.policy) as spikes:
+                chosen.spikes, call.saving = spikes, chosen
                 yield
 
     @contextlib.contextmanager
-    def _measuring(self, auto: Auto, x: Tensor | Events, call: TemporalCall) -> Iterator[Saving]:
-        """What a budget allows; measured meanwhile, if it has not been yet."""
+    def _within_budget(
+        self, auto: Auto, x: Tensor | SparseSequence, call: TemporalCall
+    ) -> Iterator[Saving]:
+        """What a budget allows; the first call measures it."""
         description = auto, *_described(x), call.impl, self.training
-        if description in self._chosen or not kept.can_measure():
-            policy, policies = self._chosen.get(description, (Recompute(), {}))
+        if description in self._cache or not can_measure():
+            policy, policies = self._cache.get(description, (Recompute(), {}))
             yield Saving(policy, policies)
             return
-        ledger, saving = kept.Ledger(), Saving(Recompute())
-        with ledger.hooks():
-            yield saving
+        saved, measured = SavedTensors(), Saving(Recompute())
+        with saved.hooks():
+            yield measured
         own = {y.untyped_storage().data_ptr() for y in (*self.parameters(), *self.buffers())}
-        num_bytes = sum(size.now for size in ledger.sizes(own))
-        packed = {} if saving.spikes is None else saving.spikes.saved
-        self._chosen[description] = auto.choose(num_bytes, saving.recomputed, packed)
+        num_bytes = sum(size.now for size in saved.sizes(own))
+        packed = {} if measured.spikes is None else measured.spikes.reductions
+        self._cache[description] = auto.choose(num_bytes, measured.recomputed, packed)
 
-    def _begin(self, passing: StatePassing, x: Tensor | Events, call: TemporalCall) -> None:
-        if isinstance(x, Events):
-            raise ValueError("x is Events: the time of a network on events cannot be sharded")
+    def _begin(self, passing: StatePassing, x: Tensor | SparseSequence, call: TemporalCall) -> None:
+        if not isinstance(x, Tensor):
+            raise ValueError(
+                f"x is {type(x).__name__}: the time of a network on events cannot be sharded"
+            )
         if call.impl == "reference":
             raise ValueError(
                 'impl is "reference", whose loop has all steps in one process: choose "auto" for a '
@@ -197,7 +213,7 @@ class Temporal(nn.Module):
         mode = "training" if self.training else "evaluation"
         gradients = "with" if torch.is_grad_enabled() else "without"
         wanted = ", x requires grad" if x.requires_grad else ""
-        memory = f", {self.memory}" if isinstance(self.memory, Checkpoint) else ""
+        memory = f", {self.memory}" if self._recomputes else ""
         about = f"{type(self.net).__name__} in {mode} {gradients} gradients{wanted}{memory}"
         passing.begin(x, about, call.initial is not None)
 
@@ -221,17 +237,18 @@ class Temporal(nn.Module):
 
     def _check(
         self,
-        x: Tensor | Events,
+        x: Tensor | SparseSequence,
         state: dict[str, States] | None,
         impl: str,
         neurons: dict[str, Neuron],
     ) -> None:
         if impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
-        if not isinstance(x, Tensor | Events):
+        if not isinstance(x, Tensor) and not hasattr(x, "sequence_signature"):
             raise TypeError(f"the input is a {type(x).__name__}: expected a tensor [T, B, ...]")
-        if isinstance(x, Events) and isinstance(self.memory, Checkpoint):
-            raise ValueError("memory=Checkpoint() takes no Events: use another policy")
+        if not isinstance(x, Tensor) and self._recomputes:
+            name = type(x).__name__
+            raise ValueError(f"memory=Checkpoint() takes no {name}: use another policy")
         if len(x.shape) < 2 or x.shape[0] == 0:
             raise ValueError(
                 f"the input has shape {list(x.shape)}: expected [T, B, ...] with T >= 1; for a "
@@ -260,10 +277,10 @@ def _find_neurons(
             _find_neurons(child, f"{prefix}{name}.", seen, found)
 
 
-def _described(x: Tensor | Events) -> tuple[Hashable, ...]:
+def _described(x: Tensor | SparseSequence) -> tuple[Hashable, ...]:
     """What decides how much a network keeps when it is called with `x`, but for its events."""
     device = x.device.type
     amp = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    if isinstance(x, Events):
-        return x.shape, x.device, x.values is None, amp
+    if not isinstance(x, Tensor):
+        return *x.sequence_signature(), amp
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, amp

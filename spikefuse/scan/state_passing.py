@@ -112,7 +112,7 @@ class StatePassing:
 WHOLE = StatePassing()
 
 
-class Microbatch(NamedTuple):
+class MicrobatchScan(NamedTuple):
     """A slice of a scan.
 
     Attributes:
@@ -179,14 +179,14 @@ class StateMemory(NamedTuple):
         return [y.copy_(s) for y, s in zip(self.empty(len(states[0])), states, strict=True)]
 
 
-def split(passing: StatePassing, name: str, arguments: Arguments) -> list[Microbatch]:
+def split(passing: StatePassing, name: str, arguments: Arguments) -> list[MicrobatchScan]:
     """The microbatches of a scan, with their initial states as far as they are here."""
     found = []
     for rows in passing.microbatches(arguments.inputs[0].shape[1]):
         inputs = [x[:, rows] for x in arguments.inputs]
         states = [s[rows] for s in arguments.states]
         part = arguments._replace(inputs=inputs, states=states)
-        found.append(Microbatch(rows, execution_of(name, inputs), part, []))
+        found.append(MicrobatchScan(rows, execution_of(name, inputs), part, []))
     return found
 
 
@@ -197,7 +197,7 @@ def slice_of(x: Tensor, rows: slice | None) -> Tensor:
 
 def scan_forward(
     passing: StatePassing, name: str, arguments: Arguments, wanted: Wanted
-) -> tuple[Results, list[Microbatch]]:
+) -> tuple[Results, list[MicrobatchScan]]:
     """Run a program forward over microbatches.
 
     Returns:
@@ -243,7 +243,7 @@ def scan_forward(
 
 
 def scan_backward(
-    passing: StatePassing, parts: Sequence[Microbatch], whole: Gradients, incoming: Incoming
+    passing: StatePassing, parts: Sequence[MicrobatchScan], whole: Gradients, incoming: Incoming
 ) -> list[Tensor]:
     """Run a program's backward over microbatches.
 
@@ -278,7 +278,7 @@ def scan_backward(
 
 def exchange_gradients(
     passing: StatePassing,
-    parts: Sequence[Microbatch],
+    parts: Sequence[MicrobatchScan],
     steps: tuple[
         Callable[[int, list[Tensor]], Gradients], Callable[[int, Gradients], Sequence[Tensor]]
     ],
@@ -313,19 +313,19 @@ def incoming_of(incoming: Incoming, rows: slice | None, ends: Tensors) -> Incomi
     return Incoming(outputs, [b if a is None else a + b for a, b in zip(own, ends, strict=True)])
 
 
-def can_speculate(passing: StatePassing, parts: Sequence[Microbatch]) -> bool:
+def can_speculate(passing: StatePassing, parts: Sequence[MicrobatchScan]) -> bool:
     return passing.speculates and parts[0].execution.program.repairs
 
 
-def flatten(parts: Sequence[Microbatch]) -> tuple[list[Tensor], list[tuple[int, int]]]:
+def flatten(parts: Sequence[MicrobatchScan]) -> tuple[list[Tensor], list[tuple[int, int]]]:
     """The initial and saved states of microbatches, for autograd to save, and their numbers."""
     tensors = [x for part in parts for x in (*part.arguments.states, *part.saved)]
     return tensors, [(len(part.arguments.states), len(part.saved)) for part in parts]
 
 
 def unflatten(
-    parts: Sequence[Microbatch], tensors: Sequence[Tensor], counts: Sequence[tuple[int, int]]
-) -> list[Microbatch]:
+    parts: Sequence[MicrobatchScan], tensors: Sequence[Tensor], counts: Sequence[tuple[int, int]]
+) -> list[MicrobatchScan]:
     """Microbatches from `split`, with the states that `flatten` gave."""
     rest = iter(tensors)
     found = []

@@ -1,4 +1,4 @@
-"""`explain` on a GPU: times, and kernels of Triton."""
+"""`explain` on a GPU: times and Triton kernels."""
 
 import torch
 from torch import nn
@@ -14,10 +14,10 @@ def test_times_of_a_network():
     assert layer.implementation == "triton"
     assert layer.program.startswith("LIF-triton-")
     inputs = 32 * 16 * 8 * 62 * 62
-    row = found.kept[-1]
+    row = found.saved[-1]
     assert row.name == layer.name
     assert row.now == 4 * (inputs + inputs // 32 * (31 // layer.chunk))
-    # A copy at more than 50 GB/s; no kernel is faster than memory, the caches aside.
+    # A copy reaches more than 50 GB/s. Except for caches, no kernel is faster than memory.
     assert found.bandwidth > 5e10
     assert layer.least == layer.moved / found.bandwidth
     assert 0 < layer.fraction < 1.5
@@ -29,7 +29,7 @@ def test_times_of_a_network():
 def test_the_reference_on_a_gpu():
     x = torch.rand(8, 4, 100, device="cuda", requires_grad=True)
     found = sf.explain(sf.LIF(), x, impl="reference")
-    (layer,), (row,) = found.layers, found.kept
+    (layer,), (row,) = found.layers, found.saved
     assert layer.implementation == "reference"
     assert row.now == row.eager > 0
     assert layer.achieved > 0

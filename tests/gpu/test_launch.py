@@ -1,4 +1,4 @@
-"""What only a GPU can show: CUDA graphs, compiled code, huge tensors, memory, two devices."""
+"""Tests that need a GPU: CUDA graphs, compiled code, huge tensors, memory, two devices."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_a_training_step_replays_from_a_cuda_graph():
         torch.testing.assert_close(a, b)
 
 
-# Advice and deprecations of PyTorch's own.
+# Advice and deprecations of PyTorch itself.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_torch_compile_of_a_network():
@@ -62,7 +62,7 @@ def test_torch_compile_of_a_network():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_keeps_half_precision(dtype):
+def test_autocast_preserves_half_precision(dtype):
     net, x = network(), make_input((6, 4, 2, 8, 8), device="cuda")
     seen = []
     net.net[2].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
@@ -103,7 +103,7 @@ def test_no_layout_is_copied(layout):
     assert torch.cuda.max_memory_allocated() - before == y.numel() * 4
 
 
-def test_kept_for_backward():
+def test_memory_saved_for_backward():
     num_steps, neurons = 64, 1 << 20
     x = torch.randn(num_steps, 1, neurons, device="cuda", requires_grad=True)
     neuron = sf.LIF()
@@ -111,8 +111,8 @@ def test_kept_for_backward():
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     y = neuron(x)
-    kept = torch.cuda.memory_allocated() - before - y.numel() * 4
-    assert kept <= x.numel() * 4 / 8 + 4096
+    saved = torch.cuda.memory_allocated() - before - y.numel() * 4
+    assert saved <= x.numel() * 4 / 8 + 4096
     del y
     assert torch.cuda.memory_allocated() == before
 
@@ -141,7 +141,7 @@ def differentiated(neuron, x):
     return y, *torch.autograd.grad(y.sum(), x)
 
 
-def test_a_seen_call_skips_tritons_dispatch(monkeypatch):
+def test_repeat_launches_bypass_the_dispatcher(monkeypatch):
     from triton.compiler import CompiledKernel
     from triton.runtime.jit import JITFunction
 
@@ -157,12 +157,12 @@ def test_a_seen_call_skips_tritons_dispatch(monkeypatch):
     assert all(map(torch.equal, differentiated(neuron, x), expected))
 
 
-def test_a_seen_call_passes_tritons_launcher_by(monkeypatch):
+def test_repeat_launches_bypass_the_launcher_of_triton_3_6(monkeypatch):
     import triton
     from triton.backends.nvidia.driver import CudaLauncher
 
     if not triton.__version__.startswith("3.6."):
-        pytest.skip("the launcher that is known is that of Triton 3.6")
+        pytest.skip("the launcher is only known for Triton 3.6")
     x = torch.randn(4, 1, 256, device="cuda", requires_grad=True)
     neuron = sf.LIF()
     expected = differentiated(neuron, x)
@@ -178,7 +178,7 @@ def test_alignments_of_one_shape():
         assert all(map(torch.equal, differentiated(neuron, x), expected))
 
 
-def test_a_seen_call_runs_on_the_current_stream():
+def test_repeat_launches_use_the_current_stream():
     neuron, x = sf.LIF(), torch.zeros(4, 1, 256, device="cuda")
     new = torch.full_like(x, 2.0)
     expected = neuron(new)
@@ -192,7 +192,7 @@ def test_a_seen_call_runs_on_the_current_stream():
     assert torch.equal(y, expected)
 
 
-def test_profilers_see_seen_calls():
+def test_profilers_see_repeat_launches():
     from triton import knobs
 
     x, neuron, seen = torch.randn(4, 1, 256, device="cuda"), sf.LIF(), []

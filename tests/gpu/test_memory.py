@@ -1,4 +1,4 @@
-"""tests/memory/test_policies.py on a GPU, and what only a GPU can show."""
+"""tests/memory/test_policies.py on a GPU, and tests that need a GPU."""
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ from tests.memory.test_policies import SHAPE, Net, conv, packings, step, wrapped
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch):
-    """cuDNN's fastest algorithms may add in any order."""
+    """cuDNN's fastest algorithms may sum in any order."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
-def test_a_cuda_graph_packs_anew_at_each_replay():
+def test_a_cuda_graph_packs_at_each_replay():
     net, x = wrapped(Net, device="cuda"), make_input(SHAPE, device="cuda")
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -34,7 +34,7 @@ def test_a_cuda_graph_packs_anew_at_each_replay():
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_no_waiting_for_the_gpu():
+def test_no_synchronization():
     net, x = wrapped(Net, device="cuda"), make_input(SHAPE, device="cuda")
     step(net, x)
     torch.cuda.set_sync_debug_mode("error")
@@ -61,8 +61,8 @@ def test_allocated_memory():
     assert held["bits"] == held["recompute"]
 
 
-def test_streams_pack_for_themselves():
-    """A layer on another stream does not read what has yet to be packed."""
+def test_each_stream_packs_its_own_bits():
+    """A layer on another stream does not read bits that are still being packed."""
 
     class Parallel(nn.Module):
         def __init__(self):

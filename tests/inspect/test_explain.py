@@ -1,4 +1,4 @@
-"""`explain`: what it finds is what a call does, and it leaves the model as it was."""
+"""`explain`: the report agrees with what a call does, and the model is left unchanged."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module
 
 import spikefuse as sf
-from spikefuse.inspect.explain import COPIED_BYTES, copy_bandwidth
-from spikefuse.inspect.explanation import Kept, Layer
+from spikefuse.inspect.explanation import Layer, SavedBytes
+from spikefuse.inspect.timing import COPIED_BYTES, copy_bandwidth
+from spikefuse.kernels import pool
 from spikefuse.memory import checkpoint
 from spikefuse.nn.neuron import Neuron
 from spikefuse.scan.program import program
 from spikefuse.testing import lay_out, make_input
-from tests.memory.test_policies import bytes_kept
+from tests.memory.test_policies import bytes_saved
 
 T, B = 37, 2
 
@@ -29,7 +31,7 @@ class Uncompilable(sf.Neuron):
 
 
 class Noisy(sf.Neuron):
-    """Draws its second input by itself."""
+    """Draws its second input itself."""
 
     v = sf.State()
 
@@ -60,10 +62,10 @@ def only(explanation) -> Layer:
     return layer
 
 
-def kept(explanation) -> Kept:
-    """What the only neuron keeps."""
-    rows = {row.name: row for row in explanation.kept}
-    return rows.get(only(explanation).name, Kept("", "", 0, 0))
+def saved(explanation) -> SavedBytes:
+    """What the only neuron saves."""
+    rows = {row.name: row for row in explanation.saved}
+    return rows.get(only(explanation).name, SavedBytes("", "", 0, 0))
 
 
 def test_layers_of_a_network(net):
@@ -80,8 +82,8 @@ def test_layers_of_a_network(net):
         # Forward: read x, write y; backward: read x and grad_y, write grad_x.
         assert layer.moved == 5 * outputs
         assert layer.least is layer.achieved is layer.fraction is None
-    conv, norm, *neurons = found.kept
-    assert conv == Kept("net.0", "Conv2d", image, image)
+    conv, norm, *neurons = found.saved
+    assert conv == SavedBytes("net.0", "Conv2d", image, image)
     assert (norm.name, norm.now) == ("net.1", norm.eager)
     assert outputs < norm.now < outputs + 100  # and statistics
     for row, layer, num_states in zip(neurons, (lif, alif), (1, 2), strict=True):
@@ -95,10 +97,10 @@ def test_layers_of_a_network(net):
 
 @pytest.mark.parametrize("neuron", [sf.LIF(), sf.ALIF(), sf.PLIF(channels=5)])
 @pytest.mark.parametrize("num_steps", [1, 2, 4, 5, 9])
-def test_what_the_loop_keeps_is_what_it_keeps_at_full_length(neuron, num_steps):
+def test_the_loop_saves_as_much_as_measured_steps_predict(neuron, num_steps):
     x = make_input((num_steps, B, 5)).requires_grad_()
-    loop = kept(sf.explain(neuron, x, impl="reference"))
-    assert kept(sf.explain(neuron, x)).eager == loop.eager == loop.now > 0
+    loop = saved(sf.explain(neuron, x, impl="reference"))
+    assert saved(sf.explain(neuron, x)).eager == loop.eager == loop.now > 0
 
 
 class Residual(nn.Module):
@@ -133,54 +135,54 @@ def test_blocks(name, dtype):
     size = dtype.itemsize * VALUES
     assert first.moved == 8 * size  # 16 bytes per neuron and step in bfloat16
     assert second.moved == 12 * size  # of the residual: read three times, its gradient written
-    kept = {row.name: row for row in found.kept}
-    assert list(kept) == ["net.0", "net.2", "net.3.conv", "net.3.lif", "net.4"]
-    stores = policy.keeps_states or not program(first.program).rebuilds
+    rows = {row.name: row for row in found.saved}
+    assert list(rows) == ["net.0", "net.2", "net.3.conv", "net.3.lif", "net.4"]
+    stores = policy.saves_states or not program(first.program).rebuilds
     states = 4 * VALUES // T * ((T - 1) // first.chunk) if stores else 0
-    for layer in ("net.2", "net.3.lif"):  # the residual is what the convolution keeps
-        assert 0 <= kept[layer].now - size - states < 500
+    for layer in ("net.2", "net.3.lif"):  # the convolution saves the residual
+        assert 0 <= rows[layer].now - size - states < 500
     for layer in ("net.3.conv", "net.4"):
-        assert kept[layer].now == (VALUES // 8 if policy.packs_spikes else size)
-        assert kept[layer].eager == size
+        assert rows[layer].now == (VALUES // 8 if policy.packs_spikes else size)
+        assert rows[layer].eager == size
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_what_checkpoint_computes_again_is_said(training):
-    """With random layers, which run once: what these keep is shown, but no sum."""
+def test_checkpoint_is_reported(training):
+    """Random layers are not recomputed: what they save is shown, but no total."""
     x, tail = torch.rand(T, 2, 1, 6, 6), (nn.Dropout(), nn.Conv2d(8, 4, 1), sf.LIF())
     inner = nn.Sequential(*network(None).net, *tail)
     fused = sf.fuse(sf.Temporal(inner, sf.memory.Checkpoint(3))).train(training)
     net = nn.ModuleDict({"spiking": fused, "idle": sf.LIF()})
     net.forward = lambda x: fused(x)
     found = sf.explain(net, x)
-    assert (found.layers, found.again, found.not_called) == ((), ("spiking",), ("idle",))
+    assert (found.layers, found.recomputed, found.not_called) == ((), ("spiking",), ("idle",))
     assert found.num_others == 5
-    assert [row.module for row in found.kept] == ["Dropout"] * training
+    assert [row.module for row in found.saved] == ["Dropout"] * training
     lines = str(found).splitlines()
-    assert lines[0].startswith("spiking: memory=Checkpoint() computes its layers again in backward")
+    assert lines[0].startswith("spiking: memory=Checkpoint() recomputes its layers in backward")
     assert lines[0].endswith("explain it with Recompute()")
     assert lines[1] == "not called: idle"
     assert not any(line.startswith("total") for line in lines)
     with torch.no_grad():
         found = sf.explain(net, x)
-    assert (len(found.layers), found.again, found.not_called) == (3, (), ("idle",))
+    assert (len(found.layers), found.recomputed, found.not_called) == (3, (), ("idle",))
 
 
-def test_eager_pytorch_keeps_what_it_is_said_to():
+def test_eager_pytorch_saves_as_much_as_reported():
     x = torch.rand(9, 2, 1, 32, 32)
     fused = sf.explain(sf.fuse(network(None)), x)
     eager = sf.explain(network(sf.memory.SaveAll()), x, impl="reference")
-    assert sum(row.eager for row in fused.kept) == sum(row.now for row in eager.kept)
-    assert all(row.now == row.eager for row in eager.kept)
+    assert sum(row.eager for row in fused.saved) == sum(row.now for row in eager.saved)
+    assert all(row.now == row.eager for row in eager.saved)
 
 
 @pytest.mark.parametrize("name", ["save-all", "recompute", "bits"])
-def test_what_is_kept_is_what_is_allocated(name):
+def test_saved_bytes_are_allocated_bytes(name):
     net, x = sf.fuse(network(sf.memory.POLICIES[name])), make_input((9, 2, 1, 32, 32))
-    size, y = bytes_kept(net, x)
-    kept = sum(row.now for row in sf.explain(net, x).kept)
-    # The input was there before; of the statistics of a norm, those that it works on are not seen.
-    assert 0 <= size - y.nbytes - (kept - x.nbytes) < 500
+    size, y = bytes_saved(net, x)
+    rows = sum(row.now for row in sf.explain(net, x).saved)
+    # The input existed before. Internal statistics of a norm are not saved tensors.
+    assert 0 <= size - y.nbytes - (rows - x.nbytes) < 500
 
 
 def test_blocks_without_gradients():
@@ -190,66 +192,89 @@ def test_blocks_without_gradients():
         found = sf.explain(sf.fuse(net), x)
     first, second = found.layers
     assert (first.moved, second.moved) == (2 * 4 * VALUES, 3 * 4 * VALUES)
-    assert found.kept == ()
-    assert "kept" not in str(found)
+    assert found.saved == ()
+    assert "saved" not in str(found)
 
 
-def test_memory_counts_once_and_parts_of_it_by_themselves():
+def test_shared_memory_counts_once():
     class Views(nn.Module):
         def forward(self, x):
             a, b = (x * 2).chunk(2, -1)
             return a * b + a.sigmoid() * x[:1, :, :3]
 
     x = make_input((4, 2, 6)).requires_grad_()
-    (row,) = sf.explain(nn.Sequential(Views()), x).kept
-    # The two halves, the sigmoid's result, and half of a step of x.
+    (row,) = sf.explain(nn.Sequential(Views()), x).saved
+    # Both halves, the sigmoid's output, and half a step of x.
     assert (row.name, row.module) == ("0", "Views")
     assert row.now == row.eager == 4 * (2 * 24 + 24 + 6)
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_nothing_is_kept_without_gradients(grad):
+def test_nothing_is_saved_without_gradients(grad):
     x = make_input((T, B, 5)).requires_grad_(grad)
     found = sf.explain(sf.LIF(), x)
-    assert (kept(found).now > 0) == (kept(found).eager > 0) == grad
+    assert (saved(found).now > 0) == (saved(found).eager > 0) == grad
     assert only(found).moved == x.nbytes * (5 if grad else 2)
     with torch.no_grad():
-        assert sf.explain(sf.LIF(), x).kept == ()
+        assert sf.explain(sf.LIF(), x).saved == ()
 
 
-def test_parameters_need_no_gradient_of_the_input():
+def test_parameters_with_gradients_are_enough():
     x = make_input((T, B, 5))
     found = sf.explain(sf.PLIF(), x)
-    assert kept(found).now >= x.nbytes
+    assert saved(found).now >= x.nbytes
     assert only(found).moved == 4 * x.nbytes
 
 
-def test_a_still_image_is_kept_once():
+def test_a_constant_input_is_saved_once():
     x = make_input((T, B, 5), constant=True).requires_grad_()
     found = sf.explain(sf.LIF(), x)
     states = 4 * ((T - 1) // only(found).chunk) * B * 5
-    assert kept(found).now == x.nbytes // T + states
+    assert saved(found).now == x.nbytes // T + states
     assert only(found).moved == 2 * (x.nbytes // T + x.nbytes) + x.nbytes
 
 
-def test_states_are_passed_on(net):
+def test_layers_before_the_first_neuron_see_a_constant_input_once(net):
+    """As without the hooks of `explain`."""
+    x = torch.rand(B, 1, 6, 6).expand(T, B, 1, 6, 6)
+    rows = {row.name: row for row in sf.explain(net, x).saved}
+    assert rows["net.0"].now == rows["net.0"].eager == x.nbytes // T
+
+
+def test_an_error_caught_by_the_model_ends_its_layer():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            try:
+                self.linear(x[..., :2])
+            except RuntimeError:
+                return x.exp()
+
+    (row,) = sf.explain(Model(), torch.rand(2, 3, requires_grad=True)).saved
+    assert (row.name, row.module) == ("", "Model")
+
+
+def test_states_are_passed_through(net):
     x = torch.rand(T, B, 1, 6, 6)
     _, state = net(x, return_state=True)
     found = sf.explain(net, x, state=state, return_state=True)
     assert len(found.layers) == 2
     x = torch.rand(T, B, 5)
     state = (torch.rand(B, 5, requires_grad=True),)
-    assert kept(sf.explain(sf.LIF(), x, state=state)).now >= x.nbytes
+    assert saved(sf.explain(sf.LIF(), x, state=state)).now >= x.nbytes
 
 
-def test_several_inputs_and_a_forward_of_its_own():
+def test_several_inputs_and_a_custom_forward():
     x = make_input((T, B, 5), torch.bfloat16)
     found = sf.explain(Noisy(), x)
     assert only(found).dtypes == (torch.bfloat16, torch.bfloat16)
     assert "2 × [37, 2, 5]  bfloat16  Noisy-numba-" in str(found)
 
 
-def test_the_reference_by_request(net):
+def test_the_reference_on_request(net):
     layers = sf.explain(net, torch.rand(T, B, 1, 6, 6), impl="reference").layers
     layers += sf.explain(sf.LIF(), torch.rand(T, B, 5), impl="reference").layers
     assert [layer.implementation for layer in layers] == ["reference"] * 3
@@ -260,13 +285,13 @@ def test_the_reference_by_request(net):
     ]
 
 
-def test_what_cannot_be_compiled_is_said_and_the_rest_goes_on():
+def test_a_neuron_that_cannot_be_compiled():
     net = sf.Temporal(nn.Sequential(nn.Linear(3, 3), Uncompilable(), sf.LIF()))
     x = torch.rand(4, 2, 3)
     found = sf.explain(net, x)
     first, second = found.layers
     assert (first.implementation, second.implementation) == ("reference", "numba")
-    row = found.kept[1]
+    row = found.saved[1]
     assert (row.name, row.now) == ("net.1", row.eager)
     assert row.now > 0
     (note,) = first.notes
@@ -284,7 +309,7 @@ def test_copied_inputs():
     (note,) = only(sf.explain(sf.LIF(), x[..., ::2])).notes
     assert note == (
         "input copied: x [4, 2, 32, 4, 2] with strides [1024, 512, 16, 4, 2]: "
-        "its steps are not dense, or in pieces too short to read in place"
+        "its steps are not dense, or their pieces are too short to read in place"
     )
 
     class Sum(sf.Neuron):
@@ -295,10 +320,10 @@ def test_copied_inputs():
 
     (note,) = only(sf.explain(Sum(), x, lay_out(x, "channels_last"))).notes
     assert note.startswith("input copied: y [4, 2, 32, 4, 4] with strides")
-    assert note.endswith(": it lies unlike the first input")
+    assert note.endswith(": its layout differs from the first input")
 
 
-def test_the_model_is_left_as_it_was(net):
+def test_the_model_is_unchanged(net):
     net(torch.rand(T, B, 1, 6, 6)).sum().backward()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     gradients = [p.grad.clone() for p in net.parameters()]
@@ -310,20 +335,22 @@ def test_the_model_is_left_as_it_was(net):
     assert all(torch.equal(a, p.grad) for a, p in zip(gradients, net.parameters(), strict=True))
 
 
-def test_errors_of_the_call_pass_and_nothing_is_watched_any_more(net):
-    before = Neuron.call, nn.Module.__call__, checkpoint.run
+def test_errors_of_the_call_propagate_and_hooks_are_removed(net):
+    hooks = module._global_forward_pre_hooks, module._global_forward_hooks
+    before = Neuron.call, pool.max_pool2d, checkpoint.run
     with pytest.raises(ValueError, match=r"expected \[T, B, ...\]"):
         sf.explain(sf.LIF(), torch.rand(3))
     with pytest.raises(TypeError, match="x is a list: expected a tensor"):
         sf.explain(sf.LIF(), [1.0])
     with pytest.raises(RuntimeError):
         sf.explain(net, torch.rand(T, B, 2, 6, 6))
-    assert (Neuron.call, nn.Module.__call__, checkpoint.run) == before
+    assert (Neuron.call, pool.max_pool2d, checkpoint.run) == before
+    assert not any(hooks)
     with pytest.raises(TypeError, match=r"model is a builtin.*: expected a torch.nn.Module"):
         sf.explain(torch.sin, torch.rand(3))
 
 
-def test_calls_of_other_threads_are_not_the_model():
+def test_calls_of_other_threads_are_ignored():
     other = sf.LIF()
 
     class Model(nn.Module):
@@ -367,7 +394,7 @@ def test_the_other_backend(backends):
         layer = only(found)
         assert layer.implementation == impl
         assert layer.program.startswith(f"LIF-{impl}-")
-        assert kept(found).now == x.nbytes + 4 * ((x.shape[0] - 1) // layer.chunk) * B * 5
+        assert saved(found).now == x.nbytes + 4 * ((x.shape[0] - 1) // layer.chunk) * B * 5
 
 
 def test_compiled_models(net):

@@ -1,10 +1,10 @@
-"""How an explanation reads."""
+"""The tables of a report."""
 
 from __future__ import annotations
 
 import torch
 
-from spikefuse.inspect.explanation import Explanation, Kept, Layer
+from spikefuse.inspect.explanation import Explanation, Layer, SavedBytes
 from spikefuse.memory import Recompute, SaveAll
 
 FUSED = Layer(
@@ -35,7 +35,7 @@ LOOP = Layer(
     achieved=None,
     notes=("not compiled", "and slow"),
 )
-KEPT = Kept("net.2", "LIF", 888, 2_640_000_000), Kept("", "Mine", 12_345_678, 999_999)
+SAVED = SavedBytes("net.2", "LIF", 888, 2_640_000_000), SavedBytes("", "Mine", 12_345_678, 999_999)
 
 
 def test_fraction():
@@ -67,12 +67,12 @@ def test_the_table():
     assert "4,290 GB/s" in lines[-1]
 
 
-def test_the_table_of_what_is_kept():
-    lines = str(Explanation((FUSED,), KEPT, (), 1, None)).splitlines()
+def test_the_table_of_saved_bytes():
+    lines = str(Explanation((FUSED,), SAVED, (), 1, None)).splitlines()
     cells = [[cell.strip() for cell in line.split("  ") if cell] for line in lines[2:8]]
     assert cells == [
         [],
-        ["layer", "module", "kept", "by eager PyTorch"],
+        ["layer", "module", "saved", "by eager PyTorch"],
         ["net.2", "LIF", "888 B", "2.64 GB"],
         ["(the model)", "Mine", "12.3 MB", "1 MB"],
         ["total", "12.3 MB", "2.64 GB"],
@@ -90,5 +90,5 @@ def test_without_neurons():
 
 
 def test_a_prompt_shows_the_table():
-    explanation = Explanation((FUSED,), KEPT, (), 1, None)
+    explanation = Explanation((FUSED,), SAVED, (), 1, None)
     assert repr(explanation) == str(explanation)

@@ -1,4 +1,4 @@
-"""Packing to bits and back, by every kernel, in every layout."""
+"""Packing and unpacking, by every kernel and in every layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def spikes(shape, dtype=torch.float32, device="cpu"):
 
 
 def packed_by_hand(x):
-    """The bytes, by PyTorch: value i is bit i % 8."""
+    """The bytes, computed by PyTorch: value i is bit i % 8."""
     rows = torch.nn.functional.pad((x != 0).long(), (0, -len(x) % 8)).view(-1, 8)
     return (rows << torch.arange(8, device=x.device)).sum(1).to(torch.uint8)
 
@@ -29,7 +29,7 @@ def test_kernels(backends, dtype, num):
     x = spikes(num, dtype, backends.device)
     for impl in backends.impls:
         kernels = importlib.import_module(f"spikefuse.kernels.bits_{impl}")
-        # What is left unwritten shows, and so does what is written past the end.
+        # Detects bytes that are not written, and writes past the end.
         found = torch.full((-(-num // 8) + 8,), 0xAA, dtype=torch.uint8, device=x.device)
         kernels.pack(x, found[:-8])
         assert torch.equal(found[:-8], packed_by_hand(x))
@@ -41,7 +41,7 @@ def test_kernels(backends, dtype, num):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_zero(backends, dtype):
+def test_nonzero_values(backends, dtype):
     x = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-7, float("inf"), float("nan")]).to(dtype)
     for impl in backends.impls:
         kernels = importlib.import_module(f"spikefuse.kernels.bits_{impl}")
@@ -97,7 +97,7 @@ def test_a_device_that_is_not_current(backends):
     assert torch.equal(bits.pack(x).unpack(), x)
 
 
-def test_what_cannot_be_packed():
+def test_tensors_that_cannot_be_packed():
     x = spikes((4, 6))
     for y in (x[:, ::2], x[:, :3], x[:1].expand(4, 6)):
         with pytest.raises(ValueError, match=r"expected memory without gaps.*pass x\.contiguous"):

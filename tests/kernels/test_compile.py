@@ -1,5 +1,5 @@
-"""Hand-written Triton kernels, compiled for a GPU where there is none: the interpreter, which runs
-them in the other tests, accepts more than the compiler."""
+"""Compile hand-written Triton kernels for a GPU, without one: the interpreter, which runs them in
+other tests, accepts more than the compiler."""
 
 from __future__ import annotations
 
@@ -14,49 +14,54 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# module | its kernel | types of its arguments; all of 16 where they are addresses or numbers
+# module | kernel | types of its arguments; addresses and integers are multiples of 16
 KERNELS = r"""
-bits_triton | pack_kernel | x=*{dtype} bits=*u8 num=i32 BLOCK=512
-bits_triton | unpack_kernel | bits=*u8 x=*{dtype} num=i64 BLOCK=512
-norm_triton | statistics | x=*{dtype} weight=*fp32 mean=*fp32 variance=*fp32 batches=*i64 \
+kernels.bits_triton | pack_kernel | x=*{dtype} bits=*u8 num=i32 BLOCK=512
+kernels.bits_triton | unpack_kernel | bits=*u8 x=*{dtype} num=i64 BLOCK=512
+kernels.norm_triton | statistics_kernel | x=*{dtype} weight=*fp32 mean=*fp32 variance=*fp32 \
+batches=*i64 \
 results=*fp32 partial=*fp32 arrived=*i32 momentum=fp32 eps=fp32 outer=i64 channels=i64 \
 inner=i64 rows=i64 repeats=i64 HEIGHT=64 WIDTH=32 TILES=4 LAST={last} UNIT=16 SHARES=64
-norm_triton | gradient_sums | scales=*fp32 shifts=*fp32 statistics=*fp32 results=*fp32 \
+kernels.norm_triton | gradient_sums_kernel | scales=*fp32 shifts=*fp32 statistics=*fp32 \
+results=*fp32 \
 partial=*fp32 arrived=*i32 number=fp32 outer=i64 channels=i64 inner=i64 rows=i64 \
 HEIGHT=64 WIDTH=32 TILES=4 LAST={last} UNIT=16 SHARES=64
-pool_triton | forward_kernel | x=*{dtype} y=*{dtype} positions=*u8 maps=i64 \
+kernels.pool_triton | forward_kernel | x=*{dtype} y=*{dtype} positions=*u8 maps=i64 \
 ROWS=14 COLUMNS=14 OUT_ROWS=7 OUT_COLUMNS=7 INNER={inner} HEIGHT=3 WIDTH=3 DOWN=2 RIGHT=2 \
 TOP=1 LEFT=1 GROUP=64 UNIT=16 BLOCK=1024
-pool_triton | backward_kernel | grad_y=*{dtype} positions=*u8 grad_x=*{dtype} maps=i64 \
+kernels.pool_triton | backward_kernel | grad_y=*{dtype} positions=*u8 grad_x=*{dtype} maps=i64 \
 ROWS=14 COLUMNS=14 OUT_ROWS=7 OUT_COLUMNS=7 INNER={inner} HEIGHT=3 WIDTH=3 DOWN=2 RIGHT=2 \
 TOP=1 LEFT=1 GROUP=64 UNIT=16 BLOCK=1024
 """
 
-# Lists, which are read one by one, and the few words that a kernel reads at a time.
+# The last column is the number of 32-bit words that the kernel reads or writes at a time.
 EVENT_KERNELS = r"""
-event_triton | sum_rows | out=*fp32 source=*fp32 bias=*fp32 begins=*i64 counts=*i32 indices=*i32 \
+events.products_triton | sum_rows | out=*fp32 source=*fp32 bias=*fp32 begins=*i64 counts=*i32 \
+indices=*i32 \
 width=i32 HAS_BIAS=1 BLOCK=512 | 4
-event_triton | dots | out=*fp32 weight=*fp32 grad=*fp32 indices=*i32 rows=*i32 width=i32 \
+events.products_triton | dots | out=*fp32 weight=*fp32 grad=*fp32 indices=*i32 rows=*i32 width=i32 \
 BLOCK=512 | 4
-event_lists_triton | count | marks=*fp32 fired=*i32 entries=*i32 width=i32 BLOCK=512 | 4
-event_lists_triton | fill | marks=*fp32 offsets=*i64 fired=*i32 indices=*i32 width=i32 BLOCK=512 | 4
-event_triton | sum_listed | out=*fp32 weight=*fp32 bias=*fp32 indices=*i32 count=*i32 width=i32 \
+events.lists_triton | count | marks=*fp32 fired=*i32 entries=*i32 width=i32 BLOCK=512 | 4
+events.lists_triton | fill | marks=*fp32 offsets=*i64 fired=*i32 indices=*i32 width=i32 \
+BLOCK=512 | 4
+events.products_triton | sum_listed | out=*fp32 weight=*fp32 bias=*fp32 indices=*i32 count=*i32 \
+width=i32 \
 HAS_BIAS=1 ROWS=32 BLOCK=64 | 4
-event_triton | list_sites | spikes=*fp32 indices=*i32 count=*i32 width=i32 BLOCK=16384 | 4
-event_lists_triton | describe | rows=*i32 values=None inputs=*i32 offsets=*i64 fired=*i32 \
+events.products_triton | list_sites | spikes=*fp32 indices=*i32 count=*i32 width=i32 BLOCK=16384 | 4
+events.lists_triton | describe | rows=*i32 values=None inputs=*i32 offsets=*i64 fired=*i32 \
 indices=*i32 none=i32 BLOCK=256 | 1
-event_lists_triton | describe | rows=*i64 values=None inputs=None offsets=*i64 fired=*i32 \
+events.lists_triton | describe | rows=*i64 values=None inputs=None offsets=*i64 fired=*i32 \
 indices=*i32 none=i32 BLOCK=256 | 1
-event_lists_triton | describe | rows=None values=*fp32 inputs=None offsets=*i64 fired=*i32 \
+events.lists_triton | describe | rows=None values=*fp32 inputs=None offsets=*i64 fired=*i32 \
 indices=*i32 none=i32 BLOCK=256 | 1
-event_lists_triton | scatter | out=*fp32 values=*fp32 offsets=*i64 fired=*i32 indices=*i32 \
+events.lists_triton | scatter | out=*fp32 values=*fp32 offsets=*i64 fired=*i32 indices=*i32 \
 width=i32 BLOCK=256 | 1
-event_lists_triton | scatter | out=*bf16 values=*bf16 offsets=*i64 fired=*i32 indices=*i32 \
+events.lists_triton | scatter | out=*bf16 values=*bf16 offsets=*i64 fired=*i32 indices=*i32 \
 width=i32 BLOCK=256 | 1
-event_lists_triton | scatter | out=*fp16 values=None offsets=*i64 fired=*i32 indices=*i32 \
+events.lists_triton | scatter | out=*fp16 values=None offsets=*i64 fired=*i32 indices=*i32 \
 width=i32 BLOCK=256 | 1
-event_lists_triton | place | places=*i64 before=*i64 offsets=*i64 BLOCK=256 | 1
-event_lists_triton | merge | whole=*i32 values=*fp32 mine=*i64 indices=*i32 firsts=*i64 \
+events.lists_triton | place | places=*i64 before=*i64 offsets=*i64 BLOCK=256 | 1
+events.lists_triton | merge | whole=*i32 values=*fp32 mine=*i64 indices=*i32 firsts=*i64 \
 counts=*i32 starts=*i64 offsets=*i64 fired=*i32 ranks=i32 rows=i32 rank=i32 BLOCK=256 | 1
 """
 
@@ -68,7 +73,7 @@ from triton.compiler import ASTSource
 
 for line in sys.stdin:
     module, name, arguments = line.split(" | ")
-    kernel = getattr(importlib.import_module(f"spikefuse.kernels.{module}"), name)
+    kernel = getattr(importlib.import_module(f"spikefuse.{module}"), name)
     types = [argument.split("=")[1] for argument in arguments.split()]
     types = dict(zip(kernel.arg_names, types, strict=True))
     fixed = {n: eval(t) for n, t in types.items() if t == "None" or t.isdigit()}
@@ -84,7 +89,7 @@ for line in sys.stdin:
 
 
 def compiled(lines: str, cache: Path) -> list[str]:
-    """Each kernel's name, and the 32-bit words that it reads or writes at a time."""
+    """The name of each kernel, and how many 32-bit words it reads or writes at a time."""
     unset = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-c", CODE],

@@ -1,17 +1,17 @@
-"""Statistics of several shares as those of one batch; `tests/block/test_block.py` has the rest."""
+"""Merging the statistics of several shares; `tests/block/test_block.py` tests the rest."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from spikefuse.kernels.norm import merged
+from spikefuse.kernels.norm import merge_statistics
 from spikefuse.testing import make_input, poisoned
 
 
 @pytest.mark.parametrize(("channels", "count"), [(5, 1), (64, 3), (33, 8)])
-def test_merged(backends, channels, count):
-    """Shares of several sizes, with means that are large and variances that are small."""
+def test_merge_statistics(backends, channels, count):
+    """Shares of several sizes, with large means and small variances."""
     rows = [make_input((3 + i, channels), seed=i) + 1000 for i in range(count)]
     moments = [(x.double().mean(0), x.double().var(0, correction=0)) for x in rows]
     shares = torch.stack(
@@ -26,14 +26,14 @@ def test_merged(backends, channels, count):
         running = torch.zeros(channels), torch.ones(channels), torch.tensor(2)
         running = tuple(t.to(backends.device) for t in running)
         with poisoned():
-            found, number = merged(shares, weight, running, 0.25, 1e-5, impl)
+            found, number = merge_statistics(shares, weight, running, 0.25, 1e-5, impl)
         inverse = (variance + 1e-5).rsqrt().float()
         expected = mean.float(), weight.cpu() * inverse, inverse, variance.float()
         # Means of 1000 were rounded to 2^-14.
         torch.testing.assert_close(found.cpu(), torch.stack(expected), rtol=1e-3, atol=1e-3)
         assert number.item() == len(whole)
-        moved = 0.25 * mean.float(), 0.75 + 0.25 * whole.var(0).float(), torch.tensor(3)
-        torch.testing.assert_close([t.cpu() for t in running], [*moved], rtol=1e-3, atol=1e-3)
-        plain, _ = merged(shares, None, (None, None, None), 0.0, 1e-5, impl)
+        updated = 0.25 * mean.float(), 0.75 + 0.25 * whole.var(0).float(), torch.tensor(3)
+        torch.testing.assert_close([t.cpu() for t in running], [*updated], rtol=1e-3, atol=1e-3)
+        plain, _ = merge_statistics(shares, None, (None, None, None), 0.0, 1e-5, impl)
         assert torch.equal(plain[1], plain[2])
         assert torch.equal(plain[[0, 2, 3]], found[[0, 2, 3]])

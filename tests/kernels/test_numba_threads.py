@@ -1,4 +1,4 @@
-"""Kernels over ranges: every part once, whoever's threads they are."""
+"""Kernels over ranges run every item once, on any kind of threads."""
 
 import os
 import subprocess
@@ -48,13 +48,13 @@ def claim(first, last, sums):
         sums[0] = np.empty(1 << 58)[0]
 
 
-def test_openmp_is_that_of_torch():
+def test_openmp_is_shared_with_torch():
     assert numba_threads._register_openmp() == OPENMP
 
 
 @pytest.mark.usefixtures("five_threads")
 @pytest.mark.parametrize(("count", "unit"), [(1, 16), (80, 16), (81, 16), (1000, 1), (4, 1)])
-def test_every_part_once(count, unit):
+def test_every_item_once(count, unit):
     sums, values = np.zeros(count, np.float32), np.arange(count, dtype=np.float32)
     more = (np.ones(count, np.int32), 2)
     for _ in range(3):
@@ -63,7 +63,7 @@ def test_every_part_once(count, unit):
 
 
 @pytest.mark.usefixtures("five_threads")
-def test_each_kind_of_argument_has_machine_code_of_its_own():
+def test_each_argument_type_has_its_own_machine_code():
     wide, shorts = np.arange(400.0), np.arange(100, dtype=np.int16)
     kinds = (wide[:100], wide[::4], wide[:100].astype(np.float32), shorts)
     for values in (*kinds, *kinds):
@@ -73,7 +73,7 @@ def test_each_kind_of_argument_has_machine_code_of_its_own():
 
 
 @pytest.mark.usefixtures("five_threads")
-def test_kinds_that_look_alike():
+def test_similar_argument_types():
     flat = np.arange(64.0)
     read_only = flat.copy()
     read_only.flags.writeable = False
@@ -87,7 +87,7 @@ def test_kinds_that_look_alike():
 
 
 @pytest.mark.usefixtures("five_threads")
-def test_from_several_threads_of_python():
+def test_calls_from_several_python_threads():
     def run(k):
         sums = np.zeros(1000, np.float32)
         for _ in range(20):
@@ -109,7 +109,7 @@ def test_small_work_stays_on_one_thread(monkeypatch):
 
 
 @pytest.mark.usefixtures("five_threads")
-def test_a_thread_without_memory():
+def test_a_thread_out_of_memory():
     with pytest.raises(MemoryError):
         shared(claim, 100, 1, 5 * MIN_TASK, np.zeros(100))
 
@@ -126,7 +126,7 @@ assert (sums == 3).all(), sums
 """
 
 
-def test_fewer_threads_than_asked_for(way):
+def test_fewer_threads_than_requested(way):
     if way == "openmp":
         environment = os.environ | {"OMP_THREAD_LIMIT": "2"}
         subprocess.run([sys.executable, "-c", FEWER], env=environment, check=True, timeout=120)
@@ -141,7 +141,7 @@ numba_threads._has_openmp = sys.argv[1] == "openmp"
 torch.set_num_threads(2)
 x = torch.randn(8, 64, 1024)
 expected = sf.LIF()(x).numpy()
-# Threads that the child does not have.
+# The child does not inherit these threads.
 assert numba_threads._has_openmp == (numba_threads._pool is None)
 child = os.fork()
 if child == 0:
@@ -158,5 +158,5 @@ raise SystemExit("the child hangs")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_process_has_threads_of_its_own(way):
+def test_a_forked_process_has_its_own_threads(way):
     subprocess.run([sys.executable, "-c", FORK, way], check=True, timeout=120)

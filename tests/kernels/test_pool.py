@@ -1,4 +1,4 @@
-"""Max pooling by its kernels against PyTorch's: values, positions and gradients, bit for bit."""
+"""Max pooling kernels equal PyTorch bit for bit: values, positions and gradients."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def draw(kind, shape=(2, 16, 7, 9), seed=0):
 
 
 def gradient(y, seed=1):
-    """Whole numbers, whose sums are exact in any dtype and in the interpreter, which truncates."""
+    """Integers, whose sums are exact in any dtype, and in the interpreter, which truncates."""
     generator = torch.Generator().manual_seed(seed)
     g = torch.randint(-9, 10, y.shape, generator=generator)
     return g.to(y).contiguous(memory_format=torch.contiguous_format)
@@ -56,7 +56,7 @@ def by_torch(x, window):
 
 
 def flat(positions, window, x):
-    """Positions in windows as PyTorch's indices of pixels."""
+    """Convert positions in windows to PyTorch's pixel indices."""
     kernel, stride, padding, _ = window
     rows, columns = (torch.arange(n, device=x.device) for n in positions.shape[2:])
     row = rows[:, None] * stride[0] - padding[0] + positions.long() // kernel[1]
@@ -66,15 +66,15 @@ def flat(positions, window, x):
 
 def assert_equal(a, b):
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, check_stride=True)
-    # Of zeros, the one of the same sign.
+    # Zeros must have equal signs.
     assert torch.equal(a.signbit() & (a == 0), b.signbit() & (b == 0))
 
 
 def assert_same(x, window, grad=None, reference=None):
-    """Values, positions and gradients of the kernels and of PyTorch.
+    """Compare values, positions and gradients of the kernels and PyTorch.
 
     Args:
-        reference: the values of `x` in the memory format in which PyTorch pools them; as `x`.
+        reference: `x` in the memory format in which PyTorch pools it; defaults to `x`.
     """
     from spikefuse.kernels import pool_triton
 
@@ -84,7 +84,7 @@ def assert_same(x, window, grad=None, reference=None):
     memory_format = suggest_memory_format(x)
     expected = expected.contiguous(memory_format=memory_format)
     with poisoned():
-        found, positions = pool_triton.forward(x, maps, keep=True)
+        found, positions = pool_triton.forward(x, maps, save=True)
         assert_equal(found, expected)
         assert torch.equal(flat(positions, window, x), indices)
         assert_equal(pool.max_pool2d(x, maps), expected)
@@ -100,7 +100,7 @@ def assert_same(x, window, grad=None, reference=None):
 @pytest.mark.parametrize("name", WINDOWS)
 def test_windows(device, name, memory_format):
     assert_same(draw("ties").to(device).contiguous(memory_format=memory_format), WINDOWS[name])
-    # With channels last, PyTorch on a GPU places infinities and NaN otherwise than contiguous.
+    # For infinities and NaN, PyTorch on a GPU returns other positions in channels-last memory.
     x = draw("extreme").to(device)
     assert_same(x.contiguous(memory_format=memory_format), WINDOWS[name], reference=x)
 
@@ -117,7 +117,7 @@ def test_dtypes(device, dtype, memory_format, channels):
 
 @pytest.mark.parametrize("memory_format", FORMATS)
 def test_gradients_are_summed_in_float32(device, memory_format):
-    """In the order of the outputs, as by PyTorch in float32, and rounded once."""
+    """In the order of the outputs, as PyTorch does in float32, and rounded once."""
     window = WINDOWS["every pixel"]
     x = draw("spikes").to(device).contiguous(memory_format=memory_format)
     grad = torch.randn(by_torch(x, window)[0].shape, device=device)
@@ -141,7 +141,7 @@ def test_shapes(device, shape):
 @pytest.mark.parametrize("most", [150, 16 * 63])
 @pytest.mark.parametrize("memory_format", FORMATS)
 def test_groups_of_maps(device, memory_format, most, monkeypatch):
-    """What is larger than offsets of 32 bits reach is cut into groups."""
+    """Memory beyond the range of 32-bit offsets is cut into groups."""
     from spikefuse.kernels import pool_triton
 
     x = draw("ties", (7, 2, 7, 9)).to(device).contiguous(memory_format=memory_format)
@@ -153,13 +153,13 @@ def test_groups_of_maps(device, memory_format, most, monkeypatch):
         pool_triton._launch.cache_clear()
 
 
-def test_what_is_kept(device):
-    """A byte per output, and not the input."""
+def test_saved_bytes(device):
+    """One byte per output, without the input."""
     x = draw("spikes").to(device).requires_grad_()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = pool.max_pool2d(x, pool.maps_of(x, WINDOWS["3 by 3"]))
-    assert [(t.dtype, t.shape) for t in kept] == [(torch.uint8, y.shape)]
+    assert [(t.dtype, t.shape) for t in saved] == [(torch.uint8, y.shape)]
 
 
 def test_no_second_derivative(device):
@@ -176,7 +176,7 @@ def test_a_device_that_is_not_current(device):
     assert_same(draw("ties").to("cuda:1"), WINDOWS["3 by 3"])
 
 
-def test_what_is_left_to_pytorch():
+def test_inputs_left_to_pytorch():
     two, x = WINDOWS["2 by 2"], torch.rand(2, 3, 8, 8)
     assert pool.maps_of(x, two) == pool.Maps(two, 8, 8, 4, 4, 1)
     last = x.contiguous(memory_format=torch.channels_last)

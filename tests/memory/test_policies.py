@@ -1,4 +1,4 @@
-"""What a network keeps for backward under each policy, and that the numbers stay the same."""
+"""What a network saves for backward under each policy; results do not depend on it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from torch.utils.checkpoint import checkpoint
 import spikefuse as sf
 from spikefuse import memory
 from spikefuse.kernels import bits
-from spikefuse.memory import spikes as kept
+from spikefuse.memory import spikes as spikes_module
 from spikefuse.testing import DTYPES, make_input
 
-# All for any network; tests/memory/test_checkpoint.py has the one that wants a fused network.
+# The policies for any network; tests/memory/test_checkpoint.py tests the one for fused networks.
 EVERY = (memory.SaveAll(), memory.Recompute(), memory.Bits())
 SHAPE = (4, 3, 5, 8, 12)  # T, B, C, H, W
 SPIKES = 4 * 3 * 8 * 8 * 12  # of the first neuron
 
 
 class Net(nn.Module):
-    """Spikes with several readers, views of spikes, and sums that are no spikes."""
+    """Spikes with several readers, views of spikes, and sums that are not binary."""
 
     def __init__(self):
         super().__init__()
@@ -66,26 +66,28 @@ def assert_same(found, expected):
 
 @contextlib.contextmanager
 def packings():
-    """The tensors whose bits are kept meanwhile, by their number of values; kernels of neurons may
-    have written them already."""
+    """Record the sizes of the tensors saved as bits, which the neuron's kernel may have written."""
     seen = []
 
     def pack(x):
         seen.append(x.numel())
         return packed(x)
 
-    def keep(marked, x):
-        if marked.packed is not None and not marked.is_kept:
-            seen.append(marked.num)
-        return kept_as(marked, x)
+    def save(binary, x):
+        if binary.packed is not None and not binary.is_saved:
+            seen.append(binary.num)
+        return saved_as(binary, x)
 
-    packed, kept_as = bits.pack, kept._Marked.keep
-    with mock.patch.object(bits, "pack", pack), mock.patch.object(kept._Marked, "keep", keep):
+    packed, saved_as = bits.pack, spikes_module._BinaryTensor.save
+    with (
+        mock.patch.object(bits, "pack", pack),
+        mock.patch.object(spikes_module._BinaryTensor, "save", save),
+    ):
         yield seen
 
 
 class Allocations(TorchDispatchMode):
-    """The memory of what operations give, but for that of known tensors."""
+    """Memory of the results of operations, except for that of known tensors."""
 
     def __init__(self, known):
         super().__init__()
@@ -105,15 +107,15 @@ class Allocations(TorchDispatchMode):
         return sum(size for storage, size in self.made.values() if not storage.expired())
 
 
-def bytes_kept(net, x, call=None):
-    """Bytes of new memory that live as long as the output does, and the output."""
+def bytes_saved(net, x, call=None):
+    """Return the bytes of new memory that live as long as the output, and the output."""
     with Allocations([x, *net.parameters(), *net.buffers()]) as allocations:
         y = (call or net)(x)
     return allocations.num_bytes(), y
 
 
 def conv(*layers, channels=8):
-    """A convolution, a neuron with `SPIKES` outputs, and layers."""
+    """A convolution, a neuron with `SPIKES` outputs, and more layers."""
     return nn.Sequential(nn.Conv2d(5, channels, 3, padding=1), sf.LIF(), *layers)
 
 
@@ -141,21 +143,21 @@ def test_policies_give_the_same_numbers(backends, dtype, channels_last):
         with packings() as seen:
             found = step(wrapped(Net, policy, backends.device, dtype), x)
         assert_same(found, expected)
-        # The first neuron's for two convolutions, and the third's for the pooling.
+        # The first neuron's spikes for two convolutions, and the third's for pooling.
         assert seen == ([SPIKES, SPIKES] if policy.packs_spikes else [])
 
 
 def test_bytes(backends):
     x = make_input(SHAPE, device=backends.device)
     nets = {p: wrapped(lambda: conv(nn.Conv2d(8, 4, 1)), p, backends.device) for p in EVERY}
-    found = {p: bytes_kept(net, x) for p, net in nets.items()}
+    found = {p: bytes_saved(net, x) for p, net in nets.items()}
     saved = found[memory.SaveAll()][0] - found[memory.Recompute()][0]
     assert saved == SPIKES * 4 - SPIKES // 8
     assert found[memory.Recompute()][0] == found[memory.Bits()][0]
 
 
 def test_spikes_are_freed(backends):
-    """While the network still runs, and bits with the graph."""
+    """Spikes are freed while the network runs, their bits with the graph."""
     alive = []
 
     class Watched(nn.Module):
@@ -168,9 +170,9 @@ def test_spikes_are_freed(backends):
     net.net[1].register_forward_hook(
         lambda m, i, y: spikes.append(StorageWeakRef(y.untyped_storage()))
     )
-    keep = kept._Marked.keep
-    spy = lambda *args: packed.append(keep(*args)) or packed[-1]  # noqa: E731
-    with mock.patch.object(kept._Marked, "keep", spy):
+    save = spikes_module._BinaryTensor.save
+    spy = lambda *args: packed.append(save(*args)) or packed[-1]  # noqa: E731
+    with mock.patch.object(spikes_module._BinaryTensor, "save", spy):
         y = net(make_input(SHAPE, device=backends.device))
     assert alive == [[False]]
     storage = StorageWeakRef(packed.pop().bits.untyped_storage())
@@ -198,8 +200,8 @@ def test_bits_of_a_dropped_output_are_freed():
     assert stays.requires_grad
 
 
-def test_nothing_keeps_itself_alive():
-    """Layers that keep what they give, without a backward that would end it."""
+def test_no_layer_keeps_itself_alive():
+    """Layers that save their own output, without a backward pass that would free it."""
     for layer in (nn.Sigmoid(), nn.Softmax(1), sf.LI()):
         y = wrapped(lambda layer=layer: conv(layer))(make_input(SHAPE))
         storage = StorageWeakRef(y.untyped_storage())
@@ -231,19 +233,19 @@ def test_views_share_a_packing(backends, name):
     assert seen == [SPIKES]
 
 
-NOT_SPIKES = {
+NOT_BINARY = {
     "changed in place": lambda s, w: conv2d(s.mul_(2), w),
     "changed in a view": lambda s, w: (s[0].add_(3), conv2d(s, w))[1],
     "changed without gradients": lambda s, w: (torch.no_grad()(s.mul_)(3), conv2d(s, w))[1],
     "copied": lambda s, w: conv2d(s + 0.5, w),
-    "seen as others": lambda s, w: s.detach().view(torch.float16) * w[0, :, :1, :1].half(),
+    "viewed as another dtype": lambda s, w: s.detach().view(torch.float16) * w[0, :, :1, :1].half(),
 }
 
 
-@pytest.mark.parametrize("name", NOT_SPIKES)
-def test_what_is_not_spikes_passes_untouched(backends, name):
+@pytest.mark.parametrize("name", NOT_BINARY)
+def test_tensors_that_are_not_spikes_pass_unchanged(backends, name):
     x = make_input(SHAPE, device=backends.device)
-    nets = {p: wrapped(lambda: Functional(NOT_SPIKES[name]), p, backends.device) for p in EVERY}
+    nets = {p: wrapped(lambda: Functional(NOT_BINARY[name]), p, backends.device) for p in EVERY}
     expected = step(nets[memory.SaveAll()], x)
     with packings() as seen:
         assert_same(step(nets[memory.Recompute()], x), expected)
@@ -254,30 +256,30 @@ NEURONS = {sf.RefractoryLIF: 1, sf.ALIF: 1, sf.TernaryLIF: 0, sf.IntegerLIF: 0, 
 
 
 @pytest.mark.parametrize("neuron", NEURONS)
-def test_only_what_is_binary_by_proof(backends, neuron):
+def test_only_outputs_proven_binary_are_packed(backends, neuron):
     net = wrapped(lambda: Functional(VIEWS["itself"], neuron), device=backends.device)
     with packings() as seen:
         step(net, make_input(SHAPE, device=backends.device))
     assert len(seen) == NEURONS[neuron]
 
 
-def test_the_reference_and_small_tensors_pass_untouched(backends):
+def test_the_reference_and_small_tensors_pass_unchanged(backends):
     net = wrapped(lambda: Functional(VIEWS["itself"]), device=backends.device)
     x = make_input(SHAPE, device=backends.device)
     with packings() as seen:
         step(net, x, impl="reference")
         step(net, x[:, :, :, :4, :4])
-    assert kept.MIN_VALUES > 12 * 8 * 4 * 4
+    assert spikes_module.MIN_VALUES > 12 * 8 * 4 * 4
     assert seen == []
 
 
-def test_a_change_after_a_layer_has_read(backends):
-    def spikes_too_late(s, w):
+def test_in_place_changes_after_saving(backends):
+    def change_spikes(s, w):
         y = conv2d(s, w)
         s.detach().zero_()
         return y
 
-    def potentials_too_late(s, w):
+    def change_potentials(s, w):
         h = s * 0.5
         y = conv2d(h, w)
         h.detach().zero_()
@@ -286,10 +288,10 @@ def test_a_change_after_a_layer_has_read(backends):
     x = make_input(SHAPE, device=backends.device)
     expected = step(wrapped(lambda: Functional(VIEWS["itself"]), device=backends.device), x)
     assert_same(
-        step(wrapped(lambda: Functional(spikes_too_late), device=backends.device), x), expected
+        step(wrapped(lambda: Functional(change_spikes), device=backends.device), x), expected
     )
     for policy in EVERY:
-        net = wrapped(lambda: Functional(potentials_too_late), policy, backends.device)
+        net = wrapped(lambda: Functional(change_potentials), policy, backends.device)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             step(net, x)
 
@@ -322,19 +324,19 @@ def test_checkpoints(backends, reentrant):
     assert_same(step(outer, x), expected)
 
 
-def test_a_checkpoint_around_keeps_nothing(backends):
+def test_a_surrounding_checkpoint_saves_nothing(backends):
     net = wrapped(Net, device=backends.device)
     x = make_input(SHAPE, device=backends.device)
-    size, y = bytes_kept(net, x, lambda x: checkpoint(net, x, use_reentrant=False))
+    size, y = bytes_saved(net, x, lambda x: checkpoint(net, x, use_reentrant=False))
     assert size == y.nbytes
 
 
-def test_hooks_of_others_come_first(backends):
+def test_other_hooks_take_precedence(backends):
     x = make_input(SHAPE, device=backends.device)
     net = wrapped(lambda: conv(nn.Conv2d(8, 4, 1)), device=backends.device)
     expected = step(net, x)
     theirs = []
-    with torch.no_grad(), kept.keeping(memory.Recompute()) as spikes:
+    with torch.no_grad(), spikes_module.saving(memory.Recompute()) as spikes:
         assert spikes is None
     with packings() as seen:
         with saved_tensors_hooks(lambda t: theirs.append(t.shape) or t, lambda t: t):
@@ -349,7 +351,7 @@ def test_hooks_of_others_come_first(backends):
     assert seen == []
 
 
-def test_neurons_that_do_not_record(backends):
+def test_neurons_in_inference_mode(backends):
     class Silent(nn.Sequential):
         def forward(self, x):
             with torch.inference_mode():
@@ -367,7 +369,7 @@ def test_neurons_that_do_not_record(backends):
 
 
 def test_threads(backends):
-    """Each call marks and packs its own."""
+    """Each call registers and packs its own spikes."""
     x = make_input(SHAPE, device=backends.device)
     expected = step(wrapped(Net, memory.SaveAll(), backends.device), x)
     nets = [wrapped(Net, policy, backends.device) for policy in EVERY]
@@ -392,29 +394,29 @@ def test_compiled(backends, part):
     expected = step(wrapped(Net, device=backends.device), x)
     net = wrapped(Net, device=backends.device)
     names = ("left", "right") if part else ()
-    if part:  # it looks at the gradients of its inputs
+    if part:  # compiled modules read .grad of their inputs
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     for name in names:
         setattr(net.net, name, torch.compile(getattr(net.net, name), backend="aot_eager"))
     model = net if part else torch.compile(net, backend="aot_eager", fullgraph=True)
     with packings() as seen:
         found = step(model, x)
-    # Compiled convolutions may add in another order.
+    # Compiled convolutions may sum in another order.
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert seen == ([SPIKES, SPIKES] if part else [])
 
 
-def test_what_policies_say():
-    said = {name: (p.packs_spikes, p.keeps_states) for name, p in memory.POLICIES.items()}
+def test_policies():
+    flags = {name: (p.packs_spikes, p.saves_states) for name, p in memory.POLICIES.items()}
     expected = {"save-all": (False, True), "recompute": (True, False), "bits": (True, True)}
-    assert said == expected | {"checkpoint": (True, False)}
+    assert flags == expected | {"checkpoint": (True, False)}
     for chunks in (0, 1.5, True):
-        with pytest.raises(ValueError, match=r"chunks is .*: expected a whole"):
+        with pytest.raises(ValueError, match=r"chunks is .*: expected an integer"):
             memory.Checkpoint(chunks)
     assert repr(memory.Bits()) == "Bits()"
 
 
-def test_what_is_no_policy():
+def test_invalid_policies():
     assert sf.Temporal(sf.LIF()).memory == sf.memory.Recompute()
     assert sf.Temporal(sf.LIF(), "auto", budget=2).memory == sf.memory.Auto(2)
     for given in ("bits", sf.memory.Bits, 1):
@@ -432,11 +434,11 @@ AUTO = memory.Auto(1e-6)  # 1000 bytes
 
 
 @pytest.mark.parametrize(
-    ("kept", "expected"),
+    ("saved", "expected"),
     [
         (0, (memory.SaveAll(), {})),
         (400, (memory.SaveAll(), {})),
-        # The largest that fits, states before spikes.
+        # The largest that fit, states before spikes.
         (401, (memory.Recompute(), {"a": memory.SaveAll(), "b": memory.SaveAll()})),
         (
             830,
@@ -447,14 +449,14 @@ AUTO = memory.Auto(1e-6)  # 1000 bytes
         (1000, (memory.Recompute(), {})),
     ],
 )
-def test_what_a_budget_leads_to(kept, expected):
+def test_choices_within_a_budget(saved, expected):
     states, spikes = {"a": 100, "b": 40}, {"a": 400, "b": 40, "c": 20}
-    chosen = AUTO.choose(kept, states, spikes)
+    chosen = AUTO.choose(saved, states, spikes)
     assert chosen == expected
     sizes = {memory.Recompute(): (), memory.Bits(): (states,), memory.SaveAll(): (states, spikes)}
     by_name = dict.fromkeys("abc", chosen[0]) | chosen[1]
     more = sum(size.get(name, 0) for name, policy in by_name.items() for size in sizes[policy])
-    assert kept + more <= 1000
+    assert saved + more <= 1000
 
 
 def blocks():
@@ -468,13 +470,13 @@ def test_auto(backends):
     x = make_input((17, 2, 5, 4, 4), device=backends.device).requires_grad_()
 
     def run(impl, policy):
-        """Bytes that a second call keeps, its gradients, and what the first has led to."""
+        """Bytes that a second call saves, its gradients, and what the first call chose."""
         net = sf.fuse(sf.Temporal(blocks(), policy)).to(backends.device)
         net(x, impl=impl)
         size = sum(row.now for row in sf.explain(net, x, impl=impl, time=False).kept)
         return size, step(net, x, impl=impl), list(net._chosen.values())
 
-    impl = backends.impls[-1]  # Numba's blocks always keep states
+    impl = backends.impls[-1]  # Numba's blocks always save states
     most, expected, _ = run(impl, memory.SaveAll())
     least, _, _ = run(impl, memory.Recompute())
     half = (most + least) // 2
@@ -485,11 +487,11 @@ def test_auto(backends):
     assert len(by_neuron) > 0
 
 
-def test_a_budget_that_nothing_fits(backends):
+def test_a_budget_too_small_for_anything(backends):
     net = sf.Temporal(blocks(), "auto", budget=1e-6).to(backends.device)
     x = make_input((4, 2, 5, 4, 4), device=backends.device)
-    message = r"keeps .* GB for backward even by Recompute\(\), more .* or use Checkpoint\(\)"
+    message = r"saves .* GB for backward even under Recompute\(\), more .* or use Checkpoint\(\)"
     with pytest.warns(UserWarning, match=message):
         net(x)
-    net(x)  # says so once
+    net(x)  # warns once
     assert list(net._chosen.values()) == [(memory.Recompute(), {})]

@@ -36,7 +36,7 @@ def test_poisson_is_a_function_of_the_generator() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_poisson_keeps_the_dtype_and_draws_finely(dtype: torch.dtype) -> None:
+def test_poisson_preserves_the_dtype_and_draws_finely(dtype: torch.dtype) -> None:
     x = torch.full((100_000,), 0.002, dtype=dtype)  # below the step of a bfloat16 draw
     y = poisson(x, 2, torch.Generator().manual_seed(0))
     assert y.dtype == dtype
@@ -46,7 +46,7 @@ def test_poisson_keeps_the_dtype_and_draws_finely(dtype: torch.dtype) -> None:
 def test_errors_say_what_was_expected() -> None:
     x = torch.rand(3)
     for steps in (0, -1, 2.5):
-        with pytest.raises(ValueError, match="expected a whole number of at least 1"):
+        with pytest.raises(ValueError, match="expected an integer of at least 1"):
             direct(x, steps)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no dimensions"):
         poisson(torch.tensor(0.5), 3)

@@ -1,7 +1,4 @@
-"""`nn.MaxPool2d` in place of PyTorch's: alone, inside Temporal, and put there by `fuse`.
-
-tests/gpu/test_pool.py runs the same tests on a GPU.
-"""
+"""`nn.MaxPool2d` alone, inside Temporal, and inserted by `fuse`; tests/gpu repeats it on a GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def called(backends):
-    """The calls of our kernels, which run on a CPU too, in the interpreter."""
+    """Calls of our kernels, which run in the interpreter on a CPU."""
     if "triton" not in backends.impls:
         pytest.skip("Triton compiles for the GPU here")
     ours = mock.patch.object(kernels, "max_pool2d", wraps=kernels.max_pool2d)
@@ -66,7 +63,7 @@ def trained(net, x):
     return [*step(net, x), *net.buffers()]
 
 
-def test_what_fuse_replaces():
+def test_poolings_that_fuse_replaces():
     net = make()
     fused = sf.fuse(net)
     assert type(fused.net.pool) is sf.nn.MaxPool2d
@@ -82,7 +79,7 @@ def test_what_fuse_replaces():
         assert any(node.target is pool.max_pool2d for node in other.net.graph.nodes)
 
 
-def test_what_fuse_leaves():
+def test_poolings_that_fuse_leaves():
     class Own(nn.MaxPool2d):
         def forward(self, x):
             return super().forward(-x)
@@ -110,7 +107,7 @@ def test_what_fuse_leaves():
 
 
 class Stateful(nn.Module):
-    """Called as it is, as it sets an attribute, with a part in it that can be traced."""
+    """Cannot be traced, because it sets an attribute, but its part can."""
 
     def __init__(self, *part):
         super().__init__()
@@ -130,8 +127,8 @@ def pair():
     return nn.BatchNorm2d(3), sf.LIF(0.5, 0.3)
 
 
-def test_what_is_called_as_it_is_stays_the_same_object():
-    """With poolings in it, one of which stands outside too; but not with a norm that is fused."""
+def test_untraceable_modules_stay_the_same_object():
+    """Even with poolings inside, one of them shared; not if a norm inside is fused."""
     shared = nn.MaxPool2d(2)
     kept, copied = Stateful(shared, Max()), Stateful(*pair(), nn.MaxPool2d(2), Max())
     net = sf.Temporal(nn.Sequential(shared, kept, copied))
@@ -149,7 +146,7 @@ def test_what_is_called_as_it_is_stays_the_same_object():
 
 
 class Modes(nn.Module):
-    """Called as it is, with a part in it both as it is and compiled."""
+    """Cannot be traced; its part is used both directly and compiled."""
 
     def __init__(self):
         super().__init__()
@@ -161,7 +158,7 @@ class Modes(nn.Module):
 
 
 @pytest.mark.parametrize("layers", [(nn.MaxPool2d(2), Max()), pair()], ids=["pool", "norm"])
-def test_what_torch_compile_gave_is_left_alone(layers):
+def test_compiled_modules_are_left_alone(layers):
     compiled = torch.compile(nn.Sequential(*layers), backend="eager")
     compiled._orig_mod[0].register_forward_hook(lambda *given: None)
     net = sf.Temporal(nn.Sequential(nn.MaxPool2d(2), compiled, Modes()))
@@ -202,7 +199,7 @@ def test_hooks_run():
 
 
 @pytest.mark.parametrize("policy", [None, Checkpoint(1)], ids=str)
-def test_trains_alike(backends, called, policy):
+def test_training_is_equal(backends, called, policy):
     """With and without our kernels, bit for bit."""
     x, net = make_input(SHAPE, device=backends.device), make(policy, backends.device)
     net = sf.fuse(net)
@@ -213,7 +210,7 @@ def test_trains_alike(backends, called, policy):
     assert called.called
 
 
-def test_what_decides(backends):
+def test_which_calls_use_the_kernel(backends):
     x, net = torch.rand(2, 1, 3, 4, 4, device=backends.device), sf.Temporal(sf.nn.MaxPool2d(2))
     ours = mock.patch.object(kernels, "max_pool2d", wraps=kernels.max_pool2d)
     for impl in ("auto", "numba", "triton", "reference"):
@@ -223,8 +220,8 @@ def test_what_decides(backends):
         assert called.called == triton
 
 
-def test_convolutions_behind_keep_bits(backends, called):
-    """Of the maxima; PyTorch's pooling also keeps the spikes themselves, twice here."""
+def test_convolutions_save_maxima_as_bits(backends, called):
+    """PyTorch's pooling also saves its input spikes, twice here."""
     x, net = make_input(SHAPE, device=backends.device), sf.fuse(make(None, backends.device))
     with packings() as seen:
         net(x)
@@ -235,8 +232,8 @@ def test_convolutions_behind_keep_bits(backends, called):
 
 
 @pytest.mark.parametrize("layer", [sf.nn.MaxPool2d(2), sf.nn.MaxPool2d(2, 1, 1, 2)])
-def test_what_is_no_selection_of_spikes_is_not_packed(backends, called, layer):
-    """A maximum of what is not binary, or of nothing: with a dilation a window may be empty."""
+def test_only_selections_of_spikes_are_packed(backends, called, layer):
+    """Not maxima of other values, nor of windows with dilation, which may be empty."""
     at, size = (0, 12) if layer.dilation == 1 else (1, 24)
     layers = [nn.Conv2d(3, 16, 1), sf.LIF(0.5, 0.3), nn.Conv2d(16, 2, 1)]
     layers.insert(at, layer)
@@ -247,7 +244,7 @@ def test_what_is_no_selection_of_spikes_is_not_packed(backends, called, layer):
 
 
 class TwoReaders(nn.Module):
-    """Two neurons stand behind the maxima, so that Checkpoint keeps these."""
+    """Two neurons read the maxima, so that Checkpoint saves them."""
 
     def __init__(self, layer):
         super().__init__()
@@ -260,7 +257,7 @@ class TwoReaders(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.MaxPool2d, sf.nn.MaxPool2d])
-def test_what_checkpoint_keeps(backends, kind):
+def test_what_checkpoint_saves(backends, kind):
     x, found = make_input((3, 2, 3, 16, 16), device=backends.device), []
     for policy in (None, Checkpoint(1)):
         torch.manual_seed(0)
@@ -269,23 +266,23 @@ def test_what_checkpoint_keeps(backends, kind):
             found.append(trained(net, x))
     assert_same(*found)
     spikes, maxima = (3 * 2 * 4 * size * size for size in (16, 15))
-    assert seen == [spikes, *[maxima] * 3]  # and what the neurons give
+    assert seen == [spikes, *[maxima] * 3]  # and the outputs of the neurons
 
 
-def test_what_is_explained(backends, called):
+def test_explain_reports_pooling(backends, called):
     x = make_input(SHAPE, device=backends.device)
     eager = sf.explain(make(sf.memory.SaveAll(), backends.device), x, impl="reference")
     called.reset_mock()
     fused = sf.explain(sf.fuse(make(None, backends.device)), x)
     assert called.called
-    assert sum(row.eager for row in fused.kept) == sum(row.now for row in eager.kept)
-    (row,) = [row for row in fused.kept if row.name == "net.pool"]
+    assert sum(row.eager for row in fused.saved) == sum(row.now for row in eager.saved)
+    (row,) = [row for row in fused.saved if row.name == "net.pool"]
     assert (row.now, row.eager) == (SPIKES, 12 * SPIKES)
 
 
 @pytest.mark.parametrize("options", [(2,), (3, 2, 1), (3, 2, 1, 2), (2, 2, 0, 1, False, True)])
 def test_the_module_alone(backends, options):
-    """Also where PyTorch's own computes it."""
+    """Including inputs that PyTorch computes."""
     ours, theirs = sf.nn.MaxPool2d(*options), nn.MaxPool2d(*options)
     x = make_input((2, 3, 9, 10), device=backends.device)
     for y in (x, x[0], x.double(), x.transpose(2, 3), x.requires_grad_()):
@@ -303,7 +300,7 @@ def integers(kind):
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])
-def test_integers_of_any_kind(backends, called, kind):
+def test_integers_of_any_type(backends, called, kind):
     x = make_input((2, 3, 9, 10), device=backends.device)
     for options in integers(kind):
         called.reset_mock()
@@ -337,7 +334,7 @@ def test_errors_are_those_of_pytorch(backends, called, options):
     assert messages[0] == messages[1]
 
 
-# PyTorch itself compiles a formula by what it has deprecated.
+# PyTorch itself uses a deprecated function here.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_transforms(backends):
     layer, x = sf.nn.MaxPool2d(3, 2, 1), make_input((2, 3, 9, 10), device=backends.device)

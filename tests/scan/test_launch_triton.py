@@ -1,4 +1,4 @@
-"""How a launch seen before passes Triton's dispatch by, shown on a kernel that only notes."""
+"""Repeat launches bypass Triton's dispatcher, shown on a kernel that records its launches."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from spikefuse.scan.layout import layout_of
 from spikefuse.scan.program import Variant
 
 pytest.importorskip("triton")
+import triton
 from triton import knobs
 from triton.compiler import CompiledKernel
 
@@ -22,7 +23,7 @@ STREAM = 77
 
 
 class Compiled:
-    """A compiled kernel whose launcher is known."""
+    """A compiled kernel as of Triton 3.7."""
 
     function, packed_metadata = 5, (4, 1, 0)
 
@@ -41,13 +42,8 @@ class Compiled:
     __getitem__ = CompiledKernel.__getitem__
 
 
-class Reordered(Compiled):
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments, stream=None: self.run(stream, *grid, *arguments)
-
-
 class Launcher:
-    """Triton's launcher as of 3.6, around one that is known."""
+    """Triton's launcher as of 3.6."""
 
     num_ctas = global_scratch_align = profile_scratch_align = 1
     global_scratch_size = profile_scratch_size = 0
@@ -60,7 +56,7 @@ class Launcher:
         self.runs.append(arguments)
 
     def __call__(self, gridX: int, gridY: int, gridZ: int, stream: int, function: int, *args: Any):
-        self.calls = getattr(self, "calls", 0) + 1
+        self.calls += 1
 
         def allocate_scratch(size: int) -> str | None:
             return f"scratch of {size}" if size > 0 else None
@@ -71,6 +67,8 @@ class Launcher:
 
 
 class Launched(Compiled):
+    """A compiled kernel as of Triton 3.6."""
+
     launcher: type[Launcher] = Launcher
 
     def __init__(self) -> None:
@@ -80,19 +78,6 @@ class Launched(Compiled):
 
 class Scratching(Launcher):
     global_scratch_size = 64
-
-
-class Annotating(Launcher):
-    """One that passes on more than is known."""
-
-    def __call__(self, *arguments: Any) -> None:
-        self.calls = getattr(self, "calls", 0) + 1
-        self.launch(*arguments, "annotation")
-
-
-class Failing(Compiled):
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        raise AttributeError("handles")
 
 
 class Kernel:
@@ -114,7 +99,7 @@ class Kernel:
 
 @pytest.fixture
 def driver(monkeypatch):
-    """Triton's driver and PyTorch's stream, where there is no GPU."""
+    """Triton's driver and PyTorch's stream, on machines without a GPU."""
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: STREAM, raising=False)
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: STREAM)
     monkeypatch.setattr("triton.runtime.driver._active", active)
@@ -128,7 +113,9 @@ def launch(kind: type[Compiled] = Compiled) -> tuple[Kernel, Any, list[Any]]:
 
 
 @pytest.mark.usefixtures("driver")
-def test_a_launch_seen_before_runs_directly():
+@pytest.mark.parametrize("version", [(3, 7), (3, 9)])
+def test_repeat_launches_bypass_the_dispatcher(version, monkeypatch):
+    monkeypatch.setattr(triton_runtime, "_triton_version", lambda: version)
     kernel, made, tensors = launch()
     made._launch(tensors)
     assert (kernel.dispatched, kernel.compiled.runs) == (1, [])
@@ -140,37 +127,39 @@ def test_a_launch_seen_before_runs_directly():
 
 
 @pytest.mark.usefixtures("driver")
-def test_a_launcher_that_is_known_is_passed_by():
+def test_the_known_launcher_is_bypassed(monkeypatch):
+    monkeypatch.setattr(triton_runtime, "_triton_version", lambda: (3, 6))
     kernel, made, tensors = launch(Launched)
     made._launch(tensors)
     made._launch(tensors)
-    (seen,) = kernel.compiled.runs
+    (direct,) = kernel.compiled.runs
     assert kernel.compiled.run.calls == 0
     kernel.compiled.run(*made.grid, STREAM, Launched.function, Launched.packed_metadata)
-    # What it adds stands where the launcher itself adds it.
+    # The arguments that the launcher adds are in the same places.
     (_, by_triton), num = kernel.compiled.runs, len(made.grid) + 7
-    assert seen[:num] == by_triton
-    assert seen[num : num + 3] == (None, None, None)
-    assert seen[num + 3] == tensors[0].data_ptr()
-    assert seen[-len(made.integers) :] == made.integers
+    assert direct[:num] == by_triton
+    assert direct[num : num + 3] == (None, None, None)
+    assert direct[num + 3] == tensors[0].data_ptr()
+    assert direct[-len(made.integers) :] == made.integers
 
 
 @pytest.mark.usefixtures("driver")
-@pytest.mark.parametrize("launcher", [Scratching, Annotating])
-def test_other_launchers_are_called(launcher, monkeypatch):
-    """Those that do more than is known, and those of kernels that need scratch memory."""
+@pytest.mark.parametrize(("hip", "launcher"), [(None, Scratching), ("7.0", Launcher)])
+def test_other_launchers_are_called(hip, launcher, monkeypatch):
+    """Where the kernel needs scratch memory, and on AMD GPUs, whose launcher differs."""
+    monkeypatch.setattr(triton_runtime, "_triton_version", lambda: (3, 6))
+    monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(Launched, "launcher", launcher)
     kernel, made, tensors = launch(Launched)
     made._launch(tensors)
     made._launch(tensors)
     assert kernel.compiled.run.calls == 1
-    (seen,) = kernel.compiled.runs
-    assert ("scratch of 64" in seen) == (launcher is Scratching)
-    assert ("annotation" in seen) == (launcher is Annotating)
+    (arguments,) = kernel.compiled.runs
+    assert ("scratch of 64" in arguments) == (launcher is Scratching)
 
 
 @pytest.mark.usefixtures("driver")
-def test_what_triton_compiles_for_is_told_apart():
+def test_alignments_and_missing_tensors_are_dispatched_separately():
     kernel, made, tensors = launch()
     odd = torch.zeros(4, 1, 33).flatten()[1:129].view(4, 1, 32)
     assert odd.data_ptr() % 16
@@ -187,9 +176,8 @@ def test_what_triton_compiles_for_is_told_apart():
     ("num_steps", "registers", "limit"),
     [(8, 80, None), (8, 90, 80), (8, 105, None), (4, 90, None)],
 )
-def test_some_kernels_are_given_fewer_registers(monkeypatch, num_steps, registers, limit):
-    """Those of backward, in half precision and long chunks, that need just a few too many; and
-    only for alignments of which this is so."""
+def test_kernels_just_over_the_register_limit(monkeypatch, num_steps, registers, limit):
+    """Backward kernels in half precision with long chunks; decided for each alignment."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     x = torch.zeros(num_steps, 1, 32, dtype=torch.bfloat16)
     kernel = Kernel(Compiled)
@@ -204,8 +192,8 @@ def test_some_kernels_are_given_fewer_registers(monkeypatch, num_steps, register
 
 
 @pytest.mark.parametrize("repairs", [False, True])
-def test_what_adds_to_gradients_runs_once(repairs):
-    """A kernel that is compiled again for fewer registers runs a second time."""
+def test_kernels_that_add_to_gradients_run_once(repairs):
+    """A kernel that is compiled again with fewer registers runs twice."""
     x = torch.zeros(16, 2, 32, dtype=torch.bfloat16)
     kernel = SimpleNamespace(__name__="backward")
     made = launch_triton.prepare(kernel, layout_of([x]), [x, x, x], Variant(repair=repairs))
@@ -213,7 +201,7 @@ def test_what_adds_to_gradients_runs_once(repairs):
 
 
 @pytest.mark.usefixtures("driver")
-def test_stored_states_of_no_rows_are_the_same_kernel():
+def test_empty_saved_states_use_the_same_kernel():
     kernel, made, tensors = launch()
     made._launch(tensors)
     tensors[4] = torch.empty(0)
@@ -235,18 +223,18 @@ def test_profilers_see_launches(hook, monkeypatch):
 
 
 @pytest.mark.usefixtures("driver")
-def test_an_unknown_launcher_is_left_to_triton():
-    kernel, made, tensors = launch(Reordered)
+@pytest.mark.parametrize("version", [(3, 5), (3, 10), (4, 0)])
+def test_unknown_versions_use_the_public_launch(version, monkeypatch):
+    monkeypatch.setattr(triton_runtime, "_triton_version", lambda: version)
+    kernel, made, tensors = launch()
     made._launch(tensors)
     made._launch(tensors)
     assert kernel.dispatched == 1
-    ((stream, *_),) = kernel.compiled.runs
-    assert stream is None
+    (run,) = kernel.compiled.runs
+    assert run[6] == "metadata"
+    assert isinstance(run[9], Tensor)
 
 
-@pytest.mark.usefixtures("driver")
-def test_which_launchers_are_known():
-    assert triton_runtime._runs_directly(Compiled())
-    assert not triton_runtime._runs_directly(Reordered())
-    assert not triton_runtime._runs_directly(Failing())
-    assert not triton_runtime._runs_directly(object())
+def test_the_version_of_triton():
+    version = triton_runtime._triton_version()
+    assert triton.__version__.startswith("{}.{}.".format(*version))

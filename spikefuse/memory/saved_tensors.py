@@ -1,0 +1,97 @@
+"""Measuring what layers save for backward."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from spikefuse.kernels import bits
+from spikefuse.memory.spikes import RecordingHook, Saved, active_hook, save_as_is, unpack
+
+
+class SavedSize(NamedTuple):
+    """The bytes that `layer` saves in the memory at `address`, as saved and without packing."""
+
+    layer: str
+    now: int
+    unpacked: int
+    address: int
+
+
+class SavedTensors:
+    """The tensors that layers save for backward while its `hooks` are active.
+
+    Attributes:
+        layer: name of the running layer, set by the user.
+    """
+
+    def __init__(self) -> None:
+        self.layer = ""
+        self._entries: list[weakref.ref[_Entry]] = []
+
+    def hooks(self, pack: Callable[[Tensor], Saved] = save_as_is) -> saved_tensors_hooks:
+        return saved_tensors_hooks(_Hook(self, pack), lambda entry: unpack(entry.saved))
+
+    def sizes(
+        self, ignored: Container[int], layers: Container[str] | None = None
+    ) -> Iterator[SavedSize]:
+        """Return what graphs still hold; memory saved by several layers counts for the first.
+
+        Args:
+            ignored: addresses of memory that does not count, such as parameters.
+            layers: the layers that count; None for all.
+        """
+        seen: set[int] = set()
+        left: dict[int, int] = {}  # by memory, the bytes that no view has counted yet
+        for entry in filter(None, [reference() for reference in self._entries]):
+            packed = entry.saved if isinstance(entry.saved, bits.Packed) else None
+            x = packed.bits if packed else entry.saved[0]
+            start, memory = x.data_ptr(), x.untyped_storage()
+            address = memory.data_ptr()
+            excluded = layers is not None and entry.layer not in layers
+            if excluded or start in seen or address in ignored:
+                continue
+            seen.add(start)
+            size = min(num_bytes(x), left.setdefault(address, memory.nbytes()))
+            left[address] -= size
+            unpacked = packed.num * packed.dtype.itemsize if packed else size
+            yield SavedSize(entry.layer, size, unpacked, address)
+
+
+@dataclass(eq=False)
+class _Entry:
+    """Lives as long as the graph holds the tensor."""
+
+    saved: Saved
+    layer: str
+
+
+@dataclass(frozen=True)
+class _Hook(RecordingHook):
+    tensors: SavedTensors
+    pack: Callable[[Tensor], Saved]
+
+    def __call__(self, x: Tensor) -> _Entry:
+        entry = _Entry(self.pack(x), self.tensors.layer)
+        self.tensors._entries.append(weakref.ref(entry))
+        return entry
+
+    def around(self, pack: Callable[[Tensor], Saved]) -> saved_tensors_hooks:
+        return self.tensors.hooks(pack)
+
+
+def num_bytes(x: Tensor) -> int:
+    """Return the bytes of memory that a tensor reads; dimensions of stride 0 count once."""
+    sizes = [size for size, stride in zip(x.shape, x.stride(), strict=True) if stride or not size]
+    return x.itemsize * functools.reduce(int.__mul__, sizes, 1)
+
+
+def can_measure() -> bool:
+    """Whether layers save tensors, and hooks of a `SavedTensors` would see them."""
+    return active_hook() is None
