@@ -15,7 +15,7 @@ from torch import nn
 import spikefuse as sf
 from spikefuse.events.candidates import FIRED, SILENT
 from spikefuse.events.format import Counts, merged
-from spikefuse.nn import EventLinear, Events, EventStream, RowAdam
+from spikefuse.nn import EventLinear, Events, EventStream
 
 WIDTHS = (700, 980, 490, 20)
 
@@ -158,22 +158,6 @@ def test_a_step_is_reproducible() -> None:
         found.append([p.grad for p in ours.parameters()])
     for other in found[1:]:
         assert all(map(torch.equal, other, found[0]))
-
-
-def test_a_step_of_row_adam() -> None:
-    weights = []
-    for device in ("cpu", "cuda"):
-        torch.manual_seed(0)
-        weight = nn.Parameter(torch.randn(30, 40, device="cpu").to(device))
-        optimizer = RowAdam([weight])
-        for k in range(3):
-            rows = torch.tensor([[1, 7, 10 + k]], device=device)
-            values = torch.randn(3, 40).to(device)
-            with torch.sparse.check_sparse_tensor_invariants(False):
-                weight.grad = torch.sparse_coo_tensor(rows, values, (30, 40), is_coalesced=True)
-            optimizer.step()
-        weights.append(weight.detach().cpu())
-    torch.testing.assert_close(*weights)
 
 
 def test_steps_of_one_sample_in_a_cuda_graph() -> None:

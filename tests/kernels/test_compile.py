@@ -3,16 +3,13 @@ them in the other tests, accepts more than the compiler."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+from tests.compile_triton import compile_kernels
 
-ROOT = Path(__file__).resolve().parents[2]
+pytest.importorskip("triton")
 
 # module | its kernel | types of its arguments; all of 16 where they are addresses or numbers
 KERNELS = r"""
@@ -32,83 +29,10 @@ ROWS=14 COLUMNS=14 OUT_ROWS=7 OUT_COLUMNS=7 INNER={inner} HEIGHT=3 WIDTH=3 DOWN=
 TOP=1 LEFT=1 GROUP=64 UNIT=16 BLOCK=1024
 """
 
-# Lists, which are read one by one, and the few words that a kernel reads at a time.
-EVENT_KERNELS = r"""
-event_triton | sum_rows | out=*fp32 source=*fp32 bias=*fp32 begins=*i64 counts=*i32 indices=*i32 \
-width=i32 HAS_BIAS=1 BLOCK=512 | 4
-event_triton | dots | out=*fp32 weight=*fp32 grad=*fp32 indices=*i32 rows=*i32 width=i32 \
-BLOCK=512 | 4
-event_lists_triton | count | marks=*fp32 fired=*i32 entries=*i32 width=i32 BLOCK=512 | 4
-event_lists_triton | fill | marks=*fp32 offsets=*i64 fired=*i32 indices=*i32 width=i32 BLOCK=512 | 4
-event_triton | sum_listed | out=*fp32 weight=*fp32 bias=*fp32 indices=*i32 count=*i32 width=i32 \
-HAS_BIAS=1 ROWS=32 BLOCK=64 | 4
-event_triton | list_sites | spikes=*fp32 indices=*i32 count=*i32 width=i32 BLOCK=16384 | 4
-event_lists_triton | describe | rows=*i32 values=None inputs=*i32 offsets=*i64 fired=*i32 \
-indices=*i32 none=i32 BLOCK=256 | 1
-event_lists_triton | describe | rows=*i64 values=None inputs=None offsets=*i64 fired=*i32 \
-indices=*i32 none=i32 BLOCK=256 | 1
-event_lists_triton | describe | rows=None values=*fp32 inputs=None offsets=*i64 fired=*i32 \
-indices=*i32 none=i32 BLOCK=256 | 1
-event_lists_triton | scatter | out=*fp32 values=*fp32 offsets=*i64 fired=*i32 indices=*i32 \
-width=i32 BLOCK=256 | 1
-event_lists_triton | scatter | out=*bf16 values=*bf16 offsets=*i64 fired=*i32 indices=*i32 \
-width=i32 BLOCK=256 | 1
-event_lists_triton | scatter | out=*fp16 values=None offsets=*i64 fired=*i32 indices=*i32 \
-width=i32 BLOCK=256 | 1
-event_lists_triton | place | places=*i64 before=*i64 offsets=*i64 BLOCK=256 | 1
-event_lists_triton | merge | whole=*i32 values=*fp32 mine=*i64 indices=*i32 firsts=*i64 \
-counts=*i32 starts=*i64 offsets=*i64 fired=*i32 ranks=i32 rows=i32 rank=i32 BLOCK=256 | 1
-"""
-
-CODE = """
-import importlib, sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-for line in sys.stdin:
-    module, name, arguments = line.split(" | ")
-    kernel = getattr(importlib.import_module(f"spikefuse.kernels.{module}"), name)
-    types = [argument.split("=")[1] for argument in arguments.split()]
-    types = dict(zip(kernel.arg_names, types, strict=True))
-    fixed = {n: eval(t) for n, t in types.items() if t == "None" or t.isdigit()}
-    constants = {(i,): fixed[n] for i, n in enumerate(types) if n in fixed}
-    sixteen = [["tt.divisibility", 16]]
-    attributes = {(i,): sixteen for i, t in enumerate(types.values()) if t[0] in "*i"}
-    types = {n: "constexpr" if n in fixed else t for n, t in types.items()}
-    source = ASTSource(kernel, types, constants, attributes)
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    print(name, max(w for w in (1, 2, 4) if w == 1 or f".v{w}.b32" in made.asm["ptx"]))
-"""
-
-
-def compiled(lines: str, cache: Path) -> list[str]:
-    """Each kernel's name, and the 32-bit words that it reads or writes at a time."""
-    unset = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-c", CODE],
-        input=lines,
-        env=unset | {"TRITON_CACHE_DIR": str(cache)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
-
-
 @pytest.mark.parametrize(("dtype", "last"), [("fp32", 1), ("bf16", 0), ("fp16", 1)])
 def test_kernels_compile(dtype: str, last: int, tmp_path: Path) -> None:
     lines = (
         KERNELS.strip().replace("\\\n", "").format(dtype=dtype, last=last, inner=48 if last else 1)
     )
     expected = [f"{line.split(' | ')[1]} 4" for line in lines.splitlines()]
-    assert compiled(lines, tmp_path) == expected
-
-
-def test_kernels_on_events_compile(tmp_path: Path) -> None:
-    lines = EVENT_KERNELS.strip().replace("\\\n", "").splitlines()
-    kernels, words = zip(*(line.rsplit(" | ", 1) for line in lines), strict=True)
-    expected = [f"{k.split(' | ')[1]} {w}" for k, w in zip(kernels, words, strict=True)]
-    assert compiled("\n".join(kernels), tmp_path) == expected
+    assert compile_kernels("kernels", lines, tmp_path) == expected
