@@ -10,11 +10,11 @@ from tests.compile_triton import compile_kernels
 
 pytest.importorskip("triton")
 
-# module | its kernel | types of its arguments | 32-bit words of its widest access: kernels read lists
-# entry by entry.
+# module | kernel | types of its arguments | 32-bit words of its widest access; lists are read one
+# entry at a time
 KERNELS = r"""
-products_triton | sum_rows | out=*fp32 source=*fp32 bias=*fp32 begins=*i64 counts=*i32 indices=*i32 \
-width=i32 HAS_BIAS=1 BLOCK=512 | 4
+products_triton | sum_rows | out=*fp32 source=*fp32 bias=*fp32 begins=*i64 counts=*i32 \
+indices=*i32 width=i32 HAS_BIAS=1 BLOCK=512 | 4
 products_triton | dots | out=*fp32 weight=*fp32 grad=*fp32 indices=*i32 rows=*i32 width=i32 \
 BLOCK=512 | 4
 lists_triton | count | marks=*fp32 fired=*i32 entries=*i32 width=i32 BLOCK=512 | 4
@@ -34,9 +34,9 @@ lists_triton | scatter | out=*bf16 values=*bf16 offsets=*i64 fired=*i32 indices=
 width=i32 BLOCK=256 | 1
 lists_triton | scatter | out=*fp16 values=None offsets=*i64 fired=*i32 indices=*i32 \
 width=i32 BLOCK=256 | 1
-lists_triton | place | places=*i64 before=*i64 offsets=*i64 BLOCK=256 | 1
-lists_triton | merge | whole=*i32 values=*fp32 mine=*i64 indices=*i32 firsts=*i64 \
-counts=*i32 starts=*i64 offsets=*i64 fired=*i32 ranks=i32 rows=i32 rank=i32 BLOCK=256 | 1
+lists_triton | leading | entries=*i64 before=*i64 offsets=*i64 BLOCK=256 | 1
+lists_triton | merge | whole=*i32 values=*fp32 own=*i64 indices=*i32 firsts=*i64 \
+counts=*i32 starts=*i64 offsets=*i64 fired=*i32 slices=i32 rows=i32 part=i32 BLOCK=256 | 1
 """
 
 

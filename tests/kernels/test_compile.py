@@ -29,6 +29,7 @@ ROWS=14 COLUMNS=14 OUT_ROWS=7 OUT_COLUMNS=7 INNER={inner} HEIGHT=3 WIDTH=3 DOWN=
 TOP=1 LEFT=1 GROUP=64 UNIT=16 BLOCK=1024
 """
 
+
 @pytest.mark.parametrize(("dtype", "last"), [("fp32", 1), ("bf16", 0), ("fp16", 1)])
 def test_kernels_compile(dtype: str, last: int, tmp_path: Path) -> None:
     lines = (
