@@ -12,7 +12,7 @@ from spikefuse.events.format import Events
 from spikefuse.neurons.definition import Definition
 
 if TYPE_CHECKING:
-    from spikefuse.events.layer_numba import Layer
+    from spikefuse.events.layer_numba import FusedLayer
 
 # Rows of a sparse gradient of the weights, or None; gradients of weights, bias and values.
 Grads = tuple[Tensor | None, Tensor, Tensor, Tensor | None]
@@ -108,7 +108,7 @@ def can_fuse(neuron: Definition, weight: Tensor) -> bool:
 
 @dataclass
 class _Layer:
-    fused: Layer
+    fused: FusedLayer
     outputs: Events
     sparse: bool
 
@@ -132,9 +132,9 @@ def layer(
         neuron: made by `with_candidates`; see `can_fuse`.
         sparse: as in `product`.
     """
-    from spikefuse.events.layer_numba import Layer
+    from spikefuse.events.layer_numba import FusedLayer
 
-    fused = Layer(events, neuron, weight.detach(), None if bias is None else bias.detach())
+    fused = FusedLayer(events, neuron, weight.detach(), None if bias is None else bias.detach())
     outputs = fused.forward()
     inputs = events.values, weight, bias
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):

@@ -170,7 +170,7 @@ def _module(name: str) -> ModuleType:
     return sources.load(neuron.source(step.inputs, ()) + text, f"{step.name}_events", "numba")
 
 
-class Layer:
+class FusedLayer:
     """Neurons of one kind, starting from rest, that receive `events @ weight + bias`.
 
     Args:

@@ -28,7 +28,7 @@ NO_EVENTS = (
 
 
 @dataclass(frozen=True)
-class Activity:
+class InputActivity:
     """Statistics of the input of an `EventLinear` in its last call.
 
     Attributes:
@@ -144,7 +144,7 @@ class EventLinear(nn.Module):
         self.sparse_grad, self.impl = sparse_grad, impl
         self.weight = nn.Parameter(torch.empty(in_features, out_features, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, device=device)) if bias else None
-        self.activity: Activity | None = None
+        self.activity: InputActivity | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -242,7 +242,7 @@ class EventLinear(nn.Module):
                     )
                 choice = Choice("dense", "more events than the capacity")
         dropped = used.dropped - events.dropped
-        self.activity = Activity(
+        self.activity = InputActivity(
             sites=events.num_rows * self.in_features,
             by_row=events.fired,
             candidates=len(events.indices),

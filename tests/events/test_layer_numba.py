@@ -38,7 +38,7 @@ def results(
     events = Events(events.shape, events.offsets, events.fired, events.indices, events.is_fired())
     forward, backward = threads or (torch.get_num_threads(),) * 2
     torch.set_num_threads(forward)
-    layer = layer_numba.Layer(events, with_candidates(neuron), weight, bias)
+    layer = layer_numba.FusedLayer(events, with_candidates(neuron), weight, bias)
     outputs = layer.forward()
     if marks.numel():
         assert 0 < outputs.num_fired < len(outputs.indices)

@@ -125,8 +125,8 @@ def waits(run: Callable[[], object]) -> int:
     return sum("called a synchronizing CUDA operation" in str(w.message) for w in found)
 
 
-# As in tests/events/test_waits.py: two layers build lists; all three compare with their capacity, or
-# find the rows of a sparse gradient.
+# As in tests/events/test_waits.py: two layers build lists; all three read what their capacity
+# leaves, or the rows of a sparse gradient.
 @pytest.mark.parametrize(
     ("options", "most"),
     [({}, 2), ({"capacity": 0.1}, 2 + 3), ({"sparse_grad": True}, 2 + 3)],
