@@ -234,7 +234,8 @@ def leading_entries(lists: EventLists, offsets: Tensor, size: int) -> Tensor:
     entries = torch.empty(size, dtype=torch.int64, device=offsets.device)
     if size:
         grid = len(lists.fired), 1, 1
-        launch_once(leading, grid, (entries, lists.offsets, offsets), (ENTRIES,), WARPS)
+        tensors = entries, lists.offsets, offsets
+        launch(leading, grid, tensors, (ENTRIES,), WARPS, repeated=False)
     return entries
 
 
@@ -263,20 +264,27 @@ def launch(
     tensors: Sequence[Tensor | None],
     integers: tuple[Any, ...],
     warps: int,
+    repeated: bool = True,
 ) -> None:
-    """Run a kernel that will run again on the same grid, integers and dtypes.
+    """Run a kernel.
 
     Args:
         tensors: the first arguments of the kernel.
         integers: its last arguments, constants included.
+        repeated: the kernel will run again on the same grid, integers and dtypes, so that the
+            launch is worth caching. False if they depend on the data.
     """
-    dtypes = tuple([None if x is None else x.dtype for x in tensors])
     device = next(x.device for x in tensors if x is not None)
-    _launch_of(kernel, grid, integers, warps, device, dtypes)(tensors)
+    if repeated:
+        dtypes = tuple([None if x is None else x.dtype for x in tensors])
+        _cached_launch(kernel, grid, integers, warps, device, dtypes)(tensors)
+        return
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[grid](*tensors, *integers, num_warps=warps)
 
 
 @lru_cache(maxsize=1024)
-def _launch_of(
+def _cached_launch(
     kernel: Any,
     grid: Grid,
     integers: tuple[Any, ...],
@@ -285,19 +293,6 @@ def _launch_of(
     dtypes: tuple[torch.dtype | None, ...],
 ) -> Launch:
     return Launch(kernel, grid, integers, warps, device)
-
-
-def launch_once(
-    kernel: Any,
-    grid: Grid,
-    tensors: Sequence[Tensor],
-    integers: tuple[Any, ...],
-    warps: int,
-) -> None:
-    """Run a kernel on a grid or integers that depend on the data, so that nothing is cached."""
-    device = tensors[0].device
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[grid](*tensors, *integers, num_warps=warps)
 
 
 def block_of(width: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spikefuse.events.format import Events
-from spikefuse.events.lists_triton import block_of, launch, launch_once, rows_and_inputs
+from spikefuse.events.lists_triton import block_of, launch, rows_and_inputs
 
 # For a single row of events: sites that a program lists at a time; rows and columns of weights that
 # a program sums at a time, enough reads in flight to hide the memory's latency.
@@ -114,7 +114,7 @@ def list_spikes(spikes: Tensor) -> tuple[Tensor, Tensor]:
     block = min(triton.next_power_of_2(width), LISTED)
     warps = min(max(block // 512, 1), 32)  # 16 values per thread of the only program
     tensors = spikes.contiguous(), indices, count
-    launch_once(list_sites, (1, 1, 1), tensors, (width, block), warps)
+    launch(list_sites, (1, 1, 1), tensors, (width, block), warps, repeated=False)
     return indices, count
 
 
@@ -127,7 +127,7 @@ def listed_currents(weight: Tensor, bias: Tensor | None, indices: Tensor, count:
     out = torch.empty(width, dtype=torch.float32, device=weight.device)
     tensors = out, weight, weight if bias is None else bias, indices, count
     grid = triton.cdiv(width, SUMMED[1]), 1, 1
-    launch_once(sum_listed, grid, tensors, (width, bias is not None, *SUMMED), 4)
+    launch(sum_listed, grid, tensors, (width, bias is not None, *SUMMED), 4, repeated=False)
     return out
 
 
@@ -174,8 +174,7 @@ def _sums(
         block, warps = block_of(width)
         grid = len(begins), triton.cdiv(width, block), 1
         tensors = out, source, source if bias is None else bias, begins, counts, indices
-        run = launch if repeated else launch_once
-        run(sum_rows, grid, tensors, (width, bias is not None, block), warps)
+        launch(sum_rows, grid, tensors, (width, bias is not None, block), warps, repeated)
     return out
 
 
@@ -183,6 +182,6 @@ def _dots(weight: Tensor, grad: Tensor, indices: Tensor, rows: Tensor) -> Tensor
     out = torch.empty(len(indices), dtype=torch.float32, device=weight.device)
     if len(out):
         block, warps = block_of(weight.shape[1])
-        tensors = out, weight, grad, indices, rows
-        launch_once(dots, (len(out), 1, 1), tensors, (weight.shape[1], block), warps)
+        tensors, integers = (out, weight, grad, indices, rows), (weight.shape[1], block)
+        launch(dots, (len(out), 1, 1), tensors, integers, warps, repeated=False)
     return out

@@ -219,24 +219,21 @@ def sum_rows(out, at, first, start, source, stride, column, m, rows, begin, end)
     `rows[begin:end]`, in their order."""
     k = 0
     while k + 128 <= m:
-        i, j, c = at + k, start + k, column + k
-        _sum_128(out, i, first, j, source, stride, c, rows, begin, end, 128)
+        _sum_128(out, at + k, first, start + k, source, stride, column + k, rows, begin, end, 128)
         k += 128
     if k + 64 <= m:
-        i, j, c = at + k, start + k, column + k
-        _sum_64(out, i, first, j, source, stride, c, rows, begin, end, 64)
+        _sum_64(out, at + k, first, start + k, source, stride, column + k, rows, begin, end, 64)
         k += 64
     if k + 32 <= m:
-        i, j, c = at + k, start + k, column + k
-        _sum_32(out, i, first, j, source, stride, c, rows, begin, end, 32)
+        _sum_32(out, at + k, first, start + k, source, stride, column + k, rows, begin, end, 32)
         k += 32
     if k + 16 <= m:
-        i, j, c = at + k, start + k, column + k
-        _sum_16(out, i, first, j, source, stride, c, rows, begin, end, 16)
+        _sum_16(out, at + k, first, start + k, source, stride, column + k, rows, begin, end, 16)
         k += 16
     if k < m:
-        i, j, c = at + k, start + k, column + k
-        _sum_rest(out, i, first, j, source, stride, c, rows, begin, end, m - k)
+        _sum_rest(
+            out, at + k, first, start + k, source, stride, column + k, rows, begin, end, m - k
+        )
 
 
 @kernel
