@@ -1,6 +1,6 @@
 """spikefuse: spiking neural networks in PyTorch, fused over time."""
 
-import spikefuse.memory.checkpoint  # what runs networks under the policy Checkpoint
+import spikefuse.memory.checkpoint  # noqa: F401, implements the policy Checkpoint
 from spikefuse import distributed, memory
 from spikefuse.compiler import UnsupportedOperation
 from spikefuse.neurons import (

@@ -1,13 +1,14 @@
-"""Lists of events on GPUs: made, read and put together. Of all kernels a program has one row.
+"""Build, read and merge event lists on GPUs; a program of every kernel handles one row.
 
-None waits for the GPU: whoever makes a list has to find out how long it is.
+Nothing here synchronizes with the GPU: the caller finds out how long a list is.
 
-Shape legend: R rows of events, E entries, W sites of a row, K ranks.
+Shape legend: R rows, E entries, W sites of a row, K slices of the sites.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,76 +17,78 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spikefuse.events.format import Counts, Events
+from spikefuse.events.lists import EventLists, SliceCounts
 from spikefuse.kernels.triton_runtime import Launch
 
-# Columns of a program; one warp reads 128 of them in one 16-byte access a thread.
+# Most columns of a program: one warp reads 128 of them in one 16-byte access per thread.
 WIDEST = 512
-# Entries that a program has in hand, and its warps.
+# Entries that a program handles at a time, and its warps.
 ENTRIES, WARPS = 256, 2
+
+Grid = tuple[int, int, int]
 
 
 @triton.jit
 def count(marks, fired, entries, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The spikes of each row, whose mark is 2, and these and the other candidates, 1."""
+    """Count the spikes (mark 2) and all entries (marks 1 and 2) of a row."""
     row = tl.program_id(0).to(tl.int64)
     spikes = tl.zeros([BLOCK], tl.int32)
-    either = tl.zeros([BLOCK], tl.int32)
+    both = tl.zeros([BLOCK], tl.int32)
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         mark = tl.load(marks + row * width + column, mask=column < width, other=0.0)
         spikes += (mark > 1.5).to(tl.int32)
-        either += (mark > 0.5).to(tl.int32)
+        both += (mark > 0.5).to(tl.int32)
     tl.store(fired + row, tl.sum(spikes, 0))
-    tl.store(entries + row, tl.sum(either, 0))
+    tl.store(entries + row, tl.sum(both, 0))
 
 
 @triton.jit
 def fill(  # type: ignore[no-untyped-def]
     marks, offsets, fired, indices, width, BLOCK: tl.constexpr
 ):
-    """Write the sites of each row to its part of `indices`, spikes first."""
+    """Write the sites of a row to its range of `indices`, spikes first."""
     row = tl.program_id(0).to(tl.int64)
     spikes = tl.load(offsets + row)
-    others = spikes + tl.load(fired + row)
+    nears = spikes + tl.load(fired + row)
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         mark = tl.load(marks + row * width + column, mask=column < width, other=0.0)
         spike = (mark > 1.5).to(tl.int32)
-        other = ((mark > 0.5) & (mark < 1.5)).to(tl.int32)
+        near = ((mark > 0.5) & (mark < 1.5)).to(tl.int32)
         tl.store(indices + spikes + tl.cumsum(spike, 0) - 1, column, mask=spike > 0)
-        tl.store(indices + others + tl.cumsum(other, 0) - 1, column, mask=other > 0)
+        tl.store(indices + nears + tl.cumsum(near, 0) - 1, column, mask=near > 0)
         spikes += tl.sum(spike, 0)
-        others += tl.sum(other, 0)
+        nears += tl.sum(near, 0)
 
 
 @triton.jit(do_not_specialize=["none"])
 def describe(  # type: ignore[no-untyped-def]
     rows, values, inputs, offsets, fired, indices, none, BLOCK: tl.constexpr
 ):
-    """Of each entry, as far as asked for: its row, 1 if it fired and else 0, and its site if it
-    fired and else `none`."""
+    """Write for the entries of a row what is wanted: the row, whether they fired (1 or 0), and the
+    site of those that fired (`none` for the others)."""
     row = tl.program_id(0)
     begin = tl.load(offsets + row)
-    end, silent = tl.load(offsets + row + 1), begin + tl.load(fired + row)
+    end, near = tl.load(offsets + row + 1), begin + tl.load(fired + row)
     for first in range(begin, end, BLOCK):
         e = first + tl.arange(0, BLOCK)
         live = e < end
         if rows is not None:
             tl.store(rows + e, tl.zeros([BLOCK], tl.int32) + row, mask=live)
         if values is not None:
-            tl.store(values + e, (e < silent).to(tl.float32), mask=live)
+            tl.store(values + e, (e < near).to(tl.float32), mask=live)
         if inputs is not None:
             site = tl.load(indices + e, mask=live, other=0)
-            tl.store(inputs + e, tl.where(e < silent, site, none), mask=live)
+            tl.store(inputs + e, tl.where(e < near, site, none), mask=live)
 
 
 @triton.jit(do_not_specialize=["width"])
 def scatter(  # type: ignore[no-untyped-def]
     out, values, offsets, fired, indices, width, BLOCK: tl.constexpr
 ):
-    """out[row, indices[e]] = values[e] for the entries of each row; without values 1 for its
-    spikes."""
+    """out[row, indices[e]] = values[e] for the entries of a row, or 1 for its spikes if there are
+    no values."""
     row = tl.program_id(0).to(tl.int64)
     begin = tl.load(offsets + row)
     if values is None:
@@ -104,60 +107,60 @@ def scatter(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def place(places, before, offsets, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write which entries stay where each row keeps its first ones only."""
+def leading(entries, before, offsets, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write which entries lead a row: as many as its range of `offsets` holds."""
     row = tl.program_id(0)
     begin, at = tl.load(before + row), tl.load(offsets + row)
     number = tl.load(offsets + row + 1) - at
     for first in range(0, number, BLOCK):
         e = first + tl.arange(0, BLOCK)
-        tl.store(places + at + e, begin + e, mask=e < number)
+        tl.store(entries + at + e, begin + e, mask=e < number)
 
 
-@triton.jit(do_not_specialize=["ranks", "rows", "rank"])
+@triton.jit(do_not_specialize=["slices", "rows", "part"])
 def merge(  # type: ignore[no-untyped-def]
     whole,
     values,
-    mine,
+    own,
     indices,
     firsts,
     counts,
     starts,
     offsets,
     fired,
-    ranks,
+    slices,
     rows,
-    rank,
+    part,
     BLOCK: tl.constexpr,
 ):
-    """Write all ranks' spikes of each row to `whole`, then their other candidates, with their
-    values, and for one rank's own entries the places in `whole`."""
+    """Write the spikes of a row from all slices to `whole`, then their other entries, with their
+    values; and the places in `whole` of one slice's own entries."""
     row = tl.program_id(0).to(tl.int64)
-    # Not given: each number would be prepared for as another launch.
-    most = tl.cast(1, tl.int64)
-    for k in range(0, ranks):
-        most = tl.maximum(most, tl.load(starts + k * (rows + 1) + rows))
+    # Computed here: as an argument, each value would need a launch of its own.
+    longest = tl.cast(1, tl.int64)
+    for k in range(0, slices):
+        longest = tl.maximum(longest, tl.load(starts + k * (rows + 1) + rows))
     spikes = tl.load(offsets + row)
-    others = spikes + tl.load(fired + row)
-    for k in range(0, ranks):
+    nears = spikes + tl.load(fired + row)
+    for k in range(0, slices):
         begin = tl.load(starts + k * (rows + 1) + row)
         number = tl.load(starts + k * (rows + 1) + row + 1) - begin
-        its_spikes = tl.load(counts + 2 * k * rows + row)
-        source, lowest = indices + k * most + begin, tl.load(firsts + k).to(tl.int32)
+        fired_here = tl.load(counts + 2 * k * rows + row)
+        source, lowest = indices + k * longest + begin, tl.load(firsts + k).to(tl.int32)
         for first in range(0, number, BLOCK):
             e = first + tl.arange(0, BLOCK)
-            live, is_spike = e < number, e < its_spikes
-            to = tl.where(is_spike, spikes + e, others + e - its_spikes)
+            live, is_spike = e < number, e < fired_here
+            to = tl.where(is_spike, spikes + e, nears + e - fired_here)
             tl.store(whole + to, tl.load(source + e, mask=live, other=0) + lowest, mask=live)
             tl.store(values + to, is_spike.to(tl.float32), mask=live)
-            if k == rank:
-                tl.store(mine + begin + e, to, mask=live)
-        spikes += its_spikes
-        others += number - its_spikes
+            if k == part:
+                tl.store(own + begin + e, to, mask=live)
+        spikes += fired_here
+        nears += number - fired_here
 
 
-class Marked:
-    """See `events.marked`."""
+class DenseMarks:
+    """Counted marks `[R, W]`; see `CountedMarks`."""
 
     def __init__(self, marks: Tensor) -> None:
         self.marks = marks.contiguous()
@@ -166,116 +169,133 @@ class Marked:
         )
         self._launch(count, self.fired, self.entries)
 
-    def sites(self, offsets: Tensor, room: int) -> Tensor:
-        indices = torch.empty(room, dtype=torch.int32, device=offsets.device)
-        if room:
+    def sites(self, offsets: Tensor, size: int) -> Tensor:
+        indices = torch.empty(size, dtype=torch.int32, device=offsets.device)
+        if size:
             self._launch(fill, offsets, self.fired, indices)
         return indices
 
-    def _launch(self, kernel: Any, *others: Tensor) -> None:
+    def _launch(self, kernel: Any, *outputs: Tensor) -> None:
         rows, width = self.marks.shape
-        block, warps = block_of(width)
         if rows:
-            device = self.marks.device
-            launch_of(kernel, (rows, 1, 1), (width, block), warps, device)((self.marks, *others))
+            block, warps = block_of(width)
+            launch(kernel, (rows, 1, 1), (self.marks, *outputs), (width, block), warps)
 
 
-marked = Marked
+def count_marks(marks: Tensor) -> DenseMarks:
+    """Count the entries of marks `[R, W]`, float32."""
+    return DenseMarks(marks)
 
 
-def rows(events: Events) -> Tensor:
-    """See `Events.rows`."""
-    found = torch.empty(len(events.indices), dtype=torch.int64, device=events.device)
-    _describe(events, (found, None, None))
+def rows(lists: EventLists) -> Tensor:
+    """Return int64 `[E]`: the row of each entry."""
+    found = torch.empty_like(lists.indices, dtype=torch.int64)
+    _describe(lists, rows=found)
     return found
 
 
-def values(events: Events) -> Tensor:
-    """See `Events.is_fired`."""
-    found = torch.empty(len(events.indices), dtype=torch.float32, device=events.device)
-    _describe(events, (None, found, None))
+def is_fired(lists: EventLists) -> Tensor:
+    """Return float32 `[E]`: 1 for entries that fired, else 0."""
+    found = torch.empty_like(lists.indices, dtype=torch.float32)
+    _describe(lists, values=found)
     return found
 
 
-def described(events: Events, none: int) -> tuple[Tensor, Tensor]:
-    """int32 `[E]` each: the rows of the entries, and their sites if they fired, `none` if not."""
-    found, inputs = torch.empty_like(events.indices), torch.empty_like(events.indices)
-    _describe(events, (found, None, inputs), none)
+def rows_and_inputs(lists: EventLists, none: int) -> tuple[Tensor, Tensor]:
+    """Return int32 `[E]` each: the rows of the entries, and their sites, `none` if not fired."""
+    found, inputs = torch.empty_like(lists.indices), torch.empty_like(lists.indices)
+    _describe(lists, rows=found, inputs=inputs, none=none)
     return found, inputs
 
 
-def _describe(events: Events, results: tuple[Tensor | None, ...], none: int = 0) -> None:
-    if len(events.indices):
-        lists = events.offsets, events.fired, events.indices
-        grid, dtypes = (
-            (events.num_rows, 1, 1),
-            tuple(None if x is None else x.dtype for x in results),
-        )
-        launch = launch_of(describe, grid, (none, ENTRIES), WARPS, events.device, dtypes)
-        launch((*results, *lists))
+def _describe(
+    lists: EventLists,
+    rows: Tensor | None = None,
+    values: Tensor | None = None,
+    inputs: Tensor | None = None,
+    none: int = 0,
+) -> None:
+    if len(lists.indices):
+        grid = len(lists.fired), 1, 1
+        launch(describe, grid, (rows, values, inputs, *lists), (none, ENTRIES), WARPS)
 
 
-def dense(events: Events, values: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """See `event_lists_numba.dense`."""
-    width = events.shape[2]
-    out = torch.zeros(events.num_rows, width, dtype=dtype, device=events.device)
-    if len(events.indices):
+def dense(lists: EventLists, width: int, values: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return `[R, width]`: `values` at the sites of the entries, or the spikes if it is None."""
+    out = torch.zeros(len(lists.fired), width, dtype=dtype, device=lists.indices.device)
+    if len(lists.indices):
         values = None if values is None else values.contiguous()
-        lists = events.offsets, events.fired, events.indices
-        grid, dtypes = (len(out), 1, 1), (dtype, None if values is None else values.dtype)
-        launch = launch_of(scatter, grid, (width, ENTRIES), WARPS, events.device, dtypes)
-        launch((out, values, *lists))
+        launch(scatter, (len(out), 1, 1), (out, values, *lists), (width, ENTRIES), WARPS)
     return out
 
 
-def places(events: Events, offsets: Tensor, number: int) -> Tensor:
-    """See `event_lists_numba.places`."""
-    found = torch.empty(number, dtype=torch.int64, device=events.device)
-    if number:
-        with on(events.device):
-            place[(events.num_rows,)](
-                *(found, events.offsets, offsets), BLOCK=ENTRIES, num_warps=WARPS
-            )
-    return found
+def leading_entries(lists: EventLists, offsets: Tensor, size: int) -> Tensor:
+    """Return int64 `[size]`: the first `offsets[r + 1] - offsets[r]` entries of every row r."""
+    entries = torch.empty(size, dtype=torch.int64, device=offsets.device)
+    if size:
+        grid = len(lists.fired), 1, 1
+        tensors = entries, lists.offsets, offsets
+        launch(leading, grid, tensors, (ENTRIES,), WARPS, repeated=False)
+    return entries
 
 
-def merged(
-    indices: Tensor, first: Tensor, counts: Counts, rank: int
+def merge_slices(
+    indices: Tensor, first: Tensor, counts: SliceCounts, part: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `event_lists_numba.merged`."""
+    """Merge event lists over adjacent slices of the sites; see `format.merge_slices`.
+
+    Returns:
+        int32 `[E]` sites, float32 `[E]` `is_fired`, and int64 places of the entries of one slice.
+    """
     device, total = indices.device, sum(counts.sizes)
     whole = torch.empty(total, dtype=torch.int32, device=device)
     values = torch.empty(total, dtype=torch.float32, device=device)
-    mine = torch.empty(counts.sizes[rank], dtype=torch.int64, device=device)
+    own = torch.empty(counts.sizes[part], dtype=torch.int64, device=device)
     if total:
-        integers = *counts.rows.shape[::2], rank, ENTRIES
-        launch = launch_of(merge, (len(counts.fired), 1, 1), integers, WARPS, device)
-        launch((whole, values, mine, indices, first, *counts[:4]))
-    return whole, values, mine
+        tensors = whole, values, own, indices, first, *counts[:4]
+        slices, _, rows = counts.rows.shape
+        launch(merge, (rows, 1, 1), tensors, (slices, rows, part, ENTRIES), WARPS)
+    return whole, values, own
+
+
+def launch(
+    kernel: Any,
+    grid: Grid,
+    tensors: Sequence[Tensor | None],
+    integers: tuple[Any, ...],
+    warps: int,
+    repeated: bool = True,
+) -> None:
+    """Run a kernel.
+
+    Args:
+        tensors: the first arguments of the kernel.
+        integers: its last arguments, constants included.
+        repeated: the kernel will run again on the same grid, integers and dtypes, so that the
+            launch is worth caching. False if they depend on the data.
+    """
+    device = next(x.device for x in tensors if x is not None)
+    if repeated:
+        dtypes = tuple([None if x is None else x.dtype for x in tensors])
+        _cached_launch(kernel, grid, integers, warps, device, dtypes)(tensors)
+        return
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[grid](*tensors, *integers, num_warps=warps)
 
 
 @lru_cache(maxsize=1024)
-def launch_of(
+def _cached_launch(
     kernel: Any,
-    grid: tuple[int, int, int],
+    grid: Grid,
     integers: tuple[Any, ...],
-    num_warps: int,
+    warps: int,
     device: torch.device,
-    dtypes: tuple[Any, ...] = (),
+    dtypes: tuple[torch.dtype | None, ...],
 ) -> Launch:
-    """One for all calls that Triton's dispatch would tell apart by alignments only.
-
-    Args:
-        dtypes: of the tensors that may have several.
-    """
-    return Launch(kernel, grid, integers, num_warps, device)
+    return Launch(kernel, grid, integers, warps, device)
 
 
 def block_of(width: int) -> tuple[int, int]:
-    """(columns of a program, its warps)."""
+    """Return the columns and the warps of a program for rows of this width."""
     block = min(max(triton.next_power_of_2(width), 32), WIDEST)
     return block, max(1, block // 128)
-
-
-def on(device: torch.device) -> Any:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

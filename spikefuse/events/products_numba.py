@@ -1,13 +1,12 @@
-"""Products with event lists on CPUs: whole rows of weights are added, a tile of columns at a time.
+"""Products with event lists on CPUs, which add rows of weights, one tile of columns at a time.
 
 Weights are `[in, out]`, so that the row of an input is contiguous. A tile of their columns stays in
-a core's cache while all rows of events go by. Where there are more threads than tiles, those of one
-tile share out its rows of events, and for the weights' gradient its inputs. Only the gradients of
-the events' values are summed in another order where there are other tiles; the bias's are summed by
-blocks of rows that no number of threads changes.
+a core's cache while all rows of events are processed. If there are more threads than tiles, the
+threads of a tile divide its rows of events, and in backward its inputs. Results do not depend on
+the number of threads, except for the order of summation in the gradients of the events' values,
+which depends on the tiles. The gradient of the bias is summed in fixed blocks of rows.
 
-Shape legend: R rows of events, E entries, I inputs, O outputs, G groups of samples, P parts of
-the inputs, S inputs that fired, of each group.
+Shape legend: R rows of events, E entries, I inputs, O outputs, K inputs that fired.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spikefuse.events.candidates import FIRED
 from spikefuse.events.format import Events
-from spikefuse.events.lists_numba import lists
+from spikefuse.events.lists import FIRED
+from spikefuse.events.lists_numba import arrays
+from spikefuse.events.transpose_numba import Grouping, InputLists, transpose
 from spikefuse.events.vectors_numba import WORD, dots, prefetch, sum_rows
 from spikefuse.kernels.numba_runtime import (
     advise_huge_pages,
@@ -34,27 +34,25 @@ from spikefuse.kernels.numba_runtime import (
 )
 from spikefuse.kernels.numba_threads import shared, threads_for
 
-# Columns of a tile: at most so many that its weights fit a core's cache; whole words of bits.
+# Most columns of a tile, whose weights have to fit a core's cache.
 WIDEST = 512
-# At least so many if a thread has a tile to itself, as much time goes into each row of fewer; so
-# many where threads share a tile; fewer only where there are not enough samples to share out.
+# Fewest columns if each thread has a tile of its own, since each row has a fixed cost; columns if
+# threads share tiles; and fewest if there are not enough samples to share.
 OWN, TOGETHER, NARROWEST = 128, 256, 64
-# Rows of weights or their gradients are asked for so many inputs before they are used.
+# Rows of weights and of gradients are prefetched this many inputs ahead.
 AHEAD = 3
-# Rows of a product whose gradients are summed for the bias, before these sums are.
+# Rows whose gradients are summed for the bias before these sums are added.
 BLOCK = 128
-# Gradients of currents, of a tile and so many samples as fit, that are summed by input at a time:
-# they stay in a core's cache.
+# Values of the gradients of currents, in one tile, that are summed by input at a time: they have to
+# stay in a core's cache.
 GROUPED = 1 << 18
-# Gradients of weights of so many bytes leave the caches before an optimizer reads them: rows that
-# are written once are written past the caches, which would else read them first.
+# From this many bytes, gradients of weights would leave the caches before an optimizer reads them:
+# rows that are written once bypass the caches.
 STREAMED = 1 << 25
-# An entry is read and written here and there: so many neuron-steps of work.
-ENTRY = 2
 
 
-def tile_of(width: int, samples: int) -> int:
-    """Columns of a tile: as many tiles as threads, or fewer that threads share."""
+def tile_width(width: int, samples: int) -> int:
+    """Return the columns of a tile: one tile per thread, or fewer tiles that threads share."""
 
     def share(tiles: int) -> int:
         return -(-width // (tiles * WORD)) * WORD
@@ -66,24 +64,35 @@ def tile_of(width: int, samples: int) -> int:
 
 
 def spread(kernel: Any, tiles: int, samples: int, threads: int, work: int, *args: object) -> None:
-    """Run `kernel(first, last, *args)` over the samples of all tiles, numbered tile by tile; over
-    whole tiles where there is one for each of so many threads."""
+    """Run `kernel(first, last, *args)` over the samples of all tiles, numbered tile by tile.
+
+    Each thread takes whole tiles if there are enough of them.
+    """
     if tiles:
         samples = max(samples, 1)
         unit = samples if threads <= tiles else -(-tiles * samples // threads)
         shared(kernel, tiles * samples, unit, work, *args)
 
 
+def work_of(events: Events, width: int) -> int:
+    """Return the work of a product, in neuron-steps."""
+    return width * (events.num_rows + len(events.indices))
+
+
+def bias_or_zeros(bias: Tensor | None, width: int) -> Tensor:
+    return torch.zeros(width, dtype=torch.float32) if bias is None else bias
+
+
 @kernel
 def add_to(target, first, m, grad, at):
-    """`target[first + k] += grad[at + k]`."""
+    """`target[first + k] += grad[at + k]` for k < m."""
     for k in range(m):
         store(target, first + k, load(target, first + k, 0) + load(grad, at + k, 1), 0)
 
 
 @kernel
 def part_of(first, last, tile, samples):
-    """(begin, end): which samples of a tile are among those that `spread` numbers first to last."""
+    """Return the range of a tile's samples among those that `spread` numbers first to last."""
     before = tile * samples
     return max(first - before, 0), min(last - before, samples)
 
@@ -102,34 +111,28 @@ def _forward(first, last, size, out, weight, bias, width, offsets, fired, indice
 
 
 def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`[R, O]`: for each row the bias and the rows of `weight [I, O]` of the inputs that fired."""
-    width = weight.shape[1]
+    """Return `[R, O]`: the bias plus the rows of `weight [I, O]` of the inputs that fired."""
+    width, num_rows = weight.shape[1], events.num_rows
     move_to_huge_pages(weight)
-    out = torch.empty(events.num_rows, width, dtype=torch.float32)
-    size, work = tile_of(width, events.num_rows), work_of(events, width)
-    arguments = size, flat(out), flat(weight), flat(given(bias, width)), width, *lists(events)
-    sizes = -(-width // size), events.num_rows
-    spread(_forward, *sizes, threads_for(work), work, *arguments)
+    out = torch.empty(num_rows, width, dtype=torch.float32)
+    size, work = tile_width(width, num_rows), work_of(events, width)
+    inputs = flat(weight), flat(bias_or_zeros(bias, width)), width, *arrays(events.lists)
+    tiles, threads = -(-width // size), threads_for(work)
+    spread(_forward, tiles, num_rows, threads, work, size, flat(out), *inputs)
     return out
 
 
-def work_of(events: Events, width: int) -> int:
-    """Of a product, in neuron-steps."""
-    return width * (events.num_rows + len(events.indices))
-
-
-def row_listed(spikes: Tensor) -> tuple[Tensor, Tensor]:
-    """(indices, their number int32 `[1]`) of spikes `[W]`, 0 or 1."""
+def list_spikes(spikes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices of spikes `[W]`, 0 or 1, and their number, int32 `[1]`."""
     events = Events.from_marks((spikes * FIRED).view(1, 1, -1))
     return events.indices, events.fired
 
 
-def row_sum(weight: Tensor, bias: Tensor | None, indices: Tensor, count: Tensor) -> Tensor:
-    """`[O]`: the bias and the rows of `weight [I, O]` of the first `count` indices."""
+def listed_currents(weight: Tensor, bias: Tensor | None, indices: Tensor, count: Tensor) -> Tensor:
+    """Return `[O]`: the bias plus the rows of `weight [I, O]` of the first `count` indices."""
     offsets = torch.zeros(2, dtype=torch.int64)
     offsets[1:] = count
-    events = Events((1, 1, len(weight)), offsets, count, indices)
-    return currents(events, weight, bias)[0]
+    return currents(Events((1, 1, len(weight)), offsets, count, indices), weight, bias)[0]
 
 
 @kernel
@@ -138,17 +141,17 @@ def _backward(
     target, streamed, partial, spikes, entries,
 ):  # fmt: skip
     edges, bases = spikes[:2]
-    parts = len(edges) - 1
+    ranges = len(edges) - 1
     fresh = np.empty(target.size // width, np.bool_)
-    for tile in range(first // parts, -(-last // parts)):
+    for tile in range(first // ranges, -(-last // ranges)):
         column = tile * size
         m = min(size, width - column)
-        begin, end = part_of(first, last, tile, parts)
+        begin, end = part_of(first, last, tile, ranges)
         fresh[edges[begin] : edges[end]] = True
-        for group in range((len(bases) - 1) // parts):
+        for group in range((len(bases) - 1) // ranges):
             place = tile * step + group * rows * stride
-            for part in range(begin, end):
-                args = width, column, m, grad, stride, place, group * parts + part
+            for k in range(begin, end):
+                args = width, column, m, grad, stride, place, group * ranges + k
                 add_group(target, streamed, partial, tile, weight, fresh, spikes, entries, *args)
         clear(target, streamed, width, column, m, fresh, edges[begin], edges[end])
 
@@ -158,7 +161,7 @@ def add_group(
     target, streamed, partial, tile, weight, fresh, spikes, entries,
     width, column, m, grad, stride, place, group,
 ):  # fmt: skip
-    """Both of what follows, for a tile; the second where it is wanted."""
+    """Run `add_by_input`, and `dots_by_input` if `partial` has room for its results."""
     add_by_input(target, streamed, width, column, m, fresh, grad, stride, place, group, spikes)
     if partial.size:
         out = partial[tile]
@@ -170,7 +173,7 @@ def add_by_input(
     target, streamed, width, column, m, fresh, grad, stride, place, group, by_input
 ):  # fmt: skip
     """`target[slot, column + k] += sum of grad[r, place + k]` for every input of a group that
-    fired, over the rows r in which it did. A fresh slot holds nothing yet."""
+    fired, over the rows r in which it did. A fresh slot is uninitialized."""
     _, bases, starts, slots, rows, _ = by_input
     zeros, total = np.zeros(m, np.float32), np.empty(m, np.float32)
     for s in range(bases[group], bases[group + 1]):
@@ -191,12 +194,12 @@ def add_by_input(
 
 @kernel
 def dots_by_input(out, weight, width, column, m, grad, stride, place, group, by_input):
-    """`out[e] = sum over k of weight[i, column + k] grad[r, place + k]` for every entry e of a
-    group, i its input and r its row."""
+    """`out[e] = sum over k < m of weight[i, column + k] grad[r, place + k]` for every entry e of a
+    group, with its input i and its row r."""
     _, bases, starts, inputs, rows, entries = by_input
     for s in range(bases[group], bases[group + 1]):
         at, begin, end = inputs[s] * width + column, np.int64(starts[s]), np.int64(starts[s + 1])
-        # Rows lie too far apart for the processor to see the next one coming.
+        # Rows are too far apart for the hardware prefetcher.
         if s + AHEAD < bases[group + 1]:
             prefetch(weight, inputs[s + AHEAD] * width + column, m)
         dots(out, weight, at, m, grad, stride, place, rows, entries, begin, end)
@@ -204,8 +207,8 @@ def dots_by_input(out, weight, width, column, m, grad, stride, place, group, by_
 
 @kernel
 def clear(target, streamed, width, column, m, fresh, first, last):
-    """`target[slot, column + k] = 0` from slot first to last where nothing has been added; all that
-    was streamed is there then."""
+    """`target[slot, column + k] = 0` for the slots from first to last that are still fresh. Makes
+    all streamed rows visible."""
     zeros = np.zeros(m, np.float32)
     for slot in range(first, last):
         if fresh[slot]:
@@ -219,98 +222,6 @@ def clear(target, streamed, width, column, m, fresh, first, last):
 
 
 @kernel
-def _count_inputs(first, last, T, B, cuts, offsets, stops, indices, found):
-    for k in range(first, last):
-        mine = found[k]
-        for b in range(cuts[k], cuts[k + 1]):
-            for t in range(T):
-                for e in range(offsets[t * B + b], stops[t * B + b]):
-                    mine[indices[e]] += 1
-
-
-@kernel
-def _lay_out(counts, edges, bases, starts, heads):
-    """Where the spikes of each input begin: fills the rest, makes first places of the counts
-    `[G, ranges, I]`, and returns how many heads there are."""
-    s = at = 0
-    for group in range(len(counts)):
-        for part in range(len(edges) - 1):
-            bases[group * (len(edges) - 1) + part] = s
-            for i in range(edges[part], edges[part + 1]):
-                begin = at
-                for k in range(counts.shape[1]):
-                    count = counts[group, k, i]
-                    counts[group, k, i] = at
-                    at += count
-                if at > begin:
-                    starts[s], heads[s] = begin, i
-                    s += 1
-    bases[-1], starts[s] = s, at
-    return s
-
-
-@kernel
-def _sort(first, last, T, B, cuts, offsets, stops, indices, places, size, rows, entries):
-    for k in range(first, last):
-        mine = places[k]
-        for b in range(cuts[k], cuts[k + 1]):
-            for t in range(T):
-                row = b % size * T + t
-                for e in range(offsets[t * B + b], stops[t * B + b]):
-                    place = mine[indices[e]]
-                    rows[place], entries[place] = row, e
-                    mine[indices[e]] = place + 1
-
-
-def by_input(
-    events: Events, num_steps: int, batch: int, size: int, parts: int, silent: bool = False
-) -> tuple[np.ndarray, ...]:
-    """The spikes of each group of samples in the order of their inputs.
-
-    Args:
-        num_steps, batch: of the events, or (1, R), which makes a sample of each row.
-        size: samples of a group; the last may have fewer.
-        parts: of the inputs, with about as many spikes each.
-        silent: the other candidates too.
-
-    Returns:
-        (edges `[P + 1]`, bases `[G P + 1]`, starts `[S + 1]`, heads `[S]`, rows, entries): part p
-        has the inputs from `edges[p]` to `edges[p + 1]`. Of these, `heads[s]` fired in a group for
-        s from `bases[group P + p]` on, to the next base. Those of s are the places from `starts[s]`
-        to `starts[s + 1]`: at each place an entry and its row in the group, b T + t with b counted
-        from the group's first sample, in the order of these.
-    """
-    offsets, fired, indices = lists(events)
-    stops = offsets[1:] if silent else offsets[:-1] + fired
-    total, inputs = int(offsets[-1]) if silent else int(fired.sum()), events.shape[2]
-    groups, work = max(1, -(-batch // size)), ENTRY * total
-    if total >= 1 << 31:
-        raise ValueError(
-            f"a layer's input lists {total:,} events: of a batch at most {(1 << 31) - 1:,} can be "
-            "sorted; use smaller batches"
-        )
-    # Several ranges of a group's samples are sorted at a time, one behind another at each input.
-    ranges = min(-(-threads_for(work) // groups), size)
-    within = np.arange(groups)[:, None] * size + np.arange(ranges) * size // ranges
-    cuts = np.minimum(np.append(within, batch), batch)
-    found, items = np.zeros((groups, ranges, inputs), np.int32), groups * ranges
-    of_range = found.reshape(items, inputs)
-    args = num_steps, batch, cuts, offsets, stops, indices, of_range
-    shared(_count_inputs, items, 1, work, *args)
-    edges = np.array([0, inputs])
-    if parts > 1:
-        whole = np.cumsum(of_range.sum(0))
-        inner = np.searchsorted(whole, np.arange(1, parts) * total // parts)
-        edges = np.concatenate(([0], inner, [inputs]))
-    bases, most = np.empty(groups * parts + 1, np.int64), min(total, groups * inputs)
-    starts, heads = np.empty(most + 1, np.int32), np.empty(most, np.int32)
-    number = _lay_out(found, edges, bases, starts, heads)
-    rows, entries = np.empty(total, np.int32), np.empty(total, np.int32)
-    shared(_sort, items, 1, work, *args, size, rows, entries)
-    return edges, bases, starts[: number + 1], heads[:number], rows, entries
-
-
-@kernel
 def _add_rows(first, last, size, sums, grad, width):
     num_rows = grad.size // width
     for block in range(first, last):
@@ -321,9 +232,9 @@ def _add_rows(first, last, size, sums, grad, width):
 def gradients(
     events: Events, grad: Tensor, weight: Tensor, sparse: bool
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
-    """What `Gradients.finished` gives, from the gradient `[R, O]` of `currents`."""
+    """Return the results of `Gradients.finished` for the gradient `[R, O]` of `currents`."""
     num_rows, width = events.num_rows, weight.shape[1]
-    size, blocks, rows = tile_of(width, num_rows), -(-num_rows // BLOCK), flat(grad.contiguous())
+    size, blocks, rows = tile_width(width, num_rows), -(-num_rows // BLOCK), flat(grad.contiguous())
     work = Gradients(events, weight, sparse, (1, num_rows), size)
     sums = np.zeros((blocks, width), np.float32)
     shared(_add_rows, blocks, 1, grad.numel(), BLOCK, sums.reshape(-1), rows, width)
@@ -332,77 +243,77 @@ def gradients(
 
 
 class Gradients:
-    """Room for the gradients of a product with events.
+    """Buffers for the gradients of a product with events.
 
     Args:
-        events: its inputs.
+        events: inputs of the product.
         weight: `[I, O]`.
-        sparse: the weights' gradient has only the rows of inputs that fired.
-        samples: (num_steps, batch) of `by_input`.
+        sparse: the gradient of the weights has only the rows of inputs that fired.
+        samples: (num_steps, batch); see `Grouping`.
         size: columns of a tile.
     """
 
     def __init__(
-        self,
-        events: Events,
-        weight: Tensor,
-        sparse: bool,
-        samples: tuple[int, int],
-        size: int,
+        self, events: Events, weight: Tensor, sparse: bool, samples: tuple[int, int], size: int
     ) -> None:
         (num_steps, batch), (inputs, width) = samples, weight.shape
         self.tiles, threads = -(-width // size), threads_for(work_of(events, width))
-        # Of the inputs, for threads that share tiles. That takes longer in all, so that of hardly
-        # more threads than tiles it is quicker to leave some without work.
-        self.parts = threads if 3 * threads > 4 * self.tiles else 1
+        # Threads that share tiles divide the inputs. That costs more in total: with hardly more
+        # threads than tiles it is quicker to leave some threads idle.
+        self.ranges = threads if 3 * threads > 4 * self.tiles else 1
         self.group = max(1, min(batch, GROUPED // max(num_steps * size, 1)))
-        order = *samples, self.group, self.parts
-        self.spikes = by_input(events, *order)
-        wanted = events.values is not None
-        # Something of the same kind where it is not wanted.
-        self.entries = by_input(events, *order, silent=True) if wanted else self.spikes
+        grouping = Grouping(num_steps, batch, self.group, self.ranges)
+        self.spikes = transpose(events, grouping)
+        needs_values = events.values is not None
+        # A placeholder of the same type if they are not needed.
+        self.entries = transpose(events, grouping, near=True) if needs_values else self.spikes
         self.touched = None
         if sparse:
-            self.touched, self.spikes = _touched(inputs, self.spikes)
+            self.touched, self.spikes = _compacted(inputs, self.spikes)
             inputs = len(self.touched)
         self.events, self.source, self.size = events, weight, size
         self.rows = self.group * num_steps
         self.weight = torch.empty(inputs, width, dtype=torch.float32)
         advise_huge_pages(self.weight)
-        is_written_once = self.group >= batch
-        self.streamed = is_written_once and self.weight.nbytes >= STREAMED
-        self.partial = np.empty((self.tiles if wanted else 0, len(events.indices)), np.float32)
+        self.streamed = self.group >= batch and self.weight.nbytes >= STREAMED
+        tiles = self.tiles if needs_values else 0
+        self.partial = np.empty((tiles, len(events.indices)), np.float32)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """What kernels take that sum by input."""
-        return flat(self.weight), self.streamed, self.partial, self.spikes, self.entries
+        """Arguments of kernels that sum by input."""
+        lists = tuple(self.spikes), tuple(self.entries)
+        return flat(self.weight), self.streamed, self.partial, *lists
 
     def add(self, grad: np.ndarray, stride: int, step: int) -> None:
-        """Sum the gradients of currents by input; row r of a tile's begins at
-        `tile * step + r * stride`."""
+        """Sum the gradients of currents by input.
+
+        Row r of a tile begins at `grad[tile * step + r * stride]`.
+        """
         width = self.weight.shape[1]
         rows = flat(self.source), width, grad, stride, step, self.rows
         work = work_of(self.events, width)
-        sizes = self.tiles, self.parts, self.parts
+        sizes = self.tiles, self.ranges, self.ranges
         spread(_backward, *sizes, work, self.size, *rows, *self.arguments)
 
     def finished(self, sums: np.ndarray) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
-        """(the rows int64 `[K]` that the weights' gradient has, or None for all; that gradient
-        `[K, O]`; that of the bias `[O]`; that of the events' values `[E]` if they have any).
+        """Return the gradients.
 
         Args:
-            sums: `[..., O]`, which add up to the bias's.
+            sums: `[..., O]`, which add up to the gradient of the bias.
+
+        Returns:
+            The rows of the weights' gradient, int64 `[K]`, or None for all; that gradient `[K, O]`;
+            that of the bias `[O]`; and that of the events' values `[E]`, or None if there are none.
         """
-        wanted = self.events.values is not None
-        values = torch.from_numpy(_total(self.partial)) if wanted else None
+        values = None if self.events.values is None else torch.from_numpy(_total(self.partial))
         rows = None if self.touched is None else torch.from_numpy(self.touched)
         return rows, self.weight, torch.from_numpy(_total(sums)), values
 
 
 @kernel
 def _total(rows):
-    """The sum of rows, one after the other: NumPy's order depends on their width."""
+    """Sum rows in their order; the order in NumPy's sum depends on their width."""
     total = np.zeros(rows.shape[1], np.float32)
     for r in range(len(rows)):
         for k in range(len(total)):
@@ -410,17 +321,11 @@ def _total(rows):
     return total
 
 
-def _touched(
-    inputs: int, found: tuple[np.ndarray, ...]
-) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """The inputs that fired, int64, and what `by_input` found with their places among them."""
-    edges, bases, starts, heads, *others = found
-    seen = np.zeros(inputs, bool)
-    seen[heads] = True
+def _compacted(num_inputs: int, lists: InputLists) -> tuple[np.ndarray, InputLists]:
+    """Return the inputs that fired, int64, and the lists with inputs renumbered among these."""
+    seen = np.zeros(num_inputs, bool)
+    seen[lists.inputs] = True
     touched = np.flatnonzero(seen)
-    places = np.cumsum(seen, dtype=np.int32) - np.int32(1)
-    return touched, (np.searchsorted(touched, edges), bases, starts, places[heads], *others)
-
-
-def given(bias: Tensor | None, width: int) -> Tensor:
-    return torch.zeros(width, dtype=torch.float32) if bias is None else bias
+    slots = np.cumsum(seen, dtype=np.int32) - np.int32(1)
+    edges = np.searchsorted(touched, lists.edges)
+    return touched, lists._replace(edges=edges, inputs=slots[lists.inputs])

@@ -1,7 +1,7 @@
-"""Products with event lists on GPUs: rows of weights are gathered and summed in a fixed order.
+"""Products with event lists on GPUs, which gather and sum rows of weights.
 
-The gradient of the weights is the same sum, over lists of the rows of events in which each input
-fired. In these lists and in all sums the order is that of the entries: results are reproducible.
+The gradient of the weights is the same sum over transposed lists: for each input the rows of events
+in which it fired. Lists and sums are in the order of the entries, so results are reproducible.
 
 Shape legend: R rows of events, E entries, I inputs, O outputs, L lists.
 """
@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from spikefuse.events.format import Events
-from spikefuse.events.lists_triton import block_of, described, launch_of, on
+from spikefuse.events.lists_triton import block_of, launch, rows_and_inputs
 
-# Of one row of events: sites that a program lists at a time; rows of weights, and columns, that a
-# program sums at a time: enough reads under way to hide the memory's latency.
+# For a single row of events: sites that a program lists at a time; rows and columns of weights that
+# a program sums at a time, enough reads in flight to hide the memory's latency.
 LISTED = 1 << 14
 SUMMED = 32, 64
 
@@ -26,8 +26,10 @@ SUMMED = 32, 64
 def sum_rows(  # type: ignore[no-untyped-def]
     out, source, bias, begins, counts, indices, width, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out[l] = bias + sum of source[indices[e]] over the counts[l] entries e from begins[l] on; a
-    program has one list l and BLOCK columns."""
+    """out[l] = bias + sum of source[indices[e]] over the counts[l] entries e from begins[l] on.
+
+    A program handles one list l and BLOCK columns.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < width
@@ -46,7 +48,7 @@ def sum_rows(  # type: ignore[no-untyped-def]
 def dots(  # type: ignore[no-untyped-def]
     out, weight, grad, indices, rows, width, BLOCK: tl.constexpr
 ):
-    """out[e] = weight[indices[e]] . grad[rows[e]]; a program has one entry."""
+    """out[e] = weight[indices[e]] . grad[rows[e]]; a program handles one entry."""
     e = tl.program_id(0).to(tl.int64)
     at = tl.load(indices + e).to(tl.int64) * width
     of = tl.load(rows + e).to(tl.int64) * width
@@ -71,8 +73,10 @@ def sum_listed(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out = bias + sum of weight[indices[e]] for e < count[0]; a program has BLOCK columns, and
-    reads ROWS rows at a time."""
+    """out = bias + sum of weight[indices[e]] for e < count[0].
+
+    A program handles BLOCK columns, and reads ROWS rows at a time.
+    """
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = column < width
     if HAS_BIAS:
@@ -91,7 +95,7 @@ def sum_listed(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def list_sites(spikes, indices, count, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the sites that fired to `indices`, and their number to `count`; one program."""
+    """Write the sites that fired to `indices` and their number to `count`, in one program."""
     place = tl.sum(tl.zeros([BLOCK], tl.int32), 0)
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -102,38 +106,53 @@ def list_sites(spikes, indices, count, width, BLOCK: tl.constexpr):  # type: ign
     tl.store(count, place)
 
 
-def row_listed(spikes: Tensor) -> tuple[Tensor, Tensor]:
-    """See `event_numba.row_listed`; the indices have room for all sites."""
+def list_spikes(spikes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices of spikes `[W]`, padded to `[W]`, and their number, int32 `[1]`."""
     width = len(spikes)
     indices = torch.empty(width, dtype=torch.int32, device=spikes.device)
     count = torch.empty(1, dtype=torch.int32, device=spikes.device)
     block = min(triton.next_power_of_2(width), LISTED)
-    with on(spikes.device):
-        list_sites[(1,)](
-            *(spikes.contiguous(), indices, count, width), BLOCK=block, num_warps=_warps(block)
-        )
+    warps = min(max(block // 512, 1), 32)  # 16 values per thread of the only program
+    tensors = spikes.contiguous(), indices, count
+    launch(list_sites, (1, 1, 1), tensors, (width, block), warps, repeated=False)
     return indices, count
 
 
-def row_sum(weight: Tensor, bias: Tensor | None, indices: Tensor, count: Tensor) -> Tensor:
-    """See `event_numba.row_sum`; `count` is read on the GPU."""
+def listed_currents(weight: Tensor, bias: Tensor | None, indices: Tensor, count: Tensor) -> Tensor:
+    """Return `[O]`: the bias plus the rows of `weight [I, O]` of the first `count` indices.
+
+    Kernels read `count` on the GPU.
+    """
     width = weight.shape[1]
     out = torch.empty(width, dtype=torch.float32, device=weight.device)
-    rows, block = SUMMED
-    with on(weight.device):
-        sum_listed[(triton.cdiv(width, block),)](
-            *(out, weight, weight if bias is None else bias, indices, count, width),
-            HAS_BIAS=bias is not None,
-            ROWS=rows,
-            BLOCK=block,
-            num_warps=4,
-        )
+    tensors = out, weight, weight if bias is None else bias, indices, count
+    grid = triton.cdiv(width, SUMMED[1]), 1, 1
+    launch(sum_listed, grid, tensors, (width, bias is not None, *SUMMED), 4, repeated=False)
     return out
 
 
-def _warps(block: int) -> int:
-    """Of a program that is alone: 16 numbers for each thread."""
-    return min(max(block // 512, 1), 32)
+def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `[R, O]`: the bias plus the rows of `weight [I, O]` of the inputs that fired."""
+    return _sums(weight, bias, events.offsets[:-1], events.fired, events.indices)
+
+
+def gradients(
+    events: Events, grad: Tensor, weight: Tensor, sparse: bool
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    """Return gradients from that of `currents`, `[R, O]`; see `products_numba.gradients`."""
+    grad = grad.contiguous()
+    rows, inputs = rows_and_inputs(events.lists, len(weight))
+    # A stable sort keeps the order of the entries; those that did not fire come last.
+    inputs, order = torch.sort(inputs, stable=True)
+    every = torch.arange(len(weight) + 1, dtype=inputs.dtype, device=inputs.device)
+    bounds = torch.searchsorted(inputs, every)
+    begins, counts, touched = bounds[:-1], bounds.diff(), None
+    if sparse:
+        touched = counts.nonzero().flatten()
+        begins, counts = begins[touched], counts[touched]
+    grad_weight = _sums(grad, None, begins, counts, rows[order], repeated=not sparse)
+    values = None if events.values is None else _dots(weight, grad, events.indices, rows)
+    return touched, grad_weight, grad.sum(0), values
 
 
 def _sums(
@@ -142,58 +161,27 @@ def _sums(
     begins: Tensor,
     counts: Tensor,
     indices: Tensor,
-    often: bool = True,
+    repeated: bool = True,
 ) -> Tensor:
-    """`[L, O]`: for each list the sum of the rows of `source` `[..., O]` that it names.
+    """Return `[L, O]`: the bias plus the rows of `source` `[..., O]` in each list.
 
     Args:
-        often: there will be as many lists again.
+        repeated: later calls will have the same number of lists.
     """
     width = source.shape[1]
     out = torch.empty(len(begins), width, dtype=torch.float32, device=source.device)
-    block, warps = block_of(width)
     if out.numel():
+        block, warps = block_of(width)
         grid = len(begins), triton.cdiv(width, block), 1
-        integers = width, bias is not None, block
         tensors = out, source, source if bias is None else bias, begins, counts, indices
-        if often:
-            how = sum_rows, grid, integers, warps, source.device, (counts.dtype, indices.dtype)
-            launch_of(*how)(tensors)
-        else:
-            sum_rows[grid](*tensors, *integers, num_warps=warps)
+        launch(sum_rows, grid, tensors, (width, bias is not None, block), warps, repeated)
     return out
-
-
-def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """See `event_numba.currents`."""
-    return _sums(weight, bias, events.offsets[:-1], events.fired, events.indices)
-
-
-def gradients(
-    events: Events, grad: Tensor, weight: Tensor, sparse: bool
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
-    """See `event_numba.gradients`."""
-    grad = grad.contiguous()
-    rows, inputs = described(events, len(weight))
-    # A stable sort keeps the order of the lists; what did not fire comes last.
-    inputs, order = torch.sort(inputs, stable=True)
-    every = torch.arange(len(weight) + 1, dtype=inputs.dtype, device=inputs.device)
-    bounds = torch.searchsorted(inputs, every)
-    begins, counts, touched = bounds[:-1], bounds.diff(), None
-    if sparse:
-        touched = counts.nonzero().flatten()
-        begins, counts = begins[touched], counts[touched]
-    grad_weight = _sums(grad, None, begins, counts, rows[order], not sparse)
-    values = None if events.values is None else _dots(weight, grad, events.indices, rows)
-    return touched, grad_weight, grad.sum(0), values
 
 
 def _dots(weight: Tensor, grad: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
     out = torch.empty(len(indices), dtype=torch.float32, device=weight.device)
-    block, warps = block_of(weight.shape[1])
     if len(out):
-        with on(weight.device):
-            dots[(len(out),)](
-                *(out, weight, grad, indices, rows, weight.shape[1]), BLOCK=block, num_warps=warps
-            )
+        block, warps = block_of(weight.shape[1])
+        tensors, integers = (out, weight, grad, indices, rows), (weight.shape[1], block)
+        launch(dots, (len(out), 1, 1), tensors, integers, warps, repeated=False)
     return out

@@ -1,4 +1,4 @@
-"""Weights with which the layers on events begin at a sensible activity."""
+"""Initial weights for a given firing rate."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from spikefuse.events.format import Events
 from spikefuse.events.linear import EventLinear
-from spikefuse.nn.neuron import calls
+from spikefuse.nn.call import inside
 
-# Factors lie between 2**-LARGEST and 2**LARGEST; each trial halves the range of the exponent.
+# Scales range from 2**-LARGEST to 2**LARGEST; each halving halves the range of the exponent.
 LARGEST, HALVINGS = 8.0, 10
 
 
@@ -17,52 +17,44 @@ LARGEST, HALVINGS = 8.0, 10
 def scale_to_rate(net: nn.Module, x: Events | Tensor, rate: float) -> dict[str, float]:
     """Scale the weights of each layer so that its neurons fire at `rate` on the input `x`.
 
-    Layer after layer, each on the events of those before it, by bisection: activity grows with the
-    scale of random weights. It is what the layers are initialised for, since of fixed formulas none
-    knows how a data set's spikes fall together in time.
+    Layers are scaled in order, each on the events of those before, by bisection: activity grows
+    with the scale of random weights. No fixed formula could do this, because the right scale
+    depends on how the spikes of a data set coincide in time.
 
     Args:
-        net: a sequence of `EventLinear`, such as `spikefuse.models.event_mlp` makes; other modules
-            before and after them are left alone.
+        net: a sequence of `EventLinear`, such as `spikefuse.models.event_mlp` returns; modules
+            before and after them are ignored.
         x: `Events`, or dense spikes `[T, B, ...]`.
         rate: share of the neurons that fire in a step, in (0, 1).
 
     Returns:
-        The rate of each layer's neurons then, by the layer's name.
+        The final rate of each layer's neurons, by the name of the layer.
 
     Raises:
-        ValueError: `rate` is out of range, or a layer does not reach half of it, or stays above
-            double, at any scale: its input is silent, or its bias alone makes neurons fire.
+        ValueError: `rate` is out of range, or no scale brings a layer between half and twice the
+            rate: its input is silent, or its bias alone makes neurons fire.
     """
     if not 0 < rate < 1:
         raise ValueError(f"rate is {rate}: expected a share in (0, 1)")
     events = Events.from_dense(x) if isinstance(x, Tensor) else x
-    found = {}
-    outer, calls.sequence = calls.sequence, None  # called on their own, layers take all steps
-    try:
+    rates = {}
+    with inside(None):  # layers called on their own take all time steps
         for name, layer in net.named_modules():
             if isinstance(layer, EventLinear) and layer.neuron is not None:
-                events = _scaled(name, layer, events, rate)
-                found[name] = events.rate
-    finally:
-        calls.sequence = outer
-    return found
+                events = _scale(name, layer, events, rate)
+                rates[name] = events.rate
+    return rates
 
 
-def _scaled(name: str, layer: EventLinear, inputs: Events, rate: float) -> Events:
-    """The events of the layer at the scale found."""
+def _scale(name: str, layer: EventLinear, inputs: Events, rate: float) -> Events:
+    """Scale one layer and return its events."""
     original = layer.weight.clone()
-
-    def at(exponent: float) -> Events:
-        layer.weight.copy_(original * 2.0**exponent)
-        outputs = layer(inputs)
-        assert isinstance(outputs, Events)
-        return outputs
-
     low, high = -LARGEST, LARGEST
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        outputs = at(middle)
+        layer.weight.copy_(original * 2.0**middle)
+        outputs = layer(inputs)
+        assert isinstance(outputs, Events)
         if outputs.rate < rate:
             low = middle
         else:
@@ -70,7 +62,7 @@ def _scaled(name: str, layer: EventLinear, inputs: Events, rate: float) -> Event
     if not rate / 2 <= outputs.rate <= 2 * rate:
         layer.weight.copy_(original)
         raise ValueError(
-            f"the neurons of {name or 'the layer'} fire at {outputs.rate:.3g} whatever the scale "
-            f"of their weights, where {rate:g} was asked for: look at its input and its bias"
+            f"the neurons of {name or 'the layer'} fire at {outputs.rate:.3g} at any scale of the "
+            f"weights, but the rate asked for is {rate:g}: check the layer's input and bias"
         )
     return outputs

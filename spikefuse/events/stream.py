@@ -1,4 +1,4 @@
-"""A network on events, one time step after another, for one sample."""
+"""Event networks that run one time step at a time, for one sample."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from spikefuse.neurons.definition import States
 from spikefuse.nn.neuron import backend_of
 from spikefuse.scan.op import Request
 
-# Of each layer with neurons their states, `[1, out_features]` each.
+# The states `[1, out_features]` of each layer with neurons.
 StreamState = tuple[States, ...]
 
 
 class EventStream(nn.Module):
-    """A sequence of `EventLinear` that takes its input step by step, for one sample.
+    """Run a sequence of `EventLinear` one time step at a time, for one sample.
 
-    It computes what `Temporal(net)` does for a batch of one, without gradients. On a GPU the lists
-    of events and their lengths stay there, and kernels read them when they run: a step waits for
-    nothing, and may be captured in a CUDA graph. Every spike is used, whatever the capacity.
+    The result is that of `Temporal(net)` with a batch of one, without gradients. On a GPU, event
+    lists and their lengths stay there and are read by the kernels: a step never synchronizes, and
+    can be captured in a CUDA graph. All spikes are used, whatever the capacity.
 
     Call: `y, state = stream(x, state)`
 
     Args:
         x: spikes `[in_features]`, 0 or 1, float32.
-        state: what the call before gave, or None to start from rest.
+        state: from the previous call, or None to start from rest.
 
     Returns:
         The spikes or currents `[out_features]` of the last layer, and the state.
 
     Raises:
-        TypeError, ValueError: a layer, or an input, is not as described.
+        TypeError, ValueError: a layer or an input is not as described.
     """
 
     def __init__(self, net: nn.Sequential) -> None:
@@ -43,7 +43,7 @@ class EventStream(nn.Module):
             if not isinstance(layer, EventLinear):
                 raise TypeError(f"layer {name} is a {type(layer).__name__}: expected EventLinear")
             if layers and layers[-1].neuron is None:
-                raise TypeError(f"layer {name} takes spikes, but the one before has no neuron")
+                raise TypeError(f"layer {name} needs spikes, but the layer before has no neuron")
             layers.append(layer)
         self.net, self._layers = net, layers
 
@@ -56,25 +56,27 @@ class EventStream(nn.Module):
             )
         number = sum(layer.neuron is not None for layer in self._layers)
         if state is not None and len(state) != number:
-            raise ValueError(f"the state has {len(state)} parts: expected {number}, one a layer")
-        kernels, y, after = _kernels(x), x, []
-        for i, layer in enumerate(self._layers):
-            y = kernels.row_sum(layer.weight, layer.bias, *kernels.row_listed(y))
+            raise ValueError(
+                f"the state has {len(state)} entries: expected {number}, one per layer with neurons"
+            )
+        kernels, y, states = _kernels(x), x, iter(state or ())
+        final: list[States] = []
+        for layer in self._layers:
+            y = kernels.listed_currents(layer.weight, layer.bias, *kernels.list_spikes(y))
             if layer.neuron is not None:
                 currents = (y.view(1, 1, -1),)
-                before = None if state is None else state[i]
-                backend = backend_of(currents, "auto")
-                (spikes,), final = layer.neuron._scan(Request(currents, before, backend, True))
-                after.append(final)
+                backend, initial = backend_of(currents, "auto"), next(states, None)
+                (spikes,), after = layer.neuron._scan(Request(currents, initial, backend, True))
+                final.append(after)
                 y = spikes.view(-1)
-        return y, tuple(after)
+        return y, tuple(final)
 
 
 def _kernels(x: Tensor) -> Any:
     if x.is_cpu:
-        from spikefuse.events import products_numba as event_numba
+        from spikefuse.events import products_numba
 
-        return event_numba
-    from spikefuse.events import products_triton as event_triton
+        return products_numba
+    from spikefuse.events import products_triton
 
-    return event_triton
+    return products_triton

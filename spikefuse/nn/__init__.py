@@ -8,7 +8,6 @@ from spikefuse.events.stream import EventStream
 from spikefuse.inspect.explain import explain
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import MaxPool2d
-from spikefuse.nn.row_adam import RowAdam
 from spikefuse.nn.temporal import Temporal
 from spikefuse.nn.zoo import (
     ALIF,
@@ -54,7 +53,6 @@ __all__ = [
     "MaxPool2d",
     "Neuron",
     "RefractoryLIF",
-    "RowAdam",
     "Temporal",
     "TernaryLIF",
     "TwoCompartmentLIF",

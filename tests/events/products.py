@@ -1,4 +1,4 @@
-"""What the products with events of every backend have to give."""
+"""Checks that the products of every backend have to pass."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from types import ModuleType
 
 import torch
 
-from spikefuse.events.candidates import FIRED, SILENT
 from spikefuse.events.format import Events
+from spikefuse.events.lists import FIRED, NEAR
 
 
 def check(kernels: ModuleType, inputs: int, outputs: int, rate: float = 0.1) -> None:
-    """`currents` and `gradients` against dense products in float64."""
+    """Compare `currents` and `gradients` with dense products in float64."""
     torch.manual_seed(0)
     drawn = torch.rand(5, 3, inputs)
-    marks = (drawn < rate) * FIRED + ((drawn > rate) & (drawn < 2 * rate)) * SILENT
+    marks = (drawn < rate) * FIRED + ((drawn > rate) & (drawn < 2 * rate)) * NEAR
     marks[1, 2] = 0
     events = Events.from_marks(marks)
     events = replace(events, values=events.is_fired())
@@ -37,5 +37,5 @@ def check(kernels: ModuleType, inputs: int, outputs: int, rate: float = 0.1) -> 
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Each value is a sum of few terms of the order of 1."""
+    """Compare values that are sums of few terms of the order of 1."""
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)

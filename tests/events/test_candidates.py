@@ -1,4 +1,4 @@
-"""Neurons that tell their candidates: as their own potential says, and with the same gradient."""
+"""Neurons with candidates: marks agree with the potential, and gradients with the neuron's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import spikefuse as sf
-from spikefuse.events.candidates import FIRED, SILENT, with_candidates
+from spikefuse.events.candidates import with_candidates
+from spikefuse.events.lists import FIRED, NEAR
 
 
 def lif() -> sf.LIF:
@@ -25,7 +26,7 @@ def test_marks_and_gradients(impl: str) -> None:
         h = h * (1 - s)
     above = torch.stack(potentials) - 0.8 >= -0.2
     assert above.any()
-    assert torch.equal(marks, torch.where(spikes > 0, FIRED, above * SILENT))
+    assert torch.equal(marks, torch.where(spikes > 0, FIRED, above * NEAR))
     grad = torch.rand_like(x)
     found = [torch.autograd.grad(y, x, grad)[0] for y in (marks, spikes)]
     assert torch.equal(*found)
@@ -37,7 +38,7 @@ def test_values_are_shared() -> None:
 
 
 def test_a_neuron_that_is_changed() -> None:
-    """A copy serves again as long as it is one."""
+    """A copy is reused until the neuron changes."""
     neuron = lif()
     known = with_candidates(neuron)
     assert with_candidates(neuron, known) is known
@@ -69,5 +70,5 @@ def test_no_cutoff() -> None:
         with_candidates(sf.LIF())
     with pytest.raises(ValueError, match=r"cutoff 0\.5"):
         with_candidates(sf.LIF(surrogate=sf.surrogate.Triangle(cutoff=0.5)))
-    with pytest.raises(TypeError, match="LI is no neuron that fires 0 or 1"):
-        with_candidates(sf.LI())  # which does not fire
+    with pytest.raises(TypeError, match="LI does not fire 0 or 1"):
+        with_candidates(sf.LI())

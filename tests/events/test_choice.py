@@ -1,4 +1,4 @@
-"""Lists or dense products, and what `explain` says of it."""
+"""The choice between lists and dense products, and its report by `explain`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import spikefuse as sf
-from spikefuse.events import choice as event_choice
+from spikefuse.events import choice
 from spikefuse.events.choice import CPU_CROSSOVER, choose
 from spikefuse.nn import EventLinear, Events
 
@@ -36,15 +36,15 @@ def test_on_a_gpu_by_the_clock(winner: str, monkeypatch: pytest.MonkeyPatch) -> 
         return 1.0 if impl == winner else 2.0
 
     x, denser = events(0.05), events(0.2)
-    monkeypatch.setattr(event_choice, "_milliseconds", milliseconds)
-    monkeypatch.setattr(event_choice, "_measured", {})
+    monkeypatch.setattr(choice, "_milliseconds", milliseconds)
+    monkeypatch.setattr(choice, "_measured", {})
     monkeypatch.setattr(Events, "device", torch.device("cuda"))
     monkeypatch.setattr(Events, "is_fired", lambda self: torch.zeros(3))
     for _ in range(2):
-        choice = choose(x, 7, lambda impl, x: None)
-        assert choice.impl == winner
+        chosen = choose(x, 7, lambda impl, x: None)
+        assert chosen.impl == winner
     assert asked == ["triton", "dense"]
-    assert f"{winner} 1 ms" in choice.reason
+    assert f"{winner} 1 ms" in chosen.reason
     choose(denser, 7, lambda impl, x: None)
     assert len(asked) == 4
 
@@ -73,7 +73,7 @@ def test_explain(impl: str) -> None:
     assert not lines[1].endswith(" 0 dropped")
     assert "0 other modules are ordinary PyTorch" in lines
     assert {layer.name: layer.now > 0 for layer in found.kept} == {"net.0": True, "net.1": True}
-    # Eager PyTorch has no such layers.
+    # Eager PyTorch has no equivalent of these layers.
     assert [layer.eager for layer in found.kept] == [None, None]
     header = next(i for i, line in enumerate(lines) if line.endswith("by eager PyTorch"))
     assert [line.split()[-1] for line in lines[header + 1 : header + 4]] == ["–"] * 3

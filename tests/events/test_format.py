@@ -1,20 +1,19 @@
-"""Spikes as lists of their places, and back."""
+"""Conversions between events, dense spikes, marks and bits."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from spikefuse.events import format as events
-from spikefuse.events.candidates import FIRED, SILENT
 from spikefuse.events.format import Events
+from spikefuse.events.lists import FIRED, NEAR
 
 
 def marks(width: int, rate: float, seed: int = 0) -> torch.Tensor:
-    """Marks `[5, 3, W]`, a row in which everything fires among them."""
+    """Marks `[5, 3, W]`, with a row in which everything fires."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(5, 3, width, generator=generator)
-    found = (drawn < rate) * FIRED + ((drawn >= rate) & (drawn < 2 * rate)) * SILENT
+    found = (drawn < rate) * FIRED + ((drawn >= rate) & (drawn < 2 * rate)) * NEAR
     found[2, 1] = FIRED
     return found
 
@@ -27,34 +26,20 @@ def test_from_marks_and_back(width: int, rate: float) -> None:
     assert torch.equal(events.to_dense(), (x == FIRED).float())
     assert events.num_fired == (x == FIRED).sum()
     for r, row in enumerate(x.reshape(15, width)):
-        fired, silent = (torch.nonzero(row == kind).flatten().int() for kind in (FIRED, SILENT))
+        fired, near = (torch.nonzero(row == kind).flatten().int() for kind in (FIRED, NEAR))
         entries = events.indices[events.offsets[r] : events.offsets[r + 1]]
-        assert torch.equal(entries, torch.cat([fired, silent]))
+        assert torch.equal(entries, torch.cat([fired, near]))
         assert events.fired[r] == len(fired)
     assert torch.equal(Events.from_dense(x == FIRED).to_dense(), events.to_dense())
 
 
-@pytest.mark.parametrize("width", [20, 700])
-def test_the_kernels_for_gpus(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from spikefuse.events import lists_triton as event_lists_triton
-
-    x = marks(width, 0.1)
-    expected = Events.from_marks(x)
-    monkeypatch.setattr(events, "_kernels", lambda x: event_lists_triton)
-    found = Events.from_marks(x)
-    for name in ("offsets", "fired", "indices"):
-        a, b = getattr(found, name), getattr(expected, name)
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
-
-
-def test_kept() -> None:
+def test_truncate() -> None:
     events = Events.from_marks(marks(50, 0.1))
-    few = events.kept(3)
+    few = events.truncate(3)
     assert int(few.offsets.diff().max()) == 3
     assert few.dropped == events.num_fired - few.num_fired > 0
     assert torch.equal(few.to_dense(), events.to_dense() * (events.to_dense().cumsum(2) <= 3))
-    assert events.kept(50) is events
+    assert events.truncate(50) is events
 
 
 def test_a_flattened_sensor() -> None:

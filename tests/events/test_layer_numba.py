@@ -1,4 +1,4 @@
-"""A layer on events on a CPU: which way currents are summed changes nothing, nor do threads."""
+"""Fused layers on a CPU: neither the way of summing currents nor threads change results."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import spikefuse as sf
-from spikefuse.events import layer_numba as event_layer
-from spikefuse.events import products_numba as event_numba
+from spikefuse.events import layer_numba, products_numba
 from spikefuse.events.candidates import with_candidates
 from spikefuse.events.format import Events
 from spikefuse.kernels import numba_threads
@@ -19,7 +18,7 @@ INPUTS = 40
 
 
 def some_marks(num_steps: int, batch: int) -> Tensor:
-    """Of inputs that are read often."""
+    """Marks of inputs that are often read."""
     torch.manual_seed(0)
     return torch.randint(3, (num_steps, batch, INPUTS)).float()
 
@@ -27,10 +26,10 @@ def some_marks(num_steps: int, batch: int) -> Tensor:
 def results(
     marks: Tensor, width: int, sparse: bool = False, threads: tuple[int, int] | None = None
 ) -> list[Tensor | None]:
-    """Events and gradients of a layer: (offsets, fired, indices), (rows, weight, bias, values).
+    """Return events and gradients: offsets, fired, indices, rows, weight, bias, values.
 
     Args:
-        threads: forward and backward, if not PyTorch's.
+        threads: of forward and backward; by default PyTorch's.
     """
     torch.manual_seed(1)
     neuron = sf.LIF(0.9, 1.0, surrogate=sf.surrogate.FastSigmoid(10.0, cutoff=-0.2))
@@ -39,7 +38,7 @@ def results(
     events = Events(events.shape, events.offsets, events.fired, events.indices, events.is_fired())
     forward, backward = threads or (torch.get_num_threads(),) * 2
     torch.set_num_threads(forward)
-    layer = event_layer.Layer(events, with_candidates(neuron), weight, bias)
+    layer = layer_numba.FusedLayer(events, with_candidates(neuron), weight, bias)
     outputs = layer.forward()
     if marks.numel():
         assert 0 < outputs.num_fired < len(outputs.indices)
@@ -50,7 +49,7 @@ def results(
 
 
 def same(actual: list[Tensor | None], expected: list[Tensor | None], tiles: bool) -> None:
-    """Bit by bit, but for the gradient of values where there are other tiles."""
+    """Bit for bit, except for the gradient of values if the tiles differ."""
     *actual, values = actual
     *expected, wanted = expected
     for one, other in zip(actual, expected, strict=True):
@@ -66,16 +65,16 @@ def same(actual: list[Tensor | None], expected: list[Tensor | None], tiles: bool
 @pytest.mark.parametrize("width", [70, 600])
 def test_ways_of_summing(num_steps: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for kept in (0, 1 << 30):
-        for moved in (0, 1 << 20):
-            monkeypatch.setattr(event_layer, "KEPT", kept)
-            monkeypatch.setattr(event_layer, "MOVED", moved)
+    for saved in (0, 1 << 30):
+        for copied in (0, 1 << 20):
+            monkeypatch.setattr(layer_numba, "SAVED", saved)
+            monkeypatch.setattr(layer_numba, "COPIED", copied)
             found.append(results(some_marks(num_steps, 3), width))
     for other in found[1:]:
         same(other, found[0], tiles=True)
 
 
-# Samples of a group, so that there are several.
+# So few values per group that there are several groups.
 FEW = 1 << 13
 
 SHAPES = {  # num_steps, batch, width
@@ -93,26 +92,26 @@ SHAPES = {  # num_steps, batch, width
 @pytest.mark.usefixtures("any_threads")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=lambda x: "x".join(map(str, x)))
 @pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("kept", [0, 1 << 30])
-@pytest.mark.parametrize("moved", [0, 1 << 20])
+@pytest.mark.parametrize("saved", [0, 1 << 30])
+@pytest.mark.parametrize("copied", [0, 1 << 20])
 def test_threads(
     shape: tuple[int, int, int],
     sparse: bool,
-    kept: int,
-    moved: int,
+    saved: int,
+    copied: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(event_layer, "KEPT", kept)
-    monkeypatch.setattr(event_numba, "GROUPED", FEW)
-    monkeypatch.setattr(event_layer, "MOVED", moved)
+    monkeypatch.setattr(layer_numba, "SAVED", saved)
+    monkeypatch.setattr(products_numba, "GROUPED", FEW)
+    monkeypatch.setattr(layer_numba, "COPIED", copied)
     *sizes, width = shape
     marks = some_marks(*sizes)
     marks[..., 5:9] = marks[..., -1] = 0.0  # Inputs that never fire, the last too.
     expected = results(marks, width, sparse, (1, 1))
-    size = tile_of(width, sizes[1], 1)
+    size = tile_width(width, sizes[1], 1)
     for threads in ((2, 2), (5, 5), (10, 10), (16, 16), (16, 2), (1, 5)):
         found = results(marks, width, sparse, threads)
-        same(found, expected, tiles=tile_of(width, sizes[1], threads[0]) == size)
+        same(found, expected, tiles=tile_width(width, sizes[1], threads[0]) == size)
 
 
 @pytest.mark.usefixtures("any_threads")
@@ -122,28 +121,28 @@ def test_threads(
 def test_streaming_changes_nothing(
     width: int, sparse: bool, grouped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_numba, "GROUPED", grouped)
+    monkeypatch.setattr(products_numba, "GROUPED", grouped)
     marks = some_marks(5, 11)
     marks[..., 5:9] = marks[..., -1] = 0.0
     expected = results(marks, width, sparse, (1, 1))
-    monkeypatch.setattr(event_numba, "STREAMED", 0)
+    monkeypatch.setattr(products_numba, "STREAMED", 0)
     for threads in (1, 2, 16):
         same(results(marks, width, sparse, (threads, threads)), expected, tiles=threads == 1)
     events = Events.from_marks(marks)
-    work = event_numba.Gradients(events, torch.zeros(INPUTS, width), sparse, (5, 11), 64)
+    work = products_numba.Gradients(events, torch.zeros(INPUTS, width), sparse, (5, 11), 64)
     assert work.streamed == (grouped > 1)
 
 
-def tile_of(width: int, samples: int, threads: int) -> int:
+def tile_width(width: int, samples: int, threads: int) -> int:
     torch.set_num_threads(threads)
-    return event_numba.tile_of(width, samples)
+    return products_numba.tile_width(width, samples)
 
 
 @pytest.mark.usefixtures("any_threads")
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("mark", [0.0, 1.0])
 def test_threads_without_spikes(sparse: bool, mark: float) -> None:
-    """No events, or candidates only: the bias alone makes neurons fire."""
+    """No events, or candidates only: only the bias makes neurons fire."""
     expected = results(torch.full((20, 5, INPUTS), mark), 70, sparse, (1, 1))
     assert not expected[4].any()
     for threads in (2, 5, 16):
@@ -154,14 +153,14 @@ def test_threads_without_spikes(sparse: bool, mark: float) -> None:
 @pytest.mark.usefixtures("any_threads")
 @pytest.mark.parametrize("threads", [1, 2, 5, 16])
 def test_every_thread_has_work(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a single tile; and only threads that share it take gradients through memory."""
+    """With a single tile; only threads that share it pass gradients through memory."""
     tasks = {}
 
     def shared(kernel: Any, count: int, unit: int, work: int, *arguments: object) -> None:
         tasks[kernel.__name__] = -(-count // unit)
         numba_threads.shared(kernel, count, unit, work, *arguments)
 
-    monkeypatch.setattr(event_numba, "shared", shared)
+    monkeypatch.setattr(products_numba, "shared", shared)
     results(some_marks(4, 32), 70, False, (threads, threads))
     alone = {"layer": threads, "layer_backward": threads}
     wanted = alone if threads == 1 else {**alone, "_backward": threads}

@@ -1,4 +1,4 @@
-"""Linear layers on events: as nn.Linear and the same neuron, unless events are dropped."""
+"""Linear layers on events equal nn.Linear and the same neuron, unless events are dropped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def spikes(width: int, rate: float = 0.2, seed: int = 0) -> torch.Tensor:
 
 
 def network(widths=(40, 70, 300, 10), make=neuron, **options) -> sf.Temporal:
-    """Weights that let neurons fire often, so that gradients reach the first layer."""
+    """Return a network whose neurons fire often, so that gradients reach the first layer."""
     torch.manual_seed(1)
     layers = []
     for i, (a, b) in enumerate(itertools.pairwise(widths)):
@@ -37,7 +37,7 @@ def network(widths=(40, 70, 300, 10), make=neuron, **options) -> sf.Temporal:
 
 
 def dense(net: sf.Temporal) -> sf.Temporal:
-    """The same network of ordinary layers."""
+    """Return the same network of ordinary layers."""
     layers = []
     for layer in net.net:
         linear = nn.Linear(layer.in_features, layer.out_features)
@@ -59,16 +59,16 @@ def gradients(net: sf.Temporal, y: torch.Tensor) -> list[torch.Tensor]:
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """To rounding: of sums of many terms in another order."""
+    """Compare up to the rounding of long sums in different order."""
     assert expected.abs().max() > 0
     assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("impl", ["numba", "triton", "dense"])
 @pytest.mark.parametrize("sparse_grad", [False, True])
-def test_as_the_dense_network(impl: str, sparse_grad: bool) -> None:
+def test_equals_the_dense_network(impl: str, sparse_grad: bool) -> None:
     net, x = network(impl=impl, sparse_grad=sparse_grad), spikes(40)
-    if impl == "triton":  # its interpreter takes long
+    if impl == "triton":  # its interpreter is slow
         x = x[:5, :2]
     other = dense(net)
     y, expected = net(x), other(x)
@@ -79,7 +79,7 @@ def test_as_the_dense_network(impl: str, sparse_grad: bool) -> None:
         assert_close(a, b)
 
 
-# The first is fused with its layer, the values of the second are tensors.
+# The layer is fused with the first but not with the second, whose values are tensors.
 @pytest.mark.parametrize("make", [sf.ALIF, sf.PLIF])
 def test_other_neurons(make) -> None:
     surrogate = sf.surrogate.FastSigmoid(cutoff=-0.3)
@@ -97,7 +97,7 @@ def test_events_and_dense_spikes_are_alike() -> None:
     assert torch.equal(net(x), net(Events.from_dense(x)))
 
 
-def test_state_is_handed_on() -> None:
+def test_state_is_passed() -> None:
     net, x = network(), spikes(40)
     with torch.no_grad():
         expected = net(x)
@@ -107,7 +107,7 @@ def test_state_is_handed_on() -> None:
     assert_close(torch.cat([first, rest]), expected)
 
 
-def test_by_the_reference() -> None:
+def test_reference() -> None:
     net, x = network(), spikes(40)
     assert_close(net(x, impl="reference"), net(x))
 
@@ -131,7 +131,7 @@ def test_dense_spikes_with_a_gradient() -> None:
 
 
 def test_dropped_events() -> None:
-    """A spike above the capacity reaches nobody; of a row, the lowest spikes stay."""
+    """Spikes above the capacity have no effect; the lowest indices of a row are used."""
     net, x = network(capacity=0.1), spikes(40)
     limit = net.net[0].limit
     assert limit == 4
@@ -146,17 +146,17 @@ def test_dropped_events() -> None:
 
 
 def test_gradients_of_dropped_candidates() -> None:
-    """They are those of a network in which only the kept entries of a row lead on."""
+    """The gradients are those of a network without the connections of dropped entries."""
     x = spikes(40)
     hidden, last = network((40, 70, 10)).net
     events = hidden(x)
     counts = events.offsets.diff()
     last.capacity = (int(counts.float().median()) + 0.5) / 70
-    kept = events.kept(last.limit)
+    used = events.truncate(last.limit)
     assert 0 < last.limit < counts.max()
     y = last(events)
     assert last.activity.dropped_candidates > 0
-    assert len(events.indices) - len(kept.indices) == (
+    assert len(events.indices) - len(used.indices) == (
         last.activity.dropped + last.activity.dropped_candidates
     )
     grad = torch.autograd.grad(y.sum(), events.values)[0]
@@ -180,7 +180,7 @@ def test_overflow_dense_and_raise() -> None:
 def test_memory_policies(memory) -> None:
     net, x = network(), Events.from_dense(spikes(40))
     other = sf.Temporal(copy.deepcopy(net.net), memory)
-    for _ in range(2):  # Auto measures, and then chooses
+    for _ in range(2):  # Auto measures in the first call and then chooses
         for a, b in zip(gradients(other, other(x)), gradients(net, net(x)), strict=True):
             assert torch.equal(a, b)
 
@@ -203,17 +203,17 @@ def test_nothing_to_fuse() -> None:
     assert sf.fuse(net) is net
 
 
-# PyTorch's own, where compiled code begins again behind a layer.
+# A warning of PyTorch, raised when compiled code resumes after a layer.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("from_dense", [torch.clone, Events.from_dense])
 def test_compiled_around(from_dense) -> None:
-    """What surrounds the layers is compiled, and they are as they were."""
+    """The layers run eagerly between compiled code."""
     net, x = network((40, 30, 10)), from_dense(spikes(40))
     other = copy.deepcopy(net)
     try:
         y, expected = torch.compile(net, backend="eager")(x), other(x)
     finally:
-        torch.compiler.reset()  # or no Temporal is compiled as a whole any more
+        torch.compiler.reset()  # or later tests could not compile a Temporal as a whole
     assert torch.equal(y, expected)
     assert all(map(torch.equal, gradients(net, y), gradients(other, expected)))
 
@@ -240,7 +240,7 @@ def test_another_default_dtype() -> None:
 
 @pytest.mark.usefixtures("own_threads")
 def test_as_many_threads_as_there_are() -> None:
-    """Another number of them in backward changes nothing."""
+    """Backward may use another number of threads than forward."""
     net, x = network((40, 512, 10)), Events.from_dense((torch.rand(12, 3, 40) < 0.5).float())
     found = []
     for number in (2, 1):
@@ -302,7 +302,7 @@ ERRORS = {
     r"capacity is 0: expected a share": lambda: EventLinear(4, 3, capacity=0),
     r"overflow is 'keep': expected one of drop": lambda: EventLinear(4, 3, overflow="keep"),
     r"impl is 'fast': expected one of auto": lambda: EventLinear(4, 3, impl="fast"),
-    r"surrogate of LIF has the cutoff None": lambda: EventLinear(4, 3, sf.LIF()),
+    r"surrogate of LIF has cutoff None": lambda: EventLinear(4, 3, sf.LIF()),
     r"capacity is '2%': expected a share": lambda: EventLinear(4, 3, capacity="2%"),
     r"values other than 0 and 1": lambda: EventLinear(4, 3)(torch.full((2, 1, 4), 0.5)),
     r"shape \[2, 1, 5\]: expected \[T, B, 4\]": lambda: EventLinear(4, 3)(torch.zeros(2, 1, 5)),
@@ -327,9 +327,9 @@ def test_triton_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TYPE_ERRORS = {
-    r"LI is no neuron that fires": lambda: EventLinear(4, 3, sf.LI()),
-    r"ReLU is no neuron that fires": lambda: EventLinear(4, 3, nn.ReLU()),
-    r"neuron is the class LIF: pass one, LIF\(\)": lambda: EventLinear(4, 3, sf.LIF),
+    r"LI does not fire 0 or 1": lambda: EventLinear(4, 3, sf.LI()),
+    r"ReLU does not fire 0 or 1": lambda: EventLinear(4, 3, nn.ReLU()),
+    r"neuron is the class LIF: pass an instance, LIF\(\)": lambda: EventLinear(4, 3, sf.LIF),
     r"the input is a list: expected Events": lambda: EventLinear(4, 3)([[[1.0] * 4]]),
     r"weights are torch.bfloat16: .* float32": lambda: EventLinear(4, 3).bfloat16()(spikes(4)),
     r"weights are torch.float64": lambda: EventLinear(4, 3, neuron()).double()(spikes(4)),

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spikefuse.events.candidates import SILENT
 from spikefuse.events.format import Events
+from spikefuse.events.lists import NEAR
 from tests.events.products import check, close
 
 pytestmark = pytest.mark.skipif(
@@ -19,36 +19,36 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 33), (40, 600)])
 def test_products(inputs: int, outputs: int) -> None:
-    from spikefuse.events import products_triton as event_triton
+    from spikefuse.events import products_triton
 
-    check(event_triton, inputs, outputs)
+    check(products_triton, inputs, outputs)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.4, 1.0])
 def test_activities(rate: float) -> None:
-    from spikefuse.events import products_triton as event_triton
+    from spikefuse.events import products_triton
 
-    check(event_triton, 20, 33, rate)
+    check(products_triton, 20, 33, rate)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_candidates_only(sparse: bool) -> None:
-    from spikefuse.events import products_triton as event_triton
+    from spikefuse.events import products_triton
 
-    events = Events.from_marks(torch.full((2, 3, 5), SILENT))
+    events = Events.from_marks(torch.full((2, 3, 5), NEAR))
     events = replace(events, values=events.is_fired())
     grad, weight = torch.rand(6, 4), torch.rand(5, 4)
-    rows, found, _, values = event_triton.gradients(events, grad, weight, sparse)
+    rows, found, _, values = products_triton.gradients(events, grad, weight, sparse)
     assert torch.equal(found, torch.zeros(0 if sparse else 5, 4))
     assert (rows is None) or (rows.dtype == torch.int64 and not len(rows))
     close(values, (grad.double() @ weight.double().T).flatten())
 
 
 def test_gradients_are_summed_in_the_order_of_the_lists() -> None:
-    """So that they are the same each time: the other way round, 0 is left of these."""
-    from spikefuse.events import products_triton as event_triton
+    """This makes them reproducible; in reverse order, these would sum to 0."""
+    from spikefuse.events import products_triton
 
     events = Events.from_dense(torch.ones(4, 1, 2))
     grad = torch.tensor([[1e8], [1.0], [-1e8], [1.0]])
-    found = event_triton.gradients(events, grad, torch.zeros(2, 1), False)[1]
+    found = products_triton.gradients(events, grad, torch.zeros(2, 1), False)[1]
     assert torch.equal(found, torch.ones(2, 1))

@@ -1,4 +1,4 @@
-"""Weights scaled to an activity."""
+"""Weights scaled to a firing rate."""
 
 from __future__ import annotations
 

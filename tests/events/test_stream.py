@@ -1,4 +1,4 @@
-"""Networks on events, step by step."""
+"""Event networks that run step by step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import spikefuse as sf
-from spikefuse.events import stream as event_stream
+from spikefuse.events import stream as stream_module
 from spikefuse.nn import EventLinear, Events, EventStream
 
 
@@ -27,15 +27,15 @@ def network() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("backend", ["numba", "triton"])
-def test_steps_are_those_of_a_sequence(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_equal_a_sequence(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend == "triton":
         if os.environ.get("TRITON_INTERPRET") != "1":
             pytest.skip("needs the interpreter")
-        from spikefuse.events import products_triton as event_triton
+        from spikefuse.events import products_triton
 
-        monkeypatch.setattr(event_stream, "_kernels", lambda x: event_triton)
-        monkeypatch.setattr(event_triton, "LISTED", 32)  # several blocks
-        monkeypatch.setattr(event_triton, "SUMMED", (4, 16))
+        monkeypatch.setattr(stream_module, "_kernels", lambda x: products_triton)
+        monkeypatch.setattr(products_triton, "LISTED", 32)  # several blocks
+        monkeypatch.setattr(products_triton, "SUMMED", (4, 16))
     net = network()
     spikes = (torch.rand(6, 1, 30) < 0.2).float()
     spikes[3] = 0
@@ -50,15 +50,15 @@ def test_steps_are_those_of_a_sequence(backend: str, monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(torch.stack(outputs)[:, None], expected)
 
 
-def test_what_is_not_as_described() -> None:
+def test_wrong_layers_and_inputs() -> None:
     net = network()
     with pytest.raises(TypeError, match="layer 1 is a Linear: expected EventLinear"):
         EventStream(nn.Sequential(net[0], nn.Linear(70, 3)))
-    with pytest.raises(TypeError, match="layer 1 takes spikes, but the one before has no neuron"):
+    with pytest.raises(TypeError, match="layer 1 needs spikes, but the layer before has no neuron"):
         EventStream(nn.Sequential(EventLinear(4, 5), EventLinear(5, 6)))
     stream = EventStream(net)
     with pytest.raises(ValueError, match=r"of shape \[1, 30\]: expected float32 \[30\]"):
         stream(torch.zeros(1, 30))
     _, state = stream(torch.zeros(30))
-    with pytest.raises(ValueError, match="the state has 1 parts: expected 2"):
+    with pytest.raises(ValueError, match="the state has 1 entries: expected 2"):
         stream(torch.zeros(30), state[:1])

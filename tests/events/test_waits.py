@@ -1,4 +1,4 @@
-"""Where layers on events read values on the host, which on a GPU is to wait for it."""
+"""Where layers on events read values on the host, which synchronizes with a GPU."""
 
 from __future__ import annotations
 
@@ -10,51 +10,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import spikefuse as sf
-from spikefuse.events import format as events
+from spikefuse.events import format as event_format
 from spikefuse.nn import EventLinear, Events
-
-aten = torch.ops.aten
-# Operations that read a value on the host, for itself or for the size of their result.
-WAITING = {
-    *(aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.bincount),
-    *(aten._unique2, aten.unique_consecutive, aten.unique_dim),
-}
-
-
-class Waits(TorchDispatchMode):
-    """Notes the operations for which the host of a GPU would wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs, packet = kwargs or {}, func.overloadpacket
-        masks = [x for x in args[1] if x is not None] if packet in _INDEXING else []
-        if (
-            packet in WAITING
-            or any(x.dtype in (torch.bool, torch.uint8) for x in masks)
-            or (packet is aten.repeat_interleave and kwargs.get("output_size") is None)
-        ):
-            self.seen.append(str(func))
-        return func(*args, **kwargs)
-
-
-_INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+from tests.events.waits import waits
 
 
 @pytest.fixture
 def lists_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs the interpreter")
-    from spikefuse.events import lists_triton as event_lists_triton
+    from spikefuse.events import lists_triton
 
-    monkeypatch.setattr(events, "_kernels", lambda x: event_lists_triton)
+    monkeypatch.setattr(event_format, "_kernels", lambda x: lists_triton)
 
 
 def network(**options: Any) -> sf.Temporal:
@@ -68,21 +37,7 @@ def network(**options: Any) -> sf.Temporal:
     return sf.Temporal(nn.Sequential(*layers))
 
 
-def waits(run: Callable[[], Any]) -> list[str]:
-    """The operations in `run` for which the host of a GPU would wait."""
-    original = Tensor.tolist
-    with Waits() as found, pytest.MonkeyPatch.context() as patch:
-
-        def tolist(x: Tensor) -> Any:  # reads the memory of a CPU, by no operation
-            found.seen.append("tolist")
-            return original(x)
-
-        patch.setattr(Tensor, "tolist", tolist)
-        run()
-    return found.seen
-
-
-def test_they_are_seen() -> None:
+def test_waits_are_found() -> None:
     x, y = torch.rand(5), torch.tensor([0, 1, 2])
     asking: list[Callable[[], Any]] = [
         x[0].item,
@@ -99,8 +54,8 @@ def test_they_are_seen() -> None:
     assert not waits(lambda: x[y])
 
 
-# Each of the two layers with neurons asks once how long its list is. Each of the three asks what
-# is left within its capacity, and which rows a sparse gradient has.
+# Each of the two layers with neurons reads the length of its list. Each of the three reads how many
+# events are within its capacity, or which rows a sparse gradient has.
 @pytest.mark.parametrize(
     ("options", "number"),
     [

@@ -1,4 +1,4 @@
-"""Layers on events on a GPU: lists by Triton and dense products, against ordinary layers there."""
+"""Layers on events on a GPU, by lists and by dense products, against ordinary layers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import spikefuse as sf
-from spikefuse.events.candidates import FIRED, SILENT
-from spikefuse.events.format import Counts, merged
-from spikefuse.nn import EventLinear, Events, EventStream, RowAdam
+from spikefuse.events.format import merge_slices
+from spikefuse.events.lists import FIRED, NEAR, SliceCounts
+from spikefuse.nn import EventLinear, Events, EventStream
 
 WIDTHS = (700, 980, 490, 20)
 
@@ -26,12 +26,12 @@ def neuron() -> sf.LIF:
 
 
 def networks(**options) -> tuple[sf.Temporal, sf.Temporal]:
-    """On events, and the same of ordinary layers."""
+    """Return a network on events, and the same of ordinary layers."""
     torch.manual_seed(0)
     ours, others = [], []
     for i, (a, b) in enumerate(itertools.pairwise(WIDTHS)):
         layer = EventLinear(a, b, neuron() if i < len(WIDTHS) - 2 else None, **options)
-        # Such that no potential comes near a threshold by rounding: few values, and exact sums.
+        # Few values with exact sums, so that rounding can't move a potential across a threshold.
         with torch.no_grad():
             layer.weight.copy_(torch.randint(-3, 4, (a, b)) / 16)
             layer.bias.zero_()
@@ -44,7 +44,7 @@ def networks(**options) -> tuple[sf.Temporal, sf.Temporal]:
 
 @pytest.mark.parametrize("impl", ["auto", "triton", "dense"])
 @pytest.mark.parametrize("sparse_grad", [False, True])
-def test_as_ordinary_layers(impl: str, sparse_grad: bool) -> None:
+def test_equals_ordinary_layers(impl: str, sparse_grad: bool) -> None:
     ours, others = networks(impl=impl, sparse_grad=sparse_grad)
     x = (torch.rand(25, 6, 700, device="cuda") < 0.03).float()
     y, expected = ours(Events.from_dense(x)), others(x)
@@ -72,14 +72,14 @@ def test_lists(width: int) -> None:
 
 @pytest.mark.parametrize("rate", [0.0, 0.02, 1.0])
 @pytest.mark.parametrize("width", [1, 700, 5000])
-def test_what_is_read_of_lists(width: int, rate: float) -> None:
+def test_reads_of_lists(width: int, rate: float) -> None:
     torch.manual_seed(0)
     marks = torch.randint(3, (10, 5, width)).float() * (torch.rand(10, 5, width) < rate)
-    marks[3, 2], marks[4, 1] = FIRED, SILENT
+    marks[3, 2], marks[4, 1] = FIRED, NEAR
     lists = Events.from_marks(marks)
     lists = replace(lists, values=torch.rand(len(lists.indices)))
-    few = lists.kept(7)
-    for mine, other in ((lists.to("cuda"), lists), (lists.to("cuda").kept(7), few)):
+    few = lists.truncate(7)
+    for mine, other in ((lists.to("cuda"), lists), (lists.to("cuda").truncate(7), few)):
         assert torch.equal(mine.rows().cpu(), other.rows())
         assert torch.equal(mine.is_fired().cpu(), other.is_fired())
         assert torch.equal(mine.values.cpu(), other.values)
@@ -92,29 +92,29 @@ def test_what_is_read_of_lists(width: int, rate: float) -> None:
 
 
 @pytest.mark.parametrize("width", [2, 700, 5000])
-def test_lists_of_ranks(width: int) -> None:
-    """Those of three ranks as the list of all sites, with the places of each rank's own."""
+def test_merge_slices(width: int) -> None:
+    """Merged lists of three slices of the sites equal the list of all sites."""
     torch.manual_seed(0)
     marks = torch.randint(3, (10, 5, width)).float() * (torch.rand(10, 5, width) < 0.05)
-    marks[3, 2], marks[4, 1] = FIRED, SILENT
+    marks[3, 2], marks[4, 1] = FIRED, NEAR
     first = [width * k // 3 for k in range(4)]
-    shares = [Events.from_marks(marks[..., a:b].cuda()) for a, b in itertools.pairwise(first)]
-    rows = [torch.stack((x.fired, x.offsets.diff().int())) for x in shares]
-    counts = Counts.of(torch.stack(rows))
-    padded = [F.pad(x.indices, (0, counts.room - len(x.indices)), value=-9) for x in shares]
+    slices = [Events.from_marks(marks[..., a:b].cuda()) for a, b in itertools.pairwise(first)]
+    rows = [torch.stack((x.fired, x.offsets.diff().int())) for x in slices]
+    counts = SliceCounts.of(torch.stack(rows))
+    padded = [F.pad(x.indices, (0, counts.max_size - len(x.indices)), value=-9) for x in slices]
     lists = torch.stack(padded), torch.tensor(first, device="cuda"), counts
     expected = Events.from_marks(marks)
-    for rank, share in enumerate(shares):
-        whole, values, places = merged((10, 5, width), *lists, rank)
+    for part, own in enumerate(slices):
+        whole, values, places = merge_slices((10, 5, width), *lists, part)
         for name in ("offsets", "fired", "indices"):
             assert torch.equal(getattr(whole, name).cpu(), getattr(expected, name))
         assert torch.equal(values.cpu(), expected.is_fired())
-        assert torch.equal(whole.indices[places], share.indices + first[rank])
-        assert torch.equal(whole.rows()[places], share.rows())
+        assert torch.equal(whole.indices[places], own.indices + first[part])
+        assert torch.equal(whole.rows()[places], own.rows())
 
 
 def waits(run: Callable[[], object]) -> int:
-    """How often the host waits for the GPU."""
+    """Count the synchronizations of the host with the GPU."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -125,8 +125,8 @@ def waits(run: Callable[[], object]) -> int:
     return sum("called a synchronizing CUDA operation" in str(w.message) for w in found)
 
 
-# As in tests/events/test_waits.py: two layers make lists, all three look at their capacity or at
-# the rows of a sparse gradient.
+# As in tests/events/test_waits.py: two layers build lists; all three read what their capacity
+# leaves, or the rows of a sparse gradient.
 @pytest.mark.parametrize(
     ("options", "most"),
     [({}, 2), ({"capacity": 0.1}, 2 + 3), ({"sparse_grad": True}, 2 + 3)],
@@ -143,7 +143,7 @@ def test_waits_of_a_training_step(impl: str, options: dict, most: int) -> None:
         ours.zero_grad()
         ours(x).backward(grad)
 
-    for _ in range(2):  # what is new is compiled, and timed
+    for _ in range(2):  # compile, and time the choices
         step()
     assert 0 < waits(step) <= most
 
@@ -160,22 +160,6 @@ def test_a_step_is_reproducible() -> None:
         assert all(map(torch.equal, other, found[0]))
 
 
-def test_a_step_of_row_adam() -> None:
-    weights = []
-    for device in ("cpu", "cuda"):
-        torch.manual_seed(0)
-        weight = nn.Parameter(torch.randn(30, 40, device="cpu").to(device))
-        optimizer = RowAdam([weight])
-        for k in range(3):
-            rows = torch.tensor([[1, 7, 10 + k]], device=device)
-            values = torch.randn(3, 40).to(device)
-            with torch.sparse.check_sparse_tensor_invariants(False):
-                weight.grad = torch.sparse_coo_tensor(rows, values, (30, 40), is_coalesced=True)
-            optimizer.step()
-        weights.append(weight.detach().cpu())
-    torch.testing.assert_close(*weights)
-
-
 def test_steps_of_one_sample_in_a_cuda_graph() -> None:
     ours, _ = networks()
     spikes = (torch.rand(5, 1, 700, device="cuda") < 0.03).float()
@@ -188,7 +172,7 @@ def test_steps_of_one_sample_in_a_cuda_graph() -> None:
         stream(x, state)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # which refuses whatever waits for the GPU
+    with torch.cuda.graph(graph):  # which refuses to synchronize
         y, after = stream(x, state)
     for spike, wanted in zip(spikes[1:, 0], expected[1:], strict=True):
         x.copy_(spike)
