@@ -76,7 +76,7 @@ import threading, types
 import torch.distributed as dist
 from spikefuse.distributed import faults
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-watch = faults.Watch([0, 1], dist.HashStore(), timeout=0.1)
+watch = faults.RankWatchdog([0, 1], dist.HashStore(), timeout=0.1)
 faults.LIFE = 1.0
 watch.expect(types.SimpleNamespace(is_completed=lambda: False))
 threading.Event().wait(30)

@@ -24,11 +24,11 @@ def sent(axis: DeviceMesh, tensors: list[Tensor]) -> list[Tensor]:
     if shard.after is not None:
         shard.after.send(tensors)
         shard.after.wait(shard.after.receive(found))
-        shard.after.settle()
+        shard.after.flush()
     if shard.before is not None:
         shard.before.wait(shard.before.receive(found))
         shard.before.send([2 * x for x in found])
-        shard.before.settle()
+        shard.before.flush()
     return found
 
 

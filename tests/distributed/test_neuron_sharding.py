@@ -177,5 +177,5 @@ def test_learned_neurons() -> None:
 def test_other_modules() -> None:
     with pytest.raises(TypeError, match="Linear in a network of EventLinear only"):
         shard_neurons(nn.Sequential(nn.Linear(3, 4)))
-    with pytest.raises(TypeError, match=r"EventLinear is no nn.Sequential of EventLinear"):
+    with pytest.raises(TypeError, match=r"EventLinear is not an nn.Sequential of EventLinear"):
         shard_neurons(sf.Temporal(EventLinear(3, 4)))

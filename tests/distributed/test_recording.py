@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spikefuse as sf
 from spikefuse.distributed import agreement, faults, links, shard_time, time_sharding
-from spikefuse.distributed.links import Link
+from spikefuse.distributed.links import PeerLink
 from spikefuse.distributed.time_sharding import TimeShard
 from spikefuse.testing import make_input
 from tests.distributed.group import Group
@@ -47,48 +47,48 @@ class Place:
 
 
 @pytest.fixture
-def link(monkeypatch: pytest.MonkeyPatch) -> Link:
+def link(monkeypatch: pytest.MonkeyPatch) -> PeerLink:
     monkeypatch.setattr(Place, "works", [], raising=False)
     monkeypatch.setattr(Place, "recording", False)
     monkeypatch.setattr(links, "recording", lambda: Place.recording)
     monkeypatch.setattr(dist, "isend", Place.isend)
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    return Link(1, mock.Mock(), faults.Watch([0], mock.Mock(), 1.0))
+    return PeerLink(1, mock.Mock(), faults.RankWatchdog([0], mock.Mock(), 1.0))
 
 
-def test_a_recording_waits_for_its_last_work(link: Link) -> None:
+def test_a_recording_waits_for_its_last_work(link: PeerLink) -> None:
     Place.recording = True
     link.send([torch.ones(2)] * 2)
     link.send([torch.ones(2)])
-    link.settle()
+    link.flush()
     assert [work.waited for work in Place.works] == [False, False, True]  # they leave in order
-    link.settle()
+    link.flush()
     Place.recording = False
-    link.settle()
+    link.flush()
 
 
-def test_a_recording_does_not_wait_for_what_was_before(link: Link) -> None:
+def test_a_recording_does_not_wait_for_what_was_before(link: PeerLink) -> None:
     link.send([torch.ones(2)])
     Place.recording = True
     link.send([torch.ones(2)])
-    link.settle()
+    link.flush()
     assert [work.waited for work in Place.works] == [False, True]
 
 
-def test_what_follows_does_not_wait_for_a_recording(link: Link) -> None:
+def test_what_follows_does_not_wait_for_a_recording(link: PeerLink) -> None:
     Place.recording = True
     link.send([torch.ones(2)])
     Place.recording = False
-    link.settle()
+    link.flush()
     link.send([torch.ones(2)])  # which looks whether earlier works are done
-    link.settle()
+    link.flush()
     assert [work.waited for work in Place.works] == [False, True]
 
 
 def test_nobody_watches_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    watch = faults.Watch([0], mock.Mock(), 1.0)
+    watch = faults.RankWatchdog([0], mock.Mock(), 1.0)
     monkeypatch.setattr(faults, "recording", lambda: True)
     watch.expect(mock.Mock())
     assert not watch.pending
@@ -111,7 +111,7 @@ def unsettled(axis: DeviceMesh, make: Callable[[], sf.Temporal], x: Tensor) -> l
     found = []
 
     def look() -> None:
-        assert shard.agreement._unread is None  # the calls have been compared
+        assert shard.agreement._pending is None  # the calls have been compared
         found.append([len(link._sent) for link in both])
 
     with (

@@ -236,7 +236,7 @@ def refused(axis: DeviceMesh) -> list[str]:
 def test_what_is_refused(group: Group) -> None:
     found = group(refused, size=2)[1]
     expected = (
-        "Linear holds no Temporal",
+        "Linear contains no Temporal",
         "sharded already",
         "chunks is 0",
         "statistics is 'none'",
