@@ -1,13 +1,19 @@
-"""Devices, backends and threads for all tests.
+"""Devices, backends, threads and programs for all tests.
 
-A test that takes `backends` (or `device`) runs once on the CPU and, on a machine with an NVIDIA GPU,
-once more on the GPU. `pytest -m gpu` selects everything that runs on the GPU: these cases, and the
-tests in tests/gpu/ of what only a GPU does.
+A test that takes `backends` (or `device`) runs once on the CPU and, if there is an NVIDIA GPU, once
+more on it. `pytest -m gpu` selects all that runs on the GPU: these cases, and the tests in
+tests/gpu/ of what only a GPU does.
 """
 
 import os
+from pathlib import Path
 
 import pytest
+
+# Programs that tests start import the package and the helpers of the tests from this source tree.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 # Before torch is imported: workers of pytest-xdist share the cores, and threads of PyTorch that
 # wait for each other would slow down the other workers.
@@ -31,8 +37,8 @@ if torch.cuda.is_available():
 
 @pytest.fixture(params=DEVICES)
 def backends(request):
-    """A device, and the implementations whose kernels run on its tensors: Numba's on a CPU, Triton's
-    on a GPU, and Triton's interpreter on a CPU if there is no GPU."""
+    """A device, and the implementations that run on it. Triton's kernels run on a CPU too, in its
+    interpreter, unless there is a GPU."""
     if request.param == "cuda":
         return Backends("cuda", ("triton",))
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"

@@ -111,7 +111,7 @@ class _ShardLinear(EventLinear):
         if not self.exchanges:
             return super()._listed(marks)
         found, rank = marked(marks.detach()), dist.get_rank(self.group)
-        counts = exchanged(found.fired, found.entries, self.group)
+        counts = _gather_counts(found.fired, found.entries, self.group)
         offsets = counts.starts[rank]
         own = found.sites(offsets, counts.room)
         shape = marks.shape[0], marks.shape[1], marks.shape[2]
@@ -121,7 +121,7 @@ class _ShardLinear(EventLinear):
     def _given(self, events: Events) -> Events:
         if not self.exchanges:
             return events
-        counts = exchanged(events.fired, events.offsets.diff().int(), self.group)
+        counts = _gather_counts(events.fired, events.offsets.diff().int(), self.group)
         own = F.pad(events.indices, (0, counts.room - len(events.indices)))
         return self._whole(own, counts, events, events.values)
 
@@ -240,13 +240,9 @@ def _shard(net: nn.Module, group: Group) -> nn.Sequential:
     return nn.Sequential(*layers).train(net.training)
 
 
-def exchanged(fired: Tensor, entries: Tensor, group: Group = None) -> Counts:
-    """Gather the counts of all ranks. The host of a GPU waits for them.
-
-    Args:
-        fired, entries: int32 `[R]`: spikes, and all entries, in each row of this rank.
-        group: the ranks.
-    """
+def _gather_counts(fired: Tensor, entries: Tensor, group: Group) -> Counts:
+    """Gather the numbers of spikes and of all entries in each row, int32 `[R]`, from all ranks. The
+    host of a GPU waits for them."""
     return Counts.of(_ranks(group).gather(torch.stack((fired, entries))))
 
 

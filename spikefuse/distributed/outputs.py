@@ -86,20 +86,20 @@ def carry_state(state: dict[str, States], axis: DeviceMesh) -> dict[str, States]
         The last rank's state, detached, on the first rank; None on the others.
     """
     check_axis(axis)
-    ranks, rank = dist.get_process_group_ranks(axis.get_group()), axis.get_local_rank()
-    is_first, is_last = rank == 0, rank == len(ranks) - 1
-    carried = {}
+    group, rank, carried = axis.get_group(), dist.get_rank(), {}
+    ranks = dist.get_process_group_ranks(group)
+    first, last = ranks[0], ranks[-1]
     for name, states in state.items():
         tensors = tuple(s.detach().contiguous() for s in states)
-        if is_first and not is_last:
+        if rank == first != last:
             tensors = tuple(torch.empty_like(s) for s in tensors)
         for s in tensors:
-            if is_last and not is_first:
-                dist.send(s, ranks[0], axis.get_group())
-            elif is_first and not is_last:
-                dist.recv(s, ranks[-1], axis.get_group())
+            if rank == last != first:
+                dist.send(s, first, group)
+            elif rank == first != last:
+                dist.recv(s, last, group)
         carried[name] = tensors
-    return carried if is_first else None
+    return carried if rank == first else None
 
 
 class _SumOverRanks(torch.autograd.Function):

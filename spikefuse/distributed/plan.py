@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean, median
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -53,8 +53,7 @@ class ScanCost(NamedTuple):
     repair: float = math.inf
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """One way to share the work, and the predicted seconds of a training step."""
 
     data: int
@@ -111,7 +110,7 @@ class Plan:
     def options(self) -> list[Option]:
         """The fastest option for each number of ranks that share the sequence."""
         divisors = [k for k in range(1, self.num_ranks + 1) if self.num_ranks % k == 0]
-        return [self._option(self.num_ranks // time, time) for time in divisors]
+        return [min(self._ways(time), key=lambda option: option.seconds) for time in divisors]
 
     @property
     def best(self) -> Option:
@@ -138,17 +137,13 @@ class Plan:
     def _exchange(self, num_bytes: float) -> float:
         return 2 * (self.latency + num_bytes / self.bandwidth)
 
-    def _option(self, data: int, time: int) -> Option:
-        rows = max(1, self.batch // data)
-        counts = [2**i for i in range(rows.bit_length())] if time > 1 else [1]
-        can_speculate = time > 1 and any(layer.repair < math.inf for layer in self.layers)
-        starts = (True, False) if can_speculate else (False,)
-        seconds, _, chunks, speculate = min(
-            (self.seconds(time, n, data, early), not early, n, early)
-            for early in starts
-            for n in counts
-        )
-        return Option(data, time, chunks, speculate, seconds, self.whole / seconds)
+    def _ways(self, time: int) -> Iterator[Option]:
+        data = self.num_ranks // time
+        # Of equally fast ways the first one is recommended.
+        for speculate in (False, True):
+            for chunks in (2**i for i in range(max(1, self.batch // data).bit_length())):
+                seconds = self.seconds(time, chunks, data, speculate)
+                yield Option(data, time, chunks, speculate, seconds, self.whole / seconds)
 
     def __str__(self) -> str:
         lines = [
@@ -188,45 +183,40 @@ def plan(model: nn.Module, example: Tensor, mesh: DeviceMesh, statistics: str = 
     import_dynamo()
     share = len(example) // mesh.size()
     scale = len(example) / share
-    steps = [_measure_step(model, example[: share * n]) for n in (1, 2)]
+    one, two = (_measure_step(model, example[: share * n]) for n in (1, 2))
     layers = [_measure_scan(n, xs, scale) for n, xs in _neuron_inputs(model, example[:share])]
     if any(isinstance(m, Temporal) and isinstance(m.memory, Checkpoint) for m in model.modules()):
         layers = [layer._replace(repair=math.inf) for layer in layers]
-    link = _measure_link(max((c.state_bytes for c in layers), default=1), example.device)
+    largest = max((layer.state_bytes for layer in layers), default=1)
+    latency, bandwidth = _measure_link(largest, example.device)
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
     barriers = len(norms) if statistics == "exact" else 0
     x = torch.zeros(1024, device=example.device)
     sums = _measure(lambda: [dist.all_reduce(x) for _ in range(TURNS)]) if barriers else 0.0
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (*steps, layers, *link, 2 * sums / TURNS))
-    ones, twos, costs, latencies, bandwidths, waits = zip(*everyone, strict=True)
-    one, two = fmean(ones), fmean(twos)
-    return Plan(
+    made = Plan(
         num_ranks=mesh.size(),
         batch=example.shape[1],
         fixed=max(2 * one - two, 0.0),
         scaled=max(scale * (two - one), 0.0),
-        layers=[_mean(*of_layer) for of_layer in zip(*costs, strict=True)],
-        latency=max(latencies),
-        bandwidth=min(bandwidths),
+        layers=layers,
+        latency=latency,
+        bandwidth=bandwidth,
         barriers=barriers,
-        barrier=fmean(waits),
+        barrier=2 * sums / TURNS,
     )
+    plans = [made]
+    dist.broadcast_object_list(plans, src=0)
+    return plans[0]
 
 
 def _check(model: nn.Module, example: Tensor, num_ranks: int) -> None:
     if any(isinstance(m, Temporal) and m.shard is not None for m in model.modules()):
         raise ValueError("the model's time is sharded already: make a plan before shard_time")
     if num_ranks < 2 or len(example) < num_ranks:
-        text = "a plan needs two ranks, and a step for each"
-        raise ValueError(f"{num_ranks} ranks and {len(example)} steps: {text}")
+        given = f"{num_ranks} ranks and {len(example)} steps"
+        raise ValueError(f"{given}: a plan needs two ranks, and a step for each")
     if example.device.type != DEVICE:
         raise ValueError(f"example is on {example.device}: CUDA graphs need a CUDA GPU")
-
-
-def _mean(*costs: ScanCost) -> ScanCost:
-    scan, per_chunk, _, repair = map(fmean, zip(*costs, strict=True))
-    return ScanCost(scan, per_chunk, costs[0].state_bytes, repair)
 
 
 def _measure_step(model: nn.Module, x: Tensor) -> float:
@@ -262,8 +252,6 @@ def _neuron_inputs(model: nn.Module, x: Tensor) -> list[tuple[Neuron, list[Tenso
 
 class _LocalRelay:
     """A relay without neighbours, to measure the cost of chunks and of repairs."""
-
-    exact_statistics = True
 
     def __init__(self, chunks: int, speculates: bool = False) -> None:
         self.chunks, self.speculates, self.has_repaired = chunks, speculates, False
@@ -307,11 +295,10 @@ def _measure_scan(neuron: Neuron, inputs: list[Tensor], scale: float) -> ScanCos
 
 
 def _measure_link(num_bytes: int, device: torch.device) -> tuple[float, float]:
-    """Latency in seconds and bandwidth in bytes per second to a neighbour; 0 and infinity on a
-    rank without one."""
+    """Latency in seconds and bandwidth in bytes per second between pairs of ranks."""
     rank, seconds = dist.get_rank(), []
     peer = rank ^ 1
-    if peer >= dist.get_world_size():
+    if peer >= dist.get_world_size():  # only the plan of rank 0 counts
         return 0.0, math.inf
     for size in (1, num_bytes):
         x = torch.zeros(size, dtype=torch.uint8, device=device)

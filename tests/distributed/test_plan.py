@@ -24,7 +24,7 @@ from spikefuse.distributed import Plan, plan, shard_time, steps_of
 from spikefuse.distributed.plan import ScanCost
 from spikefuse.scan.execution import Call
 from spikefuse.testing import make_input
-from tests.distributed.group import Group
+from tests.distributed.processes import Group
 
 LAYER = ScanCost(scan=0.8, per_chunk=0.0, state_bytes=1000)
 

@@ -1,4 +1,4 @@
-"""Shared time while a CUDA graph is recorded: nothing is asked, all that is sent is waited for."""
+"""While a CUDA graph is recorded, no work is queried and all sends are waited for."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from spikefuse.distributed import agreement, faults, links, shard_time, time_sha
 from spikefuse.distributed.links import PeerLink
 from spikefuse.distributed.time_sharding import TimeShard
 from spikefuse.testing import make_input
-from tests.distributed.group import Group
+from tests.distributed.processes import Group
 
 
 class Work:
-    """What NCCL gives: of a recording, only another work of it may wait, and nobody ask."""
+    """Work as NCCL returns it: recorded work can be waited for only in the recording, and not
+    queried."""
 
     def __init__(self, recorded: bool) -> None:
         self.recorded, self.waited = recorded, False
@@ -35,7 +36,7 @@ class Work:
 
 
 class Place:
-    """Whether a recording is on, and what has been sent."""
+    """Whether a graph is being recorded, and what was sent."""
 
     recording = False
     works: list[Work]
@@ -62,7 +63,7 @@ def test_a_recording_waits_for_its_last_work(link: PeerLink) -> None:
     link.send([torch.ones(2)] * 2)
     link.send([torch.ones(2)])
     link.flush()
-    assert [work.waited for work in Place.works] == [False, False, True]  # they leave in order
+    assert [work.waited for work in Place.works] == [False, False, True]  # sends complete in order
     link.flush()
     Place.recording = False
     link.flush()
@@ -81,7 +82,7 @@ def test_what_follows_does_not_wait_for_a_recording(link: PeerLink) -> None:
     link.send([torch.ones(2)])
     Place.recording = False
     link.flush()
-    link.send([torch.ones(2)])  # which looks whether earlier works are done
+    link.send([torch.ones(2)])  # which queries earlier work
     link.flush()
     assert [work.waited for work in Place.works] == [False, True]
 
@@ -98,8 +99,8 @@ def test_nobody_watches_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unsettled(axis: DeviceMesh, make: Callable[[], sf.Temporal], x: Tensor) -> list[list[int]]:
-    """Works under way in both directions after a forward pass, a backward pass and one without
-    gradients, as if they were recorded."""
+    """The numbers of pending sends in both directions after a forward pass, a backward pass, and a
+    forward pass without gradients, as if they were recorded."""
     net = shard_time(make(), axis, chunks=2)
     shard = net.shard
     assert isinstance(shard, TimeShard)
@@ -119,7 +120,7 @@ def unsettled(axis: DeviceMesh, make: Callable[[], sf.Temporal], x: Tensor) -> l
         mock.patch.object(agreement, "recording", return_value=True),
         mock.patch.object(time_sharding, "recording", return_value=True),
     ):
-        for _ in range(2):  # the second is one that is known
+        for _ in range(2):  # the second call repeats the first
             y = net(x)
             look()
             y.sum().backward()
@@ -128,7 +129,7 @@ def unsettled(axis: DeviceMesh, make: Callable[[], sf.Temporal], x: Tensor) -> l
             net(x)
         look()
     shard.agreement.waits = waits
-    dist.barrier(axis.get_group())  # what was sent has to arrive before its memory goes
+    dist.barrier(axis.get_group())  # sends must arrive before their memory is freed
     return found
 
 
