@@ -86,20 +86,20 @@ def carry_state(state: dict[str, States], axis: DeviceMesh) -> dict[str, States]
         The last rank's state, detached, on the first rank; None on the others.
     """
     check_axis(axis)
-    group, rank, carried = axis.get_group(), dist.get_rank(), {}
+    group, rank, carried = axis.get_group(), axis.get_local_rank(), {}
     ranks = dist.get_process_group_ranks(group)
-    first, last = ranks[0], ranks[-1]
+    receives, sends = (rank == end and len(ranks) > 1 for end in (0, len(ranks) - 1))
     for name, states in state.items():
         tensors = tuple(s.detach().contiguous() for s in states)
-        if rank == first != last:
+        if receives:
             tensors = tuple(torch.empty_like(s) for s in tensors)
         for s in tensors:
-            if rank == last != first:
-                dist.send(s, first, group)
-            elif rank == first != last:
-                dist.recv(s, last, group)
+            if sends:
+                dist.send(s, ranks[0], group)
+            elif receives:
+                dist.recv(s, ranks[-1], group)
         carried[name] = tensors
-    return carried if rank == first else None
+    return carried if rank == 0 else None
 
 
 class _SumOverRanks(torch.autograd.Function):
