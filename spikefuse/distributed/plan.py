@@ -331,3 +331,6 @@ def _measure(run: Callable[[], object]) -> float:
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return median(seconds[WARMUP:])
+
+
+Layer = ScanCost
