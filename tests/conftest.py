@@ -1,28 +1,58 @@
-"""Triton's interpreter where there is no GPU, and the backends."""
+"""Devices, backends, threads and programs for all tests.
+
+A test that takes `backends` (or `device`) runs once on the CPU and, if there is an NVIDIA GPU, once
+more on it. `pytest -m gpu` selects all that runs on the GPU: these cases, and the tests in
+tests/gpu/ of what only a GPU does.
+"""
 
 import os
+from pathlib import Path
 
 import pytest
 
-# Before anything imports torch: what several workers have to themselves of the cores, as threads
-# of PyTorch that wait for each other keep others from working.
+# Programs that tests start import the package and the helpers of the tests from this source tree.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+
+# Before torch is imported: workers of pytest-xdist share the cores, and threads of PyTorch that
+# wait for each other would slow down the other workers.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 
 import torch
 
-# Before anything imports Triton.
+# Before Triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from spikefuse.kernels import numba_threads
 from spikefuse.testing import Backends
 
+DEVICES = [pytest.param("cpu")]
+if torch.cuda.is_available():
+    DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+@pytest.fixture(params=DEVICES)
+def backends(request):
+    """A device, and the implementations that run on it. Triton's kernels run on a CPU too, in its
+    interpreter, unless there is a GPU."""
+    if request.param == "cuda":
+        return Backends("cuda", ("triton",))
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return Backends("cpu", ("numba", "triton") if interpreted else ("numba",))
+
+
+@pytest.fixture
+def device(backends):
+    return backends.device
+
 
 @pytest.fixture
 def own_threads():
-    """A test may set the number of threads, of PyTorch and of Numba's kernels."""
+    """Restore the number of threads of PyTorch and of Numba's kernels after the test."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -30,20 +60,11 @@ def own_threads():
 
 @pytest.fixture
 def two_threads(own_threads):
-    """Also where each worker has one core."""
+    """Use two threads, even if each worker has a single core."""
     torch.set_num_threads(2)
 
 
 @pytest.fixture
 def any_threads(own_threads, monkeypatch):
-    """Work of any size goes to as many threads as a test sets."""
+    """Split work of any size among the threads that the test sets."""
     monkeypatch.setattr(numba_threads, "MIN_TASK", 1)
-
-
-@pytest.fixture
-def backends():
-    """The kernels that run on CPU tensors: Numba's, and Triton's in its interpreter."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return Backends("cpu", ("numba", "triton"))
-    # Triton compiles for the GPU here, where tests/gpu runs its kernels.
-    return Backends("cpu", ("numba",))

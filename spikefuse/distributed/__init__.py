@@ -1,5 +1,4 @@
-"""Training on several processes, on torch.distributed: the time of a sequence shared among them, or
-the neurons of a network."""
+"""Training on several processes that share the time of a sequence or the neurons of a network."""
 
 from spikefuse.distributed.faults import RankLost
 from spikefuse.distributed.mesh import connect, make_mesh, steps_of

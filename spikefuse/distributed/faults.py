@@ -1,8 +1,8 @@
-"""Which rank is to blame when others wait for it in vain.
+"""Find the rank for which the others wait in vain.
 
-Every process counts what it does with other ranks, and a thread of it writes the count into the
-job's store. A rank whose count is no longer written has ended; among those that live the one with
-the lowest count is who the others wait for.
+Every process counts its exchanges with other ranks, and a thread of it writes the count to the
+job's store. A rank that stops writing has ended. Among live ranks, the others wait for the one with
+the lowest count.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-# Seconds between two signs of life, and without any after which a rank counts as ended.
+# Seconds between two heartbeats, and without any after which a rank counts as ended.
 BEAT, LIFE = 0.5, 10.0
 
 
 def recording() -> bool:
-    """Whether what this thread gives a GPU to do is recorded as a CUDA graph, and not done now. The
-    host can't ask then whether it is done."""
+    """Return whether this thread records a CUDA graph. Work is not executed then, so the host
+    cannot query whether it has completed."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class RankLost(dist.DistError):
-    """Another rank has ended, or does not come to where this one waits for it."""
+    """Another rank has ended, or does not join an exchange."""
 
 
-class Watch:
-    """The signs of life of the ranks that share a sequence, and this one's own.
+class RankWatchdog:
+    """Heartbeats of the ranks that share a sequence, including this one.
 
     Args:
-        ranks: of the axis, in the job.
-        store: for all of them; asked by a thread of this object's.
-        timeout: seconds that a rank may let a GPU wait. For a CPU the connections tell.
+        ranks: the ranks of the axis, as numbered in the job.
+        store: shared by these ranks, and used from a thread of this object.
+        timeout: seconds that a GPU may wait for another rank. On CPUs the connections time out.
     """
 
     def __init__(self, ranks: Sequence[int], store: Store, timeout: float) -> None:
         self.rank, self.store, self.timeout = dist.get_rank(), store, timeout
-        #: Exchanges begun; each rank has a part in every one, so that these counts compare.
+        #: Number of exchanges begun. All ranks take part in all of them, so counts are comparable.
         self.count = 0
-        #: What GPUs wait for: a work, and since when.
+        #: The work that GPUs wait for, and since when.
         self.pending: deque[tuple[dist.Work, float]] = deque()
-        # What each of the others wrote last, and when that was seen first.
+        # The last heartbeat of each other rank, and when it was first seen.
         self.seen = {rank: ("", time.monotonic()) for rank in ranks if rank != self.rank}
         self._lock = threading.Lock()
-        over = threading.Event()
-        weakref.finalize(self, over.set)
+        stop = threading.Event()
+        weakref.finalize(self, stop.set)
         if self.seen:
-            threading.Thread(target=_beat, args=(weakref.ref(self), over), daemon=True).start()
+            threading.Thread(target=_beat, args=(weakref.ref(self), stop), daemon=True).start()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """A block in which this rank waits for another one.
+        """Enclose code in which this rank waits for another one.
 
         Raises:
-            RankLost: in vain.
+            RankLost: the exchange failed.
         """
         try:
             yield
@@ -70,16 +70,16 @@ class Watch:
             raise RankLost(self.verdict()) from error
 
     def expect(self, work: dist.Work) -> None:
-        """Note what a GPU waits for; if it waits for too long, the process ends. Of a recording
-        nothing is noted: nobody watches its replays."""
+        """Track work that a GPU waits for; the process ends if it takes too long. Work of a
+        recording is not tracked: replays are not watched."""
         if recording():
             return
         with self._lock:
-            self._forget()
+            self._drop_completed()
             self.pending.append((work, time.monotonic()))
 
     def look(self, beat: int) -> None:
-        """Give a sign of life and read the others'."""
+        """Write a heartbeat and read those of the other ranks."""
         self.store.set(str(self.rank), f"{self.count} {beat}")
         for rank, (before, _) in self.seen.items():
             if self.store.check([str(rank)]):
@@ -88,60 +88,63 @@ class Watch:
                     self.seen[rank] = now, time.monotonic()
 
     def overdue(self) -> bool:
-        """Whether a GPU waits for another rank in vain: for too long, or for one that ended."""
+        """Return whether a GPU waits too long for another rank, or for one that has ended."""
         with self._lock:
-            self._forget()
+            self._drop_completed()
             waited = time.monotonic() - self.pending[0][1] if self.pending else 0.0
         return waited > self.timeout or (waited > LIFE and self._ended() is not None)
 
-    def _forget(self) -> None:
-        # At once: a work keeps its tensor alive.
+    def _drop_completed(self) -> None:
+        # Promptly, because work keeps its tensor alive.
         while self.pending and self.pending[0][0].is_completed():
             self.pending.popleft()
 
     def verdict(self) -> str:
-        """What is wrong with which rank, as the first one that asks finds it."""
+        """Describe the fault. The first rank to ask decides, and all ranks give the same answer."""
         until = time.monotonic() + 2 * LIFE
-        with contextlib.suppress(RuntimeError):  # the store may be gone too
+        with contextlib.suppress(RuntimeError):  # the store may have ended too
             while not self.store.check(["verdict"]):
                 ended = self._ended()
                 if ended is not None or time.monotonic() > until:
-                    self.store.set("verdict", self._found(ended))
+                    self.store.set("verdict", self._describe(ended))
                 time.sleep(BEAT)
             return self.store.get("verdict").decode()
-        return self._found(self._ended())
+        return self._describe(self._ended())
 
     def _ended(self) -> int | None:
-        """The rank whose life ended first."""
+        """The rank that ended first."""
         since = time.monotonic() - LIFE
         silent = [(when, rank) for rank, (_, when) in self.seen.items() if when < since]
         return min(silent)[1] if silent else None
 
-    def _found(self, ended: int | None) -> str:
+    def _describe(self, ended: int | None) -> str:
         if ended is not None:
             return f"rank {ended} has ended, and with it the job"
         counts = {rank: int(said.split()[0]) for rank, (said, _) in self.seen.items() if said}
         slowest = min(counts, key=lambda rank: counts[rank], default=self.rank)
         return (
-            f"rank {slowest} keeps the others waiting: it has come to exchange "
-            f"{counts.get(slowest, 0)}, rank {self.rank} to {self.count}; it hangs, or makes fewer "
-            "calls than the others"
+            f"rank {slowest} keeps the others waiting: it has reached exchange "
+            f"{counts.get(slowest, 0)}, rank {self.rank} has reached {self.count}; it hangs, or "
+            "makes fewer calls than the others"
         )
 
 
-def _beat(watch_of: weakref.ref[Watch], over: threading.Event) -> None:
+def _beat(watch_ref: weakref.ref[RankWatchdog], stop: threading.Event) -> None:
     beat = 0
-    while not over.wait(BEAT):
-        watch = watch_of()
+    while not stop.wait(BEAT):
+        watch = watch_ref()
         if watch is None:
             return
         beat += 1
         try:
             watch.look(beat)
-        except RuntimeError:  # the store has ended, which the connections will tell
+        except RuntimeError:  # the store has ended; the connections will report it
             return
         if watch.overdue():
             print(f"rank {watch.rank}: {watch.verdict()}", file=sys.stderr, flush=True)
-            # No exception reaches a main thread that waits for a GPU.
+            # An exception would not reach a main thread that waits for a GPU.
             os._exit(1)
         del watch
+
+
+Watch = RankWatchdog

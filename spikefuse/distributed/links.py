@@ -10,26 +10,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spikefuse.block.batch_norm import begin_gather
-from spikefuse.distributed.faults import Watch, recording
+from spikefuse.distributed.faults import RankWatchdog, recording
 
 
-class Ranks:
-    """All ranks of an axis together; nothing here blocks the host of a GPU.
+class AxisCollectives:
+    """Collectives over all ranks of an axis, which never block the host of a GPU.
 
     Args:
-        group: of the ranks.
-        watch: tells which of them is missing.
+        group: the ranks.
+        watch: reports which rank is missing.
     """
 
-    def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:
+    def __init__(self, group: dist.ProcessGroup, watch: RankWatchdog) -> None:
         self._group, self._watch, self.size = group, watch, group.size()
 
     def sum(self, x: Tensor) -> None:
-        """Replace `x` by the sum of all ranks'."""
+        """Replace `x` by its sum over all ranks."""
         self._wait(dist.all_reduce(x, group=self._group, async_op=True), x)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Those of all ranks, `[k, ...]`."""
+        """Return the tensors of all ranks, `[k, ...]`."""
         rows, work = begin_gather(x, self._group)
         self._wait(work, x)
         return rows
@@ -42,72 +42,80 @@ class Ranks:
         with self._watch.waiting():
             work.wait()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+    def __deepcopy__(self, memo: dict[int, Any]) -> AxisCollectives:
         return self  # a copied network uses the same connections
 
 
-class Link:
-    """A connection to one other process, in both directions.
+class PeerLink:
+    """A connection to one other rank, in both directions.
 
-    On GPUs it has a stream of its own: sending waits for what has been computed, nothing waits for
-    sending, and no call blocks the host. Of a CUDA graph, whoever records it has to `settle` before
-    the recording ends.
+    On GPUs it has its own stream: sending waits for the computation before it, nothing waits for
+    sending, and no call blocks the host. Call `flush` before the recording of a CUDA graph ends.
 
     Args:
-        peer: the other one's rank in the job.
-        group: of these two alone; on a larger one, what goes forth could queue behind what comes.
-        watch: tells which rank is missing.
+        peer: the other rank, as numbered in the job.
+        group: contains only these two ranks; in a larger group, sends could queue behind receives.
+        watch: reports which rank is missing.
     """
 
-    def __init__(self, peer: int, group: dist.ProcessGroup, watch: Watch) -> None:
+    def __init__(self, peer: int, group: dist.ProcessGroup, watch: RankWatchdog) -> None:
         self.peer, self._group, self._watch = peer, group, watch
-        #: Whether to wait is to block the host, and what is sent is lost if nobody waits.
+        #: Whether waiting blocks the host. Then sends complete only if somebody waits for them.
         self.blocks = dist.get_backend(group) == "gloo"
-        # Each with whether it was recorded.
+        # Work, its tensor, and whether it was recorded.
         self._sent: deque[tuple[dist.Work, Tensor, bool]] = deque()
 
     def receive(self, tensors: Sequence[Tensor]) -> list[dist.Work]:
-        """Begin to write into `tensors` what the peer sends; `wait` for it."""
+        """Start to receive into `tensors`; pass the result to `wait`."""
         works: list[dist.Work] = []
         with self._watch.waiting():
             for x in tensors:
-                work = dist.irecv(_memory(x), self.peer, self._group) if x.numel() else None
-                works += [work] if work is not None else []
-                if work is not None and x.is_cuda:
-                    self._watch.expect(work)
+                work = dist.irecv(_flat(x), self.peer, self._group) if x.numel() else None
+                if work is not None:
+                    works.append(work)
+                    if x.is_cuda:
+                        self._watch.expect(work)
         return works
 
     def wait(self, works: Sequence[dist.Work]) -> None:
-        """Wait for what is received."""
+        """Wait until the tensors of `receive` have arrived."""
         with self._watch.waiting():
             for work in works:
                 work.wait()
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Send tensors, which nobody may write to any more, until `settle`."""
+        """Start to send tensors, which must not be written to until `flush`."""
         recorded = not self.blocks and recording()
         with self._watch.waiting():
             for x in tensors:
-                work = dist.isend(_memory(x), self.peer, self._group) if x.numel() else None
-                self._sent += [(work, x, recorded)] if work is not None else []
-        asks = not self.blocks and not recorded
-        while asks and self._sent and self._sent[0][0].is_completed():
+                work = dist.isend(_flat(x), self.peer, self._group) if x.numel() else None
+                if work is not None:
+                    self._sent.append((work, x, recorded))
+        can_query = not self.blocks and not recorded
+        while can_query and self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
 
-    def settle(self) -> None:
-        """Wait until what has been sent has arrived, and let it go. A GPU waits, not its host."""
+    def flush(self) -> None:
+        """Wait until all sends are complete, and release their tensors. On a GPU the stream waits,
+        not the host."""
         recorded = not self.blocks and recording()
-        # A recording and what is around it can't wait for each other, and need not: it begins when
-        # all is done that came before.
+        # Recorded and eager work cannot wait for each other, and need not: a recording begins when
+        # all previous work is complete.
         works = [work for work, _, was_recorded in self._sent if was_recorded == recorded]
-        # What a GPU sends leaves in order.
+        # GPUs send in order, so the last send is enough.
         with self._watch.waiting():
             for work in works if self.blocks else works[-1:]:
                 work.wait()
         self._sent.clear()
 
+    settle = flush
 
-def _memory(x: Tensor) -> Tensor:
-    """A dense tensor's memory as one row, in whatever order its dims lie."""
+
+def _flat(x: Tensor) -> Tensor:
+    """View the memory of a dense tensor as one row, whatever the order of its dimensions."""
     order = sorted(range(x.ndim), key=lambda d: (-x.stride()[d], d))
     return x.permute(order).view(-1)
+
+
+Ranks = AxisCollectives
+Link = PeerLink

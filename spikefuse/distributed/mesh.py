@@ -1,4 +1,4 @@
-"""The processes of a job as a mesh of axes `data` and `time`, and the share of each."""
+"""The mesh `data` × `time` of a job's processes, and the time steps of each rank."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 AXES = ("data", "time")
-# By which torchrun connects the processes that it starts.
+# Variables that torchrun sets for each process.
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def make_mesh(data: int | None = None, time: int | None = None, device: str = "auto") -> DeviceMesh:
-    """The mesh `data` × `time` of all processes of a job; `mesh["time"]` is an axis of it.
+    """Make the mesh `data` × `time` of all processes of a job; `mesh["time"]` is one axis of it.
 
-    Neighbours in time are neighbours in rank, so that they share a node if they can. Every process
-    has to call it. Without a process group it connects the processes that torchrun started.
+    Neighbours in time have consecutive ranks, so that they share a node where possible. Every
+    process must call it. If there is no process group yet, it makes one from torchrun's variables.
 
     Args:
-        data: processes that share a batch, or None for as many as there are.
-        time: processes that share a sequence, or None for the rest.
-        device: "cuda" (NCCL), "cpu" (Gloo) or "auto", which is cuda where there is one.
+        data: processes that share a batch; None for all that remain.
+        time: processes that share a sequence; None for all that remain, or 1 if `data` is None too.
+        device: "cuda" (NCCL), "cpu" (Gloo), or "auto" for cuda where available.
 
     Raises:
-        ValueError: the axes do not multiply to the number of processes, or there is neither a
-            process group nor torchrun.
+        ValueError: the axes do not multiply to the number of processes, or there is no process
+            group and torchrun did not start this process.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if not dist.is_initialized():
         connect("nccl" if device == "cuda" else "gloo")
     count = dist.get_world_size()
-    given = {"data": data, "time": time}
-    for name, size in given.items():
+    for name, size in (("data", data), ("time", time)):
         if size is not None and (size < 1 or count % size):
             raise ValueError(
                 f"{name} is {size}: expected a divisor of {count}, the number of processes"
@@ -48,58 +47,61 @@ def make_mesh(data: int | None = None, time: int | None = None, device: str = "a
     if data * time != count:
         raise ValueError(
             f"data × time is {data} × {time}: expected {count}, the number of processes; start "
-            f"{data * time}, or leave one of the two out"
+            f"{data * time} processes or omit one of the two"
         )
     return init_device_mesh(device, (data, time), mesh_dim_names=AXES)
 
 
 def check_axis(axis: DeviceMesh) -> None:
-    """Refuse what is not one axis of a mesh."""
+    """Raise a `ValueError` unless `axis` is one axis of a mesh."""
     if not isinstance(axis, DeviceMesh) or axis.ndim != 1:
         raise ValueError(f'{axis} is not one axis of a mesh: pass mesh["time"]')
 
 
-def parts_of(batch: int, count: int) -> list[slice]:
-    """The parts of a batch in which states are handed on: `count`, but none is empty."""
-    count = max(1, min(count, batch))
-    return [slice(i * batch // count, (i + 1) * batch // count) for i in range(count)]
+def split_batch(batch: int, chunks: int) -> list[slice]:
+    """Split a batch into at most `chunks` slices, none of them empty."""
+    chunks = max(1, min(chunks, batch))
+    return [slice(i * batch // chunks, (i + 1) * batch // chunks) for i in range(chunks)]
 
 
 def connect(backend: str) -> None:
-    """Make the group of all processes that torchrun started.
+    """Make the default process group from torchrun's variables.
 
     Raises:
-        ValueError: it did not start this one.
+        ValueError: torchrun did not start this process.
     """
     needed = ("LOCAL_RANK", *ENVIRONMENT) if backend == "nccl" else ENVIRONMENT
     missing = [name for name in needed if name not in os.environ]
     if missing:
         raise ValueError(
-            f"no process group, and no {', '.join(missing)} in the environment to make one by: "
-            "start with torchrun --nproc_per_node N, N being the number of processes"
+            f"there is no process group, and no {', '.join(missing)} in the environment to make "
+            "one: start with torchrun --nproc_per_node N, where N is the number of processes"
         )
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, count = next(rendezvous("env://"))
-    # When torchrun starts them again, the store still has addresses of the processes before.
+    # After a restart by torchrun the store still holds addresses of the previous processes.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    dist.init_process_group(
-        backend, store=PrefixStore(f"attempt {attempt}", store), rank=rank, world_size=count
-    )
+    store = PrefixStore(f"attempt {attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count)
 
 
 def steps_of(num_steps: int, rank: int, size: int) -> slice:
-    """The steps of a sequence of T that rank r of k holds: `rT/k` to `(r+1)T/k`, rounded down.
+    """Return the steps of a sequence that a rank holds: `rT/k` to `(r+1)T/k`, rounded down.
 
-    T need not divide by k; the shares differ by one step at most.
+    T need not be a multiple of k; the numbers of steps differ by at most one.
 
     Raises:
-        ValueError: a rank that there is not, or fewer steps than ranks.
+        ValueError: the rank is out of range, or there are fewer steps than ranks.
     """
     if not 0 <= rank < size:
-        raise ValueError(f"rank is {rank}: expected 0 to {size - 1}, of {size} ranks")
+        raise ValueError(f"rank is {rank}: expected 0 to {size - 1} for {size} ranks")
     if num_steps < size:
         raise ValueError(
-            f"a sequence of {num_steps} steps on {size} ranks: expected a step for each; use fewer"
+            f"a sequence of {num_steps} steps on {size} ranks: expected at least one step for each "
+            "rank; use fewer ranks"
         )
     return slice(rank * num_steps // size, (rank + 1) * num_steps // size)
+
+
+parts_of = split_batch

@@ -1,8 +1,8 @@
-"""Layers on events whose neurons are shared out over processes; only lists of events travel.
+"""Event layers whose neurons are sharded over processes; only event lists are exchanged.
 
-Every rank has the events of all inputs and the weights into its own neurons: it computes these
-neurons and tells the others which fired and which are candidates. In backward each rank has a part
-of the gradient of every event, that by way of its own neurons; the parts are added up.
+Every rank gets the events of all inputs and holds the weights into its own neurons. It computes
+these neurons and tells the other ranks which of them fired and which are candidates. In backward
+each rank computes the gradient of every event through its own neurons; these gradients are summed.
 
 Shape legend: K ranks, R rows of events, E entries.
 """
@@ -10,7 +10,7 @@ Shape legend: K ranks, R rows of events, E entries.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,30 +22,32 @@ from spikefuse.events.format import Counts, Events, marked, merged
 from spikefuse.nn import EventLinear, Neuron, Temporal
 
 Group = dist.ProcessGroup | None
+Network = TypeVar("Network", nn.Sequential, Temporal)
 
 
 def bounds(features: int, group: Group = None) -> list[int]:
-    """The first neuron of every rank, and the end: shares that differ by one neuron at most."""
+    """Return each rank's first neuron, then the total; shares differ by one neuron at most."""
     ranks = dist.get_world_size(group)
     return [features * k // ranks for k in range(ranks + 1)]
 
 
 class NeuronShard(nn.Module):
-    """`EventLinear` with neurons, of which this rank has a share: the same events on every rank.
+    """An `EventLinear` with neurons of which this rank holds a share.
+
+    Input and output events are the same on all ranks.
 
     Args:
-        in_features, out_features: of the whole layer.
-        neuron: the neurons, of whom each rank has a copy: nothing of them may be learned, or be one
-            value per channel.
-        group: the ranks; None: all.
-        options: of `EventLinear`. Weights are drawn anew: seed the ranks differently.
+        in_features, out_features: sizes of the whole layer.
+        neuron: copied to each rank, so it must have neither learnable nor per-channel values.
+        group: the ranks; None for all.
+        options: of `EventLinear`. Weights are initialized randomly: seed the ranks differently.
 
     Attributes:
-        is_last: no layer comes behind: every rank has the whole loss, whose gradient counts once.
-            False at first; `shard_neurons` sets it.
+        is_last: whether no layer follows, so that every rank computes the whole loss and its
+            gradient must count once. False by default; set by `shard_neurons`.
 
     Raises:
-        ValueError: a value of the neuron is a tensor.
+        ValueError: the neuron has values that are tensors.
     """
 
     def __init__(
@@ -60,22 +62,22 @@ class NeuronShard(nn.Module):
         tensors = [*neuron.parameters(), *neuron.buffers()]
         if tensors:
             raise ValueError(
-                f"{type(neuron).__name__} has {len(tensors)} values that are tensors: neurons that "
-                "are shared out have floats only"
+                f"{type(neuron).__name__} has {len(tensors)} values that are tensors: sharded "
+                "neurons must have floats only"
             )
         self.group, self.bounds = group, bounds(out_features, group)
         self.is_last = False
-        first, last = self._share()
-        self.layer = _Share(in_features, last - first, neuron, **options)
+        share = self._share()
+        self.layer = _ShardLinear(in_features, share.stop - share.start, neuron, **options)
         self.layer.group, self.layer.bounds = group, self.bounds
 
-    def _share(self) -> tuple[int, int]:
+    def _share(self) -> slice:
         rank = dist.get_rank(self.group)
-        return self.bounds[rank], self.bounds[rank + 1]
+        return slice(self.bounds[rank], self.bounds[rank + 1])
 
     def take(self, whole: EventLinear) -> None:
-        """Copy this rank's share of the weights of a whole layer."""
-        share = slice(*self._share())
+        """Copy this rank's share of the weights of an unsharded layer."""
+        share = self._share()
         with torch.no_grad():
             self.layer.weight.copy_(whole.weight[:, share])
             if whole.bias is not None and self.layer.bias is not None:
@@ -92,24 +94,24 @@ class NeuronShard(nn.Module):
         return _once(whole, self.group) if self.is_last else whole
 
 
-class _Share(EventLinear):
-    """A layer that gives the events of all ranks, if it is asked to.
+class _ShardLinear(EventLinear):
+    """A layer that returns the events of all ranks while `exchanges` is set.
 
-    On a GPU its list is made when the host has waited for the lengths of all ranks' lists, once.
+    On a GPU the host waits once, for the lengths of all ranks' lists.
     """
 
     group: Group = None
-    #: Of the ranks' neurons the first, and the end.
+    #: The first neuron of every rank, then the total.
     bounds: list[int]
     exchanges = False
-    #: The bounds where the layer is, which is told by its input.
-    _placed: Tensor | None = None
+    #: The bounds on the device of the last input.
+    _bounds_on_device: Tensor | None = None
 
     def _listed(self, marks: Tensor) -> Events:
         if not self.exchanges:
             return super()._listed(marks)
         found, rank = marked(marks.detach()), dist.get_rank(self.group)
-        counts = exchanged(found.fired, found.entries, self.group)
+        counts = _gather_counts(found.fired, found.entries, self.group)
         offsets = counts.starts[rank]
         own = found.sites(offsets, counts.room)
         shape = marks.shape[0], marks.shape[1], marks.shape[2]
@@ -119,29 +121,37 @@ class _Share(EventLinear):
     def _given(self, events: Events) -> Events:
         if not self.exchanges:
             return events
-        counts = exchanged(events.fired, events.offsets.diff().int(), self.group)
+        counts = _gather_counts(events.fired, events.offsets.diff().int(), self.group)
         own = F.pad(events.indices, (0, counts.room - len(events.indices)))
         return self._whole(own, counts, events, events.values)
 
     def _whole(self, own: Tensor, counts: Counts, share: Events, source: Tensor | None) -> Events:
-        """The events of all ranks, whose gradient goes to `source`: marks or values of the share,
-        whose sites `own` has, with room for those of any rank."""
-        if self._placed is None or self._placed.device != own.device:
-            self._placed = torch.tensor(self.bounds, device=own.device)
+        """Gather the events of all ranks.
+
+        Args:
+            own: sites of this rank's events, padded to the longest list of any rank.
+            counts: the numbers of events on all ranks.
+            share: this rank's events.
+            source: the marks or values of the share, which receive the gradient; None for none.
+        """
+        if self._bounds_on_device is None or self._bounds_on_device.device != own.device:
+            self._bounds_on_device = torch.tensor(self.bounds, device=own.device)
         shape = share.shape[0], share.shape[1], self.bounds[-1]
-        every, rank = _ranks(self.group).gather(own), dist.get_rank(self.group)
-        whole, values, places = merged(shape, every, self._placed, counts, rank)
+        gathered, rank = _ranks(self.group).gather(own), dist.get_rank(self.group)
+        whole, values, places = merged(shape, gathered, self._bounds_on_device, counts, rank)
         if source is None:
             return whole
-        return replace(whole, values=_Gathered.apply(source, values, places, share, self.group))
+        return replace(
+            whole, values=_GatheredValues.apply(source, values, places, share, self.group)
+        )
 
 
 class Replicated(nn.Module):
-    """A layer that every rank has as a whole: its gradient of the events counts once.
+    """A layer that is the same on all ranks; its gradient of the events counts once.
 
     Args:
-        layer: the same on all ranks.
-        group: the ranks; None: all.
+        layer: the layer, with the same weights on all ranks.
+        group: the ranks; None for all.
     """
 
     def __init__(self, layer: EventLinear, group: Group = None) -> None:
@@ -149,20 +159,18 @@ class Replicated(nn.Module):
         self.layer, self.group = layer, group
 
     def forward(self, x: Events | Tensor) -> Events | Tensor:
-        # The gradients of the layer's own weights are the same on all ranks.
+        # The gradients of the layer's weights are the same on all ranks.
         return self.layer(_once(x, self.group) if isinstance(x, Events) else x)
 
 
 def _once(events: Events, group: Group) -> Events:
-    """Events whose gradient, which every rank has as a whole, comes from one rank."""
+    """Take the gradient of the events, which is the same on all ranks, from the first rank only."""
     if events.values is None or dist.get_rank(group) == 0:
         return events
-    return replace(events, values=_Nothing.apply(events.values))
+    return replace(events, values=_ZeroGradient.apply(events.values))
 
 
-class _Nothing(torch.autograd.Function):
-    """The values as they are, with the gradient 0."""
-
+class _ZeroGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
         return values.view_as(values)
@@ -172,45 +180,38 @@ class _Nothing(torch.autograd.Function):
         return torch.zeros_like(grad)
 
 
-@overload
-def shard_neurons(net: nn.Sequential, group: Group = None) -> nn.Sequential: ...
+def shard_neurons(net: Network, group: Group = None) -> Network:
+    """Shard the neurons of a network's `EventLinear` layers over the ranks.
 
+    If all ranks call the result with the same input, it returns on every rank what `net` returns,
+    with gradients equal up to rounding. Each rank gets the gradients of its shares. A layer without
+    neurons is replicated, with the same gradients on all ranks. Do not average gradients, as
+    `DistributedDataParallel` does.
 
-@overload
-def shard_neurons(net: Temporal, group: Group = None) -> Temporal: ...
-
-
-def shard_neurons(net: nn.Sequential | Temporal, group: Group = None) -> nn.Sequential | Temporal:
-    """The network with the neurons of its `EventLinear` layers shared out over the ranks.
-
-    It gives what `net` gives, on every rank, up to rounding in gradients, if all ranks call it with
-    the same input. Gradients are those of the shares; a layer without neurons is on every rank as a
-    whole, and gets the same gradients there. Nothing is left to average: it is not for
-    DistributedDataParallel.
-
-    Every rank computes the same loss from the outputs. What it computes from events between the
-    layers, such as a penalty, counts once for each rank.
+    Every rank computes the same loss from the outputs. A loss of events between layers, such as a
+    penalty, counts once per rank.
 
     Args:
-        net: a sequence of `EventLinear`, or a `Temporal` of one, the same on all ranks. Its layers
-            without neurons are part of the result, those with neurons are copied.
-        group: the ranks; None: all.
+        net: a sequence of `EventLinear`, or a `Temporal` of one, the same on all ranks. The result
+            contains its layers without neurons, and copies of the others.
+        group: the ranks; None for all.
 
     Returns:
-        A network of the same kind; a `Temporal` with the same memory policy.
+        A network of the same kind, with the same memory policy.
 
     Raises:
-        TypeError: `net` is no sequence, or a module of it no `EventLinear`.
-        ValueError: a value of a neuron is a tensor.
+        TypeError: `net` is not a sequence of `EventLinear`.
+        ValueError: a neuron has values that are tensors.
     """
+    sharded: Any = _shard(net.net if isinstance(net, Temporal) else net, group)
     if isinstance(net, Temporal):
-        return Temporal(_shared(net.net, group), net.memory).train(net.training)
-    return _shared(net, group)
+        sharded = Temporal(sharded, net.memory).train(net.training)
+    return sharded
 
 
-def _shared(net: nn.Module, group: Group) -> nn.Sequential:
+def _shard(net: nn.Module, group: Group) -> nn.Sequential:
     if not isinstance(net, nn.Sequential):
-        raise TypeError(f"{type(net).__name__} is no nn.Sequential of EventLinear")
+        raise TypeError(f"{type(net).__name__} is not an nn.Sequential of EventLinear")
     layers: list[nn.Module] = []
     for module in net:
         if not isinstance(module, EventLinear):
@@ -218,16 +219,18 @@ def _shared(net: nn.Module, group: Group) -> nn.Sequential:
         if module.neuron is None:
             layers.append(Replicated(module, group))
             continue
-        options: dict[str, Any] = {
-            "bias": module.bias is not None,
-            "capacity": module.capacity,
-            "overflow": module.overflow,
-            "sparse_grad": module.sparse_grad,
-            "impl": module.impl,
-            "device": module.weight.device,
-        }
-        features = module.in_features, module.out_features
-        shard = NeuronShard(*features, module.neuron, group, **options)
+        shard = NeuronShard(
+            module.in_features,
+            module.out_features,
+            module.neuron,
+            group,
+            bias=module.bias is not None,
+            capacity=module.capacity,
+            overflow=module.overflow,
+            sparse_grad=module.sparse_grad,
+            impl=module.impl,
+            device=module.weight.device,
+        )
         shard.take(module)
         for name, parameter in module.named_parameters(recurse=False):
             getattr(shard.layer, name).requires_grad_(parameter.requires_grad)
@@ -237,13 +240,9 @@ def _shared(net: nn.Module, group: Group) -> nn.Sequential:
     return nn.Sequential(*layers).train(net.training)
 
 
-def exchanged(fired: Tensor, entries: Tensor, group: Group = None) -> Counts:
-    """The counts of all ranks, for which the host of a GPU waits.
-
-    Args:
-        fired, entries: int32 `[R]`, of this rank: the spikes, and all entries.
-        group: the ranks.
-    """
+def _gather_counts(fired: Tensor, entries: Tensor, group: Group) -> Counts:
+    """Gather the numbers of spikes and of all entries in each row, int32 `[R]`, from all ranks. The
+    host of a GPU waits for them."""
     return Counts.of(_ranks(group).gather(torch.stack((fired, entries))))
 
 
@@ -252,8 +251,8 @@ def _ranks(group: Group) -> GroupRanks:
     return GroupRanks(all_ranks)
 
 
-class _Gathered(torch.autograd.Function):
-    """The values of the whole list; backward adds up the ranks' gradients of it."""
+class _GatheredValues(torch.autograd.Function):
+    """Return the values of the whole list; backward sums the ranks' gradients of it."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""A network's sequences shared over the `time` axis of a mesh: each rank has some of the steps.
+"""Share the sequences of a network over the `time` axis of a mesh: each rank holds some steps.
 
-Layers without state need nothing of it. The neurons of a layer get their state from the rank
-before, and hand it to the rank after: see `spikefuse.scan.state_passing`.
+Layers without state need no changes. The neurons of a layer receive their state from the previous
+rank and send it to the next one: see `spikefuse.scan.state_passing`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from spikefuse.nn import EventLinear, Temporal
 from spikefuse.scan.state_passing import Buffers, Channel, StatePassing
 
 STATISTICS = ("exact", "shard")
-# Thread blocks of a GPU that a link may occupy: with 16 a hop of 4 MB took 44 us on H200s, with 32
-# it takes 37, with more no less.
+# Thread blocks that a link may occupy on a GPU. On H200s a 4 MB transfer takes 44 us with 16, and
+# 37 us with 32 or more.
 LINK_CTAS = 32
-# From so many steps on, thread blocks of a scan are so long at work that what is to be sent would
-# wait for one of them to end: the next kernel waits for it instead. So it does where the next norm
-# lets all ranks wait for each other.
+# With this many steps the thread blocks of a scan run so long that a send would wait for one to
+# end. The next kernel waits for the send instead, as it does where a norm synchronizes the ranks.
 LONG_SCAN = 128
 M = TypeVar("M", bound=nn.Module)
 
@@ -48,37 +47,37 @@ def shard_time(
     timeout: float = 300.0,
     speculate: bool = True,
 ) -> M:
-    """Let each rank of `axis` hold its slice of every sequence that goes through a `Temporal`.
+    """Share every sequence that a `Temporal` inside `model` receives among the ranks of `axis`.
 
-    Rank r of k passes the steps `steps_of(T, r, k)` of `[T, B, ...]` and gets the outputs of these
-    steps. Spikes in float32 are those of one process, gradients agree to rounding. Every rank
-    makes the same calls, and a backward pass through all of them: the loss of the job is the mean
-    of its ranks' losses, so that gradients are averaged over all ranks, as by
-    `DistributedDataParallel` or `reduce_gradients`.
+    Rank r of k passes the steps `steps_of(T, r, k)` of `[T, B, ...]` and gets their outputs.
+    Spikes in float32 equal those of one process, and gradients agree to rounding. Every rank must
+    make the same calls, and run backward through all of them. The loss of the job is the mean of
+    its ranks' losses, so average gradients over all ranks with `DistributedDataParallel` or
+    `reduce_gradients`.
 
-    With `return_state=True` a rank gets the state after its own last step, the last rank that
-    after the sequence. `state=` belongs to rank 0; see `carry_state`.
+    With `return_state=True` a rank gets the state after its own last step; on the last rank this is
+    the state after the sequence. Pass `state=` on rank 0 only; see `carry_state`.
 
     Args:
-        model: a `Temporal`, or a module with some inside; changed in place.
-        axis: one axis of a mesh, such as `mesh["time"]`. Every process of the job has to call this.
-        chunks: parts of the batch in which states are handed on. While a rank computes one part,
-            the next rank computes the part before. `memory.Checkpoint` has parts of its own.
-        statistics: of batch norms in training. "exact": over the steps of all ranks; "shard": over
-            a rank's own, without communication, running statistics being averaged.
+        model: a `Temporal`, or a module that contains some; changed in place.
+        axis: one axis of a mesh, such as `mesh["time"]`. Every process of the job must call this.
+        chunks: chunks of the batch in which states are sent. While a rank computes one chunk, the
+            next rank computes the previous one. `memory.Checkpoint` uses its microbatches instead.
+        statistics: of batch norms in training. "exact": over the steps of all ranks. "shard": over
+            the rank's own steps, without communication; running statistics are averaged.
         timeout: seconds that a rank waits for another one.
-        speculate: on GPUs, whether ranks begin before the state of the rank before is there. They
-            scan from rest, and again from the state once it is there, until the neurons' states
-            are those they were: a few steps where inputs make neurons fire, all of them where they
-            forget nothing. Spikes are the same; gradients become 0 where they are smaller than
-            2^-32 of what comes from the rank after. With `memory.Checkpoint` they wait.
+        speculate: whether ranks on GPUs scan from rest before the state of the previous rank
+            arrives, and then repair the result: scan again from the arrived state until the
+            neurons' states match. This takes a few steps if inputs make neurons fire, and all steps
+            if neurons forget nothing. Spikes are the same; gradients smaller than 2^-32 of what
+            the next rank sends become 0. With `memory.Checkpoint` ranks do not speculate.
 
     Returns:
         The model.
 
     Raises:
-        TypeError, ValueError: no `Temporal`, a network that is sharded already or has neurons
-            inside `EventLinear`, not one axis, or another value that cannot be.
+        TypeError, ValueError: the model contains no `Temporal`, is sharded already, or contains an
+            `EventLinear` with neurons; or an argument is invalid.
     """
     containers = _containers(model)
     check_axis(axis)
@@ -100,10 +99,10 @@ def shard_time(
 
 
 def _containers(model: nn.Module) -> list[Temporal]:
-    """Those of a model, all of whose time can be shared."""
+    """The containers in a model, after checking that time sharding supports them."""
     containers = [m for m in model.modules() if isinstance(m, Temporal)]
     if not containers:
-        raise TypeError(f"{type(model).__name__} holds no Temporal: wrap the network in one first")
+        raise TypeError(f"{type(model).__name__} contains no Temporal: wrap the network in one")
     if any(container.passing is not None for container in containers):
         raise ValueError("the model's time is sharded already: call shard_time once")
     for module in (m for container in containers for m in container.modules()):
@@ -218,8 +217,8 @@ class TimeShard(StatePassing):
 
 
 def import_dynamo() -> None:
-    """Now, and not in the first relayed scan: an exception that its import catches would keep that
-    call's frames, and all their tensors, until the next collection of cycles."""
+    """Import `torch._dynamo` before the first call that needs it: an exception caught during the
+    import would keep that call's frames, and their tensors, alive until the next collection."""
     if "torch._dynamo" not in sys.modules:
         import torch._dynamo  # noqa: F401
 
@@ -227,12 +226,12 @@ def import_dynamo() -> None:
 
 
 def _groups(ranks: list[int], backend: str, timeout: timedelta) -> list[dist.ProcessGroup]:
-    """Of all these ranks on their hosts, of all on their devices, of this one with the one before
-    it, and of this one with the one after."""
-    # Every process of a job has to make every group of it, in one order.
+    """Make the groups of all ranks on their hosts, of all ranks on their devices, of this rank and
+    the previous one, and of this rank and the next one."""
+    # Every process of a job must make all of its groups in the same order.
     rows: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(rows, ranks)
-    # What a GPU waits for too long, a watch is to find before NCCL does.
+    # The watchdog must find an overdue rank before NCCL does.
     patience = timeout if backend == "gloo" else timeout + timedelta(seconds=60)
     found = []
     for row in sorted({tuple(row) for row in rows}):
@@ -245,7 +244,7 @@ def _groups(ranks: list[int], backend: str, timeout: timedelta) -> list[dist.Pro
 
 
 def _link_options(timeout: timedelta) -> Any:
-    """A stream that goes before computation, on few multiprocessors: it waits most of the time."""
+    """A high-priority stream on few multiprocessors, since it waits most of the time."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     options.config.max_ctas = LINK_CTAS
@@ -253,8 +252,8 @@ def _link_options(timeout: timedelta) -> Any:
 
 
 def _store(group: dist.ProcessGroup) -> Store:
-    """Of the job, for this group's use from a thread of its own."""
+    """The job's store, for use by this group from a separate thread."""
     store = _get_default_store()
-    # A client is for one thread at a time.
+    # A client must not be used by two threads at a time.
     store = store.clone() if hasattr(store, "clone") else store
     return PrefixStore(f"spikefuse/{group.group_name}", store)

@@ -449,4 +449,4 @@ def _exchange(
     return dict(zip(parts, channel.buffers, strict=True))
 
 
-Checkpoint.run = _run  # type: ignore[method-assign]
+Checkpoint.run = _run  # type: ignore[assignment,method-assign]

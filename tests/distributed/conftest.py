@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.group import Group
+from tests.distributed.processes import Group
 
 
 @pytest.fixture(scope="session")

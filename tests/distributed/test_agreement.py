@@ -1,4 +1,4 @@
-"""Ranks whose calls differ: an error on all of them, and no hang."""
+"""Calls that differ between ranks raise an error on all of them and do not hang."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import spikefuse as sf
 from spikefuse.distributed import shard_time
 from spikefuse.distributed.agreement import _compare
 from spikefuse.testing import make_input
-from tests.distributed.group import Group
+from tests.distributed.processes import Group
 
 X = make_input((4, 3, 6))
 
-# What the last rank passes, where the others pass X.
+# What the last rank passes while the others pass X.
 WRONG: dict[str, Callable[[], Tensor]] = {
     "steps": lambda: X[:2],
     "batch": lambda: X[:, :2],
@@ -28,7 +28,7 @@ WRONG: dict[str, Callable[[], Tensor]] = {
 
 
 def messages(axis: DeviceMesh, what: str) -> list[str]:
-    """Of an error after a good call, and again, so that they stay in step."""
+    """The errors of two wrong calls between good ones: ranks stay in step."""
     net, found = shard_time(sf.Temporal(sf.LIF()), axis), []
     is_last = axis.get_local_rank() == axis.size() - 1
     net(X)

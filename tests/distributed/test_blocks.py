@@ -1,5 +1,4 @@
-"""Norms and neurons as one in networks whose time or batch is shared, against the same in one
-process."""
+"""Fused blocks in networks whose time or batch ranks share equal those of one process."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from spikefuse import memory
 from spikefuse.distributed import make_mesh, reduce_gradients, shard_time, steps_of
 from spikefuse.nn import Block
 from spikefuse.testing import lay_out, make_input
-from tests.distributed.group import SIZE, SIZES, Group
+from tests.distributed.processes import SIZE, SIZES, Group
 
 T = 11
 
@@ -44,8 +43,8 @@ def make(policy: memory.Policy | None = None) -> sf.Temporal:
 
 
 def train(net: sf.Temporal, x: Tensor, mine: slice, impl: str) -> list[Tensor]:
-    """Running statistics, output in training and in evaluation, gradient of the input, and those
-    of the parameters, after two calls in training."""
+    """Running statistics, outputs in training and in evaluation, and gradients of the input and
+    the parameters, after two training calls."""
     leaf = x[mine].detach().requires_grad_()
     for scale in (1.0, 2.0):
         y = net(scale * leaf, impl=impl)
@@ -66,9 +65,9 @@ def assert_equal_one(found: list[list[Tensor]], expected: list[Tensor]) -> None:
     num_buffers = len(list(make().buffers()))
     for i, wanted in enumerate(expected):
         parts = [tensors[i] for tensors in found]
-        if num_buffers <= i < num_buffers + 3:  # of each one's steps
+        if num_buffers <= i < num_buffers + 3:  # one part per rank
             parts = [torch.cat(parts)]
-        elif i >= num_buffers:  # a sum over the steps
+        elif i >= num_buffers:  # summed over the steps
             parts = [torch.stack(parts).sum(0)]
         for part in parts:
             assert_close(part, wanted)
@@ -93,7 +92,7 @@ def test_exact_statistics_are_those_of_one_process(
 
 @pytest.mark.parametrize("policy", [memory.Recompute(), memory.SaveAll()])
 def test_states_may_be_computed_again(group: Group, policy: memory.Policy) -> None:
-    """By Triton's kernels, where they are not kept."""
+    """Triton's kernels recompute states that Numba's kernels save."""
     x = make_input((40, 2, 2, 4, 4)) + 0.5
     expected = train(make(), x, slice(None), "numba")
     assert_equal_one(group(shared, x, 2, "triton", policy, size=2), expected)
@@ -106,7 +105,7 @@ def alone() -> tuple[sf.Temporal, Block]:
 
 
 def each(axis: DeviceMesh, x: Tensor) -> list[Any]:
-    """With a rank's own statistics: output, final state, running mean and gradients."""
+    """Output, final state, running mean and gradients with each rank's own statistics."""
     net, block = alone()
     shard_time(net, axis, 2, statistics="shard")
     mine = x[steps_of(len(x), axis.get_local_rank(), axis.size())]
@@ -138,7 +137,7 @@ def test_each_its_own_statistics(group: Group) -> None:
 
 
 class Normed(nn.Module):
-    """Every norm in a block, one of them with a residual: on CPUs no other is synchronised."""
+    """Every norm is in a block, because on CPUs `SyncBatchNorm` does not run by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,8 +151,8 @@ class Normed(nn.Module):
 
 
 def on_rows(net: sf.Temporal, x: Tensor, rows: slice, ranks: int) -> list[Tensor]:
-    """Output, gradient of the input, and running statistics, after two calls in training on some
-    rows; of `ranks` the mean loss is the sum over all rows."""
+    """Output, gradient of the input and running statistics after two training calls on some rows.
+    The loss is scaled so that its mean over `ranks` is the sum over all rows."""
     leaf = x[:, rows].detach().requires_grad_()
     for scale in (1.0, 2.0):
         y = net(scale * leaf)
@@ -175,7 +174,7 @@ def batch_shared(
 ) -> tuple[list[Tensor], list[Tensor]]:
     mesh = make_mesh(data=ranks, device="cpu")
     data = mesh["data"]
-    group = None if ranks == SIZE else data.get_group()  # by itself all processes
+    group = None if ranks == SIZE else data.get_group()  # all processes by default
     net = nn.SyncBatchNorm.convert_sync_batchnorm(normed(policy), group)
     mine = steps_of(x.shape[1], data.get_local_rank(), ranks)
     found = on_rows(net, x, mine, ranks)
@@ -188,14 +187,14 @@ def batch_shared(
 def test_synchronised_norms_are_those_of_one_process(
     group: Group, policy: memory.Policy, ranks: int
 ) -> None:
-    """With the batch in unequal shares."""
+    """Ranks have batches of different sizes."""
     x = make_input((T, 2 * SIZE + 1, 2, 5, 5)) + 0.5
     net = normed(policy)
     expected = on_rows(net, x, slice(None), 1)
     found = group(batch_shared, x, policy, ranks)[:: SIZE // ranks]
     for i, wanted in enumerate(expected):
         parts = [tensors[i] for tensors, _ in found]
-        for part in [torch.cat(parts, 1)] if i < 2 else parts:  # of each one's rows
+        for part in [torch.cat(parts, 1)] if i < 2 else parts:  # one part per rank
             assert_close(part, wanted)
     for _, grads in found:
         for grad, p in zip(grads, net.parameters(), strict=True):

@@ -1,5 +1,5 @@
-"""Segments computed again in networks whose time is shared: against one process, and against the
-default policy on the same ranks."""
+"""Recomputed segments in networks whose time ranks share equal one process, and the default policy
+on the same ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spikefuse import memory, testing
 from spikefuse.distributed import shard_time, steps_of
 from spikefuse.memory import Checkpoint
 from spikefuse.testing import lay_out, make_input
-from tests.distributed.group import SIZES, Group, messages_of
+from tests.distributed.processes import SIZES, Group, messages_of
 from tests.memory.test_checkpoint import Peak
 
 T, ONES = 11, (1.0, 1.0)
@@ -24,8 +24,8 @@ Make = Callable[[Any], sf.Temporal]
 
 
 class Mixed(nn.Module):
-    """A wide block in several parts, one with a residual that has a norm of its own, neurons with
-    and without a norm before them, one behind running statistics, dropout, and a head."""
+    """A wide block in several microbatches, one whose residual has its own norm, neurons with and
+    without a norm before them, one after a norm in evaluation mode, dropout, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def train(
     impl: str = "auto",
     scales: tuple[float, float] = (1.0, 2.0),
 ) -> list[list[Tensor]]:
-    """After two steps: running statistics; outputs in training and in evaluation, and the gradient
+    """After two steps: running statistics; outputs in training and in evaluation and the gradient
     of the input; gradients of the parameters."""
     net.train()
     for name, module in net.named_modules():
@@ -79,7 +79,7 @@ def train(
 
 
 def shared(axis: DeviceMesh, make: Make, x: Tensor, policies: list[Any], *how: Any) -> list[Any]:
-    """On one rank, by each policy."""
+    """The results of one rank with each policy."""
     chunks, statistics, *impl = how
     mine = steps_of(len(x), axis.get_local_rank(), axis.size())
     nets = [shard_time(make(p), axis, chunks, statistics) for p in policies]
@@ -93,7 +93,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float =
 
 
 def assert_equal_one(found: list[list[list[Tensor]]], expected: list[list[Tensor]]) -> None:
-    """What ranks have found, and one process has."""
+    """Compare the results of ranks with those of one process."""
     for buffers, _, _ in found:
         assert_close(buffers, expected[0])
     assert_close([torch.cat(ys) for ys in zip(*(f[1] for f in found), strict=True)], expected[1])
@@ -118,7 +118,7 @@ def test_equals_one_process(group: Group, size: int, chunks: int, parts: int, la
 
 
 def test_kernels_of_a_gpu(group: Group) -> None:
-    """Those of Triton, which compute states again where others keep them."""
+    """Triton's kernels recompute states that Numba's kernels save."""
     x = make_input((40, 3, 2, 4, 4)) + 0.5
     expected = train(mixed(None), x, slice(None))
     found = group(shared, mixed, x, [Checkpoint()], 1, "exact", "triton", size=2)
@@ -127,7 +127,7 @@ def test_kernels_of_a_gpu(group: Group) -> None:
 
 @pytest.mark.parametrize("statistics", ["exact", "shard"])
 def test_equals_the_default_on_the_same_ranks(group: Group, statistics: str) -> None:
-    """To the last bit as long as no segment has several parts."""
+    """Bit for bit as long as no segment has several microbatches."""
     policies = [None, Checkpoint(1), Checkpoint(8)]
     x = make_input((T, 5, 2, 5, 5)) + torch.linspace(0, 1, T).view(T, 1, 1, 1, 1)
     for default, one, parts in group(shared, mixed, x, policies, 1, statistics, size=3):
@@ -138,7 +138,7 @@ def test_equals_the_default_on_the_same_ranks(group: Group, statistics: str) -> 
 
 
 def averaged(policy: Any) -> sf.Temporal:
-    """With a norm that no neuron reads, on what is the same at each step."""
+    """A network with a norm that no neuron reads, in its part before the first neuron."""
     torch.manual_seed(0)
     first = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.AvgPool2d(2), sf.LIF(0.5, 0.2)
     last = nn.Conv2d(4, 3, 1), nn.BatchNorm2d(3), sf.LIF(0.5, 0.2)
@@ -146,7 +146,7 @@ def averaged(policy: Any) -> sf.Temporal:
 
 
 def constant(axis: DeviceMesh, make: Make, x: Tensor, policy: Any) -> list[list[Tensor]]:
-    """Of steps that are the same on one rank, as pickling does not show."""
+    """Steps that are the same on one rank; pickling would drop the stride of 0."""
     net = shard_time(make(policy), axis)
     mine = steps_of(len(x), axis.get_local_rank(), axis.size())
     step = x[mine.start]
@@ -155,7 +155,7 @@ def constant(axis: DeviceMesh, make: Make, x: Tensor, policy: Any) -> list[list[
 
 @pytest.mark.parametrize(("make", "size"), [(mixed, 4), (averaged, 4), (averaged, 3)])
 def test_rows_that_stand_for_all_steps(group: Group, make: Make, size: int) -> None:
-    """With 4 ranks one has a single step, which is no repetition."""
+    """With 4 ranks one of them has a single step, which is not constant input."""
     x, images = make_input((7, 5, 2, 5, 5)), make_input((size, 5, 2, 5, 5)) + 0.5
     for rank in range(size):
         x[steps_of(7, rank, size)] = images[rank]
@@ -166,7 +166,7 @@ def test_rows_that_stand_for_all_steps(group: Group, make: Make, size: int) -> N
 
 
 class Single:
-    """A picklable maker of one layer of a neuron model, with layers around it."""
+    """Makes a network with one layer of a neuron model; can be pickled."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -177,7 +177,7 @@ class Single:
         return sf.Temporal(nn.Sequential(nn.Linear(6, 8), neuron, nn.Linear(8, 3)), policy)
 
 
-# States that start at rest and elsewhere, two states and a count, and learnable parameters.
+# States that start at rest and elsewhere, two states and a counter, and learnable parameters.
 @pytest.mark.parametrize("name", ["RefractoryLIF", "GatedLIF", "Izhikevich"])
 def test_models(group: Group, name: str) -> None:
     make, x = Single(name), 3 * make_input((T, 5, 6))
@@ -186,7 +186,7 @@ def test_models(group: Group, name: str) -> None:
 
 
 class Inside(nn.Module):
-    """A neuron inside of a layer of torch.nn, which is not computed again."""
+    """A neuron inside a layer of torch.nn, which is not recomputed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def test_neurons_that_are_not_computed_again(group: Group, chunks: int) -> None:
 
 
 class Scale(nn.Module):
-    """Its result lies in memory as what it reads."""
+    """The result has the memory layout of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ def scale(policy: Any) -> sf.Temporal:
 
 
 def test_samples_side_by_side_in_memory(group: Group) -> None:
-    """States travel one sample behind the other, whatever the memory order of a step."""
+    """States are sent sample by sample, whatever the memory layout of a step."""
     x = make_input((4, T, 32)).permute(1, 2, 0)
     found = group(shared, scale, x, [Checkpoint(1)], 1, "exact", size=2)
     assert_equal_one([one for (one,) in found], train(scale(None), x, slice(None)))
@@ -256,7 +256,7 @@ def test_autocast(group: Group) -> None:
 
 
 class Heads(nn.Module):
-    """A value that others read and that is returned, and one that nobody needs."""
+    """One value is returned and read by other layers too; another one gets no gradient."""
 
     def __init__(self) -> None:
         super().__init__()

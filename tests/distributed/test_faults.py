@@ -1,4 +1,4 @@
-"""A rank that dies or hangs: the others end, and say which one it was."""
+"""If a rank dies or hangs, the others end and name it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def work(rank: int, store: str, fault: str, pipe: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS,
                             timeout=timedelta(seconds=60))  # fmt: skip
     axis, x = make_mesh(1, device="cpu")["time"], make_input((2, 3, 6)).requires_grad_()
-    # At first there is much to import, which takes longer than ranks may wait here.
+    # The first call imports a lot, which may take longer than the timeout.
     shard_time(sf.Temporal(sf.LIF()), axis)(x).sum().backward()
     net = shard_time(sf.Temporal(sf.LIF()), axis, timeout=TIMEOUT)
     faults.LIFE = 4.0
@@ -70,13 +70,13 @@ def test_the_others_end_and_name_it(tmp_path: Path, fault: str, message: str) ->
             process.join()
 
 
-# A GPU's work that does not end, in a process whose main thread waits for it.
+# Work of a GPU that never completes, while the main thread waits for it.
 STUCK = """
 import threading, types
 import torch.distributed as dist
 from spikefuse.distributed import faults
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-watch = faults.Watch([0, 1], dist.HashStore(), timeout=0.1)
+watch = faults.RankWatchdog([0, 1], dist.HashStore(), timeout=0.1)
 faults.LIFE = 1.0
 watch.expect(types.SimpleNamespace(is_completed=lambda: False))
 threading.Event().wait(30)

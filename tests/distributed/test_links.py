@@ -1,4 +1,4 @@
-"""Tensors on their way between two ranks: in memory order, several at a time, or none."""
+"""Tensors sent between two ranks: in any memory layout, several at a time, or none."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from torch.distributed.device_mesh import DeviceMesh
 import spikefuse as sf
 from spikefuse.distributed import shard_time
 from spikefuse.distributed.time_sharding import TimeShard
-from tests.distributed.group import Group
+from tests.distributed.processes import Group
 
 
 def shard_of(axis: DeviceMesh) -> TimeShard:
-    shard = shard_time(sf.Temporal(sf.LIF()), axis).shard
+    shard = shard_time(sf.Temporal(sf.LIF()), axis).passing
     assert isinstance(shard, TimeShard)
     return shard
 
 
 def sent(axis: DeviceMesh, tensors: list[Tensor]) -> list[Tensor]:
-    """What rank 1 receives into tensors of the same strides, and rank 0 gets back doubled."""
+    """What rank 1 receives, and what rank 0 gets back doubled."""
     shard, found = shard_of(axis), [torch.empty_like(x) for x in tensors]
     if shard.after is not None:
         shard.after.send(tensors)
         shard.after.wait(shard.after.receive(found))
-        shard.after.settle()
+        shard.after.flush()
     if shard.before is not None:
         shard.before.wait(shard.before.receive(found))
         shard.before.send([2 * x for x in found])
-        shard.before.settle()
+        shard.before.flush()
     return found
 
 

@@ -1,4 +1,4 @@
-"""Meshes of a job's processes, and the steps of each."""
+"""Meshes of processes, and the steps of each rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spikefuse.distributed import make_mesh, steps_of
 from spikefuse.distributed.mesh import ENVIRONMENT
-from tests.distributed.group import SIZE, Group
+from tests.distributed.processes import SIZE, Group
 
 
 @pytest.mark.parametrize(("num_steps", "size"), [(8, 1), (8, 4), (7, 3), (4, 4)])

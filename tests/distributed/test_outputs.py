@@ -1,4 +1,4 @@
-"""Losses of shared sequences, and the gradients that ranks average, against one process."""
+"""Losses of shared sequences and averaged gradients equal those of one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spikefuse.distributed import (
     steps_of,
 )
 from spikefuse.testing import make_input
-from tests.distributed.group import Group
+from tests.distributed.processes import Group
 
 T = 7
 LABELS = torch.tensor([0, 1, 2, 1])
@@ -66,7 +66,7 @@ def test_every_rank_has_the_output_and_the_gradient(group: Group, kind: str) -> 
 
 
 def own_steps(axis: DeviceMesh, x: Tensor) -> list[Tensor]:
-    """The mean of losses per step, of which a rank has its own only."""
+    """The mean of the losses of a rank's own steps."""
     net = shard_time(make(), axis)
     y = net(x[steps_of(T, axis.get_local_rank(), axis.size())])
     losses = torch.stack([F.cross_entropy(step, LABELS) for step in y])
@@ -120,7 +120,7 @@ def test_data_and_time_together(group: Group, ddp: bool) -> None:
 
 
 def streamed(axis: DeviceMesh, x: Tensor) -> Tensor:
-    """Two sequences, of which the second continues the first."""
+    """Two sequences; the second one continues the first."""
     net, state, outputs = shard_time(make(), axis), None, []
     for part in (x[:3], x[3:]):
         mine = steps_of(len(part), axis.get_local_rank(), axis.size())

@@ -1,10 +1,17 @@
-"""Predicted times of shared sequences: against the equations, and against measurement."""
+"""Plans against their equations, and against measured steps.
+
+CPUs have no CUDA graphs: steps are timed as they are here.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
+from collections.abc import Callable
+from functools import partial
 from statistics import median
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,20 +21,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spikefuse as sf
 from spikefuse.distributed import Plan, plan, shard_time, steps_of
-from spikefuse.distributed.plan import Layer
-from spikefuse.scan.execution import Call
+from spikefuse.distributed.plan import ScanCost
+from spikefuse.scan.execution import Execution
 from spikefuse.testing import make_input
-from tests.distributed.group import Group
+from tests.distributed.processes import Group
 
-LAYER = Layer(scan=0.8, part=0.0, state_bytes=1000)
+LAYER = ScanCost(scan=0.8, per_chunk=0.0, state_bytes=1000)
 
 
-def measured(**changes) -> Plan:
-    values = {
+def measured(**changes: Any) -> Plan:
+    values: dict[str, Any] = {
         "num_ranks": 4, "batch": 16, "fixed": 0.0, "scaled": 1.0, "layers": [LAYER],
-        "latency": 0.01, "bandwidth": 1e5, "capacity": 1000, "scaled_bytes": 1000,
+        "latency": 0.01, "bandwidth": 1e5,
     }  # fmt: skip
     return Plan(**{**values, **changes})
+
+
+def timed(run: Callable[[], object], repetitions: int = 5) -> float:
+    seconds = []
+    for _ in range(2 + repetitions):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[2:])
+
+
+def on_cpu(measure: Callable[[Callable[[], object]], float] = timed) -> Any:
+    return mock.patch.multiple("spikefuse.distributed.plan", DEVICE="cpu", _measure=measure)
 
 
 def test_equation_5() -> None:
@@ -39,27 +59,27 @@ def test_equation_5() -> None:
     assert found.speedup_by_paper(4) == pytest.approx(4 / 1.48)
 
 
-def test_a_scan_that_is_all_of_a_step_gains_nothing_without_parts() -> None:
-    found = measured(layers=[Layer(1.0, 0.0, 0)], latency=0.0)
+def test_a_scan_that_is_all_of_a_step_gains_nothing_without_chunks() -> None:
+    found = measured(layers=[ScanCost(1.0, 0.0, 0)], latency=0.0)
     assert found.seconds(4, 1) == pytest.approx(1.0)
     assert found.seconds(4, 16) == pytest.approx(0.25 + 3 / 64)
 
 
-def test_lags_overlap_unless_norms_hold_all_ranks_up() -> None:
-    layers = [LAYER, Layer(0.4, 0.0, 1000)]
+def test_lags_overlap_unless_norms_synchronize_the_ranks() -> None:
+    layers = [LAYER, ScanCost(0.4, 0.0, 1000)]
     free, held = measured(layers=layers), measured(layers=layers, barriers=2, barrier=0.01)
     assert free.seconds(2, 2) == pytest.approx(0.5 + 0.2 + 0.02 + 0.01)
     assert held.seconds(2, 2) == pytest.approx(0.5 + 0.2 + 0.1 + 2 * 0.03 + 0.02)
 
 
-def test_parts_have_a_price() -> None:
-    free, dear = measured(latency=0.0), measured(latency=0.0, layers=[Layer(0.8, 0.02, 0)])
+def test_chunks_have_a_cost() -> None:
+    free, dear = measured(latency=0.0), measured(latency=0.0, layers=[ScanCost(0.8, 0.02, 0)])
     assert free.options[-1].chunks == 16
     assert dear.options[-1].chunks < 16
 
 
-def test_ranks_that_begin_early_lag_by_what_they_mend() -> None:
-    early = Layer(0.8, 0.02, 1000, mend=0.03)
+def test_speculative_ranks_lag_by_a_repair() -> None:
+    early = ScanCost(0.8, 0.02, 1000, repair=0.03)
     found = measured(layers=[early, early])
     lag = 0.03 + 2 * (0.01 + 0.01)
     assert found.seconds(4, 1) == pytest.approx(0.25 + 3 * lag + 2 * 0.03)
@@ -68,48 +88,45 @@ def test_ranks_that_begin_early_lag_by_what_they_mend() -> None:
     assert (found.options[-1].chunks, found.options[-1].speculate) == (1, True)
     waiting = 0.25 + 3 * (0.8 / 64 + 0.02 + 0.02125) + 15 * 2 * 0.02
     assert found.seconds(4, 16, speculate=False) == pytest.approx(waiting)
-    late = measured(layers=[Layer(0.08, 0.0, 1000, mend=0.2)])
+    late = measured(layers=[ScanCost(0.08, 0.0, 1000, repair=0.2)])
     assert not late.options[-1].speculate
 
 
-def test_ranks_that_have_to_wait_are_not_told_to_speculate() -> None:
+def test_speculation_is_recommended_only_where_kernels_support_it() -> None:
     assert [option.speculate for option in measured().options] == [False] * 3
-    early = measured(layers=[Layer(0.8, 0.0, 1000, mend=0.001)]).options
+    early = measured(layers=[ScanCost(0.8, 0.0, 1000, repair=0.001)]).options
     assert [(option.time, option.speculate) for option in early if option.time == 1] == [(1, False)]
     assert all(option.speculate for option in early if option.time > 1)
 
 
-def mend(axis: DeviceMesh, backend: str) -> float | None:
-    """By one backend's kernels."""
+def test_report() -> None:
+    found = measured()
+    assert found.best is min(found.options, key=lambda option: option.seconds)
+    assert str(found).count("<- best") == 1
+    assert len(str(found).splitlines()) == 2 + len(found.options)
+
+
+def repair(axis: DeviceMesh, backend: str) -> float:
+    """The cost of a repair by the kernels of one backend."""
     x = make_input((16, 2, 4))
     with (
         mock.patch("spikefuse.nn.neuron.backend_of", return_value=backend),
-        mock.patch.multiple("spikefuse.distributed.plan", WARMUP=0, REPETITIONS=1, PARTS=1),
+        mock.patch("spikefuse.distributed.plan.CHUNKS", 1),
+        on_cpu(partial(timed, repetitions=1)),
     ):
         (layer,) = plan(sf.Temporal(sf.LIF()), x, axis).layers
-    return layer.mend
+    return layer.repair
 
 
-def test_mending_is_measured_where_kernels_can(group: Group) -> None:
-    for found in group(mend, "triton", size=2):
-        assert found is not None
-        assert found >= 0
-    assert group(mend, "numba", size=2) == [None, None]
-
-
-def test_what_fits() -> None:
-    assert [o.fits for o in measured(capacity=249).options] == [False] * 3
-    found = measured(num_ranks=4, scaled_bytes=8000, fixed_bytes=100, capacity=2100)
-    assert [o.bytes for o in found.options] == [2100] * 3
-    assert all(o.fits for o in found.options)
-    assert found.best.data == 4
-    assert "<- best" in str(found)
+def test_repairs_are_measured_where_kernels_support_them(group: Group) -> None:
+    assert all(0 <= found < math.inf for found in group(repair, "triton", size=2))
+    assert group(repair, "numba", size=2) == [math.inf, math.inf]
 
 
 def slow(method, seconds: float):
-    """A kernel that takes so long for each neuron and step, whatever else the machine does."""
+    """A kernel whose time is proportional to neurons and steps, on a busy machine too."""
 
-    def wrapper(call: Call, *args, **more):
+    def wrapper(call: Execution, *args, **more):
         time.sleep(seconds * call.layout.num_steps * call.layout.num_neurons)
         return method(call, *args, **more)
 
@@ -117,7 +134,7 @@ def slow(method, seconds: float):
 
 
 class Slow(nn.Module):
-    """A layer without state, forward."""
+    """A layer without state, which takes time in its forward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(5e-4 * len(x))
@@ -131,10 +148,11 @@ def predicted_and_measured(axis: DeviceMesh) -> list[tuple[float, float]]:
     x = make_input((16, 8, 4))
     found = []
     with (
-        mock.patch.object(Call, "forward", slow(Call.forward, 2e-4)),
-        mock.patch.object(Call, "differentiate", slow(Call.differentiate, 1e-4)),
+        mock.patch.object(Execution, "forward", slow(Execution.forward, 2e-4)),
+        mock.patch.object(Execution, "backward", slow(Execution.backward, 1e-4)),
     ):
-        prediction = plan(make(), x, axis)
+        with on_cpu():
+            prediction = plan(make(), x, axis)
         for chunks in (1, 4):
             net = shard_time(make(), axis, chunks)
             times = []
@@ -159,11 +177,12 @@ def test_the_prediction_is_what_is_measured(group: Group) -> None:
 
 
 def planned(axis: DeviceMesh) -> list[tuple[Plan, list[str]]]:
-    """Of a network with a residual as it is, and fused; and what is left at its neurons."""
+    """Plans of a network with a residual, unfused and fused, and its neurons' attributes after."""
     x, found = make_input((8, 4, 3)), []
     for fuse in (lambda net: net, sf.fuse):
         net = fuse(sf.Temporal(Residual()))
-        made = plan(net, x, axis)
+        with on_cpu():
+            made = plan(net, x, axis)
         found.append((made, [name for m in net.neurons().values() for name in vars(m)]))
         y = shard_time(net, axis)(x[steps_of(8, axis.get_local_rank(), axis.size())])
         assert y.shape == (8 // axis.size(), 4, 5)
@@ -196,8 +215,8 @@ def refused(axis: DeviceMesh) -> None:
     x = make_input((4, 2, 3))
     with pytest.raises(ValueError, match="sharded already"):
         plan(shard_time(sf.Temporal(sf.LIF()), axis), x, axis)
-    with pytest.raises(ValueError, match="CUDA graphs need a CUDA GPU"):
-        plan(sf.Temporal(sf.LIF()), x, axis, recorded=True)
+    with pytest.raises(ValueError, match="example is on cpu: CUDA graphs need a CUDA GPU"):
+        plan(sf.Temporal(sf.LIF()), x, axis)
     with pytest.raises(ValueError, match="a plan needs two ranks, and a step for each"):
         plan(sf.Temporal(sf.LIF()), x[:1], axis)
 
@@ -207,10 +226,11 @@ def test_what_cannot_be_planned(group: Group) -> None:
 
 
 def held(axis: DeviceMesh) -> bool:
-    """Whether a plan's example lives on after it."""
+    """Whether a plan keeps its example alive."""
     x = make_input((4, 2, 6))
     there = weakref.ref(x)
-    made = plan(sf.Temporal(nn.Sequential(nn.Linear(6, 6), sf.LIF())), x, axis)
+    with on_cpu():
+        made = plan(sf.Temporal(nn.Sequential(nn.Linear(6, 6), sf.LIF())), x, axis)
     del x
     return made.whole > 0 and there() is not None
 

@@ -1,4 +1,4 @@
-"""Shared time while a CUDA graph is recorded: nothing is asked, all that is sent is waited for."""
+"""While a CUDA graph is recorded, no work is queried and all sends are waited for."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spikefuse as sf
 from spikefuse.distributed import agreement, faults, links, shard_time, time_sharding
-from spikefuse.distributed.links import Link
+from spikefuse.distributed.links import PeerLink
 from spikefuse.distributed.time_sharding import TimeShard
 from spikefuse.testing import make_input
-from tests.distributed.group import Group
+from tests.distributed.processes import Group
 
 
 class Work:
-    """What NCCL gives: of a recording, only another work of it may wait, and nobody ask."""
+    """Work as NCCL returns it: recorded work can be waited for only in the recording, and not
+    queried."""
 
     def __init__(self, recorded: bool) -> None:
         self.recorded, self.waited = recorded, False
@@ -35,7 +36,7 @@ class Work:
 
 
 class Place:
-    """Whether a recording is on, and what has been sent."""
+    """Whether a graph is being recorded, and what was sent."""
 
     recording = False
     works: list[Work]
@@ -47,48 +48,48 @@ class Place:
 
 
 @pytest.fixture
-def link(monkeypatch: pytest.MonkeyPatch) -> Link:
+def link(monkeypatch: pytest.MonkeyPatch) -> PeerLink:
     monkeypatch.setattr(Place, "works", [], raising=False)
     monkeypatch.setattr(Place, "recording", False)
     monkeypatch.setattr(links, "recording", lambda: Place.recording)
     monkeypatch.setattr(dist, "isend", Place.isend)
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    return Link(1, mock.Mock(), faults.Watch([0], mock.Mock(), 1.0))
+    return PeerLink(1, mock.Mock(), faults.RankWatchdog([0], mock.Mock(), 1.0))
 
 
-def test_a_recording_waits_for_its_last_work(link: Link) -> None:
+def test_a_recording_waits_for_its_last_work(link: PeerLink) -> None:
     Place.recording = True
     link.send([torch.ones(2)] * 2)
     link.send([torch.ones(2)])
-    link.settle()
-    assert [work.waited for work in Place.works] == [False, False, True]  # they leave in order
-    link.settle()
+    link.flush()
+    assert [work.waited for work in Place.works] == [False, False, True]  # sends complete in order
+    link.flush()
     Place.recording = False
-    link.settle()
+    link.flush()
 
 
-def test_a_recording_does_not_wait_for_what_was_before(link: Link) -> None:
+def test_a_recording_does_not_wait_for_what_was_before(link: PeerLink) -> None:
     link.send([torch.ones(2)])
     Place.recording = True
     link.send([torch.ones(2)])
-    link.settle()
+    link.flush()
     assert [work.waited for work in Place.works] == [False, True]
 
 
-def test_what_follows_does_not_wait_for_a_recording(link: Link) -> None:
+def test_what_follows_does_not_wait_for_a_recording(link: PeerLink) -> None:
     Place.recording = True
     link.send([torch.ones(2)])
     Place.recording = False
-    link.settle()
-    link.send([torch.ones(2)])  # which looks whether earlier works are done
-    link.settle()
+    link.flush()
+    link.send([torch.ones(2)])  # which queries earlier work
+    link.flush()
     assert [work.waited for work in Place.works] == [False, True]
 
 
 def test_nobody_watches_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    watch = faults.Watch([0], mock.Mock(), 1.0)
+    watch = faults.RankWatchdog([0], mock.Mock(), 1.0)
     monkeypatch.setattr(faults, "recording", lambda: True)
     watch.expect(mock.Mock())
     assert not watch.pending
@@ -98,10 +99,10 @@ def test_nobody_watches_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unsettled(axis: DeviceMesh, make: Callable[[], sf.Temporal], x: Tensor) -> list[list[int]]:
-    """Works under way in both directions after a forward pass, a backward pass and one without
-    gradients, as if they were recorded."""
+    """The numbers of pending sends in both directions after a forward pass, a backward pass, and a
+    forward pass without gradients, as if they were recorded."""
     net = shard_time(make(), axis, chunks=2)
-    shard = net.shard
+    shard = net.passing
     assert isinstance(shard, TimeShard)
     both = [link for link in (shard.before, shard.after) if link is not None]
     waits = shard.agreement.waits
@@ -111,7 +112,7 @@ def unsettled(axis: DeviceMesh, make: Callable[[], sf.Temporal], x: Tensor) -> l
     found = []
 
     def look() -> None:
-        assert shard.agreement._unread is None  # the calls have been compared
+        assert shard.agreement._pending is None  # the calls have been compared
         found.append([len(link._sent) for link in both])
 
     with (
@@ -119,7 +120,7 @@ def unsettled(axis: DeviceMesh, make: Callable[[], sf.Temporal], x: Tensor) -> l
         mock.patch.object(agreement, "recording", return_value=True),
         mock.patch.object(time_sharding, "recording", return_value=True),
     ):
-        for _ in range(2):  # the second is one that is known
+        for _ in range(2):  # the second call repeats the first
             y = net(x)
             look()
             y.sum().backward()
@@ -128,7 +129,7 @@ def unsettled(axis: DeviceMesh, make: Callable[[], sf.Temporal], x: Tensor) -> l
             net(x)
         look()
     shard.agreement.waits = waits
-    dist.barrier(axis.get_group())  # what was sent has to arrive before its memory goes
+    dist.barrier(axis.get_group())  # sends must arrive before their memory is freed
     return found
 
 

@@ -1,4 +1,4 @@
-"""Batch norms whose statistics several processes share, against those of one process."""
+"""Batch norms that share statistics between processes equal those of one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import spikefuse as sf
 from spikefuse.distributed import shard_time, steps_of
 from spikefuse.nn.encode import direct
 from spikefuse.testing import lay_out, make_input
-from tests.distributed.group import SIZES, Group
+from tests.distributed.processes import SIZES, Group
 
 T = 8
 
@@ -32,7 +32,7 @@ def make(momentum: float | None = 0.1, affine: bool = True) -> sf.Temporal:
 
 
 def train(net: nn.Module, x: Tensor, mine: slice, num_steps: int) -> list[Tensor]:
-    """Output, gradients and running statistics after two calls in training, one in evaluation."""
+    """Output, gradients and running statistics after two training calls, and an evaluation."""
     leaf = x[mine].detach().requires_grad_(x.stride(0) > 0)
     for scale in (1.0, 2.0):
         y = net(scale * leaf)
@@ -55,9 +55,9 @@ def assert_equals_one(found: list[list[Tensor]], expected: list[Tensor], x: Tens
     end = len(expected) if x.stride(0) == 0 else len(expected) - 1
     for i, wanted in enumerate(expected):
         parts = [tensors[i] for tensors in found]
-        if i in (0, num_buffers + 1, end):  # of each one's steps
+        if i in (0, num_buffers + 1, end):  # one part per rank
             parts = [torch.cat(parts)]
-        elif i > num_buffers:  # a sum over the steps
+        elif i > num_buffers:  # summed over the steps
             parts = [torch.stack(parts).sum(0)]
         for part in parts:
             scale = max(wanted.abs().max().item(), 1.0)
@@ -80,7 +80,7 @@ def test_a_plain_mean_over_batches(group: Group) -> None:
 def test_rows_that_stand_for_all_steps(group: Group) -> None:
     x = direct(make_input((1, 3, 2, 4, 4))[0], T)
     expected = train(make(), x, slice(None), T)
-    # With 4 ranks one has a single step, which is no repetition.
+    # With 4 ranks one of them has a single step, which is not constant input.
     assert_equals_one(group(constant, x, size=4), expected, x)
 
 

@@ -1,4 +1,4 @@
-"""Networks whose time is shared by 1 to 4 processes, against the same network in one."""
+"""Networks whose time several processes share equal the network in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spikefuse import memory, testing
 from spikefuse.distributed import shard_time, steps_of
 from spikefuse.nn import EventLinear, zoo
 from spikefuse.testing import lay_out, make_input
-from tests.distributed.group import SIZES, Group, messages_of
+from tests.distributed.processes import SIZES, Group, messages_of
 
 Make = Callable[[], sf.Temporal]
 T = 11
@@ -32,7 +32,7 @@ def plif() -> sf.Temporal:
 
 
 class Branches(nn.Module):
-    """Neurons side by side, and a residual sum."""
+    """Parallel neurons and a residual sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def weights_of(y: Tensor) -> Tensor:
 
 
 def one_process(make: Make, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Outputs, and gradients of the input and the parameters."""
+    """Outputs, and gradients of the input and the parameters, in one process."""
     net, x = make(), x.detach().clone().requires_grad_()
     y = net(x)
     (y * weights_of(y)).sum().backward()
@@ -65,7 +65,7 @@ def one_process(make: Make, x: Tensor) -> tuple[Tensor, list[Tensor]]:
 def shared(
     axis: DeviceMesh, make: Make, x: Tensor, chunks: int
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The same of this process's steps."""
+    """The same for this process's steps."""
     net = shard_time(make(), axis, chunks)
     mine = steps_of(len(x), axis.get_local_rank(), axis.size())
     part = x[mine].detach().requires_grad_()
@@ -105,7 +105,7 @@ def test_branches_in_any_layout(group: Group, layout: str) -> None:
 def speculating(
     axis: DeviceMesh, x: Tensor, speculate: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """As `shared`, by Triton's kernels."""
+    """The same as `shared`, with Triton's kernels."""
     net = shard_time(branches(), axis, 2, speculate=speculate)
     mine = steps_of(len(x), axis.get_local_rank(), axis.size())
     part = x[mine].detach().requires_grad_()
@@ -129,7 +129,7 @@ def test_ranks_may_begin_before_the_states_are_there(
 
 
 class Scale(nn.Module):
-    """Learnable, and the same to the last bit however many rows there are."""
+    """A learnable layer whose result does not depend on the number of rows, bit for bit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Scale(nn.Module):
 
 
 class Single:
-    """A picklable maker of one layer of a neuron model."""
+    """Makes a network with one layer of a neuron model; can be pickled."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -149,7 +149,7 @@ class Single:
         return sf.Temporal(nn.Sequential(Scale(), getattr(zoo, self.name)()))
 
 
-# One state and two, that start at rest and elsewhere, and a count; learnable parameters.
+# One state and two, that start at rest and elsewhere, and a counter; learnable parameters.
 MODELS = "ALIF", "RefractoryLIF", "GatedLIF", "Izhikevich", "TwoCompartmentLIF"
 
 
@@ -159,14 +159,14 @@ def test_models(group: Group, name: str) -> None:
 
 
 def states(axis: DeviceMesh, x: Tensor, start: dict[str, tuple[Tensor, ...]]) -> Any:
-    """With a state before the first step and after the last, and their gradients."""
+    """Final states of each rank, and the gradients of the initial states."""
     net, rank = shard_time(plif(), axis, 2), axis.get_local_rank()
     if rank == 0:
         start = {name: tuple(s.requires_grad_() for s in ss) for name, ss in start.items()}
     mine = x[steps_of(len(x), rank, axis.size())]
     y, final = net(mine, state=start if rank == 0 else None, return_state=True)
     ends = [s for ss in final.values() for s in ss]
-    # States inside the sequence have a part in the loss too.
+    # The loss includes states inside the sequence.
     torch.stack([e.square().sum() for e in (y, *ends)]).sum().backward()
     grads = [s.grad for ss in start.values() for s in ss] if rank == 0 else []
     return [e.detach() for e in ends], grads
@@ -236,7 +236,7 @@ def refused(axis: DeviceMesh) -> list[str]:
 def test_what_is_refused(group: Group) -> None:
     found = group(refused, size=2)[1]
     expected = (
-        "Linear holds no Temporal",
+        "Linear contains no Temporal",
         "sharded already",
         "chunks is 0",
         "statistics is 'none'",
@@ -255,8 +255,8 @@ def test_what_is_refused(group: Group) -> None:
 POLICIES = memory.SaveAll(), memory.Bits(), memory.Auto(1e-3)
 
 
-def keeping(axis: DeviceMesh, x: Tensor) -> list[Any]:
-    """Outputs and gradients by each policy, of a second call, for which `Auto` has chosen."""
+def by_policies(axis: DeviceMesh, x: Tensor) -> list[Any]:
+    """Outputs and gradients with each policy, in the second call, for which `Auto` has chosen."""
     return [shared_by(axis, x, policy) for policy in (None, *POLICIES)]
 
 
@@ -273,27 +273,27 @@ def shared_by(axis: DeviceMesh, x: Tensor, policy: Any) -> list[Tensor]:
 
 def test_memory_policies_give_the_same(group: Group) -> None:
     x = make_input((8, 4, 6))
-    for plain, *others in group(keeping, x, size=2):
+    for plain, *others in group(by_policies, x, size=2):
         assert plain[0].any()
         for found in others:
             assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
-def recomputed(axis: DeviceMesh, x: Tensor) -> list[Tensor]:
-    """Gradients with the whole network, and with a layer of it, computed again in backward."""
+def checkpointed(axis: DeviceMesh, x: Tensor) -> list[Tensor]:
+    """Gradients with the whole network checkpointed; checkpointing one layer raises an error."""
     net = shard_time(plif(), axis, 2)
     mine = steps_of(len(x), axis.get_local_rank(), axis.size())
     part = x[mine].clone().requires_grad_()
     y = checkpoint(net, part, use_reentrant=False)
     (y * weights_of(y.new_empty(len(x), *y.shape[1:]))[mine]).sum().backward()
-    neuron = shard_time(sf.Temporal(Again()), axis)
+    neuron = shard_time(sf.Temporal(CheckpointedNeuron()), axis)
     with pytest.raises(RuntimeError, match="checkpoint the whole Temporal"):
         neuron(part).sum().backward()
     return [p.grad for p in net.parameters()]
 
 
-class Again(nn.Module):
-    """A neuron that is computed again in backward."""
+class CheckpointedNeuron(nn.Module):
+    """A neuron that `torch.utils.checkpoint` recomputes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,5 +306,5 @@ class Again(nn.Module):
 def test_checkpoints(group: Group) -> None:
     x = make_input((T, 4, 6))
     expected = one_process(plif, x)[1][1:]
-    sums = [torch.stack(gs).sum(0) for gs in zip(*group(recomputed, x, size=3), strict=True)]
+    sums = [torch.stack(gs).sum(0) for gs in zip(*group(checkpointed, x, size=3), strict=True)]
     torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-5)

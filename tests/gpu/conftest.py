@@ -1,4 +1,4 @@
-"""The suites repeated on a GPU; skipped, with the reason, where there is none."""
+"""Tests of what only a GPU does; skipped, with the reason, where there is none."""
 
 import pytest
 import torch
@@ -7,11 +7,11 @@ from spikefuse.testing import Backends
 
 
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
     for item in items:
         if "tests/gpu/" in item.path.as_posix():
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
 @pytest.fixture

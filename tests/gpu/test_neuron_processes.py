@@ -1,4 +1,4 @@
-"""Neurons shared out over GPUs: the network of one GPU."""
+"""Networks whose neurons several GPUs share equal the network on one GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.distributed.test_neuron_sharding import compare, fewer_neurons_than_ranks
+from tests.distributed.event_networks import compare, fewer_neurons_than_ranks
 
 RANKS = min(torch.cuda.device_count(), 4)
 

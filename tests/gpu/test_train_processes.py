@@ -1,4 +1,4 @@
-"""Two processes with a GPU each: the curve of one, and an end when one of them ends."""
+"""Two processes with a GPU each learn as one does, and end if one of them ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.test_processes import OPTIONS, SECONDS, finish, rows, start, wait_for
+from tests.processes import ended, finish, wait_for
+from tests.train.runs import OPTIONS, rows, start
 
 ON_GPUS = [*OPTIONS, "--device", "cuda"]  # the last one given counts
 
@@ -17,8 +18,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 
 def test_two_gpus_learn_as_one(tmp_path: Path) -> None:
-    """To rounding, and what spikes that it turns make of that: cuBLAS adds differently in half a
-    batch."""
+    """Up to rounding, which flips spikes: cuBLAS adds in another order for half a batch."""
     for count, name in ((1, "one"), (2, "two")):
         finish(start(count, tmp_path, "train", *ON_GPUS, "--epochs", "3", "--out", name))
     one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
@@ -34,7 +34,7 @@ def test_a_killed_process_ends_the_run(tmp_path: Path) -> None:
     process = start(2, tmp_path, "train", *ON_GPUS, "--epochs", "9999", "--out", "run")
     wait_for((tmp_path / "run" / "best.ckpt").exists, process)
     os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
-    output, _ = process.communicate(timeout=SECONDS)
+    output = ended(process)
     assert process.returncode != 0
     assert "another process has ended, and with it the run; saved is run/last.ckpt" in output
     finish(start(1, tmp_path, "eval", "run/last.ckpt"))

@@ -388,7 +388,7 @@ def test_times(net, small_copy):
 
 
 def test_the_other_backend(backends):
-    x = make_input((5, B, 5)).requires_grad_()
+    x = make_input((5, B, 5), device=backends.device).requires_grad_()
     for impl in backends.impls:
         found = sf.explain(sf.LIF(), x, impl=impl)
         layer = only(found)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -18,63 +16,10 @@ import torch
 
 from spikefuse.train.classifier import Tally
 from spikefuse.train.processes import Processes
+from tests.processes import SECONDS, ended, finish, wait_for
+from tests.train.runs import OPTIONS, assert_same_curve, start
 
 Spikefuse = Callable[..., int]
-PLAIN = Path(__file__).parent / "programs" / "plain.py"
-# Random pixels, spikes and order: all have to be the same however a batch is shared.
-OPTIONS = shlex.split(
-    "--model plain --batch-size 128 -T 4 --device cpu --encoding poisson --threshold 0.3"
-)
-SECONDS = 90.0
-
-
-def start(count: int, folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable]
-    if count > 1:
-        command += ["-m", "torch.distributed.run", "--nproc_per_node", str(count)]
-    return subprocess.Popen(
-        [*command, str(PLAIN), *arguments],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, output
-    return output
-
-
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + SECONDS
-    while not condition():
-        assert process.poll() is None
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    with (folder / "metrics.csv").open(newline="") as file:
-        return [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
-
-
-def assert_same_curve(one: Path, other: Path) -> None:
-    a, b = rows(one), rows(other)
-    assert len(a) == len(b)
-    for x, y in zip(a, b, strict=True):
-        for name in ("train_accuracy", "val_accuracy", "step"):
-            assert x[name] == y[name]
-        for name in ("train_loss", "val_loss"):
-            assert x[name] == pytest.approx(y[name], rel=1e-6)
-    left, right = (
-        torch.load(run / "last.ckpt", weights_only=True)["state_dict"] for run in (one, other)
-    )
-    assert left.keys() == right.keys()
-    for name, weights in left.items():
-        torch.testing.assert_close(weights, right[name], rtol=1e-4, atol=1e-5)
 
 
 def test_two_processes_learn_as_one_and_can_be_resumed_by_one(
@@ -96,7 +41,7 @@ def test_a_killed_process_ends_the_run(
     wait_for((tmp_path / "run" / "best.ckpt").exists, process)
     os.kill(int((tmp_path / f"pid-{victim}").read_text()), signal.SIGKILL)
     killed = time.monotonic()
-    output, _ = process.communicate(timeout=SECONDS)
+    output = ended(process)
     assert time.monotonic() - killed < 30
     assert process.returncode != 0
     message = f"rank {1 - victim}: another process has ended, and with it the run; saved is"
@@ -111,7 +56,7 @@ def test_sigterm_saves_in_all_of_them(tmp_path: Path) -> None:
     process = start(2, tmp_path, "train", *OPTIONS, "--epochs", "9999", "--out", "run")
     wait_for((tmp_path / "run" / "best.ckpt").exists, process)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=SECONDS)
+    output = ended(process)
     assert "stopped; saved run/last.ckpt; continue with:" in output
     assert "--nproc_per_node 2 -m spikefuse train --resume run/last.ckpt" in output
     assert not list(tmp_path.rglob("*.partial"))
@@ -119,7 +64,7 @@ def test_sigterm_saves_in_all_of_them(tmp_path: Path) -> None:
 
 def test_a_wrong_setting_is_said_once(tmp_path: Path) -> None:
     process = start(2, tmp_path, "train", *OPTIONS, "--batch-size", "127")
-    output, _ = process.communicate(timeout=SECONDS)
+    output = ended(process)
     assert process.returncode != 0
     assert output.count("batch_size is 127: expected a multiple of the 2 processes") == 1
     assert not (tmp_path / "runs").exists()

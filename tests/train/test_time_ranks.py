@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,17 +13,10 @@ from spikefuse.train import cli
 from spikefuse.train.config import ConfigError, TrainConfig
 from spikefuse.train.layout import check_layout
 from spikefuse.train.processes import Processes
-from tests.train.test_processes import (
-    OPTIONS,
-    PLAIN,
-    Spikefuse,
-    assert_same_curve,
-    finish,
-    rows,
-    start,
-    wait_for,
-)
+from tests.processes import finish, free_port, torchrun, wait_for
+from tests.train.runs import OPTIONS, PLAIN, assert_same_curve, rows, start
 
+Spikefuse = Callable[..., int]
 SHARED = (*OPTIONS, "--time-ranks", "2")
 
 
@@ -49,11 +40,8 @@ def test_time_and_data_shared_learn_as_one_and_can_be_resumed_by_fewer(
 
 def with_another(alone: Spikefuse, folder: Path, *arguments: str) -> int:
     """As torchrun with two processes, of which this is one: a start less."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     job = {"TORCHELASTIC_RUN_ID": "two", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**job, "RANK": "1", "LOCAL_RANK": "1"}.items():
             patch.setenv(name, value)
@@ -66,16 +54,8 @@ def with_another(alone: Spikefuse, folder: Path, *arguments: str) -> int:
 
 
 def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["--max-restarts", "1"]
-    process = subprocess.Popen(
-        [sys.executable, *command, str(PLAIN), "train", *SHARED, "--epochs", "3", "--out", "run"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = PLAIN, "train", *SHARED, "--epochs", "3", "--out", "run"
+    process = torchrun(2, "--max-restarts", "1", *command, folder=tmp_path)
     wait_for((tmp_path / "run" / "best.ckpt").exists, process)
     os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
     output = finish(process)

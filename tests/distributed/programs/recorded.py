@@ -1,5 +1,4 @@
-"""Run by torchrun: steps of networks whose time all GPUs share, as replays of a CUDA graph, against
-the same steps done eagerly.
+"""Compare replayed CUDA graphs of steps whose time all GPUs share with eager steps.
 
 torchrun --nproc_per_node 2 tests/distributed/programs/recorded.py
 """
@@ -13,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from shared import T, again, fused, normalised, spiking, spiking_again
+from shared import T, checkpointed, fused, normalized, spiking, spiking_checkpointed
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,12 +29,12 @@ from spikefuse.testing import make_input
 CASES = [
     (spiking, (96,), "exact", 1),
     (spiking, (96,), "exact", 3),
-    (normalised, (3, 8, 8), "exact", 2),
+    (normalized, (3, 8, 8), "exact", 2),
     (fused, (3, 8, 8), "exact", 2),
     (fused, (3, 8, 8), "shard", 4),
-    (spiking_again, (96,), "exact", 1),
-    (again, (3, 8, 8), "exact", 1),
-    (again, (3, 8, 8), "shard", 1),
+    (spiking_checkpointed, (96,), "exact", 1),
+    (checkpointed, (3, 8, 8), "exact", 1),
+    (checkpointed, (3, 8, 8), "shard", 1),
 ]
 
 
@@ -72,7 +71,7 @@ def recorded(step: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, li
 
 
 def compare(step: Callable[[], list[Tensor]], x: Tensor) -> None:
-    """Replays, before and after the input has changed, and eager steps between them."""
+    """Compare replays with eager steps, before and after the input changes."""
     graph, found = recorded(step)
     for _ in range(3):
         expected = [y.clone() for y in step()]
@@ -96,13 +95,13 @@ def check(mesh: DeviceMesh, device: torch.device) -> None:
         x = make_input((T, 8, *shape), device=device)[mine].clone()
         for kind in (training, evaluation):
             compare(lambda: kind(net.train(kind is training), x, labels, mesh), x)  # noqa: B023
-            gc.collect()  # a graph may not outlive its connections
+            gc.collect()  # a graph must not outlive its connections
         if dist.get_rank() == 0:
             print(f"{make.__name__}, {statistics}, {chunks} chunks: as eagerly", flush=True)
 
 
 def main() -> None:
-    # It would ask for events while a graph is recorded.
+    # NCCL's watchdog would query events while a graph is recorded.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     mesh = make_mesh(data=1, device="cuda")

@@ -1,5 +1,5 @@
-"""Run by torchrun: networks whose time all processes share, against the same network in one. On
-GPUs also networks whose batch they share, with synchronised norms.
+"""Compare networks whose time all processes share with the same networks in one process. On GPUs
+also compare networks whose batch they share, with `SyncBatchNorm`.
 
 torchrun --nproc_per_node 2 tests/distributed/programs/shared.py cpu|cuda [hang]
 """
@@ -32,7 +32,7 @@ T = 13
 
 
 class Scale(nn.Module):
-    """Learnable, and the same to the last bit however many rows there are."""
+    """A learnable layer whose result does not depend on the number of rows, bit for bit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ def spiking() -> sf.Temporal:
     return sf.Temporal(nn.Sequential(Scale(), sf.PLIF(0.6, 0.3), Scale(), sf.ALIF()))
 
 
-def normalised() -> sf.Temporal:
-    """No spikes: what rounds in another order stays close."""
+def normalized() -> sf.Temporal:
+    """No spikes, so that differences in rounding stay small."""
     torch.manual_seed(0)
     norm = nn.BatchNorm2d(16)
     nn.init.uniform_(norm.weight)
@@ -56,18 +56,18 @@ def normalised() -> sf.Temporal:
 
 
 def fused() -> sf.Temporal:
-    """A norm and a neuron as one, whose output is no spike."""
-    return sf.fuse(normalised())
+    """A fused block whose outputs are not spikes."""
+    return sf.fuse(normalized())
 
 
-def again() -> sf.Temporal:
-    """The same, computed again in parts of the batch."""
+def checkpointed() -> sf.Temporal:
+    """The same, recomputed in microbatches."""
     net = fused()
     net.memory = sf.memory.Checkpoint(4)
     return net
 
 
-def spiking_again() -> sf.Temporal:
+def spiking_checkpointed() -> sf.Temporal:
     net = spiking()
     net.memory = sf.memory.Checkpoint(2)
     return net
@@ -76,7 +76,7 @@ def spiking_again() -> sf.Temporal:
 def step(
     net: nn.Module, x: Tensor, mesh: DeviceMesh | None, rows: slice = slice(None)
 ) -> list[Tensor]:
-    """All outputs, the mean gradients and the running statistics."""
+    """All outputs, the average gradients and the running statistics."""
     labels, mine = torch.arange(x.shape[1]) % 10, slice(None)
     if mesh is not None:
         time_axis, data = mesh["time"], mesh["data"]
@@ -97,7 +97,7 @@ def check(mesh: DeviceMesh, device: torch.device) -> None:
     for chunks, dtype in ((1, torch.bfloat16), (3, torch.float32)):
         x = make_input((T, 8, 96), dtype, device)
         expected = step(spiking().to(device, dtype), x, None)
-        for make in (spiking, spiking_again):
+        for make in (spiking, spiking_checkpointed):
             found = step(shard_time(make().to(device, dtype), mesh["time"], chunks), x, mesh)
             where = f"{make.__name__}, {dtype}, {chunks} chunks"
             assert torch.equal(found[0], expected[0][:, rows]), where
@@ -108,18 +108,18 @@ def check(mesh: DeviceMesh, device: torch.device) -> None:
     for layout in (torch.contiguous_format, torch.channels_last):
         x = make_input((T, 8, 3, 8, 8), device=device)
         x = x.flatten(0, 1).contiguous(memory_format=layout).unflatten(0, (T, 8))
-        for make in (normalised, fused, again):
+        for make in (normalized, fused, checkpointed):
             expected = step(make().to(device), x, None)
             found = step(shard_time(make().to(device), mesh["time"], 2), x, mesh)
             torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-4)
 
 
-def check_synchronised(device: torch.device) -> None:
-    """`DistributedDataParallel`, which takes such norms on GPUs only."""
+def check_synchronized(device: torch.device) -> None:
+    """Compare `DistributedDataParallel`, which supports these norms on GPUs only."""
     rank, count = dist.get_rank(), dist.get_world_size()
     rows = steps_of(2 * count, rank, count)
     x = make_input((T, 2 * count, 3, 8, 8), device=device)
-    for make in (fused, again):
+    for make in (fused, checkpointed):
         expected = step(make().to(device), x, None)
         shared = nn.SyncBatchNorm.convert_sync_batchnorm(make().to(device))
         found = step(DistributedDataParallel(shared), x, None, rows)
@@ -150,7 +150,7 @@ def main() -> None:
         return
     check(mesh, device)
     if device.type == "cuda":
-        check_synchronised(device)
+        check_synchronized(device)
     count = dist.get_world_size()
     for time_size in (2, 4):
         if count > time_size and count % time_size == 0:

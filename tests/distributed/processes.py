@@ -1,12 +1,14 @@
-"""Processes connected by Gloo, in which tests run functions of theirs: four, or as many as the
-environment variable SPIKEFUSE_TEST_PROCESSES says, a multiple of four."""
+"""Processes connected by Gloo that run functions of the tests.
+
+There are four, or as many as the environment variable SPIKEFUSE_TEST_PROCESSES says, which must be
+a multiple of four.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import pickle
-import socket
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -18,27 +20,26 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spikefuse.distributed.mesh import AXES
+from tests.processes import free_port
 
 SIZE = int(os.environ.get("SPIKEFUSE_TEST_PROCESSES", "4"))
-# Numbers of ranks that share a sequence, for tests that take any; all there are among them.
+# Numbers of ranks for tests that work with any, including all.
 SIZES = sorted({2, 3, 4, SIZE})
 TIMEOUT = timedelta(seconds=60)
 
 
 class Group:
-    """Call it to run `function(axis, *args)` in all of them; gives the results of the first `size`.
+    """Runs `function(axis, *args)` in all processes and returns the results of the first `size`.
 
-    `axis` is the axis `time` of `size` ranks, of which there are as many as there can be; of 3
-    there is one. What a function takes and gives is pickled.
+    `axis` is an axis `time` of `size` ranks; all processes belong to one, except for a size of 3.
+    Arguments and results are pickled.
     """
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["spikefuse.testing", "numba"])
-        # Not a file: each look into one reads all that was ever written there.
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        # Not a file store, which reads the whole file at each access.
+        port = free_port()
         self._pipes, self._processes = [], []
         for rank in range(SIZE):
             ours, theirs = context.Pipe()
@@ -66,7 +67,7 @@ class Group:
 
 
 def messages_of(cases: Iterable[Callable[[], Any]]) -> list[str]:
-    """What each of them is refused with."""
+    """The messages of the errors that each case raises."""
     messages = []
     for case in cases:
         with pytest.raises((TypeError, ValueError)) as caught:
@@ -76,7 +77,7 @@ def messages_of(cases: Iterable[Callable[[], Any]]) -> list[str]:
 
 
 def _send(pipe: Any, value: Any) -> None:
-    pipe.send_bytes(pickle.dumps(value))  # `send` would share tensors' memory, in other ways
+    pipe.send_bytes(pickle.dumps(value))  # `send` would share the memory of tensors
 
 
 def _received(pipe: Any) -> Any:
@@ -93,7 +94,7 @@ def _work(rank: int, pipe: Any, port: int) -> None:
         for n in (1, *SIZES)
         if n != 3
     }
-    # Each is made by all processes, those outside it too.
+    # All processes must make each mesh, even if they are not part of it.
     rest = (range(3), *([r] for r in range(3, SIZE)))
     three, *ones = (DeviceMesh("cpu", ranks, mesh_dim_names=("time",)) for ranks in rest)
     axes[3] = three if rank < 3 else ones[rank - 3]
@@ -105,7 +106,7 @@ def _work(rank: int, pipe: Any, port: int) -> None:
         except BaseException:
             answer = True, f"rank {rank}: {traceback.format_exc()}"
         _send(pipe, answer)
-        # Each has threads that wake a hundred times a second.
+        # Each group has threads that wake a hundred times per second.
         for group in _groups():
             if group not in lasting:
                 dist.destroy_process_group(group)

@@ -1,3 +1,0 @@
-"""tests/test_exactness.py on a GPU."""
-
-from tests.test_exactness import *  # noqa: F403

@@ -1,3 +1,0 @@
-"""tests/kernels/test_norm.py on a GPU."""
-
-from tests.kernels.test_norm import *  # noqa: F403

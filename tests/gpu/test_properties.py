@@ -1,3 +1,0 @@
-"""tests/test_properties.py on a GPU."""
-
-from tests.test_properties import *  # noqa: F403
