@@ -225,8 +225,8 @@ def test_decay_from_tau():
 
 def test_options_that_there_are_not() -> None:
     message = (
-        r"LIF has no option 'tau', but decay, threshold, decay_input, v_reset, reset, "
-        r"detach_reset, surrogate; decay_from_tau\(tau\) .* docs/differences\.md"
+        r"LIF has no option 'tau'; its options are decay, threshold, decay_input, v_reset, reset, "
+        r"detach_reset, surrogate\. decay_from_tau\(tau\) .* docs/differences\.md"
     )
     with pytest.raises(TypeError, match=message):
         LIF(tau=2.0)

@@ -328,7 +328,7 @@ def test_bad_custom() -> None:
         Custom(None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"spike is 1\.0: expected a function of u"):
         Custom(bell, spike=1.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a value can't be called 'training'"):
+    with pytest.raises(ValueError, match="a parameter cannot be named 'training'"):
         Custom(bell, training=1.0)
     with pytest.raises(ValueError, match="gain is nan: expected a finite number"):
         Custom(bell, gain=math.nan)

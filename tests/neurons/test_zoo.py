@@ -255,7 +255,7 @@ def test_two_compartment_lif() -> None:
             lambda: sf.TernaryLIF(threshold=0.0),
             "threshold is 0.0: expected a positive finite number",
         ),
-        (lambda: sf.IntegerLIF(levels=0), "levels is 0: expected a whole number, 1 or more"),
+        (lambda: sf.IntegerLIF(levels=0), "levels is 0: expected an integer >= 1"),
         (lambda: sf.IntegerLIF(levels=True), "levels is True"),
         (lambda: sf.TwoCompartmentLIF(drive=1.0), "strictly between 0 and 1"),
     ],
