@@ -22,8 +22,8 @@ class ALIF(LIF):
 
     A soft reset subtracts the raised threshold.
 
-    Shapes: `x` and the spikes are `[T, B, ...]` in float32, bfloat16 or float16; the states `v`,
-    `a` are `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`, `a`: `[B, ...]`
+    (float32).
 
     Source: Bellec et al., "Long short-term memory and learning-to-learn in networks of spiking
     neurons", NeurIPS 2018 (its rho is `adaptation_decay`).

@@ -27,8 +27,8 @@ class AlphaLIF(Firing):
 
     In the step in which an input arrives, the traces cancel. It takes effect one step later.
 
-    Shapes: `x` and the spikes are `[T, B, ...]` in float32, bfloat16 or float16; the states `e`,
-    `i` are `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `e`, `i`: `[B, ...]`
+    (float32).
 
     Source: Gerstner et al., "Neuronal Dynamics", Cambridge University Press, 2014, chapter 1
     and section 6.4 (spike response model); in discrete time, Eshraghian et al., "Training

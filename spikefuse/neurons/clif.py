@@ -25,8 +25,8 @@ class CLIF(LIF):
     The sigmoids are not rounded exactly: kernels match the reference approximately, see
     docs/conventions.md, Dtypes.
 
-    Shapes: `x` and the spikes are `[T, B, ...]` in float32, bfloat16 or float16; the states `v`,
-    `m` are `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`, `m`: `[B, ...]`
+    (float32).
 
     Source: Huang et al., "CLIF: Complementary Leaky Integrate-and-Fire Neuron for Spiking Neural
     Networks", ICML 2024 (decay = 1 - 1/tau).

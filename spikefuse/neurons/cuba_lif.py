@@ -22,8 +22,8 @@ class CubaLIF(LIF):
 
     The input takes effect in the step in which it arrives. A reset does not change the current.
 
-    Shapes: `x` and the spikes are `[T, B, ...]` in float32, bfloat16 or float16; the states `v`,
-    `current` are `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`, `current`: `[B, ...]`
+    (float32).
 
     Source: Gerstner et al., "Neuronal Dynamics", Cambridge University Press, 2014, chapter 1;
     in discrete time, Neftci et al., "Surrogate Gradient Learning in Spiking Neural Networks",

@@ -23,8 +23,7 @@ class EIF(Firing):
     The exponential is not rounded exactly: kernels match the reference approximately, see
     docs/conventions.md, Dtypes. A soft reset may leave the potential where it grows without bound.
 
-    Shapes: `x` and the spikes are `[T, B, ...]` in float32, bfloat16 or float16; the state `v` is
-    `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`: `[B, ...]` (float32).
 
     Source: Fourcaud-Trocme et al., "How Spike Generation Mechanisms Determine the Neuronal
     Response to Fluctuating Inputs", Journal of Neuroscience 23, 2003 (its Delta_T is

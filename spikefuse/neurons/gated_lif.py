@@ -27,8 +27,7 @@ class GatedLIF(Firing):
     fraction, `sigmoid(logit)`. The paper has one conductance per time step; here it is a single
     value, because a neuron does not depend on the number of time steps.
 
-    Shapes: `x` and the spikes are `[T, B, ...]` in float32, bfloat16 or float16; the state `v` is
-    `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`: `[B, ...]` (float32).
 
     Source: Yao et al., "GLIF: A Unified Gated Leaky Integrate-and-Fire Neuron for Spiking Neural
     Networks", NeurIPS 2022.

@@ -23,8 +23,7 @@ class IntegerLIF(Definition):
     The derivative of `s` with respect to `h / threshold` is 1 on [0, levels] and 0 elsewhere
     (straight-through estimator).
 
-    Shapes: `x` and the output are `[T, B, ...]` in float32, bfloat16 or float16; the state `v` is
-    `[B, ...]` in float32.
+    Shapes: `x`, output: `[T, B, ...]` (float32, bfloat16 or float16); `v`: `[B, ...]` (float32).
 
     Source: Luo et al., "Integer-Valued Training and Spike-Driven Inference Spiking Neural
     Network for High-performance and Energy-efficient Object Detection", ECCV 2024.

@@ -25,8 +25,8 @@ class Izhikevich(QIF):
     threshold=30`, with `u = w + b * v_rest` and `I = x + b * v_rest`. In these units, pass a state
     near the resting potential instead of starting from 0.
 
-    Shapes: `x` and the spikes are `[T, B, ...]` in float32, bfloat16 or float16; the states `v`,
-    `w` are `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`, `w`: `[B, ...]`
+    (float32).
 
     Source: Izhikevich, "Simple Model of Spiking Neurons", IEEE Transactions on Neural Networks
     14, 2003.

@@ -25,8 +25,7 @@ class KLIF(LIF):
     With `scale_reset`, `f / k` and `threshold / k` replace `f` and `threshold` in the reset, so
     that `k` does not scale the state.
 
-    Shapes: `x` and the spikes are `[T, B, ...]` in float32, bfloat16 or float16; the state `v` is
-    `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`: `[B, ...]` (float32).
 
     Source: Jiang and Zhang, "KLIF: An Optimized Spiking Neuron Unit for Tuning Surrogate
     Gradient Slope and Membrane Potential", arXiv:2302.09238, 2023.

@@ -16,8 +16,7 @@ class LI(Definition):
 
         v = decay * v + x, or decay * v + (1 - decay) * x with decay_input
 
-    Shapes: `x` and the output are `[T, B, ...]` in float32, bfloat16 or float16; the state `v` is
-    `[B, ...]` in float32.
+    Shapes: `x`, output: `[T, B, ...]` (float32, bfloat16 or float16); `v`: `[B, ...]` (float32).
 
     Source: Gerstner et al., "Neuronal Dynamics", Cambridge University Press, 2014, chapter 1;
     as a readout, Bellec et al., "Long short-term memory and learning-to-learn in networks of

@@ -52,8 +52,7 @@ class LIF(Firing):
     With `decay_input`, h = decay * v + (1 - decay) * x, so that a constant input x drives the
     potential to x for every decay.
 
-    Shapes: `x` and the spikes are `[T, B, ...]` in float32, bfloat16 or float16; the state `v` is
-    `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`: `[B, ...]` (float32).
 
     Source: Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion",
     Eqs. 1 to 3 (`decay` is its k_tau, `threshold` its V_th; v_reset = 0).

@@ -21,8 +21,7 @@ class QIF(Firing):
 
     A soft reset may leave the potential above `v_critical`, where it grows without bound.
 
-    Shapes: `x` and the spikes are `[T, B, ...]` in float32, bfloat16 or float16; the state `v` is
-    `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`: `[B, ...]` (float32).
 
     Source: Latham et al., "Intrinsic Dynamics in Neuronal Networks", Journal of Neurophysiology
     83, 2000; Gerstner et al., "Neuronal Dynamics", Cambridge University Press, 2014, section 5.3.

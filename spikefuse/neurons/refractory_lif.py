@@ -23,8 +23,8 @@ class RefractoryLIF(LIF):
 
     During the refractory period, the input is ignored and receives no gradient.
 
-    Shapes: `x` and the spikes are `[T, B, ...]` in float32, bfloat16 or float16; the states `v`,
-    `pause` are `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`, `pause`: `[B, ...]`
+    (float32).
 
     Source: Gerstner et al., "Neuronal Dynamics", Cambridge University Press, 2014, section 1.3.
 

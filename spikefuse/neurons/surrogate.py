@@ -31,6 +31,8 @@ __all__ = [
     "Triangle",
 ]
 
+Cutoff = Value | None
+
 
 class _Spike(torch.autograd.Function):
     """`surrogate.spike(u)`; `learned` passes the gradient of the spike on to the parameters."""
@@ -40,9 +42,7 @@ class _Spike(torch.autograd.Function):
         return surrogate.spike(u).to(u.dtype)
 
     @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Tensor, Surrogate, Tensor | None], output: Tensor
-    ) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0])
         ctx.surrogate = inputs[1]
 
@@ -52,8 +52,7 @@ class _Spike(torch.autograd.Function):
         surrogate = ctx.surrogate
         if surrogate.cutoff is not None:
             grad = grad.masked_fill(u < surrogate.cutoff, 0.0)
-        learned = grad if ctx.needs_input_grad[2] else None
-        return grad * surrogate.derivative(u), None, learned
+        return grad * surrogate.derivative(u), None, grad if ctx.needs_input_grad[2] else None
 
 
 class Surrogate(Holder):
@@ -61,25 +60,22 @@ class Surrogate(Holder):
 
     A parameter that requires a gradient receives that of `primal`, the smooth function whose
     derivative the surrogate is: `dL/dwidth = sum g * d primal(u) / d width`, with `g` the gradient
-    of the spikes. (Wang et al., "Adaptive Smoothing Gradient Learning for Spiking Neural
-    Networks", ICML 2023, learn the width of a smoothed spike in this way. They also mix the smooth
-    function into the forward pass; here the forward pass remains binary.)
+    of the spikes. This follows Wang et al., "Adaptive Smoothing Gradient Learning for Spiking
+    Neural Networks", ICML 2023, but their smoothing of the forward pass is omitted.
 
     Shapes: `u`, the spike and the derivative have the same shape and floating-point dtype.
     Units: `u` is in the unit of the potential, widths are in that unit or its inverse.
 
     Args:
-        cutoff: where `u < cutoff`, `u` and the parameters receive no gradient; None disables the
-            cutoff. It is the secondary gradient threshold minus the firing threshold in Finkbeiner
-            and Neftci, "Drastically Improved SNN-Training Throughput on the IPU by Utilizing
-            Activation Sparsity". The cutoff itself receives no gradient.
+        cutoff: where `u < cutoff`, `u` and the parameters receive no gradient; None disables it. It
+            cannot be learned. Source: Finkbeiner and Neftci, "Drastically Improved SNN-Training
+            Throughput on the IPU by Utilizing Activation Sparsity" (secondary threshold).
 
     Raises:
-        TypeError, ValueError: a parameter has the wrong type or is out of range.
-        ValueError (in a call): a parameter requires a gradient, but the surrogate defines none.
+        TypeError, ValueError: a parameter has the wrong type, is out of range or cannot be learned.
     """
 
-    def __init__(self, cutoff: Value | None = None) -> None:
+    def __init__(self, cutoff: Cutoff = None) -> None:
         super().__init__()
         self.cutoff = None if cutoff is None else number("cutoff", cutoff)
 
@@ -122,10 +118,9 @@ class Surrogate(Holder):
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, module in self.named_modules():
-            for group in (vars(module), module._parameters):
-                for name, value in group.items():
-                    if isinstance(value, Tensor):
-                        yield f"{prefix}.{name}".lstrip("."), value
+            for name, value in (*vars(module).items(), *module._parameters.items()):
+                if isinstance(value, Tensor):
+                    yield f"{prefix}.{name}".lstrip("."), value
 
     def _evaluated(self) -> Surrogate:
         """Return a copy with each `Learnable` evaluated, for use without a neuron."""
@@ -154,12 +149,10 @@ class Sigmoid(Surrogate):
 
     Args:
         width: steepness `a`, positive.
-        cutoff: see `Surrogate`.
-
-    Shapes, dtypes and errors: see `Surrogate`.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
-    def __init__(self, width: Value = 4.0, *, cutoff: Value | None = None) -> None:
+    def __init__(self, width: Value = 4.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
         self.width = positive("width", width)
 
@@ -179,12 +172,10 @@ class Arctan(Surrogate):
 
     Args:
         width: steepness `a`, positive.
-        cutoff: see `Surrogate`.
-
-    Shapes, dtypes and errors: see `Surrogate`.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
-    def __init__(self, width: Value = 2.0, *, cutoff: Value | None = None) -> None:
+    def __init__(self, width: Value = 2.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
         self.width = positive("width", width)
 
@@ -197,8 +188,7 @@ class Arctan(Surrogate):
 
     def tangent(self, u: Tensor) -> Tensor:
         scaled = (math.pi / 2) * self.width * u
-        fixed = scaled.detach()
-        return scaled / (math.pi * (1 + fixed * fixed))
+        return scaled / (math.pi * (1 + (scaled * scaled).detach()))
 
 
 class FastSigmoid(Surrogate):
@@ -210,14 +200,10 @@ class FastSigmoid(Surrogate):
     Args:
         width: steepness `a`, positive.
         height: value at u = 0, positive.
-        cutoff: see `Surrogate`.
-
-    Shapes, dtypes and errors: see `Surrogate`.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
-    def __init__(
-        self, width: Value = 10.0, height: Value = 1.0, *, cutoff: Value | None = None
-    ) -> None:
+    def __init__(self, width: Value = 10.0, height: Value = 1.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
         self.width, self.height = positive("width", width), positive("height", height)
 
@@ -237,12 +223,10 @@ class PiecewiseQuadratic(Surrogate):
 
     Args:
         width: steepness `a`, positive.
-        cutoff: see `Surrogate`.
-
-    Shapes, dtypes and errors: see `Surrogate`.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
-    def __init__(self, width: Value = 1.0, *, cutoff: Value | None = None) -> None:
+    def __init__(self, width: Value = 1.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
         self.width = positive("width", width)
 
@@ -262,14 +246,10 @@ class Triangle(Surrogate):
     Args:
         width: half the width of the support, positive.
         height: value at u = 0, positive.
-        cutoff: see `Surrogate`.
-
-    Shapes, dtypes and errors: see `Surrogate`.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
-    def __init__(
-        self, width: Value = 1.0, height: Value = 1.0, *, cutoff: Value | None = None
-    ) -> None:
+    def __init__(self, width: Value = 1.0, height: Value = 1.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
         self.width, self.height = positive("width", width), positive("height", height)
 
@@ -295,18 +275,11 @@ class Rectangle(Surrogate):
     Args:
         left, right: bounds of the support, left < right.
         height: value between the bounds, positive.
-        cutoff: see `Surrogate`.
-
-    Shapes, dtypes and errors: see `Surrogate`.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
     def __init__(
-        self,
-        left: Value = -0.5,
-        right: Value = 0.5,
-        height: Value = 1.0,
-        *,
-        cutoff: Value | None = None,
+        self, left: Value = -0.5, right: Value = 0.5, height: Value = 1.0, *, cutoff: Cutoff = None
     ) -> None:
         super().__init__(cutoff)
         numbers = [bound for bound in (left, right) if isinstance(bound, int | float)]
@@ -335,12 +308,10 @@ class Erf(Surrogate):
 
     Args:
         width: steepness `a`, positive.
-        cutoff: see `Surrogate`.
-
-    Shapes, dtypes and errors: see `Surrogate`.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
-    def __init__(self, width: Value = 2.0, *, cutoff: Value | None = None) -> None:
+    def __init__(self, width: Value = 2.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
         self.width = positive("width", width)
 
@@ -353,8 +324,7 @@ class Erf(Surrogate):
 
     def tangent(self, u: Tensor) -> Tensor:
         z = self.width * u
-        fixed = z.detach()
-        return torch.exp(-(fixed * fixed)) / math.sqrt(math.pi) * z
+        return torch.exp(-(z * z).detach()) / math.sqrt(math.pi) * z
 
 
 class Gaussian(Surrogate):
@@ -366,14 +336,10 @@ class Gaussian(Surrogate):
     Args:
         width: standard deviation, positive.
         scale: factor of the density, positive; cannot be learned.
-        cutoff: see `Surrogate`.
-
-    Shapes, dtypes and errors: see `Surrogate`.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
-    def __init__(
-        self, width: Value = 0.5, scale: Value = 1.0, *, cutoff: Value | None = None
-    ) -> None:
+    def __init__(self, width: Value = 0.5, scale: Value = 1.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
         self.width, self.scale = positive("width", width), positive("scale", scale)
 
@@ -393,8 +359,7 @@ class Gaussian(Surrogate):
 class MultiGaussian(Surrogate):
     """Mixture `scale * ((1 + p) N(u; 0, w) - p N(u; w, sw) - p N(u; -w, sw))`.
 
-    `N(u; m, d)` is the normal density with mean m and standard deviation d; w is `width`, p is
-    `share` and s is `spread`. The mixture is negative on both sides.
+    `N(u; m, d)` is the normal density with mean m and standard deviation d.
 
     Source: Yin et al., "Accurate and efficient time-domain classification with adaptive spiking
     recurrent neural networks", Nature Machine Intelligence 3, 2021 (h = 0.15, s = 6, width 0.5;
@@ -405,9 +370,7 @@ class MultiGaussian(Surrogate):
         share: weight `p` of the outer densities, positive; cannot be learned.
         spread: ratio `s` of the outer to the central standard deviation, positive.
         scale: factor of the sum, positive; cannot be learned.
-        cutoff: see `Surrogate`.
-
-    Shapes, dtypes and errors: see `Surrogate`.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
     def __init__(
@@ -417,7 +380,7 @@ class MultiGaussian(Surrogate):
         spread: Value = 6.0,
         scale: Value = 1.0,
         *,
-        cutoff: Value | None = None,
+        cutoff: Cutoff = None,
     ) -> None:
         super().__init__(cutoff)
         self.width, self.share = positive("width", width), positive("share", share)
@@ -466,12 +429,10 @@ class StraightThrough(Surrogate):
     Conditional Computation", arXiv:1308.3432, 2013.
 
     Args:
-        cutoff: see `Surrogate`.
-
-    Shapes, dtypes and errors: see `Surrogate`.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
-    def __init__(self, *, cutoff: Value | None = None) -> None:
+    def __init__(self, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
 
     def derivative(self, u: Tensor) -> Tensor:
@@ -488,8 +449,7 @@ class Custom(Surrogate):
 
         Custom(lambda u, width: torch.exp(-width * torch.abs(u)), width=4.0)
 
-    Functions are compared by identity, and each set of functions compiles a kernel: define them
-    once.
+    Each set of functions, compared by identity, compiles a kernel: define them once.
 
     Args:
         derivative: see `Surrogate.derivative`.
@@ -499,8 +459,7 @@ class Custom(Surrogate):
         values: parameters: floats, tensors (one value or one per channel) or `Learnable`.
 
     Raises:
-        TypeError: `derivative`, `spike` or `primal` is not a function, or a parameter has the
-            wrong type.
+        TypeError: a function is not callable, or a parameter has the wrong type.
         ValueError: the name of a parameter is taken, or its value is not finite.
     """
 
@@ -510,12 +469,12 @@ class Custom(Surrogate):
         spike: Callable[..., Tensor] | None = None,
         primal: Callable[..., Tensor] | None = None,
         *,
-        cutoff: Value | None = None,
+        cutoff: Cutoff = None,
         **values: Value,
     ) -> None:
         super().__init__(cutoff)
-        given = {"derivative": derivative, "spike": spike, "primal": primal}
-        for name, function in given.items():
+        functions = {"derivative": derivative, "spike": spike, "primal": primal}
+        for name, function in functions.items():
             if not callable(function) and (function is not None or name == "derivative"):
                 raise TypeError(f"{name} is {function!r}: expected a function of u")
         self._derivative, self._spike, self._primal = derivative, spike, primal

@@ -22,8 +22,7 @@ class TernaryLIF(LIF):
 
     The surrogate replaces the derivative of the spike at both thresholds.
 
-    Shapes: `x` and the spikes are `[T, B, ...]` in float32, bfloat16 or float16; the state `v` is
-    `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`: `[B, ...]` (float32).
 
     Source: Guo et al., "Ternary Spike: Learning Ternary Spikes for Spiking Neural Networks",
     AAAI 2024.

@@ -26,8 +26,8 @@ class TwoCompartmentLIF(Firing):
     A hard reset sets both potentials to `v_reset`. `feedback` and `drive` are learned fractions,
     `sigmoid(logit)`.
 
-    Shapes: `x` and the spikes are `[T, B, ...]` in float32, bfloat16 or float16; the states
-    `dendrite`, `soma` are `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `dendrite`, `soma`: `[B,
+    ...]` (float32).
 
     Source: Zhang et al., "TC-LIF: A Two-Compartment Spiking Neuron Model for Long-Term
     Sequential Modelling", AAAI 2024 (its beta_1 is `-feedback`, its beta_2 `drive`).

@@ -44,12 +44,14 @@ def assert_reverse(neuron: sf.Neuron, values: list[float], tolerance: float = 1e
     for name, leaf in zip(step.params, leaves[fixed:], strict=False):
         leaf.requires_grad_(name in reverse.params)
     primal, incoming = leaves[: len(point) - num_results], leaves[len(point) - num_results :]
-    outputs, new = step_function(neuron, step.params)(*primal)
+    results = step_function(neuron, step.params)(*primal)
     learnable = [primal[fixed + step.params.index(name)] for name in reverse.params]
-    results = [r for r in (*outputs, *new) if r.requires_grad]
-    kept = [g for r, g in zip((*outputs, *new), incoming, strict=True) if r.requires_grad]
+    gradients = [g.detach() for r, g in zip(results, incoming, strict=True) if r.requires_grad]
     expected = torch.autograd.grad(
-        results, [*primal[:fixed], *learnable], [g.detach() for g in kept], allow_unused=True
+        [r for r in results if r.requires_grad],
+        [*primal[:fixed], *learnable],
+        gradients,
+        allow_unused=True,
     )
     actual = evaluate(reverse.graph, point)
     assert len(actual) == len(expected)
