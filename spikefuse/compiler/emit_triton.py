@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-# One instruction each, where / and exp take several; the interpreter has no assembler.
+# Single instructions, where / and exp take several; the interpreter has no inline assembly.
 FAST: tl.constexpr = tl.constexpr(
     torch.version.cuda is not None and os.environ.get("TRITON_INTERPRET") != "1"
 )

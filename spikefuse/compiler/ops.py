@@ -25,8 +25,8 @@ class UnsupportedOperation(NotImplementedError):
 class Op:
     """One row: source text with `{0}`, `{1}`, ... for the operands.
 
-    `exact` operations are correctly rounded, and so equal PyTorch's bit for bit. Operations that
-    `jumps` are discontinuous: a rounding error of the operand can change the result by a step.
+    `exact` operations are correctly rounded, and so equal PyTorch's bit for bit. A rounding error
+    of the operand can change the result of `discontinuous` operations by a step.
     """
 
     triton: str
@@ -34,7 +34,7 @@ class Op:
     operands: str = "ff"  # one letter per operand: f(loat) or b(ool)
     result: str = "f"
     exact: bool = True
-    jumps: bool = False
+    discontinuous: bool = False
     aten: tuple[Any, ...] = ()
 
 
@@ -55,12 +55,12 @@ TABLE: dict[str, Op] = {
     # Fused multiply-adds, for gradients only: `a * b + c` and `c - a * b`.
     "fma": Op("tl.fma({0}, {1}, {2})", "fma({0}, {1}, {2})", operands="fff", exact=False),
     "fnma": Op("tl.fma(-{0}, {1}, {2})", "fma(-{0}, {1}, {2})", operands="fff", exact=False),
-    "quick_div": Op("({0} * reciprocal({1}))", "({0} / {1})", exact=False),
+    "approximate_div": Op("({0} * reciprocal({1}))", "({0} / {1})", exact=False),
     "neg": _both("(-{0})", operands="f", aten=(aten.neg,)),
     "abs": Op("tl.abs({0})", "abs({0})", operands="f", aten=(aten.abs,)),
     # Correctly rounded here, but not in every CPU build of PyTorch.
     "sqrt": Op("tl.sqrt_rn({0})", "sqrt({0})", operands="f", exact=False, aten=(aten.sqrt,)),
-    "floor": Op("tl.floor({0})", "floor({0})", operands="f", jumps=True, aten=(aten.floor,)),
+    "floor": Op("tl.floor({0})", "floor({0})", "f", discontinuous=True, aten=(aten.floor,)),
     "exp": Op("tl.exp({0})", "exp({0})", operands="f", exact=False, aten=(aten.exp,)),
     "sigmoid": _both("sigmoid({0})", operands="f", exact=False, aten=(aten.sigmoid,)),
     "log": Op("tl.log({0})", "log({0})", operands="f", exact=False, aten=(aten.log,)),
@@ -129,7 +129,7 @@ def _mul(b: Builder, x: Operand, y: Operand) -> Operand:
 def _tanh(b: Builder, x: Operand) -> Operand:
     # The exponential form cancels near 0, where x times a polynomial in x^2 replaces it.
     size = b.op("abs", x)
-    tail = b.op("quick_div", 2.0, b.op("add", b.op("exp", b.op("add", size, size)), 1.0))
+    tail = b.op("approximate_div", 2.0, b.op("add", b.op("exp", b.op("add", size, size)), 1.0))
     far = b.op("sub", 1.0, tail)
     far = b.op("where", b.op("lt", x, 0.0), b.op("neg", far), far)
     square = b.op("mul", x, x)

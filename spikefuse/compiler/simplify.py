@@ -73,7 +73,7 @@ def _deciding(graph: Graph) -> set[str]:
     """Return the names that conditions and other discontinuous values are computed from."""
     found = {name for name, kind in graph.kinds.items() if kind == "b"}
     for node in reversed(graph.nodes):
-        if node.name in found or TABLE[node.op].jumps:
+        if node.name in found or TABLE[node.op].discontinuous:
             found.update(o for o in node.operands if isinstance(o, str))
     return found
 

@@ -94,7 +94,7 @@ def test_a_learnable_value_is_computed_per_call() -> None:
     assert "decay.logit" not in plif.values()
 
 
-def test_statics_tell_constants_but_not_values() -> None:
+def test_statics_depend_on_constants_but_not_on_values() -> None:
     def statics(neuron: Definition) -> tuple[Any, ...]:
         return neuron.describe()[1]
 
@@ -180,7 +180,7 @@ def test_constants_of_the_class_are_part_of_the_kernel():
     assert neuron(x).item() == 0.25
 
 
-def test_attributes_that_may_change_unseen_are_refused():
+def test_mutable_objects_are_refused():
     class Holder:
         gain = 2.0
 
@@ -191,7 +191,7 @@ def test_attributes_that_may_change_unseen_are_refused():
 
 
 class Modes(Definition):
-    """Attributes of every kind, besides those of `Two`."""
+    """A definition with attributes of every kind."""
 
     v = State()
     leak = 0.5
@@ -387,7 +387,7 @@ def test_a_warm_description_takes_two_python_calls() -> None:
     ],
     ids=["list", "set", "dict", "a list in a tuple"],
 )
-def test_what_may_change_in_place_is_read_each_time(mutable: Any, change: Any) -> None:
+def test_mutable_constants_are_read_in_every_call(mutable: Any, change: Any) -> None:
     neuron = Modes()
     neuron.mutable = mutable
     before = neuron.describe()[1]
@@ -409,7 +409,7 @@ def test_a_description_holds_no_graph() -> None:
 @pytest.mark.parametrize(
     "duplicate", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
 )
-def test_copies_are_described_for_themselves(duplicate: Any) -> None:
+def test_copies_have_their_own_description(duplicate: Any) -> None:
     neuron = Modes()
     neuron.describe()
     other = duplicate(neuron)
@@ -433,7 +433,7 @@ def test_a_description_keeps_no_neuron_alive() -> None:
 
 
 class Weighted(spikefuse.Neuron):
-    """The sum of the input by all of `weights`."""
+    """The sum of the products of the input with `weights`."""
 
     v = State()
 
@@ -525,7 +525,7 @@ def test_constants_of_a_surrogates_class() -> None:
     assert gradients == [2.0, 3.0]
 
 
-def test_a_default_on_the_class_that_is_hidden_is_no_constant() -> None:
+def test_a_hidden_class_default_is_not_a_constant() -> None:
     class Default(Definition):
         v = State()
         decay = 0.9
