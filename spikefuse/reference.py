@@ -1,7 +1,7 @@
 """The eager time loop: the specification that every kernel is compared with.
 
-Any device, any floating-point dtype: float64 inputs are computed in float64 (for error
-budgets), all others in float32.
+It runs on any device and with any floating-point dtype. Arithmetic is in float64 for float64
+inputs (used for error budgets) and in float32 for all others.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ def scan(
     """Run `definition` over dim 0 of `inputs` and return (outputs, final states).
 
     Args:
-        inputs: tensors of one shape `[T, B, ...]`, T >= 1.
+        inputs: tensors of the same shape `[T, B, ...]`, T >= 1.
         state: one tensor `[B, ...]` per declared state, or None to start from rest.
 
     Returns:
-        Outputs `[T, B, ...]` in the inputs' dtype; states `[B, ...]` in that of the arithmetic.
+        Outputs `[T, B, ...]` in the dtype of the inputs, states `[B, ...]` in that of the
+        arithmetic.
+
+    Raises:
+        WrongResult: `step` does not return outputs and one new tensor per state.
+        ValueError: a parameter is neither a scalar nor one value per channel.
     """
     like, dtype = inputs[0][0], inputs[0].dtype
     for x in inputs[1:]:

@@ -1,4 +1,4 @@
-"""Comparing kernels with the reference: inputs in any layout, poisoned memory, error budgets."""
+"""Compare kernels with the reference: inputs in any layout, poisoned memory, error budgets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROUNDING = dict(zip(DTYPES, (2.0**-24, 2.0**-8, 2.0**-11), strict=True))
 
 @dataclass(frozen=True)
 class Backends:
-    """A device, and the implementations (`impl=`) whose kernels run on its tensors."""
+    """A device and the implementations (`impl=`) that run on it."""
 
     device: str
     impls: tuple[str, ...]
@@ -36,19 +36,19 @@ def make_input(
     seed: int = 0,
     constant: bool = False,
 ) -> Tensor:
-    """Normal random values `[T, B, ...]`; with `constant`, one step and a time stride of 0."""
+    """Return normal random values `[T, B, ...]`; `constant` repeats one step with time stride 0."""
     generator = torch.Generator().manual_seed(seed)
     drawn = (1, *shape[1:]) if constant else tuple(shape)
     return torch.randn(drawn, generator=generator).to(device, dtype).expand(tuple(shape))
 
 
 def lay_out(x: Tensor, layout: str) -> Tensor:
-    """The same values of `[T, B, C, H, W]` in another memory order, one of `LAYOUTS`.
+    """Copy `x` `[T, B, C, H, W]` to another memory layout, one of `LAYOUTS`.
 
-    "batch_first" has time inside the batch in memory.
+    In "batch_first" the batch is the outermost dimension in memory.
 
     Raises:
-        ValueError: an unknown layout.
+        ValueError: the layout is unknown.
     """
     if layout == "contiguous":
         return x
@@ -62,8 +62,7 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Fill memory from torch.empty and torch.empty_strided with NaN: what a kernel leaves
-    unwritten shows."""
+    """Fill memory from torch.empty and torch.empty_strided with NaN to reveal unwritten results."""
 
     def poison(allocate):
         def wrapper(*args, **kwargs):
@@ -81,39 +80,37 @@ def poisoned() -> Iterator[None]:
 
 @dataclass
 class Run:
-    """A forward pass with its graph, and gradients once `backward` has run."""
+    """The results of a forward pass and the leaves of its graph."""
 
     outputs: Outputs
     states: States
     leaves: dict[str, Tensor]
 
     def backward(self, weights: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Gradients of the weighted sum of outputs and states, by the name of the leaf."""
+        """Return the gradients of the weighted sum of outputs and states, by name of the leaf."""
         results = (*self.outputs, *self.states)
         terms = [(r.double() * w).sum() for r, w in zip(results, weights, strict=True)]
         loss = torch.stack(terms).sum()
-        if not loss.requires_grad:  # nothing that was computed depends on a leaf
+        if not loss.requires_grad:  # no result depends on a leaf
             return {name: torch.zeros_like(x) for name, x in self.leaves.items()}
-        found = torch.autograd.grad(loss, list(self.leaves.values()), allow_unused=True)
-        return {
-            name: torch.zeros_like(x) if g is None else g
-            for (name, x), g in zip(self.leaves.items(), found, strict=True)
-        }
+        leaves = list(self.leaves.values())
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        return dict(zip(self.leaves, gradients, strict=True))
 
 
 def run(neuron: Neuron | Block, inputs: Sequence[Tensor], state: States | None, impl: str) -> Run:
     """Run a neuron or block on fresh leaves: its inputs, initial states and parameters.
 
-    `impl` is one of the neuron's, or "float64" for the eager loop in double precision.
+    `impl` is an implementation of the neuron, or "float64" for the eager loop in double precision.
     """
     xs = [x.detach().requires_grad_() for x in inputs]
     starts = None if state is None else tuple(s.detach().requires_grad_() for s in state)
     leaves = {f"input {i}": x for i, x in enumerate(xs)}
     leaves |= {f"state {i}": s for i, s in enumerate(starts or ())}
     leaves |= dict(neuron.named_parameters())
-    given = [x.double() for x in xs] if impl == "float64" else xs
+    sequences = [x.double() for x in xs] if impl == "float64" else xs
     impl = "reference" if impl == "float64" else impl
-    result, states = neuron(*given, state=starts, return_state=True, impl=impl)
+    result, states = neuron(*sequences, state=starts, return_state=True, impl=impl)
     outputs = result if isinstance(result, tuple) else (result,)
     return Run(outputs, states, leaves)
 
@@ -129,12 +126,12 @@ def assert_matches_reference(
 ) -> None:
     """Compare implementations with the eager loop on the same inputs, in every layout.
 
-    With `exact`, outputs and states must be equal bit for bit; else they may differ as much as
-    `within_budget` allows. Gradients are held to the reference's own float64 error: neurons
-    whose float64 trajectory spikes differently get no loss, so that both compute one function.
+    With `exact`, outputs and states must be equal bit for bit; otherwise they must be
+    `within_budget`. Gradients must match the reference within its own float64 error. Neurons that
+    spike differently in float64 are excluded from the loss, so that all compute the same function.
 
     Raises:
-        AssertionError: naming what differs and by how much.
+        AssertionError: the error names what differs and by how much.
     """
     parameters = dict(neuron.named_parameters())
     expected = run(neuron, inputs, state, "reference")
@@ -147,9 +144,9 @@ def assert_matches_reference(
         for r in (*expected.outputs, *expected.states)
     ]
     wanted, true = expected.backward(weights), truth.backward(weights)
-    # exp and its kin err by up to 2 ulp here and by 1/2 to 1 in PyTorch, at every step.
+    # exp and similar functions err by up to 2 ulp here and by 1/2 to 1 in PyTorch, at every step.
     share = 2.0 if exact else 8.0
-    # A parameter's gradient sums terms about as large as the inputs' gradients, which cancel.
+    # A parameter's gradient is a sum of canceling terms, each about as large as inputs' gradients.
     summed = true["input 0"].double().norm().item()
     for impl, layout in itertools.product(impls, layouts):
         where = f"{impl}, {layout}"
@@ -179,18 +176,18 @@ def within_budget(
     scale: float = 0.0,
     truncated: bool = False,
 ) -> None:
-    """Assert that `actual` errs from the float64 `truth` about as little as `expected` does.
+    """Assert that the error of `actual` against the float64 `truth` is about that of `expected`.
 
-    The budget is `share` times the reference's largest error, plus a few roundings of the largest
-    value (or of `scale`, where that is larger): float32 arithmetic has as many, in another order;
-    results are rounded to their dtype once (or `truncated`, which errs twice as much).
+    The budget is `share` times the largest error of `expected`, plus a few roundings of the largest
+    value (or of `scale`, if larger), because float32 arithmetic may round in another order. Results
+    are rounded to their dtype once, or `truncated`, which doubles that error.
 
     Raises:
-        AssertionError: with the error and the budget.
+        AssertionError: the error exceeds the budget.
     """
     assert actual.dtype == expected.dtype and actual.shape == expected.shape, name
     a, e, t = (x.detach().double() for x in (actual, expected, truth))
-    # A gradient may overflow half precision; then it must for both.
+    # A gradient may overflow half precision, but then it must do so in both.
     finite = e.isfinite()
     assert torch.equal(a.isfinite(), finite), f"{name} is not finite where the reference is"
     if not finite.any():

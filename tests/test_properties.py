@@ -1,4 +1,4 @@
-"""Random definitions from the op table, random shapes: kernels against the eager loop."""
+"""Kernels of random definitions and shapes against the eager loop."""
 
 import operator
 
@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 import spikefuse as sf
 from spikefuse.testing import Backends, assert_matches_reference, make_input
 
-# Operations that every backend rounds correctly, on values that stay moderate.
+# Operations that every backend rounds correctly, with results of moderate size.
 BINARY = {
     "add": operator.add,
     "sub": operator.sub,
@@ -29,7 +29,7 @@ UNARY = {
     "clamp": lambda a: torch.clamp(a, min=-1.0, max=1.5),
     "square": lambda a: torch.clamp(a, -2.0, 2.0) ** 2,
 }
-# Accurate to float32, but not equal bit for bit everywhere.
+# Operations that are accurate to float32, but not bit for bit.
 SMOOTH = {
     "sqrt": lambda a: torch.sqrt(torch.abs(a) + 0.5),
     "exp": lambda a: torch.exp(-torch.abs(a)),
@@ -58,7 +58,7 @@ class Random(sf.Neuron):
             a, b = values[i % len(values)], values[j % len(values)]
             values.append(BINARY[name](a, b) if name in BINARY else {**UNARY, **SMOOTH}[name](a))
         h, other = values[-1], values[-2]
-        # Without this, products of states would grow beyond float32.
+        # Otherwise products of states would overflow float32.
         h = torch.clamp(h, -8.0, 8.0)
         s = self.surrogate(h - 0.5) if self.spiking else 0.5 * h
         return (s, torch.clamp(other, -8.0, 8.0)), (h - s, 0.5 * w + 0.25 * h)
@@ -73,11 +73,11 @@ def programs(names):
 
 SHAPES = st.tuples(st.integers(1, 19), st.integers(1, 3), st.integers(1, 4), st.integers(1, 20))
 EXAMPLES = settings(
-    # The same ones every time; each takes seconds to compile on a CPU, where there are fewer.
+    # The examples are fixed. Each takes seconds to compile on a CPU, which runs fewer.
     max_examples=10 if torch.cuda.is_available() else 6,
     deadline=None,
     derandomize=True,
-    # No shrinking: each attempt would compile kernels, and the programs are short as they are.
+    # No shrinking: each attempt would compile kernels, and the programs are short already.
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

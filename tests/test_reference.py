@@ -10,7 +10,7 @@ from spikefuse import LIF, PLIF, Neuron, State, reference
 
 
 class Leaky(Neuron):
-    """No spike, so that the whole is smooth: v = d v + x^2, output v tanh(x)."""
+    """A smooth neuron without spikes: v = d v + x^2, output v tanh(x)."""
 
     v = State(0.5)
 
@@ -33,7 +33,7 @@ def test_arithmetic_is_float32(dtype: torch.dtype) -> None:
     assert torch.equal(v, expected)
 
 
-def test_float64_all_the_way() -> None:
+def test_float64_arithmetic() -> None:
     x = torch.linspace(-2, 2, 24, dtype=torch.float64).view(4, 2, 3)
     (y,), (v,) = reference.scan(Leaky(0.1), (x,))
     assert y.dtype == v.dtype == torch.float64
@@ -75,14 +75,14 @@ def test_starts_from_rest_or_from_a_state() -> None:
     assert v.tolist() == [[1.0, -2.0]]
 
 
-def test_a_state_is_widened() -> None:
+def test_a_state_is_promoted() -> None:
     x = torch.zeros(1, 1, 1)
     _, (v,) = reference.scan(Leaky(0.5), (x,), (torch.ones(1, 1, dtype=torch.bfloat16),))
     assert v.dtype == torch.float32
 
 
 def test_gradients_of_the_smooth_part_by_differences() -> None:
-    """Central differences in float64 of everything that is differentiable."""
+    """Compare all gradients with central differences in float64."""
     x = torch.linspace(-1, 1.5, 12, dtype=torch.float64).view(3, 2, 2)
     v = torch.linspace(0, 1, 4, dtype=torch.float64).view(2, 2)
     decay = torch.tensor([0.3, 0.8], dtype=torch.float64)

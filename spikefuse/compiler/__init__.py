@@ -1,4 +1,4 @@
-"""From a neuron's step to the source of its kernels: trace, differentiate, simplify, emit."""
+"""Turn a neuron's step into kernel source: trace, differentiate, simplify, emit."""
 
 from spikefuse.compiler.ops import UnsupportedOperation
 

@@ -1,4 +1,4 @@
-"""The reverse of a step: gradients of its inputs from gradients of its results."""
+"""The reverse of a step: gradients of its inputs given the gradients of its results."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from torch import Tensor, nn
 
 from spikefuse.compiler.graph import Graph
 from spikefuse.compiler.simplify import contracted
-from spikefuse.compiler.trace import (
-    Step,
-    capture,
-    identifiers,
-    step_function,
-)
+from spikefuse.compiler.trace import Step, capture, identifiers, step_function
 from spikefuse.neurons.definition import Definition
 from spikefuse.neurons.surrogate import Surrogate
 
@@ -24,8 +19,8 @@ from spikefuse.neurons.surrogate import Surrogate
 class Reverse:
     """The vector-Jacobian product of a step.
 
-    The graph reads the step's variables, `gy0...` (gradients of the outputs) and `gv_<state>`
-    (of the new states), and yields gradients of `inputs`, all states and `params`.
+    The graph reads the step's variables and the gradients of its outputs (`gy0...`) and of its new
+    states (`gv0_<state>...`). It computes the gradients of `inputs`, all states and `params`.
     """
 
     inputs: tuple[str, ...]
@@ -33,36 +28,43 @@ class Reverse:
     graph: Graph
 
     def select(self, step: Step, inputs: Sequence[str], params: Sequence[str]) -> Reverse:
-        """What yields the gradients of these inputs and of all states, and adds those of these
-        parameters to `g<parameter>`, the sums so far."""
+        """Return the reverse that computes the gradients of `inputs` and of all states.
+
+        It adds the gradients of `params` to further variables `g<parameter>`, the running sums.
+        """
         num_inputs, num_states = len(step.inputs), len(step.states)
         chosen = [self.inputs.index(name) for name in inputs]
         chosen += range(num_inputs, num_inputs + num_states)
         chosen += [num_inputs + num_states + self.params.index(name) for name in params]
-        gradients = (*(f"g{y}" for y in step.outputs), *identifiers("gv", step.states))
         names = dict(zip(step.params, step.graph.inputs[num_inputs + num_states :], strict=True))
         sums = tuple(f"g{names[name]}" for name in params)
-        graph = replace(self.graph, inputs=(*step.graph.inputs, *gradients, *sums))
+        graph = replace(self.graph, inputs=(*_variables(step), *sums))
         graph = contracted(graph.accumulate([self.graph.outputs[i] for i in chosen], sums))
         return Reverse(tuple(inputs), tuple(params), graph)
 
 
+def _variables(step: Step) -> tuple[str, ...]:
+    outputs = (f"g{y}" for y in step.outputs)
+    return (*step.graph.inputs, *outputs, *identifiers("gv", step.states))
+
+
 def has_gradient(definition: Definition, name: str) -> bool:
-    """Whether a run-time value may be learned: all but those that only steer a surrogate."""
+    """Return whether a run-time value may be learned, which surrogates decide for theirs."""
     owner: nn.Module = definition
-    *path, _ = parts = name.split(".")
-    for i, part in enumerate(path):
-        owner = owner.get_submodule(part)
+    while "." in name:
+        child, name = name.split(".", 1)
+        owner = owner.get_submodule(child)
         if isinstance(owner, Surrogate):
-            return owner.learns(".".join(parts[i + 1 :]))
+            return owner.learns(name)
     return True
 
 
 def _gradients(total: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """As `torch.autograd.grad`, which would suspend capture's modes while derivatives run, and
-    import a symbolic algebra to be given several gradients."""
-    engine = torch.autograd.Variable._execution_engine
-    found: Sequence[Tensor | None] = engine.run_backward(
+    """Compute what `torch.autograd.grad` does.
+
+    `torch.autograd.grad` would disable the modes of `capture`, and import SymPy.
+    """
+    found: Sequence[Tensor | None] = torch.autograd.Variable._execution_engine.run_backward(
         (total,),
         (torch.ones_like(total),),
         False,  # keep_graph
@@ -80,10 +82,10 @@ def reverse_step(
     """Differentiate `step` with autograd and trace the result.
 
     Args:
-        learned: the parameters that may require a gradient; all of them by default.
+        learned: the parameters that may require a gradient; all by default.
 
     Raises:
-        UnsupportedOperation: the derivative is not made of operations that kernels have.
+        UnsupportedOperation: the derivative uses an operation that kernels do not support.
     """
     function = step_function(definition, step.params)
     num_variables = len(step.inputs) + len(step.states)
@@ -99,19 +101,13 @@ def reverse_step(
         wanted = [*range(num_variables), *(num_variables + i for i in learnable)]
         for i in wanted:
             values[i] = values[i].detach().requires_grad_()
-        outputs, states = function(*values)
-        pairs = zip((*outputs, *states), args[num_all:], strict=True)
+        pairs = zip(function(*values), args[num_all:], strict=True)
         products = [y * gradient for y, gradient in pairs if y.requires_grad]
         leaves, zero = [values[i] for i in wanted], torch.zeros((), dtype=torch.float32)
-        if not products:  # nothing that was computed depends on a variable
+        if not products:  # no result depends on a variable
             return tuple(zero for _ in leaves)
         found = _gradients(sum(products[1:], products[0]), leaves)
         return tuple(zero if g is None else g for g in found)
 
-    names = (
-        *step.graph.inputs,
-        *(f"g{y}" for y in step.outputs),
-        *identifiers("gv", step.states),
-    )
     params = tuple(step.params[i] for i in learnable)
-    return Reverse(step.inputs, params, capture(vjp, names, step.name, gradients=True))
+    return Reverse(step.inputs, params, capture(vjp, _variables(step), step.name, gradients=True))

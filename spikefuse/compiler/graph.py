@@ -1,4 +1,4 @@
-"""Graphs of scalar operations, the language between tracing and source text."""
+"""Graphs of scalar operations, the representation between tracing and source text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Graph:
         return "b" if isinstance(operand, bool) else "f"
 
     def op(self, name: str, *operands: Operand) -> Operand:
-        """Append one operation, converting operands between bool and float where needed."""
+        """Append an operation, converting operands between bool and float where needed."""
         row = ops.TABLE[name]
         converted = tuple(
             self.convert(wanted, operand)
@@ -45,7 +45,7 @@ class Graph:
         return result
 
     def convert(self, wanted: str, operand: Operand) -> Operand:
-        """The operand as "f"(loat) or "b"(ool)."""
+        """Return the operand as "f"(loat) or "b"(ool)."""
         if self.kind(operand) == wanted:
             return operand if isinstance(operand, str) or wanted == "b" else float(operand)
         if not isinstance(operand, str):
@@ -53,17 +53,17 @@ class Graph:
         return self.op("float" if wanted == "f" else "bool", operand)
 
     def select(self, outputs: Sequence[Operand]) -> Graph:
-        """The part of the graph that `outputs` need."""
+        """Return the part of the graph that `outputs` depend on."""
         needed = {o for o in outputs if isinstance(o, str)}
-        kept = []
+        nodes = []
         for node in reversed(self.nodes):
             if node.name in needed:
-                kept.append(node)
+                nodes.append(node)
                 needed.update(o for o in node.operands if isinstance(o, str))
-        return Graph(self.inputs, kept[::-1], tuple(outputs), self.kinds)
+        return Graph(self.inputs, nodes[::-1], tuple(outputs), self.kinds)
 
     def accumulate(self, outputs: Sequence[Operand], sums: Sequence[str]) -> Graph:
-        """`select`, with the last outputs added to these inputs."""
+        """Return `select(outputs)` with the last outputs added to the inputs `sums`."""
         split = len(outputs) - len(sums)
         terms = zip(sums, outputs[split:], strict=True)
         totals = [Node(f"{name}_next", "add", (name, term)) for name, term in terms]
@@ -71,7 +71,7 @@ class Graph:
         return graph.select([*outputs[:split], *(node.name for node in totals)])
 
     def is_binary(self, operand: Operand) -> bool:
-        """Whether a float is a truth value, 0 or 1, or a choice between such, whatever goes in."""
+        """Return whether an operand is 0 or 1 for all inputs."""
         if not isinstance(operand, str):
             return operand in (0.0, 1.0)
         node = next((node for node in self.nodes if node.name == operand), None)
@@ -80,12 +80,12 @@ class Graph:
         return node.op == "float" or all(map(self.is_binary, node.operands[1:]))
 
     def used(self) -> set[str]:
-        """Names that the nodes and outputs read."""
+        """Return the names that the nodes and outputs read."""
         names = {o for node in self.nodes for o in node.operands if isinstance(o, str)}
         return names | {o for o in self.outputs if isinstance(o, str)}
 
     def lines(self, language: str) -> list[str]:
-        """One assignment per node, in "triton" or "numba"."""
+        """Return one assignment per node, in "triton" or "numba"."""
 
         def text(operand: Operand) -> str:
             return operand if isinstance(operand, str) else ops.literal(operand, language)
@@ -96,5 +96,5 @@ class Graph:
         ]
 
     def results(self, language: str) -> list[str]:
-        """The outputs in source text."""
+        """Return the outputs as source text."""
         return [o if isinstance(o, str) else ops.literal(o, language) for o in self.outputs]

@@ -1,7 +1,7 @@
-"""The op table: what a step may compute, and how each operation is written in each language.
+"""The table of operations that a step may use, with their source text in each language.
 
-Everything is scalar float32 or bool: a kernel maps it over neurons. An ATen operation is
-either a row of `TABLE` or rewritten into rows by a function of `REWRITES`.
+All values are scalar float32 or bool; a kernel maps the operations over neurons. An ATen operation
+is either a row of `TABLE` or is rewritten into rows by a function in `REWRITES`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ Operand = str | float | bool
 
 
 class UnsupportedOperation(NotImplementedError):
-    """A neuron's step uses an operation that no kernel can be made of."""
+    """A neuron's step uses an operation that kernels do not support."""
 
 
 @dataclass(frozen=True)
 class Op:
     """One row: source text with `{0}`, `{1}`, ... for the operands.
 
-    `exact` operations are correctly rounded, hence equal PyTorch's bit for bit. Those that `jump`
-    give another value where their operand is rounded otherwise.
+    `exact` operations are correctly rounded, and so equal PyTorch's bit for bit. A rounding error
+    of the operand can change the result of `discontinuous` operations by a step.
     """
 
     triton: str
@@ -34,7 +34,7 @@ class Op:
     operands: str = "ff"  # one letter per operand: f(loat) or b(ool)
     result: str = "f"
     exact: bool = True
-    jumps: bool = False
+    discontinuous: bool = False
     aten: tuple[Any, ...] = ()
 
 
@@ -50,29 +50,29 @@ TABLE: dict[str, Op] = {
     "add": _both("({0} + {1})", aten=(aten.add,)),
     "sub": _both("({0} - {1})", aten=(aten.sub,)),
     "mul": _both("({0} * {1})", aten=(aten.mul,)),
-    # Triton's own division is approximate; torch's is not.
+    # Division is approximate in Triton by default, but not in PyTorch.
     "div": Op("tl.div_rn({0}, {1})", "({0} / {1})", aten=(aten.div,)),
-    # Multiply-adds, for gradients only: `a * b + c` and `c - a * b`.
+    # Fused multiply-adds, for gradients only: `a * b + c` and `c - a * b`.
     "fma": Op("tl.fma({0}, {1}, {2})", "fma({0}, {1}, {2})", operands="fff", exact=False),
     "fnma": Op("tl.fma(-{0}, {1}, {2})", "fma(-{0}, {1}, {2})", operands="fff", exact=False),
-    "quick_div": Op("({0} * reciprocal({1}))", "({0} / {1})", exact=False),
+    "approximate_div": Op("({0} * reciprocal({1}))", "({0} / {1})", exact=False),
     "neg": _both("(-{0})", operands="f", aten=(aten.neg,)),
     "abs": Op("tl.abs({0})", "abs({0})", operands="f", aten=(aten.abs,)),
-    # Correctly rounded here, but PyTorch's own is not in every CPU build.
+    # Correctly rounded here, but not in every CPU build of PyTorch.
     "sqrt": Op("tl.sqrt_rn({0})", "sqrt({0})", operands="f", exact=False, aten=(aten.sqrt,)),
-    "floor": Op("tl.floor({0})", "floor({0})", operands="f", jumps=True, aten=(aten.floor,)),
+    "floor": Op("tl.floor({0})", "floor({0})", "f", discontinuous=True, aten=(aten.floor,)),
     "exp": Op("tl.exp({0})", "exp({0})", operands="f", exact=False, aten=(aten.exp,)),
     "sigmoid": _both("sigmoid({0})", operands="f", exact=False, aten=(aten.sigmoid,)),
     "log": Op("tl.log({0})", "log({0})", operands="f", exact=False, aten=(aten.log,)),
     "maximum": Op(
         "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
         "({0} if {0} > {1} or {0} != {0} else {1})",
-        aten=(aten.maximum,),
+        aten=(aten.maximum, aten.clamp_min),
     ),
     "minimum": Op(
         "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
         "({0} if {0} < {1} or {0} != {0} else {1})",
-        aten=(aten.minimum,),
+        aten=(aten.minimum, aten.clamp_max),
     ),
     "ge": _compare(">=", aten.ge),
     "gt": _compare(">", aten.gt),
@@ -91,35 +91,26 @@ TABLE: dict[str, Op] = {
 
 BY_ATEN = {packet: name for name, op in TABLE.items() for packet in op.aten}
 
-# The value passes through unchanged.
-IDENTITIES = {
-    aten.detach,
-    aten.alias,
-    aten.clone,
-    aten.lift_fresh,
-    aten.lift_fresh_copy,
-}
+# Operations that return their operand unchanged.
+IDENTITIES = {aten.detach, aten.alias, aten.clone, aten.lift_fresh, aten.lift_fresh_copy}
 
 
 class Builder(Protocol):
-    """What a rewrite may call: append one row of the table and get its result."""
+    """The methods of a graph that rewrites use."""
 
     def op(self, name: str, *operands: Operand) -> Operand: ...
 
     def kind(self, operand: Operand) -> str: ...
 
+    def convert(self, wanted: str, operand: Operand) -> Operand: ...
+
 
 def _cast(b: Builder, x: Operand, dtype: torch.dtype | None = None, **_: Any) -> Operand:
-    if dtype is None:
-        return x
-    wanted = "b" if dtype == torch.bool else "f"
-    if b.kind(x) == wanted:
-        return x
-    return b.op("bool" if wanted == "b" else "float", x)
+    return x if dtype is None else b.convert("b" if dtype == torch.bool else "f", x)
 
 
 def _scaled(name: str) -> Callable[..., Operand]:
-    """add and sub, whose ATen forms carry a sign `alpha` of the second operand."""
+    """Rewrite add or sub, whose ATen forms scale the second operand by `alpha`, 1 or -1."""
 
     def rewrite(b: Builder, x: Operand, y: Operand, alpha: float = 1) -> Operand:
         if name == "add" and b.kind(x) == b.kind(y) == "b":
@@ -129,24 +120,16 @@ def _scaled(name: str) -> Callable[..., Operand]:
     return rewrite
 
 
-def _rsub(b: Builder, x: Operand, y: Operand, alpha: float = 1) -> Operand:
-    return b.op("sub", y, x if alpha == 1 else b.op("neg", x))
-
-
 def _mul(b: Builder, x: Operand, y: Operand) -> Operand:
     if b.kind(x) == b.kind(y) == "b":
         return b.op("and", x, y)
     return b.op("mul", x, y)
 
 
-def _sigmoid_backward(b: Builder, grad: Operand, y: Operand) -> Operand:
-    return b.op("mul", grad, b.op("mul", b.op("sub", 1.0, y), y))
-
-
 def _tanh(b: Builder, x: Operand) -> Operand:
-    # Near 0 the exponential form cancels, so there it is x times a polynomial in x^2.
+    # The exponential form cancels near 0, where x times a polynomial in x^2 replaces it.
     size = b.op("abs", x)
-    tail = b.op("quick_div", 2.0, b.op("add", b.op("exp", b.op("add", size, size)), 1.0))
+    tail = b.op("approximate_div", 2.0, b.op("add", b.op("exp", b.op("add", size, size)), 1.0))
     far = b.op("sub", 1.0, tail)
     far = b.op("where", b.op("lt", x, 0.0), b.op("neg", far), far)
     square = b.op("mul", x, x)
@@ -156,15 +139,11 @@ def _tanh(b: Builder, x: Operand) -> Operand:
     return b.op("where", b.op("lt", size, 0.25), b.op("mul", x, series), far)
 
 
-def _tanh_backward(b: Builder, grad: Operand, y: Operand) -> Operand:
-    return b.op("mul", grad, b.op("sub", 1.0, b.op("mul", y, y)))
-
-
 MAX_EXPONENT = 64
 
 
 def _pow(b: Builder, x: Operand, y: Operand) -> Operand:
-    """Whole powers by multiplication; others by exp and log, to about |y ln x| ulp."""
+    """Compute integer powers by multiplication, others by exp and log to about |y ln x| ulp."""
     if not isinstance(y, str) and float(y).is_integer() and abs(y) <= MAX_EXPONENT:
         result, square, rest = None, x, int(abs(y))
         while rest:
@@ -194,34 +173,29 @@ def _sign(b: Builder, x: Operand) -> Operand:
     return b.op("sub", b.op("float", b.op("gt", x, 0.0)), b.op("float", b.op("lt", x, 0.0)))
 
 
-def _constant(value: float) -> Callable[..., Operand]:
-    def rewrite(b: Builder, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Operand:
-        return bool(value) if dtype == torch.bool else value
-
-    return rewrite
-
-
 def _full(b: Builder, _: Any, value: float, dtype: torch.dtype | None = None, **__: Any) -> Operand:
     return bool(value) if dtype == torch.bool else float(value)
+
+
+def _constant(value: float) -> Callable[..., Operand]:
+    return lambda b, shape, **options: _full(b, shape, value, **options)
 
 
 REWRITES: dict[Any, Callable[..., Operand]] = {
     aten.add: _scaled("add"),
     aten.sub: _scaled("sub"),
-    aten.rsub: _rsub,
+    aten.rsub: lambda b, x, y, alpha=1: _scaled("sub")(b, y, x, alpha),
     aten.mul: _mul,
     aten._to_copy: _cast,
     aten.reciprocal: lambda b, x: b.op("div", 1.0, x),
     aten.rsqrt: lambda b, x: b.op("div", 1.0, b.op("sqrt", x)),
-    aten.sigmoid_backward: _sigmoid_backward,
+    aten.sigmoid_backward: lambda b, g, y: b.op("mul", g, b.op("mul", b.op("sub", 1.0, y), y)),
     aten.tanh: _tanh,
-    aten.tanh_backward: _tanh_backward,
+    aten.tanh_backward: lambda b, g, y: b.op("mul", g, b.op("sub", 1.0, b.op("mul", y, y))),
     aten.pow: _pow,
     aten.relu: lambda b, x: b.op("maximum", x, 0.0),
     aten.threshold_backward: lambda b, g, x, t: b.op("where", b.op("le", x, t), 0.0, g),
     aten.clamp: _clamp,
-    aten.clamp_min: lambda b, x, low: _clamp(b, x, min=low),
-    aten.clamp_max: lambda b, x, high: _clamp(b, x, max=high),
     aten.sign: _sign,
     aten.sgn: _sign,
     aten.masked_fill: lambda b, x, mask, value: b.op("where", mask, value, x),
@@ -236,19 +210,21 @@ REWRITES: dict[Any, Callable[..., Operand]] = {
 
 
 def refusal(packet: Any, args: Any, kwargs: Any, result: Any) -> str | None:
-    """Why an operation of the table can't be lowered with these arguments, or None if it can."""
+    """Return why a supported operation cannot be lowered with these arguments, or None."""
     if result.dtype not in (torch.float32, torch.bool):
-        return f"it makes a {result.dtype} tensor, but inside step everything is float32 or bool"
+        return (
+            f"it returns a {result.dtype} tensor, but inside step all tensors are float32 or bool"
+        )
     if result.ndim:
         return (
-            f"it makes a tensor of shape {list(result.shape)}, but a step sees one neuron: make "
+            f"it returns a tensor of shape {list(result.shape)}, but a step sees one neuron: make "
             "constants attributes of the neuron, with one value or one per channel"
         )
     if kwargs.get("alpha", 1) not in (1, -1):
-        # PyTorch may fuse this multiply-add, which would change spikes.
+        # PyTorch may compute it as a fused multiply-add, which would change spikes.
         return "add and sub with alpha are not supported; write the product"
     if kwargs.get("rounding_mode") is not None:
-        return "division that rounds is not supported; torch.floor is"
+        return "division with rounding_mode is not supported; use torch.floor"
     if packet is aten.pow and isinstance(args[1], torch.Tensor):
         if isinstance(args[0], torch.Tensor):
             return "the exponent must be a constant, such as an int attribute or a literal"
@@ -258,16 +234,13 @@ def refusal(packet: Any, args: Any, kwargs: Any, result: Any) -> str | None:
 
 
 def is_supported(packet: Any) -> bool:
-    """Whether kernels can be made of this ATen operation."""
+    """Return whether kernels support this ATen operation."""
     return packet in BY_ATEN or packet in REWRITES or packet in IDENTITIES
 
 
 def literal(value: float, language: str) -> str:
-    """A constant in source text."""
+    """Return a constant as source text."""
     if isinstance(value, bool):
         return repr(value)
-    if not math.isfinite(value):
-        text = f'float("{value}")'
-    else:
-        text = repr(float(value))
+    text = repr(float(value)) if math.isfinite(value) else f'float("{value}")'
     return f"f32({text})" if language == "numba" else text

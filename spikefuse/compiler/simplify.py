@@ -1,10 +1,10 @@
-"""Fewer operations for the same numbers: rewriting of traced graphs.
+"""Rewrite traced graphs into fewer operations with the same results.
 
-All rules are exact, up to the sign of zero, where operands and results are finite (`x - y >= 0`,
-which becomes `x >= y`, is false for two infinities), but in two places. A hard reset,
-`h * (1 - s) + v_reset * s`, becomes the choice `where(fired, v_reset, h)`, which resets an
-infinite potential too, where the product would be NaN. And in gradients, which are exact to
-rounding only, every product with a spike is a choice.
+For finite operands and results, all rules are exact up to the sign of zero. (`x - y >= 0` becomes
+`x >= y`, which differs for two equal infinities.) There are two exceptions. A hard reset,
+`h * (1 - s) + v_reset * s`, becomes `where(fired, v_reset, h)`, which also resets an infinite
+potential, where the product would be NaN. In gradients, which are only exact to rounding, every
+product with a spike becomes a `where`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ COMPARISONS = ("ge", "gt", "le", "lt", "eq", "ne")
 
 
 def simplify(graph: Graph, gradients: bool = False) -> Graph:
-    """The same outputs from fewer nodes; equal nodes become one.
+    """Return a graph with the same outputs and fewer nodes; equal nodes are merged.
 
     Args:
-        gradients: the outputs are gradients.
+        gradients: whether the outputs are gradients.
     """
     builder = _Builder(graph.inputs, gradients)
     values: dict[str, Operand] = {name: name for name in graph.inputs}
@@ -35,19 +35,21 @@ def simplify(graph: Graph, gradients: bool = False) -> Graph:
 
 
 def contracted(graph: Graph) -> Graph:
-    """The graph of a reverse, in which products that are only added become multiply-adds, which
-    round once; `x * (1 - y)` too. What decides who spikes stays as it is."""
+    """Replace products that are only added, and `x * (1 - y)`, by fused multiply-adds.
+
+    For the graphs of gradients. Nodes that conditions depend on are not changed.
+    """
     made = {node.name: node for node in graph.nodes}
     uses = Counter(o for node in graph.nodes for o in node.operands)
     uses.update(graph.outputs)
     decides = _deciding(graph)
 
     def alone(operand: Operand, op: str) -> tuple[Operand, ...]:
-        """The operands of the node that made `operand`, if it is an `op` for this use only."""
+        """Return the operands of the `op` that computes `operand`, if it has no other use."""
         node = made.get(operand) if isinstance(operand, str) and uses[operand] == 1 else None
         return node.operands if node is not None and node.op == op else ()
 
-    def shorter(node: Node) -> Node:
+    def contract(node: Node) -> Node:
         if node.name in decides or node.op not in ("add", "sub", "mul"):
             return node
         x, y = node.operands
@@ -63,15 +65,15 @@ def contracted(graph: Graph) -> Graph:
                     return replace(node, op="fnma", operands=(one, difference[1], one))
         return node
 
-    nodes = [shorter(node) for node in graph.nodes]
+    nodes = [contract(node) for node in graph.nodes]
     return Graph(graph.inputs, nodes, graph.outputs, graph.kinds).select(graph.outputs)
 
 
 def _deciding(graph: Graph) -> set[str]:
-    """The names of what conditions, and other values that jump, are computed from."""
+    """Return the names that conditions and other discontinuous values are computed from."""
     found = {name for name, kind in graph.kinds.items() if kind == "b"}
     for node in reversed(graph.nodes):
-        if node.name in found or TABLE[node.op].jumps:
+        if node.name in found or TABLE[node.op].discontinuous:
             found.update(o for o in node.operands if isinstance(o, str))
     return found
 
@@ -83,12 +85,12 @@ class _Builder:
         self.nodes: dict[Operand, Node] = {}
 
     def make(self, op: str, *operands: Operand) -> Operand:
-        """The result of an operation, by a simpler one or an earlier one where there is one."""
+        """Return the result of an operation, simplified or taken from an equal node if possible."""
         rule = RULES.get(op)
         simpler = rule(self, *operands) if rule else None
         if simpler is not None:
             return simpler
-        # repr tells True from 1.0, and -0.0 from 0.0.
+        # repr distinguishes True from 1.0, and -0.0 from 0.0.
         key = (op, *map(repr, operands))
         if key not in self.known:
             result = self.graph.op(op, *operands)
@@ -96,10 +98,10 @@ class _Builder:
             self.nodes[result] = self.graph.nodes[-1]
         return self.known[key]
 
-    def match(self, operand: Operand, op: str) -> tuple[Operand, ...] | None:
-        """The operands of the node that made `operand`, if it is an `op`."""
+    def match(self, operand: Operand, op: str) -> tuple[Operand, ...]:
+        """Return the operands of the node that computes `operand` if it is an `op`, else ()."""
         node = self.nodes.get(operand) if isinstance(operand, str) else None
-        return node.operands if node is not None and node.op == op else None
+        return node.operands if node is not None and node.op == op else ()
 
 
 def _is(operand: Operand, value: float) -> bool:
@@ -111,7 +113,7 @@ Rule = Callable[..., Operand | None]
 
 def _compare(name: str) -> Rule:
     def rule(b: _Builder, x: Operand, y: Operand) -> Operand | None:
-        difference = b.match(x, "sub") if _is(y, 0.0) else None
+        difference = b.match(x, "sub") if _is(y, 0.0) else ()
         return b.make(name, *difference) if difference else None
 
     return rule
@@ -121,22 +123,21 @@ def _add(b: _Builder, x: Operand, y: Operand) -> Operand | None:
     for one, other in ((x, y), (y, x)):
         if _is(other, 0.0):
             return one
-        negated = b.match(other, "neg")
-        if negated:
+        if negated := b.match(other, "neg"):
             return b.make("sub", one, *negated)
     for one, other in ((x, y), (y, x)):
-        kept, chosen = _gated(b, one), _gated(b, other)
-        if kept and chosen and b.match(kept[0], "not") == (chosen[0],):
-            return b.make("where", chosen[0], chosen[1], kept[1])
+        silent, fired = _gated(b, one), _gated(b, other)
+        if silent and fired and b.match(silent[0], "not") == (fired[0],):
+            return b.make("where", fired[0], fired[1], silent[1])
     return None
 
 
 def _gated(b: _Builder, x: Operand) -> tuple[Operand, Operand] | None:
-    """(condition, value) of a product of a value and a condition."""
-    for product in (b.match(x, "mul") or (), (b.match(x, "mul") or ())[::-1]):
-        gate = b.match(product[1], "float") if product else None
-        if gate:
-            return gate[0], product[0]
+    """Return (condition, value) if `x` is the product of a value and a condition."""
+    factors = b.match(x, "mul")
+    for value, factor in (factors, factors[::-1]) if factors else ():
+        if gate := b.match(factor, "float"):
+            return gate[0], value
     choice = b.match(x, "where")
     if choice and _is(choice[2], 0.0):
         return choice[0], choice[1]
@@ -148,10 +149,9 @@ def _gated(b: _Builder, x: Operand) -> tuple[Operand, Operand] | None:
 def _sub(b: _Builder, x: Operand, y: Operand) -> Operand | None:
     if _is(y, 0.0):
         return x
-    negated = b.match(y, "neg")
-    if negated:
+    if negated := b.match(y, "neg"):
         return b.make("add", x, *negated)
-    spike = b.match(y, "float") if _is(x, 1.0) else None
+    spike = b.match(y, "float") if _is(x, 1.0) else ()
     return b.make("float", b.make("not", *spike)) if spike else None
 
 
@@ -159,20 +159,17 @@ def _mul(b: _Builder, x: Operand, y: Operand) -> Operand | None:
     for one, other in ((x, y), (y, x)):
         if _is(other, 1.0):
             return one
-        spike = b.match(other, "float") if b.gradients else None
-        if spike:
+        if b.gradients and (spike := b.match(other, "float")):
             return b.make("where", spike[0], one, 0.0)
     return None
 
 
-def _neg(b: _Builder, x: Operand) -> Operand | None:
-    inner = b.match(x, "neg")
-    return inner[0] if inner else None
+def _involution(name: str) -> Rule:
+    def rule(b: _Builder, x: Operand) -> Operand | None:
+        inner = b.match(x, name)
+        return inner[0] if inner else None
 
-
-def _not(b: _Builder, x: Operand) -> Operand | None:
-    inner = b.match(x, "not")
-    return inner[0] if inner else None
+    return rule
 
 
 def _where(b: _Builder, condition: Operand, x: Operand, y: Operand) -> Operand | None:
@@ -186,8 +183,8 @@ RULES: dict[str, Rule] = {
     "add": _add,
     "sub": _sub,
     "mul": _mul,
-    "neg": _neg,
-    "not": _not,
+    "neg": _involution("neg"),
+    "not": _involution("not"),
     "where": _where,
     **{name: _compare(name) for name in COMPARISONS},
 }

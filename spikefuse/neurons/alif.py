@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from spikefuse.neurons.definition import State, States, number
-from spikefuse.neurons.firing import Value
+from spikefuse.neurons.definition import State, States
 from spikefuse.neurons.lif import LIF
+from spikefuse.neurons.parameters import Value, number
 
 
 class ALIF(LIF):
-    """Adaptive LIF neuron: every spike raises its threshold for a while.
+    """Adaptive LIF neuron: every spike raises the threshold temporarily.
 
     Equation, per time step, with potential `v`, adaptation `a`, input `x`, spike `s`::
 
@@ -22,7 +22,8 @@ class ALIF(LIF):
 
     A soft reset subtracts the raised threshold.
 
-    Shapes: `x` and the spikes are `[T, B, ...]`; the states `v`, `a` are `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`, `a`: `[B, ...]`
+    (float32).
 
     Source: Bellec et al., "Long short-term memory and learning-to-learn in networks of spiking
     neurons", NeurIPS 2018 (its rho is `adaptation_decay`).
@@ -31,8 +32,11 @@ class ALIF(LIF):
         decay: factor of the previous potential, in [0, 1].
         threshold: firing threshold at rest.
         adaptation_decay: factor of the previous adaptation, in [0, 1].
-        beta: rise of the threshold per unit of adaptation.
+        beta: increase of the threshold per unit of adaptation.
         decay_input, v_reset, reset, detach_reset, surrogate: see `LIF`.
+
+    Raises:
+        TypeError, ValueError: a parameter has the wrong type or is out of range.
     """
 
     a = State()

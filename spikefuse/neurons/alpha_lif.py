@@ -6,13 +6,14 @@ import math
 
 from torch import Tensor
 
-from spikefuse.neurons.definition import State, States, number
-from spikefuse.neurons.firing import Firing, Value
+from spikefuse.neurons.definition import State, States
+from spikefuse.neurons.firing import Firing
+from spikefuse.neurons.parameters import Value, number
 from spikefuse.neurons.surrogate import Surrogate
 
 
 class AlphaLIF(Firing):
-    """LIF neuron whose potential answers an input with a rise and a fall (an alpha function).
+    """LIF neuron whose response to an input is an alpha function: it rises, then falls.
 
     Equation, per time step, with an excitatory trace `e`, an inhibitory trace `i`, input `x`,
     spike `s`::
@@ -24,23 +25,24 @@ class AlphaLIF(Firing):
         e = e * (1 - s),  i = i * (1 - s)       (hard reset, to a potential of 0)
         e = e - threshold / gain * s            (soft reset: h falls by the threshold)
 
-    In the step of an input the traces cancel: it acts from the next step on.
+    In the step in which an input arrives, the traces cancel. It takes effect one step later.
 
-    Shapes: `x` and the spikes are `[T, B, ...]`; the states `e`, `i` are `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `e`, `i`: `[B, ...]`
+    (float32).
 
     Source: Gerstner et al., "Neuronal Dynamics", Cambridge University Press, 2014, chapter 1
     and section 6.4 (spike response model); in discrete time, Eshraghian et al., "Training
     Spiking Neural Networks Using Lessons From Deep Learning", Proceedings of the IEEE 111, 2023.
 
     Args:
-        excitatory_decay: factor of the previous `e`, in [0, 1], the larger of the two.
+        excitatory_decay: factor of the previous `e`, in [0, 1], larger than `inhibitory_decay`.
         inhibitory_decay: factor of the previous `i`, in [0, 1].
         threshold, reset, detach_reset, surrogate: see `Firing`.
-        gain: scale of the potential. By default, from the decays, which must be floats between
-            0 and 1 then: `log(inhibitory_decay) / log(inhibitory_decay / excitatory_decay)`.
+        gain: scale of the potential. By default, `log(inhibitory_decay) /
+            log(inhibitory_decay / excitatory_decay)`; the decays must then be floats in (0, 1).
 
     Raises:
-        TypeError, ValueError: a parameter of the wrong kind or out of range.
+        TypeError, ValueError: a parameter has the wrong type or is out of range.
     """
 
     e, i = State(), State()
@@ -75,7 +77,7 @@ class AlphaLIF(Firing):
 
 def _gain(excitatory: Value, inhibitory: Value) -> float:
     if not (isinstance(excitatory, float) and isinstance(inhibitory, float)):
-        raise TypeError("gain is None: give it a value, as the decays are not both numbers")
+        raise TypeError("gain is None: give it a value, since the decays are not both numbers")
     if not 0 < inhibitory < excitatory < 1:
         raise ValueError(
             f"excitatory_decay, inhibitory_decay are {excitatory!r}, {inhibitory!r}: expected "

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from spikefuse.neurons.definition import State, States
-from spikefuse.neurons.firing import Value
 from spikefuse.neurons.lif import LIF
+from spikefuse.neurons.parameters import Value
 from spikefuse.neurons.surrogate import Surrogate
 
 
 class CLIF(LIF):
-    """Complementary LIF neuron: a second potential `m`, which spikes raise, deepens the reset.
+    """Complementary LIF neuron: a second potential `m`, raised by spikes, deepens the reset.
 
     Equation, per time step, with potential `v`, complementary potential `m`, input `x`, spike
     `s`::
@@ -22,9 +22,11 @@ class CLIF(LIF):
         m = m * sigmoid((1 - decay) * h) + s
         v = h - s * (threshold + sigmoid(m))
 
-    The sigmoids make this model smooth rather than exact: see docs/conventions.md, Dtypes.
+    The sigmoids are not rounded exactly: kernels match the reference approximately, see
+    docs/conventions.md, Dtypes.
 
-    Shapes: `x` and the spikes are `[T, B, ...]`; the states `v`, `m` are `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`, `m`: `[B, ...]`
+    (float32).
 
     Source: Huang et al., "CLIF: Complementary Leaky Integrate-and-Fire Neuron for Spiking Neural
     Networks", ICML 2024 (decay = 1 - 1/tau).
@@ -32,6 +34,9 @@ class CLIF(LIF):
     Args:
         decay: factor of the previous potential, in [0, 1].
         threshold, detach_reset, surrogate: see `Firing`.
+
+    Raises:
+        TypeError, ValueError: a parameter has the wrong type or is out of range.
     """
 
     m = State()

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from spikefuse.neurons.definition import State, States, number
-from spikefuse.neurons.firing import Value
+from spikefuse.neurons.definition import State, States
 from spikefuse.neurons.lif import LIF
+from spikefuse.neurons.parameters import Value, number
 
 
 class CubaLIF(LIF):
@@ -20,10 +20,10 @@ class CubaLIF(LIF):
         h = decay * v + current, or decay * v + (1 - decay) * current with decay_input
         s = 1 if h >= threshold else 0, then the reset of `LIF`
 
-    The input acts in the step in which it arrives. A reset leaves the current as it is.
+    The input takes effect in the step in which it arrives. A reset does not change the current.
 
-    Shapes: `x` and the spikes are `[T, B, ...]`; the states `v`, `current` are `[B, ...]` in
-    float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`, `current`: `[B, ...]`
+    (float32).
 
     Source: Gerstner et al., "Neuronal Dynamics", Cambridge University Press, 2014, chapter 1;
     in discrete time, Neftci et al., "Surrogate Gradient Learning in Spiking Neural Networks",
@@ -34,6 +34,9 @@ class CubaLIF(LIF):
         decay: factor of the previous potential, in [0, 1].
         decay_input: scale the current by `1 - decay`.
         threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.
+
+    Raises:
+        TypeError, ValueError: a parameter has the wrong type or is out of range.
     """
 
     current = State()

@@ -7,22 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.definition import State, States, number
-from spikefuse.neurons.firing import Firing, Value, positive
+from spikefuse.neurons.definition import State, States
+from spikefuse.neurons.firing import Firing
+from spikefuse.neurons.parameters import Value, number, positive
 
 
 class EIF(Firing):
-    """Exponential integrate-and-fire neuron: a leak, and an upswing around `v_rheobase`.
+    """Exponential integrate-and-fire neuron: a leak, and exponential growth above `v_rheobase`.
 
     Equation, per time step (forward Euler), with potential `v`, input `x`, spike `s`::
 
         h = v + (x + v_rest - v + sharpness * exp((v - v_rheobase) / sharpness)) / tau
         s = 1 if h >= threshold else 0, then the reset of `LIF`
 
-    The exponential makes this model smooth rather than exact: see docs/conventions.md, Dtypes.
-    A soft reset may leave the potential where it grows without bound.
+    The exponential is not rounded exactly: kernels match the reference approximately, see
+    docs/conventions.md, Dtypes. A soft reset may leave the potential where it grows without bound.
 
-    Shapes: `x` and the spikes are `[T, B, ...]`; the state `v` is `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`: `[B, ...]` (float32).
 
     Source: Fourcaud-Trocme et al., "How Spike Generation Mechanisms Determine the Neuronal
     Response to Fluctuating Inputs", Journal of Neuroscience 23, 2003 (its Delta_T is
@@ -31,9 +32,12 @@ class EIF(Firing):
     Args:
         tau: membrane time constant in time steps, positive.
         v_rest: resting potential.
-        v_rheobase: potential around which the upswing starts.
-        sharpness: range of potentials over which it grows by a factor e, positive.
+        v_rheobase: potential around which the exponential growth starts.
+        sharpness: increase of the potential that multiplies the exponential by e, positive.
         threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.
+
+    Raises:
+        TypeError, ValueError: a parameter has the wrong type or is out of range.
     """
 
     v = State()

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from spikefuse.neurons.definition import State, States, number
-from spikefuse.neurons.firing import Firing, Value
+from spikefuse.neurons.definition import State, States
+from spikefuse.neurons.firing import Firing
 from spikefuse.neurons.learnable import LearnableFraction
+from spikefuse.neurons.parameters import Value, number
 from spikefuse.neurons.surrogate import Surrogate
 
 
@@ -21,22 +22,26 @@ class GatedLIF(Firing):
         s = 1 if h >= threshold else 0
         v = (1 - alpha * (1 - decay)) * h * (1 - gamma * s) - (1 - gamma) * drop * s
 
-    So `alpha` goes from a constant leak to an exponential one, `beta` from the plain input to a
-    scaled one, and `gamma` from subtracting `drop` to a reset to 0. Every parameter is a learned
-    fraction, `sigmoid(logit)`. The paper's conductance, one per time step, is one value here, as
-    the number of time steps is not part of a neuron.
+    From 0 to 1, `alpha` moves from a constant to an exponential leak, `beta` from the plain to the
+    scaled input, and `gamma` from subtracting `drop` to a reset to 0. Every parameter is a learned
+    fraction, `sigmoid(logit)`. The paper has one conductance per time step; here it is a single
+    value, because a neuron does not depend on the number of time steps.
 
-    Shapes: `x` and the spikes are `[T, B, ...]`; the state `v` is `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`: `[B, ...]` (float32).
 
     Source: Yao et al., "GLIF: A Unified Gated Leaky Integrate-and-Fire Neuron for Spiking Neural
     Networks", NeurIPS 2022.
 
     Args:
         decay, threshold, leak, drop, conductance: values before training, strictly between 0
-            and 1; or tensors or `Learnable` to take as they are.
-        alpha, beta, gamma: the gates, likewise.
-        channels: number of channels (dim 2 of `[T, B, C, ...]`) for one value each.
+            and 1; or tensors or `Learnable`, which are used unchanged.
+        alpha, beta, gamma: gates, given in the same way.
+        channels: number of channels (dim 2 of `[T, B, C, ...]`), each with its own values; None
+            for single values.
         detach_reset, surrogate: see `Firing`.
+
+    Raises:
+        TypeError, ValueError: a parameter has the wrong type or is out of range.
     """
 
     v = State()
@@ -74,8 +79,8 @@ class GatedLIF(Firing):
         h = v - (1 - self.alpha) * self.leak + gain * x
         s = self.surrogate(h - self.threshold)
         r = s.detach() if self.detach_reset else s
-        kept = (1 - self.alpha * (1 - self.decay)) * h * (1 - self.gamma * r)
-        return s, (kept - (1 - self.gamma) * self.drop * r,)
+        remaining = (1 - self.alpha * (1 - self.decay)) * h * (1 - self.gamma * r)
+        return s, (remaining - (1 - self.gamma) * self.drop * r,)
 
 
 def _fraction(name: str, value: Any, channels: int | None) -> Any:

@@ -16,13 +16,16 @@ class IF(Firing):
         h = v + x
         s = 1 if h >= threshold else 0, then the reset of `LIF`
 
-    Shapes: `x` and the spikes are `[T, B, ...]`; the state `v` is `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`: `[B, ...]` (float32).
 
     Source: Lapicque, Journal de Physiologie et de Pathologie Generale 9, 1907; Gerstner et al.,
     "Neuronal Dynamics", Cambridge University Press, 2014, chapter 1.
 
     Args:
         threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.
+
+    Raises:
+        TypeError, ValueError: a parameter has the wrong type or is out of range.
     """
 
     v = State()

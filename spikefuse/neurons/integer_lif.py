@@ -5,25 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.definition import Definition, State, States, number
-from spikefuse.neurons.firing import Value, positive
+from spikefuse.neurons.definition import Definition, State, States
 from spikefuse.neurons.lif import leaky
+from spikefuse.neurons.parameters import Value, number, positive
 
 
 class IntegerLIF(Definition):
-    """LIF neuron that emits whole numbers from 0 to `levels` (I-LIF).
+    """LIF neuron that emits integers from 0 to `levels` (I-LIF).
 
     Equation, per time step, with potential `v`, input `x`, output `s`::
 
         h = decay * v + x
         u = clamp(h / threshold, 0, levels)
-        s = floor(u), and one more where the rest is 1/2 or larger
+        s = floor(u), plus 1 where u - floor(u) >= 1/2
         v = h - threshold * s
 
-    The derivative of `s` with respect to `h / threshold` is taken as 1 from 0 to `levels`, both
-    included, and 0 elsewhere (straight through).
+    The derivative of `s` with respect to `h / threshold` is 1 on [0, levels] and 0 elsewhere
+    (straight-through estimator).
 
-    Shapes: `x` and the output are `[T, B, ...]`; the state `v` is `[B, ...]` in float32.
+    Shapes: `x`, output: `[T, B, ...]` (float32, bfloat16 or float16); `v`: `[B, ...]` (float32).
 
     Source: Luo et al., "Integer-Valued Training and Spike-Driven Inference Spiking Neural
     Network for High-performance and Energy-efficient Object Detection", ECCV 2024.
@@ -31,8 +31,11 @@ class IntegerLIF(Definition):
     Args:
         decay: factor of the previous potential, in [0, 1].
         threshold: potential per level, positive.
-        levels: the largest output, 1 or more.
-        detach_reset: keep gradients from flowing through the reset.
+        levels: the largest output, at least 1.
+        detach_reset: stop gradients through the reset.
+
+    Raises:
+        TypeError, ValueError: a parameter has the wrong type or is out of range.
     """
 
     v = State()
@@ -47,7 +50,7 @@ class IntegerLIF(Definition):
     ) -> None:
         super().__init__()
         if isinstance(levels, bool) or not isinstance(levels, int) or levels < 1:
-            raise ValueError(f"levels is {levels!r}: expected a whole number, 1 or more")
+            raise ValueError(f"levels is {levels!r}: expected an integer >= 1")
         self.decay = number("decay", decay, 0.0, 1.0)
         self.threshold = positive("threshold", threshold)
         self.levels, self.detach_reset = levels, bool(detach_reset)
@@ -57,7 +60,7 @@ class IntegerLIF(Definition):
         u = torch.clamp(h / self.threshold, 0, self.levels)
         whole = torch.floor(u).detach()
         rounded = whole + (u.detach() - whole >= 0.5)
-        # The difference is 0 and has the derivative of u; adding it rounds nothing.
+        # The difference is 0, so that adding it rounds nothing, and has the derivative of u.
         s = rounded + (u - u.detach())
         r = s.detach() if self.detach_reset else s
         return s, (h - self.threshold * r,)

@@ -1,4 +1,4 @@
-"""Izhikevich's neuron."""
+"""Izhikevich neuron."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from spikefuse.neurons.definition import State, States, number
-from spikefuse.neurons.firing import Value, positive
+from spikefuse.neurons.definition import State, States
+from spikefuse.neurons.parameters import Value, number, positive
 from spikefuse.neurons.qif import QIF
 
 
@@ -20,11 +20,13 @@ class Izhikevich(QIF):
         s = 1 if h >= threshold else 0, then the reset of `LIF`
         w = w + (coupling * (h - v_rest) - w) / tau_recovery + jump * s
 
-    Izhikevich's own units (mV, ms; a, b, c, d) are `tau=1, a0=0.04, v_rest=-82.66,
-    v_critical=-42.34, tau_recovery=1/a, coupling=b, v_reset=c, jump=d, threshold=30`, with his
-    `u = w + b * v_rest` and `I = x + b * v_rest`; start from a state near his rest then, not 0.
+    The paper's units (mV, ms) and parameters (a, b, c, d) correspond to `tau=1, a0=0.04,
+    v_rest=-82.66, v_critical=-42.34, tau_recovery=1/a, coupling=b, v_reset=c, jump=d,
+    threshold=30`, with `u = w + b * v_rest` and `I = x + b * v_rest`. In these units, pass a state
+    near the resting potential instead of starting from 0.
 
-    Shapes: `x` and the spikes are `[T, B, ...]`; the states `v`, `w` are `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`, `w`: `[B, ...]`
+    (float32).
 
     Source: Izhikevich, "Simple Model of Spiking Neurons", IEEE Transactions on Neural Networks
     14, 2003.
@@ -32,9 +34,12 @@ class Izhikevich(QIF):
     Args:
         tau, v_rest, v_critical, a0: see `QIF`.
         tau_recovery: time constant of the recovery in time steps, positive.
-        coupling: how strongly the recovery follows the potential.
-        jump: rise of the recovery at a spike.
+        coupling: strength of the coupling of the recovery to the potential.
+        jump: increase of the recovery at a spike.
         threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.
+
+    Raises:
+        TypeError, ValueError: a parameter has the wrong type or is out of range.
     """
 
     w = State()

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse.neurons.definition import States
-from spikefuse.neurons.firing import Value, positive
 from spikefuse.neurons.lif import LIF
+from spikefuse.neurons.parameters import Value, positive
 
 
 class KLIF(LIF):
-    """`LIF` whose potential passes `relu(k * .)` before it fires; `k` is learned.
+    """LIF neuron that applies `relu(k * .)` to its potential before it fires; `k` is learned.
 
     Equation, per time step, with potential `v`, input `x`, spike `s`::
 
@@ -22,10 +22,10 @@ class KLIF(LIF):
         v = f * (1 - s) + v_reset * s           (hard reset)
         v = f - threshold * s                   (soft reset)
 
-    With `scale_reset`, `f / k` and `threshold / k` take the places of `f` and `threshold` in the
-    reset, so that `k` does not scale what is carried on.
+    With `scale_reset`, `f / k` and `threshold / k` replace `f` and `threshold` in the reset, so
+    that `k` does not scale the state.
 
-    Shapes: `x` and the spikes are `[T, B, ...]`; the state `v` is `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`: `[B, ...]` (float32).
 
     Source: Jiang and Zhang, "KLIF: An Optimized Spiking Neuron Unit for Tuning Surrogate
     Gradient Slope and Membrane Potential", arXiv:2302.09238, 2023.
@@ -33,10 +33,14 @@ class KLIF(LIF):
     Args:
         decay: factor of the previous potential, in [0, 1].
         threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.
-        k: value before training, a positive number; or a tensor or `Learnable` to take as it is.
-        channels: number of channels (dim 2 of `[T, B, C, ...]`) for one k each.
-        scale_reset: take `k` out of the reset.
+        k: value before training, a positive number; or a tensor or `Learnable`, used unchanged.
+        channels: number of channels (dim 2 of `[T, B, C, ...]`), each with its own k; None for a
+            single k.
+        scale_reset: divide by `k` before the reset.
         decay_input: see `LIF`.
+
+    Raises:
+        TypeError, ValueError: a parameter has the wrong type or is out of range.
     """
 
     def __init__(

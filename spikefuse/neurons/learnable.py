@@ -1,4 +1,4 @@
-"""Parameters that are computed from learnable tensors, so that they keep to their range."""
+"""Parameters computed from unconstrained learnable tensors, so that they stay in range."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ import math
 import torch
 from torch import Tensor, nn
 
-from spikefuse.neurons.parameters import Learnable as Learnable
+
+class Learnable(nn.Module):
+    """A parameter that PyTorch computes from learnable tensors, once per call.
+
+    Assign it where a float is expected: `LIF(decay=LearnableFraction(0.9))`. The kernel receives
+    the value and returns its gradient; autograd does the rest. `forward()` returns a 0-d tensor,
+    or a 1-d tensor with one value per channel.
+    """
+
+    def forward(self) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} does not define forward(self)")
 
 
 class LearnableFraction(Learnable):
-    """A learnable value in (0, 1): `sigmoid(logit)`. For decays.
+    """A learnable value in (0, 1): `sigmoid(logit)`. Suits decays.
 
     Args:
-        initial: its value before training, strictly between 0 and 1.
-        channels: number of channels for one value each, or None for a single value.
+        initial: value before training, strictly between 0 and 1.
+        channels: number of channels, each with its own value; None for a single value.
 
     Raises:
         ValueError: `initial` is out of range.
@@ -32,11 +42,11 @@ class LearnableFraction(Learnable):
 
 
 class LearnablePositive(Learnable):
-    """A learnable value greater than 0: `exp(log_value)`. For thresholds and surrogates' widths.
+    """A learnable value greater than 0: `exp(log_value)`. Suits thresholds and surrogate widths.
 
     Args:
-        initial: its value before training, positive.
-        channels: number of channels for one value each, or None for a single value.
+        initial: value before training, positive.
+        channels: number of channels, each with its own value; None for a single value.
 
     Raises:
         ValueError: `initial` is not a positive finite number.
@@ -51,14 +61,14 @@ class LearnablePositive(Learnable):
 
 
 class LearnableTimeConstant(Learnable):
-    """A decay in (0, 1) learned as its time constant: `exp(-1 / tau)` with `tau = exp(log_tau)`.
+    """A decay in (0, 1) learned through its time constant: `exp(-1 / tau)`, `tau = exp(log_tau)`.
 
-    That decay is the exact solution of `tau dv/dt = -v` over one time step, as in
-    `decay_from_tau(tau, exact=True)`.
+    This decay solves `tau dv/dt = -v` exactly over one time step, as
+    `decay_from_tau(tau, exact=True)` does.
 
     Args:
         tau: time constant before training, in time steps, positive.
-        channels: number of channels for one value each, or None for a single value.
+        channels: number of channels, each with its own value; None for a single value.
 
     Raises:
         ValueError: `tau` is not a positive finite number.

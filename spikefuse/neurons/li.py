@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from spikefuse.neurons.definition import Definition, State, States, number
-from spikefuse.neurons.firing import Value
+from spikefuse.neurons.definition import Definition, State, States
 from spikefuse.neurons.lif import leaky
+from spikefuse.neurons.parameters import Value, number
 
 
 class LI(Definition):
-    """Leaky integrator: the potential is the output, and nothing fires. A readout, or a synapse.
+    """Leaky integrator: outputs its potential and never fires. Use it as a readout or a synapse.
 
     Equation, per time step, with potential `v`, input `x`::
 
         v = decay * v + x, or decay * v + (1 - decay) * x with decay_input
 
-    Shapes: `x` and the output are `[T, B, ...]`; the state `v` is `[B, ...]` in float32.
+    Shapes: `x`, output: `[T, B, ...]` (float32, bfloat16 or float16); `v`: `[B, ...]` (float32).
 
     Source: Gerstner et al., "Neuronal Dynamics", Cambridge University Press, 2014, chapter 1;
     as a readout, Bellec et al., "Long short-term memory and learning-to-learn in networks of
@@ -25,6 +25,9 @@ class LI(Definition):
     Args:
         decay: factor of the previous potential, in [0, 1].
         decay_input: scale the input by `1 - decay`.
+
+    Raises:
+        TypeError, ValueError: a parameter has the wrong type or is out of range.
     """
 
     v = State()

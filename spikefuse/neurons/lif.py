@@ -7,22 +7,23 @@ from typing import Any
 
 from torch import Tensor
 
-from spikefuse.neurons.definition import State, States, number
-from spikefuse.neurons.firing import Firing, Value
+from spikefuse.neurons.definition import State, States
+from spikefuse.neurons.firing import Firing
+from spikefuse.neurons.parameters import Value, number
 
 
 def decay_from_tau(tau: float, dt: float = 1.0, exact: bool = False) -> float:
-    """The decay that a membrane time constant stands for.
+    """Return the decay that corresponds to a membrane time constant.
 
     Args:
         tau: time constant, in the unit of `dt`.
-        dt: length of a time step.
+        dt: duration of a time step.
         exact: `exp(-dt / tau)`, the solution of the membrane equation over one step; otherwise
             its first-order form `1 - dt / tau`, which SpikingJelly uses (k_tau = 1 - 1/tau in
             Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion").
 
     Raises:
-        ValueError: not positive, or `tau < dt` in the first-order form.
+        ValueError: `tau` or `dt` is not positive and finite, or `tau < dt` without `exact`.
     """
     if not (tau > 0 and dt > 0 and math.isfinite(tau) and math.isfinite(dt)):
         raise ValueError(f"tau, dt are {tau!r}, {dt!r}: expected positive finite numbers")
@@ -34,7 +35,7 @@ def decay_from_tau(tau: float, dt: float = 1.0, exact: bool = False) -> float:
 
 
 def leaky(x: Tensor, v: Tensor, decay: Tensor, decay_input: bool) -> Tensor:
-    """`decay * v + x`, or `decay * v + (1 - decay) * x` with `decay_input`."""
+    """Return `decay * v + x`, or `decay * v + (1 - decay) * x` with `decay_input`."""
     return decay * v + ((1 - decay) * x if decay_input else x)
 
 
@@ -48,18 +49,21 @@ class LIF(Firing):
         v = h * (1 - s) + v_reset * s           (hard reset)
         v = h - threshold * s                   (soft reset)
 
-    With `decay_input`, h = decay * v + (1 - decay) * x: a constant input x drives the potential
-    to x, whatever the decay.
+    With `decay_input`, h = decay * v + (1 - decay) * x, so that a constant input x drives the
+    potential to x for every decay.
 
-    Shapes: `x` and the spikes are `[T, B, ...]`; the state `v` is `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`: `[B, ...]` (float32).
 
     Source: Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion",
     Eqs. 1 to 3 (`decay` is its k_tau, `threshold` its V_th; v_reset = 0).
 
     Args:
-        decay: factor of the previous potential, in [0, 1].
+        decay: factor of the previous potential per time step, in [0, 1].
         decay_input: scale the input by `1 - decay`.
         threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.
+
+    Raises:
+        TypeError, ValueError: a parameter has the wrong type or is out of range.
     """
 
     v = State()
@@ -81,5 +85,5 @@ class LIF(Firing):
         return s, (v,)
 
     def charge(self, x: Tensor, v: Tensor) -> Tensor:
-        """Potential before the reset."""
+        """Return the potential before the reset."""
         return leaky(x, v, self.decay, self.decay_input)

@@ -1,28 +1,48 @@
-"""The values of neurons and surrogates: checked numbers, and the modules that hold them."""
+"""Checked parameters, and the module class that holds them and reports their changes."""
 
 from __future__ import annotations
 
 import math
+from abc import ABCMeta
 from typing import Any
 
 from torch import Tensor, nn
 
+from spikefuse.neurons.learnable import Learnable
 
-class Learnable(nn.Module):
-    """A parameter computed by PyTorch from learnable tensors, once per call: `value = self()`.
+#: What a parameter may be.
+Value = float | Tensor | Learnable
 
-    Assigned where a float could stand (`LIF(decay=LearnableFraction(0.9))`). The kernel receives
-    the value and returns its gradient; autograd does the rest. `forward` returns a 0-d tensor,
-    or a 1-d tensor of one value per channel.
+#: Replaced whenever an attribute of a `Holder`, or of a class of holders, is assigned or deleted.
+epoch = object()
+
+
+def _invalidate() -> None:
+    global epoch
+    epoch = object()
+
+
+class _HolderType(ABCMeta):
+    """Reports changes of class constants. Derives from `ABCMeta` to allow abstract holders."""
+
+    # Virtual subclasses are not supported: the ordinary check is faster.
+    __instancecheck__ = type.__instancecheck__
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        _invalidate()
+
+    def __delattr__(cls, name: str) -> None:
+        super().__delattr__(name)
+        _invalidate()
+
+
+class Holder(nn.Module, metaclass=_HolderType):
+    """Base of definitions and surrogates.
+
+    Tensors assigned to attributes become buffers: `.to()` moves them and `state_dict()` includes
+    them. A value of any kind may replace a value of another kind.
     """
-
-    def forward(self) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} does not define forward(self)")
-
-
-class Holder(nn.Module):
-    """A module in whose attributes tensors are buffers, so that `.to()` moves them and
-    `state_dict()` has them; other values may take their place, and they that of others."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         buffers = self.__dict__.get("_buffers")
@@ -38,10 +58,27 @@ class Holder(nn.Module):
         if name in buffers and not isinstance(value, Tensor | None):
             delattr(self, name)
         super().__setattr__(name, value)
+        _invalidate()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        _invalidate()
+
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        super().register_buffer(*args, **kwargs)
+        _invalidate()
+
+    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
+        super().register_parameter(*args, **kwargs)
+        _invalidate()
+
+    def add_module(self, *args: Any, **kwargs: Any) -> None:
+        super().add_module(*args, **kwargs)
+        _invalidate()
 
 
 def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> Any:
-    """A checked parameter: a finite float in [low, high]; tensors and `Learnable` as they are.
+    """Check a parameter: a finite float in [low, high], a tensor or a `Learnable`.
 
     Raises:
         TypeError: not a number, a floating-point tensor or a `Learnable`.
@@ -51,7 +88,7 @@ def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf
         return value
     if isinstance(value, Tensor):
         if not value.is_floating_point():
-            raise TypeError(f"{name} is a {value.dtype} tensor: expected a floating-point one")
+            raise TypeError(f"{name} is a {value.dtype} tensor: expected a floating-point tensor")
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is {value!r}: expected a number, a tensor or a Learnable")
@@ -62,7 +99,7 @@ def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf
 
 
 def positive(name: str, value: Any) -> Any:
-    """`number`, for a float that must be greater than 0."""
+    """Check a parameter as `number` does; a float must be greater than 0."""
     if isinstance(value, int | float) and not 0 < value < math.inf:
         raise ValueError(f"{name} is {value!r}: expected a positive finite number")
     return number(name, value)

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from spikefuse.neurons.firing import Value
 from spikefuse.neurons.learnable import LearnableFraction
 from spikefuse.neurons.lif import LIF
+from spikefuse.neurons.parameters import Value
 
 
 class PLIF(LIF):
-    """`LIF` whose decay is learned: `decay = sigmoid(logit)`, one for all or one per channel.
+    """Parametric LIF neuron: `LIF` with a learned decay, shared or one per channel.
+
+    Equation: that of `LIF` with `decay = sigmoid(logit)`.
+
+    Shapes: those of `LIF`.
 
     Source: Fang et al., "Incorporating Learnable Membrane Time Constant to Enhance Learning of
-    Spiking Neural Networks", ICCV 2021 (decay = 1 - 1/tau; the paper
-    scales the input: `decay_input=True`).
+    Spiking Neural Networks", ICCV 2021 (decay = 1 - 1/tau; the paper scales the input:
+    `decay_input=True`).
 
     Args:
         decay: value before training, strictly between 0 and 1.
-        channels: number of channels (dim 2 of `[T, B, C, ...]`) for one decay each.
+        channels: number of channels (dim 2 of `[T, B, C, ...]`), each with its own decay; None for
+            a single decay.
         decay_input, threshold, v_reset, reset, detach_reset, surrogate: see `LIF`.
+
+    Raises:
+        TypeError, ValueError: a parameter has the wrong type or is out of range.
     """
 
     def __init__(

@@ -6,21 +6,22 @@ from typing import Any
 
 from torch import Tensor
 
-from spikefuse.neurons.definition import State, States, number
-from spikefuse.neurons.firing import Firing, Value, positive
+from spikefuse.neurons.definition import State, States
+from spikefuse.neurons.firing import Firing
+from spikefuse.neurons.parameters import Value, number, positive
 
 
 class QIF(Firing):
-    """Quadratic integrate-and-fire neuron: above `v_critical` the potential runs away by itself.
+    """Quadratic integrate-and-fire neuron: above `v_critical` the potential grows by itself.
 
     Equation, per time step (forward Euler), with potential `v`, input `x`, spike `s`::
 
         h = v + (x + a0 * (v - v_rest) * (v - v_critical)) / tau
         s = 1 if h >= threshold else 0, then the reset of `LIF`
 
-    A soft reset need not bring the potential below `v_critical`, so it may grow without bound.
+    A soft reset may leave the potential above `v_critical`, where it grows without bound.
 
-    Shapes: `x` and the spikes are `[T, B, ...]`; the state `v` is `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`: `[B, ...]` (float32).
 
     Source: Latham et al., "Intrinsic Dynamics in Neuronal Networks", Journal of Neurophysiology
     83, 2000; Gerstner et al., "Neuronal Dynamics", Cambridge University Press, 2014, section 5.3.
@@ -28,9 +29,12 @@ class QIF(Firing):
     Args:
         tau: membrane time constant in time steps, positive.
         v_rest: resting potential, the lower zero of the quadratic.
-        v_critical: its upper zero.
-        a0: its steepness.
+        v_critical: critical potential, the upper zero of the quadratic.
+        a0: steepness of the quadratic.
         threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.
+
+    Raises:
+        TypeError, ValueError: a parameter has the wrong type or is out of range.
     """
 
     v = State()
@@ -55,7 +59,7 @@ class QIF(Firing):
         return s, (v,)
 
     def charge(self, x: Tensor, v: Tensor) -> Tensor:
-        """Potential before the reset."""
+        """Return the potential before the reset."""
         drive = self.a0 * (v - self.v_rest) * (v - self.v_critical)
-        # A product, because a division at every step is slow and 1 / tau can be kept.
+        # 1 / tau is computed once; a division per step would be slow.
         return v + (x + drive) * (1 / self.tau)

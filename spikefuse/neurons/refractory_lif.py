@@ -8,30 +8,33 @@ import torch
 from torch import Tensor
 
 from spikefuse.neurons.definition import State, States
-from spikefuse.neurons.firing import Value
 from spikefuse.neurons.lif import LIF
+from spikefuse.neurons.parameters import Value
 
 
 class RefractoryLIF(LIF):
-    """`LIF` that rests for some steps after each spike (absolute refractory period).
+    """LIF neuron with an absolute refractory period after each spike.
 
-    Equation, per time step, with potential `v`, steps left to rest `pause`, input `x`, spike
-    `s`::
+    Equation, per time step, with potential `v`, remaining refractory steps `pause`, input `x`,
+    spike `s`::
 
-        pause > 0:   s = 0, v stays as it is, pause = pause - 1
+        pause > 0:   s = 0, v is unchanged, pause = pause - 1
         otherwise:   s and v as in `LIF`, pause = refractory * s
 
-    A resting neuron ignores its input, and gradients do not pass to it.
+    During the refractory period, the input is ignored and receives no gradient.
 
-    Shapes: `x` and the spikes are `[T, B, ...]`; the states `v`, `pause` are `[B, ...]` in
-    float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`, `pause`: `[B, ...]`
+    (float32).
 
     Source: Gerstner et al., "Neuronal Dynamics", Cambridge University Press, 2014, section 1.3.
 
     Args:
         decay: factor of the previous potential, in [0, 1].
-        refractory: number of steps to rest after a spike, 0 or more.
+        refractory: refractory period in time steps, at least 0.
         decay_input, threshold, v_reset, reset, detach_reset, surrogate: see `LIF`.
+
+    Raises:
+        TypeError, ValueError: a parameter has the wrong type or is out of range.
     """
 
     pause = State()
@@ -41,15 +44,15 @@ class RefractoryLIF(LIF):
     ) -> None:
         super().__init__(decay, threshold, **firing)
         if isinstance(refractory, bool) or not isinstance(refractory, int) or refractory < 0:
-            raise ValueError(f"refractory is {refractory!r}: expected a number of steps, 0 or more")
-        # A run-time value: another number of steps compiles nothing.
+            raise ValueError(f"refractory is {refractory!r}: expected a number of steps >= 0")
+        # As a float it is a run-time value: a new period does not recompile.
         self.refractory = float(refractory)
 
     def step(  # type: ignore[override]
         self, x: Tensor, v: Tensor, pause: Tensor
     ) -> tuple[Tensor, States]:
-        resting = pause > 0
+        is_refractory = pause > 0
         s, fired = self.fire(self.charge(x, v), self.threshold)
-        s = torch.where(resting, 0.0, s)
-        pause = torch.where(resting, pause - 1, self.refractory * s.detach())
-        return s, (torch.where(resting, v, fired), pause)
+        s = torch.where(is_refractory, 0.0, s)
+        pause = torch.where(is_refractory, pause - 1, self.refractory * s.detach())
+        return s, (torch.where(is_refractory, v, fired), pause)

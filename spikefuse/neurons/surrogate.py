@@ -1,8 +1,8 @@
-"""Surrogate gradients: a step forward, a smooth derivative backward.
+"""Surrogate gradients: a step function forward, a smooth derivative backward.
 
-A surrogate maps `u = h - threshold` to a spike, 1 where `u >= 0` and else 0, and replaces the
-derivative of that step by `derivative(u)`. Its numbers are run-time values like a neuron's:
-floats, tensors with one value or one per channel, or learnable ones. A new width compiles nothing.
+A surrogate maps `u = h - threshold` to a spike, 1 where `u >= 0` and 0 elsewhere, and replaces the
+derivative of that step by `derivative(u)`. Its parameters are run-time values like a neuron's:
+floats, tensors with one value or one per channel, or `Learnable`. A new value does not recompile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.parameters import Holder, Learnable, number, positive
+from spikefuse.neurons.parameters import Holder, Value, number, positive
 
 __all__ = [
     "Arctan",
@@ -31,21 +31,18 @@ __all__ = [
     "Triangle",
 ]
 
-#: A float, a tensor, or a `Learnable`.
-Value = float | Tensor | Learnable
+Cutoff = Value | None
 
 
 class _Spike(torch.autograd.Function):
-    """`surrogate.spike(u)`. `learned` takes the gradient of the spike on to the values."""
+    """`surrogate.spike(u)`; `learned` passes the gradient of the spike on to the parameters."""
 
     @staticmethod
     def forward(u: Tensor, surrogate: Surrogate, learned: Tensor | None) -> Tensor:
         return surrogate.spike(u).to(u.dtype)
 
     @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Tensor, Surrogate, Tensor | None], output: Tensor
-    ) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0])
         ctx.surrogate = inputs[1]
 
@@ -55,55 +52,58 @@ class _Spike(torch.autograd.Function):
         surrogate = ctx.surrogate
         if surrogate.cutoff is not None:
             grad = grad.masked_fill(u < surrogate.cutoff, 0.0)
-        learned = grad if ctx.needs_input_grad[2] else None
-        return grad * surrogate.derivative(u), None, learned
+        return grad * surrogate.derivative(u), None, grad if ctx.needs_input_grad[2] else None
 
 
 class Surrogate(Holder):
-    """Base class: `spike = surrogate(u)`. A subclass defines `derivative`, pointwise.
+    """Base of surrogates: `spike = surrogate(u)`. Subclasses define `derivative`, pointwise.
 
-    A value of the surrogate that requires a gradient gets that of `primal`, the smooth function
-    whose derivative the surrogate is, in place of the spike: with `g` the gradient of the spikes,
-    `dL/dwidth = sum g * d primal(u) / d width`. (So does the width of a smoothed spike in Wang et
-    al., "Adaptive Smoothing Gradient Learning for Spiking Neural Networks", ICML 2023, which
-    besides mixes the smooth function into the forward pass; here the spikes stay spikes.)
+    A parameter that requires a gradient receives that of `primal`, the smooth function whose
+    derivative the surrogate is: `dL/dwidth = sum g * d primal(u) / d width`, with `g` the gradient
+    of the spikes. This follows Wang et al., "Adaptive Smoothing Gradient Learning for Spiking
+    Neural Networks", ICML 2023, but their smoothing of the forward pass is omitted.
+
+    Shapes: `u`, the spike and the derivative have the same shape and floating-point dtype.
+    Units: `u` is in the unit of the potential, widths are in that unit or its inverse.
 
     Args:
-        cutoff: no gradient, neither of `u` nor of a value, where `u < cutoff`: the secondary
-            gradient threshold, less the firing threshold, of Finkbeiner and Neftci's
-            "Drastically Improved SNN-Training Throughput on the IPU by Utilizing Activation
-            Sparsity". None: none. It gets no gradient itself.
+        cutoff: where `u < cutoff`, `u` and the parameters receive no gradient; None disables it. It
+            cannot be learned. Source: Finkbeiner and Neftci, "Drastically Improved SNN-Training
+            Throughput on the IPU by Utilizing Activation Sparsity" (secondary threshold).
+
+    Raises:
+        TypeError, ValueError: a parameter has the wrong type, is out of range or cannot be learned.
     """
 
-    def __init__(self, cutoff: Value | None = None) -> None:
+    def __init__(self, cutoff: Cutoff = None) -> None:
         super().__init__()
         self.cutoff = None if cutoff is None else number("cutoff", cutoff)
 
     def spike(self, u: Tensor) -> Tensor:
-        """The output, without regard to gradients; a bool becomes 0 or 1."""
+        """Return the output of the forward pass; a bool is converted to 0 or 1."""
         return u >= 0
 
     def derivative(self, u: Tensor) -> Tensor:
-        """The pseudo-derivative of the spike with respect to `u`, of the same shape."""
+        """Return the surrogate derivative of the spike with respect to `u`, of the same shape."""
         raise NotImplementedError(f"{type(self).__name__} does not define derivative(self, u)")
 
     def primal(self, u: Tensor) -> Tensor:
-        """What `derivative` is the derivative of, up to a constant: its integral from `u = 0`."""
+        """Return the integral of `derivative` from 0 to `u`, up to a constant."""
         raise NotImplementedError(f"{type(self).__name__} does not define primal(self, u)")
 
     def tangent(self, u: Tensor) -> Tensor:
-        """Any expression that has `primal`'s gradients with respect to the values.
+        """Return any expression whose gradients with respect to the parameters equal `primal`'s.
 
-        To be defined where `primal` needs an operation that no kernel has (erf, atan).
+        Override it where `primal` needs an operation that kernels do not support (erf, atan).
         """
         return self.primal(u)
 
     def learns(self, name: str) -> bool:
-        """Whether the value `name` may require a gradient."""
+        """Return whether the parameter `name` may require a gradient."""
         return name != "cutoff" and type(self).primal is not Surrogate.primal
 
     def forward(self, u: Tensor) -> Tensor:
-        if any(not isinstance(part, Surrogate) for part in self._modules.values()):
+        if any(not isinstance(child, Surrogate) for child in self._modules.values()):
             return self._evaluated().forward(u)
         return _Spike.apply(u, self, self._learned(u))
 
@@ -118,38 +118,41 @@ class Surrogate(Holder):
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, module in self.named_modules():
-            for group in (vars(module), module._parameters):
-                for name, value in group.items():
-                    if isinstance(value, Tensor):
-                        yield f"{prefix}.{name}".lstrip("."), value
+            for name, value in (*vars(module).items(), *module._parameters.items()):
+                if isinstance(value, Tensor):
+                    yield f"{prefix}.{name}".lstrip("."), value
 
     def _evaluated(self) -> Surrogate:
-        """A copy with the values of the learnable parts, for use without a neuron."""
+        """Return a copy with each `Learnable` evaluated, for use without a neuron."""
         clone = object.__new__(type(self))
         clone.__dict__.update(self.__dict__, _modules={})
-        for name, part in self._modules.items():
-            group = clone._modules if isinstance(part, Surrogate) else clone.__dict__
-            group[name] = part if isinstance(part, Surrogate) or part is None else part()
+        for name, child in self._modules.items():
+            group = clone._modules if isinstance(child, Surrogate) else clone.__dict__
+            group[name] = child if isinstance(child, Surrogate) or child is None else child()
         return clone
 
 
 def no_gradient(name: str) -> ValueError:
-    """The error for a value that requires a gradient but has none."""
+    """Return the error for a parameter that requires a gradient but cannot have one."""
     return ValueError(
-        f"'{name}' requires a gradient, but its surrogate has none to give: a surrogate's values "
-        "are learned through primal(self, u), which it would have to define; a cutoff, and the "
-        "factors of Gaussian and MultiGaussian, can't be learned"
+        f"'{name}' requires a gradient, but its surrogate has none: the parameters of a "
+        "surrogate are learned through primal(self, u), which the surrogate must define; a cutoff, "
+        "and the factors of Gaussian and MultiGaussian, cannot be learned"
     )
 
 
 class Sigmoid(Surrogate):
-    """`a s(au) (1 - s(au))` with the logistic function `s` and `a = width`.
+    """Derivative of a logistic function: `a s(au) (1 - s(au))`, `s` logistic, `a = width`.
 
     Source: Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion",
     Eq. 6 (width 4), after Wu et al., Frontiers in Neuroscience 12, 2018.
+
+    Args:
+        width: steepness `a`, positive.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
-    def __init__(self, width: Value = 4.0, *, cutoff: Value | None = None) -> None:
+    def __init__(self, width: Value = 4.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
         self.width = positive("width", width)
 
@@ -162,13 +165,17 @@ class Sigmoid(Surrogate):
 
 
 class Arctan(Surrogate):
-    """`(a / 2) / (1 + (pi a u / 2)^2)` with `a = width`.
+    """Derivative of an arctangent: `(a / 2) / (1 + (pi a u / 2)^2)` with `a = width`.
 
     Source: Fang et al., "Incorporating Learnable Membrane Time Constant to Enhance Learning of
     Spiking Neural Networks", ICCV 2021.
+
+    Args:
+        width: steepness `a`, positive.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
-    def __init__(self, width: Value = 2.0, *, cutoff: Value | None = None) -> None:
+    def __init__(self, width: Value = 2.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
         self.width = positive("width", width)
 
@@ -181,20 +188,22 @@ class Arctan(Surrogate):
 
     def tangent(self, u: Tensor) -> Tensor:
         scaled = (math.pi / 2) * self.width * u
-        fixed = scaled.detach()
-        return scaled / (math.pi * (1 + fixed * fixed))
+        return scaled / (math.pi * (1 + (scaled * scaled).detach()))
 
 
 class FastSigmoid(Surrogate):
-    """`height / (1 + a|u|)^2` with `a = width`.
+    """Derivative of a fast sigmoid: `height / (1 + a|u|)^2` with `a = width`.
 
     Source: Zenke and Ganguli, "SuperSpike: Supervised Learning in Multilayer Spiking Neural
     Networks", Neural Computation 30, 2018.
+
+    Args:
+        width: steepness `a`, positive.
+        height: value at u = 0, positive.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
-    def __init__(
-        self, width: Value = 10.0, height: Value = 1.0, *, cutoff: Value | None = None
-    ) -> None:
+    def __init__(self, width: Value = 10.0, height: Value = 1.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
         self.width, self.height = positive("width", width), positive("height", height)
 
@@ -207,13 +216,17 @@ class FastSigmoid(Surrogate):
 
 
 class PiecewiseQuadratic(Surrogate):
-    """`a max(0, 1 - a|u|)` with `a = width`: `Triangle(1 / a, a)`, whose area stays 1.
+    """Triangle of area 1: `a max(0, 1 - a|u|)` with `a = width`, equal to `Triangle(1 / a, a)`.
 
     Source: Esser et al., "Convolutional networks for fast, energy-efficient neuromorphic
     computing", PNAS 113, 2016 (a = 1).
+
+    Args:
+        width: steepness `a`, positive.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
-    def __init__(self, width: Value = 1.0, *, cutoff: Value | None = None) -> None:
+    def __init__(self, width: Value = 1.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
         self.width = positive("width", width)
 
@@ -225,15 +238,18 @@ class PiecewiseQuadratic(Surrogate):
 
 
 class Triangle(Surrogate):
-    """`height * max(0, 1 - |u| / width)`.
+    """Triangle: `height * max(0, 1 - |u| / width)`.
 
     Source: Bellec et al., "Long short-term memory and learning-to-learn in networks of spiking
     neurons", NeurIPS 2018 (height 0.3 there, width the threshold).
+
+    Args:
+        width: half the width of the support, positive.
+        height: value at u = 0, positive.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
-    def __init__(
-        self, width: Value = 1.0, height: Value = 1.0, *, cutoff: Value | None = None
-    ) -> None:
+    def __init__(self, width: Value = 1.0, height: Value = 1.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
         self.width, self.height = positive("width", width), positive("height", height)
 
@@ -245,25 +261,25 @@ class Triangle(Surrogate):
 
 
 def _hat(z: Tensor) -> Tensor:
-    """The integral of `max(0, 1 - |z|)` from 0."""
+    """Return the integral of `max(0, 1 - |z|)` from 0."""
     z = torch.clamp(z, -1.0, 1.0)
     return z - 0.5 * z * torch.abs(z)
 
 
 class Rectangle(Surrogate):
-    """`height` where `left < u < right`, else 0.
+    """Rectangle: `height` where `left < u < right`, 0 elsewhere.
 
     Source: Liang et al., "Accelerating Spatiotemporal Supervised Training of Large-Scale Spiking
     Neural Networks on GPU", Eq. 7 (`left` and `right` are its bounds minus the threshold).
+
+    Args:
+        left, right: bounds of the support, left < right.
+        height: value between the bounds, positive.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
     def __init__(
-        self,
-        left: Value = -0.5,
-        right: Value = 0.5,
-        height: Value = 1.0,
-        *,
-        cutoff: Value | None = None,
+        self, left: Value = -0.5, right: Value = 0.5, height: Value = 1.0, *, cutoff: Cutoff = None
     ) -> None:
         super().__init__(cutoff)
         numbers = [bound for bound in (left, right) if isinstance(bound, int | float)]
@@ -283,15 +299,19 @@ class Rectangle(Surrogate):
 
 
 class Erf(Surrogate):
-    """`a / sqrt(pi) exp(-(au)^2)` with `a = width`, the derivative of `erf(au) / 2`.
+    """Derivative of `erf(au) / 2`: `a / sqrt(pi) exp(-(au)^2)` with `a = width`.
 
-    The normal density like `Gaussian`, `sigma = 1 / (sqrt(2) a)`: here a larger width is steeper.
+    It equals `Gaussian(1 / (sqrt(2) a))`: here a larger width is steeper.
 
     Source: Esser et al., "Backpropagation for Energy-Efficient Neuromorphic Computing", NeurIPS
     2015.
+
+    Args:
+        width: steepness `a`, positive.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
-    def __init__(self, width: Value = 2.0, *, cutoff: Value | None = None) -> None:
+    def __init__(self, width: Value = 2.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
         self.width = positive("width", width)
 
@@ -304,20 +324,22 @@ class Erf(Surrogate):
 
     def tangent(self, u: Tensor) -> Tensor:
         z = self.width * u
-        fixed = z.detach()
-        return torch.exp(-(fixed * fixed)) / math.sqrt(math.pi) * z
+        return torch.exp(-(z * z).detach()) / math.sqrt(math.pi) * z
 
 
 class Gaussian(Surrogate):
-    """`scale * N(u)`, the normal density of mean 0 and standard deviation `width`.
+    """Normal density: `scale * N(u)`, with mean 0 and standard deviation `width`.
 
     Source: Yin et al., "Accurate and efficient time-domain classification with adaptive spiking
     recurrent neural networks", Nature Machine Intelligence 3, 2021 (width 0.5, scale 0.5).
+
+    Args:
+        width: standard deviation, positive.
+        scale: factor of the density, positive; cannot be learned.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
-    def __init__(
-        self, width: Value = 0.5, scale: Value = 1.0, *, cutoff: Value | None = None
-    ) -> None:
+    def __init__(self, width: Value = 0.5, scale: Value = 1.0, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
         self.width, self.scale = positive("width", width), positive("scale", scale)
 
@@ -335,14 +357,20 @@ class Gaussian(Surrogate):
 
 
 class MultiGaussian(Surrogate):
-    """`scale * ((1 + p) N(u; 0, w) - p N(u; w, sw) - p N(u; -w, sw))`: negative on both sides.
+    """Mixture `scale * ((1 + p) N(u; 0, w) - p N(u; w, sw) - p N(u; -w, sw))`.
 
-    `N(u; m, d)` is the normal density of mean m and standard deviation d; w is `width`, p
-    `share` and s `spread`.
+    `N(u; m, d)` is the normal density with mean m and standard deviation d.
 
     Source: Yin et al., "Accurate and efficient time-domain classification with adaptive spiking
     recurrent neural networks", Nature Machine Intelligence 3, 2021 (h = 0.15, s = 6, width 0.5;
     the authors' code has scale 0.5).
+
+    Args:
+        width: standard deviation `w` of the central density, positive.
+        share: weight `p` of the outer densities, positive; cannot be learned.
+        spread: ratio `s` of the outer to the central standard deviation, positive.
+        scale: factor of the sum, positive; cannot be learned.
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
     def __init__(
@@ -352,14 +380,14 @@ class MultiGaussian(Surrogate):
         spread: Value = 6.0,
         scale: Value = 1.0,
         *,
-        cutoff: Value | None = None,
+        cutoff: Cutoff = None,
     ) -> None:
         super().__init__(cutoff)
         self.width, self.share = positive("width", width), positive("share", share)
         self.spread, self.scale = positive("spread", spread), positive("scale", scale)
 
     def _mixed(self, density: Callable[[Tensor], Tensor], u: Tensor, inner: Any) -> Tensor:
-        """The three parts; the inner one is divided by `inner`, the outer ones also by spread."""
+        """Return the mixture of `density`; `inner` divides the outer terms."""
         z = u / self.width
         outer = density((z - 1) / self.spread) + density((z + 1) / self.spread)
         return self.scale * ((1 + self.share) * density(z) - self.share * outer / inner)
@@ -378,7 +406,7 @@ class MultiGaussian(Surrogate):
 
 
 def _bell(z: Tensor) -> Tensor:
-    """The standard normal density."""
+    """Return the standard normal density."""
     return torch.exp(-0.5 * (z * z)) * (1 / math.sqrt(2 * math.pi))
 
 
@@ -387,21 +415,24 @@ def _integrated_bell(z: Tensor) -> Tensor:
 
 
 def _along_bell(z: Tensor) -> Tensor:
-    """Has the derivatives of `_integrated_bell`."""
+    """Return an expression with the derivatives of `_integrated_bell`."""
     return _bell(z.detach()) * z
 
 
 class StraightThrough(Surrogate):
-    """1 everywhere.
+    """Straight-through estimator: 1 everywhere.
 
-    `StraightThrough(cutoff=0.0)` lets gradients through where there is a spike, and
+    `StraightThrough(cutoff=0.0)` passes gradients only where there is a spike, and
     `Rectangle(-1.0, 1.0)` is the clipped form.
 
     Source: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons for
     Conditional Computation", arXiv:1308.3432, 2013.
+
+    Args:
+        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
-    def __init__(self, *, cutoff: Value | None = None) -> None:
+    def __init__(self, *, cutoff: Cutoff = None) -> None:
         super().__init__(cutoff)
 
     def derivative(self, u: Tensor) -> Tensor:
@@ -412,23 +443,24 @@ class StraightThrough(Surrogate):
 
 
 class Custom(Surrogate):
-    """A surrogate from functions of `u`, pointwise, in place of the methods of a subclass.
+    """A surrogate made of pointwise functions of `u`, without writing a subclass.
 
-    Further values are given by name and passed on to every function::
+    Parameters are given by name and passed to every function::
 
         Custom(lambda u, width: torch.exp(-width * torch.abs(u)), width=4.0)
 
-    A kernel is compiled per set of functions, which are told apart by identity: write them once.
+    Each set of functions, compared by identity, compiles a kernel: define them once.
 
     Args:
         derivative: see `Surrogate.derivative`.
-        spike: see `Surrogate.spike`; by default 1 where `u >= 0`, else 0.
-        primal: see `Surrogate.primal`; without it the values can't be learned.
-        values: floats, tensors (one value or one per channel) or `Learnable`.
+        spike: see `Surrogate.spike`; by default 1 where `u >= 0`, 0 elsewhere.
+        primal: see `Surrogate.primal`; required to learn the parameters.
+        cutoff: see `Surrogate`.
+        values: parameters: floats, tensors (one value or one per channel) or `Learnable`.
 
     Raises:
-        TypeError: something is not a function, or a value is of the wrong kind.
-        ValueError: the name of a value is taken, or it is not finite.
+        TypeError: a function is not callable, or a parameter has the wrong type.
+        ValueError: the name of a parameter is taken, or its value is not finite.
     """
 
     def __init__(
@@ -437,18 +469,18 @@ class Custom(Surrogate):
         spike: Callable[..., Tensor] | None = None,
         primal: Callable[..., Tensor] | None = None,
         *,
-        cutoff: Value | None = None,
+        cutoff: Cutoff = None,
         **values: Value,
     ) -> None:
         super().__init__(cutoff)
-        given = {"derivative": derivative, "spike": spike, "primal": primal}
-        for name, function in given.items():
+        functions = {"derivative": derivative, "spike": spike, "primal": primal}
+        for name, function in functions.items():
             if not callable(function) and (function is not None or name == "derivative"):
                 raise TypeError(f"{name} is {function!r}: expected a function of u")
         self._derivative, self._spike, self._primal = derivative, spike, primal
         for name, value in values.items():
             if hasattr(self, name):
-                raise ValueError(f"a value can't be called {name!r}: a surrogate has that already")
+                raise ValueError(f"a parameter cannot be named {name!r}: the name is taken")
             setattr(self, name, number(name, value))
         self._names = tuple(values)
 

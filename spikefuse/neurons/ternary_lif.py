@@ -7,30 +7,33 @@ from typing import Any
 from torch import Tensor
 
 from spikefuse.neurons.definition import States
-from spikefuse.neurons.firing import Value, positive
 from spikefuse.neurons.lif import LIF
+from spikefuse.neurons.parameters import Value, positive
 
 
 class TernaryLIF(LIF):
-    """`LIF` that also fires below: spikes are -1, 0 or 1.
+    """LIF neuron with signed spikes: it emits -1, 0 or 1.
 
-    Equation, per time step, with potential `v`, input `x`, spike `s`, and the h of `LIF`::
+    Equation, per time step, with potential `v`, input `x`, spike `s` and the `h` of `LIF`::
 
         s = 1 if h >= threshold, -1 if h <= -threshold, else 0
         v = h * (1 - |s|) + v_reset * |s|       (hard reset)
         v = h - threshold * s                   (soft reset)
 
-    The surrogate replaces the derivative at both thresholds.
+    The surrogate replaces the derivative of the spike at both thresholds.
 
-    Shapes: `x` and the spikes are `[T, B, ...]`; the state `v` is `[B, ...]` in float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `v`: `[B, ...]` (float32).
 
     Source: Guo et al., "Ternary Spike: Learning Ternary Spikes for Spiking Neural Networks",
     AAAI 2024.
 
     Args:
         decay: factor of the previous potential, in [0, 1].
-        threshold: distance of both thresholds from 0, positive.
+        threshold: absolute value of both thresholds, positive.
         decay_input, v_reset, reset, detach_reset, surrogate: see `LIF`.
+
+    Raises:
+        TypeError, ValueError: a parameter has the wrong type or is out of range.
     """
 
     def __init__(self, decay: Value = 0.5, threshold: Value = 1.0, **firing: Any) -> None:

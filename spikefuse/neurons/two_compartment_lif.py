@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from spikefuse.neurons.definition import State, States, number
-from spikefuse.neurons.firing import Firing, Value
+from spikefuse.neurons.definition import State, States
+from spikefuse.neurons.firing import Firing
 from spikefuse.neurons.learnable import LearnableFraction
+from spikefuse.neurons.parameters import Value, number
 
 
 class TwoCompartmentLIF(Firing):
-    """Two-compartment LIF neuron (TC-LIF): a dendrite holds a long memory, the soma fires.
+    """Two-compartment LIF neuron (TC-LIF): a dendrite provides long-term memory, the soma fires.
 
     Equation, per time step, with dendritic potential `dendrite`, somatic potential `soma`, input
     `x`, spike `s`::
@@ -22,21 +23,25 @@ class TwoCompartmentLIF(Firing):
         s = 1 if h >= threshold else 0
         dendrite = d - gamma * s,  soma = h - threshold * s     (soft reset, the default)
 
-    A hard reset sets both to `v_reset`. `feedback` and `drive` are learned fractions,
+    A hard reset sets both potentials to `v_reset`. `feedback` and `drive` are learned fractions,
     `sigmoid(logit)`.
 
-    Shapes: `x` and the spikes are `[T, B, ...]`; the states `dendrite`, `soma` are `[B, ...]` in
-    float32.
+    Shapes: `x`, spikes: `[T, B, ...]` (float32, bfloat16 or float16); `dendrite`, `soma`: `[B,
+    ...]` (float32).
 
     Source: Zhang et al., "TC-LIF: A Two-Compartment Spiking Neuron Model for Long-Term
     Sequential Modelling", AAAI 2024 (its beta_1 is `-feedback`, its beta_2 `drive`).
 
     Args:
         feedback: effect of the soma on the dendrite before training, strictly between 0 and 1.
-        drive: effect of the dendrite on the soma, likewise.
-        gamma: what a spike takes from the dendrite (soft reset only).
-        channels: number of channels (dim 2 of `[T, B, C, ...]`) for one value each.
+        drive: effect of the dendrite on the soma before training, strictly between 0 and 1.
+        gamma: decrease of the dendritic potential at a spike (soft reset only).
+        channels: number of channels (dim 2 of `[T, B, C, ...]`), each with its own values; None
+            for single values.
         threshold, v_reset, reset, detach_reset, surrogate: see `Firing`.
+
+    Raises:
+        TypeError, ValueError: a parameter has the wrong type or is out of range.
     """
 
     dendrite, soma = State(), State()

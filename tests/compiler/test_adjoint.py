@@ -1,4 +1,4 @@
-"""The reverse of a step against autograd, both in float64, with no kernel in between."""
+"""The reverse of a step against autograd, both in float64 and without kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import spikefuse as sf
 from spikefuse.compiler.adjoint import reverse_step
 from spikefuse.compiler.trace import Graph, step_function, trace_step
 
-# What the Numba text of the table calls, on Python's floats.
+# The functions that the Numba text of the table calls, for Python floats.
 LANGUAGE = {
     "f32": float,
     "exp": math.exp,
@@ -44,12 +44,14 @@ def assert_reverse(neuron: sf.Neuron, values: list[float], tolerance: float = 1e
     for name, leaf in zip(step.params, leaves[fixed:], strict=False):
         leaf.requires_grad_(name in reverse.params)
     primal, incoming = leaves[: len(point) - num_results], leaves[len(point) - num_results :]
-    outputs, new = step_function(neuron, step.params)(*primal)
+    results = step_function(neuron, step.params)(*primal)
     learnable = [primal[fixed + step.params.index(name)] for name in reverse.params]
-    results = [r for r in (*outputs, *new) if r.requires_grad]
-    kept = [g for r, g in zip((*outputs, *new), incoming, strict=True) if r.requires_grad]
+    gradients = [g.detach() for r, g in zip(results, incoming, strict=True) if r.requires_grad]
     expected = torch.autograd.grad(
-        results, [*primal[:fixed], *learnable], [g.detach() for g in kept], allow_unused=True
+        [r for r in results if r.requires_grad],
+        [*primal[:fixed], *learnable],
+        gradients,
+        allow_unused=True,
     )
     actual = evaluate(reverse.graph, point)
     assert len(actual) == len(expected)
@@ -59,7 +61,7 @@ def assert_reverse(neuron: sf.Neuron, values: list[float], tolerance: float = 1e
 
 
 class Unary(sf.Neuron):
-    """One function of the input; the gradient of the output is the second value drawn."""
+    """A function of the input; the gradient of the output is the second value drawn."""
 
     def __init__(self, function):
         super().__init__()
@@ -148,7 +150,7 @@ def test_kinks(function):
 
 
 class Shared(sf.Neuron):
-    """Values used several times, learnable parameters, results that are arguments."""
+    """Values used several times, learnable parameters, results that equal arguments."""
 
     v, w = sf.State(), sf.State()
 
@@ -226,7 +228,7 @@ def test_which_values_of_a_surrogate_have_a_gradient():
 OWN = {"decay", "threshold", "v_reset"}
 
 
-def test_a_cutoff_adds_nothing_where_there_is_none():
+def test_no_cutoff_adds_no_operation():
     def operations(cutoff, params):
         neuron = sf.IF(surrogate=sf.surrogate.Triangle(cutoff=cutoff))
         step = trace_step(neuron)
@@ -237,7 +239,7 @@ def test_a_cutoff_adds_nothing_where_there_is_none():
     assert sorted(with_cutoff) == sorted([*without, "lt", "where"])
 
 
-def test_a_fixed_width_costs_nothing():
+def test_a_fixed_width_adds_no_operation():
     class Fixed(sf.surrogate.Triangle):
         def learns(self, name):
             return False
@@ -265,10 +267,10 @@ def test_only_wanted_gradients_are_computed():
     assert sizes[()] < len(reverse.graph.nodes)
     point = [0.5 + 0.1 * i for i in range(len(graphs[()].inputs))]
     everything = evaluate(reverse.graph, point)
-    # Products may be folded into sums, which rounds once.
+    # Products may be fused into sums, which round once.
     assert evaluate(graphs[()], point) == pytest.approx(everything[:2], rel=1e-14)
     index = 2 + reverse.params.index("threshold")
-    before = 0.25  # what earlier steps have summed
+    before = 0.25  # the sum over earlier steps
     wanted = [*everything[:2], before + everything[index]]
     assert evaluate(graphs[("threshold",)], [*point, before]) == pytest.approx(wanted, rel=1e-14)
     only_state = reverse.select(step, (), ()).graph

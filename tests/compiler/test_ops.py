@@ -21,13 +21,13 @@ Function = Callable[[Tensor, Tensor], Tensor]
 
 
 def _as_float(packet: Any) -> tuple[Function, ...]:
-    """A bool operation, on two comparisons."""
+    """Apply a bool operation to two comparisons."""
     return (lambda x, y: packet(x > 0.5, y > x),)
 
 
-# By ATen operation; with torch's own spelling where a user would write that.
+# By ATen operation, in the spelling that a user would write.
 EXACT: dict[Any, tuple[Function, ...]] = {
-    # Other factors are refused: PyTorch may contract their product.
+    # Other factors are refused, because PyTorch may compute a fused multiply-add.
     aten.add: (
         lambda x, y: x + y,
         lambda x, y: 0.1 + x,
@@ -90,7 +90,7 @@ EXACT: dict[Any, tuple[Function, ...]] = {
     aten.clamp_min: (lambda x, y: torch.clamp_min(x, -0.5), lambda x, y: torch.clamp_min(x, y)),
     aten.clamp_max: (lambda x, y: torch.clamp_max(x, 0.5), lambda x, y: torch.clamp_max(x, y)),
     aten.sign: (lambda x, y: torch.sign(torch.where(x == x, x, 0.0)),),
-    # Only as the derivative of abs: its own derivative makes special zero tensors.
+    # Only as the derivative of abs: its own derivative creates special zero tensors.
     aten.sgn: (lambda x, y: torch.sgn(torch.where(x == x, x, 0.0).detach()),),
     aten.masked_fill: (lambda x, y: x.masked_fill(y > 0, -math.inf),),
     aten.zeros_like: (lambda x, y: x + torch.zeros_like(x),),
@@ -102,11 +102,11 @@ EXACT: dict[Any, tuple[Function, ...]] = {
     aten.ones: (lambda x, y: x - torch.ones(()),),
 }
 
-# By operation: the function, how many float32 ulp it may err, and what smaller error is none.
+# By operation: the function, its error bound in float32 ulp, and the absolute error to ignore.
 SMALLEST = 2.0**-126  # a result below it is subnormal
 INEXACT: dict[Any, tuple[Function, float, float]] = {
     aten.exp: (lambda x, y: torch.exp(x), 2, 0),
-    aten.log: (lambda x, y: torch.log(x), 4, 0),  # as much as NumPy's and CUDA's
+    aten.log: (lambda x, y: torch.log(x), 4, 0),  # as in NumPy and CUDA
     aten.sqrt: (lambda x, y: torch.sqrt(x), 0.5, 0),
     aten.rsqrt: (lambda x, y: torch.rsqrt(x), 2, 0),
     aten.sigmoid: (lambda x, y: torch.sigmoid(x), 4, SMALLEST),
@@ -139,7 +139,7 @@ PARTS = 4
 
 
 class Exact(Neuron):
-    """Every function of EXACT as one output; in parts, which together compile faster."""
+    """One output per function of EXACT, in several parts, which compile faster than one."""
 
     def __init__(self, part):
         super().__init__()
@@ -150,7 +150,7 @@ class Exact(Neuron):
 
 
 class Inexact(Neuron):
-    """Every function of INEXACT as one output."""
+    """One output per function of INEXACT."""
 
     def step(self, x, y):
         return tuple(f(x, y) for f, *_ in INEXACT.values()), ()
@@ -168,18 +168,18 @@ class Powers(Neuron):
 
 
 def same(a: Tensor, b: Tensor) -> Tensor:
-    """Where two tensors are equal; NaN equals NaN, and -0 equals 0."""
+    """Return where two tensors are equal; NaN equals NaN, and -0 equals 0."""
     return (a == b) | (a.isnan() & b.isnan())
 
 
 def ulp(x: Tensor) -> Tensor:
-    """The distance of float32 numbers near the float64 `x`."""
+    """Return the spacing of float32 numbers near the float64 `x`."""
     exponent = torch.frexp(x.abs().clamp(min=SMALLEST)).exponent - 24
     return torch.ldexp(torch.ones_like(x), exponent)
 
 
 def errors(actual: Tensor, truth: Tensor, negligible: float = 0.0) -> Tensor:
-    """The error in ulp of float32 results; infinities and NaN must be where truth has them."""
+    """Return the error of float32 results in ulp; infinities and NaN must match the truth."""
     rounded = truth.float()
     special = ~rounded.isfinite()
     assert same(actual, rounded)[special].all()
@@ -210,13 +210,13 @@ def test_each_function_calls_its_operation():
         assert packet in recorder.packets, packet
 
 
-def test_every_operation_and_row_is_here():
+def test_every_operation_and_row_is_covered():
     known = {*ops.BY_ATEN, *ops.REWRITES, *ops.IDENTITIES}
     assert known == {*EXACT, *INEXACT, aten.pow}
     rows = set()
     for neuron in (*map(Exact, range(PARTS)), Inexact(), Powers(-1, 0.5)):
         rows |= {node.op for node in trace_step(neuron).graph.nodes}
-    # Multiply-adds are in gradients only, which test_adjoint.py runs.
+    # Fused multiply-adds occur only in gradients, which test_adjoint.py covers.
     assert rows | {"fma", "fnma"} == set(ops.TABLE)
 
 
@@ -237,7 +237,7 @@ def test_exact_operations_equal_torch(part, backends):
 
 def test_inexact_operations_are_within_their_bounds(backends):
     x, y = (v.to(backends.device) for v in pairs())
-    # The derivatives take gradients and results, which are moderate.
+    # The arguments of derivatives are gradients and results, which are moderate.
     grad, result = x.clamp(-1e4, 1e4), y.clamp(-1.0, 1.0)
     for impl in backends.impls:
         rows = zip(
@@ -295,7 +295,7 @@ def test_powers(backends):
             if float(n).is_integer():
                 bound = torch.full_like(truth, float(abs(n)))
             else:
-                # x ** 0.5 is a square root, others err by the exponent of exp.
+                # x ** 0.5 is a square root; the error of the others grows with the exponent of exp.
                 bound = 3 + 2 * (n * x.double().abs().log()).abs()
                 assert actual[x < 0].isnan().all(), (impl, n)
             assert (errors(actual[usable], truth[usable]) <= bound[usable]).all(), (impl, n)
@@ -305,7 +305,7 @@ def test_powers(backends):
         assert (errors(exponential[near], torch.exp2(x.double()[near])) <= bound).all(), impl
 
 
-def test_whole_powers_are_repeated_multiplication(backends):
+def test_integer_powers_are_repeated_multiplication(backends):
     x = pairs()[0].to(backends.device)
     neuron = Powers(2, 3, 4, -2)
     square = x * x

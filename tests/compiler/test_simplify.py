@@ -1,4 +1,4 @@
-"""Simplified graphs compute the same from fewer nodes."""
+"""Simplified graphs compute the same results with fewer nodes."""
 
 import itertools
 
@@ -16,7 +16,7 @@ FLOATS = ("a", "b")
 
 
 def simplified(build, gradients=False):
-    """The operations that are left of what `build(graph, a, b)` computes, and the graph."""
+    """Return the operations left in the simplified graph of `build(graph, a, b)`, and the graph."""
     graph = Graph(FLOATS)
     graph.outputs = (graph.convert("f", build(graph, *FLOATS)),)
     simple = simplify(graph, gradients)
@@ -26,7 +26,7 @@ def simplified(build, gradients=False):
 
 
 def evaluate(graph, point):
-    """One output, by Python's own arithmetic."""
+    """Evaluate a graph with one output in Python."""
     values = dict(zip(graph.inputs, point, strict=True))
     functions = {
         "add": lambda x, y: x + y,
@@ -52,7 +52,7 @@ def spike(g, h, threshold):
     return g.op("float", g.op("ge", g.op("sub", h, threshold), 0.0))
 
 
-def test_a_hard_reset_is_a_choice():
+def test_a_hard_reset_becomes_a_where():
     def reset(g, h, threshold):
         s = spike(g, h, threshold)
         return g.op("add", g.op("mul", h, g.op("sub", 1.0, s)), g.op("mul", 0.25, s))
@@ -62,7 +62,7 @@ def test_a_hard_reset_is_a_choice():
     assert graph.nodes[-1].operands[1:] == (0.25, "a")
 
 
-def test_a_soft_reset_subtracts_a_choice():
+def test_a_soft_reset_subtracts_a_where():
     def reset(g, h, threshold):
         return g.op("sub", h, g.op("mul", threshold, spike(g, h, threshold)))
 
@@ -88,7 +88,7 @@ def test_rules(build, expected):
     assert simplified(build)[0] == expected
 
 
-def test_one_is_not_true_and_zeros_have_signs():
+def test_constants_differ_by_type_and_sign():
     def build(g, a, b):
         same = g.op("where", g.op("lt", a, b), 1.0, 0.0)
         other = g.op("where", g.op("lt", a, b), 1.0, -0.0)
@@ -107,7 +107,7 @@ def test_infinite_potentials_are_reset():
     assert sf.LIF(v_reset=0.0)(x).tolist() == [[[1.0]], [[1.0]]]
 
 
-def test_two_conditions_are_not_one():
+def test_different_conditions_are_not_merged():
     def build(g, a, b):
         first = g.op("mul", a, g.op("float", g.op("lt", a, b)))
         return g.op("add", first, g.op("mul", b, g.op("float", g.op("lt", b, a))))
@@ -116,13 +116,13 @@ def test_two_conditions_are_not_one():
     assert simplified(build, gradients=True)[0].count("where") == 2
 
 
-def test_gradients_are_contracted_and_steps_are_not():
+def test_only_gradients_are_contracted():
     definition = sf.LIF(0.5, detach_reset=True)
     step = trace_step(definition)
     reverse = reverse_step(definition, step).select(step, ["x"], [])
     assert {"fma", "fnma"}.isdisjoint(node.op for node in step.graph.nodes)
     assert any(node.op in ("fma", "fnma") for node in reverse.graph.nodes)
-    # The potential that is compared with the threshold is the step's, to the bit.
+    # The potential compared with the threshold equals the step's bit for bit.
     nodes = {node.name: node for node in reverse.graph.nodes}
     deciding = [node for node in nodes.values() if reverse.graph.kind(node.name) == "b"]
     assert deciding
@@ -132,7 +132,7 @@ def test_gradients_are_contracted_and_steps_are_not():
         deciding += [nodes[o] for o in node.operands if o in nodes]
 
 
-def test_what_is_rounded_down_is_not_contracted():
+def test_operands_of_floor_are_not_contracted():
     graph = Graph(("decay", "v", "x"))
     h = graph.op("add", graph.op("mul", "decay", "v"), "x")
     graph.outputs = (graph.op("floor", h),)

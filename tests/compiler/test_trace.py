@@ -1,4 +1,4 @@
-"""What a step may contain, and what is refused: errors that name the operation and the line."""
+"""The operations that a step may use, and the errors for all others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WEIGHTS = torch.tensor([0.5, 0.25, 0.125])
 
 
 def defined_by(function, **attributes):
-    """A neuron whose output is `function(self, x, v)`."""
+    """Return a neuron whose output is `function(self, x, v)`."""
 
     class Defined(sf.Neuron):
         v = sf.State()
@@ -35,7 +35,7 @@ def defined_by(function, **attributes):
 
 
 def complaint(neuron: sf.Neuron, reference: bool = True) -> str:
-    """The error of a call, after the eager loop has run on the same input."""
+    """Return the error of a call, after the eager loop has run on the same input."""
     x = torch.rand(2, 3, 3)
     if reference:
         neuron(x, impl="reference")
@@ -53,7 +53,7 @@ def in_place(self, x: Tensor, v: Tensor) -> Tensor:
     return x
 
 
-# By the operation that the error must name.
+# By the operation that the error names.
 REFUSED = {
     "erf": lambda self, x, v: torch.erf(x),
     "sin": lambda self, x, v: x + torch.sin(v),
@@ -124,7 +124,7 @@ BRANCHES = {
 
 
 @pytest.mark.parametrize("name", BRANCHES)
-def test_tensors_can_not_steer_python(name):
+def test_tensors_cannot_steer_python(name):
     message = complaint(defined_by(BRANCHES[name], decay=0.25), reference=False)
     assert message.startswith(
         f"Defined.step turns a tensor into a Python value at {line_of(BRANCHES[name])}"
@@ -199,7 +199,7 @@ def test_errors_of_pytorch_name_the_step():
         assert message.startswith("Defined.step can't be compiled: inside step a tensor is one")
 
 
-def test_wrong_results_are_no_matter_of_kernels():
+def test_wrong_results_raise_a_type_error():
     class Wrong(sf.Neuron):
         v = sf.State()
 
@@ -210,7 +210,7 @@ def test_wrong_results_are_no_matter_of_kernels():
         Wrong()(torch.rand(2, 3))
 
 
-def test_error_in_a_users_own_helper_names_the_helpers_line():
+def test_an_error_in_a_helper_names_its_line():
     def helper(x):
         return torch.cos(x)
 
@@ -219,7 +219,7 @@ def test_error_in_a_users_own_helper_names_the_helpers_line():
     )
 
 
-def test_errors_are_raised_each_time():
+def test_errors_are_raised_in_every_call():
     neuron = defined_by(REFUSED["erf"])
     assert complaint(neuron) == complaint(neuron)
 
@@ -273,7 +273,7 @@ def test_two_constants_are_not_mistaken_for_each_other():
 
 
 class Names(sf.Neuron):
-    """Names that generated code could use too."""
+    """Attribute names that generated code might use as well."""
 
     v, v_row, v_new, row, value = (sf.State() for _ in range(5))
 
@@ -315,7 +315,7 @@ def test_names_do_not_collide(backends):
 
 
 class Results(sf.Neuron):
-    """Results that are no float tensors of the step's shape until they are made so."""
+    """Results that must be converted to float tensors of the step's shape."""
 
     above, last, rest = sf.State(), sf.State(), sf.State()
 
@@ -344,13 +344,13 @@ def test_results_become_floats_of_the_steps_shape(backends):
             torch.testing.assert_close(a, e, rtol=1e-6, atol=0)
 
 
-def test_identifiers_differ_where_dots_and_underscores_meet():
+def test_identifiers_are_unique():
     names = identifiers("p", ("surrogate.width", "surrogate_width", "a"))
     assert len(set(names)) == 3
     assert all(name.isidentifier() for name in names)
 
 
-def test_a_traced_step_keeps_what_is_needed():
+def test_a_traced_step_has_no_unused_nodes():
     step = trace_step(sf.ALIF(0.7, 0.9))
     assert (step.inputs, step.num_outputs, step.initial) == (("x",), 1, (0.0, 0.0))
     assert len(step.states) == 2
@@ -373,7 +373,7 @@ def chosen(self, x: Tensor, v: Tensor) -> Tensor:
     return torch.where(v > 0.0, (x > 0.0).float(), 1.0)
 
 
-# By whether values other than 0 and 1 are sure not to come out.
+# By whether all values are provably 0 or 1.
 BINARY = {
     "compared": (lambda self, x, v: (x >= v).float(), True),
     "chosen": (chosen, True),
@@ -391,7 +391,7 @@ def test_binary_outputs_are_proved(name):
     assert trace_step(defined_by(function)).binary == (expected,)
 
 
-def test_each_output_is_proved_binary_for_itself():
+def test_outputs_are_proved_binary_separately():
     def both(self, x, v):
         return (x >= 1.0).float(), x
 

@@ -1,4 +1,4 @@
-"""Learnable parameters: where they start, the range they keep to, their gradients."""
+"""Learnable parameters: initial values, ranges, gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_without_forward() -> None:
         (LearnableTimeConstant(5.0), sf.decay_from_tau(5.0, exact=True)),
     ],
 )
-def test_starts_where_it_should(value: Learnable, expected: float) -> None:
+def test_initial_values(value: Learnable, expected: float) -> None:
     assert value().shape == ()
     assert value().item() == pytest.approx(expected)
 
@@ -43,7 +43,7 @@ def test_one_value_per_channel(kind: Any) -> None:
 
 @pytest.mark.parametrize("step", [-20.0, 20.0])
 @pytest.mark.parametrize(("kind", "high"), [*zip(KINDS, (1.0, math.inf, 1.0), strict=True)])
-def test_keeps_to_its_range(kind: Any, high: float, step: float) -> None:
+def test_stays_in_range(kind: Any, high: float, step: float) -> None:
     value = kind(0.5).double()
     with torch.no_grad():
         for parameter in value.parameters():
@@ -52,7 +52,7 @@ def test_keeps_to_its_range(kind: Any, high: float, step: float) -> None:
     assert (value() * 0).item() == 0
 
 
-def test_the_time_constant_is_what_is_learned() -> None:
+def test_the_gradient_of_a_time_constant() -> None:
     value = LearnableTimeConstant(4.0).double()
     value().backward()
     # d exp(-1/tau) / d log tau = exp(-1/tau) / tau
@@ -70,7 +70,7 @@ def test_bad_values(initial: float) -> None:
 
 
 @pytest.mark.parametrize("channels", [None, 3])
-def test_a_neuron_learns_them(channels: int | None) -> None:
+def test_a_neuron_learns_its_parameters(channels: int | None) -> None:
     neuron = sf.LIF(
         LearnableTimeConstant(3.0, channels),
         LearnablePositive(0.5, channels),

@@ -14,34 +14,14 @@ from spikefuse import (
     LIF,
     PLIF,
     LearnableFraction,
-    Neuron,
     decay_from_tau,
     surrogate,
 )
-
-
-def trace(neuron: Neuron, *inputs: float) -> tuple[list[float], list[list[float]]]:
-    """Spikes and states after each step of a single neuron, by the eager loop in float64."""
-    x = torch.tensor(inputs, dtype=torch.float64)[:, None]
-    spikes, states = [], None
-    history = []
-    for step in x:
-        s, states = neuron(step[None], state=states, return_state=True, impl="reference")
-        spikes.append(s.item())
-        history.append([state.item() for state in states])
-    return spikes, history
-
-
-def gradient(neuron: Neuron, *inputs: float) -> list[float]:
-    """Gradient of the sum of all spikes with respect to each input."""
-    x = torch.tensor(inputs, dtype=torch.float64)[:, None].requires_grad_()
-    neuron(x, impl="reference").sum().backward()
-    assert x.grad is not None
-    return x.grad[:, 0].tolist()
+from tests.neurons.traces import gradient, trace
 
 
 def test_lif_hard_reset() -> None:
-    # h: 0.75, 1.125 (fires), 0.5, 1.0 (fires: the threshold itself is enough), 0
+    # h: 0.75, 1.125 (fires), 0.5, 1.0 (fires: h equals the threshold), 0
     spikes, states = trace(LIF(decay=0.5), 0.75, 0.75, 0.5, 0.75, 0.0)
     assert spikes == [0, 1, 0, 1, 0]
     assert states == [[0.75], [0], [0.5], [0], [0]]
@@ -67,13 +47,13 @@ def test_lif_fires_below_zero_with_a_negative_threshold() -> None:
     assert states == [[-1.0], [0.25]]
 
 
-def test_if_keeps_everything() -> None:
+def test_if_does_not_leak() -> None:
     spikes, states = trace(IF(threshold=2.0), 0.75, 0.75, 0.75, 0.25)
     assert spikes == [0, 0, 1, 0]  # h: 0.75, 1.5, 2.25, 0.25
     assert states == [[0.75], [1.5], [0], [0.25]]
 
 
-def test_if_soft_reset_keeps_the_rest() -> None:
+def test_if_soft_reset_subtracts_the_threshold() -> None:
     spikes, states = trace(IF(reset="soft"), 2.5, 0.0, 0.0, 0.0)
     assert spikes == [1, 1, 0, 0]
     assert states == [[1.5], [0.5], [0.5], [0.5]]
@@ -127,7 +107,7 @@ BOX = surrogate.Rectangle(-1.0, 1.0, height=0.5)
 @pytest.mark.parametrize(
     ("options", "first"),
     [
-        # dv/dh = 1 - s - g h = 1 - 0.5 * 0.75 before the spike: the reset carries gradient.
+        # dv/dh = 1 - s - g h = 1 - 0.5 * 0.75 before the spike: the reset carries a gradient.
         ({}, 0.5 * (1 + 0.5 * (1 - 0.5 * 0.75))),
         # dv/dh = 1 - s.
         ({"detach_reset": True}, 0.5 * (1 + 0.5)),
@@ -164,7 +144,7 @@ def test_decay_out_of_range(value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -1.0, 2.0])
-def test_a_learnable_fraction_lies_strictly_between(value: float) -> None:
+def test_a_learnable_fraction_out_of_range(value: float) -> None:
     with pytest.raises(ValueError, match="strictly between 0 and 1"):
         PLIF(decay=value)
 
@@ -181,21 +161,21 @@ def test_values_must_be_finite_numbers(name: str) -> None:
         LIF(**{name: torch.tensor(1)})
 
 
-def test_alif_checks_its_own_values() -> None:
+def test_alif_checks_its_parameters() -> None:
     with pytest.raises(ValueError, match=r"adaptation_decay is 2\.0"):
         ALIF(adaptation_decay=2.0)
     with pytest.raises(TypeError, match="beta is None"):
         ALIF(beta=None)  # type: ignore[arg-type]
 
 
-def test_choices_are_named() -> None:
+def test_invalid_options() -> None:
     with pytest.raises(ValueError, match="reset is 'zero': expected one of hard, soft"):
         LIF(reset="zero")
     with pytest.raises(TypeError, match=r"surrogate is 4\.0: expected one such as Sigmoid"):
         LIF(surrogate=4.0)
 
 
-def test_whole_numbers_are_values_not_constants() -> None:
+def test_integers_become_float_values() -> None:
     lif = LIF(decay=1, threshold=2)
     assert (lif.decay, lif.threshold) == (1.0, 2.0)
     assert all(isinstance(v, float) for v in (lif.decay, lif.threshold))
@@ -223,10 +203,10 @@ def test_decay_from_tau():
             decay_from_tau(**wrong)
 
 
-def test_options_that_there_are_not() -> None:
+def test_an_unknown_option() -> None:
     message = (
-        r"LIF has no option 'tau', but decay, threshold, decay_input, v_reset, reset, "
-        r"detach_reset, surrogate; decay_from_tau\(tau\) .* docs/differences\.md"
+        r"LIF has no option 'tau'; its options are decay, threshold, decay_input, v_reset, reset, "
+        r"detach_reset, surrogate\. decay_from_tau\(tau\) .* docs/differences\.md"
     )
     with pytest.raises(TypeError, match=message):
         LIF(tau=2.0)

@@ -23,18 +23,18 @@ def test_number() -> None:
 
 @pytest.mark.parametrize("value", [True, "1", None, nn.Linear(2, 2)], ids=str)
 @pytest.mark.parametrize("check", [number, positive, lambda _, value: Sigmoid(value)])
-def test_what_is_no_number(check: Any, value: Any) -> None:
+def test_not_a_number(check: Any, value: Any) -> None:
     with pytest.raises(TypeError, match=r"is .*: expected a number, a tensor or a Learnable"):
         check("p", value)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan")])
-def test_what_is_not_positive(value: float) -> None:
+def test_not_positive(value: float) -> None:
     with pytest.raises(ValueError, match=r"p is .*: expected a positive finite number"):
         positive("p", value)
 
 
-def test_what_may_be_learned_is_positive() -> None:
+def test_positive_accepts_learnable() -> None:
     learnable = Learnable()
     assert positive("p", learnable) is learnable
     assert positive("p", 2) == 2.0
@@ -47,7 +47,7 @@ def test_plain_tensors_become_buffers() -> None:
 
 
 @pytest.mark.parametrize("holder", [spikefuse.LIF(), Sigmoid()])
-def test_a_number_takes_the_place_of_a_tensor(holder: Holder) -> None:
+def test_a_number_replaces_a_tensor(holder: Holder) -> None:
     for value in (torch.tensor(0.5), 2.0, torch.tensor(0.25), LearnableFraction(0.5)):
         holder.value = value
         assert holder.value is value
@@ -58,7 +58,7 @@ def test_a_number_takes_the_place_of_a_tensor(holder: Holder) -> None:
 
 @pytest.mark.parametrize("base", [spikefuse.Neuron, Surrogate])
 @pytest.mark.parametrize("value", [0.5, torch.tensor(0.5), Sigmoid()], ids=["float", "t", "m"])
-def test_the_constructor_of_the_base_comes_first(base: type[Holder], value: Any) -> None:
+def test_the_base_constructor_must_run_first(base: type[Holder], value: Any) -> None:
     def init(self: Any) -> None:
         self.gain = value
 

@@ -1,4 +1,4 @@
-"""Surrogates: spikes, derivatives by hand and from their primals, cutoffs, learned values, kernels.
+"""Surrogates: spikes, derivatives, primals, cutoffs, learned parameters, kernels.
 
 tests/gpu/test_surrogate.py runs the tests of kernels on a GPU.
 """
@@ -31,7 +31,7 @@ from spikefuse.neurons.surrogate import (
 )
 from spikefuse.testing import Backends, assert_matches_reference, make_input, run
 
-# Every surrogate, and by name its numbers: those that can be learned and those that can't.
+# Every surrogate with its parameters by name: those that can be learned, and the others.
 LEARNED: dict[type[Surrogate], dict[str, float]] = {
     Sigmoid: {"width": 3.0},
     Arctan: {"width": 2.5},
@@ -52,7 +52,7 @@ KINDS = list(LEARNED)
 WITH_WIDTH = [kind for kind in KINDS if "width" in LEARNED[kind]]
 ALL = [kind() for kind in KINDS]
 IDS = [kind.__name__ for kind in KINDS]
-# No kink of a surrogate is among these.
+# None of these is a kink of a surrogate.
 POINTS = torch.linspace(-2.03, 2.01, 57, dtype=torch.float64)
 
 
@@ -61,7 +61,7 @@ def make(kind: type[Surrogate], cutoff: Any = None, **values: Any) -> Surrogate:
 
 
 def gradient(spike: Surrogate, *u: float) -> list[float]:
-    """What autograd gives, in float64."""
+    """Return the gradient by autograd, in float64."""
     x = torch.tensor(u, dtype=torch.float64, requires_grad=True)
     spike(x).sum().backward()
     assert x.grad is not None
@@ -141,14 +141,14 @@ def test_derivative_by_hand(spike: Surrogate, u: float, expected: float) -> None
     ],
 )
 def test_area(spike: Surrogate, area: float) -> None:
-    # u = tan z turns the whole line into (-pi/2, pi/2); the midpoint rule leaves out the ends.
+    # Substitute u = tan z, with z in (-pi/2, pi/2); the midpoint rule excludes the ends.
     n = 200_000
     z = (torch.arange(n, dtype=torch.float64) + 0.5) / n * math.pi - math.pi / 2
     integral = (spike.derivative(z.tan()) / z.cos() ** 2).sum() * math.pi / n
     assert integral.item() == pytest.approx(area, rel=1e-4)
 
 
-# What the equations of other libraries say, and what says the same here.
+# The equations of other libraries, and the equivalent surrogates here.
 SAME: dict[str, tuple[Surrogate, Callable[[Tensor], Tensor]]] = {
     "SpikingJelly Sigmoid": (Sigmoid(3.0), lambda u: 3 * (3 * u).sigmoid() * (-3 * u).sigmoid()),
     "SpikingJelly ATan": (Arctan(3.0), lambda u: 1.5 / (1 + (1.5 * math.pi * u) ** 2)),
@@ -186,17 +186,17 @@ def normal(u: Tensor, mean: float, deviation: float) -> Tensor:
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_same_as_elsewhere(name: str) -> None:
+def test_equal_to_other_libraries(name: str) -> None:
     spike, expected = SAME[name]
     torch.testing.assert_close(torch.tensor(gradient(spike, *POINTS)), expected(POINTS).float())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_derivative_is_that_of_the_primal(kind: type[Surrogate]) -> None:
+def test_the_derivative_matches_the_primal(kind: type[Surrogate]) -> None:
     spike, u = make(kind), POINTS.clone().requires_grad_()
     spike.primal(u).sum().backward()
     torch.testing.assert_close(u.grad, spike.derivative(POINTS), rtol=1e-12, atol=1e-12)
-    # The integral starts at the threshold: there, values have no gradient.
+    # The integral starts at the threshold, where parameters have no gradient.
     assert torch.equal(spike.primal(torch.zeros(1)), kind().primal(torch.zeros(1)))
 
 
@@ -236,7 +236,7 @@ def test_cutoff(kind: type[Surrogate]) -> None:
     torch.testing.assert_close(found, [parameter.grad for parameter in values.values()])
 
 
-def test_the_secondary_threshold_of_the_poster() -> None:
+def test_the_secondary_threshold() -> None:
     # The gradient threshold is 0.9, the threshold 1.0, and beta 10.
     u = POINTS.float()
     expected = torch.where(u + 1.0 >= 0.9, (10 * u.abs() + 1) ** -2, 0.0)
@@ -246,7 +246,7 @@ def test_the_secondary_threshold_of_the_poster() -> None:
 
 
 @pytest.mark.parametrize("spike", ALL, ids=IDS)
-def test_gradient_is_scaled_by_what_comes_in(spike: Surrogate) -> None:
+def test_gradient_is_scaled_by_the_incoming_gradient(spike: Surrogate) -> None:
     x = torch.tensor([0.125], requires_grad=True)
     spike(x).backward(torch.tensor([-3.0]))
     assert x.grad is not None
@@ -262,7 +262,7 @@ def test_bad_width(kind: type[Surrogate], width: Any) -> None:
 
 @pytest.mark.parametrize("width", ["4", None, True])
 @pytest.mark.parametrize("kind", WITH_WIDTH)
-def test_a_width_that_is_no_number(kind: type[Surrogate], width: Any) -> None:
+def test_a_width_of_the_wrong_type(kind: type[Surrogate], width: Any) -> None:
     with pytest.raises(TypeError, match=r"width is .*: expected a number, a tensor or a Learnable"):
         kind(width)
 
@@ -281,7 +281,7 @@ def test_bad_bounds_heights_and_cutoffs() -> None:
 
 
 class Bell(Surrogate):
-    """A user's own: five levels from -2 to 2, and no primal."""
+    """A user-defined surrogate: five levels from -2 to 2, and no primal."""
 
     def __init__(self, gain: Any = 1.0, cutoff: float | None = None) -> None:
         super().__init__(cutoff)
@@ -294,7 +294,7 @@ class Bell(Surrogate):
         return torch.exp(-self.gain * u * u)
 
 
-def test_ones_own() -> None:
+def test_a_user_defined_surrogate() -> None:
     u = torch.tensor([-7.0, -0.5, 0.0, 1.5, 9.0])
     assert Bell()(u).tolist() == [-2, -1, 0, 1, 2]
     assert gradient(Bell(), 0.0, 2.0) == [1.0, pytest.approx(math.exp(-4))]
@@ -328,7 +328,7 @@ def test_bad_custom() -> None:
         Custom(None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"spike is 1\.0: expected a function of u"):
         Custom(bell, spike=1.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a value can't be called 'training'"):
+    with pytest.raises(ValueError, match="a parameter cannot be named 'training'"):
         Custom(bell, training=1.0)
     with pytest.raises(ValueError, match="gain is nan: expected a finite number"):
         Custom(bell, gain=math.nan)
@@ -361,7 +361,9 @@ def learned(value: float) -> nn.Parameter:
     ids=["no primal", "custom", "cutoff", "scale", "share"],
 )
 @pytest.mark.parametrize("impl", ["reference", "numba"])
-def test_what_can_not_be_learned(spike: Callable[[], Surrogate], name: str, impl: str) -> None:
+def test_parameters_without_a_gradient(
+    spike: Callable[[], Surrogate], name: str, impl: str
+) -> None:
     neuron, x = sf.LIF(surrogate=spike()), torch.ones(2, 1, 3)
     with pytest.raises(
         ValueError, match=rf"{name}' requires a gradient.*through primal\(self, u\)"
@@ -405,7 +407,7 @@ def test_tensors_become_buffers() -> None:
 
 
 class Fire(sf.Neuron):
-    """Little besides the surrogate, so that kernels compile quickly."""
+    """A minimal neuron, whose kernels compile quickly."""
 
     v = sf.State()
 
@@ -427,8 +429,10 @@ WIDTHS: dict[str, Callable[[float], Any]] = {
 
 
 def cases() -> Iterator[tuple[type[Surrogate], str, float | None]]:
-    """Every kind and how its values are given, by turns with a cutoff and without one: each kind
-    sees both, and so does each way. Where there is a GPU, every combination."""
+    """Return every kind with every way to give its parameters, alternately with a cutoff.
+
+    With a GPU, return every combination.
+    """
     for i, kind in enumerate(KINDS):
         widths = [width for width in WIDTHS if width == "fixed" or LEARNED[kind]]
         for j, width in enumerate(widths):

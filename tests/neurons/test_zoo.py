@@ -1,4 +1,4 @@
-"""The rest of the models against traces computed by hand, in float64."""
+"""The other models against traces computed by hand, in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import spikefuse as sf
-from tests.neurons.test_models import gradient, trace
+from tests.neurons.traces import gradient, trace
 
 
 def sigmoid(x: float) -> float:
@@ -17,7 +17,7 @@ def sigmoid(x: float) -> float:
 
 
 def fixed(value: float) -> Tensor:
-    """A value to take as it is, where a float would be the start of a learned one."""
+    """Return a tensor, which is used unchanged where a float would be learned."""
     return torch.tensor(value)
 
 
@@ -72,7 +72,7 @@ def test_qif() -> None:
     assert states == [[0.5], [0], [-0.5], [-0.25]]
 
 
-def test_qif_runs_away_above_its_critical_potential() -> None:
+def test_qif_grows_above_its_critical_potential() -> None:
     qif = sf.QIF(tau=2.0, v_critical=0.5, threshold=10.0)
     below, above = (trace(qif, x, *[0.0] * 9)[1][-1][0] for x in (0.9, 1.1))
     assert below < 0.45
@@ -80,7 +80,7 @@ def test_qif_runs_away_above_its_critical_potential() -> None:
 
 
 def test_eif() -> None:
-    # At 0 the upswing is 0.5 exp(-1), at 0.5 it is 0.5.
+    # The exponential term is 0.5 exp(-1) at 0, and 0.5 at 0.5.
     eif = sf.EIF(tau=2.0, v_rheobase=0.5, sharpness=0.5)
     start = 0.5 * math.exp(-1)
     spikes, states = trace(eif, 1 - start, 1.0)
@@ -99,7 +99,7 @@ def test_izhikevich() -> None:
     assert states == [[0.5, 0.125], [-0.5, 0.5625], [-0.25, 0.21875]]
 
 
-def test_izhikevich_in_the_units_of_its_paper() -> None:
+def test_izhikevich_in_the_units_of_the_paper() -> None:
     a, b, c, d = 0.02, 0.2, -65.0, 8.0
     low, high = (-5 - math.sqrt(2.6)) / 0.08, (-5 + math.sqrt(2.6)) / 0.08
     neuron = sf.Izhikevich(1.0, low, high, 0.04, 1 / a, b, d, 30.0, v_reset=c)
@@ -123,7 +123,7 @@ def test_klif() -> None:
     assert states == [[1], [0], [0]]
 
 
-def test_klif_with_scaled_reset() -> None:
+def test_klif_with_scale_reset() -> None:
     # f: 1.5 (fires; 1.5 / 2 - 1 / 2), 0.25
     klif = sf.KLIF(decay=0.5, k=2.0, scale_reset=True, reset="soft")
     spikes, states = trace(klif, 0.75, 0.0)
@@ -151,7 +151,7 @@ def test_clif() -> None:
     assert states[1] == [pytest.approx(h), pytest.approx(sigmoid(0.25 * h))]
 
 
-def test_gated_lif_between_its_gates() -> None:
+def test_gated_lif_with_half_open_gates() -> None:
     gated = sf.GatedLIF(
         decay=0.5, threshold=0.75, leak=0.25, drop=0.5, conductance=0.5, alpha=0.5, beta=0.5
     )
@@ -182,7 +182,7 @@ def test_li() -> None:
 
 
 def test_refractory_lif() -> None:
-    # Fires, rests for two steps whatever comes, then h: 0.5, 1 (fires).
+    # Fires, ignores two inputs, then h: 0.5, 1 (fires).
     neuron = sf.RefractoryLIF(decay=0.5, refractory=2, v_reset=-0.5)
     spikes, states = trace(neuron, 1.0, 5.0, 5.0, 0.75, 0.75)
     assert spikes == [1, 0, 0, 0, 1]
@@ -190,7 +190,7 @@ def test_refractory_lif() -> None:
     assert gradient(neuron, 1.0, 5.0, 5.0, 0.75, 0.75)[1:3] == [0, 0]
 
 
-def test_refractory_lif_without_rest_is_lif() -> None:
+def test_refractory_lif_with_period_zero_is_lif() -> None:
     x = (0.75, 0.75, 1.5, 1.5, 0.0)
     assert trace(sf.RefractoryLIF(0.5, refractory=0), *x)[0] == trace(sf.LIF(0.5), *x)[0]
 
@@ -211,7 +211,7 @@ def test_integer_lif() -> None:
     spikes, states = trace(sf.IntegerLIF(decay=0.5, levels=3), 1.5, 2.5, 10.0, -9.0)
     assert spikes == [2, 2, 3, 0]
     assert states == [[-0.5], [0.25], [7.125], [-5.4375]]
-    # Per level 0.25: h = 0.375 is one and a half.
+    # The threshold is 0.25, so h = 0.375 is 1.5 levels.
     assert trace(sf.IntegerLIF(threshold=0.25), 0.375)[0] == [2]
 
 
@@ -222,7 +222,7 @@ def test_integer_lif_passes_gradients_straight_through(x: float, expected: float
     assert gradient(sf.IntegerLIF(threshold=2.0, levels=3), x) == [expected]
 
 
-def test_integer_lif_gives_whole_numbers() -> None:
+def test_integer_lif_emits_integers() -> None:
     x = 3 * torch.randn(20, 500, generator=torch.Generator().manual_seed(0))
     y = sf.IntegerLIF(0.9, 0.7)(x)
     assert set(y.flatten().tolist()) == {0.0, 1.0, 2.0, 3.0, 4.0}
@@ -255,7 +255,7 @@ def test_two_compartment_lif() -> None:
             lambda: sf.TernaryLIF(threshold=0.0),
             "threshold is 0.0: expected a positive finite number",
         ),
-        (lambda: sf.IntegerLIF(levels=0), "levels is 0: expected a whole number, 1 or more"),
+        (lambda: sf.IntegerLIF(levels=0), "levels is 0: expected an integer >= 1"),
         (lambda: sf.IntegerLIF(levels=True), "levels is True"),
         (lambda: sf.TwoCompartmentLIF(drive=1.0), "strictly between 0 and 1"),
     ],

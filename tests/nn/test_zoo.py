@@ -1,4 +1,4 @@
-"""Every model of spikefuse.neurons is a module, public, and documented."""
+"""Every model of spikefuse.neurons is a public, documented module."""
 
 from __future__ import annotations
 
