@@ -56,8 +56,8 @@ DAMAGED = {
     "cut in a packet": (read_aedat3, THREE[:-5], "ends inside a packet"),
     "cut in a packet's header": (read_aedat3, THREE[: -50 * 8 - 5], "inside the header of a"),
     "cut in the header": (read_aedat3, THREE[:20], "ends inside its header"),
-    "nonsense": (read_aedat3, THREE + bytes(28), "makes no sense"),
-    "cut in an event": (read_aedat2, TWO[:-3], "no whole number of events"),
+    "nonsense": (read_aedat3, THREE + bytes(28), "invalid packet header"),
+    "cut in an event": (read_aedat2, TWO[:-3], "not a multiple of 8"),
 }
 
 

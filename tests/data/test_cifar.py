@@ -93,10 +93,10 @@ def label_ten(pixels: np.ndarray, labels: np.ndarray) -> bytes:
 
 
 DAMAGED = {
-    "cut": (lambda p, y: binary(p, y)[:-1], "no whole number of records"),
-    "empty": (lambda p, y: b"", "no whole number of records"),
+    "cut": (lambda p, y: binary(p, y)[:-1], "not a multiple of 3073"),
+    "empty": (lambda p, y: b"", "not a multiple of 3073"),
     "label": (label_ten, "labels from 10 to 10"),
-    "pickle cut": (lambda p, y: pickled(p, y)[:-40], "no CIFAR-10 batch"),
+    "pickle cut": (lambda p, y: pickled(p, y)[:-40], "not a CIFAR-10 batch"),
     "pickle shape": (lambda p, y: pickled(p[:, :9], y), "expected uint8 data"),
     "pickle type": (lambda p, y: pickled(p.astype(float), y), "expected uint8 data"),
     "gzip": (lambda p, y: gzip.compress(binary(p, y))[:-4], "gzip: "),

@@ -49,7 +49,7 @@ def test_images_are_decoded_when_they_are_indexed(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:200])
     train, _ = data.load("imagenet", tmp_path, size=16)
     assert len(train[:3]) == 3
-    with pytest.raises(data.DataError, match=r"1\.JPEG is damaged .*no image"):
+    with pytest.raises(data.DataError, match=r"1\.JPEG is damaged .*not an image"):
         train[3:]
 
 
@@ -85,7 +85,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         data.load("imagenet", tmp_path)
     (tmp_path / "train" / "n01").mkdir()
     (tmp_path / "val" / "n01").mkdir()
-    with pytest.raises(data.DataError, match=r"n01 holds no image"):
+    with pytest.raises(data.DataError, match=r"n01 contains no image"):
         data.load("imagenet", tmp_path)
     (tmp_path / "val" / "n02").mkdir()
     with pytest.raises(data.DataError, match=r"n02 is a class in only one of"):

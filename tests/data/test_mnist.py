@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 import struct
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from spikefuse import data
+from tests.data.writing import real_data
 
 PARTS = {"train": 20, "t10k": 10}
 
@@ -96,10 +96,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.skipif(
-    "SPIKEFUSE_DATA" not in os.environ,
-    reason="SPIKEFUSE_DATA does not name a folder with the real mnist and fashion_mnist",
-)
+@real_data
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_real_files(name: str) -> None:
     train, test = data.load(name)

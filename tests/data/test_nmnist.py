@@ -46,8 +46,8 @@ def test_timestamps_have_23_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (b"", "no whole number"),
-        (bytes(12), "no whole number"),
+        (b"", "not a multiple of 5"),
+        (bytes(12), "not a multiple of 5"),
         (bytes([34, 0, 0, 0, 0]), "an event has x = 34"),
     ],
 )
@@ -68,7 +68,7 @@ def test_missing_folders_are_named_with_the_page(tmp_path: Path) -> None:
         data.load("nmnist", tmp_path, download=True)
     write_nmnist(tmp_path, {})
     (tmp_path / "Test" / "4" / "00000.bin").unlink()
-    with pytest.raises(data.DataError, match=r"no \.bin file in .*4: fetch Test\.zip"):
+    with pytest.raises(data.DataError, match=r"no \.bin file in .*4: get Test\.zip"):
         data.load("nmnist", tmp_path)
 
 

@@ -8,7 +8,7 @@ from spikefuse import data
 
 
 def test_an_unknown_name() -> None:
-    with pytest.raises(data.DataError, match="unknown data set 'minst': choose one of digits"):
+    with pytest.raises(data.DataError, match="unknown dataset 'minst': choose one of digits"):
         data.load("minst")
 
 

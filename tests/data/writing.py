@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from spikefuse.data.files import chosen_directory
+
 # Columns x, y, p, t of the events of one recording.
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
+DATA = chosen_directory()
 real_data = pytest.mark.skipif(
-    "SPIKEFUSE_DATA" not in os.environ,
-    reason="SPIKEFUSE_DATA does not name a folder with the real samples",
+    DATA is None,
+    reason="no real data: neither SPIKEFUSE_DATA nor a folder data/ in the checkout",
 )
 
 
 def real(name: str) -> Path:
-    """A file of the real samples."""
-    return Path(os.environ["SPIKEFUSE_DATA"]) / name
+    """Return the path of a file of real data."""
+    assert DATA is not None
+    return DATA / name
 
 
 def random_columns(num: int, size: tuple[int, int], seed: int, last: int = 300_000) -> Columns:
