@@ -1,7 +1,6 @@
-"""Random choices as pure functions of the run's seed and of where in the run they are made.
+"""Random choices as pure functions of the seed and of the position in the run.
 
-A run that is resumed at step n therefore continues as if it had never stopped: nothing random
-has to be saved.
+A run that resumes at step n therefore continues exactly, without any saved generator state.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 
 class Purpose(IntEnum):
-    """What the random numbers are for: each purpose has its own, independent ones."""
+    """What random numbers are used for; each purpose has an independent stream."""
 
     WEIGHTS = 0
     ORDER = 1
@@ -23,17 +22,17 @@ class Purpose(IntEnum):
 
 
 def derive(seed: int, purpose: Purpose, index: int = 0) -> int:
-    """A seed of 64 bits from the run's seed, a purpose and a count."""
+    """Derive a 64-bit seed from the run's seed, a purpose and an index."""
     sequence = np.random.SeedSequence([seed, purpose, index])
     return int(sequence.generate_state(1, np.uint64)[0])
 
 
 def reseed(seed: int, purpose: Purpose, index: int = 0) -> None:
-    """Set PyTorch's own random numbers, on every device."""
+    """Seed PyTorch's global generators on all devices."""
     torch.manual_seed(derive(seed, purpose, index))
 
 
 def order(count: int, seed: int, epoch: int) -> Tensor:
-    """The order in which epoch `epoch` (from 0) visits `count` images."""
+    """Return the order in which `epoch`, counted from 0, visits `count` examples."""
     generator = torch.Generator().manual_seed(derive(seed, Purpose.ORDER, epoch))
     return torch.randperm(count, generator=generator)

@@ -1,4 +1,4 @@
-"""AEDAT files written from the specification, whole and damaged."""
+"""AEDAT files written from the specification, valid and damaged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_version_2_splits_the_address(tmp_path: Path) -> None:
 
 
 def test_a_first_event_that_begins_like_a_header(tmp_path: Path) -> None:
-    """The end mark of 3.1 closes the header, whatever follows."""
+    """The end mark of 3.1 ends the header, whatever follows."""
     content = aedat3_bytes(random_columns(0, (128, 128), 0))
     packet = struct.pack("<hhiiiiii", ord("#"), 0, 8, 4, 0, 0, 0, 0)
     (tmp_path / "file").write_bytes(content + packet)

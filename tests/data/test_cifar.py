@@ -1,4 +1,4 @@
-"""CIFAR-10 from every form it is published in, and from the real images if present."""
+"""CIFAR-10 in every published form, and the real images if available."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def binary(pixels: np.ndarray, labels: np.ndarray) -> bytes:
 
 
 def pickled(pixels: np.ndarray, labels: np.ndarray) -> bytes:
-    """As Python 3 reads the published ones: keys are bytes."""
+    """Like the published files, whose keys are bytes."""
     batch = {b"batch_label": b"testing", b"labels": labels.tolist(), b"data": pixels}
     return pickle.dumps({**batch, b"filenames": [b"a.png"] * len(labels)}, protocol=4)
 
@@ -130,7 +130,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 @real_data
 def test_real_images(tmp_path: Path) -> None:
-    """Lossless images of CIFAR-10 in its binary layout, dealt out over the batches."""
+    """Write real images of CIFAR-10 in its binary layout, distributed over the batches."""
     content = gzip.decompress(real("cifar10/cifar10_train_0000-3999.bin.gz").read_bytes())
     for i in range(5):
         part = content[3073 * 800 * i : 3073 * 800 * (i + 1)]

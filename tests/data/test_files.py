@@ -1,4 +1,4 @@
-"""Downloads from a server on this machine: whole or not at all."""
+"""Atomic downloads from a local server, and the default folder."""
 
 from __future__ import annotations
 

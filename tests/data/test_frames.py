@@ -1,4 +1,4 @@
-"""Frames against a loop over the events, and what they count."""
+"""Frames against a loop over the events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def random_events(num: int, size: tuple[int, ...], seed: int) -> Recording:
 
 
 def slow_frames(events: Recording, slicing: Slicing) -> np.ndarray:
-    """The definition, one event at a time, as a whole number of any size."""
+    """The definition, one event at a time, without saturation."""
     num, total = slicing.num_steps, len(events)
     frames = np.zeros((num, *events.size), np.int64)
     for i in range(total):
@@ -105,7 +105,7 @@ def test_wrong_options_are_named(options: dict, what: str) -> None:
 
 @pytest.fixture
 def batch() -> tuple[Frames, np.ndarray]:
-    """Six sequences of five frames of counts below 16, packed, and the counts."""
+    """Six packed sequences of five frames, and their counts below 16."""
     counts = np.random.default_rng(0).integers(0, 16, (6, 5, 2, 3, 3), np.uint8)
     packed = torch.from_numpy(np.stack([pack_frames(frames, 4) for frames in counts]))
     return Frames(packed, torch.arange(6), (2, 3, 3), 4), counts

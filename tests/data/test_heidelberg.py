@@ -1,4 +1,4 @@
-"""SHD and SSC from HDF5 files of their layout, and from real spikes if present."""
+"""SHD and SSC from synthetic HDF5 files, and from real spikes if available."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_without_h5py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @real_data
 def test_real_spikes(tmp_path: Path) -> None:
-    """100 recordings of the binned test set, as HDF5: the bins come back bit for bit."""
+    """100 binned test recordings, written as HDF5, give the same bins."""
     packed = np.load(real("shd/shd_test_10ms.npz"))
     bins = np.unpackbits(packed["bits"][:100], axis=2)[..., :700]
     assert not bins[:, :, 0].any()  # channel 700 - unit

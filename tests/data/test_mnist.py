@@ -1,4 +1,4 @@
-"""MNIST and its relatives from small files of their format, and from the real ones if present."""
+"""MNIST and Fashion-MNIST from small files, and from the real ones if available."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARTS = {"train": 20, "t10k": 10}
 
 
 def write_mnist(folder: Path, suffix: str = ".gz") -> None:
-    """A data set of 20 + 10 images whose pixels all equal their label."""
+    """A dataset of 20 + 10 images whose pixels all equal their label."""
     folder.mkdir(parents=True, exist_ok=True)
     for part, count in PARTS.items():
         labels = (np.arange(count) % 10).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""N-MNIST from files of its layout, and from the real bytes if present."""
+"""N-MNIST from synthetic files, and from real recordings if available."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_without_tonic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @real_data
 def test_the_real_bytes(tmp_path: Path) -> None:
-    """200 recordings, written back to their files: every event is counted once."""
+    """200 real recordings, written as files: every event is counted once."""
     packed = np.load(real("nmnist/nmnist_small_1100.npz"))
     raw, offsets, labels = packed["raw"], packed["offsets"], packed["labels"]
     write_nmnist(tmp_path, {})
@@ -103,7 +103,7 @@ def test_the_real_bytes(tmp_path: Path) -> None:
 
 
 def test_bytes_to_the_device(tmp_path: Path) -> None:
-    """At most an eighth of float32 frames travels, and for Poisson only the image."""
+    """Copied bytes are at most an eighth of float32 frames; for Poisson only the image."""
     columns = random_columns(3000, (34, 34), 0)
     write_nmnist(tmp_path, {("Train", d): [columns] * 3 for d in range(10)})
     frames, _ = data.load("nmnist", tmp_path)

@@ -1,4 +1,4 @@
-"""Events of a file are checked and put in order."""
+"""Events of a file are validated and sorted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every registered data set has what the registry promises."""
+"""The registry describes every dataset consistently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of frames: made once, never half, and anew when anything changes."""
+"""The frame cache: computed once, written atomically, invalidated by changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLICING = Slicing("number", 4, bits=4)
 
 
 class Source:
-    """Five recordings that count how often they are read, and may break off."""
+    """Five recordings that count reads and can be interrupted."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "recordings"
@@ -116,7 +116,7 @@ def test_an_interrupted_cache_leaves_nothing(source: Source, tmp_path: Path) -> 
 def test_a_killed_write_is_never_read(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed before the rename: the partial file stays, and is no cache."""
+    """Killed before the rename: the partial file remains and is ignored."""
 
     def killed(*args: object) -> None:
         raise SystemExit

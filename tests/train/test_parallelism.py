@@ -1,4 +1,4 @@
-"""Training whose time several processes share: the curve of one, and a restart by torchrun."""
+"""Training with shared time matches one process, and torchrun can restart it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import pytest
 
 from spikefuse.train import cli
 from spikefuse.train.config import ConfigError, TrainConfig
-from spikefuse.train.layout import check_layout
+from spikefuse.train.parallelism import Parallelism
 from spikefuse.train.processes import Processes
-from tests.train.test_processes import (
+from tests.train.launching import (
     OPTIONS,
     PLAIN,
+    ROOT,
     Spikefuse,
     assert_same_curve,
     finish,
@@ -33,7 +34,7 @@ SHARED = (*OPTIONS, "--time-ranks", "2")
 def test_time_and_data_shared_learn_as_one_and_can_be_resumed_by_fewer(
     alone: Spikefuse, tmp_path: Path, memory: str, by_two: bool
 ) -> None:
-    """By two that share the time of whole batches, and then by one."""
+    """Resumed by two processes that share time, then by one."""
     last = 2 + by_two
     assert alone("train", *OPTIONS, "--epochs", str(last), "--out", "one") == 0
     output = finish(start(4, tmp_path, "train", *SHARED, "--data-ranks", "2", "--epochs", "1",
@@ -48,7 +49,7 @@ def test_time_and_data_shared_learn_as_one_and_can_be_resumed_by_fewer(
 
 
 def with_another(alone: Spikefuse, folder: Path, *arguments: str) -> int:
-    """As torchrun with two processes, of which this is one: a start less."""
+    """Run as torchrun would, with this process as one of two."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -71,7 +72,7 @@ def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, *command, str(PLAIN), "train", *SHARED, "--epochs", "3", "--out", "run"],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -87,13 +88,13 @@ def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
 def test_a_restart_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def resumed(*arguments: str) -> Path | None:
         parsed = cli.make_parser().parse_args(["train", *arguments])
-        cli._go_on_after_restart(parsed, "last.ckpt")
+        cli._resume_after_restart(parsed, "last.ckpt")
         return parsed.resume
 
     out = ("--out", str(tmp_path))
     assert resumed() is None
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    with pytest.raises(ConfigError, match="name one with --out"):
+    with pytest.raises(ConfigError, match="add --out DIR"):
         resumed()
     (tmp_path / "last.ckpt").touch()
     assert resumed(*out) is None  # the first start
@@ -102,28 +103,31 @@ def test_a_restart_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert resumed("--resume", "other.ckpt") == Path("other.ckpt")
 
 
-ROWS = {"dataset": "shd", "model": "event-mlp", "optimizer": "row_adam"}
-
-
 @pytest.mark.parametrize(
     ("config", "place", "count", "message"),
     [
-        ({}, {"time_ranks": 2, "data_ranks": 2}, 2, "need other than 2 processes"),
-        ({}, {"time_ranks": 3}, 4, "time_ranks 3 and data_ranks as many as are left"),
+        ({}, {"time_ranks": 2, "data_ranks": 2}, 2, "do not match 2 processes"),
+        ({}, {"time_ranks": 3}, 4, "time_ranks 3 and data_ranks unset do not match 4"),
         ({}, {"time_ranks": 0}, 2, "must be at least 1"),
         ({"num_steps": 3}, {"time_ranks": 4}, 4, "num_steps is 3: expected at least time_ranks"),
-        ({"tbptt": 2}, {"time_ranks": 2}, 2, "tbptt is for sequences that one process has"),
-        (ROWS, {"time_ranks": 1}, 2, "row_adam, whose gradients of a few rows processes can't"),
+        (
+            {"tbptt": 2},
+            {"time_ranks": 2},
+            2,
+            "tbptt is given, but works on undivided",
+        ),
+        (
+            {"dataset": "shd", "model": "event-mlp"},
+            {"time_ranks": 2},
+            2,
+            "time_ranks is given, but the model computes on events: remove it",
+        ),
     ],
 )
-def test_layouts_that_cannot_be(config: dict, place: dict, count: int, message: str) -> None:
+def test_invalid_parallelism(config: dict, place: dict, count: int, message: str) -> None:
     processes = Processes(0, count, time=max(place["time_ranks"], 1))
     with pytest.raises(ConfigError, match=message):
-        check_layout(
-            TrainConfig(**config),
-            **{"data_ranks": None, "time_chunks": 4, **place},
-            processes=processes,
-        )
+        Parallelism(**place).check(TrainConfig(**config), processes)
 
 
 def test_shares_of_data_and_time() -> None:

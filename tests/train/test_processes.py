@@ -1,80 +1,29 @@
-"""Two processes started by torchrun: the same curve as one, and an end when one of them ends."""
+"""Two processes under torchrun match one, and stop when one of them dies."""
 
 from __future__ import annotations
 
-import csv
 import itertools
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from spikefuse.train.classifier import Tally
+from spikefuse.train.classifier import MetricTotals
 from spikefuse.train.processes import Processes
-
-Spikefuse = Callable[..., int]
-PLAIN = Path(__file__).parent / "programs" / "plain.py"
-# Random pixels, spikes and order: all have to be the same however a batch is shared.
-OPTIONS = shlex.split(
-    "--model plain --batch-size 128 -T 4 --device cpu --encoding poisson --threshold 0.3"
+from tests.train.launching import (
+    OPTIONS,
+    SECONDS,
+    Spikefuse,
+    assert_same_curve,
+    finish,
+    start,
+    wait_for,
 )
-SECONDS = 90.0
-
-
-def start(count: int, folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable]
-    if count > 1:
-        command += ["-m", "torch.distributed.run", "--nproc_per_node", str(count)]
-    return subprocess.Popen(
-        [*command, str(PLAIN), *arguments],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, output
-    return output
-
-
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + SECONDS
-    while not condition():
-        assert process.poll() is None
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    with (folder / "metrics.csv").open(newline="") as file:
-        return [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
-
-
-def assert_same_curve(one: Path, other: Path) -> None:
-    a, b = rows(one), rows(other)
-    assert len(a) == len(b)
-    for x, y in zip(a, b, strict=True):
-        for name in ("train_accuracy", "val_accuracy", "step"):
-            assert x[name] == y[name]
-        for name in ("train_loss", "val_loss"):
-            assert x[name] == pytest.approx(y[name], rel=1e-6)
-    left, right = (
-        torch.load(run / "last.ckpt", weights_only=True)["state_dict"] for run in (one, other)
-    )
-    assert left.keys() == right.keys()
-    for name, weights in left.items():
-        torch.testing.assert_close(weights, right[name], rtol=1e-4, atol=1e-5)
 
 
 def test_two_processes_learn_as_one_and_can_be_resumed_by_one(
@@ -99,7 +48,7 @@ def test_a_killed_process_ends_the_run(
     output, _ = process.communicate(timeout=SECONDS)
     assert time.monotonic() - killed < 30
     assert process.returncode != 0
-    message = f"rank {1 - victim}: another process has ended, and with it the run; saved is"
+    message = f"rank {1 - victim}: another process has ended, so the run cannot continue; saved"
     assert f"{message} run/last.ckpt: continue with --resume run/last.ckpt" in output
     done = len(torch.load(tmp_path / "run" / "last.ckpt")["spikefuse"]["history"])
     arguments = ("train", "--resume", "run/last.ckpt", "--device", "cpu", "--epochs", str(done + 1))
@@ -112,7 +61,7 @@ def test_sigterm_saves_in_all_of_them(tmp_path: Path) -> None:
     wait_for((tmp_path / "run" / "best.ckpt").exists, process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=SECONDS)
-    assert "stopped; saved run/last.ckpt; continue with:" in output
+    assert "stopped; saved run/last.ckpt; resume with:" in output
     assert "--nproc_per_node 2 -m spikefuse train --resume run/last.ckpt" in output
     assert not list(tmp_path.rglob("*.partial"))
 
@@ -137,18 +86,18 @@ def test_alone_nothing_is_communicated() -> None:
     assert alone.main
     assert alone.sum(values) is values
     assert alone.highest(-2) == -2
-    assert alone.told("x") == "x"
-    tally = Tally()
-    assert tally.over(alone, torch.device("cpu")) is tally
+    assert alone.broadcast("x") == "x"
+    totals = MetricTotals()
+    assert totals.reduced(alone, torch.device("cpu")) is totals
 
 
 # A main thread that waits in C, where no signal handler of Python's runs.
 STUCK = """
 import ctypes, pathlib
-from spikefuse.train import interruption
+from spikefuse.train import signals
 from spikefuse.train.processes import Processes
-interruption.PATIENCE_SECONDS = 0.5
-with interruption.Interruption(pathlib.Path("last.ckpt"), Processes(0, 2)):
+signals.PATIENCE_SECONDS = 0.5
+with signals.SignalHandler(pathlib.Path("last.ckpt"), Processes(0, 2)):
     lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
     libc.pthread_mutex_lock(lock)
     print("waiting", flush=True)
@@ -165,4 +114,6 @@ def test_a_process_that_waits_for_another_forever_ends_after_a_signal() -> None:
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
-    assert "rank 0: another process has ended, and with it the run; nothing was saved" in errors
+    assert (
+        "rank 0: another process has ended, so the run cannot continue; nothing was saved" in errors
+    )
