@@ -86,7 +86,7 @@ class TrainBatches(EvalBatches):
     """One epoch of shuffled batches per iteration, from the current position of the run.
 
     Epoch and batch follow from the number of optimizer steps done, so that a resumed run needs no
-    state of this object. An incomplete last batch is dropped; each epoch shuffles anew.
+    state of this object. An incomplete last batch is dropped; each epoch is reshuffled.
 
     Args:
         examples: the training examples.

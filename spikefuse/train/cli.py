@@ -306,7 +306,7 @@ def _how_to_resume(checkpoint: Path | None, arguments: argparse.Namespace) -> st
 
 
 def _main_process() -> bool:
-    """Whether this process prints, of those that torchrun may have started."""
+    """Whether this is the process that prints."""
     return os.environ.get("RANK", "0") == "0"
 
 

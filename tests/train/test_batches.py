@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -136,21 +137,19 @@ def test_a_gpu_takes_what_leaves_it_room(monkeypatch: pytest.MonkeyPatch) -> Non
     assert moved == [gpu]
 
 
-def test_only_the_wait_is_counted() -> None:
+def test_only_the_wait_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
 
-    def slow() -> Iterator[Batch]:
-        for batch in EvalBatches(numbered(6), 2):
-            time.sleep(0.02)
-            yield batch
-
-    class Slow(list):
+    class Slow(EvalBatches):
         def __iter__(self) -> Iterator[Batch]:
-            return slow()
+            for batch in super().__iter__():
+                clock.now += 2.0
+                yield batch
 
-    timed = TimedBatches(Slow([1, 2, 3]), waits.append)
+    timed = TimedBatches(Slow(numbered(6), 2), waits.append)
     assert len(timed) == 3
     for _ in timed:
-        time.sleep(0.05)
-    assert len(waits) == 4  # the last found the end
-    assert all(0.02 <= wait < 0.05 for wait in waits[:3])
+        clock.now += 5.0
+    assert waits == [2.0, 2.0, 2.0, 0.0]  # the last one found the end
