@@ -1,4 +1,4 @@
-"""`python -m spikefuse`: the command `spikefuse`."""
+"""Run the command `spikefuse` as `python -m spikefuse`."""
 
 import sys
 

@@ -1,23 +1,23 @@
-"""Data sets: readers over local files, event-to-frame transforms, downloads with checksums."""
+"""Datasets: readers of local files, event-to-frame transforms, downloads with checksums."""
 
 from spikefuse.data.augment import random_flip, random_shift
-from spikefuse.data.errors import DataError
-from spikefuse.data.events import Events
+from spikefuse.data.files import DataError
 from spikefuse.data.folder import ImageFolder
 from spikefuse.data.frames import Frames, Slicing, expand, to_frames
 from spikefuse.data.idx import read_idx
 from spikefuse.data.images import Examples, Images, Subset, split
+from spikefuse.data.recordings import Recording
 from spikefuse.data.registry import DATASETS, Dataset, load
 
 __all__ = [
     "DATASETS",
     "DataError",
     "Dataset",
-    "Events",
     "Examples",
     "Frames",
     "ImageFolder",
     "Images",
+    "Recording",
     "Slicing",
     "Subset",
     "expand",

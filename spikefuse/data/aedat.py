@@ -1,6 +1,6 @@
-"""AEDAT, the formats of jAER and cAER: version 2.0 of a DVS128, and polarity events of 3.1.
+"""AEDAT, the file formats of jAER and cAER: version 2.0 of a DVS128, and polarity events of 3.1.
 
-tonic 1.7 reads neither: its functions for them fail before the first event.
+tonic 1.7 cannot read either: its functions fail before the first event.
 
 Source: iniVation, "AEDAT file formats",
 https://docs.inivation.com/software/software-advanced-usage/file-formats
@@ -13,11 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from spikefuse.data.errors import DataError
-from spikefuse.data.files import damaged
-
-# Coordinates x, y, polarity p and time t of events, each [E].
-Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+from spikefuse.data.files import damaged, read_bytes
+from spikefuse.data.recordings import Columns
 
 END = b"#!END-HEADER"
 # eventType, eventSource, eventSize, eventTSOffset, eventTSOverflow, eventCapacity, eventNumber,
@@ -28,16 +25,16 @@ EXTERNAL = 1 << 15  # AEDAT 2.0, DVS128: an event of the input pin, not of a pix
 
 
 def read_aedat2(path: Path) -> Columns:
-    """Address words and timestamps of a DVS128, as the bits stand in the file.
+    """Read the address words and timestamps of a DVS128, without interpreting the addresses.
 
-    A word holds the polarity in bit 0, the address X in bits 1 to 7 and Y in bits 8 to 14.
+    A word has the polarity in bit 0, the X address in bits 1 to 7 and Y in bits 8 to 14.
 
     Raises:
-        DataError: the file is missing or damaged, or of another version.
+        DataError: the file is missing, damaged, or of another version.
     """
     content, start = _header(path, b"2.0")
     if (len(content) - start) % 8:
-        raise damaged(path, f"{len(content) - start} bytes are no whole number of events of 8")
+        raise damaged(path, f"{len(content) - start} bytes are not a multiple of 8, one event")
     words = np.frombuffer(content, ">u4", offset=start).reshape(-1, 2)
     words = words[words[:, 0] & EXTERNAL == 0]
     address, t = words[:, 0], words[:, 1].astype(np.int64)
@@ -45,20 +42,20 @@ def read_aedat2(path: Path) -> Columns:
 
 
 def read_aedat3(path: Path) -> Columns:
-    """All polarity events of an AEDAT 3.1 file that are valid; other packets are passed over.
+    """Read all valid polarity events of an AEDAT 3.1 file; other packets are skipped.
 
     Raises:
-        DataError: the file is missing or damaged, or of another version.
+        DataError: the file is missing, damaged, or of another version.
     """
     content, at = _header(path, b"3.1")
-    found: list[np.ndarray] = []
+    packets: list[np.ndarray] = []
     while at < len(content):
         if at + PACKET.size > len(content):
             raise damaged(path, "it ends inside the header of a packet")
         kind, _, size, _, overflow, capacity, number, valid = PACKET.unpack_from(content, at)
         at += PACKET.size
         if size <= 0 or not 0 <= valid <= number <= capacity:
-            raise damaged(path, f"the header of a packet at byte {at} makes no sense")
+            raise damaged(path, f"invalid packet header before byte {at}")
         if at + size * capacity > len(content):
             raise damaged(path, "it ends inside a packet of events")
         if kind == POLARITY and size == 8:
@@ -66,19 +63,16 @@ def read_aedat3(path: Path) -> Columns:
             if valid < number:
                 words = words[words[:, 0] & 1 == 1]
             words[:, 1] |= overflow << 31
-            found.append(words)
+            packets.append(words)
         at += size * capacity
-    words = np.concatenate(found) if found else np.zeros((0, 2), np.int64)
+    words = np.concatenate(packets) if packets else np.zeros((0, 2), np.int64)
     data = words[:, 0]
     return (data >> 17) & 0x7FFF, (data >> 2) & 0x7FFF, (data >> 1) & 1, words[:, 1]
 
 
 def _header(path: Path, version: bytes) -> tuple[bytes, int]:
-    """(content, where the header's lines end)."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    """Return the content of a file and the length of its header."""
+    content = read_bytes(path)
     mark = b"#!AER-DAT" + version
     if not content.startswith(mark):
         raise damaged(path, f"it does not begin with {mark.decode()}")

@@ -1,8 +1,7 @@
-"""Augmentations of whole batches, on the device where they lie.
+"""Augmentations of whole batches, on the device of the batch.
 
-Each example draws for itself, from one seeded generator; all time steps and channels of an example
-move together. Batches are `[B, ..., H, W]` of any dtype; for `[T, B, ...]` pass
-`x.transpose(0, 1)`.
+Examples are transformed independently, but all time steps and channels of an example alike. Batches
+are `[B, ..., H, W]` of any dtype; for `[T, B, ...]` pass `x.transpose(0, 1)`.
 """
 
 from __future__ import annotations
@@ -13,17 +12,16 @@ from torch import Tensor
 
 
 def random_shift(batch: Tensor, distance: int, generator: torch.Generator) -> Tensor:
-    """Move each example by up to `distance` pixels both ways, filling with zeros.
+    """Shift each example by up to `distance` pixels in both dimensions, filling with zeros.
 
-    The same as padding by `distance` and cropping to the old size at a random place, the usual
-    augmentation of CIFAR-10, with 4.
+    Equivalent to padding by `distance` and cropping at random, as usual for CIFAR-10 with 4.
 
     Source: Lee, Xie, Gallagher, Zhang, Tu, "Deeply-Supervised Nets", AISTATS 2015.
 
     Args:
         batch: `[B, ..., H, W]`.
-        distance: largest move; 0 returns `batch` itself.
-        generator: source of the moves, on the device of `batch`.
+        distance: largest shift; 0 returns `batch` itself.
+        generator: random number generator on the device of `batch`.
 
     Raises:
         ValueError: `distance` is negative, or `batch` has fewer than three dimensions.
@@ -48,15 +46,15 @@ def random_shift(batch: Tensor, distance: int, generator: torch.Generator) -> Te
 def random_flip(batch: Tensor, generator: torch.Generator, probability: float = 0.5) -> Tensor:
     """Mirror each example left to right with the given probability.
 
-    Not for gestures or digits, which mean something else in a mirror.
+    Unsuitable for gestures and digits, whose meaning changes.
 
     Args:
         batch: `[B, ..., H, W]`.
-        generator: source of the choices, on the device of `batch`.
-        probability: of a flip, in [0, 1].
+        generator: random number generator on the device of `batch`.
+        probability: probability of a flip, in [0, 1].
 
     Raises:
-        ValueError: `probability` is no such number, or `batch` has fewer than three dimensions.
+        ValueError: `probability` is out of range, or `batch` has fewer than three dimensions.
     """
     _check(batch)
     if not 0 <= probability <= 1:

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spikefuse.data.errors import DataError
-from spikefuse.data.files import ENVIRONMENT, Source, damaged, locate, read_bytes
+from spikefuse.data.files import ENVIRONMENT, DataError, DownloadSource, damaged, locate, read_bytes
 from spikefuse.data.images import Images
 
 SHAPE = (3, 32, 32)
@@ -25,56 +24,51 @@ CLASSES = (
 )
 VALUES = 3 * 32 * 32
 BINARY, PYTHON = "cifar-10-batches-bin", "cifar-10-batches-py"
+ARCHIVES = ("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz")
 TRAIN = tuple(f"data_batch_{i}" for i in range(1, 6))
 TEST = "test_batch"
 
-CIFAR10 = Source(
+CIFAR10 = DownloadSource(
     "cifar10",
     "https://www.cs.toronto.edu/~kriz/",
-    {
-        "cifar-10-binary.tar.gz": (
-            "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
-        )
-    },
+    {ARCHIVES[0]: "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"},
 )
+
+# File (for messages) and content of each batch, by name.
+Batches = dict[str, tuple[Path, bytes]]
 
 
 def load_cifar10(directory: Path, download: bool) -> tuple[Images, Images]:
-    """Training and test images from binary batches, Python batches, or a published archive.
+    """Load training and test images from binary batches, Python batches, or a published archive.
 
-    Looked for in this order, each in `directory`, its subfolder cifar10, and the archive's own
-    folder in either: `data_batch_1.bin` to `test_batch.bin` (or `.bin.gz`), `data_batch_1` to
+    Searched in this order, each in `directory/cifar10`, `directory`, and the archive's own folder
+    in either: `data_batch_1.bin` to `test_batch.bin` (or `.bin.gz`), `data_batch_1` to
     `test_batch`, then cifar-10-binary.tar.gz and cifar-10-python.tar.gz, read without unpacking.
 
     Raises:
         DataError: files are missing or damaged, or the download failed.
     """
-    found = _find_batches(directory) or _find_archive(directory)
-    if found is None:
-        if not download:
+    folders = (directory / CIFAR10.name, directory)
+    archives = [folder / name for name in ARCHIVES for folder in folders]
+    batches = _find_batches(folders)
+    if batches is None:
+        archive = next((path for path in archives if path.is_file()), None)
+        if archive is None and not download:
             raise DataError(
                 f"cifar10: neither batches (data_batch_1.bin or data_batch_1) nor an archive "
-                f"(cifar-10-binary.tar.gz) in {directory / CIFAR10.name} or {directory}: add "
-                f"--download to fetch it, or name the folder that has it with --data-dir or "
-                f"{ENVIRONMENT}"
+                f"({ARCHIVES[0]}) in {folders[0]} or {directory}: add --download to fetch it, or "
+                f"set the folder that has it with --data-dir or {ENVIRONMENT}"
             )
-        archive = locate(CIFAR10, directory, download)["cifar-10-binary.tar.gz"]
-        found = _unpacked(archive)
-    parts = {name: _batch(content, path) for name, (path, content) in found.items()}
+        batches = _read_archive(archive or locate(CIFAR10, directory, download)[ARCHIVES[0]])
+    parts = {name: _parse(content, path) for name, (path, content) in batches.items()}
     pixels = torch.cat([parts[name].pixels for name in TRAIN])
     labels = torch.cat([parts[name].labels for name in TRAIN])
     return Images(pixels, labels), parts[TEST]
 
 
-# Name of a batch to its file, for messages, and its content.
-Batches = dict[str, tuple[Path, bytes]]
-
-
-def _find_batches(directory: Path) -> Batches | None:
-    places = [base / sub for base in (directory / CIFAR10.name, directory) for sub in ("", BINARY)]
-    python = [base / sub for base in (directory / CIFAR10.name, directory) for sub in ("", PYTHON)]
-    for folders, endings in ((places, (".bin", ".bin.gz")), (python, ("",))):
-        for folder in folders:
+def _find_batches(folders: tuple[Path, Path]) -> Batches | None:
+    for inner, endings in ((BINARY, (".bin", ".bin.gz")), (PYTHON, ("",))):
+        for folder in (base / sub for base in folders for sub in ("", inner)):
             paths = {name: _first(folder, name, endings) for name in (*TRAIN, TEST)}
             there = {name: path for name, path in paths.items() if path is not None}
             if len(there) == len(paths):
@@ -83,7 +77,7 @@ def _find_batches(directory: Path) -> Batches | None:
                 missing = next(name for name in paths if name not in there) + endings[0]
                 raise DataError(
                     f"cifar10: {folder} has {next(iter(there.values())).name} but not {missing}: "
-                    f"fetch cifar-10-binary.tar.gz from {CIFAR10.url}cifar.html and unpack it there"
+                    f"get {ARCHIVES[0]} from {CIFAR10.url}cifar.html and unpack it there"
                 )
     return None
 
@@ -93,38 +87,30 @@ def _first(folder: Path, name: str, endings: tuple[str, ...]) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def _find_archive(directory: Path) -> Batches | None:
-    for name in ("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz"):
-        for folder in (directory / CIFAR10.name, directory):
-            if (folder / name).is_file():
-                return _unpacked(folder / name)
-    return None
-
-
-def _unpacked(archive: Path) -> Batches:
+def _read_archive(archive: Path) -> Batches:
     wanted = {f"{name}{ending}": name for name in (*TRAIN, TEST) for ending in ("", ".bin")}
-    found: Batches = {}
+    batches: Batches = {}
     try:
         with tarfile.open(archive) as tar:
             for member in tar:
                 name = wanted.get(member.name.rpartition("/")[2])
                 file = tar.extractfile(member) if name and member.isfile() else None
                 if name and file:
-                    found[name] = (archive, file.read())
+                    batches[name] = (archive, file.read())
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise damaged(archive, f"no tar archive: {error}") from error
-    if missing := [name for name in (*TRAIN, TEST) if name not in found]:
-        raise damaged(archive, f"it does not hold {missing[0]}")
-    return found
+        raise damaged(archive, f"not a tar archive: {error}") from error
+    if missing := [name for name in (*TRAIN, TEST) if name not in batches]:
+        raise damaged(archive, f"it does not contain {missing[0]}")
+    return batches
 
 
-def _batch(content: bytes, path: Path) -> Images:
-    """One batch; a pickle begins with byte 0x80, which is no label of a binary one."""
+def _parse(content: bytes, path: Path) -> Images:
+    """Parse one batch; a pickle begins with byte 0x80, which is not a label of a binary one."""
     if content[:1] == b"\x80":
-        pixels, labels = _unpickled(content, path)
+        pixels, labels = _unpickle(content, path)
     else:
         if not content or len(content) % (1 + VALUES):
-            raise damaged(path, f"{len(content)} bytes are no whole number of records of 3073")
+            raise damaged(path, f"{len(content)} bytes are not a multiple of 3073, one record")
         records = np.frombuffer(content, np.uint8).reshape(-1, 1 + VALUES)
         pixels, labels = records[:, 1:], records[:, 0].astype(np.int64)
     if labels.min() < 0 or labels.max() >= len(CLASSES):
@@ -133,8 +119,8 @@ def _batch(content: bytes, path: Path) -> Images:
     return Images(shaped, torch.from_numpy(labels))
 
 
-# What rebuilds an array; its module's name differs between NumPy 1, which wrote the published
-# files, and NumPy 2.
+# The function that rebuilds an array; its module is named differently in NumPy 1, which wrote the
+# published files, and NumPy 2.
 REBUILD: Any = np.empty(0).__reduce__()[0]
 ALLOWED = {
     ("numpy.core.multiarray", "_reconstruct"): REBUILD,
@@ -144,8 +130,8 @@ ALLOWED = {
 }
 
 
-class _Arrays(pickle.Unpickler):
-    """Unpickles NumPy arrays and built-in containers; anything else is refused, never called."""
+class _ArrayUnpickler(pickle.Unpickler):
+    """Unpickles NumPy arrays and built-in containers, and refuses to call anything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -154,14 +140,14 @@ class _Arrays(pickle.Unpickler):
             raise pickle.UnpicklingError(f"{module}.{name} is refused") from None
 
 
-def _unpickled(content: bytes, path: Path) -> tuple[np.ndarray, np.ndarray]:
+def _unpickle(content: bytes, path: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
-        batch = _Arrays(io.BytesIO(content), encoding="bytes").load()
-        # Keys are bytes where Python 2 wrote the file, as it did the published ones.
+        batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
+        # The published files were written by Python 2 and have bytes as keys.
         batch = {k.decode() if isinstance(k, bytes) else k: v for k, v in batch.items()}
         pixels, labels = batch["data"], np.asarray(batch["labels"], np.int64)
     except Exception as error:  # a damaged pickle may raise anything
-        raise damaged(path, f"no CIFAR-10 batch: {error}") from error
+        raise damaged(path, f"not a CIFAR-10 batch: {error}") from error
     if (
         not isinstance(pixels, np.ndarray)
         or pixels.dtype != np.uint8

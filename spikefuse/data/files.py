@@ -1,4 +1,4 @@
-"""Where the files of a data set lie, and how those that are missing get there."""
+"""Locating, downloading and reading the files of a dataset."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from spikefuse.data.errors import DataError
-
 ENVIRONMENT = "SPIKEFUSE_DATA"
+# In an installed package this is site-packages, which has no pyproject.toml.
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+class DataError(ValueError):
+    """A dataset cannot be read; the one-line message names the file and the fix."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """A published set of files.
+class DownloadSource:
+    """Files published at a URL.
 
     Args:
-        name: the data set's name, also of its folder.
+        name: name of the dataset and of its folder.
         url: where the files are published, ending in a slash.
         sha256: checksum of each file, by name.
     """
@@ -30,10 +34,18 @@ class Source:
     sha256: Mapping[str, str]
 
 
-def default_directory() -> Path:
-    """$SPIKEFUSE_DATA where it is set, otherwise a folder in the user's cache."""
+def chosen_directory() -> Path | None:
+    """Return $SPIKEFUSE_DATA, else the folder `data/` of a source checkout if there is one."""
     if directory := os.environ.get(ENVIRONMENT):
         return Path(directory).expanduser()
+    local = CHECKOUT / "data"
+    return local if local.is_dir() and (CHECKOUT / "pyproject.toml").is_file() else None
+
+
+def default_directory() -> Path:
+    """Return the folder of the datasets: `chosen_directory`, else one in the user's cache."""
+    if directory := chosen_directory():
+        return directory
     if sys.platform == "darwin":
         cache = Path.home() / "Library" / "Caches"
     else:
@@ -41,11 +53,11 @@ def default_directory() -> Path:
     return cache / "spikefuse" / "data"
 
 
-def locate(source: Source, directory: Path, download: bool) -> dict[str, Path]:
-    """Path of every file of `source`, by published name.
+def locate(source: DownloadSource, directory: Path, download: bool) -> dict[str, Path]:
+    """Return the path of every file of `source`, by published name.
 
-    A file may lie in `directory` or in its subfolder `source.name`, compressed (`name.gz`) or
-    plain (`name`).
+    A file may be in `directory` or in its subfolder `source.name`, compressed (`name.gz`) or not
+    (`name`).
 
     Raises:
         DataError: a file is missing and `download` is False, or the download failed.
@@ -56,7 +68,7 @@ def locate(source: Source, directory: Path, download: bool) -> dict[str, Path]:
     if missing and not download:
         raise DataError(
             f"{source.name}: {missing[0]} is neither in {folder} nor in {directory}: add "
-            f"--download to fetch it, or name the folder that has it with --data-dir or "
+            f"--download to fetch it, or set the folder that has it with --data-dir or "
             f"{ENVIRONMENT}"
         )
     for name in missing:
@@ -69,14 +81,12 @@ def _find(name: str, folders: tuple[Path, ...]) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def _download(source: Source, name: str, folder: Path) -> Path:
-    """Fetch one file; it appears in `folder` only when it is whole and its checksum is right."""
+def _download(source: DownloadSource, name: str, folder: Path) -> Path:
+    """Download one file into `folder`, where it appears once its checksum has been verified."""
     try:
         import pooch
     except ImportError as error:
-        raise DataError(
-            '--download needs pooch, which is not installed: pip install "spikefuse[train]"'
-        ) from error
+        raise not_installed("--download", "pooch", "train") from error
     url = source.url + name
     pooch.get_logger().setLevel("WARNING")
     try:
@@ -87,32 +97,32 @@ def _download(source: Source, name: str, folder: Path) -> Path:
             path=folder,
             downloader=pooch.HTTPDownloader(progressbar=True, timeout=30),
         )
-    except OSError as error:  # the errors of requests are among them
+    except OSError as error:  # includes the errors of requests
         if (response := getattr(error, "response", None)) is not None:
-            response.close()  # pooch leaves the connection of an HTTP error open
+            response.close()  # pooch leaves the connection open after an HTTP error
         raise DataError(
             f"cannot download {url} to {folder} ({type(error).__name__}): check the connection, "
-            f"or fetch the file by other means and put it there"
+            f"or download the file by other means and put it there"
         ) from error
     except ValueError as error:
         raise DataError(
-            f"{url} has not the expected SHA-256 checksum, nothing was kept: try again, or fetch "
-            f"the file elsewhere and put it in {folder}"
+            f"{url} does not have the expected SHA-256 checksum, so nothing was saved: try again, "
+            f"or put a copy of the file in {folder}"
         ) from error
     return Path(path)
 
 
 def find_folder(name: str, marks: tuple[str, ...], directory: Path, page: str) -> Path:
-    """The folder that holds every file or folder of `marks`: `directory/name` or `directory`.
+    """Return the first of `directory/name` and `directory` that contains all of `marks`.
 
     Args:
-        name: the data set's name, also of its folder.
-        marks: what has to be there, relative to the folder.
-        directory: where data sets lie.
-        page: where the data set is published, for the message.
+        name: name of the dataset and of its folder.
+        marks: files or folders that must exist, relative to the folder.
+        directory: folder of the datasets.
+        page: where the dataset is published, for the error message.
 
     Raises:
-        DataError: something of `marks` is missing.
+        DataError: one of `marks` is missing.
     """
     folders = (directory / name, directory)
     for folder in folders:
@@ -121,33 +131,37 @@ def find_folder(name: str, marks: tuple[str, ...], directory: Path, page: str) -
     best = max(folders, key=lambda folder: sum((folder / mark).exists() for mark in marks))
     missing = next(mark for mark in marks if not (best / mark).exists())
     raise DataError(
-        f"{name}: {missing} is neither in {folders[0]} nor in {directory}: fetch the data set "
-        f"from {page} and unpack it there, or name the folder that has it with --data-dir or "
-        f"{ENVIRONMENT}; --download does not fetch this one"
+        f"{name}: {missing} is neither in {folders[0]} nor in {directory}: get the dataset "
+        f"from {page} and unpack it there, or set the folder that has it with --data-dir or "
+        f"{ENVIRONMENT}; --download does not support this dataset"
     )
 
 
 def read_bytes(path: Path) -> bytes:
-    """Content of a file, decompressed if it is gzip (told by its content, not by its name).
+    """Read a file, and decompress it if its content is gzip, whatever its name.
 
     Raises:
         DataError: the file cannot be read, or its compression is damaged.
     """
     try:
         content = path.read_bytes()
+        return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise damaged(path, f"gzip: {str(error).rstrip('.')}") from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    if content[:2] != b"\x1f\x8b":
-        return content
-    try:
-        return gzip.decompress(content)
-    except (EOFError, OSError, zlib.error) as error:
-        raise damaged(path, f"gzip: {str(error).rstrip('.')}") from error
 
 
 def damaged(path: Path, what: str) -> DataError:
-    """The error for a file that is there but cannot be what its name says."""
+    """Return the error for a file that exists but is invalid."""
     return DataError(
-        f"{path} is damaged ({what}): delete it, then fetch it anew, with "
-        f"--download where the data set has one"
+        f"{path} is damaged ({what}): delete it and get it again, with --download where the "
+        "dataset supports it"
+    )
+
+
+def not_installed(reader: str, package: str, extra: str) -> DataError:
+    """Return the error for a missing package of an extra."""
+    return DataError(
+        f'{reader} needs {package}, which is not installed: pip install "spikefuse[{extra}]"'
     )

@@ -1,4 +1,4 @@
-"""Images in one folder per class, as ImageNet is laid out, decoded where they are indexed.
+"""Image folders with one subfolder per class, as in ImageNet, decoded when they are indexed.
 
 Russakovsky et al., "ImageNet Large Scale Visual Recognition Challenge", IJCV 115(3), 2015.
 """
@@ -6,7 +6,6 @@ Russakovsky et al., "ImageNet Large Scale Visual Recognition Challenge", IJCV 11
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spikefuse.data.errors import DataError
-from spikefuse.data.files import damaged, find_folder
+from spikefuse.data.files import DataError, damaged, find_folder, not_installed
 from spikefuse.data.images import Images, Index
 
 PAGE = "https://www.image-net.org/download.php"
 MAX_CLASSES = 1000
 ENDINGS = {".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm"}
-# The shorter side before the crop, relative to the crop: 256 for 224.
+# Shorter side before the crop, relative to the crop.
 MARGIN = 256 / 224
 
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """Labelled image files, of which only names and labels are in memory.
+    """Labelled image files; only names and labels are in memory.
 
     Args:
         files: one per image.
@@ -45,17 +43,15 @@ class ImageFolder:
         return len(self.files)
 
     def __getitem__(self, index: Index) -> Images:
-        """The chosen images, decoded by one thread per core."""
+        """Decode the chosen images, using one thread per core."""
         rows = torch.arange(len(self))[index.cpu() if isinstance(index, Tensor) else index]
         pixels = torch.empty((len(rows), 3, self.size, self.size), dtype=torch.uint8)
 
-        def decode(place: int) -> None:
-            image = read_image(self.files[int(rows[place])], self.size)
-            pixels[place] = torch.from_numpy(image)
+        def decode(i: int) -> None:
+            pixels[i] = torch.from_numpy(read_image(self.files[int(rows[i])], self.size))
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            for _ in threads.map(decode, range(len(rows))):
-                pass
+            list(threads.map(decode, range(len(rows))))
         return Images(pixels, self.labels[rows])
 
     @property
@@ -73,41 +69,41 @@ class ImageFolder:
 def load_imagenet(
     directory: Path, download: bool, size: int = 224
 ) -> tuple[ImageFolder, ImageFolder]:
-    """Training and validation images of ImageNet, or of any set laid out like it.
+    """Load training and validation images of ImageNet, or of any dataset with its layout.
 
     Args:
-        directory: holds `train` and `val`, each with one folder per class, or a folder imagenet
-            that does.
-        download: must be False: ImageNet is given to registered users only.
+        directory: contains `train` and `val`, each with one folder per class, or a folder imagenet
+            with both.
+        download: ignored: only registered users can download ImageNet.
         size: rows and columns of an image.
 
     Returns:
-        Two `ImageFolder`s. The label of a class is its place in the order of the names.
+        Two `ImageFolder`s. Labels number the classes in alphabetical order.
 
     Raises:
-        DataError: a folder is missing, the two have other classes or too many, or Pillow is not
-            installed.
+        DataError: a folder is missing, the two differ in classes or have too many, or Pillow is
+            not installed.
     """
     if size < 1:
         raise DataError(f"size is {size}: expected at least 1")
     folder = find_folder("imagenet", ("train", "val"), directory, PAGE)
     train, val = folder / "train", folder / "val"
     classes = _classes(train)
-    if (found := _classes(val)) != classes:
-        odd = sorted(set(found) ^ set(classes))[0]
+    if odd := sorted(set(_classes(val)) ^ set(classes)):
         raise DataError(
-            f"imagenet: {odd} is a class in only one of {train} and {val}: both need one folder "
-            "per class, named alike"
+            f"imagenet: {odd[0]} is a class in only one of {train} and {val}: both need the same "
+            "folders"
         )
-    return _part(train, classes, size), _part(val, classes, size)
+    _pillow()  # fail early
+    return _image_folder(train, classes, size), _image_folder(val, classes, size)
 
 
 def _classes(folder: Path) -> list[str]:
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     if not names:
         raise DataError(
-            f"imagenet: {folder} has no folder per class: sort its images into folders named by "
-            "class, such as n01440764"
+            f"imagenet: {folder} has no folder per class: move its images into folders named after "
+            "their class, such as n01440764"
         )
     if len(names) > MAX_CLASSES:
         raise DataError(
@@ -116,25 +112,21 @@ def _classes(folder: Path) -> list[str]:
     return names
 
 
-def _part(folder: Path, classes: list[str], size: int) -> ImageFolder:
+def _image_folder(folder: Path, classes: list[str], size: int) -> ImageFolder:
     files: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        found = _images((folder / name).iterdir())
-        if not found:
-            raise DataError(f"imagenet: {folder / name} holds no image")
-        files += found
-        labels += [label] * len(found)
-    _pillow()  # an early check
+        entries = (folder / name).iterdir()
+        own = sorted(path for path in entries if path.suffix.lower() in ENDINGS)
+        if not own:
+            raise DataError(f"imagenet: {folder / name} contains no image")
+        files += own
+        labels += [label] * len(own)
     return ImageFolder(tuple(files), torch.tensor(labels), size)
 
 
-def _images(entries: Iterable[Path]) -> list[Path]:
-    return sorted(path for path in entries if path.suffix.lower() in ENDINGS)
-
-
 def read_image(path: Path, size: int) -> np.ndarray:
-    """One image: its shorter side scaled to `size * 256 / 224`, then the middle `size` x `size`.
+    """Read an image, scale its shorter side to `size * 256 / 224`, and crop the centre.
 
     Returns:
         uint8 `[3, size, size]`, RGB.
@@ -147,12 +139,12 @@ def read_image(path: Path, size: int) -> np.ndarray:
         with pillow.open(path) as image:
             scale = size * MARGIN / min(image.size)
             width, height = (max(size, round(side * scale)) for side in image.size)
-            image.draft("RGB", (width, height))  # a large JPEG is decoded at a fraction of its size
+            image.draft("RGB", (width, height))  # decodes large JPEGs at reduced size
             image = image.convert("RGB").resize((width, height), pillow.Resampling.BILINEAR)
     except FileNotFoundError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     except (OSError, ValueError, SyntaxError) as error:
-        raise damaged(path, f"no image: {error}") from error
+        raise damaged(path, f"not an image: {error}") from error
     left, top = (width - size) // 2, (height - size) // 2
     crop = image.crop((left, top, left + size, top + size))
     return np.asarray(crop).transpose(2, 0, 1).copy()
@@ -162,8 +154,5 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise DataError(
-            "images in folders are read by Pillow, which is not installed: pip install "
-            '"spikefuse[images]"'
-        ) from error
+        raise not_installed("imagenet", "Pillow", "images") from error
     return Image

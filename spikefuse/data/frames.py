@@ -1,4 +1,4 @@
-"""From events to frames, and labelled frames as packed bytes.
+"""Event-to-frame transforms, and labelled frames as packed bytes.
 
 Shape legend: T time steps, P polarities, H rows, W columns or units, B examples, E events, S bytes.
 """
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spikefuse.data.errors import DataError
-from spikefuse.data.events import Events
+from spikefuse.data.files import DataError
 from spikefuse.data.images import Images, Index
 from spikefuse.data.packing import BITS, pack, unpack
+from spikefuse.data.recordings import Recording
 
 WAYS = ("number", "time", "duration")
 
@@ -24,19 +24,19 @@ class Slicing:
     """How a recording is cut into frames.
 
     Args:
-        by: "number": T frames of E // T events each, the remainder in the last, which the papers
-            call SBE, stacking based on the number of events (Wang et al., "Event-based High
-            Dynamic Range Image and Very High Frame Rate Video Generation using Conditional
-            Generative Adversarial Networks", CVPR 2019), as SpikingJelly implements it.
+        by: "number": T frames of E // T events each, the remainder in the last; this is SBE,
+            stacking based on the number of events (Wang et al., "Event-based High Dynamic Range
+            Image and Very High Frame Rate Video Generation using Conditional Generative
+            Adversarial Networks", CVPR 2019), as in SpikingJelly.
             "time": T equal slices of the time from the first to the last event.
             "duration": slices of `dt` from the start of the recording; events after the last
             slice are dropped, missing slices are empty.
         num_steps: T.
-        dt: microseconds of a slice, for "duration" only.
-        bits: a count is kept in that many bits, 1, 2, 4 or 8, and saturates at `2**bits - 1`.
+        dt: microseconds per slice, for "duration" only.
+        bits: bits per count, 1, 2, 4 or 8; counts saturate at `2**bits - 1`.
 
     Raises:
-        DataError: a value is none of these.
+        DataError: a value is invalid.
     """
 
     by: str = "number"
@@ -51,15 +51,14 @@ class Slicing:
             raise DataError(f"num_steps is {self.num_steps}: expected at least 1")
         if self.bits not in BITS:
             raise DataError(f"bits is {self.bits}: expected 1, 2, 4 or 8")
-        fits = self.dt is None if self.by != "duration" else self.dt is not None and self.dt > 0
-        if not fits:
+        if (self.dt is None) == (self.by == "duration") or (self.dt is not None and self.dt <= 0):
             raise DataError(
-                f"dt is {self.dt}: expected microseconds with by='duration', None with the others"
+                f"dt is {self.dt}: expected microseconds with by='duration', otherwise None"
             )
 
 
-def to_frames(events: Events, slicing: Slicing) -> np.ndarray:
-    """Count the events at every site of the sensor in every slice of a recording.
+def to_frames(events: Recording, slicing: Slicing) -> np.ndarray:
+    """Count the events of a recording per slice and site of the sensor.
 
     Returns:
         uint8 `[T, P, H, W]`, or `[T, W]` for audio; counts saturate at `2**bits - 1`.
@@ -75,13 +74,13 @@ def to_frames(events: Events, slicing: Slicing) -> np.ndarray:
     return counts.astype(np.uint8).reshape(slicing.num_steps, *events.size)
 
 
-def num_slices(events: Events, dt: int) -> int:
-    """Slices of `dt` microseconds that hold a whole recording, ceil((last t + 1) / dt)."""
+def num_slices(events: Recording, dt: int) -> int:
+    """Return the number of slices of `dt` microseconds in a recording, ceil((last t + 1) / dt)."""
     return int(events.t[-1]) // dt + 1 if len(events) else 0
 
 
-def _steps(events: Events, slicing: Slicing) -> np.ndarray:
-    """int64 `[E]`: the time step of every event; T or more where it is dropped."""
+def _steps(events: Recording, slicing: Slicing) -> np.ndarray:
+    """Return the time step of every event, int64 `[E]`; events at T or more are dropped."""
     num, t = slicing.num_steps, events.t
     if not len(t):
         return np.zeros(0, np.int64)
@@ -94,19 +93,19 @@ def _steps(events: Events, slicing: Slicing) -> np.ndarray:
 
 
 def pack_frames(frames: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 `[T, ...]` to uint8 `[T, S]`, every time step on its own."""
+    """Pack each time step of uint8 `[T, ...]` into uint8 `[T, S]`."""
     return pack(frames.reshape(len(frames), -1), bits)
 
 
 @dataclass(frozen=True)
 class Frames:
-    """Labelled sequences of frames, kept packed.
+    """Labelled sequences of frames, in packed form.
 
     Args:
-        packed: uint8 `[B, T, S]`, in memory, or on disk and read where it is indexed.
+        packed: uint8 `[B, T, S]`, in memory or memory-mapped.
         labels: int64 `[B]`.
         shape: of one frame: (P, H, W), or (W,) for audio.
-        bits: of one count.
+        bits: bits per count.
     """
 
     packed: Tensor
@@ -140,15 +139,15 @@ class Frames:
 
 
 def expand(batch: Images | Frames, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The input of a network from a batch, on the device where the batch lies.
+    """Convert a batch to a network's input, on the device of the batch.
 
     Args:
         batch: `Frames` of B examples, or `Images`.
-        dtype: of the result; counts are whole numbers, which all dtypes here hold exactly.
+        dtype: dtype of the result.
 
     Returns:
-        `[T, B, *shape]`, contiguous, the counts of `Frames`; `[B, C, H, W]`, pixels / 255, of
-        `Images`, to be encoded by `spikefuse.nn.encode`.
+        Of `Frames` the counts, contiguous `[T, B, *shape]`; of `Images` pixels / 255,
+        `[B, C, H, W]`, for `spikefuse.nn.encode`.
     """
     if isinstance(batch, Images):
         return batch.pixels.to(dtype) / 255

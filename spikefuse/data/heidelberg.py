@@ -3,8 +3,8 @@
 Cramer, Stradmann, Schemmel, Zenke, "The Heidelberg Spiking Data Sets for the Systematic
 Evaluation of Spiking Neural Networks", IEEE TNNLS 33(7), 2022.
 
-The files are HDF5, read by h5py: tonic's classes for them do the same, but want the archives of a
-download beside them and open the file anew for each recording.
+The HDF5 files are read with h5py. tonic's classes for them require the downloaded archives and
+reopen the file for each recording.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from spikefuse.data.errors import DataError
-from spikefuse.data.events import Events, Recordings, make_events
-from spikefuse.data.files import damaged, find_folder
+from spikefuse.data.files import damaged, find_folder, not_installed
+from spikefuse.data.recordings import Recording, RecordingSet, make_recording
 
 PAGE = "https://zenkelab.org/datasets/"
 SIZE = (700,)
@@ -29,24 +28,26 @@ SHD_CLASSES = (
 SSC_CLASSES = tuple(f"word {i}" for i in range(35))
 
 
-def find_heidelberg(name: str, num_classes: int, directory: Path) -> tuple[Recordings, Recordings]:
-    """Training and test recordings from `<name>_train.h5` and `<name>_test.h5`.
+def find_heidelberg(
+    name: str, num_classes: int, directory: Path
+) -> tuple[RecordingSet, RecordingSet]:
+    """Find training and test recordings in `<name>_train.h5` and `<name>_test.h5`.
 
     Args:
         name: "shd" or "ssc".
-        num_classes: labels have to be below.
-        directory: holds the files, or a folder named like the data set that does.
+        num_classes: labels must be less.
+        directory: folder of the files, or of a folder `name` with them.
 
     Raises:
-        DataError: a file is missing or damaged; h5py is not installed.
+        DataError: a file is missing or damaged, or h5py is not installed.
     """
     marks = (f"{name}_train.h5", f"{name}_test.h5")
     folder = find_folder(name, marks, directory, PAGE)
-    train, test = (_part(folder / mark, num_classes) for mark in marks)
+    train, test = (_recordings(folder / mark, num_classes) for mark in marks)
     return train, test
 
 
-def _part(path: Path, num_classes: int) -> Recordings:
+def _recordings(path: Path, num_classes: int) -> RecordingSet:
     with _open(path) as file:
         try:
             labels = np.asarray(file["labels"][()]).astype(np.int64)
@@ -56,11 +57,11 @@ def _part(path: Path, num_classes: int) -> Recordings:
     if lengths != (len(labels), len(labels)) or not len(labels):
         raise damaged(path, f"{len(labels)} labels, {lengths[0]} times, {lengths[1]} units")
     if labels.min() < 0 or labels.max() >= num_classes:
-        raise damaged(path, f"labels to {labels.max()}, expected below {num_classes}")
-    return Recordings(SIZE, labels, (path,), partial(_read, path))
+        raise damaged(path, f"labels up to {labels.max()}, expected less than {num_classes}")
+    return RecordingSet(SIZE, labels, (path,), partial(_read, path))
 
 
-def _read(path: Path) -> Iterator[Events]:
+def _read(path: Path) -> Iterator[Recording]:
     with _open(path) as file:
         times, units = file["spikes/times"], file["spikes/units"]
         for i in range(len(times)):
@@ -71,17 +72,15 @@ def _read(path: Path) -> Iterator[Events]:
             if t.shape != x.shape:
                 raise damaged(path, f"recording {i}: {len(t)} times, {len(x)} units")
             zeros = np.zeros(len(x), np.uint8)
-            yield make_events(x, zeros, zeros, np.rint(t * 1e6), SIZE, path)
+            yield make_recording((x, zeros, zeros, np.rint(t * 1e6)), SIZE, path)
 
 
 def _open(path: Path) -> Any:
     try:
         import h5py
     except ImportError as error:
-        raise DataError(
-            f'{path.name} is read by h5py, which is not installed: pip install "spikefuse[events]"'
-        ) from error
+        raise not_installed(path.name, "h5py", "events") from error
     try:
         return h5py.File(path, "r")
     except OSError as error:
-        raise damaged(path, f"no HDF5 file: {error}") from error
+        raise damaged(path, f"not an HDF5 file: {error}") from error

@@ -1,4 +1,4 @@
-"""The IDX format, in which MNIST and its relatives are published.
+"""The IDX format of MNIST and its relatives.
 
 Two zero bytes, one byte for the element type, one for the number of dimensions, each dimension
 as a big-endian uint32, then the elements, big-endian, last dimension fastest.
@@ -13,46 +13,35 @@ from pathlib import Path
 
 import numpy as np
 
-from spikefuse.data.errors import DataError
-from spikefuse.data.files import read_bytes
+from spikefuse.data.files import damaged, read_bytes
 
 DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
 def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
-    """Read an IDX file, plain or gzip-compressed (told by its content, not by its name).
-
-    Args:
-        path: the file.
+    """Read an IDX file, gzip-compressed or not, whatever its name.
 
     Returns:
-        A read-only array in the file's shape and element type.
+        A read-only array with the file's shape and element type.
 
     Raises:
-        DataError: the file is missing, truncated, corrupt, or of another format.
+        DataError: the file is missing, truncated, corrupt, or has another format.
     """
     path = Path(path)
     content = read_bytes(path)
     if len(content) < 4:
-        raise _bad(path, f"{len(content)} bytes are too few for an IDX header")
+        raise damaged(path, f"{len(content)} bytes are too few for an IDX header")
     zeros, code, ndim = struct.unpack_from(">HBB", content)
     if zeros or code not in DTYPES or not ndim:
-        raise _bad(path, f"an IDX file does not begin with {content[:4].hex(' ')}")
+        raise damaged(path, f"an IDX file does not begin with {content[:4].hex(' ')}")
     start = 4 + 4 * ndim
     if len(content) < start:
-        raise _bad(path, f"{len(content)} bytes are too few for a header of {ndim} dimensions")
+        raise damaged(path, f"{len(content)} bytes are too few for a header of {ndim} dimensions")
     shape = struct.unpack_from(f">{ndim}I", content, 4)
     dtype = np.dtype(DTYPES[code])
     expected = start + math.prod(shape) * dtype.itemsize
     if len(content) != expected:
         kind = "truncated" if len(content) < expected else "too long"
-        raise _bad(
-            path, f"{kind}: {len(content)} bytes, expected {expected} for shape {list(shape)}"
-        )
+        size = f"{len(content)} bytes, expected {expected} for shape {list(shape)}"
+        raise damaged(path, f"{kind}: {size}")
     return np.frombuffer(content, dtype, offset=start).reshape(shape)
-
-
-def _bad(path: Path, what: str) -> DataError:
-    return DataError(
-        f"{path} is damaged or no IDX file ({what}): delete it, then fetch it anew with --download"
-    )

@@ -1,4 +1,4 @@
-"""Labelled images in memory, and what every set of labelled examples can do.
+"""Labelled images in memory, and the protocol of all datasets.
 
 Shape legend: N images, C channels, H rows, W columns.
 """
@@ -11,15 +11,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Rows of a set: a slice, int64 positions or a bool mask.
+# Rows of a dataset: a slice, int64 positions or a bool mask.
 Index = Tensor | slice
 
 
 class Examples(Protocol):
     """Labelled examples, in memory or read when they are indexed.
 
-    Indexing gives a batch: `Images` or `Frames` in memory, as the bytes that travel to a device.
-    `data.expand(batch)` makes them a network's input there.
+    Indexing returns a batch, `Images` or `Frames` in memory, in the compact form in which it is
+    copied to a device. `data.expand(batch)` converts it to a network's input there.
     """
 
     @property
@@ -28,23 +28,23 @@ class Examples(Protocol):
 
     @property
     def pixels(self) -> Tensor:
-        """uint8 `[N, C, H, W]`, or `[N, T, ...]` for events: all examples, decoded."""
+        """All examples, decoded: uint8 `[N, C, H, W]`, or `[N, T, ...]` for events."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that `to(device)` moves."""
+        """Number of bytes that `to(device)` copies."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: Index) -> Examples: ...
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Examples:
-        """All examples on `device`, those that are read lazily included."""
+        """Return all examples on `device`, including those that are read lazily."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """Labelled images, kept as bytes.
+    """Labelled images as bytes.
 
     Args:
         pixels: uint8 `[N, C, H, W]`, 0 to 255.
@@ -73,10 +73,10 @@ class Images:
 
 @dataclass(frozen=True)
 class Subset:
-    """Some rows of a larger set, which is read only where it is indexed.
+    """Rows of a larger dataset, which is read when they are indexed.
 
     Args:
-        whole: the larger set.
+        whole: the larger dataset.
         rows: int64 positions in `whole`.
     """
 
@@ -108,15 +108,15 @@ class Subset:
 
 
 def split(images: Examples, fraction: float, seed: int) -> tuple[Examples, Examples]:
-    """Split into (rest, part), stratified: `part` holds `fraction` of every class.
+    """Split into (rest, part), stratified by class; both keep the order of `images`.
 
-    The result depends on the labels and `seed` only. Both keep the order of `images`. What is
-    not `Images` is not read: the parts are `Subset`s.
+    The result depends on the labels and `seed` only. Datasets other than `Images` are not read:
+    their parts are `Subset`s.
 
     Args:
-        images: what to split.
-        fraction: share of every class that goes to `part`, rounded, in [0, 1].
-        seed: seed of the choice.
+        images: the dataset.
+        fraction: fraction of every class in `part`, rounded, in [0, 1].
+        seed: seed of the random choice.
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"fraction is {fraction}: expected a number from 0 to 1")

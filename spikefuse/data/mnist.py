@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from spikefuse.data.errors import DataError
-from spikefuse.data.files import Source, locate
+from spikefuse.data.files import DataError, DownloadSource, locate
 from spikefuse.data.idx import read_idx
 from spikefuse.data.images import Images
 
@@ -20,7 +19,7 @@ NUM_CLASSES = 10
 
 # LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition",
 # Proceedings of the IEEE 86(11), 1998.
-MNIST = Source(
+MNIST = DownloadSource(
     "mnist",
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
     {
@@ -33,7 +32,7 @@ MNIST = Source(
 
 # Xiao, Rasul, Vollgraf, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning
 # Algorithms", arXiv:1708.07747.
-FASHION_MNIST = Source(
+FASHION_MNIST = DownloadSource(
     "fashion_mnist",
     "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
     {
@@ -45,34 +44,35 @@ FASHION_MNIST = Source(
 )
 
 
-def load(source: Source, directory: Path, download: bool) -> tuple[Images, Images]:
-    """Training and test images from the IDX files in `directory`, plain or compressed.
+def load(source: DownloadSource, directory: Path, download: bool) -> tuple[Images, Images]:
+    """Load training and test images from IDX files, compressed or not.
 
     Args:
-        source: which of the two.
-        directory: holds the files, or a folder named like the data set that does.
-        download: fetch the files that are missing.
+        source: `MNIST` or `FASHION_MNIST`.
+        directory: folder of the files, or of a folder `source.name` with them.
+        download: download missing files.
 
     Raises:
-        DataError: a file is missing, damaged, or not what its name says.
+        DataError: a file is missing or damaged, or does not fit its name.
     """
     paths = locate(source, directory, download)
-    return _pair(paths[TRAIN[0]], paths[TRAIN[1]]), _pair(paths[TEST[0]], paths[TEST[1]])
+    train, test = (_read(paths[images], paths[labels]) for images, labels in (TRAIN, TEST))
+    return train, test
 
 
-def _pair(images: Path, labels: Path) -> Images:
+def _read(images: Path, labels: Path) -> Images:
     x, y = read_idx(images), read_idx(labels)
     if x.dtype != np.uint8 or x.ndim != 3 or x.shape[1:] != SIZE or not len(x):
         raise DataError(
             f"{images} holds {x.dtype} {list(x.shape)}, expected uint8 images [N, 28, 28]: "
-            "put the data set's own file there"
+            "replace it with the published file"
         )
     if y.dtype != np.uint8 or y.shape != x.shape[:1] or y.max() >= NUM_CLASSES:
         raise DataError(
             f"{labels} holds {y.dtype} {list(y.shape)}, expected {len(x)} uint8 labels below "
-            f"{NUM_CLASSES}, one per image of {images.name}: put the data set's own file there"
+            f"{NUM_CLASSES}, one per image of {images.name}: replace it with the published file"
         )
-    # A copy: the arrays are read-only views of the file, which torch does not allow.
+    # Copied, because torch does not accept read-only arrays.
     return Images(torch.from_numpy(x.copy()).unsqueeze(1), torch.from_numpy(y.astype(np.int64)))
 
 

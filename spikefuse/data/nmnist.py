@@ -6,15 +6,13 @@ Datasets Using Saccades", Frontiers in Neuroscience 9:437, 2015.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from spikefuse.data.errors import DataError
-from spikefuse.data.events import Events, Recordings, make_events
-from spikefuse.data.files import damaged, find_folder
+from spikefuse.data.files import DataError, damaged, find_folder, not_installed
+from spikefuse.data.recordings import Recording, RecordingSet, make_recording
 
 PAGE = "https://www.garrickorchard.com/datasets/n-mnist"
 SIZE = (2, 34, 34)
@@ -23,53 +21,47 @@ EVENT_BYTES = 5
 FIELDS = np.dtype([("x", np.int64), ("y", np.int64), ("t", np.int64), ("p", np.int64)])
 
 
-def find_nmnist(directory: Path) -> tuple[Recordings, Recordings]:
-    """Training and test recordings from the folders Train and Test with their ten subfolders.
+def find_nmnist(directory: Path) -> tuple[RecordingSet, RecordingSet]:
+    """Find training and test recordings in the folders Train and Test with ten subfolders each.
 
     Raises:
-        DataError: a folder is missing or holds no .bin file.
+        DataError: a folder is missing or has no .bin file.
     """
     folder = find_folder("nmnist", ("Train", "Test"), directory, PAGE)
-    return _part(folder / "Train"), _part(folder / "Test")
+    return _recordings(folder / "Train"), _recordings(folder / "Test")
 
 
-def _part(folder: Path) -> Recordings:
+def _recordings(folder: Path) -> RecordingSet:
     files: list[Path] = []
     labels: list[int] = []
     for label in range(NUM_CLASSES):
-        found = sorted((folder / str(label)).glob("*.bin"))
-        if not found:
+        own = sorted((folder / str(label)).glob("*.bin"))
+        if not own:
             raise DataError(
-                f"nmnist: no .bin file in {folder / str(label)}: fetch {folder.name}.zip from "
+                f"nmnist: no .bin file in {folder / str(label)}: get {folder.name}.zip from "
                 f"{PAGE} and unpack it to {folder}"
             )
-        files += found
-        labels += [label] * len(found)
-    return Recordings(SIZE, np.array(labels), tuple(files), partial(_read, files))
+        files += own
+        labels += [label] * len(own)
+    return RecordingSet(SIZE, np.array(labels), tuple(files), partial(map, read_nmnist, files))
 
 
-def _read(files: list[Path]) -> Iterator[Events]:
-    for path in files:
-        yield read_nmnist(path)
-
-
-def read_nmnist(path: Path) -> Events:
-    """One .bin file of N-MNIST, read by tonic.
+def read_nmnist(path: Path) -> Recording:
+    """Read one .bin file of N-MNIST, using tonic.
 
     Raises:
-        DataError: the file is missing, or no such file; tonic is not installed.
+        DataError: the file is missing or invalid, or tonic is not installed.
     """
     try:
         from tonic.io import read_mnist_file
     except ImportError as error:
-        raise DataError(
-            'N-MNIST is read by tonic, which is not installed: pip install "spikefuse[events]"'
-        ) from error
+        raise not_installed("N-MNIST", "tonic", "events") from error
     try:
         size = path.stat().st_size
-        if not size or size % EVENT_BYTES:  # tonic would read what is there, or fail later
-            raise damaged(path, f"{size} bytes are no whole number of events of 5 bytes")
+        if not size or size % EVENT_BYTES:  # tonic would read a part of it, or fail later
+            raise damaged(path, f"{size} bytes are not a multiple of 5, one event")
         events = read_mnist_file(path, FIELDS)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    return make_events(events["x"], events["y"], events["p"], events["t"], SIZE, path)
+    columns = (events["x"], events["y"], events["p"], events["t"])
+    return make_recording(columns, SIZE, path)

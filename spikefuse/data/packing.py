@@ -1,4 +1,4 @@
-"""Small whole numbers packed into bytes: packed with NumPy, unpacked by torch on any device.
+"""Small integers packed into bytes with NumPy, and unpacked with PyTorch on any device.
 
 Shape legend: V values of a frame, S = ceil(V bits / 8) bytes.
 """
@@ -13,11 +13,11 @@ BITS = (1, 2, 4, 8)
 
 
 def pack(values: np.ndarray, bits: int) -> np.ndarray:
-    """Pack the last dimension, `8 / bits` values to a byte, the first in the lowest bits.
+    """Pack the last dimension, `8 / bits` values per byte, the first in the lowest bits.
 
     Args:
         values: uint8 `[..., V]`, each at most `2**bits - 1`.
-        bits: of one value: 1, 2, 4 or 8.
+        bits: bits per value: 1, 2, 4 or 8.
 
     Returns:
         uint8 `[..., S]`.
@@ -37,12 +37,12 @@ def pack(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unpack(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
-    """Undo `pack`, on the device of `packed`.
+    """Invert `pack`, on the device of `packed`.
 
     Args:
         packed: uint8 `[..., S]`.
-        bits: of one value.
-        shape: of the V values.
+        bits: bits per value.
+        shape: shape of the V values.
 
     Returns:
         uint8 `[..., *shape]`.

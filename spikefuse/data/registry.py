@@ -1,4 +1,4 @@
-"""The data sets by name."""
+"""All datasets by name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import Any, Literal
 from spikefuse.data import cifar, cifar10_dvs, dvs_gesture, heidelberg, nmnist
 from spikefuse.data.cifar import load_cifar10
 from spikefuse.data.digits import load_digits
-from spikefuse.data.errors import DataError
-from spikefuse.data.events import Recordings
-from spikefuse.data.files import default_directory
+from spikefuse.data.files import DataError, default_directory
 from spikefuse.data.folder import MAX_CLASSES, load_imagenet
 from spikefuse.data.frames import Frames, Slicing
 from spikefuse.data.images import Examples
 from spikefuse.data.mnist import load_fashion_mnist, load_mnist
+from spikefuse.data.recordings import RecordingSet
 from spikefuse.data.store import load_frames
 
 DIGITS = tuple("0123456789")
@@ -29,14 +28,14 @@ CLOTHES = (
 
 @dataclass(frozen=True)
 class Dataset:
-    """What is known of a data set before it is read.
+    """The description of a dataset.
 
     Args:
-        shape: of one image, (C, H, W), or of one frame, (P, H, W) or (W,) for audio.
+        shape: shape of an image, (C, H, W), or of a frame, (P, H, W), or (W,) for audio.
         classes: name of each label.
-        read: (directory, download, **transform) to (training examples, test examples).
-        kind: "images", which an encoding makes sequences of, or "events", which are sequences.
-        transform: the options of `load` that this data set takes, with their defaults.
+        read: maps (directory, download, **transform) to (training examples, test examples).
+        kind: "images", which are encoded as sequences, or "events", which are sequences.
+        transform: the options of `load` that this dataset takes, with their defaults.
     """
 
     shape: tuple[int, ...]
@@ -50,23 +49,21 @@ def _events(
     name: str,
     shape: tuple[int, ...],
     classes: tuple[str, ...],
-    find: Callable[[Path], tuple[Recordings, Recordings]],
+    find: Callable[[Path], tuple[RecordingSet, RecordingSet]],
     slicing: Slicing,
 ) -> Dataset:
     def read(directory: Path, download: bool, **options: Any) -> tuple[Frames, Frames]:
         chosen = Slicing(**options)
-        train, test = find(directory)
-        return (
-            load_frames(f"{name}-train", train, chosen),
-            load_frames(f"{name}-test", test, chosen),
-        )
+        sets = zip(("train", "test"), find(directory), strict=True)
+        train, test = (load_frames(f"{name}-{part}", found, chosen) for part, found in sets)
+        return train, test
 
     return Dataset(shape, classes, read, "events", vars(slicing))
 
 
 SHD = partial(heidelberg.find_heidelberg, "shd", len(heidelberg.SHD_CLASSES))
 SSC = partial(heidelberg.find_heidelberg, "ssc", len(heidelberg.SSC_CLASSES))
-# 1.4 seconds hold every recording.
+# 1.4 seconds cover every recording.
 SPEECH = Slicing("duration", num_steps=100, dt=14_000, bits=4)
 
 DATASETS: dict[str, Dataset] = {
@@ -81,7 +78,8 @@ DATASETS: dict[str, Dataset] = {
         "images",
         {"size": 224},
     ),
-    # T = 32 and by number in both: temporal-fusion, section 5.2.
+    # T = 32 and SBE as in Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal
+    # Fusion", section 5.2.
     "nmnist": _events(
         "nmnist", nmnist.SIZE, DIGITS, nmnist.find_nmnist, Slicing("number", 32, bits=4)
     ),
@@ -105,29 +103,27 @@ DATASETS: dict[str, Dataset] = {
 
 
 def load(
-    name: str,
-    directory: str | Path | None = None,
-    download: bool = False,
-    **transform: Any,
+    name: str, directory: str | Path | None = None, download: bool = False, **transform: Any
 ) -> tuple[Examples, Examples]:
-    """Training and test examples of a data set.
+    """Load the training and test examples of a dataset.
 
     Args:
         name: one of `DATASETS`.
-        directory: where its files lie, or are put by a download; by default $SPIKEFUSE_DATA, or
-            else a folder in the user's cache.
-        download: fetch the files that are missing, with checksum and progress bar, where the data
-            set is published as plain files; the message says where to get the others.
-        transform: options of the data set: those of `Slicing` for events, `size` for imagenet.
+        directory: folder of the files and of downloads; by default $SPIKEFUSE_DATA, else `data/`
+            of a source checkout of spikefuse if it exists, else a folder in the user's cache.
+        download: download missing files and verify their checksums, for mnist, fashion_mnist and
+            cifar10; for others, the error says where to get them.
+        transform: options of the dataset: those of `Slicing` for events, `size` for imagenet.
 
     Returns:
-        `Images`, `ImageFolder`s or `Frames`. Frames are made once and kept in the cache.
+        `Images`, `ImageFolder`s or `Frames`. Frames are computed once and cached on disk.
 
     Raises:
-        DataError: no such data set or option; a file is missing or damaged; the download failed.
+        DataError: the dataset or an option is unknown, a file is missing or damaged, or the
+            download failed.
     """
     if name not in DATASETS:
-        raise DataError(f"unknown data set {name!r}: choose one of {', '.join(DATASETS)}")
+        raise DataError(f"unknown dataset {name!r}: choose one of {', '.join(DATASETS)}")
     dataset = DATASETS[name]
     for option in transform:
         if option not in dataset.transform:
@@ -135,6 +131,6 @@ def load(
             raise DataError(f"{name} has no option {option!r}: its options are {options}")
     own = dict(dataset.transform)
     if transform.get("by", own.get("by")) != own.get("by"):
-        del own["dt"]  # it belongs to the way of slicing that was not chosen
-    place = default_directory() if directory is None else Path(directory).expanduser()
-    return dataset.read(place, download, **{**own, **transform})
+        del own["dt"]  # it belongs to the default slicing
+    folder = default_directory() if directory is None else Path(directory).expanduser()
+    return dataset.read(folder, download, **{**own, **transform})

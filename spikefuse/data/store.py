@@ -1,7 +1,7 @@
-"""Frames on disk: made once from the recordings, then mapped into memory.
+"""The disk cache of frames, which are computed once and memory-mapped.
 
-A file is the magic bytes, the length of the header as uint64, the header (JSON), the labels
-as int64 and the packed frames, all little-endian. It appears under its name only when whole.
+A file contains the magic bytes, the length of the header as uint64, the header (JSON), the labels
+as int64 and the packed frames, all little-endian. Files are written atomically.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from spikefuse.data.errors import DataError
-from spikefuse.data.events import Events, Recordings
+from spikefuse.data.files import DataError
 from spikefuse.data.frames import Frames, Slicing, pack_frames, to_frames
+from spikefuse.data.recordings import Recording, RecordingSet
 
 MAGIC = b"spikefr\n"
-# Part of every key: raise it when frames of the same recordings would come out differently.
+# Part of every key: increase it when the same recordings would give different frames.
 VERSION = 1
 ENVIRONMENT = "SPIKEFUSE_CACHE_DIR"
 
 
 def cache_directory() -> Path:
-    """Where frames are kept: $SPIKEFUSE_CACHE_DIR/frames, else in the user's cache."""
+    """Return the folder of the cache: $SPIKEFUSE_CACHE_DIR/frames, else in the user's cache."""
     if chosen := os.environ.get(ENVIRONMENT):
         return Path(chosen).expanduser() / "frames"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "spikefuse" / "frames"
 
 
-def load_frames(name: str, recordings: Recordings, slicing: Slicing) -> Frames:
-    """The frames of `recordings`, from the cache, where they are put first if need be.
+def load_frames(name: str, recordings: RecordingSet, slicing: Slicing) -> Frames:
+    """Load the frames of `recordings` from the cache, computing them first if necessary.
 
-    The file's name is a hash of the name, the slicing, the recordings' files with their sizes
-    and dates, and a version, so that a change of any of them makes new frames.
+    The file's name contains a hash of the name, the slicing, the recordings' files with sizes and
+    dates, and a version, so that a change in any of them leads to new frames.
 
     Args:
-        name: of the data set and its part, such as "nmnist-train".
-        recordings: what to read.
+        name: name of the dataset and its part, such as "nmnist-train".
+        recordings: the recordings.
         slicing: how to cut a recording.
 
     Raises:
@@ -62,12 +62,12 @@ def load_frames(name: str, recordings: Recordings, slicing: Slicing) -> Frames:
         except OSError as error:
             raise DataError(
                 f"cannot write the frames of {name} to {path.parent} ({error.strerror or error}): "
-                f"set {ENVIRONMENT} to a folder that can be written and has room"
+                f"set {ENVIRONMENT} to a writable folder with enough space"
             ) from error
     return _open(path, key)
 
 
-def _key(name: str, recordings: Recordings, slicing: Slicing) -> dict[str, Any]:
+def _key(name: str, recordings: RecordingSet, slicing: Slicing) -> dict[str, Any]:
     files = hashlib.sha256()
     for file in recordings.files:
         status = file.stat()
@@ -82,15 +82,15 @@ def _key(name: str, recordings: Recordings, slicing: Slicing) -> dict[str, Any]:
     }
 
 
-def _write(path: Path, key: dict[str, Any], recordings: Recordings, slicing: Slicing) -> None:
+def _write(path: Path, key: dict[str, Any], recordings: RecordingSet, slicing: Slicing) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(".partial", f"{path.stem}-", path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(_header(key))
             file.write(recordings.labels.astype("<i8").tobytes())
-            written = _write_frames(file, key["name"], recordings, slicing)
-            assert written == len(recordings)
+            for events in _progress(recordings.read(), len(recordings), key["name"]):
+                file.write(pack_frames(to_frames(events, slicing), slicing.bits).tobytes())
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -100,33 +100,25 @@ def _write(path: Path, key: dict[str, Any], recordings: Recordings, slicing: Sli
         raise
 
 
-def _write_frames(file: IO[bytes], name: str, recordings: Recordings, slicing: Slicing) -> int:
-    written = 0
-    for events in _progress(recordings.read(), len(recordings), name):
-        file.write(pack_frames(to_frames(events, slicing), slicing.bits).tobytes())
-        written += 1
-    return written
-
-
-def _progress(events: Iterator[Events], total: int, name: str) -> Iterator[Events]:
+def _progress(events: Iterator[Recording], total: int, name: str) -> Iterator[Recording]:
     try:
         from tqdm import tqdm
     except ImportError:
-        print(f"{name}: making frames of {total} recordings", file=sys.stderr)
+        print(f"{name}: computing the frames of {total} recordings", file=sys.stderr)
         return events
-    # disable=None: no bar where the output is no terminal.
+    # disable=None shows the bar on terminals only.
     return iter(tqdm(events, f"{name}: frames", total, unit="rec", disable=None))
 
 
 def _header(key: dict[str, Any]) -> bytes:
     text = json.dumps(key).encode()
-    length = -(-(len(MAGIC) + 8 + len(text)) // 64) * 64  # what follows is aligned
+    length = -(-(len(MAGIC) + 8 + len(text)) // 64) * 64  # aligns the labels and frames
     text = text.ljust(length - len(MAGIC) - 8)
     return MAGIC + struct.pack("<Q", len(text)) + text
 
 
 def _open(path: Path, key: dict[str, Any]) -> Frames:
-    """Map a file that is what `key` says, byte for byte in size."""
+    """Map a file into memory after checking its header and size."""
     header, num, slicing = _header(key), key["examples"], key["slicing"]
     shape, num_steps, bits = tuple(key["shape"]), slicing["num_steps"], slicing["bits"]
     step_bytes = -(-int(np.prod(shape)) * bits // 8)
@@ -136,8 +128,8 @@ def _open(path: Path, key: dict[str, Any]) -> Frames:
         size = path.stat().st_size
         expected = len(header) + num * (8 + num_steps * step_bytes)
         if found != header or size != expected:
-            raise DataError(f"{path} is damaged: delete it, and it is made anew from the data set")
-        # Copy-on-write, because torch wants arrays that can be written; nobody writes this one.
+            raise DataError(f"{path} is damaged: delete it, and it will be recomputed")
+        # Copy-on-write, because torch expects writable arrays; nothing writes to this one.
         content = np.memmap(path, np.uint8, "c", len(header))
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error

@@ -1,11 +1,10 @@
-"""Architectures: networks written for one time step, to be run by `spikefuse.Temporal`.
+"""Network architectures, written for one time step and run by `spikefuse.Temporal`.
 
-Every builder takes these arguments first, and some take more, with the published values as
-defaults:
+Every builder takes these arguments; further ones default to the published values:
 
-    neuron: makes one neuron module per call, such as `lambda: spikefuse.LIF(decay=0.5)`.
+    neuron: returns a new neuron module per call, such as `lambda: spikefuse.LIF(decay=0.5)`.
     in_channels: channels of the input.
-    num_classes: outputs of the last layer, which is linear and does not spike.
+    num_classes: outputs of the last layer, which is linear and has no neuron.
     size: height and width of the input.
 """
 
@@ -45,7 +44,7 @@ MODELS: dict[str, Builder] = {
     "vggsnn": vggsnn,
     "spikformer": spikformer,
     **{f"mlp{num_layers}": split_mlp(num_layers) for num_layers in SPLIT_LAYERS},
-    "event-mlp": event_mlp,  # of 3 hidden layers
+    "event-mlp": event_mlp,  # 3 hidden layers
     **{f"event-mlp{n}": partial(event_mlp, hidden=split_widths(n)) for n in SPLIT_LAYERS if n != 3},
 }
 

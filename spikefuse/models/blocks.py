@@ -1,4 +1,4 @@
-"""What several architectures are made of."""
+"""Layers shared by several architectures."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 MakeNeuron = Callable[[], nn.Module]
+Size = tuple[int, int]
 
-# Networks end in a linear layer that does not spike; its output is read at every time step.
+# All networks end in a linear layer without a neuron, whose output is read at every time step.
 
 
 def conv_norm(in_channels: int, channels: int, kernel: int = 3, stride: int = 1) -> list[nn.Module]:
-    """Convolution without bias, then batch norm. A stride of 2 halves the size, rounding up."""
+    """Return a convolution without bias and its batch norm; stride 2 halves sizes, rounded up."""
     padding = kernel // 2
     return [
         nn.Conv2d(in_channels, channels, kernel, stride, padding, bias=False),
@@ -21,7 +22,7 @@ def conv_norm(in_channels: int, channels: int, kernel: int = 3, stride: int = 1)
 
 
 def linear_norm(in_features: int, features: int) -> list[nn.Module]:
-    """Linear layer without bias, then batch norm."""
+    """Return a linear layer without bias and its batch norm."""
     return [nn.Linear(in_features, features, bias=False), nn.BatchNorm1d(features)]
 
 
@@ -37,7 +38,7 @@ class Residual(nn.Module):
 
 
 def projection(in_channels: int, channels: int, stride: int) -> list[nn.Module]:
-    """The layers of a shortcut: none where the input can be passed on as it is."""
+    """Return the layers of a shortcut; none if the shape stays the same."""
     if stride == 1 and in_channels == channels:
         return []
     return conv_norm(in_channels, channels, 1, stride)

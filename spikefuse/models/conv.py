@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from torch import nn
 
-from spikefuse.models.blocks import MakeNeuron, conv_norm
+from spikefuse.models.blocks import MakeNeuron, Size, conv_norm
 
 CHANNELS = (32, 64)
 
 
-def conv(
-    neuron: MakeNeuron, in_channels: int, num_classes: int, size: tuple[int, int]
-) -> nn.Sequential:
-    """Two stages of 3 x 3 convolution, batch norm, neuron and 2 x 2 pooling, with 32 and 64
-    channels.
+def conv(neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size) -> nn.Sequential:
+    """Build two stages of 3 x 3 convolution, batch norm, neuron and 2 x 2 average pooling.
 
-    Shapes: `[B, C, H, W]` to `[B, num_classes]`, H and W at least 4.
+    The stages have 32 and 64 channels. Shapes: `[B, C, H, W]` to `[B, num_classes]`.
 
     Args:
         neuron, in_channels, num_classes, size: see `spikefuse.models`.
@@ -24,9 +21,7 @@ def conv(
         ValueError: the input is smaller than 4 x 4.
     """
     if min(size) < 2 ** len(CHANNELS):
-        raise ValueError(
-            f"size is {size}: the conv model halves it twice, expected at least (4, 4)"
-        )
+        raise ValueError(f"size is {size}: the conv model needs at least (4, 4)")
     layers: list[nn.Module] = []
     height, width = size
     for channels in CHANNELS:

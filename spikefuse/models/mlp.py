@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from spikefuse.models.blocks import MakeNeuron, linear_norm
+from spikefuse.models.blocks import MakeNeuron, Size, linear_norm
 
-# Neurons per unit of scale, and how many hidden layers they may be split into.
+# Neurons per unit of scale, and the numbers of hidden layers over which they can be split.
 SPLIT_NEURONS, SPLIT_LAYERS = 1471, (2, 3, 4, 5)
 
 
@@ -16,18 +16,18 @@ def mlp(
     neuron: MakeNeuron,
     in_channels: int,
     num_classes: int,
-    size: tuple[int, int],
+    size: Size,
     hidden: Sequence[int] = (256, 256),
     norm: bool = True,
 ) -> nn.Sequential:
-    """Hidden layers, each linear, batch norm, neuron.
+    """Build a perceptron; each hidden layer is linear, batch norm, neuron.
 
-    Shapes: `[B, C, H, W]` to `[B, num_classes]`, with any channels and size.
+    Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
 
     Args:
         neuron, in_channels, num_classes, size: see `spikefuse.models`.
         hidden: neurons of each hidden layer.
-        norm: False leaves batch norm out; the linear layers then have a bias.
+        norm: False omits batch norm and gives the linear layers a bias.
     """
     layers: list[nn.Module] = [nn.Flatten()]
     width = in_channels * size[0] * size[1]
@@ -39,7 +39,7 @@ def mlp(
 
 
 def split_widths(num_layers: int, scale: int = 2) -> tuple[int, ...]:
-    """1471 * `scale` neurons split evenly over hidden layers, rounded down.
+    """Return the layer widths when 1471 * `scale` neurons are split evenly, rounded down.
 
     Raises:
         ValueError: `num_layers` is not 2, 3, 4 or 5, or `scale` is not positive.
@@ -52,14 +52,11 @@ def split_widths(num_layers: int, scale: int = 2) -> tuple[int, ...]:
     return (SPLIT_NEURONS * scale // num_layers,) * num_layers
 
 
-def split_mlp(
-    num_layers: int,
-) -> Callable[[MakeNeuron, int, int, tuple[int, int]], nn.Sequential]:
-    """The builder of a perceptron with 2 to 5 hidden layers and about 2,944 neurons in all, which
-    has no batch norm: its activity is that of the initial weights.
+def split_mlp(num_layers: int) -> Callable[[MakeNeuron, int, int, Size], nn.Sequential]:
+    """Return the builder of a perceptron with about 2,944 neurons in 2 to 5 hidden layers.
 
-    For more neurons, such as `scale=4`, build
-    `mlp(..., hidden=split_widths(num_layers, scale), norm=False)`.
+    It has no batch norm, so its activity depends on the initial weights. For more neurons, such as
+    `scale=4`, build `mlp(..., hidden=split_widths(num_layers, scale), norm=False)`.
 
     Source: Finkbeiner and Neftci, "Drastically Improved SNN-Training Throughput on the IPU by
     Utilizing Activation Sparsity".
@@ -69,9 +66,7 @@ def split_mlp(
     """
     hidden = split_widths(num_layers)
 
-    def build(
-        neuron: MakeNeuron, in_channels: int, num_classes: int, size: tuple[int, int]
-    ) -> nn.Sequential:
+    def build(neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size) -> nn.Sequential:
         return mlp(neuron, in_channels, num_classes, size, hidden, norm=False)
 
     return build

@@ -1,30 +1,30 @@
-"""The ResNet34 of Liang et al., whose shortcuts carry membrane input rather than spikes.
+"""The ResNet34 of Liang et al., whose shortcuts carry membrane input instead of spikes.
 
 Source: Liang et al., "Accelerating Spatiotemporal Supervised Training of Large-Scale Spiking
-Neural Networks on GPU", DATE 2022, Table I. Table I leaves open where the neurons stand; in the
-authors' published code a block begins with one, and its sum goes on unspiked, which Hu et al.,
-"Advancing Spiking Neural Networks Toward Deep Residual Learning", IEEE TNNLS 2024, call a
-membrane shortcut. The same code has the stride of 2 in all four stages and no pooling in the stem.
+Neural Networks on GPU", DATE 2022, Table I. The table does not say where the neurons are. In the
+authors' published code a block begins with a neuron, and no neuron follows its sum; Hu et al.,
+"Advancing Spiking Neural Networks Toward Deep Residual Learning", IEEE TNNLS 2024, call this a
+membrane shortcut. The same code uses stride 2 in all four stages and no pooling in the stem.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-from spikefuse.models.blocks import MakeNeuron, Residual, conv_norm
+from spikefuse.models.blocks import MakeNeuron, Residual, Size, conv_norm
 from spikefuse.models.resnet import STAGES, basic_branch, residual_network
 
 
 def ms_resnet34(
-    neuron: MakeNeuron, in_channels: int, num_classes: int, size: tuple[int, int]
+    neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size
 ) -> nn.Sequential:
-    """ResNet34 of blocks `y + branch(y')` with `y'` the spikes of a neuron that receives y; where
-    the shape changes, `shortcut(y') + branch(y')`. It divides the input's size by 32.
+    """Build a ResNet34 of blocks `x + branch(neuron(x))`.
 
-    Shapes: `[B, C, H, W]` to `[B, num_classes]`, with any channels and size.
+    Where the shape changes, a block is `shortcut(s) + branch(s)` with `s = neuron(x)`. The network
+    divides the input's size by 32. Shapes: `[B, C, H, W]` to `[B, num_classes]`.
 
     Args:
-        neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is not needed.
+        neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.
     """
 
     def block(width: int, channels: int, stride: int) -> nn.Module:

@@ -1,9 +1,9 @@
-"""Spiking-ResNets: a ResNet with a neuron in place of each ReLU.
+"""Spiking-ResNets: ResNets with a neuron in place of each ReLU.
 
-Source of the topology: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, with
-the stride of a bottleneck at its 3 x 3 convolution, as is usual since; of its spiking form: Li et
-al., "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion", section 5.2. The neuron
-after a residual sum receives the sum, as the ReLU does.
+Sources: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, with the stride of a
+bottleneck at its 3 x 3 convolution, as usual today; Li et al., "Towards Scalable GPU-Accelerated
+SNN Training via Temporal Fusion", section 5.2. A neuron after a residual sum receives the sum, as
+the ReLU does.
 """
 
 from __future__ import annotations
@@ -12,28 +12,33 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from spikefuse.models.blocks import MakeNeuron, Residual, conv_norm, projection
+from spikefuse.models.blocks import MakeNeuron, Residual, Size, conv_norm, projection
 
-# Width of each stage, before a bottleneck's expansion, and blocks per stage by depth.
+# Width of each stage before the expansion of a bottleneck, and blocks per stage by depth.
 STAGES = (64, 128, 256, 512)
 DEPTHS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
 EXPANSION = {18: 1, 34: 1, 50: 4}
 
-# (in_channels, channels, stride) to a block that gives channels * expansion.
-Block = Callable[[int, int, int], nn.Module]
+# Maps (in_channels, channels, stride) to a block with channels * expansion outputs.
+MakeBlock = Callable[[int, int, int], nn.Module]
 
 
 def basic_branch(
     neuron: MakeNeuron, in_channels: int, channels: int, stride: int
 ) -> list[nn.Module]:
-    """Two 3 x 3 convolutions, up to the last norm."""
+    """Return two 3 x 3 convolutions, up to the last norm."""
     return [*conv_norm(in_channels, channels, 3, stride), neuron(), *conv_norm(channels, channels)]
 
 
-def bottleneck_branch(
-    neuron: MakeNeuron, in_channels: int, channels: int, stride: int
+def branch(
+    depth: int, neuron: MakeNeuron, in_channels: int, channels: int, stride: int
 ) -> list[nn.Module]:
-    """1 x 1, 3 x 3, and 1 x 1 to four times the channels, up to the last norm."""
+    """Return the layers beside the shortcut in a ResNet of this depth, up to the last norm.
+
+    A bottleneck has 1 x 1, 3 x 3, and 1 x 1 convolutions, the last with four times the channels.
+    """
+    if EXPANSION[depth] == 1:
+        return basic_branch(neuron, in_channels, channels, stride)
     return [
         *conv_norm(in_channels, channels, 1),
         neuron(),
@@ -43,17 +48,11 @@ def bottleneck_branch(
     ]
 
 
-def branch(
-    depth: int, neuron: MakeNeuron, in_channels: int, channels: int, stride: int
-) -> list[nn.Module]:
-    """The layers beside the shortcut in a ResNet of this depth, up to the last norm."""
-    make = basic_branch if EXPANSION[depth] == 1 else bottleneck_branch
-    return make(neuron, in_channels, channels, stride)
-
-
 def stem_layers(neuron: MakeNeuron, in_channels: int, stem: str) -> list[nn.Module]:
-    """What stands before the blocks: "imagenet", 7 x 7 convolution and max pooling, which quarter
-    the size; or "cifar", a 3 x 3 convolution.
+    """Return the layers before the blocks.
+
+    "imagenet" is a 7 x 7 convolution and max pooling, which divide the size by 4; "cifar" is a
+    3 x 3 convolution.
 
     Raises:
         ValueError: another stem.
@@ -68,15 +67,15 @@ def stem_layers(neuron: MakeNeuron, in_channels: int, stem: str) -> list[nn.Modu
 
 def residual_network(
     stem: Sequence[nn.Module],
-    block: Block,
+    block: MakeBlock,
     depth: int,
     num_classes: int,
     first_stride: int = 1,
     last: Sequence[nn.Module] = (),
 ) -> nn.Sequential:
-    """Stem, four stages of blocks, `last`, mean over the image, linear layer.
+    """Build a network of stem, four stages of blocks, `last`, global average and linear layer.
 
-    Each stage but the first halves the size, and the first does with `first_stride` 2.
+    All stages but the first halve the size; the first has stride `first_stride`.
     """
     layers, width = list(stem), STAGES[0]
     for channels, num_blocks in zip(STAGES, DEPTHS[depth], strict=True):
@@ -89,19 +88,16 @@ def residual_network(
 
 
 def resnet18(
-    neuron: MakeNeuron,
-    in_channels: int,
-    num_classes: int,
-    size: tuple[int, int],
-    stem: str = "imagenet",
+    neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size, stem: str = "imagenet"
 ) -> nn.Sequential:
-    """Spiking-ResNet18, by default with the stem of the original.
+    """Build a Spiking-ResNet18.
 
-    Shapes: `[B, C, H, W]` to `[B, num_classes]`, with any channels and size.
+    Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
 
     Args:
-        neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is not needed.
-        stem: "imagenet", which quarters the size; or "cifar", which keeps it: `stem_layers`.
+        neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.
+        stem: "imagenet", which divides the size by 4, or "cifar", which keeps it; see
+            `stem_layers`.
 
     Raises:
         ValueError: another stem.
@@ -110,24 +106,16 @@ def resnet18(
 
 
 def resnet34(
-    neuron: MakeNeuron,
-    in_channels: int,
-    num_classes: int,
-    size: tuple[int, int],
-    stem: str = "imagenet",
+    neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size, stem: str = "imagenet"
 ) -> nn.Sequential:
-    """Spiking-ResNet34; else as `resnet18`."""
+    """Build a Spiking-ResNet34; see `resnet18`."""
     return _resnet(34, neuron, in_channels, num_classes, stem)
 
 
 def resnet50(
-    neuron: MakeNeuron,
-    in_channels: int,
-    num_classes: int,
-    size: tuple[int, int],
-    stem: str = "imagenet",
+    neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size, stem: str = "imagenet"
 ) -> nn.Sequential:
-    """Spiking-ResNet50, of bottlenecks; else as `resnet18`."""
+    """Build a Spiking-ResNet50 of bottlenecks; see `resnet18`."""
     return _resnet(50, neuron, in_channels, num_classes, stem)
 
 

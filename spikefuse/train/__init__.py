@@ -1,5 +1,7 @@
-"""The trainer behind `spikefuse train`. Only `config` is cheap to import; the rest needs the
-packages of the extra `spikefuse[train]`."""
+"""The trainer behind `spikefuse train`.
+
+Only `config` and `cli` import quickly; the other modules need the extra `spikefuse[train]`.
+"""
 
 from spikefuse.train.config import ConfigError, TrainConfig
 

@@ -1,4 +1,4 @@
-"""What the layers on events of a network do in training: their activity, and what restrains it."""
+"""Activity of event layers during training: its statistics and its penalty."""
 
 from __future__ import annotations
 
@@ -11,44 +11,40 @@ from spikefuse.nn import EventLinear, Events
 from spikefuse.train.processes import Processes
 
 
-class Activity:
-    """Watches the layers of `EventLinear` with neurons, from call to call of a network.
+class ActivityMonitor:
+    """Record the activity of all `EventLinear` layers that have neurons.
 
     Args:
         net: the network.
-        capacity: see `EventLinear`; None: there is no penalty.
+        capacity: see `EventLinear`; None disables the penalty.
     """
 
     def __init__(self, net: nn.Module, capacity: float | None) -> None:
-        found = [(n, m) for n, m in net.named_modules() if isinstance(m, EventLinear)]
-        self.capacity = capacity
-        self.readers = [module for _, module in found]
+        layers = {n: m for n, m in net.named_modules() if isinstance(m, EventLinear)}
+        self.capacity, self.layers = capacity, list(layers.values())
         self.last: dict[str, Events] = {}
         self.restart()
-        for name, module in found:
-            if module.neuron is not None:
-                module.register_forward_hook(self._watch(name))
+        for name, layer in layers.items():
+            if layer.neuron is not None:
+                layer.register_forward_hook(self._observe(name))
 
-    def _watch(self, name: str) -> Any:
-        def note(module: nn.Module, inputs: Any, output: Events) -> None:
-            self.last[name] = output
-
-        return note
+    def _observe(self, name: str) -> Any:
+        return lambda layer, inputs, output: self.last.update({name: output})
 
     def restart(self) -> None:
-        """Forget what `count` has counted."""
-        # Numbers of spikes stay where they are counted until they are asked for.
+        """Reset the statistics."""
+        # Counts of spikes stay on the device until `row` reads them.
         self._fired: dict[str, int | Tensor] = {}
         self._sites: dict[str, int] = {}
         self._dropped = 0
         self._read: int | Tensor = 0
 
     def count(self) -> None:
-        """Add the last call to what `row` tells."""
+        """Add the most recent call of the network to the statistics."""
         for name, events in self.last.items():
             self._fired[name] = self._fired.get(name, 0) + events.fired.sum()
             self._sites[name] = self._sites.get(name, 0) + events.num_rows * events.shape[2]
-        for layer in self.readers:
+        for layer in self.layers:
             if layer.activity is not None:
                 self._dropped += layer.activity.dropped
                 self._read = self._read + layer.activity.spikes
@@ -56,11 +52,11 @@ class Activity:
     def row(
         self, processes: Processes | None = None, device: torch.device | None = None
     ) -> dict[str, float]:
-        """The rate of each layer since `restart`, and the share of all spikes that were dropped.
+        """Return each layer's activity and the fraction of dropped spikes since `restart`.
 
         Args:
-            processes: of the run, which all have to ask for it; None: this one alone.
-            device: of the run.
+            processes: sum over these processes, all of which must call this; None for one alone.
+            device: device of the run.
         """
         if not self._sites:
             return {}
@@ -76,10 +72,10 @@ class Activity:
         return {**rates, "dropped": dropped / max(read, 1)}
 
     def penalty(self) -> Tensor | None:
-        """$\\sum_l \\max(0, r_l / c - 1/2)^2$ of the last call, with $r_l$ the rate of layer $l$
-        and $c$ the capacity; None without one. Its gradient reaches the candidates of each layer.
+        """Compute $\\sum_l \\max(0, r_l / c - 1/2)^2$ for the most recent call.
 
-        Half of the capacity, because the capacity is for every single step of every sample.
+        $r_l$ is the activity of layer $l$ and $c$ the capacity; without one the result is None.
+        The target is half the capacity, because the capacity limits every step of every sample.
         """
         if self.capacity is None:
             return None
@@ -90,3 +86,6 @@ class Activity:
                 term = torch.relu(rate / self.capacity - 0.5).square()
                 total = term if total is None else total + term
         return total
+
+
+Activity = ActivityMonitor  # the former name

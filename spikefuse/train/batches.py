@@ -1,8 +1,8 @@
-"""Batches of examples: those of a training step, in an order that the seed decides.
+"""Batches of examples; the seed determines the order of the training batches.
 
-A batch is (inputs, labels): the bytes of images `[B, C, H, W]` or of event frames `[B, T, ...]`, on
-the device of the run. A set that takes up little of a GPU's memory lies there as a whole, so that
-no batch has to come; of any other a thread fetches the next batches while a step runs.
+A batch is (inputs, labels) on the device of the run: images `[B, C, H, W]` or event frames
+`[B, T, ...]`, as bytes. A dataset that is small relative to the GPU's memory is placed there as a
+whole. Batches of other datasets are prefetched by a thread.
 """
 
 from __future__ import annotations
@@ -16,122 +16,114 @@ import torch
 from torch import Tensor
 
 from spikefuse.data import Examples, Frames
-from spikefuse.train.randomness import order
+from spikefuse.train.seeding import order
 
 Batch = tuple[Tensor, Tensor]
 CPU = torch.device("cpu")
-# Largest share of a GPU's free memory that a set of examples may take.
-SHARE = 0.25
-# Batches that are fetched in advance.
-AHEAD = 3
+# Largest fraction of a GPU's free memory that a dataset may take.
+MEMORY_FRACTION = 0.25
+PREFETCHED_BATCHES = 3
 
 
 def place(examples: Examples, device: torch.device) -> Examples:
-    """The set on a GPU, if it has room enough; in any other case the set as it is."""
-    if device.type != "cuda" or examples.nbytes > SHARE * torch.cuda.mem_get_info(device)[0]:
+    """Move a dataset to a GPU if there is enough memory; otherwise return it unchanged."""
+    if device.type != "cuda":
         return examples
-    return examples.to(device)
+    room = MEMORY_FRACTION * torch.cuda.mem_get_info(device)[0]
+    return examples if examples.nbytes > room else examples.to(device)
 
 
 def contents(batch: Examples, packed: bool) -> Tensor:
-    """The inputs of a batch: bytes, or `packed` those of event frames as they are kept."""
+    """Return the inputs of a batch: bytes, or with `packed` the packed bits of event frames."""
     return batch.packed if packed and isinstance(batch, Frames) else batch.pixels
 
 
-def fetched(
-    examples: Examples,
-    chosen: Iterable[Tensor | slice],
-    device: torch.device,
-    packed: bool = False,
-) -> Iterator[Batch]:
-    """The batches of the chosen rows, from wherever the set lies; `packed` as their own bytes."""
-
-    def fetch(rows: Tensor | slice) -> Batch:
-        batch = examples[rows]
-        if batch.labels.device.type != device.type:
-            batch = batch.to(device, non_blocking=True)
-        return contents(batch, packed), batch.labels
-
-    if examples.labels.device.type == device.type:
-        yield from map(fetch, chosen)
-        return
-    waiting: deque[Future[Batch]] = deque()
-    with ThreadPoolExecutor(1) as thread:
-        for rows in chosen:
-            waiting.append(thread.submit(fetch, rows))
-            if len(waiting) > AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
-
-class TrainBatches:
-    """One epoch of shuffled batches per iteration, from wherever the run stands.
-
-    The position is not counted here: epoch and batch follow from the number of optimizer steps
-    done, so that a resumed run needs no state of this object. The images of an incomplete last
-    batch are left out; the next epoch shuffles anew.
+class EvalBatches:
+    """All examples in order, in batches of at most `batch_size`.
 
     Args:
-        images: the training examples.
-        batch_size: images per batch, at most `len(images)`.
-        seed: the run's seed.
-        steps_done: number of optimizer steps done so far.
-        device: where the batches are to be.
-        packed: event frames stay packed.
+        examples: the dataset.
+        batch_size: examples per batch.
+        device: device of the batches.
+        packed: leave event frames packed.
+    """
+
+    def __init__(
+        self, examples: Examples, batch_size: int, device: torch.device = CPU, packed: bool = False
+    ) -> None:
+        self.examples, self.batch_size, self.device = examples, batch_size, device
+        self.packed = packed
+
+    def __len__(self) -> int:
+        return -(-len(self.examples) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        starts = range(0, len(self.examples), self.batch_size)
+        return self._load(slice(start, start + self.batch_size) for start in starts)
+
+    def _load(self, chosen: Iterable[Tensor | slice]) -> Iterator[Batch]:
+        """Yield the batches with the chosen rows, prefetched if they must be moved."""
+        if self.examples.labels.device.type == self.device.type:
+            yield from map(self._fetch, chosen)
+            return
+        waiting: deque[Future[Batch]] = deque()
+        with ThreadPoolExecutor(1) as thread:
+            for rows in chosen:
+                waiting.append(thread.submit(self._fetch, rows))
+                if len(waiting) > PREFETCHED_BATCHES:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+
+    def _fetch(self, rows: Tensor | slice) -> Batch:
+        batch = self.examples[rows]
+        if batch.labels.device.type != self.device.type:
+            batch = batch.to(self.device, non_blocking=True)
+        return contents(batch, self.packed), batch.labels
+
+
+class TrainBatches(EvalBatches):
+    """One epoch of shuffled batches per iteration, from the current position of the run.
+
+    Epoch and batch follow from the number of optimizer steps done, so that a resumed run needs no
+    state of this object. An incomplete last batch is dropped; each epoch is reshuffled.
+
+    Args:
+        examples: the training examples.
+        batch_size: examples per batch, at most `len(examples)`.
+        seed: seed of the run.
+        steps_done: returns the number of optimizer steps done so far.
+        device: device of the batches.
+        packed: leave event frames packed.
     """
 
     def __init__(
         self,
-        images: Examples,
+        examples: Examples,
         batch_size: int,
         seed: int,
         steps_done: Callable[[], int],
         device: torch.device = CPU,
         packed: bool = False,
     ) -> None:
-        self.images, self.batch_size, self.device = images, batch_size, device
-        self.packed = packed
+        super().__init__(examples, batch_size, device, packed)
         self.seed, self.steps_done = seed, steps_done
 
     def __len__(self) -> int:
-        return len(self.images) // self.batch_size
+        return len(self.examples) // self.batch_size
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, first = divmod(self.steps_done(), len(self))
-        shuffled = order(len(self.images), self.seed, epoch).to(self.images.labels.device)
-        chosen = shuffled.split(self.batch_size)[first : len(self)]
-        yield from fetched(self.images, chosen, self.device, self.packed)
+        shuffled = order(len(self.examples), self.seed, epoch).to(self.examples.labels.device)
+        return self._load(shuffled.split(self.batch_size)[first : len(self)])
 
 
-class EvalBatches:
-    """All examples in order, in batches of at most `batch_size`."""
-
-    def __init__(
-        self,
-        images: Examples,
-        batch_size: int,
-        device: torch.device = CPU,
-        packed: bool = False,
-    ) -> None:
-        self.images, self.batch_size, self.device = images, batch_size, device
-        self.packed = packed
-
-    def __len__(self) -> int:
-        return -(-len(self.images) // self.batch_size)
-
-    def __iter__(self) -> Iterator[Batch]:
-        starts = range(0, len(self.images), self.batch_size)
-        chosen = (slice(start, start + self.batch_size) for start in starts)
-        return fetched(self.images, chosen, self.device, self.packed)
-
-
-class Timed:
-    """The same batches, whose consumer's time of waiting is reported.
+class TimedBatches:
+    """Batches that report how long their consumer waits for them.
 
     Args:
-        batches: what to iterate over, with a length.
-        wait: called with the seconds that each batch took to come.
+        batches: an iterable with a length.
+        wait: called with the seconds spent waiting for each batch.
     """
 
     def __init__(self, batches: Iterable[Batch], wait: Callable[[float], None]) -> None:

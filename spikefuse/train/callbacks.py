@@ -1,4 +1,4 @@
-"""What happens around the steps: progress on the terminal, logs, checkpoints."""
+"""Lightning callbacks: progress on the terminal, metrics, and checkpoints."""
 
 from __future__ import annotations
 
@@ -14,28 +14,26 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from spikefuse.train.checkpoint import BEST, LAST, replacing
-from spikefuse.train.classifier import LOG_EVERY_STEPS, best_row
-from spikefuse.train.interruption import Interruption
-from spikefuse.train.processes import Processes
+from spikefuse.train.classifier import LOG_EVERY_STEPS, best_epoch
+from spikefuse.train.signals import SignalHandler
 
 REFRESH_SECONDS = 0.25
-# A long epoch is saved within, too, at the first chance after so long.
+# Within a long epoch, a checkpoint is saved this often.
 SAVE_SECONDS = 600.0
-# Steps between two questions whether any process of several has been asked to stop.
+# How often, in steps, several processes agree on whether to stop.
 AGREE_EVERY_STEPS = 10
 METRICS = "metrics.csv"
 TENSORBOARD = "tensorboard"
 
 
-class Progress(Callback):
-    """A live bar over the whole run on a terminal, and one line per epoch anywhere."""
+class ProgressReporter(Callback):
+    """Show a progress bar on a terminal, and print one line per epoch."""
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        total = trainer.num_training_batches * (trainer.max_epochs or 0)
-        self._shown = 0.0
+        self._refreshed, self._first = 0.0, True
         self.bar = tqdm(
-            desc="first step: making kernels",
-            total=total,
+            desc="first step: compiling kernels",
+            total=trainer.num_training_batches * (trainer.max_epochs or 0),
             initial=trainer.global_step,
             disable=None,
             leave=False,
@@ -43,16 +41,21 @@ class Progress(Callback):
         )
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        if self._first:  # what was fused is known after the first call of the network
+            self._first = False
+            fusion = getattr(module.net, "fusion", None)
+            if fusion is not None and fusion.fused:
+                tqdm.write(fusion.summary)
         self.bar.update()
-        if self.bar.disable or time.perf_counter() - self._shown < REFRESH_SECONDS:
+        if self.bar.disable or time.perf_counter() - self._refreshed < REFRESH_SECONDS:
             return
-        loss, accuracy = module.tally.mean()
+        loss, accuracy = module.totals.mean()
         self.bar.set_description(f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}", False)
         self.bar.set_postfix_str(
             f"{module.images_per_second():,.0f} images/s, loss {loss:.4f}, "
-            f"accuracy {100 * accuracy:.2f} %, waiting for data {100 * module.waited():.0f} %"
+            f"accuracy {100 * accuracy:.2f} %, waiting for data {100 * module.data_wait():.0f} %"
         )
-        self._shown = time.perf_counter()
+        self._refreshed = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
         row, width = module.history[-1], len(str(trainer.max_epochs))
@@ -74,9 +77,8 @@ class Progress(Callback):
             self.bar.close()
 
 
-class Log(Callback):
-    """TensorBoard, and a CSV file with one row per epoch, the epochs before a resumption
-    included."""
+class MetricsWriter(Callback):
+    """Write TensorBoard logs, and a CSV file with one row per epoch since the start of the run."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -93,13 +95,13 @@ class Log(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
         row = module.history[-1]
+        step = int(row["step"])
         for part in ("train", "val"):
             for quantity in ("loss", "accuracy"):
-                value = row[f"{part}_{quantity}"]
-                self.writer.add_scalar(f"{quantity}/{part}", value, int(row["step"]))
+                self.writer.add_scalar(f"{quantity}/{part}", row[f"{part}_{quantity}"], step)
         activities = (name for name in row if name.startswith(("activity_", "dropped")))
         for name in ("images_per_second", "data_wait", *activities):
-            self.writer.add_scalar(name, row[name], int(row["step"]))
+            self.writer.add_scalar(name, row[name], step)
         with replacing(self.directory / METRICS) as path, path.open("w", newline="") as file:
             table = csv.DictWriter(file, list(row))
             table.writeheader()
@@ -113,39 +115,37 @@ class Log(Callback):
             self.writer.close()
 
 
-class Checkpoints(Checkpoint):
-    """Saves the last and the best epoch, a long epoch within, and, when asked to stop, the step
-    just done.
+class CheckpointSaver(Checkpoint):
+    """Save the last and the best epoch, during long epochs, and when a signal stops the run.
 
-    Lightning calls a `Checkpoint` after all other callbacks of an epoch's end. Every process of a
-    run has one: to save is a thing that they do together, in which the main one writes.
+    Lightning calls a `Checkpoint` after all other callbacks at the end of an epoch. Every process
+    has one, because saving is collective; only the main process writes.
 
     Args:
-        directory: where to.
-        interruption: the request to stop.
-        processes: those of the run.
+        directory: folder of the run.
+        signals: reports a request to stop.
     """
 
-    def __init__(self, directory: Path, interruption: Interruption, processes: Processes) -> None:
-        self.directory, self.interruption = directory, interruption
-        self.processes = processes
+    def __init__(self, directory: Path, signals: SignalHandler) -> None:
+        self.directory, self.signals = directory, signals
+        self.processes = signals.processes
         self._saved = time.monotonic()
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.interruption.listen()  # Lightning has put a handler of its own before ours
-        # The end of one of several processes leaves no time to save anything.
+        self.signals.install()  # replaces Lightning's own handler
+        # When one of several processes dies, there is no time left to save anything.
         if self.processes.count > 1:
             self._save(trainer)
 
     def _save(self, trainer: pl.Trainer, best: bool = False) -> None:
         self._saved = time.monotonic()
         if not self.processes.main:
-            trainer.save_checkpoint(self.directory / LAST)  # which writes nothing here
+            trainer.save_checkpoint(self.directory / LAST)  # writes nothing here
             return
         with replacing(self.directory / LAST) as path:
             trainer.save_checkpoint(path)
-            # Before LAST is replaced: a run that is resumed from LAST repeats what follows it, so
-            # BEST may be ahead of LAST, but never behind.
+            # BEST is replaced before LAST: a run resumed from LAST repeats what follows it, so
+            # BEST may be ahead of LAST but never behind.
             if best:
                 with replacing(self.directory / BEST) as copy:
                     shutil.copyfile(path, copy)
@@ -154,21 +154,22 @@ class Checkpoints(Checkpoint):
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int
     ) -> None:
         done = index + 1
-        # After an epoch's last batch its validation comes first: `on_train_epoch_end` stops.
+        # Validation follows the last batch of an epoch; `on_train_epoch_end` stops after it.
         if done == trainer.num_training_batches:
             return
         if self.processes.count == 1 or done % AGREE_EVERY_STEPS == 0:
-            self._stop_if_asked(trainer)
+            self._stop_if_requested(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
-        self._save(trainer, best=best_row(module.history) is module.history[-1])
-        self._stop_if_asked(trainer, saved=True)
+        self._save(trainer, best=best_epoch(module.history) is module.history[-1])
+        self._stop_if_requested(trainer, saved=True)
 
-    def _stop_if_asked(self, trainer: pl.Trainer, saved: bool = False) -> None:
+    def _stop_if_requested(self, trainer: pl.Trainer, saved: bool = False) -> None:
+        # The number of a signal, -1 if saving is due, or -2; the highest of all processes counts.
         due = time.monotonic() - self._saved > SAVE_SECONDS
-        asked = self.processes.highest(self.interruption.requested or (-1 if due else -2))
-        if not saved and asked > -2:
+        request = self.processes.highest(self.signals.requested or (-1 if due else -2))
+        if not saved and request > -2:
             self._save(trainer)
-        if asked > 0:
-            self.interruption.requested = asked
-            self.interruption.stop()
+        if request > 0:
+            self.signals.requested = request
+            self.signals.stop()

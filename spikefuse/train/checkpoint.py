@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole or not at all, and checked when read."""
+"""Checkpoint files, written atomically and validated when loaded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from zipfile import BadZipFile
 
 import torch
 
-from spikefuse.train.classifier import KEY, Row
+from spikefuse.train.classifier import KEY, EpochMetrics
 from spikefuse.train.config import ConfigError, TrainConfig
 
 LAST = "last.ckpt"
 BEST = "best.ckpt"
-# What torch.load raises on files that are not what it expects.
+# Errors of torch.load for files that are not checkpoints.
 UNREADABLE = (
     *(RuntimeError, ValueError, LookupError, TypeError, EOFError, OSError),
     *(pickle.UnpicklingError, BadZipFile),
@@ -28,7 +28,7 @@ UNREADABLE = (
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place if the block succeeds."""
+    """Yield a temporary path that replaces `path` if the block succeeds."""
     temporary = path.with_name(f".{path.name}.partial")
     try:
         yield temporary
@@ -38,29 +38,29 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedRun:
     """A checkpoint in memory.
 
     Args:
-        path: where it was read.
-        config: of its run.
-        history: one row per epoch that its run had finished.
-        weights: the state of the Lightning module.
-        resumable: whether it counts its steps as this version does.
+        path: its file.
+        config: settings of the run.
+        history: metrics of each finished epoch.
+        weights: state dict of the Lightning module.
+        resumable: whether the file counts steps as this version does.
     """
 
     path: Path
     config: TrainConfig
-    history: list[Row]
+    history: list[EpochMetrics]
     weights: dict[str, Any]
     resumable: bool
 
 
-def load(path: Path) -> Loaded:
-    """Read a checkpoint, executing nothing that it may contain.
+def load(path: Path) -> LoadedRun:
+    """Load a checkpoint without executing any code in it.
 
     Raises:
-        ConfigError: it is missing, damaged, or not one of this library's.
+        ConfigError: the file is missing, damaged, or not a checkpoint of spikefuse.
     """
     hint = f"expected {LAST} or {BEST} from a run of spikefuse train"
     if not path.is_file():
@@ -72,12 +72,12 @@ def load(path: Path) -> Loaded:
         raise ConfigError(f"cannot read checkpoint {path}: {error.strerror or error}") from error
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
-        if not isinstance(content, dict) or KEY not in content:
-            raise ValueError("not a checkpoint of this library")
+        if not isinstance(content, dict):
+            raise TypeError("not a checkpoint of Lightning")
         own = content[KEY]
         config, history = TrainConfig.from_dict(own["config"]), list(own["history"])
-        return Loaded(path, config, history, content["state_dict"], "step" in own)
+        return LoadedRun(path, config, history, content["state_dict"], "step" in own)
     except ConfigError as error:
         raise ConfigError(f"checkpoint {path}: {error}") from error
     except UNREADABLE as error:
-        raise ConfigError(f"{path} is damaged or no checkpoint of spikefuse: {hint}") from error
+        raise ConfigError(f"{path} is damaged or not a checkpoint of spikefuse: {hint}") from error

@@ -1,4 +1,4 @@
-"""The Lightning module: one step of training, validation and test, and what it keeps count of."""
+"""The Lightning module: training, validation and test steps, and their metrics."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from spikefuse.distributed import gather_steps, shard_time
 from spikefuse.nn import Events
 from spikefuse.nn.encode import direct, poisson
 from spikefuse.train import optimize
-from spikefuse.train.activity import Activity
+from spikefuse.train.activity import ActivityMonitor
 from spikefuse.train.batches import Batch
 from spikefuse.train.config import TrainConfig
-from spikefuse.train.graph import GraphedStep
-from spikefuse.train.objective import learning_rate, readout
+from spikefuse.train.cuda_graph import GraphedStep
+from spikefuse.train.losses import learning_rate, readout
 from spikefuse.train.processes import Processes
-from spikefuse.train.randomness import Purpose, reseed
+from spikefuse.train.seeding import Purpose, reseed
 
-# Where this library keeps what is its own inside a Lightning checkpoint.
+# Key of this library's entry in a Lightning checkpoint.
 KEY = "spikefuse"
 
-Row = dict[str, float]
+EpochMetrics = dict[str, float]
 LOG_EVERY_STEPS = 10
 WHOLE = slice(None)
 
 
-class Tally:
-    """Running mean of the loss and of the accuracy; it stays on the device until it is read."""
+class MetricTotals:
+    """Running means of loss and accuracy, accumulated on the device until they are read."""
 
     def __init__(self) -> None:
-        self.totals: Tensor | None = None  # sum of losses, number of right answers
+        self.totals: Tensor | None = None  # sum of losses, number of correct predictions
         self.count = 0
 
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
@@ -50,70 +50,71 @@ class Tally:
         self.count += len(labels)
 
     def mean(self) -> tuple[float, float]:
-        """(loss, accuracy), the accuracy from 0 to 1; waits for the device."""
+        """Return the loss, and the accuracy from 0 to 1; synchronizes with the device."""
         loss, correct = [0.0, 0.0] if self.totals is None else self.totals.tolist()
         return loss / max(self.count, 1), correct / max(self.count, 1)
 
-    def over(self, processes: Processes, device: torch.device) -> Tally:
-        """That of all processes together, which all have to ask for it."""
+    def reduced(self, processes: Processes, device: torch.device) -> MetricTotals:
+        """Return the totals of all processes; all of them must call this."""
         if processes.count == 1:
             return self
         totals = torch.zeros(2, dtype=torch.float64) if self.totals is None else self.totals
         count = torch.tensor([float(self.count)], dtype=torch.float64, device=device)
-        # Processes with steps of the same samples count them all.
+        # Processes that share sequences all count the same samples.
         values = processes.sum(torch.cat([totals.to(device), count])) / processes.time
-        tally = Tally()
-        tally.totals, tally.count = values[:2], int(values[2])
-        return tally
+        result = MetricTotals()
+        result.totals, result.count = values[:2], int(values[2])
+        return result
 
     def state(self) -> dict[str, Any]:
-        return {
-            "totals": None if self.totals is None else self.totals.tolist(),
-            "count": self.count,
-        }
+        totals = None if self.totals is None else self.totals.tolist()
+        return {"totals": totals, "count": self.count}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Tally:
-        tally = cls()
+    def from_state(cls, state: Mapping[str, Any]) -> MetricTotals:
+        result = cls()
         if state["totals"] is not None:
-            tally.totals = torch.tensor(state["totals"], dtype=torch.float64)
-        tally.count = state["count"]
-        return tally
+            result.totals = torch.tensor(state["totals"], dtype=torch.float64)
+        result.count = state["count"]
+        return result
 
 
 class Classifier(pl.LightningModule):
-    """A spiking network that classifies images, or event data, by its output over time.
+    """A spiking network that classifies images or event data by its output over time.
 
-    `history` has one row per finished epoch. A checkpoint holds it, the tally of the epoch that
-    has begun, and the configuration, besides what Lightning saves. Of several processes each
-    gets the same batches, makes the same random choices, and computes its share.
+    `history` has one entry per finished epoch. Besides what Lightning saves, a checkpoint holds the
+    history, the totals of the current epoch, and the configuration. All processes receive the same
+    batches and make the same random choices; each computes its share of a batch.
 
     Args:
-        config: of the run.
-        processes: those of the run.
+        config: settings of the run.
+        processes: processes of the run; None for this one alone.
     """
 
     def __init__(self, config: TrainConfig, processes: Processes | None = None) -> None:
         super().__init__()
-        # One training step may hold several backward passes, or be the replay of a CUDA graph.
+        # A training step may have several backward passes, or replay a CUDA graph.
         self.automatic_optimization = False
         self.config = config
         self.processes = Processes() if processes is None else processes
         reseed(config.seed, Purpose.WEIGHTS)
         self.net = config.make_network()
         self._axis: DeviceMesh | None = None
-        self.activity = Activity(self.net.net, config.capacity)
-        self.history: list[Row] = []
-        self._row: Row = {}
-        self.tally, self.eval_tally = Tally(), Tally()
+        self.activity = ActivityMonitor(self.net.net, config.capacity)
+        self.history: list[EpochMetrics] = []
+        self._row: EpochMetrics = {}
+        self.totals, self.eval_totals = MetricTotals(), MetricTotals()
         self._clock, self._clock_count, self._waited = 0.0, 0, 0.0
         self._graph: GraphedStep | None = None
 
     def encode(self, inputs: Tensor, share: slice = WHOLE) -> Tensor | Events:
-        """Bytes of a batch to the network's input of a share of it, `[T, B, ...]`: images
-        `[B, C, H, W]` by the encoding, event data `[B, T, ...]`, which has a time dimension
-        already, as it is. A network on events gets them, of event data from packed frames
-        `[B, T, S]`."""
+        """Convert the bytes of a batch to the network's input `[T, B, ...]`.
+
+        Args:
+            inputs: images `[B, C, H, W]`, event frames `[B, T, ...]`, or packed event frames
+                `[B, T, S]`, which event models take.
+            share: the samples to return; random numbers are drawn for the whole batch.
+        """
         if DATASETS[self.config.dataset].kind == "events":
             frames = inputs[share].transpose(0, 1)
             if self.config.on_events:
@@ -124,8 +125,8 @@ class Classifier(pl.LightningModule):
         return Events.from_dense(x) if self.config.on_events else x
 
     def augment(self, inputs: Tensor) -> Tensor:
-        """Shift and mirror at random, from PyTorch's own generator of the device, which is the one
-        that a CUDA graph reads anew at each replay."""
+        """Shift and mirror at random, using PyTorch's default generator of the device, whose state
+        a CUDA graph reads at each replay."""
         generator = torch.default_generator
         if inputs.is_cuda:
             generator = torch.cuda.default_generators[inputs.get_device()]
@@ -137,16 +138,16 @@ class Classifier(pl.LightningModule):
         return readout(self.outputs(self.encode(inputs)), self.config.loss)
 
     def share_time(self, mesh: DeviceMesh, chunks: int) -> None:
-        """Let this process compute its time steps only, from now on."""
+        """Compute only this process's time steps from now on."""
         self._axis = mesh["time"]
         shard_time(self.net, self._axis, chunks)
 
-    def alone(self) -> None:
-        """From now on this process works without the others, for evaluation."""
+    def detach_processes(self) -> None:
+        """Work without the other processes from now on, for evaluation."""
         self.processes, self._axis, self.net.passing = Processes(), None, None
 
     def outputs(self, x: Tensor | Events) -> Tensor:
-        """Those of the network, `[T, B, ...]`, in all processes that share their time."""
+        """Return the network's outputs `[T, B, ...]`, gathered from all time ranks."""
         if self._axis is None or isinstance(x, Events):
             return self.net(x)
         return gather_steps(self.net(x[self.processes.steps(len(x))]), self._axis, len(x))
@@ -157,21 +158,21 @@ class Classifier(pl.LightningModule):
     # Training
 
     def on_train_start(self) -> None:
-        optimize.settle(self._optimizer())
+        optimize.adapt_state(self._optimizer())
         if self.config.cuda_graph:
             self._graph = GraphedStep(self._step, self._optimizer())
 
     def on_train_end(self) -> None:
-        self._graph = None  # and its memory
+        self._graph = None  # releases its memory
 
     def on_train_epoch_start(self) -> None:
-        self.tally = Tally()
+        self.totals = MetricTotals()
         self.activity.restart()
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        # Not at the start of the epoch, which a run resumed within one does not see.
+        # Not in on_train_epoch_start, which a run resumed within an epoch does not call.
         if not self._clock:
-            self._clock, self._clock_count = time.perf_counter(), self.tally.count
+            self._clock, self._clock_count = time.perf_counter(), self.totals.count
             self._waited = 0.0
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -187,13 +188,13 @@ class Classifier(pl.LightningModule):
         else:
             loss, logits, shown = self._graph(optimizer, inputs, labels)
             loss = loss.clone()  # the next replay overwrites it
-        self.tally.add(loss, logits, shown)
+        self.totals.add(loss, logits, shown)
         if self.processes.count > 1 and (self.global_step % LOG_EVERY_STEPS) == 0:
             loss = self.processes.sum(loss) / self.processes.count
         return loss
 
     def _gradients(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss, the logits and the labels of this process's share of a batch."""
+        """Return loss, logits and labels of this process's share of a batch."""
         self._optimizer().zero_grad()
         share = self.processes.share(len(labels))
         x = self.encode(self.augment(inputs), share)
@@ -214,14 +215,14 @@ class Classifier(pl.LightningModule):
             self.manual_backward(loss)
 
     def _step(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A whole step without Lightning's part in it, for a CUDA graph."""
+        """Run a whole step without Lightning, for a CUDA graph."""
         result = self._gradients(inputs, labels)
         self.on_before_optimizer_step(self._optimizer())
         self._optimizer().step()
         return result
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        # Here a float16 gradient has been unscaled.
+        # float16 gradients are unscaled by now.
         optimize.clip(optimizer, self.config.clip)
 
     def _optimizer(self) -> Optimizer:
@@ -230,44 +231,44 @@ class Classifier(pl.LightningModule):
         return optimizer
 
     def images_per_second(self) -> float:
-        """Training speed of all processes since the epoch, or what was resumed of it, began."""
+        """Return the training speed of all processes since the epoch began or was resumed."""
         seconds = time.perf_counter() - self._clock
-        return (self.tally.count - self._clock_count) * self.processes.data / seconds
+        return (self.totals.count - self._clock_count) * self.processes.data / seconds
 
-    def waited(self) -> float:
-        """Share of that time in which this process waited for data, from 0 to 1."""
+    def data_wait(self) -> float:
+        """Return the fraction of that time spent waiting for data."""
         return self._waited / (time.perf_counter() - self._clock)
 
-    def wait(self, seconds: float) -> None:
-        """Count time spent waiting for data."""
+    def add_wait(self, seconds: float) -> None:
+        """Record time spent waiting for data."""
         self._waited += seconds
 
     # Validation and test
 
     def on_validation_epoch_start(self) -> None:
-        # Waits for the device, whose time counts too.
-        loss, accuracy = self.tally.over(self.processes, self.device).mean()
+        # Reading the totals first waits for the device, which is part of the measured time.
+        loss, accuracy = self.totals.reduced(self.processes, self.device).mean()
         self._row = {
             "epoch": self.current_epoch + 1,
             "step": self.global_step,
             "train_loss": loss,
             "train_accuracy": accuracy,
             "images_per_second": self.images_per_second(),
-            "data_wait": self.waited(),
+            "data_wait": self.data_wait(),
             **self.activity.row(self.processes, self.device),
         }
         self._clock = 0.0
-        self.eval_tally = Tally()
+        self.eval_totals = MetricTotals()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate(batch, batch_idx)
 
     def on_validation_epoch_end(self) -> None:
-        loss, accuracy = self.eval_tally.over(self.processes, self.device).mean()
+        loss, accuracy = self.eval_totals.reduced(self.processes, self.device).mean()
         self.history.append({**self._row, "val_loss": loss, "val_accuracy": accuracy})
 
     def on_test_epoch_start(self) -> None:
-        self.eval_tally = Tally()
+        self.eval_totals = MetricTotals()
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate(batch, batch_idx)
@@ -277,10 +278,10 @@ class Classifier(pl.LightningModule):
         inputs, labels = batch
         share = self.processes.share(len(labels))
         labels = labels[share]
-        if len(labels) == 0:  # fewer images than processes
+        if len(labels) == 0:  # the last batch may have fewer samples than there are processes
             return
         logits = readout(self.outputs(self.encode(inputs, share)), self.config.loss)
-        self.eval_tally.add(F.cross_entropy(logits, labels), logits, labels)
+        self.eval_totals.add(F.cross_entropy(logits, labels), logits, labels)
 
     # Checkpoints
 
@@ -289,16 +290,15 @@ class Classifier(pl.LightningModule):
             "config": self.config.to_dict(),
             "history": self.history,
             "step": self.global_step,
-            "tally": self.tally.over(self.processes, self.device).state(),
+            "tally": self.totals.reduced(self.processes, self.device).state(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.history = [dict(row) for row in checkpoint[KEY]["history"]]
-        if self.processes.main:  # the others begin at nothing: the sum is what was saved
-            self.tally = Tally.from_state(checkpoint[KEY]["tally"])
+        if self.processes.main:  # totals are summed over processes: the others start from zero
+            self.totals = MetricTotals.from_state(checkpoint[KEY]["tally"])
 
 
-def best_row(history: list[Row]) -> Row:
-    """The epoch with the highest validation accuracy; among equals the lowest loss, then the
-    first."""
+def best_epoch(history: list[EpochMetrics]) -> EpochMetrics:
+    """Return the first epoch with the highest validation accuracy and, among those, lowest loss."""
     return max(history, key=lambda row: (row["val_accuracy"], -row["val_loss"]))

@@ -1,11 +1,11 @@
-"""What defines a training run: one dataclass, from which the command line is made too."""
+"""The settings of a training run, from which the command-line options are generated."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -20,7 +20,7 @@ from spikefuse.neurons import surrogate
 from spikefuse.nn import Temporal, zoo
 from spikefuse.transforms.fuse import fuse
 
-# Every model of the zoo that fires; lif first, as the default.
+# All spiking models of the zoo; lif comes first and is the default.
 NEURONS: dict[str, type] = {
     name.lower(): getattr(zoo, name)
     for name in zoo.__all__
@@ -33,18 +33,18 @@ SURROGATES: dict[str, type] = {
     and issubclass(kind, surrogate.Surrogate)
     and kind not in (surrogate.Surrogate, surrogate.Custom, surrogate.StraightThrough)
 }
-# What a neuron learns as a fraction may not begin at 0 or 1.
-FRACTIONS = {"plif": ("decay",), "gatedlif": ("decay", "threshold")}
+# Parameters that a neuron learns through a sigmoid: their initial values exclude 0 and 1.
+SIGMOID_PARAMETERS = {"plif": ("decay",), "gatedlif": ("decay", "threshold")}
 ENCODINGS = ("direct", "poisson")
 SLICINGS = ("number", "time", "duration")
-OPTIMIZERS = ("adam", "adamw", "sgd", "row_adam")
+OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("constant", "cosine")
 LOSSES = ("mean", "last", "every")
 PRECISIONS = ("32", "bf16", "16")
 MEMORY = (*POLICIES, "auto")
 EVENT_MODEL = "event-mlp"
 OVERFLOWS = ("drop", "dense", "raise")
-# Of the network on events: the poster's decay, surrogate, and gradient threshold over threshold.
+# Defaults of event models (Finkbeiner and Neftci); the cutoff is relative to the threshold.
 EVENT_DECAY, EVENT_SURROGATE, EVENT_CUTOFF = 0.95, "fastsigmoid", -0.1
 EVENT_RATE = 0.01
 SEED_LIMIT = 2**63
@@ -52,201 +52,200 @@ DEFAULT_STEPS = 8
 
 
 class ConfigError(ValueError):
-    """A setting is wrong; the message is one line that names it and the fix."""
+    """A setting is invalid; the one-line message names the setting and the fix."""
 
 
-def option(
-    default: Any,
-    help: str,
-    choices: Collection[str] | None = None,
-    low: float = -math.inf,
-    high: float = math.inf,
-    positive: bool = False,
-    shown: str | None = None,
-    kind: type | None = None,
+@dataclass(frozen=True)
+class Range:
+    """The numbers from `low` to `high`; `positive` excludes 0 and below."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    positive: bool = False
+
+
+POSITIVE, NOT_NEGATIVE, FRACTION = Range(positive=True), Range(0), Range(0, 1)
+AT_LEAST_ONE = Range(1)
+
+
+def number(
+    default: Any, help: str, allowed: Range, shown: str | None = None, kind: type = float
 ) -> Any:
-    """A field of `TrainConfig`, with what its check and its command-line option need.
+    """Return a field for a number in the range `allowed`.
 
-    Args:
-        default: its default; None stands for a value that may be left out.
-        help: one line for `--help`.
-        choices: the values allowed (more can be added later), or None for a number in [low, high].
-        positive: 0 and less are not allowed.
-        shown: the default as `--help` shows it, where `default` does not tell.
-        kind: the type of its values, where `default` does not tell; float if that is None.
+    `help` and `shown`, which replaces the default, are printed by `--help`; `kind` is the type
+    where `default` is None.
     """
+    return _option(default, help, kind if default is None else type(default), shown, allowed)
+
+
+def choice(default: str | None, help: str, choices: Collection[str], shown: str = "") -> Any:
+    """Return a field for one of `choices`, which is read when a value is checked."""
+    return _option(default, help, str, shown or default, choices)
+
+
+def flag(default: bool | None, help: str, shown: str) -> Any:
+    """Return a field for a boolean."""
+    return _option(default, help, bool, shown)
+
+
+def _option(default: Any, help: str, kind: type, shown: str | None, allowed: Any = None) -> Any:
+    shown = str(default) if shown is None else shown
     metadata = {
-        "help": help,
-        "choices": choices,
-        "low": low,
-        "high": high,
-        "positive": positive,
-        "kind": kind or (float if default is None else type(default)),
-        "optional": default is None,
-        "shown": str(default) if shown is None else shown,
+        **{"help": help, "kind": kind, "shown": shown, "optional": default is None},
+        "choices": allowed if kind is str else None,
+        "range": allowed if kind in (int, float) else None,
     }
     return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that the result of a run depends on, and nothing else.
+    """All settings that determine the result of a run.
 
     Raises:
-        ConfigError: a value of the wrong type, out of range, or unknown.
+        ConfigError: a value has the wrong type, is out of range, or conflicts with another.
     """
 
-    dataset: str = option("digits", "the data to learn", DATASETS)
-    model: str = option("conv", "the architecture", MODELS)
-    neuron: str = option("lif", "the neuron model", NEURONS)
-    decay: float | None = option(
+    dataset: str = choice("digits", "dataset", DATASETS)
+    model: str = choice("conv", "network architecture", MODELS)
+    neuron: str = choice("lif", "neuron model", NEURONS)
+    decay: float | None = number(
         None,
-        "factor of the potential from step to step, where plif begins; some neurons have none",
-        low=0.0,
-        high=1.0,
+        "factor that multiplies the membrane potential at every step (plif: its initial value)",
+        FRACTION,
         shown="the neuron's own",
     )
-    threshold: float = option(1.0, "firing threshold", positive=True)
-    surrogate: str | None = option(
-        None,
-        "surrogate derivative of the spike, with its default values",
-        SURROGATES,
-        shown="the neuron's own",
-        kind=str,
+    threshold: float = number(1.0, "firing threshold", POSITIVE)
+    surrogate: str | None = choice(
+        None, "surrogate derivative of the spike", SURROGATES, "the neuron's own"
     )
-    num_steps: int = option(
-        None, "time steps", low=1, shown="8, of event data the data set's own", kind=int
+    num_steps: int = number(
+        None, "number of time steps", AT_LEAST_ONE, "8; for event data, the dataset's own", int
     )
-    encoding: str = option(
+    encoding: str = choice(
         "direct",
-        "of images; direct: the same image at each step; poisson: random spikes",
+        "image encoding; direct repeats the image at every step, poisson draws random spikes",
         ENCODINGS,
     )
-    slicing: str | None = option(
+    slicing: str | None = choice(
         None,
-        "event data into frames; by number of events, by equal times, by duration of slice_us",
+        "how events are cut into frames: equal numbers of events, equal shares of the recording's "
+        "time, or frames of slice_us microseconds",
         SLICINGS,
-        shown="the data set's own",
-        kind=str,
+        "the dataset's own",
     )
-    slice_us: int | None = option(
-        None, "microseconds of a frame", low=1, shown="the data set's own", kind=int
+    slice_us: int | None = number(
+        None, "microseconds per frame (slicing duration)", AT_LEAST_ONE, "the dataset's own", int
     )
-    capacity: float | None = option(
+    capacity: float | None = number(
         None,
-        "of event-mlp: largest share of a layer's neurons whose spikes are used in a step",
-        positive=True,
-        high=1.0,
+        "event-mlp: largest fraction of a layer's neurons whose spikes are used in one step",
+        Range(high=1.0, positive=True),
         shown="no limit",
     )
-    overflow: str = option(
-        "drop", "of event-mlp: what becomes of events above the capacity", OVERFLOWS
+    overflow: str = choice(
+        "drop",
+        "event-mlp: what to do with spikes above the capacity: drop them, compute the layer "
+        "densely, or raise an error",
+        OVERFLOWS,
     )
-    activity: float | None = option(
+    activity: float | None = number(
         None,
-        "of event-mlp: share of the neurons that fire in a step at the beginning",
-        positive=True,
-        high=0.5,
-        shown="half of capacity, or 0.01",
+        "event-mlp: initial fraction of neurons that fire per step, to which weights are scaled",
+        Range(high=0.5, positive=True),
+        shown="half the capacity, or 0.01",
     )
-    activity_weight: float | None = option(
+    activity_weight: float | None = number(
         None,
-        "of event-mlp: weight of the penalty on activity above half of capacity",
-        low=0.0,
+        "event-mlp: weight of the penalty on activity above half the capacity",
+        NOT_NEGATIVE,
         shown="1",
     )
-    epochs: int = option(20, "passes over the training images", low=1)
-    batch_size: int = option(32, "images per step of the optimizer", low=1)
-    optimizer: str = option(
+    epochs: int = number(20, "passes over the training examples", AT_LEAST_ONE)
+    batch_size: int = number(32, "examples per optimizer step", AT_LEAST_ONE)
+    optimizer: str = choice(
         "adam",
-        "the optimizer; adamw decouples the weight decay, sgd has momentum 0.9, row_adam is for "
-        "event-mlp and leaves alone what had no input",
+        "optimizer; adamw decouples weight decay from the gradient, sgd has momentum 0.9",
         OPTIMIZERS,
     )
-    lr: float = option(1e-3, "learning rate", positive=True)
-    schedule: str = option(
-        "constant", "of the learning rate; cosine: falls to 0 along half a period", SCHEDULES
+    lr: float = number(1e-3, "learning rate", POSITIVE)
+    schedule: str = choice(
+        "constant", "learning-rate schedule; cosine decays to 0 by the end of the run", SCHEDULES
     )
-    warmup: float = option(0.0, "epochs over which the learning rate first rises linearly", low=0.0)
-    weight_decay: float = option(0.0, "decay of all parameters towards 0", low=0.0)
-    loss: str = option(
+    warmup: float = number(
+        0.0, "epochs over which the learning rate rises linearly at the start", NOT_NEGATIVE
+    )
+    weight_decay: float = number(0.0, "weight decay of all parameters", NOT_NEGATIVE)
+    loss: str = choice(
         "mean",
-        "cross entropy of the mean output over time, of the last step's output, or, averaged, of "
-        "every step's",
+        "output to which cross entropy applies: the mean over time, the last step, or every step "
+        "(averaged)",
         LOSSES,
     )
-    label_smoothing: float = option(
-        0.0, "share of the target spread over all classes, in training", low=0.0, high=1.0
+    label_smoothing: float = number(
+        0.0, "fraction of the target spread evenly over all classes, in training only", FRACTION
     )
-    clip: float | None = option(
-        None, "largest norm of the gradient of all parameters", positive=True, shown="none"
+    clip: float | None = number(
+        None, "largest norm of the gradient of all parameters together", POSITIVE, shown="none"
     )
-    accumulate: int = option(
-        1, "parts of a batch computed one after the other, for less memory", low=1
+    accumulate: int = number(
+        1, "microbatches per batch, computed one after the other to save memory", AT_LEAST_ONE
     )
-    tbptt: int | None = option(
+    tbptt: int | None = number(
         None,
-        "time steps through which a gradient flows back: truncated BPTT in chunks of so many",
-        low=1,
+        "truncated BPTT: time steps through which gradients flow back",
+        AT_LEAST_ONE,
         shown="all",
         kind=int,
     )
-    shift: int = option(
+    shift: int = number(
         None,
-        "move each training image by up to this many pixels, at random",
-        low=0,
-        high=8,
-        shown="1, without rows and columns 0",
+        "largest random shift of a training image, in pixels",
+        Range(0, 8),
+        shown="1; 0 for inputs without rows and columns",
         kind=int,
     )
-    flip: bool = option(False, "mirror half of the training images, at random", shown="no")
-    precision: str = option("32", "32, or mixed precision: bf16, 16 (float16, CUDA)", PRECISIONS)
-    fuse: bool = option(True, "batch norm and the neuron after it as one", shown="yes")
-    memory: str = option("recompute", "what is kept for backward (docs/memory.md)", MEMORY)
-    memory_budget: float | None = option(
-        None, "GB that may be kept for backward, with memory auto", positive=True, shown="none"
+    flip: bool = flag(False, "mirror half of the training images at random", "no")
+    precision: str = choice(
+        "32", "floating-point precision: 32, or mixed with bf16 or 16 (float16, CUDA)", PRECISIONS
     )
-    channels_last: bool | None = option(
-        None, "keep channels innermost in memory", shown="on a GPU", kind=bool
+    fuse: bool = flag(True, "compute batch norm and the neuron after it as one operation", "yes")
+    memory: str = choice("recompute", "what to save for the backward pass (docs/memory.md)", MEMORY)
+    memory_budget: float | None = number(
+        None, "GB to save for the backward pass, with memory auto", POSITIVE, shown="none"
     )
-    cuda_graph: bool = option(
-        False, "replay the training step as one CUDA graph, once recorded", shown="no"
+    channels_last: bool | None = flag(None, "use the channels-last memory format", "on a GPU")
+    cuda_graph: bool = flag(False, "record the training step as a CUDA graph and replay it", "no")
+    sync_batch_norm: bool = flag(
+        False, "synchronize batch norm statistics across GPUs, under torchrun", "no"
     )
-    sync_batch_norm: bool = option(
-        False, "batch normalization over the GPUs of a run under torchrun", shown="no"
-    )
-    seed: int = option(0, "seed of all random choices", low=0, high=SEED_LIMIT - 1)
+    seed: int = number(0, "seed of all random choices", Range(0, SEED_LIMIT - 1))
 
     def __post_init__(self) -> None:
         for f in fields(self):
             _check(f.name, getattr(self, f.name), f.metadata)
-        self._check_data()
-        parameters = inspect.signature(NEURONS[self.neuron]).parameters
-        if self.surrogate is not None and not {"surrogate", "firing"} & parameters.keys():
-            raise ConfigError(
-                f"surrogate is given, but the neuron {self.neuron} takes none: leave it out"
-            )
-        has_decay = "decay" in parameters
-        if self.decay is not None and not has_decay:
-            raise ConfigError(
-                f"decay is given, but the neuron {self.neuron} has none: leave it out"
-            )
-        for name in FRACTIONS.get(self.neuron, ()):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < 1:
-                raise ConfigError(
-                    f"{name} is {value}: expected a number between 0 and 1 for {self.neuron}"
-                )
-        self._check_training()
+        self._fill_in_defaults()
+        for conflict in self._conflicts():
+            raise ConfigError(conflict)
         if self.on_events:
             self._check_event_neuron()
 
-    def _check_data(self) -> None:
-        """Also fill in what is left to the data set."""
-        dataset, flat = DATASETS[self.dataset], len(DATASETS[self.dataset].shape) == 1
+    def _conflicts(self) -> Iterator[str]:
+        """Yield a message for each pair of settings that contradict each other."""
+        yield from self._data_conflicts()
+        if self.on_events:
+            yield from self._event_model_conflicts()
+        yield from self._neuron_conflicts()
+        yield from self._training_conflicts()
+
+    def _fill_in_defaults(self) -> None:
+        """Set the values whose default depends on the dataset or on the model."""
+        dataset = DATASETS[self.dataset]
+        recorded = self.on_events and dataset.kind == "events"
         own: dict[str, Any] = {
             "num_steps": dataset.transform.get("num_steps", DEFAULT_STEPS),
-            "shift": 0 if flat or (self.on_events and dataset.kind == "events") else 1,
+            "shift": 0 if len(dataset.shape) == 1 or recorded else 1,
         }
         if self.on_events:
             capacity = self.capacity
@@ -255,49 +254,57 @@ class TrainConfig:
         for name, value in own.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        if flat and (self.shift or self.flip):
-            name = "shift" if self.shift else "flip"
-            raise ConfigError(f"{name} is given, but {self.dataset} has no rows and columns")
-        if flat and "mlp" not in self.model:
-            raise ConfigError(
-                f"model is {self.model}, but {self.dataset} has no rows and columns: choose mlp"
-            )
-        for name in ("slicing", "slice_us"):
-            if getattr(self, name) is not None and dataset.kind != "events":
-                raise ConfigError(f"{name} is given, but {self.dataset} is no event data")
-        self._check_slicing()
-        self._check_events(dataset.kind == "events")
 
-    def _check_events(self, recorded: bool) -> None:
-        """What the network on events cannot do, and what only it can."""
+    def _data_conflicts(self) -> Iterator[str]:
+        dataset = DATASETS[self.dataset]
+        if len(dataset.shape) == 1:
+            yield from self._given(f"{self.dataset} has no rows and columns", "shift", "flip")
+            if "mlp" not in self.model:
+                yield f"model is {self.model}, but {self.dataset} is one-dimensional: choose mlp"
+        if dataset.kind != "events":
+            yield from self._given(f"{self.dataset} is not event data", "slicing", "slice_us")
+        slicing = self.slicing or dataset.transform.get("by")
+        if self.slice_us is not None and slicing != "duration":
+            yield f"slice_us is given, but slicing is {slicing}: remove it, or choose duration"
+        if slicing == "duration" and not (self.slice_us or dataset.transform["dt"]):
+            yield f"slicing is duration, but {self.dataset} has no default duration: set slice_us"
         if not self.on_events:
             for name in ("capacity", "overflow", "activity", "activity_weight"):
                 if getattr(self, name) not in (None, OVERFLOWS[0]):
-                    raise ConfigError(f"{name} is given, but the model is not {EVENT_MODEL}")
-            if self.optimizer == "row_adam":
-                raise ConfigError(f"optimizer is row_adam, which is for {EVENT_MODEL}: choose adam")
-            return
+                    yield f"{name} is given, but the model is not {EVENT_MODEL}"
+
+    def _given(self, reason: str, *names: str) -> Iterator[str]:
+        for name in names:
+            if getattr(self, name):
+                yield f"{name} is given, but {reason}: remove it"
+
+    def _event_model_conflicts(self) -> Iterator[str]:
         activity, capacity = self.activity or 0.0, self.capacity or 1.0
         if activity > capacity:
-            raise ConfigError(f"activity is {activity:g}, above capacity, {capacity:g}: lower it")
-        if self.optimizer == "row_adam" and self.weight_decay:
-            raise ConfigError("weight_decay is given, but row_adam has none: choose adamw")
-        if not recorded and self.encoding != "poisson":
-            raise ConfigError(
-                f"encoding is {self.encoding}, but {EVENT_MODEL} reads spikes: choose poisson"
-            )
-        if recorded and (self.shift or self.flip):
-            name = "shift" if self.shift else "flip"
-            raise ConfigError(f"{name} is given, but {EVENT_MODEL} has no pictures: leave it out")
-        if self.accumulate > 1 or self.tbptt is not None:
-            name = "tbptt" if self.accumulate == 1 else "accumulate"
-            raise ConfigError(f"{name} is given, but {EVENT_MODEL} takes whole batches")
-        if self.cuda_graph:
-            raise ConfigError(f"cuda_graph is given, but {EVENT_MODEL} has no fixed sizes")
+            yield f"activity is {activity:g}: expected at most capacity, {capacity:g}"
+        if DATASETS[self.dataset].kind == "events":
+            yield from self._given(f"{EVENT_MODEL} does not read images", "shift", "flip")
+        elif self.encoding != "poisson":
+            yield f"encoding is {self.encoding}, but {EVENT_MODEL} reads spikes: choose poisson"
+        if self.accumulate > 1:
+            yield f"accumulate is given, but {EVENT_MODEL} computes whole batches: remove it"
+        yield from self._given(f"{EVENT_MODEL} computes whole sequences", "tbptt")
+        yield from self._given(f"the tensors of {EVENT_MODEL} vary in size", "cuda_graph")
         if self.precision != "32":
-            raise ConfigError(f"precision is {self.precision}: {EVENT_MODEL} computes in 32")
+            yield f"precision is {self.precision}, but {EVENT_MODEL} computes in float32: choose 32"
         if self.memory == "checkpoint":
-            raise ConfigError(f"memory is checkpoint, which {EVENT_MODEL} cannot do: choose bits")
+            yield f"memory is checkpoint, which {EVENT_MODEL} does not support: choose bits"
+
+    def _neuron_conflicts(self) -> Iterator[str]:
+        parameters = inspect.signature(NEURONS[self.neuron]).parameters
+        if not {"surrogate", "firing"} & parameters.keys():
+            yield from self._given(f"the neuron {self.neuron} takes none", "surrogate")
+        if self.decay is not None and "decay" not in parameters:
+            yield f"decay is given, but the neuron {self.neuron} has none: remove it"
+        for name in SIGMOID_PARAMETERS.get(self.neuron, ()):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1:
+                yield f"{name} is {value}: expected a number between 0 and 1 for {self.neuron}"
 
     def _check_event_neuron(self) -> None:
         try:
@@ -305,67 +312,40 @@ class TrainConfig:
             with_candidates(neuron)(torch.zeros(1, 1, 1), impl="reference")
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"neuron is {self.neuron}, but {EVENT_MODEL} needs one that fires 0 or 1 by one "
-                "surrogate: choose one such as lif, plif or alif"
+                f"neuron is {self.neuron}, but {EVENT_MODEL} needs a neuron with outputs 0 and 1 "
+                "and a single surrogate: choose one such as lif, plif or alif"
             ) from error
 
-    def _check_slicing(self) -> None:
-        own = DATASETS[self.dataset].transform
-        slicing = self.slicing or own.get("by")
-        if self.slice_us is not None and slicing != "duration":
-            raise ConfigError(
-                f"slice_us is given, but slicing is {slicing}: leave it out, or choose duration"
-            )
-        if slicing == "duration" and self.slice_us is None and own["dt"] is None:
-            raise ConfigError(
-                f"slicing is duration, and {self.dataset} has no duration of its own: give slice_us"
-            )
-
-    def _check_training(self) -> None:
-        parts = f"accumulate is {self.accumulate}"
+    def _training_conflicts(self) -> Iterator[str]:
+        parts, tbptt = f"accumulate is {self.accumulate}", self.tbptt
         if self.accumulate > self.batch_size:
-            raise ConfigError(
-                f"{parts}: expected at most batch_size, {self.batch_size}, the images to part"
-            )
-        smallest = self.batch_size // self.accumulate
-        steps = self.num_steps if self.tbptt is None else min(self.num_steps, self.tbptt)
+            yield f"{parts}: expected at most batch_size, {self.batch_size}"
+        steps = min(self.num_steps, tbptt or self.num_steps)
         last = self.num_steps % steps or steps
-        if last * smallest < 2:
-            limit = "num_steps and batch_size are both 1"
+        if last * (self.batch_size // self.accumulate) < 2:
+            cause = "num_steps and batch_size are both 1"
             if (self.accumulate, last) != (1, self.num_steps):
-                limit = f"{parts} and tbptt {self.tbptt}, which leaves one step of one image"
-            raise ConfigError(
-                f"{limit}: batch normalization needs two values to train on, so raise one of them"
-            )
+                cause = f"{parts} and tbptt {tbptt}, which leaves one step of one example"
+            yield f"{cause}: batch normalization needs at least two values, so change one of them"
         if (self.memory == "auto") != (self.memory_budget is not None):
             budget = "no memory_budget" if self.memory_budget is None else "a memory_budget"
-            raise ConfigError(
-                f"memory is {self.memory}, with {budget}: auto and memory_budget need each other"
-            )
+            yield f"memory is {self.memory}, with {budget}: auto and memory_budget need each other"
         if self.warmup >= self.epochs:
-            raise ConfigError(
-                f"warmup is {self.warmup:g}: expected fewer than epochs, {self.epochs}"
-            )
+            yield f"warmup is {self.warmup:g}: expected fewer than epochs, {self.epochs}"
         if self.label_smoothing == 1:
-            raise ConfigError("label_smoothing is 1, which leaves nothing to learn: lower it")
+            yield "label_smoothing is 1, which leaves nothing to learn: lower it"
         if self.cuda_graph and self.precision == "16":
-            raise ConfigError(
-                "cuda_graph is given with precision 16, whose loss scale decides anew whether to "
-                "step: choose bf16 or 32"
-            )
-        if self.memory == "checkpoint" and (self.tbptt is not None or not self.fuse):
-            given = "fuse is false" if self.tbptt is None else f"tbptt is {self.tbptt}"
-            raise ConfigError(
-                f"memory is checkpoint and {given}: it trains fused networks on whole sequences; "
-                "leave that out, or choose recompute"
-            )
+            yield "cuda_graph needs precision bf16 or 32: the loss scaling of 16 may skip steps"
+        if self.memory == "checkpoint" and (tbptt is not None or not self.fuse):
+            given = "fuse is false" if tbptt is None else f"tbptt is {tbptt}"
+            yield f"memory is checkpoint and {given}: it needs fused networks and whole sequences"
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
-        """The inverse of `to_dict`.
+        """Invert `to_dict`.
 
         Raises:
-            ConfigError: an entry that is unknown or wrong.
+            ConfigError: an entry is unknown or invalid.
         """
         unknown = sorted(set(values) - {f.name for f in fields(cls)})
         if unknown:
@@ -377,66 +357,71 @@ class TrainConfig:
 
     @property
     def on_events(self) -> bool:
+        """Whether the model computes on lists of events."""
         return self.model.startswith(EVENT_MODEL)
 
     def make_neuron(self) -> nn.Module:
+        kind = NEURONS[self.neuron]
         options: dict[str, Any] = {} if self.decay is None else {"decay": self.decay}
         if self.on_events:
-            parameters = inspect.signature(NEURONS[self.neuron]).parameters
-            if "decay" in parameters:
+            if "decay" in inspect.signature(kind).parameters:
                 options.setdefault("decay", EVENT_DECAY)
-            kind = SURROGATES[self.surrogate or EVENT_SURROGATE]
-            options["surrogate"] = kind(cutoff=EVENT_CUTOFF * self.threshold)
-            return NEURONS[self.neuron](threshold=self.threshold, detach_reset=True, **options)
-        if self.surrogate is not None:
+            derivative = SURROGATES[self.surrogate or EVENT_SURROGATE]
+            options["surrogate"] = derivative(cutoff=EVENT_CUTOFF * self.threshold)
+            options["detach_reset"] = True
+        elif self.surrogate is not None:
             options["surrogate"] = SURROGATES[self.surrogate]()
-        return NEURONS[self.neuron](threshold=self.threshold, **options)
+        return kind(threshold=self.threshold, **options)
 
     def make_network(self) -> Temporal:
-        """The network with new weights, from PyTorch's random numbers."""
+        """Build the network; its weights come from PyTorch's global random number generator."""
         dataset = DATASETS[self.dataset]
         channels, *size = dataset.shape if len(dataset.shape) == 3 else (*dataset.shape, 1, 1)
         height, width = size
         options: dict[str, Any] = {}
         if self.on_events:
-            sparse = self.optimizer == "row_adam"
-            options = {"capacity": self.capacity, "overflow": self.overflow, "sparse_grad": sparse}
+            options = {"capacity": self.capacity, "overflow": self.overflow}
         build = MODELS[self.model]
         net = build(self.make_neuron, channels, len(dataset.classes), (height, width), **options)
         temporal = Temporal(net, POLICIES.get(self.memory, self.memory), self.memory_budget)
         return fuse(temporal) if self.fuse else temporal
 
     def transform(self) -> dict[str, Any]:
-        """What `spikefuse.data.load` is to be told."""
+        """Return the options of `spikefuse.data.load`."""
         if DATASETS[self.dataset].kind != "events":
             return {}
         options = {"num_steps": self.num_steps, "by": self.slicing, "dt": self.slice_us}
         if self.on_events:
-            options["bits"] = 1  # several events of a site in a step are one spike
+            options["bits"] = 1  # several events at a site within a step are one spike
         return {name: value for name, value in options.items() if value is not None}
 
 
-def _check(name: str, value: Any, rule: Mapping[str, Any]) -> None:
-    choices, kind, low, high = (rule[key] for key in ("choices", "kind", "low", "high"))
-    if value is None and rule["optional"]:
+def _check(name: str, value: Any, option: Mapping[str, Any]) -> None:
+    """Check one value against the type, choices or range of its option."""
+    choices, kind = option["choices"], option["kind"]
+    if value is None and option["optional"]:
         return
     if choices is not None:
         if value not in choices:
             near = difflib.get_close_matches(str(value), choices, 1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(f"unknown {name} {value!r}: {hint}choose one of {', '.join(choices)}")
-        return
-    if kind is bool:
+    elif kind is bool:
         if not isinstance(value, bool):
             raise ConfigError(f"{name} is {value!r}: expected true or false")
-        return
-    noun = "whole number" if kind is int else "number"
-    numeric = isinstance(value, int if kind is int else int | float)
+    else:
+        _check_number(name, value, "whole number" if kind is int else "number", option["range"])
+
+
+def _check_number(name: str, value: Any, noun: str, allowed: Range) -> None:
+    numeric = isinstance(value, int if noun == "whole number" else int | float)
     if not numeric or isinstance(value, bool) or not math.isfinite(value):
         raise ConfigError(f"{name} is {value!r}: expected a {noun}")
-    if rule["positive"] and value <= 0:
+    if allowed.positive and value <= 0:
         raise ConfigError(f"{name} is {value!r}: expected a positive {noun}")
-    if not low <= value <= high:
-        least = "above 0, at most" if rule["positive"] else f"from {low:g} to"
-        bounds = f"{least} {high:g}" if high < math.inf else f"of at least {low:g}"
+    if not allowed.low <= value <= allowed.high:
+        least = "above 0, at most" if allowed.positive else f"from {allowed.low:g} to"
+        bounds = f"of at least {allowed.low:g}"
+        if allowed.high < math.inf:
+            bounds = f"{least} {allowed.high:g}"
         raise ConfigError(f"{name} is {value!r}: expected a {noun} {bounds}")

@@ -1,9 +1,9 @@
-"""The processes of a run: one, or those that torchrun started, each with a share of every batch.
+"""The processes of a run: one, or those that torchrun started.
 
-Of `data` × `time` processes, `time` neighbours have the same share of a batch, and each of them has
-some of its time steps (see `spikefuse.distributed`). Data parallelism: every process holds the data
-and the network, computes the gradients of its share, and averages them with the others (PyTorch's
-DistributedDataParallel, by NCCL on GPUs and by Gloo on CPUs).
+Of `data` × `time` processes, groups of `time` neighbours share the same samples of a batch and
+divide their time steps (see `spikefuse.distributed`). All processes hold the dataset and the
+network, and average gradients (PyTorch's DistributedDataParallel, over NCCL on GPUs and Gloo on
+CPUs).
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from spikefuse.distributed import connect, steps_of
 
 
 class PeerLost(Exception):
-    """Another process of the run has ended, so that this one cannot go on.
+    """Another process of the run has ended, so this one cannot continue.
 
     Args:
-        rank: of this process.
-        checkpoint: the file to resume from, or None if there is none.
-        why: what is known of the other one.
+        rank: rank of this process.
+        checkpoint: the file to resume from, or None if nothing was saved.
+        why: what is known about the other process.
     """
 
     def __init__(self, rank: int, checkpoint: Path | None, why: str = "") -> None:
-        why = why or "another process has ended, and with it the run"
+        why = why or "another process has ended, so the run cannot continue"
         saved = "nothing was saved"
         if checkpoint is not None:
-            saved = f"saved is {checkpoint}: continue with --resume {checkpoint}"
+            saved = f"saved {checkpoint}: continue with --resume {checkpoint}"
         super().__init__(f"rank {rank}: {why}; {saved}")
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Where this process stands among those of its run.
+    """The position of this process among all processes of the run.
 
     Args:
-        rank: its number, from 0.
-        count: how many there are.
-        local_rank, local_count: the same among those of this machine.
-        time: how many share a sequence.
+        rank: rank of this process.
+        count: number of processes (world size).
+        local_rank, local_count: rank and count on this machine.
+        time: number of processes that share a sequence.
     """
 
     rank: int = 0
@@ -58,7 +58,7 @@ class Processes:
 
     @classmethod
     def started(cls, time: int = 1) -> Processes:
-        """Those that torchrun started, or this one alone."""
+        """Return the processes that torchrun started, or this one alone."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return cls(time=time)
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -67,26 +67,26 @@ class Processes:
 
     @property
     def data(self) -> int:
-        """How many share a batch."""
+        """Number of processes that share a batch."""
         return self.count // self.time
 
     @property
     def main(self) -> bool:
-        """Whether this is the one that writes and prints."""
+        """Whether this process writes and prints."""
         return self.rank == 0
 
     def share(self, count: int) -> slice:
-        """This process's part of `count` samples: equal ones where `count` can be divided."""
+        """Return this process's samples out of `count`; sizes differ by at most one."""
         rank = self.rank // self.time
         return slice(count * rank // self.data, count * (rank + 1) // self.data)
 
     def steps(self, num_steps: int) -> slice:
-        """This process's part of the time steps."""
+        """Return this process's time steps."""
         return steps_of(num_steps, self.rank % self.time, self.time)
 
     @contextlib.contextmanager
     def connected(self, device: torch.device) -> Iterator[None]:
-        """Connect the processes for the duration of a block that succeeds."""
+        """Connect the processes for the duration of a block."""
         if self.count == 1:
             yield
             return
@@ -95,27 +95,27 @@ class Processes:
         connect("nccl" if device.type == "cuda" else "gloo")
         _groups.host = dist.new_group(backend="gloo")
         yield
-        # Not after an exception: to leave a group in good order takes all its processes.
+        # Skipped after an exception: a barrier needs all processes.
         dist.barrier(_groups.host)
         dist.destroy_process_group()
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over the processes, where `values` lie on the device of the run."""
+        """Sum `values`, on the device of the run, over all processes."""
         if self.count > 1:
             values = values.clone()
             dist.all_reduce(values)
         return values
 
     def highest(self, value: int) -> int:
-        """The highest value of any process; no wait for the GPU."""
+        """Return the highest value of all processes without waiting for the GPU."""
         if self.count == 1:
             return value
         values = torch.tensor([value])
         dist.all_reduce(values, dist.ReduceOp.MAX, group=_groups.host)
         return int(values)
 
-    def told(self, value: Any) -> Any:
-        """What the main process passes here, in all of them."""
+    def broadcast(self, value: Any) -> Any:
+        """Return the main process's `value` in all processes."""
         if self.count == 1:
             return value
         values = [value]
@@ -124,7 +124,7 @@ class Processes:
 
     @contextlib.contextmanager
     def one_first(self) -> Iterator[None]:
-        """A block that one process of each machine runs before the others."""
+        """Run a block on one process of each machine before the others."""
         if self.local_rank > 0 and self.count > 1:
             dist.barrier(_groups.host)
         try:
@@ -141,8 +141,8 @@ class _Groups:
 _groups = _Groups()
 
 
-def lost_peer(error: BaseException) -> bool:
-    """Whether an error says that a connection to another process broke."""
+def is_connection_error(error: BaseException) -> bool:
+    """Whether an error means that the connection to another process broke."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and "gloo" in str(error).lower()

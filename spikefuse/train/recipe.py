@@ -1,4 +1,4 @@
-"""Recipes: YAML files whose entries are options of `spikefuse train`."""
+"""Recipes: YAML files of `spikefuse train` options."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import yaml
 
 from spikefuse.train.config import ConfigError, TrainConfig
 
-# Options of `spikefuse train` that say where a run takes place, not what it is.
+# Options that say where to run; only the command line takes them.
 PLACE = ("config", "data_dir", "device", "download", "out", "resume")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The settings in a recipe, under the names of `TrainConfig`'s fields.
+    """Read a recipe; the keys of the result are names of `TrainConfig` fields.
 
     Raises:
-        ConfigError: the file is missing or no YAML, or has an entry that is unknown or wrong.
+        ConfigError: the file is missing or not YAML, or has an unknown or invalid entry.
     """
     try:
         content = yaml.safe_load(path.read_text())
@@ -33,29 +33,28 @@ def read(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise ConfigError(f"config {path}: expected lines like 'lr: 0.1', an option and its value")
-    settings = {}
-    for key, value in content.items():
-        name = str(key).replace("-", "_")
-        settings[name] = _typed(name, value, path)
     try:
+        settings = {}
+        for key, value in content.items():
+            name = str(key).replace("-", "_")
+            settings[name] = _convert(name, value)
         TrainConfig(**settings)
     except ConfigError as error:
         raise ConfigError(f"config {path}: {error}") from error
     return settings
 
 
-def _typed(name: str, value: Any, path: Path) -> Any:
-    """A value as the command line would read it: YAML takes 1e-3 for a text, 32 for a number."""
+def _convert(name: str, value: Any) -> Any:
+    """Convert as the command line does: YAML reads 1e-3 as a string and 32 as a number."""
     kinds = {f.name: f.metadata["kind"] for f in fields(TrainConfig)}
     if name in PLACE:
         raise ConfigError(
-            f"config {path}: {name} is an option of the command line alone: give it there, as "
-            f"--{name.replace('_', '-')}"
+            f"{name} is accepted on the command line only: pass --{name.replace('_', '-')}"
         )
     if name not in kinds:
         near = difflib.get_close_matches(name, kinds, 1)
         hint = f": did you mean {near[0]}?" if near else "; see spikefuse train --help"
-        raise ConfigError(f"config {path}: unknown option {name!r}{hint}")
+        raise ConfigError(f"unknown option {name!r}{hint}")
     kind = kinds[name]
     if kind is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -63,5 +62,5 @@ def _typed(name: str, value: Any, path: Path) -> Any:
         try:
             return float(value)
         except ValueError:
-            return value  # refused by TrainConfig, with its reason
+            return value  # TrainConfig reports it
     return value

@@ -1,4 +1,4 @@
-"""AEDAT files written from the specification, whole and damaged."""
+"""AEDAT files written from the specification, valid and damaged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_version_2_splits_the_address(tmp_path: Path) -> None:
 
 
 def test_a_first_event_that_begins_like_a_header(tmp_path: Path) -> None:
-    """The end mark of 3.1 closes the header, whatever follows."""
+    """The end mark of 3.1 ends the header, whatever follows."""
     content = aedat3_bytes(random_columns(0, (128, 128), 0))
     packet = struct.pack("<hhiiiiii", ord("#"), 0, 8, 4, 0, 0, 0, 0)
     (tmp_path / "file").write_bytes(content + packet)
@@ -56,8 +56,8 @@ DAMAGED = {
     "cut in a packet": (read_aedat3, THREE[:-5], "ends inside a packet"),
     "cut in a packet's header": (read_aedat3, THREE[: -50 * 8 - 5], "inside the header of a"),
     "cut in the header": (read_aedat3, THREE[:20], "ends inside its header"),
-    "nonsense": (read_aedat3, THREE + bytes(28), "makes no sense"),
-    "cut in an event": (read_aedat2, TWO[:-3], "no whole number of events"),
+    "nonsense": (read_aedat3, THREE + bytes(28), "invalid packet header"),
+    "cut in an event": (read_aedat2, TWO[:-3], "not a multiple of 8"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Augmentations against their definition, and their seeds."""
+"""Augmentations against their definitions, and their use of seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CIFAR-10 from every form it is published in, and from the real images if present."""
+"""CIFAR-10 in every published form, and the real images if available."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def binary(pixels: np.ndarray, labels: np.ndarray) -> bytes:
 
 
 def pickled(pixels: np.ndarray, labels: np.ndarray) -> bytes:
-    """As Python 3 reads the published ones: keys are bytes."""
+    """Like the published files, whose keys are bytes."""
     batch = {b"batch_label": b"testing", b"labels": labels.tolist(), b"data": pixels}
     return pickle.dumps({**batch, b"filenames": [b"a.png"] * len(labels)}, protocol=4)
 
@@ -93,10 +93,10 @@ def label_ten(pixels: np.ndarray, labels: np.ndarray) -> bytes:
 
 
 DAMAGED = {
-    "cut": (lambda p, y: binary(p, y)[:-1], "no whole number of records"),
-    "empty": (lambda p, y: b"", "no whole number of records"),
+    "cut": (lambda p, y: binary(p, y)[:-1], "not a multiple of 3073"),
+    "empty": (lambda p, y: b"", "not a multiple of 3073"),
     "label": (label_ten, "labels from 10 to 10"),
-    "pickle cut": (lambda p, y: pickled(p, y)[:-40], "no CIFAR-10 batch"),
+    "pickle cut": (lambda p, y: pickled(p, y)[:-40], "not a CIFAR-10 batch"),
     "pickle shape": (lambda p, y: pickled(p[:, :9], y), "expected uint8 data"),
     "pickle type": (lambda p, y: pickled(p.astype(float), y), "expected uint8 data"),
     "gzip": (lambda p, y: gzip.compress(binary(p, y))[:-4], "gzip: "),
@@ -130,7 +130,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 @real_data
 def test_real_images(tmp_path: Path) -> None:
-    """Lossless images of CIFAR-10 in its binary layout, dealt out over the batches."""
+    """Write real images of CIFAR-10 in its binary layout, distributed over the batches."""
     content = gzip.decompress(real("cifar10/cifar10_train_0000-3999.bin.gz").read_bytes())
     for i in range(5):
         part = content[3073 * 800 * i : 3073 * 800 * (i + 1)]

@@ -1,4 +1,4 @@
-"""CIFAR10-DVS from files of its layout."""
+"""CIFAR10-DVS from synthetic files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DVS128 Gesture from files of its layout, and from real recordings if present."""
+"""DVS128 Gesture from synthetic files, and from real recordings if available."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Downloads from a server on this machine: whole or not at all."""
+"""Atomic downloads from a local server, and the default folder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from spikefuse.data import DataError
-from spikefuse.data.files import Source, default_directory, locate
+from spikefuse.data import DataError, files
+from spikefuse.data.files import DownloadSource, default_directory, locate
 
 CONTENT = {"a.gz": b"first file", "b.gz": b"second file"}
 
@@ -24,7 +24,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Iterator[Source]:
+def source(tmp_path: Path) -> Iterator[DownloadSource]:
     folder = tmp_path / "published"
     folder.mkdir()
     for name, content in CONTENT.items():
@@ -34,7 +34,7 @@ def source(tmp_path: Path) -> Iterator[Source]:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         checksums = {name: hashlib.sha256(c).hexdigest() for name, c in CONTENT.items()}
-        yield Source("letters", f"http://127.0.0.1:{server.server_port}/", checksums)
+        yield DownloadSource("letters", f"http://127.0.0.1:{server.server_port}/", checksums)
         server.shutdown()
         thread.join()
 
@@ -43,7 +43,7 @@ def files_below(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
 
-def test_fetches_what_is_missing(source: Source, tmp_path: Path) -> None:
+def test_fetches_what_is_missing(source: DownloadSource, tmp_path: Path) -> None:
     root = tmp_path / "data"
     root.mkdir()
     (root / "a").write_bytes(b"mine")  # plain, outside the folder, and not to be replaced
@@ -53,20 +53,20 @@ def test_fetches_what_is_missing(source: Source, tmp_path: Path) -> None:
     assert files_below(root) == ["a", "letters/b.gz"]
 
 
-def test_nothing_is_fetched_unasked(source: Source, tmp_path: Path) -> None:
+def test_nothing_is_fetched_unasked(source: DownloadSource, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"letters: a\.gz is neither in .*--download"):
         locate(source, tmp_path / "data", download=False)
     assert not (tmp_path / "data").exists()
 
 
-def test_a_wrong_checksum_leaves_nothing(source: Source, tmp_path: Path) -> None:
+def test_a_wrong_checksum_leaves_nothing(source: DownloadSource, tmp_path: Path) -> None:
     wrong = dataclasses.replace(source, sha256={"a.gz": "0" * 64})
-    with pytest.raises(DataError, match="checksum, nothing was kept"):
+    with pytest.raises(DataError, match="checksum, so nothing was saved"):
         locate(wrong, tmp_path / "data", download=True)
     assert files_below(tmp_path / "data") == []
 
 
-def test_a_file_that_is_not_there_is_named(source: Source, tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_named(source: DownloadSource, tmp_path: Path) -> None:
     wrong = dataclasses.replace(source, sha256={"c.gz": "0" * 64})
     with pytest.raises(DataError, match=r"cannot download http://.*c\.gz .*HTTPError") as caught:
         locate(wrong, tmp_path / "data", download=True)
@@ -75,8 +75,16 @@ def test_a_file_that_is_not_there_is_named(source: Source, tmp_path: Path) -> No
 
 
 def test_default_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(files, "CHECKOUT", tmp_path / "checkout")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("SPIKEFUSE_DATA", raising=False)
+    local = tmp_path / "checkout" / "data"
+    local.mkdir(parents=True)
+    assert default_directory().parts[-2:] == ("spikefuse", "data")  # not a checkout
+    (tmp_path / "checkout" / "pyproject.toml").touch()
+    assert default_directory() == local
     monkeypatch.setenv("SPIKEFUSE_DATA", str(tmp_path))
     assert default_directory() == tmp_path
     monkeypatch.delenv("SPIKEFUSE_DATA")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    local.rmdir()
     assert default_directory().parts[-2:] == ("spikefuse", "data")

@@ -1,4 +1,4 @@
-"""Image folders: decoded where they are indexed, and no earlier."""
+"""Image folders, decoded when they are indexed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLASSES = ("n01", "n02", "n03")
 
 
 def write(folder: Path, ending: str = ".JPEG") -> None:
-    """Two images per class and part, of one colour that tells the class and the number."""
+    """Write two images per class and part, whose colour encodes class and number."""
     for part in ("train", "val"):
         for label, name in enumerate(CLASSES):
             (folder / part / name).mkdir(parents=True)
@@ -49,7 +49,7 @@ def test_images_are_decoded_when_they_are_indexed(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:200])
     train, _ = data.load("imagenet", tmp_path, size=16)
     assert len(train[:3]) == 3
-    with pytest.raises(data.DataError, match=r"1\.JPEG is damaged .*no image"):
+    with pytest.raises(data.DataError, match=r"1\.JPEG is damaged .*not an image"):
         train[3:]
 
 
@@ -64,7 +64,7 @@ def test_a_split_stays_on_disk(tmp_path: Path) -> None:
 
 
 def test_the_crop_is_the_middle_at_the_usual_scale(tmp_path: Path) -> None:
-    """A shorter side of 256 stays as it is for 224: the crop begins 16 pixels in."""
+    """A shorter side of 256 is not scaled for 224: the crop begins at 16."""
     pixels = np.random.default_rng(0).integers(0, 256, (256, 300, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
     image = read_image(tmp_path / "a.png", 224)
@@ -85,7 +85,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         data.load("imagenet", tmp_path)
     (tmp_path / "train" / "n01").mkdir()
     (tmp_path / "val" / "n01").mkdir()
-    with pytest.raises(data.DataError, match=r"n01 holds no image"):
+    with pytest.raises(data.DataError, match=r"n01 contains no image"):
         data.load("imagenet", tmp_path)
     (tmp_path / "val" / "n02").mkdir()
     with pytest.raises(data.DataError, match=r"n02 is a class in only one of"):

@@ -1,4 +1,4 @@
-"""Frames against a loop over the events, and what they count."""
+"""Frames against a loop over the events."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spikefuse.data import DataError, Events, Frames, Images, Slicing, expand, to_frames
-from spikefuse.data.events import make_events
+from spikefuse.data import DataError, Frames, Images, Slicing, expand, to_frames
 from spikefuse.data.frames import num_slices, pack_frames
+from spikefuse.data.recordings import Recording, make_recording
 
 SIZES = [(2, 5, 7), (1, 3, 3), (11,)]
 
 
-def random_events(num: int, size: tuple[int, ...], seed: int) -> Events:
+def random_events(num: int, size: tuple[int, ...], seed: int) -> Recording:
     rng = np.random.default_rng(seed)
     polarities, height, width = size if len(size) == 3 else (1, 1, size[0])
     columns = [rng.integers(0, limit, num) for limit in (width, height, polarities)]
-    return make_events(*columns, np.sort(rng.integers(0, 1000, num)), size, Path("file"))
+    return make_recording((*columns, np.sort(rng.integers(0, 1000, num))), size, Path("file"))
 
 
-def slow_frames(events: Events, slicing: Slicing) -> np.ndarray:
-    """The definition, one event at a time, as a whole number of any size."""
+def slow_frames(events: Recording, slicing: Slicing) -> np.ndarray:
+    """The definition, one event at a time, without saturation."""
     num, total = slicing.num_steps, len(events)
     frames = np.zeros((num, *events.size), np.int64)
     for i in range(total):
@@ -105,7 +105,7 @@ def test_wrong_options_are_named(options: dict, what: str) -> None:
 
 @pytest.fixture
 def batch() -> tuple[Frames, np.ndarray]:
-    """Six sequences of five frames of counts below 16, packed, and the counts."""
+    """Six packed sequences of five frames, and their counts below 16."""
     counts = np.random.default_rng(0).integers(0, 16, (6, 5, 2, 3, 3), np.uint8)
     packed = torch.from_numpy(np.stack([pack_frames(frames, 4) for frames in counts]))
     return Frames(packed, torch.arange(6), (2, 3, 3), 4), counts

@@ -1,4 +1,4 @@
-"""SHD and SSC from HDF5 files of their layout, and from real spikes if present."""
+"""SHD and SSC from synthetic HDF5 files, and from real spikes if available."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match=r"shd: shd_train\.h5 is neither .*zenkelab"):
         data.load("shd", tmp_path)
     write_both(tmp_path, np.array([20]), [[1, 2]])
-    with pytest.raises(data.DataError, match=r"shd_train\.h5 is damaged .*labels to 20"):
+    with pytest.raises(data.DataError, match=r"shd_train\.h5 is damaged .*labels up to 20"):
         data.load("shd", tmp_path)
     write_both(tmp_path, np.array([3]), [[1, 700]])
     with pytest.raises(data.DataError, match=r"shd_train\.h5 is damaged .*x = 700"):
@@ -95,7 +95,7 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
         data.load("shd", tmp_path)
     whole = (tmp_path / "shd_test.h5").read_bytes()
     (tmp_path / "shd_train.h5").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(data.DataError, match=r"shd_train\.h5 is damaged .*no HDF5 file"):
+    with pytest.raises(data.DataError, match=r"shd_train\.h5 is damaged .*not an HDF5 file"):
         data.load("shd", tmp_path)
 
 
@@ -108,7 +108,7 @@ def test_without_h5py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @real_data
 def test_real_spikes(tmp_path: Path) -> None:
-    """100 recordings of the binned test set, as HDF5: the bins come back bit for bit."""
+    """100 binned test recordings, written as HDF5, give the same bins."""
     packed = np.load(real("shd/shd_test_10ms.npz"))
     bins = np.unpackbits(packed["bits"][:100], axis=2)[..., :700]
     assert not bins[:, :, 0].any()  # channel 700 - unit

@@ -1,4 +1,4 @@
-"""The IDX reader against files written here, whole and damaged."""
+"""The IDX reader with valid and damaged files."""
 
 from __future__ import annotations
 

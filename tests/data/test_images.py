@@ -41,7 +41,7 @@ def test_fraction_is_checked(fraction: float) -> None:
 
 
 class Lazy:
-    """Examples that write down which rows are read."""
+    """Examples that record which rows are read."""
 
     def __init__(self, images: Images) -> None:
         self.images, self.read = images, []

@@ -1,9 +1,8 @@
-"""MNIST and its relatives from small files of their format, and from the real ones if present."""
+"""MNIST and Fashion-MNIST from small files, and from the real ones if available."""
 
 from __future__ import annotations
 
 import gzip
-import os
 import struct
 from pathlib import Path
 
@@ -12,12 +11,13 @@ import pytest
 import torch
 
 from spikefuse import data
+from tests.data.writing import real_data
 
 PARTS = {"train": 20, "t10k": 10}
 
 
 def write_mnist(folder: Path, suffix: str = ".gz") -> None:
-    """A data set of 20 + 10 images whose pixels all equal their label."""
+    """A dataset of 20 + 10 images whose pixels all equal their label."""
     folder.mkdir(parents=True, exist_ok=True)
     for part, count in PARTS.items():
         labels = (np.arange(count) % 10).astype(np.uint8)
@@ -96,10 +96,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.skipif(
-    "SPIKEFUSE_DATA" not in os.environ,
-    reason="SPIKEFUSE_DATA does not name a folder with the real mnist and fashion_mnist",
-)
+@real_data
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_real_files(name: str) -> None:
     train, test = data.load(name)

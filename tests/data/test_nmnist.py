@@ -1,4 +1,4 @@
-"""N-MNIST from files of its layout, and from the real bytes if present."""
+"""N-MNIST from synthetic files, and from real recordings if available."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_timestamps_have_23_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (b"", "no whole number"),
-        (bytes(12), "no whole number"),
+        (b"", "not a multiple of 5"),
+        (bytes(12), "not a multiple of 5"),
         (bytes([34, 0, 0, 0, 0]), "an event has x = 34"),
     ],
 )
@@ -68,7 +68,7 @@ def test_missing_folders_are_named_with_the_page(tmp_path: Path) -> None:
         data.load("nmnist", tmp_path, download=True)
     write_nmnist(tmp_path, {})
     (tmp_path / "Test" / "4" / "00000.bin").unlink()
-    with pytest.raises(data.DataError, match=r"no \.bin file in .*4: fetch Test\.zip"):
+    with pytest.raises(data.DataError, match=r"no \.bin file in .*4: get Test\.zip"):
         data.load("nmnist", tmp_path)
 
 
@@ -81,7 +81,7 @@ def test_without_tonic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @real_data
 def test_the_real_bytes(tmp_path: Path) -> None:
-    """200 recordings, written back to their files: every event is counted once."""
+    """200 real recordings, written as files: every event is counted once."""
     packed = np.load(real("nmnist/nmnist_small_1100.npz"))
     raw, offsets, labels = packed["raw"], packed["offsets"], packed["labels"]
     write_nmnist(tmp_path, {})
@@ -103,7 +103,7 @@ def test_the_real_bytes(tmp_path: Path) -> None:
 
 
 def test_bytes_to_the_device(tmp_path: Path) -> None:
-    """At most an eighth of float32 frames travels, and for Poisson only the image."""
+    """Copied bytes are at most an eighth of float32 frames; for Poisson only the image."""
     columns = random_columns(3000, (34, 34), 0)
     write_nmnist(tmp_path, {("Train", d): [columns] * 3 for d in range(10)})
     frames, _ = data.load("nmnist", tmp_path)

@@ -1,4 +1,4 @@
-"""Packing is exact for every number of bits, on whole and broken numbers of bytes."""
+"""Packing is exact for every number of bits and values."""
 
 from __future__ import annotations
 

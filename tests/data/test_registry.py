@@ -1,4 +1,4 @@
-"""Every registered data set has what the registry promises."""
+"""The registry describes every dataset consistently."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from spikefuse import data
 
 
 def test_an_unknown_name() -> None:
-    with pytest.raises(data.DataError, match="unknown data set 'minst': choose one of digits"):
+    with pytest.raises(data.DataError, match="unknown dataset 'minst': choose one of digits"):
         data.load("minst")
 
 

@@ -1,4 +1,4 @@
-"""The cache of frames: made once, never half, and anew when anything changes."""
+"""The frame cache: computed once, written atomically, invalidated by changes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from spikefuse.data import DataError, Events, Slicing, store, to_frames
-from spikefuse.data.events import Recordings, make_events
+from spikefuse.data import DataError, Slicing, store, to_frames
+from spikefuse.data.recordings import Recording, RecordingSet, make_recording
 from spikefuse.data.store import load_frames
 
 SIZE = (2, 6, 5)
@@ -20,7 +20,7 @@ SLICING = Slicing("number", 4, bits=4)
 
 
 class Source:
-    """Five recordings that count how often they are read, and may break off."""
+    """Five recordings that count reads and can be interrupted."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "recordings"
@@ -28,13 +28,13 @@ class Source:
         self.reads, self.stop_after = 0, 5
         rng = np.random.default_rng(0)
         self.events = [
-            make_events(
-                *(rng.integers(0, n, 60) for n in (5, 6, 2)), np.arange(60), SIZE, self.file
+            make_recording(
+                (*(rng.integers(0, n, 60) for n in (5, 6, 2)), np.arange(60)), SIZE, self.file
             )
             for _ in range(5)
         ]
 
-    def __iter__(self) -> Iterator[Events]:
+    def __iter__(self) -> Iterator[Recording]:
         self.reads += 1
         for i, events in enumerate(self.events):
             if i == self.stop_after:
@@ -42,8 +42,8 @@ class Source:
             yield events
 
     @property
-    def recordings(self) -> Recordings:
-        return Recordings(SIZE, np.array([3, 1, 4, 1, 5]), (self.file,), self.__iter__)
+    def recordings(self) -> RecordingSet:
+        return RecordingSet(SIZE, np.array([3, 1, 4, 1, 5]), (self.file,), self.__iter__)
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_an_interrupted_cache_leaves_nothing(source: Source, tmp_path: Path) -> 
 def test_a_killed_write_is_never_read(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed before the rename: the partial file stays, and is no cache."""
+    """Killed before the rename: the partial file remains and is ignored."""
 
     def killed(*args: object) -> None:
         raise SystemExit

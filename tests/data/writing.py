@@ -1,26 +1,29 @@
-"""Writers of the data sets' own formats, for the tests of their readers."""
+"""Writers of the datasets' file formats, for the tests of their readers."""
 
 from __future__ import annotations
 
-import os
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from spikefuse.data.files import chosen_directory
+
 # Columns x, y, p, t of the events of one recording.
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
+DATA = chosen_directory()
 real_data = pytest.mark.skipif(
-    "SPIKEFUSE_DATA" not in os.environ,
-    reason="SPIKEFUSE_DATA does not name a folder with the real samples",
+    DATA is None,
+    reason="no real data: neither SPIKEFUSE_DATA nor a folder data/ in the checkout",
 )
 
 
 def real(name: str) -> Path:
-    """A file of the real samples."""
-    return Path(os.environ["SPIKEFUSE_DATA"]) / name
+    """Return the path of a file of real data."""
+    assert DATA is not None
+    return DATA / name
 
 
 def random_columns(num: int, size: tuple[int, int], seed: int, last: int = 300_000) -> Columns:
@@ -32,7 +35,7 @@ def random_columns(num: int, size: tuple[int, int], seed: int, last: int = 300_0
 
 
 def nmnist_bytes(columns: Columns) -> bytes:
-    """x, y, then polarity and 23 bits of time, big-endian: five bytes an event."""
+    """x, y, then polarity and 23 bits of time, big-endian: five bytes per event."""
     x, y, p, t = columns
     return np.stack([x, y, p << 7 | t >> 16, t >> 8 & 255, t & 255], 1).astype(np.uint8).tobytes()
 
@@ -66,7 +69,7 @@ def aedat3_bytes(columns: Columns, packet: int = 100, invalid: int = 0) -> bytes
 
 
 def write_nmnist(folder: Path, recordings: dict[tuple[str, int], list[Columns]]) -> None:
-    """Train/<label>/<number>.bin and Test/...; labels without recordings get one of one event."""
+    """Write Train/<label>/<number>.bin and Test/...; missing labels get one single-event file."""
     single = tuple(np.array([value]) for value in (3, 4, 1, 5))
     for part in ("Train", "Test"):
         for label in range(10):
@@ -77,7 +80,7 @@ def write_nmnist(folder: Path, recordings: dict[tuple[str, int], list[Columns]])
 
 
 def write_gestures(folder: Path, trials: dict[str, list[list[tuple[int, Columns]]]]) -> None:
-    """Trials with their tables; each trial a list of (class from 1, events), one after the other.
+    """Write trials with their tables; a trial is a list of (class from 1, events).
 
     Args:
         folder: gets the files.

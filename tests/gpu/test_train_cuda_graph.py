@@ -1,10 +1,10 @@
-"""A training run replayed as a CUDA graph ends bit for bit where an eager one does."""
+"""A training run with a CUDA graph equals an eager one bit for bit."""
 
 import pytest
 import torch
 
 from spikefuse.train.cli import main
-from spikefuse.train.graph import EAGER_STEPS, GraphedStep
+from spikefuse.train.cuda_graph import EAGER_STEPS, GraphedStep
 
 OPTIONS = {
     "poisson, adam": "--model mlp --encoding poisson",
@@ -17,7 +17,7 @@ OPTIONS = {
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch, tmp_path):
-    """cuDNN's fastest algorithms may add in any order, in eager runs too."""
+    """Disable cuDNN's nondeterministic algorithms, which also affect eager runs."""
     monkeypatch.chdir(tmp_path)
     from spikefuse.train import run
 
@@ -80,7 +80,7 @@ def test_a_checkpoint_of_a_graph_goes_on_on_a_cpu(tmp_path):
 
 
 class Counted:
-    """What Lightning's wrapper of an optimizer does around a step."""
+    """Stands in for Lightning's wrapper of an optimizer."""
 
     def __init__(self):
         self.calls = []

@@ -1,4 +1,4 @@
-"""The perceptron on events: its layers, its options, and that gradients reach all of them."""
+"""The event perceptron: its options, spikes and gradients."""
 
 from __future__ import annotations
 

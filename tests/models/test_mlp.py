@@ -1,4 +1,4 @@
-"""The split perceptrons, and a perceptron's options."""
+"""Perceptrons and their options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every architecture: parameters, sizes, a neuron wherever one belongs, spikes and gradients."""
+"""Every architecture: parameters, sizes, number of neurons, spikes and gradients."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ PUBLISHED = [
 
 
 def near(**options) -> sf.LIF:
-    """A neuron for networks on events."""
+    """A neuron for event models."""
     return sf.LIF(surrogate=sf.surrogate.Triangle(cutoff=-0.5), **options)
 
 
@@ -112,7 +112,7 @@ def test_parameters_and_neurons(name, arguments, num_neurons, num_parameters) ->
 
 
 def sizes(net: nn.Sequential, x: torch.Tensor) -> list[tuple[int, ...]]:
-    """Channels and size at the end, without repetitions, of each of the net's children."""
+    """Return the output channels and size of each child, without repetitions."""
     found: list[tuple[int, ...]] = []
 
     def note(module: nn.Module, inputs: object, y: torch.Tensor) -> None:

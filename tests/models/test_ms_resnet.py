@@ -1,4 +1,4 @@
-"""What the shortcuts carry."""
+"""Shortcuts carry membrane input."""
 
 from __future__ import annotations
 

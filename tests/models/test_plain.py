@@ -1,4 +1,4 @@
-"""The plain stacks with and without batch norm."""
+"""Feedforward networks with and without batch norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stems, and the first layers' names."""
+"""Stems and residual sums."""
 
 from __future__ import annotations
 

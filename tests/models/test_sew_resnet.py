@@ -1,4 +1,4 @@
-"""How blocks join, and that zero-initialised ones begin as the identity."""
+"""Connect functions, and zero initialization to the identity."""
 
 from __future__ import annotations
 

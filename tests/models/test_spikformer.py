@@ -1,4 +1,4 @@
-"""The attention, against its equation in the paper."""
+"""Attention against the paper's equation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of the command, small enough for every test."""
+"""Fixtures that run the command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Spikefuse = Callable[..., int]
 
 @pytest.fixture
 def spikefuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spikefuse:
-    """Call the command in an empty folder; its exit code, also where argparse exits."""
+    """Call the command in an empty folder and return its exit code, even if argparse exits."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str | Path) -> int:
@@ -31,12 +31,12 @@ def spikefuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spikefuse:
 
 @pytest.fixture
 def alone(spikefuse: Spikefuse, monkeypatch: pytest.MonkeyPatch) -> Spikefuse:
-    """What programs/plain.py runs, in this process."""
+    """Run programs/plain.py in this process."""
     monkeypatch.setitem(models.MODELS, "plain", plain.plain)
     return spikefuse
 
 
 @pytest.fixture(scope="session")
 def small() -> list[str]:
-    """Options of a run of 2 epochs of 10 steps."""
+    """Options of a run with 2 epochs of 10 steps."""
     return shlex.split("--batch-size 128 --num-steps 2 --epochs 2 --device cpu")

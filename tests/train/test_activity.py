@@ -1,4 +1,4 @@
-"""Training on events: from a recording's file to the activity that is logged."""
+"""Training on events, from recording files to the logged activity."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 import spikefuse as sf
 from spikefuse.nn import Events
-from spikefuse.train.activity import Activity
+from spikefuse.train.activity import ActivityMonitor
 from spikefuse.train.classifier import Classifier
 from spikefuse.train.config import ConfigError, TrainConfig
 
@@ -27,7 +27,7 @@ EVENTS = ["--dataset", "shd", "--model", "event-mlp", "--device", "cpu"]
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Recordings in which each of 4 classes has units of its own."""
+    """Recordings of 4 classes, each with its own units."""
     folder, generator = tmp_path_factory.mktemp("shd"), np.random.default_rng(0)
     for part, count in (("train", 96), ("test", 16)):
         labels = np.arange(count) % 4
@@ -69,7 +69,7 @@ def test_more_than_the_capacity(
 ) -> None:
     options = "--overflow raise --capacity 0.01 --activity 0.01 -T 20 --batch-size 8"
     assert spikefuse("train", *EVENTS, *options.split(), "--data-dir", digits) != 0
-    wanted = r"scaled to an activity of 0.01 first, but a step of a sample has \d+ events"
+    wanted = r"cannot scale the weights to an activity of 0.01: a step of a sample has \d+ events"
     assert re.search(wanted, capsys.readouterr().err)
 
 
@@ -99,7 +99,7 @@ def test_images_by_poisson() -> None:
 def test_the_penalty_lowers_activity() -> None:
     torch.manual_seed(0)
     net = config(capacity=0.02).make_network()
-    activity = Activity(net.net, 0.02)
+    activity = ActivityMonitor(net.net, 0.02)
     x = Events.from_dense((torch.rand(6, 8, 700) < 0.2).float())
     sf.nn.scale_to_rate(net.net, x, 0.05)
     optimizer = torch.optim.SGD([m.weight for m in net.net[:3]], lr=0.05)
@@ -121,18 +121,18 @@ def test_no_penalty_below_half_of_the_capacity() -> None:
     x = Events.from_dense((torch.rand(6, 8, 700) < 0.2).float())
     sf.nn.scale_to_rate(net.net, x, 0.01)
     for capacity, expected in ((0.05, 0.0), (0.005, 3 * 1.5**2)):
-        activity = Activity(net.net, capacity)
+        activity = ActivityMonitor(net.net, capacity)
         net(x)
         assert activity.penalty().item() == pytest.approx(expected, rel=0.3)
-    activity = Activity(net.net, None)
+    activity = ActivityMonitor(net.net, None)
     net(x)
     assert activity.penalty() is None
 
 
 class Two:
-    """A process whose other one, a copy of itself, has counted `other`."""
+    """Two processes, of which the other one has counted `other`."""
 
-    def __init__(self, other: Activity) -> None:
+    def __init__(self, other: ActivityMonitor) -> None:
         self.other = other
 
     def sum(self, counts: torch.Tensor) -> torch.Tensor:
@@ -144,7 +144,7 @@ class Two:
 def test_activity_of_all_processes() -> None:
     torch.manual_seed(0)
     net = config(capacity=0.02).make_network()
-    whole, one, other = (Activity(net.net, 0.02) for _ in range(3))
+    whole, one, other = (ActivityMonitor(net.net, 0.02) for _ in range(3))
     x = (torch.rand(6, 8, 700) < 0.2).float()
     sf.nn.scale_to_rate(net.net, x, 0.02)
     for activity, rows in ((whole, slice(0, 8)), (one, slice(0, 3)), (other, slice(3, 8))):
@@ -154,35 +154,19 @@ def test_activity_of_all_processes() -> None:
     assert one.row(Two(other)) == whole.row() != one.row()
 
 
-def test_row_adam_gets_rows() -> None:
-    module = Classifier(config(optimizer="row_adam"))
-    optimizer = module.configure_optimizers()
-    assert isinstance(optimizer, sf.nn.RowAdam)
-    x = Events.from_dense((torch.rand(6, 2, 700) < 0.002).float())
-    before = module.net.net[0].weight.clone()
-    module.net(x).sum().backward()
-    optimizer.step()
-    seen = x.to_dense().sum((0, 1)) > 0
-    moved = (module.net.net[0].weight != before).any(1)
-    assert not (moved & ~seen).any()
-    assert 0 < seen.sum() < 100
-
-
 WRONG = {
     "capacity is given, but the model is not event-mlp": {"model": "mlp", "capacity": 0.1},
     "overflow is given, but the model is not": {"model": "mlp", "overflow": "dense"},
-    "activity is 0.1, above capacity, 0.05: lower": {"activity": 0.1, "capacity": 0.05},
+    "activity is 0.1: expected at most capacity, 0.05": {"activity": 0.1, "capacity": 0.05},
     r"capacity is 1.5: expected a number above 0, at most 1$": {"capacity": 1.5},
     "event-mlp reads spikes: choose poisson": {"dataset": "digits"},
-    "accumulate is given, but event-mlp takes whole": {"accumulate": 2},
-    "tbptt is given, but event-mlp takes whole": {"tbptt": 2},
-    "precision is bf16: event-mlp computes in 32": {"precision": "bf16"},
-    "cuda_graph is given, but event-mlp": {"cuda_graph": True},
+    "accumulate is given, but event-mlp computes whole batches": {"accumulate": 2},
+    "tbptt is given, but event-mlp computes whole sequences": {"tbptt": 2},
+    "precision is bf16, but event-mlp computes in float32": {"precision": "bf16"},
+    "cuda_graph is given, but the tensors of event-mlp": {"cuda_graph": True},
     "memory is checkpoint, which event-mlp": {"memory": "checkpoint"},
-    "weight_decay is given, but row_adam has none": {"optimizer": "row_adam", "weight_decay": 0.1},
     "integerlif, but event-mlp needs .* lif, plif or alif": {"neuron": "integerlif"},
     "ternarylif, but event-mlp needs .* lif, plif or alif": {"neuron": "ternarylif"},
-    "row_adam, which is for event-mlp": {"model": "mlp", "optimizer": "row_adam"},
 }
 
 

@@ -1,4 +1,4 @@
-"""Batches: every image once, a start anywhere, wherever the images lie."""
+"""Batches contain every image once, start anywhere, and come from any device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,14 @@ import torch
 
 from spikefuse.data import Frames, Images
 from spikefuse.data.frames import pack_frames
-from spikefuse.train.batches import SHARE, Batch, EvalBatches, Timed, TrainBatches, place
+from spikefuse.train.batches import (
+    MEMORY_FRACTION,
+    Batch,
+    EvalBatches,
+    TimedBatches,
+    TrainBatches,
+    place,
+)
 
 
 def numbered(count: int) -> Images:
@@ -58,7 +66,7 @@ def test_evaluation_takes_all_in_order() -> None:
 
 @pytest.mark.parametrize("make", [TrainBatches, EvalBatches])
 def test_batches_that_a_thread_fetches_are_the_same(make: type) -> None:
-    """From a set that does not lie on the device of the run, here one without data."""
+    """With a dataset on another device than the run, here the meta device."""
     meta = torch.device("meta")
     options = {"seed": 0, "steps_done": lambda: 0} if make is TrainBatches else {}
     here = list(make(numbered(23), 5, **options))
@@ -67,7 +75,7 @@ def test_batches_that_a_thread_fetches_are_the_same(make: type) -> None:
 
 
 class Elsewhere:
-    """Examples whose batches note what was moved to another device."""
+    """Examples that check the thread in which they are moved."""
 
     def __init__(self, images: Images) -> None:
         self.images, self.labels, self.pixels = images, images.labels, images.pixels
@@ -88,7 +96,7 @@ class Elsewhere:
 
 
 def test_frames_travel_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What moves to another device is at most an eighth of the frames in float32."""
+    """The copied bytes are an eighth of the frames in float32."""
     shape, steps, count = (2, 34, 34), 32, 6
     counts = np.random.default_rng(0).integers(0, 16, (count * steps, *shape)).astype(np.uint8)
     packed = torch.from_numpy(pack_frames(counts, 4)).view(count, steps, -1)
@@ -118,7 +126,7 @@ def test_an_error_of_the_thread_reaches_the_consumer() -> None:
 def test_a_gpu_takes_what_leaves_it_room(monkeypatch: pytest.MonkeyPatch) -> None:
     images, gpu, moved = numbered(8), torch.device("cuda", 0), []
     monkeypatch.setattr(Images, "to", lambda self, device: moved.append(device) or self)
-    free = {"bytes": int(images.nbytes / SHARE)}
+    free = {"bytes": int(images.nbytes / MEMORY_FRACTION)}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free["bytes"], 0))
     assert place(images, torch.device("cpu")) is images
     assert moved == []
@@ -129,21 +137,19 @@ def test_a_gpu_takes_what_leaves_it_room(monkeypatch: pytest.MonkeyPatch) -> Non
     assert moved == [gpu]
 
 
-def test_only_the_wait_is_counted() -> None:
+def test_only_the_wait_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
 
-    def slow() -> Iterator[Batch]:
-        for batch in EvalBatches(numbered(6), 2):
-            time.sleep(0.02)
-            yield batch
-
-    class Slow(list):
+    class Slow(EvalBatches):
         def __iter__(self) -> Iterator[Batch]:
-            return slow()
+            for batch in super().__iter__():
+                clock.now += 2.0
+                yield batch
 
-    timed = Timed(Slow([1, 2, 3]), waits.append)
+    timed = TimedBatches(Slow(numbered(6), 2), waits.append)
     assert len(timed) == 3
     for _ in timed:
-        time.sleep(0.05)
-    assert len(waits) == 4  # the last found the end
-    assert all(0.02 <= wait < 0.05 for wait in waits[:3])
+        clock.now += 5.0
+    assert waits == [2.0, 2.0, 2.0, 0.0]  # the last one found the end

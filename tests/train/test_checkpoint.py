@@ -1,4 +1,4 @@
-"""Checkpoints that are not ours, damaged, or resumed in a way that cannot be."""
+"""Foreign and damaged checkpoints, and invalid ways to resume."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_something_else(
     FOREIGN[kind](Path("foreign.ckpt"))
     assert spikefuse(*command, "foreign.ckpt") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "foreign.ckpt is damaged or no checkpoint of spikefuse: expected last.ckpt" in line
+    assert "foreign.ckpt is damaged or not a checkpoint of spikefuse: expected last.ckpt" in line
 
 
 @pytest.mark.parametrize("share", [0.02, 0.5, 0.98])
@@ -56,7 +56,7 @@ def test_truncated(
     Path("part.ckpt").write_bytes(whole[: int(share * len(whole))])
     assert spikefuse("eval", "part.ckpt") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "part.ckpt is damaged or no checkpoint" in line
+    assert "part.ckpt is damaged or not a checkpoint" in line
 
 
 @pytest.mark.parametrize("command", [["eval"], ["train", "--resume"]])
@@ -74,8 +74,8 @@ def test_weights_of_another_network(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lr", "0.5"], "lr is 0.5, but {path} was trained with 0.001: leave it out"),
-        (["--out", "x"], "out is given with resume: a resumed run goes on in its own folder"),
+        (["--lr", "0.5"], "lr is 0.5, but {path} was trained with 0.001: remove it"),
+        (["--out", "x"], "out is given with resume: a resumed run continues in its own folder"),
         (["--epochs", "1"], "epochs is 1: {path} has done 2 already"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the module does with a batch: event frames, augmentations, layouts, scaled gradients."""
+"""The Lightning module: event frames, augmentation, memory formats, scaled gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = {"nmnist": (2, 8, 8), "shd": (30,)}
 
 
 def frames(num: int, num_steps: int, shape: tuple[int, ...], seed: int) -> Frames:
-    """Samples of ten classes, in each of which a tenth of the sites is active."""
+    """Samples of ten classes; in each class another tenth of the sites is active."""
     rng = np.random.default_rng(seed)
     labels, sites = np.arange(num) % 10, np.arange(np.prod(shape))
     rates = 0.1 + (sites % 10 == labels[:, None])
@@ -35,7 +35,7 @@ def frames(num: int, num_steps: int, shape: tuple[int, ...], seed: int) -> Frame
 
 @pytest.fixture(params=SHAPES)
 def events(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a set of event data, replaced by a small one of the same kind."""
+    """The name of an event dataset, replaced by a small one of the same kind."""
     name, shape = request.param, SHAPES[request.param]
 
     def read(directory: Path, download: bool, **options: Any) -> tuple[Frames, Frames]:
@@ -105,7 +105,7 @@ def test_channels_last_gives_the_same_to_rounding(
 def test_float16_scales_the_loss_and_clips_what_is_unscaled(
     spikefuse: Spikefuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: list[str]
 ) -> None:
-    """On a CPU, where a run in float16 is refused, but PyTorch computes it."""
+    """On a CPU, where the command rejects float16 but PyTorch supports it."""
     norms = []
     hook = Classifier.on_before_optimizer_step
 

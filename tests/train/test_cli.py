@@ -1,4 +1,4 @@
-"""The command line: help that suffices, and one line for every mistake."""
+"""The command line: complete help, and one-line error messages."""
 
 from __future__ import annotations
 

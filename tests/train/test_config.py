@@ -1,4 +1,4 @@
-"""A configuration is checked when it is made, and the message says what to do."""
+"""Validation of configurations and its error messages."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ WRONG = [
     ({"lr": 0.0}, "lr is 0.0: expected a positive number"),
     ({"lr": float("nan")}, "lr is nan: expected a number"),
     ({"decay": 1.5}, "decay is 1.5: expected a number from 0 to 1"),
-    ({"decay": 0.5, "neuron": "if"}, "decay is given, but the neuron if has none: leave it out"),
+    ({"decay": 0.5, "neuron": "if"}, "decay is given, but the neuron if has none: remove it"),
     ({"decay": 1.0, "neuron": "plif"}, "decay is 1.0: expected a number between 0 and 1 for plif"),
-    ({"decay": 0.5, "neuron": "qif"}, "decay is given, but the neuron qif has none: leave it out"),
+    ({"decay": 0.5, "neuron": "qif"}, "decay is given, but the neuron qif has none: remove it"),
     ({"neuron": "gatedlif"}, "threshold is 1.0: expected a number between 0 and 1 for gatedlif"),
     ({"neuron": "li"}, "unknown neuron 'li': did you mean lif? choose one of lif, if, plif, "),
     ({"threshold": -1}, "threshold is -1: expected a positive number"),
@@ -44,29 +44,29 @@ WRONG = [
     ({"accumulate": 33}, "accumulate is 33: expected at most batch_size, 32"),
     (
         {"accumulate": 32, "tbptt": 7},
-        "accumulate is 32 and tbptt 7, which leaves one step of one image: batch normalization",
+        "accumulate is 32 and tbptt 7, which leaves one step of one example: batch normalization",
     ),
-    ({"cuda_graph": True, "precision": "16"}, "cuda_graph is given with precision 16"),
+    ({"cuda_graph": True, "precision": "16"}, "cuda_graph needs precision bf16 or 32"),
     ({"memory": "checkpoint", "fuse": False}, "memory is checkpoint and fuse is false"),
     ({"memory": "checkpoint", "tbptt": 2}, "memory is checkpoint and tbptt is 2"),
     ({"surrogate": "sigmod"}, "unknown surrogate 'sigmod': did you mean sigmoid? choose one of"),
     ({"surrogate": "erf", "neuron": "integerlif"}, "surrogate is given, but the neuron integerlif"),
-    ({"slicing": "number"}, "slicing is given, but digits is no event data"),
-    ({"slice_us": 5}, "slice_us is given, but digits is no event data"),
+    ({"slicing": "number"}, "slicing is given, but digits is not event data"),
+    ({"slice_us": 5}, "slice_us is given, but digits is not event data"),
     (
         {"dataset": "nmnist", "slice_us": 5},
-        "slice_us is given, but slicing is number: leave it out, or choose duration",
+        "slice_us is given, but slicing is number: remove it, or choose duration",
     ),
     (
         {"dataset": "shd", "model": "mlp", "slicing": "time", "slice_us": 5},
-        "slice_us is given, but slicing is time: leave it out, or choose duration",
+        "slice_us is given, but slicing is time: remove it, or choose duration",
     ),
     (
         {"dataset": "nmnist", "slicing": "duration"},
-        "slicing is duration, and nmnist has no duration of its own: give slice_us",
+        "slicing is duration, but nmnist has no default duration: set slice_us",
     ),
     ({"slicing": "events"}, "unknown slicing 'events': choose one of number, time, duration"),
-    ({"dataset": "shd"}, "model is conv, but shd has no rows and columns: choose mlp"),
+    ({"dataset": "shd"}, "model is conv, but shd is one-dimensional: choose mlp"),
     ({"dataset": "shd", "shift": 1}, "shift is given, but shd has no rows and columns"),
     ({"dataset": "shd", "flip": True}, "flip is given, but shd has no rows and columns"),
     ({"shift": 9}, "shift is 9: expected a whole number from 0 to 8"),

@@ -1,4 +1,4 @@
-"""Gradients in parts and chunks against those of the whole batch, and the optimizers."""
+"""Gradients by microbatches and chunks against those of the whole batch, and optimizers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 
 import spikefuse as sf
 from spikefuse.train.config import LOSSES, OPTIMIZERS, TrainConfig
-from spikefuse.train.objective import objective, readout
-from spikefuse.train.optimize import clip, gradients, make_optimizer, set_learning_rate, settle
+from spikefuse.train.losses import readout, sequence_loss
+from spikefuse.train.optimize import adapt_state, clip, gradients, make_optimizer, set_learning_rate
 
 T, B = 6, 8
 
 
 @pytest.fixture
 def net() -> sf.Temporal:
-    """Without batch normalization, whose statistics depend on what is computed together."""
+    """A network without batch norm, whose statistics depend on the microbatch."""
     torch.manual_seed(0)
     lif = sf.LIF(decay=0.7, threshold=0.5)
     return sf.Temporal(nn.Sequential(nn.Linear(5, 16), lif, nn.Linear(16, 3)))
@@ -34,7 +34,7 @@ def of_whole(net, batch, loss="mean"):
     x, labels = batch
     net.zero_grad()
     outputs = net(x)
-    value = objective(outputs, labels, loss)
+    value = sequence_loss(outputs, labels, loss)
     value.backward()
     return value.detach(), readout(outputs, loss).detach(), [p.grad for p in net.parameters()]
 
@@ -69,13 +69,14 @@ def test_parts_and_one_chunk_give_the_gradients_of_the_whole(
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_chunks_truncate_the_gradient(net, batch, loss: str) -> None:
-    """Chunks of 4 and 2 steps: what their losses, states given, say on their own."""
+    """Chunks of 4 and 2 steps equal separate losses with detached states."""
     x, labels = batch
     net.zero_grad()
     first, state = net(x[:4], return_state=True)
     second = net(x[4:], state={k: tuple(s.detach() for s in v) for k, v in state.items()})
     share = 0.0 if loss == "last" else 4 / 6
-    value = share * objective(first, labels, loss) + (1 - share) * objective(second, labels, loss)
+    losses = [sequence_loss(outputs, labels, loss) for outputs in (first, second)]
+    value = share * losses[0] + (1 - share) * losses[1]
     value.backward()
     logits = readout(torch.cat([first, second]), loss).detach()
     expected = value.detach(), logits, [p.grad for p in net.parameters()]
@@ -90,7 +91,7 @@ def test_every_is_the_same_loss_in_chunks(net, batch) -> None:
     )
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "row_adam"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(net, batch, name: str) -> None:
     config = TrainConfig(optimizer=name, lr=0.1, weight_decay=0.01)
     optimizer = make_optimizer(config, net.parameters(), torch.device("cpu"))
@@ -128,32 +129,7 @@ def test_clip(net, batch) -> None:
     assert norm() == pytest.approx(0.5 * whole, rel=1e-4)
 
 
-def test_clip_of_rows() -> None:
-    """The gradients of `row_adam`, sparse and dense ones together."""
-    torch.manual_seed(0)
-    layer = sf.nn.EventLinear(6, 4, sparse_grad=True)
-    layer((torch.rand(5, 2, 6) < 0.2).float()).square().sum().backward()
-    optimizer = make_optimizer(
-        TrainConfig("shd", "event-mlp", optimizer="row_adam"),
-        layer.parameters(),
-        torch.device("cpu"),
-    )
-
-    def whole() -> torch.Tensor:
-        return torch.cat([p.grad.to_dense().flatten() for p in layer.parameters()])
-
-    before = whole()
-    assert layer.weight.grad.is_sparse
-    clip(optimizer, 2 * float(before.norm()))
-    assert torch.equal(whole(), before)
-    clip(optimizer, 0.5 * float(before.norm()))
-    torch.testing.assert_close(whole(), 0.5 * before)
-    optimizer.step()
-    settle(optimizer)  # whose steps are numbers
-    assert optimizer.state[layer.weight]["step"] == 1
-
-
-def test_settle_undoes_what_another_device_left() -> None:
+def test_adapt_state_undoes_what_another_device_left() -> None:
     conv = nn.Conv2d(4, 8, 3)
     optimizer = make_optimizer(TrainConfig(), conv.parameters(), torch.device("cpu"))
     conv(torch.rand(1, 4, 5, 5)).sum().backward()
@@ -163,7 +139,7 @@ def test_settle_undoes_what_another_device_left() -> None:
     state = optimizer.state[conv.weight]
     average = state["exp_avg"]
     state["exp_avg"] = average.contiguous(memory_format=torch.channels_last)
-    settle(optimizer)
+    adapt_state(optimizer)
     assert (group["fused"], group["capturable"], group["lr"]) == (None, False, 0.5)
     assert state["exp_avg"].stride() == conv.weight.stride()
     assert torch.equal(state["exp_avg"], average)

@@ -1,4 +1,4 @@
-"""Two processes started by torchrun: the same curve as one, and an end when one of them ends."""
+"""Two processes under torchrun match one, and stop when one of them dies."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from spikefuse.train.classifier import Tally
+from spikefuse.train.classifier import MetricTotals
 from spikefuse.train.processes import Processes
 from tests.processes import SECONDS, ended, finish, wait_for
 from tests.train.runs import OPTIONS, assert_same_curve, start
@@ -44,7 +43,7 @@ def test_a_killed_process_ends_the_run(
     output = ended(process)
     assert time.monotonic() - killed < 30
     assert process.returncode != 0
-    message = f"rank {1 - victim}: another process has ended, and with it the run; saved is"
+    message = f"rank {1 - victim}: another process has ended, so the run cannot continue; saved"
     assert f"{message} run/last.ckpt: continue with --resume run/last.ckpt" in output
     done = len(torch.load(tmp_path / "run" / "last.ckpt")["spikefuse"]["history"])
     arguments = ("train", "--resume", "run/last.ckpt", "--device", "cpu", "--epochs", str(done + 1))
@@ -57,7 +56,7 @@ def test_sigterm_saves_in_all_of_them(tmp_path: Path) -> None:
     wait_for((tmp_path / "run" / "best.ckpt").exists, process)
     process.send_signal(signal.SIGTERM)
     output = ended(process)
-    assert "stopped; saved run/last.ckpt; continue with:" in output
+    assert "stopped; saved run/last.ckpt; resume with:" in output
     assert "--nproc_per_node 2 -m spikefuse train --resume run/last.ckpt" in output
     assert not list(tmp_path.rglob("*.partial"))
 
@@ -82,18 +81,18 @@ def test_alone_nothing_is_communicated() -> None:
     assert alone.main
     assert alone.sum(values) is values
     assert alone.highest(-2) == -2
-    assert alone.told("x") == "x"
-    tally = Tally()
-    assert tally.over(alone, torch.device("cpu")) is tally
+    assert alone.broadcast("x") == "x"
+    totals = MetricTotals()
+    assert totals.reduced(alone, torch.device("cpu")) is totals
 
 
 # A main thread that waits in C, where no signal handler of Python's runs.
 STUCK = """
 import ctypes, pathlib
-from spikefuse.train import interruption
+from spikefuse.train import signals
 from spikefuse.train.processes import Processes
-interruption.PATIENCE_SECONDS = 0.5
-with interruption.Interruption(pathlib.Path("last.ckpt"), Processes(0, 2)):
+signals.PATIENCE_SECONDS = 0.5
+with signals.SignalHandler(pathlib.Path("last.ckpt"), Processes(0, 2)):
     lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
     libc.pthread_mutex_lock(lock)
     print("waiting", flush=True)
@@ -110,4 +109,6 @@ def test_a_process_that_waits_for_another_forever_ends_after_a_signal() -> None:
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
-    assert "rank 0: another process has ended, and with it the run; nothing was saved" in errors
+    assert (
+        "rank 0: another process has ended, so the run cannot continue; nothing was saved" in errors
+    )

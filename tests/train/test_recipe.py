@@ -1,4 +1,4 @@
-"""Recipes: read as the command line reads its options, and those of the project are right."""
+"""Recipes are read like command-line options, and the project's own are valid."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ def test_values_are_what_the_command_line_takes(tmp_path: Path) -> None:
         ("colour: 5", "config {path}: unknown option 'colour'; see spikefuse train --help"),
         (
             "data-dir: here",
-            "config {path}: data_dir is an option of the command line alone: give it there, as "
-            "--data-dir",
+            "config {path}: data_dir is accepted on the command line only: pass --data-dir",
         ),
         ("lr: fast", "config {path}: lr is 'fast': expected a number"),
         ("epochs: 0", "config {path}: epochs is 0: expected a whole number of at least 1"),

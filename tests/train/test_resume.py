@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from spikefuse.train import callbacks, run
-from spikefuse.train.classifier import Classifier, best_row
+from spikefuse.train.classifier import Classifier, best_epoch
 from spikefuse.train.cli import main
-from spikefuse.train.interruption import Interruption
+from spikefuse.train.signals import SignalHandler
 
 Spikefuse = Callable[..., int]
 STEPS = 10  # per epoch
@@ -45,7 +45,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Weights, optimizer, counters and history; all but the speed and the planned length."""
+    """Compare weights, optimizer, counters and history, except speed and planned length."""
     for name in ("last.ckpt", "best.ckpt"):
         a, b = read_checkpoint(one / name), read_checkpoint(other / name)
         for row in a["spikefuse"]["history"] + b["spikefuse"]["history"]:
@@ -181,7 +181,7 @@ def test_every_training_feature_interrupted(
 def test_saved_within_a_long_epoch(
     spikefuse: Spikefuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: list[str]
 ) -> None:
-    """Without a request to stop, and resumed bit for bit where it broke off."""
+    """Checkpoints within an epoch need no signal, and resume bit for bit."""
     options = [*small, *POISSON]
     assert spikefuse("train", *options, "--out", "straight") == 0
     with monkeypatch.context() as patch:
@@ -225,7 +225,7 @@ def test_stopped_between_two_files(
     straight: Path,
     name: str,
 ) -> None:
-    """Wherever an epoch's saving ends, the best epoch is never older than the last one knows."""
+    """Wherever saving is interrupted, best.ckpt is never behind last.ckpt."""
     original, found = callbacks.replacing, []
 
     @contextlib.contextmanager
@@ -243,7 +243,7 @@ def test_stopped_between_two_files(
             spikefuse("train", *four, *POISSON, "--out", "stopped")
     last, best = (read_checkpoint(tmp_path / "stopped" / n) for n in ("last.ckpt", "best.ckpt"))
     history = last["spikefuse"]["history"]
-    assert len(best["spikefuse"]["history"]) >= best_row(history)["epoch"]
+    assert len(best["spikefuse"]["history"]) >= best_epoch(history)["epoch"]
     assert spikefuse("train", "--resume", "stopped/last.ckpt") == 0
     assert_same_run(straight, tmp_path / "stopped")
 
@@ -268,18 +268,19 @@ def test_a_best_epoch_of_another_run(
     capsys.readouterr()
     assert spikefuse("train", "--resume", "run/last.ckpt") == 2
     errors = capsys.readouterr().err
-    assert "run/best.ckpt is not of epoch 2, the best of this run" in errors
+    assert "run/best.ckpt is not from epoch 2, the best of this run" in errors
     assert errors.count("\n") == 1
 
 
 def test_the_first_ctrl_c_says_so(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    with Interruption(tmp_path / "last.ckpt") as interruption:
+    with SignalHandler(tmp_path / "last.ckpt") as handler:
         monkeypatch.setattr("builtins.print", None)  # of no use within a signal handler
         signal.raise_signal(signal.SIGINT)
-        assert interruption.requested == signal.SIGINT
-    assert capfd.readouterr().err == ("\nfinishing this step, then saving; again to stop at once\n")
+        assert handler.requested == signal.SIGINT
+    message = "\nfinishing this step, then saving; repeat to stop immediately\n"
+    assert capfd.readouterr().err == message
 
 
 def test_interrupted_while_testing(
@@ -296,7 +297,7 @@ def test_interrupted_while_testing(
 def test_the_printed_command_resumes(
     spikefuse: Spikefuse, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The real thing: a process, a Ctrl-C, and the command that it prints."""
+    """A real process, Ctrl-C, and the command that it prints."""
     program = [sys.executable, "-W", "error", "-m", "spikefuse"]
     with subprocess.Popen(
         [*program, "train", *small, "--epochs", "40", "--model", "mlp"],

@@ -1,4 +1,4 @@
-"""A run as a whole: what it writes, that it learns, that its checkpoints can be tested."""
+"""Whole runs: their files, that they learn, and the evaluation of their checkpoints."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_run_and_its_evaluation(
     assert "\n2 of 2 batch norms fused with the neuron after them\n" in output
     assert len(re.findall(r"^epoch \d/8 .* images/s$", output, re.M)) == 8
     percent = f"{100 * result['test_accuracy']:.2f} %"
-    assert f"test accuracy {percent} on 359 images held out" in output
+    assert f"test accuracy {percent} on 359 test images" in output
 
     assert spikefuse("eval", directory / "best.ckpt", "--device", "cpu") == 0
     loss = f"{result['test_loss']:.4f}"
@@ -56,7 +56,7 @@ def test_a_run_and_its_evaluation(
 def test_a_run_with_fusion_and_without(
     spikefuse: Spikefuse, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same weights up to rounding, and checkpoints of each go on as the other."""
+    """Weights agree to rounding, and checkpoints resume with the other setting."""
     options = [*small, "--model", "mlp", "--epochs", "1"]
     weights = []
     for out, flag in (("a", "--fuse"), ("b", "--no-fuse")):
@@ -77,7 +77,7 @@ def test_a_run_with_fusion_and_without(
 def test_a_memory_budget_and_another_policy_after_it(
     spikefuse: Spikefuse, tmp_path: Path, small: list[str]
 ) -> None:
-    """To the end of a run, pictures and test included."""
+    """Whole runs, including plots and test."""
 
     def memory() -> list[object]:
         config = json.loads((tmp_path / "r" / "result.json").read_text())["config"]
@@ -101,7 +101,7 @@ def test_runs_are_numbered_and_never_overwritten(
     assert spikefuse("train", *options) == 0
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["digits-mlp-1", "digits-mlp-2"]
     assert spikefuse("train", *options, "--out", "runs/digits-mlp-1") == 2
-    assert "runs/digits-mlp-1 exists already: name a new folder" in capsys.readouterr().err
+    assert "runs/digits-mlp-1 exists already: choose a new folder" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert spikefuse("train", *options, "--out", "file/new") == 2
     assert "cannot make the folder file/new" in capsys.readouterr().err

@@ -1,5 +1,5 @@
-"""The command `spikefuse` with one more model, which has no batch normalization: its gradients do
-not depend on how a batch is shared. Each process leaves its number in a file, pid-RANK."""
+"""The command `spikefuse` with a model without batch norm, whose gradients do not depend on how a
+batch is divided. Each process writes its id to a file, pid-RANK."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Two pictures of a run: how it learned, and what its neurons do."""
+"""Plots of a run: learning curves, and a raster of the spikes of one example."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
+from spikefuse.data import DATASETS
 from spikefuse.nn import EventLinear, Events, Neuron
 from spikefuse.train.checkpoint import replacing
-from spikefuse.train.classifier import Classifier, Row, best_row
+from spikefuse.train.classifier import Classifier, EpochMetrics, best_epoch
 
-NEURONS_SHOWN = 200
+MAX_NEURONS = 200
 PANEL = (3.6, 2.6)  # inches
+IMAGE: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
 
 
-def draw_curves(history: list[Row], path: Path) -> None:
-    """Loss and accuracy over the epochs, of training and validation images."""
+def plot_curves(history: list[EpochMetrics], path: Path) -> None:
+    """Plot training and validation loss and accuracy over the epochs."""
     figure = Figure(figsize=(9, 3.5), layout="constrained")
-    best = best_row(history)["epoch"]
+    best = best_epoch(history)["epoch"]
     epochs = [row["epoch"] for row in history]
     for axes, quantity, scale in zip(
         figure.subplots(1, 2), ("loss", "accuracy"), (1, 100), strict=True
@@ -42,7 +44,7 @@ def draw_curves(history: list[Row], path: Path) -> None:
 
 
 def record(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """What goes through the network for one example, the bytes of a batch of one.
+    """Record what passes through the network for one example, the bytes of a batch of one.
 
     Returns:
         The encoded input `[T, C, H, W]` or `[T, units]`, the spikes `[T, ...]` of each neuron
@@ -50,16 +52,16 @@ def record(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor
     """
     spikes: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Any:
-        # Inside Temporal time is folded into the batch, which is 1 here.
+    def observe(name: str) -> Any:
+        # Inside Temporal, time is folded into the batch, which has one sample here.
         return lambda _, inputs, output: spikes.update({name: _dense(output).float().cpu()})
 
-    # The same network, with neurons that are called themselves.
+    # Without fusion, so that forward hooks of neurons are called.
     config = replace(module.config, fuse=False, memory="recompute", memory_budget=None)
     net = config.make_network().to(module.device)
     net.load_state_dict(module.net.state_dict())
-    for name, layer in _spiking(net.net):
-        layer.register_forward_hook(keep(name))
+    for name, layer in _spiking_layers(net.net):
+        layer.register_forward_hook(observe(name))
     with torch.no_grad():
         x = module.encode(pixels)
         output = net.train(module.training)(x)
@@ -67,8 +69,8 @@ def record(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor
     return x.cpu(), spikes, output[:, 0].float().cpu()
 
 
-def _spiking(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers whose output is spikes; a neuron within a layer on events is never called."""
+def _spiking_layers(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers that output spikes; the neuron inside an event layer is never called."""
     for name, module in net.named_modules():
         if isinstance(module, Neuron) or (
             isinstance(module, EventLinear) and module.neuron is not None
@@ -77,45 +79,43 @@ def _spiking(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _dense(x: Tensor | Events) -> Tensor:
-    """`[T, W]` of the events of a batch of one; tensors as they are."""
+    """Convert events of a batch of one to `[T, W]`; return tensors unchanged."""
     return x.to_dense()[:, 0] if isinstance(x, Events) else x
 
 
-def draw_raster(
-    module: Classifier, pixels: Tensor, label: int, classes: tuple[str, ...], path: Path
-) -> None:
-    """The spikes of one example, a batch of one, in every neuron layer, with input and output."""
+def plot_raster(module: Classifier, pixels: Tensor, label: int, path: Path) -> None:
+    """Plot input, output and the spikes of every neuron layer for one example."""
     x, spikes, output = record(module, pixels)
     columns = math.ceil(math.sqrt(len(spikes) + 2))
     rows = math.ceil((len(spikes) + 2) / columns)
     figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
 
-    prediction = int(output.mean(0).argmax())
-    _draw_input(panels[0], x, classes[label])
+    classes = DATASETS[module.config.dataset].classes
+    _plot_input(panels[0], x, classes[label])
     for axes, (name, layer) in zip(panels[1:], spikes.items(), strict=False):
-        _draw_spikes(axes, name, layer)
-    _draw_output(panels[len(spikes) + 1], output, classes, prediction)
+        _plot_spikes(axes, name, layer)
+    _plot_output(panels[len(spikes) + 1], output, classes)
     for axes in panels[len(spikes) + 2 :]:
         axes.set_axis_off()
     _save(figure, path)
 
 
-def _draw_input(axes: Axes, x: Tensor, label: str) -> None:
+def _plot_input(axes: Axes, x: Tensor, label: str) -> None:
     axes.set_title(f"input: {label}")
-    if x.ndim == 2:  # units without rows and columns
-        axes.imshow(x.T.numpy(), cmap="binary", aspect="auto", interpolation="nearest")
+    if x.ndim == 2:
+        axes.imshow(x.T.numpy(), cmap="binary", **IMAGE)
         axes.set(xlabel="time step", ylabel="units")
         return
     axes.imshow(x.mean((0, 1)).numpy(), cmap="gray")
     axes.set_axis_off()
 
 
-def _draw_spikes(axes: Axes, name: str, layer: Tensor) -> None:
+def _plot_spikes(axes: Axes, name: str, layer: Tensor) -> None:
     neurons = layer.flatten(1).T
     count = len(neurons)
-    shown = torch.linspace(0, count - 1, min(count, NEURONS_SHOWN)).round().long()
-    axes.imshow(neurons[shown].numpy(), cmap="binary", aspect="auto", interpolation="nearest")
+    shown = torch.linspace(0, count - 1, min(count, MAX_NEURONS)).round().long()
+    axes.imshow(neurons[shown].numpy(), cmap="binary", **IMAGE)
     shape = " × ".join(map(str, layer.shape[1:]))
     axes.set_title(f"{name}: {shape} neurons, {100 * layer.mean():.1f} % firing", fontsize=8)
     few = "neurons" if len(shown) == count else f"{len(shown)} of {count} neurons"
@@ -123,12 +123,12 @@ def _draw_spikes(axes: Axes, name: str, layer: Tensor) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _draw_output(axes: Axes, output: Tensor, classes: tuple[str, ...], prediction: int) -> None:
+def _plot_output(axes: Axes, output: Tensor, classes: tuple[str, ...]) -> None:
     steps = torch.arange(1, len(output) + 1)
     means = output.cumsum(0) / steps.unsqueeze(1)
-    image = axes.imshow(means.T.numpy(), cmap="viridis", aspect="auto", interpolation="nearest")
+    image = axes.imshow(means.T.numpy(), cmap="viridis", **IMAGE)
     axes.figure.colorbar(image, ax=axes)
-    axes.set_title(f"output, mean so far: {classes[prediction]}")
+    axes.set_title(f"running mean of the output: {classes[int(output.mean(0).argmax())]}")
     axes.set(xlabel="time step", yticks=range(len(classes)), yticklabels=classes)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 

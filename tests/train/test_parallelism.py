@@ -1,4 +1,4 @@
-"""Training whose time several processes share: the curve of one, and a restart by torchrun."""
+"""Training with shared time matches one process, and torchrun can restart it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from spikefuse.train import cli
 from spikefuse.train.config import ConfigError, TrainConfig
-from spikefuse.train.layout import check_layout
+from spikefuse.train.parallelism import Parallelism
 from spikefuse.train.processes import Processes
 from tests.processes import finish, free_port, torchrun, wait_for
 from tests.train.runs import OPTIONS, PLAIN, assert_same_curve, rows, start
@@ -24,7 +24,7 @@ SHARED = (*OPTIONS, "--time-ranks", "2")
 def test_time_and_data_shared_learn_as_one_and_can_be_resumed_by_fewer(
     alone: Spikefuse, tmp_path: Path, memory: str, by_two: bool
 ) -> None:
-    """By two that share the time of whole batches, and then by one."""
+    """Resumed by two processes that share time, then by one."""
     last = 2 + by_two
     assert alone("train", *OPTIONS, "--epochs", str(last), "--out", "one") == 0
     output = finish(start(4, tmp_path, "train", *SHARED, "--data-ranks", "2", "--epochs", "1",
@@ -39,7 +39,7 @@ def test_time_and_data_shared_learn_as_one_and_can_be_resumed_by_fewer(
 
 
 def with_another(alone: Spikefuse, folder: Path, *arguments: str) -> int:
-    """As torchrun with two processes, of which this is one: a start less."""
+    """Run as torchrun would, with this process as one of two."""
     job = {"TORCHELASTIC_RUN_ID": "two", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -67,13 +67,13 @@ def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
 def test_a_restart_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def resumed(*arguments: str) -> Path | None:
         parsed = cli.make_parser().parse_args(["train", *arguments])
-        cli._go_on_after_restart(parsed, "last.ckpt")
+        cli._resume_after_restart(parsed, "last.ckpt")
         return parsed.resume
 
     out = ("--out", str(tmp_path))
     assert resumed() is None
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    with pytest.raises(ConfigError, match="name one with --out"):
+    with pytest.raises(ConfigError, match="add --out DIR"):
         resumed()
     (tmp_path / "last.ckpt").touch()
     assert resumed(*out) is None  # the first start
@@ -82,28 +82,31 @@ def test_a_restart_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert resumed("--resume", "other.ckpt") == Path("other.ckpt")
 
 
-ROWS = {"dataset": "shd", "model": "event-mlp", "optimizer": "row_adam"}
-
-
 @pytest.mark.parametrize(
     ("config", "place", "count", "message"),
     [
-        ({}, {"time_ranks": 2, "data_ranks": 2}, 2, "need other than 2 processes"),
-        ({}, {"time_ranks": 3}, 4, "time_ranks 3 and data_ranks as many as are left"),
+        ({}, {"time_ranks": 2, "data_ranks": 2}, 2, "do not match 2 processes"),
+        ({}, {"time_ranks": 3}, 4, "time_ranks 3 and data_ranks unset do not match 4"),
         ({}, {"time_ranks": 0}, 2, "must be at least 1"),
         ({"num_steps": 3}, {"time_ranks": 4}, 4, "num_steps is 3: expected at least time_ranks"),
-        ({"tbptt": 2}, {"time_ranks": 2}, 2, "tbptt is for sequences that one process has"),
-        (ROWS, {"time_ranks": 1}, 2, "row_adam, whose gradients of a few rows processes can't"),
+        (
+            {"tbptt": 2},
+            {"time_ranks": 2},
+            2,
+            "tbptt is given, but works on undivided",
+        ),
+        (
+            {"dataset": "shd", "model": "event-mlp"},
+            {"time_ranks": 2},
+            2,
+            "time_ranks is given, but the model computes on events: remove it",
+        ),
     ],
 )
-def test_layouts_that_cannot_be(config: dict, place: dict, count: int, message: str) -> None:
+def test_invalid_parallelism(config: dict, place: dict, count: int, message: str) -> None:
     processes = Processes(0, count, time=max(place["time_ranks"], 1))
     with pytest.raises(ConfigError, match=message):
-        check_layout(
-            TrainConfig(**config),
-            **{"data_ranks": None, "time_chunks": 4, **place},
-            processes=processes,
-        )
+        Parallelism(**place).check(TrainConfig(**config), processes)
 
 
 def test_shares_of_data_and_time() -> None:

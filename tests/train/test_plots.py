@@ -1,4 +1,4 @@
-"""What the raster shows is what the network does."""
+"""The raster shows what the network computes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import matplotlib.image
 import pytest
 import torch
 
-from spikefuse.data import DATASETS
 from spikefuse.train.classifier import Classifier
 from spikefuse.train.config import TrainConfig
-from spikefuse.train.pictures import draw_curves, draw_raster, record
+from spikefuse.train.plots import plot_curves, plot_raster, record
 
 
 def test_record_sees_every_layer() -> None:
@@ -37,12 +36,11 @@ def test_record_sees_every_layer() -> None:
 def test_pictures_of_any_depth(tmp_path: Path, model: str) -> None:
     module = Classifier(TrainConfig(num_steps=3, model=model)).eval()
     path = tmp_path / "raster.png"
-    classes = DATASETS["digits"].classes
-    draw_raster(module, torch.full((1, 1, 8, 8), 200, dtype=torch.uint8), 3, classes, path)
+    plot_raster(module, torch.full((1, 1, 8, 8), 200, dtype=torch.uint8), 3, path)
     assert matplotlib.image.imread(path).std() > 0.01
 
 
 def test_curves_of_a_single_epoch(tmp_path: Path) -> None:
     names = ("train_loss", "train_accuracy", "val_loss", "val_accuracy")
-    draw_curves([{"epoch": 1, **dict.fromkeys(names, 0.5)}], tmp_path / "curves.png")
+    plot_curves([{"epoch": 1, **dict.fromkeys(names, 0.5)}], tmp_path / "curves.png")
     assert matplotlib.image.imread(tmp_path / "curves.png").std() > 0.01

@@ -1,4 +1,4 @@
-"""Random choices depend on the seed, the purpose and the count, on nothing else."""
+"""Random choices depend only on the seed, the purpose and the index."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from spikefuse.train.randomness import Purpose, derive, order, reseed
+from spikefuse.train.seeding import Purpose, derive, order, reseed
 
 
 def test_seeds_differ() -> None:

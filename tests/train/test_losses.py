@@ -1,4 +1,4 @@
-"""Losses over time against their definitions, and the learning rate over a run."""
+"""Losses over time against their definitions, and the learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from spikefuse.train.config import LOSSES, TrainConfig
-from spikefuse.train.objective import learning_rate, objective, readout
+from spikefuse.train.losses import learning_rate, readout, sequence_loss
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -28,7 +28,7 @@ def test_losses(smoothing: float) -> None:
     }
     assert set(expected) == set(LOSSES)
     for name, value in expected.items():
-        torch.testing.assert_close(objective(outputs, labels, name, smoothing), value)
+        torch.testing.assert_close(sequence_loss(outputs, labels, name, smoothing), value)
 
 
 def test_readout_is_what_the_loss_is_of() -> None:

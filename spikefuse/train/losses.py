@@ -1,4 +1,4 @@
-"""What training minimises, and how fast: losses over time and the learning rate's schedule.
+"""Losses over time and the learning-rate schedule.
 
 Shape legend: T time steps, B samples, C classes.
 """
@@ -15,23 +15,23 @@ from spikefuse.train.config import TrainConfig
 
 
 def readout(outputs: Tensor, loss: str) -> Tensor:
-    """What predicts the class: the output's mean over time, or with the loss "last" its last step.
+    """Return the logits: the mean of the outputs over time or, with loss "last", the last step.
 
     Args:
         outputs: `[T, B, C]`.
         loss: one of `config.LOSSES`.
 
     Returns:
-        Logits `[B, C]`, float32.
+        float32 `[B, C]`.
     """
     return (outputs[-1] if loss == "last" else outputs.mean(0, dtype=torch.float32)).float()
 
 
-def objective(outputs: Tensor, labels: Tensor, loss: str, smoothing: float = 0.0) -> Tensor:
-    """The training loss of outputs over time, a scalar in float32.
+def sequence_loss(outputs: Tensor, labels: Tensor, loss: str, smoothing: float = 0.0) -> Tensor:
+    """Compute the training loss of outputs over time, a float32 scalar.
 
-    `mean`: $CE(\\frac1T\\sum_t y_t)$; `last`: $CE(y_T)$; `every`: $\\frac1T\\sum_t CE(y_t)$, $CE$
-    being the cross entropy, averaged over samples.
+    `mean`: $CE(\\frac1T\\sum_t y_t)$; `last`: $CE(y_T)$; `every`: $\\frac1T\\sum_t CE(y_t)$, where
+    $CE$ is the cross entropy averaged over samples.
 
     Source of `every`: Deng et al., "Temporal Efficient Training of Spiking Neural Network via
     Gradient Re-weighting", ICLR 2022, equation 9.
@@ -40,7 +40,7 @@ def objective(outputs: Tensor, labels: Tensor, loss: str, smoothing: float = 0.0
         outputs: `[T, B, C]`.
         labels: classes `[B]`.
         loss: one of `config.LOSSES`.
-        smoothing: share of the target that is spread over all classes, from 0 to 1.
+        smoothing: fraction of the target spread over all classes, from 0 to 1.
     """
     if loss == "every":
         logits, labels = outputs.flatten(0, 1).float(), labels.repeat(len(outputs))
@@ -50,10 +50,10 @@ def objective(outputs: Tensor, labels: Tensor, loss: str, smoothing: float = 0.0
 
 
 def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
-    """The learning rate of optimizer step `step`, counted from 0.
+    """Return the learning rate of optimizer step `step`, counted from 0.
 
-    Over the first $W$ steps, those of `warmup` epochs, $\\eta (n + 1) / W$; then $\\eta$, or with
-    the cosine schedule $\\frac{\\eta}{2} (1 + \\cos(\\pi \\frac{n - W}{N - W}))$ of $N$ steps.
+    During the first $W$ steps (`warmup` epochs) it is $\\eta (n + 1) / W$, then $\\eta$, or with
+    the cosine schedule $\\frac{\\eta}{2} (1 + \\cos(\\pi \\frac{n - W}{N - W}))$ over $N$ steps.
 
     Source of the cosine: Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm
     Restarts", ICLR 2017, equation 5, without restarts.
@@ -65,5 +65,5 @@ def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float
     elif config.schedule == "cosine":
         done = (step - warmup) / max(1, config.epochs * steps_per_epoch - warmup)
         factor = 0.5 * (1 + math.cos(math.pi * done))
-    # As a float32: an optimizer within a CUDA graph reads it from such a tensor.
+    # Rounded to float32, the type in which an optimizer inside a CUDA graph reads it.
     return torch.tensor(config.lr * factor, dtype=torch.float32).item()

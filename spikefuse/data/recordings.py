@@ -1,0 +1,93 @@
+"""Recordings of event cameras and artificial cochleas.
+
+Shape legend: E events, P polarities, H rows, W columns or units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from spikefuse.data.files import damaged
+
+# Coordinates x, y, polarity p and time t of events, each `[E]`.
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The events of one recording, in temporal order.
+
+    Args:
+        x: column, or unit of an audio recording, `[E]`.
+        y: row `[E]`; 0 for audio.
+        p: polarity `[E]`, 1 where brightness increased; 0 for audio.
+        t: int64 `[E]`, microseconds since the start of the recording, non-decreasing.
+        size: of the sensor: (P, H, W), or (W,) for audio.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    p: np.ndarray
+    t: np.ndarray
+    size: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.t)
+
+    @property
+    def sites(self) -> np.ndarray:
+        """int64 `[E]`: index of each event in the flattened sensor, `(p H + y) W + x`."""
+        if len(self.size) == 1:
+            return self.x.astype(np.int64)
+        _, height, width = self.size
+        return (self.p.astype(np.int64) * height + self.y) * width + self.x
+
+
+def make_recording(columns: Columns, size: tuple[int, ...], path: Path) -> Recording:
+    """Check the events of a file against the sensor and sort them by time.
+
+    Raises:
+        DataError: an event of `path` lies outside the sensor.
+    """
+    x, y, p, t = columns
+    polarities, height, width = size if len(size) == 3 else (1, 1, size[0])
+    for name, values, limit in (("x", x, width), ("y", y, height), ("p", p, polarities)):
+        if len(values) and not 0 <= int(values.min()) <= int(values.max()) < limit:
+            outside = values[(values < 0) | (values >= limit)][0]
+            raise damaged(path, f"an event has {name} = {outside}, expected less than {limit}")
+    t = t.astype(np.int64)
+    if len(t) and (np.diff(t) < 0).any():  # the clock of a camera may step back
+        order = np.argsort(t, kind="stable")
+        x, y, p, t = x[order], y[order], p[order], t[order]
+    return Recording(x.astype(np.uint16), y.astype(np.uint16), p.astype(np.uint8), t, size)
+
+
+def make_events(
+    x: np.ndarray, y: np.ndarray, p: np.ndarray, t: np.ndarray, size: tuple[int, ...], path: Path
+) -> Recording:
+    """The former name of `make_recording`."""
+    return make_recording((x, y, p, t), size, path)
+
+
+@dataclass(frozen=True)
+class RecordingSet:
+    """Labelled recordings on disk; only the labels are in memory.
+
+    Args:
+        size: of the sensor: (P, H, W), or (W,) for audio.
+        labels: int64 `[N]`.
+        files: all files that hold the recordings.
+        read: returns an iterator over the recordings, in the order of `labels`.
+    """
+
+    size: tuple[int, ...]
+    labels: np.ndarray
+    files: tuple[Path, ...]
+    read: Callable[[], Iterator[Recording]]
+
+    def __len__(self) -> int:
+        return len(self.labels)

@@ -1,0 +1,38 @@
+"""Random choices as pure functions of the seed and of the position in the run.
+
+A run that resumes at step n therefore continues exactly, without any saved generator state.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Purpose(IntEnum):
+    """What random numbers are used for; each purpose has an independent stream."""
+
+    WEIGHTS = 0
+    ORDER = 1
+    STEP = 2
+    EVALUATION = 3
+
+
+def derive(seed: int, purpose: Purpose, index: int = 0) -> int:
+    """Derive a 64-bit seed from the run's seed, a purpose and an index."""
+    sequence = np.random.SeedSequence([seed, purpose, index])
+    return int(sequence.generate_state(1, np.uint64)[0])
+
+
+def reseed(seed: int, purpose: Purpose, index: int = 0) -> None:
+    """Seed PyTorch's global generators on all devices."""
+    torch.manual_seed(derive(seed, purpose, index))
+
+
+def order(count: int, seed: int, epoch: int) -> Tensor:
+    """Return the order in which `epoch`, counted from 0, visits `count` examples."""
+    generator = torch.Generator().manual_seed(derive(seed, Purpose.ORDER, epoch))
+    return torch.randperm(count, generator=generator)
