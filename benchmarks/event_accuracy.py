@@ -77,7 +77,8 @@ def spikes(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def random_spikes() -> tuple[Tensor, Tensor]:
-    bits = np.packbits(np.random.default_rng(0).random((60, 20, INPUTS)) < 0.1, axis=2)
+    drawn = np.random.default_rng(0).random((60, 20, INPUTS)) < 0.1
+    bits = np.packbits(drawn, axis=2, bitorder="little")
     return torch.from_numpy(bits), torch.arange(60) % CLASSES
 
 

@@ -130,7 +130,7 @@ def test_everything_is_run_and_failures_are_named(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("subprocess.run", run)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    with pytest.raises(SystemExit, match="failed: -m benchmarks.event_scaling --ranks 1 2 4"):
+    with pytest.raises(SystemExit, match=r"failed: -m benchmarks\.event_scaling --ranks 1 2 4"):
         everything.main(["--gpus"])
     assert seen[-1].endswith("benchmarks.tables")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
