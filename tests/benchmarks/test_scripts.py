@@ -145,6 +145,7 @@ def test_each_recipe_has_a_row() -> None:
 
 
 def test_a_failed_training_ends_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPIKEFUSE_REVISION", "0")  # otherwise git is run
     done = subprocess.CompletedProcess([], 2)
     monkeypatch.setattr(training.subprocess, "run", lambda *_, **__: done)
     with pytest.raises(SystemExit, match="seed 0 ended with exit code 2"):

@@ -137,9 +137,7 @@ def assert_same_in_double(build: Build, seed: int, spiking: bool = True) -> None
     theirs = run_theirs(match, torch.float64)
     if spiking:
         rate = (theirs.output != 0).double().mean().item()
-        assert 0.02 < rate < 0.98, (
-            f"{rate:.0%} of the outputs are spikes: a poor test"
-        )
+        assert 0.02 < rate < 0.98, f"{rate:.0%} of the outputs are spikes: a poor test"
     _assert_close("output", ours.output, theirs.output)
     weights = draw_weights(ours.output)
     expected = their_gradients(match, theirs, weights)
