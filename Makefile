@@ -1,13 +1,13 @@
-# make train and make test set up everything they need, once. `make help` lists the rest.
+# make train and make test set up everything that they need, once; `make help` lists all targets.
 #   PYTHON=python3.12    the interpreter that makes the environment
-#   VENV=                use PYTHON's own packages as they are: no environment, nothing installed
-#   ARGS="..."           passed on to the command
+#   VENV=                use PYTHON's own packages: no environment, nothing is installed
+#   ARGS="..."           further arguments of the command
 
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
 
-# Without a GPU exactly this torch, so that pip takes a CPU build where one is at hand.
+# Without a GPU, an exact version lets pip choose a CPU build if one is available.
 TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo torch triton || echo torch==2.13.0)
 
 ifeq ($(strip $(VENV)),)
@@ -20,15 +20,15 @@ HAS_DEV   := $(VENV)/.has-dev
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help train test judges lint format bench clean
+.PHONY: help train test parity lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make train    train a small convolutional SNN on handwritten digits (ARGS='--help' says what else)"
+	@echo "make train    train a small convolutional SNN on handwritten digits (options: ARGS='--help')"
 	@echo "make test     run all tests"
-	@echo "make judges   compare with SpikingJelly, snnTorch and Norse, which it downloads"
+	@echo "make parity   compare with SpikingJelly, snnTorch and Norse, which it downloads"
 	@echo "make lint     ruff and mypy"
-	@echo "make format   let ruff rewrite what it can"
+	@echo "make format   fix and format the code with ruff"
 	@echo "make bench    run the benchmarks and rebuild the tables in README.md"
 	@echo "make clean    remove caches and build outputs (not $(VENV), not runs/)"
 
@@ -38,10 +38,10 @@ train: $(HAS_TRAIN)
 test: $(HAS_DEV)
 	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
-# In a folder of their own: what finds them imports them, and their warnings are errors elsewhere.
-judges: $(HAS_DEV)
-	$(PIP) --no-deps --upgrade --target .judges --requirement tests/judges/requirements.txt
-	PYTHONPATH=.judges $(PY) -m pytest -n auto --maxprocesses 8 tests/judges $(ARGS)
+# The other libraries get a folder of their own, because other tests would fail on their warnings.
+parity: $(HAS_DEV)
+	$(PIP) --no-deps --upgrade --target .parity --requirement tests/parity/requirements.txt
+	PYTHONPATH=.parity $(PY) -m pytest -n auto --maxprocesses 8 tests/parity $(ARGS)
 
 lint: $(HAS_DEV)
 	$(PY) -m ruff check .
@@ -69,12 +69,12 @@ $(HAS_TORCH):
 	@touch $@
 
 $(HAS_TRAIN): pyproject.toml $(HAS_TORCH)
-	@echo "installing spikefuse and what training needs"
+	@echo "installing spikefuse with the trainer"
 	@$(PIP) --editable '.[train]'
 	@touch $@
 
 $(HAS_DEV): $(HAS_TRAIN)
-	@echo "installing what the tests need"
+	@echo "installing the test dependencies"
 	@$(PIP) --editable '.[train,dev]'
 	@touch $@
 endif

@@ -1,1 +1,1 @@
-"""Measurements behind the figures in README.md: one script per figure, one runner."""
+"""Benchmarks: one script per figure or comparison, one runner, results in `benchmarks/results`."""

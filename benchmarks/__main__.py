@@ -1,46 +1,62 @@
-"""All benchmarks that one process can run on this machine, then the tables in README.md.
+"""Run the benchmarks that this machine is for, then rebuild the tables in README.md.
 
-python -m benchmarks        on a GPU its own, then events, the first calls and the CPU comparison
+    python -m benchmarks            neurons, networks, events, first call, CPU
+    python -m benchmarks --gpus     on several GPUs: DDP, time sharding, neuron sharding
 
-Not those of several GPUs, which benchmarks.several_gpus has; nor those that train:
-benchmarks.training, benchmarks.convergence, benchmarks.event_accuracy and benchmarks.reproduce.
+Each runs in a process of its own; the others still run if one fails. Training runs
+(`benchmarks.training`, `convergence`, `event_accuracy`) are started by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 
 import torch
 
-from benchmarks import (
-    block,
-    bptt_figures,
-    cpu_neuron,
-    events,
-    first_call,
-    networks,
-    neurons,
-    tables,
-    timestep_scaling,
-)
+from benchmarks import record
+
+ON_GPU = ("timestep_scaling", "neurons", "block", "networks")
+ANYWHERE = ("events --streaming", "first_call", "cpu", "tables")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser("benchmarks", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.parse_args()
-    if torch.cuda.is_available():
-        timestep_scaling.main([])
-        neurons.main([])
-        block.main([])
-        networks.main([])
-        bptt_figures.main([])
-    else:
-        print("no GPU: the time-step scaling, the rooflines, networks and figures are left out")
-    events.main(["--loop", "--streaming"] if torch.cuda.is_available() else [])
-    first_call.main([])
-    cpu_neuron.main([])
-    tables.main([])
+def commands(gpus: int) -> list[list[str]]:
+    """Return the commands, on several GPUs those of `--gpus`."""
+    python = [sys.executable, "-m"]
+    if gpus < 2:
+        names = [*(ON_GPU if gpus else ()), *ANYWHERE]
+        return [[*python, *f"benchmarks.{name}".split()] for name in names]
+    torchrun = [*python, "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    found = [[*torchrun, str(gpus), "-m", "benchmarks.time_sharding"]]
+    for workload in ("resnet18-mnist", "alexnet-imagenet", "resnet34-imagenet"):
+        found.append([*torchrun, "2", "-m", "benchmarks.ddp", "--workload", workload])
+    ranks = [str(n) for n in (1, 2, 4, 8) if n <= gpus]
+    found.append([*python, "benchmarks.event_scaling", "--ranks", *ranks])
+    return [*found, [*python, "benchmarks.tables"]]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--gpus", action="store_true", help="the benchmarks of several GPUs")
+    args = parser.parse_args(argv)
+    available = torch.cuda.device_count()
+    if args.gpus and available < 2:
+        parser.error(f"--gpus needs two GPUs, this machine has {available}")
+    if not available:
+        print("no GPU: neurons, blocks and networks are left out")
+    failed = []
+    for command in commands(available if args.gpus else min(available, 1)):
+        text = " ".join(command[1:])
+        print(f"== {text}", flush=True)
+        if subprocess.run(command, cwd=record.ROOT, check=False).returncode:
+            failed.append(text)
+    if failed:
+        sys.exit("failed: " + "; ".join(failed))
 
 
 if __name__ == "__main__":

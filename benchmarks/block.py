@@ -1,26 +1,24 @@
 """Batch norm and LIF neurons as one block on one GPU, against the roofline and SpikingJelly.
 
     python -m benchmarks.block
-    python -m benchmarks.block --rows large --dtype bfloat16 --profile
+    python -m benchmarks.block --rows large --dtype bfloat16
 
-Forward and backward in training: gradients of the input and of the norm's weight and bias. "large"
-is a layer of 64 channels at 56 x 56, T = 32, batch 100, channels-last and contiguous; "late" is one
-of 512 channels at 4 x 4. The rivals are torch's batch norm followed by our neuron, and by
-SpikingJelly's function with a float32 state, on a view of the norm's result.
+Forward and backward in training, with gradients of the input and of the norm's weight and bias.
+"large" is a layer of 64 channels at 56 x 56, T = 32, batch 100; "late" has 512 channels at 4 x 4.
+The block is compared with torch's batch norm followed by our neuron, and followed by SpikingJelly's
+function with a float32 state on a view of the norm's result.
 
 The roofline is the time in which this GPU copies the bytes that must move, measured in the same
 row: x is read for the statistics, by forward, and by each of two backward passes; the gradient of
 the output is read by these two; the output and the gradient of x are written.
 
-Neurons that come near the threshold have no loss; all others must spike as in float64, and the
-gradients are held to those in float64. `--profile` adds what each kernel takes. Without a GPU it
-is a trial of the script, on few neurons.
+Neurons whose potential comes near the threshold get no loss. All others must spike as in float64,
+and gradients are compared with those in float64.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,211 +28,176 @@ import torch
 from torch import Tensor, nn
 
 import spikefuse as sf
-from benchmarks import layer, lif, record, series, steps
-from benchmarks.agreement import ROUNDING, apart
-from benchmarks.layer import DTYPES, Inputs, Result
-from benchmarks.neurons import COPY_BYTES, Plan, progress
-from benchmarks.runner import Contender, Settings, clock_for, first_line, kernel_times, measure
-from spikefuse.block.block import Block
+from benchmarks import layers, runner
+from benchmarks.agreement import ROUNDING, difference
+from benchmarks.layers import DTYPES, JELLY_FUNCTION, OURS, Inputs, LayerInput, LayerResult
+from benchmarks.network_steps import JellyFunction
+from benchmarks.neurons import COPY_BYTES
+from benchmarks.runner import Contender, Timing, first_line, measure
+from spikefuse.nn import Block
 from spikefuse.testing import within_budget
 
 SHAPES = {"large": (32, 100, 64, 56, 56), "late": (32, 100, 512, 4, 4)}
-TRIAL = (4, 3, 4, 5, 5)
+QUICK = (4, 3, 4, 5, 5)
 LAYOUTS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
-AGAIN = f"{layer.OURS}, states computed again"
-TWO = f"batch norm, then {layer.OURS}"
-RIVAL = f"batch norm, then {lif.RIVAL_FUNCTION}"
+RECOMPUTED = f"{OURS}, recomputed states"
+SEPARATE = f"batch norm, then {OURS}"
+RIVAL = f"batch norm, then {JELLY_FUNCTION}"
 
-# Sequences that must be read or written; see above.
-SEQUENCES = 8
-ROOFLINE, FASTER = 0.75, 1.8
-JUDGED = ("large", "bfloat16", "channels-last")
-# Thresholds so much higher and lower turn no spike of a neuron that stays away from its own. In
-# bfloat16 the rivals round what the norm gives.
+SEQUENCES = 8  # that must be read or written; see above
+# Relative distance from the threshold below which a neuron gets no loss. In bfloat16 the separate
+# contenders round the result of the norm.
 MARGIN = {"float32": 1e-4, "bfloat16": 1e-2}
-# Neurons may be that near at most, as a share of all.
-MAX_NEAR = 0.3
-KERNELS = ("statistics", "forward", "first pass", "sums", "second pass")
-
-
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = series.parser("block", __doc__, rounds=11, within=140.0)
-    parser.add_argument("--rows", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="ROW")
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
-    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--profile", action="store_true", help="also what each kernel takes")
-    return series.parse(parser, argv)
+MAX_NEAR = 0.3  # largest share of such neurons
 
 
 @dataclass(frozen=True)
-class Row:
-    """One measurement."""
-
-    shape_name: str
+class BlockRow:
+    name: str
     shape: tuple[int, ...]
     dtype: str
     layout: str
 
     @property
     def title(self) -> str:
-        return f"{self.shape_name} {list(self.shape)}, {self.dtype}, {self.layout}"
-
-
-def rows(args: argparse.Namespace) -> Iterator[Row]:
-    for name in args.rows:
-        for layout in args.layout:
-            for dtype in args.dtype:
-                yield Row(name, TRIAL if args.quick else SHAPES[name], dtype, layout)
+        return f"{self.name} {list(self.shape)}, {self.dtype}, {self.layout}"
 
 
 def main(argv: list[str] | None = None) -> Path:
-    args = arguments(argv)
-    device = torch.device(args.device)
-    plan = Plan(
-        device,
-        clock_for(device),
-        layer.large_copy(1 << 20 if args.quick else COPY_BYTES, device),
-        Settings(args.rounds, slot_ms=0.5 if args.quick else 25.0),
-    )
-    return series.run(args, rows(args), partial(measure_one, plan, args.profile), progress, bars)
+    parser = runner.make_parser("block", __doc__)
+    parser.add_argument("--rows", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="ROW")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    args = runner.parse(parser, argv)
+    rows = [
+        BlockRow(name, QUICK if args.quick else SHAPES[name], dtype, layout)
+        for name in args.rows
+        for layout in args.layout
+        for dtype in args.dtype
+    ]
+    timing = Timing.of(args, COPY_BYTES)
+    return runner.run_rows(args, rows, partial(measure_block, timing, torch.device(args.device)))
 
 
-def measure_one(plan: Plan, profile: bool, row: Row) -> dict[str, Any]:
-    dtype = DTYPES[row.dtype]
-    inputs = Inputs(row.shape, dtype, plan.device).in_layout(LAYOUTS[row.layout])
-    norm = make_norm(row.shape[2], plan.device)
-    truth = Truth.of(norm, inputs, row.dtype)
-    ours = contender(layer.OURS, norm, inputs, Block(norm, lif.neuron(), sf.memory.Bits()))
-    measured = measure(
-        [
-            ours,
-            contender(AGAIN, norm, inputs, Block(norm, lif.neuron(), sf.memory.Recompute())),
-            contender(TWO, norm, inputs, partial(in_turn, norm, lif.neuron())),
-            rival(norm, inputs),
-        ],
-        [plan.copy],
-        truth.verify,
-        plan.clock,
-        SEQUENCES * inputs.like.nbytes,
-        plan.turns,
-        inputs.prepare,
-    )
+def measure_block(timing: Timing, device: torch.device, row: BlockRow) -> dict[str, Any]:
+    given = LayerInput(row.shape, DTYPES[row.dtype], device)
+    inputs = Inputs(given).in_layout(LAYOUTS[row.layout])
+    norm = make_norm(row.shape[2], device)
+    truth = BlockTruth(norm, inputs, row.dtype)
+    blocks = {
+        OURS: Block(norm, layers.lif(), sf.memory.Bits()),
+        RECOMPUTED: Block(norm, layers.lif(), sf.memory.Recompute()),
+        SEPARATE: partial(norm_then, norm, layers.lif()),
+    }
+    contenders = [block_contender(name, norm, inputs, block) for name, block in blocks.items()]
+    contenders.append(rival(norm, inputs))
+    num_bytes = SEQUENCES * inputs.like.nbytes
     return {
         "row": row.title,
-        "shape_name": row.shape_name,
+        "shape_name": row.name,
         "shape": list(row.shape),
         "dtype": row.dtype,
         "layout": row.layout,
         "verified_channels": len(truth.channels),
         "near": float(f"{truth.near_share:.3g}"),
         "input_bytes": inputs.num_bytes,
-        "kernels": kernels(ours, plan.device) if profile else [],
-    } | measured
+    } | measure(contenders, truth.verify, timing, num_bytes, inputs.prepare)
 
 
 def make_norm(channels: int, device: torch.device) -> nn.BatchNorm2d:
     norm = nn.BatchNorm2d(channels, device=device)
-    with torch.no_grad():  # each channel its own
+    with torch.no_grad():  # different values in each channel
         norm.weight.copy_(torch.linspace(0.5, 1.5, channels))
         norm.bias.copy_(torch.linspace(-0.5, 0.5, channels))
     return norm
 
 
-def contender(
+def block_contender(
     name: str, norm: nn.Module, inputs: Inputs, function: Callable[[Tensor], Tensor]
 ) -> Contender:
-    return layer.contender(name, function, inputs, params=tuple(norm.parameters()))
+    return layers.trained(name, function, inputs, tuple(norm.parameters()))
 
 
-def in_turn(norm: nn.Module, neuron: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def norm_then(norm: nn.Module, neuron: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return neuron(norm(x.flatten(0, 1)).unflatten(0, x.shape[:2]))
 
 
 def rival(norm: nn.Module, inputs: Inputs) -> Contender:
     try:
-        functional, _, surrogates = lif.spikingjelly()
-    except Exception as error:  # whatever it is: the reason is the result
+        functional, surrogates = layers.spikingjelly("functional", "surrogate")
+    except Exception as error:
         return Contender(RIVAL, unavailable=first_line(error))
-    constants = lif.constants(surrogates.Sigmoid(alpha=lif.WIDTH))
+    constants = layers.jelly_constants(surrogates.Sigmoid(alpha=layers.WIDTH))
 
     def function(x: Tensor, rest: Tensor) -> Tensor:
         return functional.lif_multi_step(x, rest, **constants)[0]
 
-    steps_of = steps.JellyFunction(inputs.like.shape[0], function)
+    folded = JellyFunction(inputs.like.shape[0], function)
 
     def neuron(x: Tensor) -> Tensor:
-        return steps_of(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return folded(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
-    made = contender(RIVAL, norm, inputs, partial(in_turn, norm, neuron))
-    made.note = lif.implementation(functional, inputs.like.device)
+    made = block_contender(RIVAL, norm, inputs, partial(norm_then, norm, neuron))
+    made.note = layers.jelly_implementation(functional, inputs.like.device)
     return made
 
 
-@dataclass
-class Truth:
-    """Results for the first set of inputs: by the eager loop, and in float64.
+class BlockTruth:
+    """Results for the first set of inputs by the reference, in the inputs' dtype and in float64.
 
-    Norms treat channels on their own, so of long sequences the first and the last are verified.
+    Norms treat channels independently, so only the first and last channels of long sequences are
+    verified. Neurons near the threshold get no loss: their gradients in the first set become 0.
     """
 
-    channels: list[int]
-    near: Tensor  # [1, B, channels, ...]: has no loss
-    expected: Result
-    true: Result
-    rounding: float
-
-    @classmethod
-    def of(cls, norm: nn.BatchNorm2d, inputs: Inputs, dtype: str) -> Truth:
+    def __init__(self, norm: nn.BatchNorm2d, inputs: Inputs, dtype: str) -> None:
         (x,), (grad,) = inputs.sets[0]
-        every = list(range(x.shape[2]))
-        half = max(1, layer.VERIFIED_ELEMENTS * len(every) // x.numel() // 2)
-        channels = every if 2 * half >= len(every) else every[:half] + every[-half:]
-        share = max(1, layer.CHUNK_ELEMENTS[x.device.type] * len(every) // x.numel())
-        parts = []
-        for start in range(0, len(channels), share):
-            chosen = channels[start : start + share]
-            part = sliced(norm, chosen)
-            xs, grads = x.detach()[:, :, chosen], grad[:, :, chosen]
-            near = comes_near(part, xs, MARGIN[dtype])
-            grads = torch.where(near, 0, grads)
-            grad[:, :, chosen] = grads
-            parts.append((near, eager(part, xs, grads), eager(part, xs.double(), grads)))
-        near = torch.cat([part[0] for part in parts], 2)
-        joined = [_joined([part[i] for part in parts]) for i in (1, 2)]
-        return cls(channels, near, *joined, ROUNDING[dtype])
+        self.rounding = ROUNDING[dtype]
+        ends = layers.ends(x, 2)
+        self.channels = torch.arange(x.shape[2])
+        self.channels = torch.cat([self.channels[end[2]] for end in ends]).to(x.device)
+        norm = sliced(norm, self.channels)
+        xs, grads = x.detach()[:, :, self.channels], grad[:, :, self.channels]
+        self.near = near_threshold(norm, xs, MARGIN[dtype])
+        grads = torch.where(self.near, 0, grads)
+        grad[:, :, self.channels] = grads
+        self.expected = reference_block(norm, xs, grads)
+        self.true = reference_block(norm, xs.double(), grads)
 
     @property
     def near_share(self) -> float:
         return self.near.float().mean().item()
 
-    def verify(self, contender: Contender, result: Result) -> None:
-        """Hold a result to float64: ours value by value, to the error of the eager loop in the
-        same dtype; the others', which round what the norm gives, as a whole.
+    def verify(self, contender: Contender, result: LayerResult) -> None:
+        """Check a result against float64.
+
+        Each value of our gradients may err as much as the reference does in the same dtype. The
+        other contenders round the result of the norm; their gradients are compared by norm.
 
         Raises:
-            AssertionError: what differs.
+            AssertionError: the result is wrong.
         """
-        assert self.near_share <= MAX_NEAR, f"{self.near_share:.2g} of the neurons have no loss"
+        share = self.near_share
+        assert share <= MAX_NEAR, f"{share:.2g} of the neurons come near the threshold"
         (y,), (gx,) = result.outputs, result.grads
         assert y.isfinite().all(), "the output is not finite"
         assert gx.isfinite().all(), "the gradient is not finite"
-        found = (y[:, :, self.channels], gx[:, :, self.channels],
-                 *(g[self.channels] for g in result.params))  # fmt: skip
-        wrong = ((found[0] != self.true.outputs[0]) & ~self.near).sum().item()
-        assert wrong == 0, f"{wrong} spikes differ of neurons that stay away from the threshold"
+        y, gx = y[:, :, self.channels], gx[:, :, self.channels]
+        wrong = ((y != self.true.outputs[0]) & ~self.near).sum().item()
+        assert wrong == 0, f"{wrong} spikes differ in neurons that stay away from the threshold"
+        found = (gx, *(g[self.channels] for g in result.params))
         names = ("gradient of x", "gradient of the weight", "gradient of the bias")
         expected, true = ((*r.grads, *r.params) for r in (self.expected, self.true))
-        size = true[0].double().norm().item()  # of terms that cancel in the parameters' sums
-        for name, a, e, t in zip(names, found[1:], expected, true, strict=True):
-            if contender.name == layer.OURS:
-                within_budget(name, a, e, t, 8.0, 0.0 if a is found[1] else size)
-            error = apart([a], [t])
+        size = true[0].double().norm().item()  # of the terms that cancel in parameters' sums
+        for name, a, e, t in zip(names, found, expected, true, strict=True):
+            if contender.name == OURS:
+                within_budget(name, a, e, t, 8.0, 0.0 if a is gx else size)
+            error = difference([a], [t])
             assert error <= self.rounding, (
-                f"{name} differs by {error:.3g} of its size, allowed is {self.rounding:g}"
+                f"{name} differs by {error:.3g} of its norm, allowed is {self.rounding:g}"
             )
 
 
-def sliced(norm: nn.BatchNorm2d, channels: list[int]) -> nn.BatchNorm2d:
+def sliced(norm: nn.BatchNorm2d, channels: Tensor) -> nn.BatchNorm2d:
     made = nn.BatchNorm2d(len(channels), device=norm.weight.device)
     with torch.no_grad():
         made.weight.copy_(norm.weight[channels])
@@ -242,64 +205,22 @@ def sliced(norm: nn.BatchNorm2d, channels: list[int]) -> nn.BatchNorm2d:
     return made
 
 
-def comes_near(norm: nn.BatchNorm2d, x: Tensor, margin: float) -> Tensor:
-    """Neurons `[1, B, C, ...]` that a slightly different threshold would make spike otherwise.
-
-    While two thresholds around a third give the same spikes, no potential lies between them.
-    """
+def near_threshold(norm: nn.BatchNorm2d, x: Tensor, margin: float) -> Tensor:
+    """Return the neurons `[1, B, C, ...]` that spike differently with a slightly lower and a
+    slightly higher threshold: no other potential lies between the two thresholds."""
     spikes = []
     for factor in (1 - margin, 1 + margin):
-        neuron = sf.LIF(lif.DECAY, lif.THRESHOLD * factor)
+        block = Block(norm, sf.LIF(layers.DECAY, layers.THRESHOLD * factor))
         with torch.no_grad():
-            spikes.append(Block(norm, neuron)(x.double(), impl="reference"))
+            spikes.append(block(x.double(), impl="reference"))
     return (spikes[0] != spikes[1]).any(0, keepdim=True)
 
 
-def eager(norm: nn.BatchNorm2d, x: Tensor, grad: Tensor) -> Result:
+def reference_block(norm: nn.BatchNorm2d, x: Tensor, grad: Tensor) -> LayerResult:
     leaf = x.detach().requires_grad_()
-    y = Block(norm, lif.neuron())(leaf, impl="reference")
+    y = Block(norm, layers.lif())(leaf, impl="reference")
     gx, *params = torch.autograd.grad(y, (leaf, *norm.parameters()), grad.to(y.dtype))
-    return Result((y.detach(),), (gx,), tuple(params))
-
-
-def _joined(results: list[Result]) -> Result:
-    def cat(parts: list[layer.Tensors], dim: int) -> layer.Tensors:
-        return tuple(torch.cat(p, dim) for p in zip(*parts, strict=True))
-
-    return Result(
-        cat([r.outputs for r in results], 2),
-        cat([r.grads for r in results], 2),
-        cat([r.params for r in results], 0),
-    )
-
-
-def kernels(contender: Contender, device: torch.device) -> list[dict[str, Any]]:
-    """What each kernel of a run takes, in order; called by its part of the block if they are five.
-    None without a GPU."""
-    assert contender.run is not None
-    found = kernel_times(contender.run, device)
-    parts = KERNELS if len(found) == len(KERNELS) else ("",) * len(found)
-    return [
-        {"part": part, "kernel": name, "us": round(micros, 2)}
-        for part, (name, micros) in zip(parts, found, strict=True)
-    ]
-
-
-def bars(row: Row, found: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The project's own bars for a row; what could not be measured is None, and missed."""
-    if (row.shape_name, row.dtype, row.layout) != JUDGED:
-        return []
-    right = {c["name"]: c for c in (found or {}).get("contenders", []) if c["status"] == "ok"}
-    share = faster = None
-    if layer.OURS in right:
-        ours = right[layer.OURS]
-        share = ours["fraction"]["device_ms"]
-        if RIVAL in right:
-            faster = right[RIVAL]["device_ms"]["median"] / ours["device_ms"]["median"]
-    return [
-        record.bar(f"{row.title}: of the roofline", share, ROOFLINE),
-        record.bar(f"{row.title}: times faster than {RIVAL}", faster, FASTER),
-    ]
+    return LayerResult((y.detach(),), (gx,), tuple(params))
 
 
 if __name__ == "__main__":

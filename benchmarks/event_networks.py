@@ -1,44 +1,31 @@
-"""Networks on events and dense ones of equal weights, as Finkbeiner and Neftci's poster has them.
+"""Networks on events and dense networks with the same weights, as in Finkbeiner and Neftci's poster
+"Drastically Improved SNN-Training Throughput on the IPU by Utilizing Activation Sparsity".
 
-The poster: "Drastically Improved SNN-Training Throughput on the IPU by Utilizing Activation
-Sparsity". A step is forward, backward and update. There are two settings of activity. Natural:
-random weights, scaled so that each layer fires at the rate asked for on this very input. Fixed:
-each layer hands on as many spikes in every step as the rate allows, drawn at random, in place of
-its own, and its neurons still compute. The learning rate is 0, which changes nothing of the work,
-so that activity stays. All contenders have the same weights, and the same input each in the form
-that it takes. On a GPU the dense network and the loop also run as replays of a CUDA graph, update
-included.
+A step is forward, backward and update. Random weights are scaled until each layer fires at the
+requested rate on this input. The learning rate is 0, so that the activity stays.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spikefuse as sf
-from benchmarks.runner import Contender, first_line
-from benchmarks.steps import graphed
+from benchmarks.network_steps import graph_contender
+from benchmarks.runner import Contender
 from spikefuse.models import event_mlp, mlp, split_widths
-from spikefuse.nn import EventLinear, Events, RowAdam, scale_to_rate
+from spikefuse.nn import Events, scale_to_rate
 
-EVENTS, LAZY = "events", "events, RowAdam"
+EVENTS, DENSE = "events", "dense, fused over time"
 LISTS, PRODUCTS = "events, lists only", "events, dense products only"
-DENSE, LOOP = "dense, fused over time", "dense, compiled per step"
-GRAPH = ", CUDA graph"
-# Why there is no such contender of the networks on events.
-NO_GRAPH = (
-    "of each layer's events the host reads how many there are, to make lists of that length and to "
-    "choose between lists and dense products: such a step can't be recorded"
-)
+REPLAY = ", CUDA graph"
 DECAY, THRESHOLD, WIDTH, CUTOFF = 0.95, 1.0, 10.0, -0.1
 CLASSES = 20
-NATURAL, FIXED = "natural", "fixed"
 
 
 @dataclass(frozen=True)
@@ -50,9 +37,7 @@ class Case:
         input_rate: share of the inputs that spike in a step.
         hidden: neurons of each hidden layer.
         rates: of the hidden layers, each measured.
-        bars: how many times faster than dense on a CPU, by rate.
-        loop_bar: how many times faster our best is than the compiled loop on a GPU.
-        activity: NATURAL or FIXED.
+        excitatory: make all weights positive, which allows rates near 1.
     """
 
     num_steps: int
@@ -61,136 +46,52 @@ class Case:
     input_rate: float
     hidden: tuple[int, ...]
     rates: tuple[float, ...]
-    bars: tuple[tuple[float, float], ...] = ()
-    loop_bar: float | None = None
-    activity: str = NATURAL
+    excitatory: bool = False
 
 
-# Random weights reach no more in every layer.
-HIGHEST = 0.2
-SWEEP = (0.005, 0.02, 0.05, HIGHEST)
-# Of 700 inputs at most 48 spike in a step of SHD, which is taken for all steps here.
-SHD_RATE = 48 / 700
-SHD = Case(100, 48, 700, SHD_RATE, split_widths(3), SWEEP, ((0.02, 6.0), (0.005, 12.0)), 30.0)
+SHD_RATE = 48 / 700  # at most 48 of SHD's 700 inputs spike in a step; here in every step
+SHD = Case(100, 48, 700, SHD_RATE, split_widths(3), (0.005, 0.02, 0.05, 0.2))
 CASES = {
     "shd": SHD,
-    "shd, fixed": replace(SHD, rates=(0.02, 0.5, 0.9), bars=(), activity=FIXED),
+    "shd, excitatory": replace(SHD, rates=(0.02, 0.5, 0.9), excitatory=True),
     "nmnist": Case(100, 48, 2312, 32 / 2312, split_widths(3), (0.005, 0.02)),
     "dvs gesture": Case(50, 48, 4608, 0.01, split_widths(3), (0.005, 0.02)),
-    "23k": Case(10, 24, 700, SHD_RATE, split_widths(5, 16), (0.01,), ((0.01, 8.0),)),
-    "47k": Case(10, 24, 700, SHD_RATE, split_widths(5, 32), (0.01,), ((0.01, 8.0),)),
+    "23k": Case(10, 24, 700, SHD_RATE, split_widths(5, 16), (0.01,)),
+    "47k": Case(10, 24, 700, SHD_RATE, split_widths(5, 32), (0.01,)),
 }
+QUICK = Case(20, 4, 50, 0.2, (60, 50), (0.02, 0.1))
 
 
-def neuron() -> sf.LIF:
+def event_neuron() -> sf.LIF:
     surrogate = sf.surrogate.FastSigmoid(WIDTH, cutoff=CUTOFF)
     return sf.LIF(DECAY, THRESHOLD, detach_reset=True, surrogate=surrogate)
 
 
-class Step(nn.Module):
-    """One step in time of the whole dense network: `(x, potentials)` to `(y, potentials)`. With
-    `given`, each layer hands on these spikes in place of its own."""
-
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        super().__init__()
-        self.linears = nn.ModuleList(linears)
-
-    def forward(
-        self, s: Tensor, potentials: Sequence[Tensor], given: Sequence[Tensor] | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
-        *hidden, last = self.linears
-        after = []
-        for i, (linear, v) in enumerate(zip(hidden, potentials, strict=True)):
-            h = DECAY * v + linear(s)
-            u = h - THRESHOLD
-            smooth = torch.where(u >= CUTOFF, u / (1 + WIDTH * u.abs()), 0.0)
-            spikes = (u >= 0).to(h.dtype) if given is None else given[i]
-            s = spikes + smooth - smooth.detach()
-            after.append(torch.where(u >= 0, 0.0, h))
-        return last(s), after
-
-
-class _Handed(torch.autograd.Function):
-    """Other spikes in place of a layer's own, through which gradients go back to the own ones."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, given: Tensor, places: Tensor | None) -> Tensor:
-        ctx.places, ctx.size = places, own.shape
-        return given.view_as(given)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.places is None:
-            return grad, None, None
-        own = grad.new_zeros(ctx.size)
-        found = ctx.places >= 0
-        own[ctx.places[found]] = grad[found]
-        return own, None, None
-
-
-class Handing(nn.Module):
-    """A layer on events, or a neuron, that hands on spikes drawn beforehand."""
-
-    def __init__(self, layer: nn.Module, given: Events) -> None:
-        super().__init__()
-        self.layer, self.given = layer, given
-        self.spikes, self.marks = given.to_dense(), given.is_fired()
-        self.places: Tensor | None = None
-
-    def forward(self, x: Any) -> Any:
-        own = self.layer(x)
-        if isinstance(own, Tensor):
-            return _Handed.apply(own, self.spikes.view_as(own), None)
-        if own.values is None:
-            return self.given
-        if self.places is None:  # the same in every step
-            self.places = _places(own, self.given)
-        values = _Handed.apply(own.values, self.marks, self.places)
-        return replace(self.given, values=values)
-
-
-def _places(own: Events, given: Events) -> Tensor:
-    """For each given entry the place in the own list of the same site, -1 where it has none."""
-    width = own.shape[2]
-    sites, wanted = (e.rows() * width + e.indices for e in (own, given))
-    ordered, order = sites.sort()
-    at = torch.searchsorted(ordered, wanted).clamp(max=max(len(sites) - 1, 0))
-    if not len(sites):
-        return torch.full_like(wanted, -1)
-    return torch.where(ordered[at] == wanted, order[at], -1)
-
-
-def adam(net: nn.Module, capturable: bool = False) -> torch.optim.Optimizer:
-    return torch.optim.Adam(net.parameters(), lr=0.0, fused=True, capturable=capturable)
-
-
-def drawn(shape: tuple[int, int, int], rate: float, device: torch.device) -> Events:
-    """As many spikes in each row as the rate allows, at random sites."""
-    count = max(1, int(rate * shape[2]))
-    sites = torch.rand(*shape, device=device).topk(count, dim=2).indices
-    return Events.from_dense(torch.zeros(*shape, device=device).scatter_(2, sites, 1.0))
-
-
 @dataclass
-class Network:
-    """What trains: `call` gives the outputs `[T, B, classes]`.
+class EventNetwork:
+    """A network to train: `call` returns the outputs `[T, B, classes]`.
 
-    `layers` are the linear layers in their order, `neurons` those between them where these are
-    modules of their own.
+    `layers` are the linear layers in order; `neurons` are those between them, if they are separate
+    modules.
     """
 
     net: nn.Module
     call: Callable[[], Tensor]
-    optimizer: torch.optim.Optimizer
     layers: list[nn.Module]
     neurons: list[nn.Module] = field(default_factory=list)
 
-    def firing(self) -> list[nn.Module]:
-        """The modules whose outputs are those of a layer's neurons, and the last layer."""
+    def __post_init__(self) -> None:
+        on_gpu = next(self.net.parameters()).device.type == "cuda"
+        self.optimizer = torch.optim.Adam(
+            self.net.parameters(), lr=0.0, fused=True, capturable=on_gpu
+        )
+
+    def spiking(self) -> list[nn.Module]:
+        """Return the modules whose outputs are the layers' spikes, and the last layer."""
         return [*(self.neurons or self.layers[:-1]), self.layers[-1]]
 
     def train(self, labels: Tensor, update: bool = True) -> tuple[Tensor, list[Tensor]]:
-        """(logits, gradients) of a training step."""
+        """Run a training step; return logits and gradients."""
         self.optimizer.zero_grad()
         logits = self.call().mean(0)
         F.cross_entropy(logits, labels).backward()
@@ -199,118 +100,71 @@ class Network:
         return logits.detach(), [p.grad for p in self.net.parameters() if p.grad is not None]
 
 
-@dataclass
-class Work:
-    """The networks of a case at one rate, on a device.
+class EventTask:
+    """The networks of a case at one rate, with the same weights and input.
 
     Attributes:
-        x, events: the input, in both forms.
-        layers: the initial weights, as layers on events.
+        x, events: the input, dense and as events.
+        initial: the weights, as layers on events.
         rates: of each hidden layer.
-        given: what each hidden layer hands on if activity is fixed.
-        networks: by name, those made.
+        networks: by name.
     """
 
-    case: Case
-    rate: float
-    device: torch.device
-    networks: dict[str, Network] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        case = self.case
+    def __init__(self, case: Case, rate: float, device: torch.device) -> None:
+        self.case, self.device = case, device
+        self.networks: dict[str, EventNetwork] = {}
         torch.manual_seed(0)
         spikes = torch.rand(case.num_steps, case.batch, case.inputs) < case.input_rate
-        self.x = spikes.float().to(self.device)
+        self.x = spikes.float().to(device)
         self.events = Events.from_dense(self.x)
-        self.labels = torch.randint(CLASSES, (case.batch,), device=self.device)
-        self.initial = self.on_events()
-        self.given: list[Events] | None = None
-        if case.activity == NATURAL:
-            self.rates = list(scale_to_rate(self.initial, self.events, self.rate).values())
-        else:
-            steps, batch = case.num_steps, case.batch
-            self.given = [drawn((steps, batch, n), self.rate, self.device) for n in case.hidden]
-            inputs = [self.events, *self.given]
-            for layer, x in zip(self.initial[:-1], inputs, strict=False):
-                scale_to_rate(nn.Sequential(layer), x, min(self.rate, HIGHEST))
-            self.rates = [e.rate for e in self.given]
+        self.labels = torch.randint(CLASSES, (case.batch,), device=device)
+        self.initial = self._event_mlp()
+        if case.excitatory:
+            with torch.no_grad():
+                for layer in self.initial:
+                    layer.weight.abs_()
+        self.rates = list(scale_to_rate(self.initial, self.events, rate).values())
 
-    def on_events(self, **options: Any) -> nn.Sequential:
+    def _event_mlp(self) -> nn.Sequential:
         case = self.case
-        return event_mlp(neuron, case.inputs, CLASSES, (1, 1), case.hidden, **options).to(
-            self.device
-        )
-
-    def handing(self, hidden: Sequence[nn.Module]) -> list[nn.Module]:
-        if self.given is None:
-            return list(hidden)
-        return [Handing(m, given) for m, given in zip(hidden, self.given, strict=True)]
-
-    def dense(self) -> nn.Sequential:
-        net = mlp(neuron, self.case.inputs, CLASSES, (1, 1), self.case.hidden, norm=False)
-        linears = [m for m in net if isinstance(m, nn.Linear)]
-        with torch.no_grad():
-            for linear, layer in zip(linears, self.initial, strict=True):
-                linear.weight.copy_(layer.weight.t())
-                linear.bias.copy_(layer.bias)
+        net = event_mlp(event_neuron, case.inputs, CLASSES, (1, 1), case.hidden)
         return net.to(self.device)
 
-    def contenders(self, names: Sequence[str]) -> list[Contender]:
-        return [self.contender(name) for name in names]
-
     def contender(self, name: str) -> Contender:
-        """One of the networks as it is; or, with GRAPH behind its name, its replay, which has the
-        same weights."""
-        kind = name.removesuffix(GRAPH)
-        if name != kind and kind.startswith(EVENTS):
-            return Contender(name, unavailable=NO_GRAPH)
+        """Make a network by name; with REPLAY appended, its step is recorded."""
+        kind = name.removesuffix(REPLAY)
+        if name != kind and kind != DENSE:
+            reason = "the host reads the number of events of each layer: it cannot be recorded"
+            return Contender(name, unavailable=reason)
         if kind not in self.networks:
-            self.networks[kind] = self.network(kind)
-        network = self.networks[kind]
+            self.networks[kind] = self.dense() if kind == DENSE else self.on_events(kind)
+        step = functools.partial(self.networks[kind].train, self.labels)
         if name == kind:
-            return Contender(name, functools.partial(network.train, self.labels))
-        optimizer = adam(network.net, capturable=True)
-        self.networks[name] = network = replace(network, optimizer=optimizer)
-        try:
-            run, held = graphed(functools.partial(network.train, self.labels))
-        except Exception as error:  # whatever it is: the reason is the result
-            return Contender(name, unavailable=first_line(error))
-        return Contender(name, run, held_bytes=held)
+            return Contender(name, step)
+        return graph_contender(name, step, self.device)
 
-    def network(self, name: str) -> Network:
-        if name == LOOP:
-            step = Step([m for m in self.dense() if isinstance(m, nn.Linear)])
-            torch.compiler.reset()  # which else gives up after so many networks of one class
-            call = functools.partial(self.loop, torch.compile(step))
-            return Network(step, call, adam(step), list(step.linears))
-        if name == DENSE:
-            net = self.dense()
-            layers = [m for m in net if isinstance(m, nn.Linear)]
-            neurons = [m for m in net if isinstance(m, sf.LIF)]
-            handing = iter(self.handing(neurons))
-            whole = nn.Sequential(*[next(handing) if m in neurons else m for m in net])
-            dense = sf.Temporal(whole, sf.memory.SaveAll())  # the fastest
-            return Network(net, lambda: dense(self.x), adam(net), layers, neurons)
-        net = self.on_events(sparse_grad=name == LAZY)
+    def on_events(self, name: str) -> EventNetwork:
+        net = self._event_mlp()
         for layer, initial in zip(net, self.initial, strict=True):
-            layer.weight, layer.bias = initial.weight, initial.bias  # which stay as they are
-            assert isinstance(layer, EventLinear)
-            if name in (LISTS, PRODUCTS):
+            layer.weight, layer.bias = initial.weight, initial.bias  # they do not change
+            if name != EVENTS:
                 lists = "triton" if self.device.type == "cuda" else "numba"
                 layer.impl = lists if name == LISTS else "dense"
-        layers = list(net)
-        on_events = sf.Temporal(nn.Sequential(*self.handing(layers[:-1]), layers[-1]))
-        optimizer = RowAdam(list(net.parameters()), lr=0.0) if name == LAZY else adam(net)
-        return Network(net, lambda: on_events(self.events), optimizer, layers)
+        temporal = sf.Temporal(net)
+        return EventNetwork(net, lambda: temporal(self.events), list(net))
 
-    def loop(self, step: Callable[..., Any], given: Sequence[Tensor] | None = None) -> Tensor:
-        rows = self.case.batch
-        potentials = [torch.zeros(rows, n, device=self.device) for n in self.case.hidden]
-        if given is None and self.given is not None:
-            given = [e.to_dense() for e in self.given]
-        outputs = []
-        for t, x in enumerate(self.x):
-            spikes = None if given is None else [s[t] for s in given]
-            y, potentials = step(x, potentials, spikes)
-            outputs.append(y)
-        return torch.stack(outputs)
+    def dense(self) -> EventNetwork:
+        net = mlp(event_neuron, self.case.inputs, CLASSES, (1, 1), self.case.hidden, norm=False)
+        net.to(self.device)
+        copy_weights(self.initial, net)
+        linears = [m for m in net if isinstance(m, nn.Linear)]
+        neurons = [m for m in net if isinstance(m, sf.LIF)]
+        temporal = sf.Temporal(net, sf.memory.SaveAll())  # the fastest policy
+        return EventNetwork(net, lambda: temporal(self.x), linears, neurons)
+
+
+def copy_weights(layers: nn.Sequential, dense: nn.Sequential) -> None:
+    """Copy the weights `[I, O]` of layers on events to a dense network."""
+    linears = [m for m in dense if isinstance(m, nn.Linear)]
+    for linear, layer in zip(linears, layers, strict=True):
+        linear.load_state_dict({"weight": layer.weight.t(), "bias": layer.bias})

@@ -1,17 +1,16 @@
-"""How long the first call of a neuron takes: cold, and when a process before has compiled it.
+"""The time of a neuron's first call in a process, with empty and with filled caches.
 
     python -m benchmarks.first_call
 
-Each measurement is a process of its own. It imports torch and spikefuse, runs the eager loop on
-the device, and then counts the seconds from the call of a neuron to the end of its backward
-pass: tracing, importing the backend (Numba or Triton), generating and compiling the kernels or
-loading them from disk, running them. First comes a neuron of the user's, then a LIF, which finds
-the backend imported. "Cold" starts with empty cache folders, "warm" with those that it leaves.
+Each measurement is a process of its own. It imports torch and spikefuse, runs the eager loop on the
+device, and then times a neuron from its call to the end of its backward pass: tracing, importing
+the backend (Numba or Triton), compiling the kernels or loading them from disk, and running them.
+A user-defined neuron comes first; the LIF after it finds the backend imported. "Cold" processes
+start with empty cache folders, "warm" processes with those that a cold process has filled.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -24,34 +23,16 @@ from typing import Any
 
 import torch
 
-import spikefuse as sf
-from benchmarks import gated, layer, lif, record
+from benchmarks import layers, record, runner
+from benchmarks.layers import Gated, Inputs, LayerInput, LayerTruth
 from benchmarks.runner import spread
 
 BACKENDS = {"triton": "cuda", "numba": "cpu"}
 STATES = ("cold", "warm")
-# A neuron, and how many inputs and outputs it has; in the order of the calls.
-NEURONS = {"own": (gated.Gated, 2), "LIF": (lif.neuron, 1)}
-BARS = {"cold": 4.0, "warm": 0.5}
+# A neuron and its number of inputs and outputs, in the order of the calls.
+NEURONS = {"own": (Gated, 2), "LIF": (layers.lif, 1)}
 SHAPE = (32, 1, 1000)
 TIMEOUT = 120.0
-
-
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("benchmarks.first_call", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--backend", nargs="+", choices=BACKENDS, help="default: all that run here")
-    parser.add_argument("--neurons", nargs="+", choices=NEURONS, default=list(NEURONS))
-    parser.add_argument("--repeats", type=int, help="processes of each kind (3)")
-    parser.add_argument("--out", type=Path, help="folder for the result (benchmarks/results)")
-    parser.add_argument("--quick", action="store_true", help="a trial: one process of each kind")
-    parser.add_argument("--child", choices=BACKENDS, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    args.repeats = args.repeats or (1 if args.quick else 3)
-    args.backend = args.backend or [b for b in BACKENDS if available(b)]
-    if args.repeats < 1:
-        parser.error("--repeats must be at least 1")
-    return args
 
 
 def available(backend: str) -> bool:
@@ -60,41 +41,44 @@ def available(backend: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> Path | None:
-    args = arguments(argv)
+    parser = runner.make_parser("first_call", __doc__, rounds=3)
+    parser.add_argument("--backend", nargs="+", choices=BACKENDS, help="default: all available")
+    parser.add_argument("--neurons", nargs="+", choices=NEURONS, default=list(NEURONS))
+    parser.add_argument("--child", action="store_true", help="time this process, print JSON")
+    args = runner.parse(parser, argv)
+    args.backend = args.backend or [b for b in BACKENDS if available(b)]
     if args.child:
-        print(json.dumps(child(args.child, args.neurons)))
+        print(json.dumps(first_calls(args.backend[0], args.neurons)))
         return None
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = {"repeats": args.repeats, "shape": list(SHAPE), "dtype": "float32"}
-    result = record.document("first_call", device, args.quick, settings) | {"rows": []}
-    for backend in args.backend:
-        result["rows"] += measure_one(backend, args.neurons, args.repeats)
-    result["bars"] = [] if args.quick else bars(result["rows"])
-    record.print_bars(result["bars"])
+    if args.quick:
+        args.rounds = 1
+    settings = {"repeats": args.rounds, "shape": list(SHAPE), "dtype": "float32"}
+    result = record.document("first_call", torch.device(args.device), args.quick, settings)
+    result["rows"] = [
+        row for b in args.backend for row in measure_backend(b, args.neurons, args.rounds)
+    ]
     path = record.write(record.folder(args.out, args.quick), result)
     print(f"wrote {path}")
     return path
 
 
-def child(backend: str, names: list[str]) -> list[dict[str, Any]]:
-    """The first call of each neuron in this process, verified."""
-    device = torch.device(BACKENDS[backend])
-    found = []
+def first_calls(backend: str, names: list[str]) -> dict[str, float]:
+    """Time and verify the first call of each neuron in this process; return seconds by name."""
+    device, found = torch.device(BACKENDS[backend]), {}
     for name in names:
         make, ports = NEURONS[name]
-        neuron: sf.Neuron = make()
-        inputs = layer.Inputs(SHAPE, torch.float32, device, ports, ports)
-        truth = layer.Truth.of(neuron, inputs, exact=name == "LIF")
-        contender = layer.ours(neuron, inputs)
+        neuron = make()
+        inputs = Inputs(LayerInput(SHAPE, torch.float32, device, ports, ports))
+        truth = LayerTruth(neuron, inputs, exact=name == "LIF")
+        contender = layers.ours(neuron, inputs)
         assert contender.run is not None
         inputs.prepare()
         synchronize(device)
-        imported, start = backend in sys.modules, time.perf_counter()
+        start = time.perf_counter()
         result = contender.run()
         synchronize(device)
-        seconds = time.perf_counter() - start
+        found[name] = round(time.perf_counter() - start, 4)
         truth.verify(contender, result)
-        found.append({"neuron": name, "backend_imported": imported, "seconds": round(seconds, 4)})
     return found
 
 
@@ -103,8 +87,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure_one(backend: str, names: list[str], repeats: int) -> list[dict[str, Any]]:
-    """A row per neuron; one with the reason where a process failed."""
+def measure_backend(backend: str, names: list[str], repeats: int) -> list[dict[str, Any]]:
+    """Return a row per neuron, or one row with the reason if a process failed."""
     seconds: dict[tuple[str, str], list[float]] = {}
     for _ in range(repeats):
         with tempfile.TemporaryDirectory(prefix="spikefuse-first-call-") as folder:
@@ -114,10 +98,9 @@ def measure_one(backend: str, names: list[str], repeats: int) -> list[dict[str, 
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
                     print(f"{backend}, {state}: {error}", flush=True)
                     return [{"backend": backend, "status": "failed", "reason": str(error)}]
-                for one in found:
-                    seconds.setdefault((one["neuron"], state), []).append(one["seconds"])
-                said = ", ".join(f"{one['neuron']} {one['seconds']:.2f} s" for one in found)
-                print(f"{backend}, {state}: {said}", flush=True)
+                for name, taken in found.items():
+                    seconds.setdefault((name, state), []).append(taken)
+                print(f"{backend}, {state}: {found}", flush=True)
     return [
         {"backend": backend, "neuron": name, "status": "ok"}
         | {state: spread(seconds[name, state]) for state in STATES}
@@ -125,37 +108,26 @@ def measure_one(backend: str, names: list[str], repeats: int) -> list[dict[str, 
     ]
 
 
-def in_process(backend: str, names: list[str], folder: Path) -> list[dict[str, Any]]:
-    """What `child` finds in a process whose caches are in `folder`.
+def in_process(backend: str, names: list[str], folder: Path) -> dict[str, float]:
+    """Run `first_calls` in a process with its caches in `folder`.
 
     Raises:
-        RuntimeError: the process failed, with its last line.
+        RuntimeError: the process failed; the message is its last line.
     """
-    # Without the first, Numba's cache lies in spikefuse's.
+    # By default, Numba's cache lies inside spikefuse's.
     unset = ("NUMBA_CACHE_DIR", "TRITON_INTERPRET")
     environment = {k: v for k, v in os.environ.items() if k not in unset}
     for name in ("SPIKEFUSE_CACHE_DIR", "TRITON_CACHE_DIR"):
         environment[name] = str(folder / name.lower())
-    command = [sys.executable, "-m", "benchmarks.first_call", "--child", backend]
-    command += ["--neurons", *names]
+    command = [sys.executable, "-m", "benchmarks.first_call", "--child", "--backend", backend]
     done = subprocess.run(
-        command, cwd=record.ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT
-    )
+        [*command, "--neurons", *names],
+        cwd=record.ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT,
+    )  # fmt: skip
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
         raise RuntimeError(f"exit code {done.returncode}: {lines[-1][:300]}")
-    found: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
-def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The project's own bars; what could not be measured is missed."""
-    found = []
-    for row in rows:
-        where = f"{row['backend']}, {row.get('neuron', 'any neuron')}"
-        for state, limit in BARS.items():
-            measured = row[state]["median"] if row["status"] == "ok" else None
-            found.append(record.bar(f"{where}: {state}, s", measured, limit, at_least=False))
+    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 

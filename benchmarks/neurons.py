@@ -1,20 +1,19 @@
-"""Neurons on one GPU against the roofline, against SpikingJelly, and against the clock.
+"""Neurons on one GPU against the roofline and against SpikingJelly.
 
     python -m benchmarks.neurons
     python -m benchmarks.neurons --rows lif custom
 
 Groups of rows, each verified before it is timed:
 
-- lif: LIF forward and backward, T = 128; "long" is T = 1024, "wide" T = 32 with 8M neurons
+- lif: LIF forward and backward, T = 128; "long" has T = 1024, "wide" T = 32 and 8M neurons
 - inference: LIF without gradients, which may write nothing but spikes
 - zoo: PLIF per channel, ALIF, current-based LIF, Izhikevich, T = 128
-- custom: a user's neuron of two inputs, two states, two outputs, beside SpikingJelly's FlexSN
+- custom: a user-defined neuron with two inputs and two outputs, beside SpikingJelly's FlexSN
 - layout: a channels-last input beside the same contiguous
-- short, host: T = 4, and T = 1 with 32 neurons, where only the host's time counts
+- short, host: T = 4, and T = 1 with 32 neurons, which are bound by the host
 
 The roofline is the time in which this GPU copies the bytes that must move, measured in the same
 row: inputs are read twice, outputs and gradients of inputs written, gradients of outputs read.
-Without a GPU it is a trial of the scripts, on few neurons.
 """
 
 from __future__ import annotations
@@ -29,65 +28,50 @@ from typing import Any
 import torch
 
 import spikefuse as sf
-from benchmarks import gated, layer, lif, record, series
-from benchmarks.layer import DTYPES
-from benchmarks.runner import Clock, Contender, Copy, Settings, clock_for, first_line, measure
+from benchmarks import layers, runner
+from benchmarks.layers import DTYPES, OURS, Gated, Inputs, LayerInput, LayerTruth
+from benchmarks.runner import Contender, Timing, measure
 
 GROUPS = ("lif", "inference", "zoo", "custom", "layout", "long", "wide", "short", "host")
-COPY_BYTES = 1 << 31
-BARE = "bare autograd.Function"
-CHANNELS_LAST = f"{layer.OURS}, channels-last"
+COPY_BYTES = 1 << 31  # many times the size of a GPU's cache
+CHANNELS_LAST = f"{OURS}, channels-last"
 MILLION = 1_000_000
-
-# By group (and dtype): the least fraction of the roofline, in device time.
-ROOFLINE = {
-    ("lif", "float32"): 0.8,
-    ("lif", "bfloat16"): 0.75,
-    "long": 0.85,
-    "wide": 0.85,
-    "inference": 0.85,
-    "zoo": 0.65,
-    "custom": 0.6,
-}
-RIVAL_BAR, LAYOUT_BAR, SHORT_BAR_MS, HOST_BAR_US = 1.5, 0.05, 0.12, 120.0
 
 
 @dataclass(frozen=True)
 class Model:
-    """A neuron, and what it is given: inputs uniform up to `high`.
+    """A neuron and its input, uniform up to `high`.
 
-    `exact`: whether it is made of operations that are rounded correctly everywhere.
+    `exact`: whether it uses only operations that are correctly rounded everywhere.
     """
 
     make: Callable[[], sf.Neuron]
     exact: bool = True
     high: float = 1.0
-    num_inputs: int = 1
-    num_outputs: int = 1
+    ports: int = 1
 
 
-def plif(channels: int) -> sf.Neuron:
-    neuron = sf.PLIF(channels=channels)
-    with torch.no_grad():  # each channel its own decay
+def plif() -> sf.Neuron:
+    neuron = sf.PLIF(channels=64)
+    with torch.no_grad():  # a different decay in each channel
         for logit in neuron.parameters():
-            logit.copy_(torch.linspace(-1, 1, channels))
+            logit.copy_(torch.linspace(-1, 1, 64))
     return neuron
 
 
-def models() -> dict[str, Model]:
-    return {
-        "LIF": Model(lif.neuron),
-        "PLIF per channel": Model(partial(plif, 64)),
-        "ALIF": Model(lambda: sf.ALIF()),
-        "CubaLIF": Model(lambda: sf.CubaLIF(current_decay=0.5, decay=0.9), high=0.5),
-        "Izhikevich": Model(lambda: sf.Izhikevich()),
-        "two inputs, two outputs": Model(gated.Gated, False, num_inputs=2, num_outputs=2),
-    }
+MODELS = {
+    "LIF": Model(layers.lif),
+    "PLIF per channel": Model(plif),
+    "ALIF": Model(sf.ALIF),
+    "CubaLIF": Model(lambda: sf.CubaLIF(current_decay=0.5, decay=0.9), high=0.5),
+    "Izhikevich": Model(sf.Izhikevich),
+    "two inputs, two outputs": Model(Gated, False, ports=2),
+}
 
 
 @dataclass(frozen=True)
-class Row:
-    """One measurement: a model, its input `[T, B, ...]`, and which part of training."""
+class NeuronRow:
+    """One measurement: a model, its input `[T, B, ...]`, training or inference."""
 
     group: str
     model: str
@@ -99,98 +83,65 @@ class Row:
     def title(self) -> str:
         neurons = torch.Size(self.shape[1:]).numel()
         size = f"{neurons / MILLION:.3g}M" if neurons >= MILLION else str(neurons)
-        said = f"{self.model}, T={self.shape[0]}, {size} neurons, {self.dtype}"
-        return said if self.training else f"{said}, inference"
+        text = f"{self.model}, T={self.shape[0]}, {size} neurons, {self.dtype}"
+        return text if self.training else f"{text}, inference"
 
 
-def rows(groups: list[str], dtypes: list[str], quick: bool) -> Iterator[Row]:
-    flat = (1, MILLION)
-    picture = (16, 64, 32, 32)  # 1,048,576 neurons
+def rows(args: argparse.Namespace) -> Iterator[NeuronRow]:
+    flat, picture = (1, MILLION), (16, 64, 32, 32)
     both = ("float32", "bfloat16")
+    zoo = (("PLIF per channel", picture), ("ALIF", flat), ("CubaLIF", flat), ("Izhikevich", flat))
     plan = [
-        *(Row("lif", "LIF", (128, *flat), d) for d in both),
-        Row("inference", "LIF", (128, *flat), "bfloat16", training=False),
-        Row("inference", "LIF", (128, *flat), "float32", training=False),
-        *(Row("zoo", "PLIF per channel", (128, *picture), d) for d in both),
-        *(Row("zoo", m, (128, *flat), d) for m in ("ALIF", "CubaLIF", "Izhikevich") for d in both),
-        Row("layout", "LIF", (32, 100, 64, 56, 56), "bfloat16"),
-        *(Row("long", "LIF", (1024, *flat), d) for d in both),
-        *(Row("wide", "LIF", (32, 1, 8 * MILLION), d) for d in both),
-        Row("short", "LIF", (4, *flat), "float32"),
-        Row("host", "LIF", (1, 1, 32), "float32"),
-        # Last, because FlexSN takes minutes to choose its kernels.
-        *(Row("custom", "two inputs, two outputs", (32, *flat), d) for d in reversed(both)),
+        *(NeuronRow("lif", "LIF", (128, *flat), d) for d in both),
+        *(NeuronRow("inference", "LIF", (128, *flat), d, training=False) for d in reversed(both)),
+        *(NeuronRow("zoo", m, (128, *shape), d) for m, shape in zoo for d in both),
+        NeuronRow("layout", "LIF", (32, 100, 64, 56, 56), "bfloat16"),
+        *(NeuronRow("long", "LIF", (1024, *flat), d) for d in both),
+        *(NeuronRow("wide", "LIF", (32, 1, 8 * MILLION), d) for d in both),
+        NeuronRow("short", "LIF", (4, *flat), "float32"),
+        NeuronRow("host", "LIF", (1, 1, 32), "float32"),
+        # Last, because FlexSN tunes its kernels for minutes.
+        *(NeuronRow("custom", "two inputs, two outputs", (32, *flat), d) for d in reversed(both)),
     ]
     for row in plan:
-        if row.group in groups and row.dtype in dtypes:
-            yield replace(row, shape=small(row.shape)) if quick else row
+        if row.group in args.rows and row.dtype in args.dtype:
+            yield replace(row, shape=small(row.shape)) if args.quick else row
 
 
 def small(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape for trials; a model's channels stay."""
+    """Return a shape for quick runs; the number of channels stays."""
     if len(shape) == 3:
         return min(shape[0], 6), 1, min(shape[2], 300)
     return min(shape[0], 6), 2, shape[2], 3, 3
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = series.parser("neurons", __doc__, rounds=11, within=140.0)
+def main(argv: list[str] | None = None) -> Path:
+    parser = runner.make_parser("neurons", __doc__)
     parser.add_argument("--rows", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="GROUP")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    return series.parse(parser, argv)
+    args = runner.parse(parser, argv)
+    timing = Timing.of(args, COPY_BYTES)
+    measure_row = partial(measure_neurons, timing, torch.device(args.device))
+    return runner.run_rows(args, rows(args), measure_row)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What all rows of a run share."""
-
-    device: torch.device
-    clock: Clock
-    copy: Copy
-    turns: Settings
-
-
-def main(argv: list[str] | None = None) -> Path:
-    args = arguments(argv)
-    device = torch.device(args.device)
-    plan = Plan(
-        device,
-        clock_for(device),
-        layer.large_copy(1 << 20 if args.quick else COPY_BYTES, device),
-        Settings(args.rounds, slot_ms=0.5 if args.quick else 25.0),
-    )
-    planned = rows(args.rows, args.dtype, args.quick)
-    return series.run(args, planned, partial(measure_one, plan), progress, bars)
-
-
-def measure_one(plan: Plan, row: Row) -> dict[str, Any]:
-    model, dtype = models()[row.model], DTYPES[row.dtype]
-    sizes = model.num_inputs, model.num_outputs
-    neuron = model.make().to(plan.device)
-    inputs = layer.Inputs(row.shape, dtype, plan.device, *sizes, model.high)
-    truth = layer.Truth.of(neuron, inputs, model.exact, row.training)
-    others = [inputs.in_layout(torch.channels_last)] if row.group == "layout" else []
+def measure_neurons(timing: Timing, device: torch.device, row: NeuronRow) -> dict[str, Any]:
+    model = MODELS[row.model]
+    neuron = model.make().to(device)
+    given = LayerInput(row.shape, DTYPES[row.dtype], device, model.ports, model.ports, model.high)
+    inputs = Inputs(given)
+    truth = LayerTruth(neuron, inputs, model.exact, row.training)
+    chosen = contenders(row, neuron, inputs)
+    prepared = [inputs]
+    if row.group == "layout":
+        prepared.append(inputs.in_layout(torch.channels_last))
+        chosen.append(layers.ours(neuron, prepared[1], CHANNELS_LAST))
 
     def prepare() -> None:
-        for one in (inputs, *others):
+        for one in prepared:
             one.prepare()
 
-    def verify(contender: Contender, result: layer.Result) -> None:
-        if contender.name == BARE:
-            verify_bare(inputs, result)
-        else:
-            truth.verify(contender, result)
-
-    measured = measure(
-        [*contenders(row, neuron, inputs), *(layer.ours(neuron, o, CHANNELS_LAST) for o in others)],
-        [plan.copy],
-        verify,
-        plan.clock,
-        layer.bytes_to_move(inputs.like.numel(), dtype, *sizes, row.training),
-        plan.turns,
-        prepare,
-    )
-    return {
+    about = {
         "row": row.title,
         "group": row.group,
         "neuron": row.model,
@@ -201,87 +152,23 @@ def measure_one(plan: Plan, row: Row) -> dict[str, Any]:
         "training": row.training,
         "verified_neurons": truth.num_neurons,
         "input_bytes": inputs.num_bytes,
-        "output_bytes": inputs.like.nbytes * model.num_outputs,
+        "output_bytes": inputs.like.nbytes * model.ports,
         "input_sets": len(inputs.sets),
-    } | measured
+    }
+    num_bytes = inputs.bytes_to_move(row.training)
+    return about | measure(chosen, truth.verify, timing, num_bytes, prepare)
 
 
-def contenders(row: Row, neuron: sf.Neuron, inputs: layer.Inputs) -> list[Contender]:
+def contenders(row: NeuronRow, neuron: sf.Neuron, inputs: Inputs) -> list[Contender]:
     if not row.training:
-        return [layer.inference(layer.OURS, neuron, inputs)]
-    found = [layer.ours(neuron, inputs)]
+        return [layers.inference(OURS, neuron, inputs)]
+    found = [layers.ours(neuron, inputs)]
     if row.group in ("lif", "short", "host"):
-        found += lif.rivals(inputs)
+        found += layers.jelly_lif(inputs)
     if row.group == "custom" and row.dtype == "float32":  # FlexSN's state has the input's dtype
-        found.append(gated.rival(inputs))
-    if row.group == "host":
-        found.append(bare(inputs))
+        assert isinstance(neuron, Gated)
+        found.append(layers.flex(neuron, inputs))
     return found
-
-
-def bare(inputs: layer.Inputs) -> Contender:
-    try:
-        from benchmarks import host
-    except ImportError as error:
-        return Contender(BARE, unavailable=first_line(error))
-    return host.bare(BARE, inputs)
-
-
-def verify_bare(inputs: layer.Inputs, result: layer.Result) -> None:
-    (x,), (grad,) = inputs.sets[0]
-    assert torch.equal(result.outputs[0], x.detach()), "the output is not the input"
-    assert torch.equal(result.grads[0], grad), "the gradient is not that of the output"
-
-
-def progress(row: Row, found: dict[str, Any]) -> str:
-    lines = [f": copy {found['copies'][0]['gb_per_s']:.0f} GB/s"]
-    for c in found["contenders"]:
-        if c["status"] != "ok":
-            lines.append(f"{c['name']}: {c['status']}, {c['reason']}")
-            continue
-        kinds = [k for k in ("device_ms", "wall_ms") if k in c]
-        times = [f"{k.replace('_', ' ')} {c[k]['median']:.4f}" for k in kinds]
-        text = f"{c['name']}: {', '.join(times)}, {c['fraction'][kinds[0]]:.1%} of the roofline"
-        if "peak_bytes" in c:
-            text += f", {c['peak_bytes'] / 1e6:.1f} MB at the peak"
-        lines.append(text)
-    return "\n    ".join(lines)
-
-
-def bars(row: Row, found: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The project's own bars for a row; what could not be measured is None, and missed."""
-    right = {c["name"]: c for c in (found or {}).get("contenders", []) if c["status"] == "ok"}
-
-    def median(name: str, kind: str = "device_ms") -> float | None:
-        return right[name][kind]["median"] if name in right else None
-
-    def over(one: float | None, other: float | None) -> float | None:
-        return None if one is None or other is None else one / other
-
-    ours, made = median(layer.OURS), []
-    least = ROOFLINE.get(row.group, ROOFLINE.get((row.group, row.dtype)))
-    if least is not None:
-        share = right[layer.OURS]["fraction"]["device_ms"] if layer.OURS in right else None
-        made.append(record.bar(f"{row.title}: of the roofline", share, least))
-    if row.group == "custom" and row.dtype == "float32":
-        faster = over(median(gated.RIVAL), ours)
-        made.append(record.bar(f"{row.title}: times faster than FlexSN", faster, RIVAL_BAR))
-    if row.group == "layout":
-        ratio = over(median(CHANNELS_LAST), ours)
-        apart = None if ratio is None else abs(ratio - 1)
-        what = f"{row.title}: channels-last apart from contiguous"
-        made.append(record.bar(what, apart, LAYOUT_BAR, at_least=False))
-    if row.group == "inference":
-        peak = right[layer.OURS]["peak_bytes"] if layer.OURS in right else None
-        beyond = None if found is None or peak is None else peak - found["output_bytes"]
-        made.append(record.bar(f"{row.title}: bytes beyond the spikes", beyond, 0, at_least=False))
-    wall = median(layer.OURS, "wall_ms")
-    if row.group == "short":
-        made.append(record.bar(f"{row.title}: wall ms", wall, SHORT_BAR_MS, at_least=False))
-    if row.group == "host":
-        micros = None if wall is None else 1000 * wall
-        made.append(record.bar(f"{row.title}: wall µs", micros, HOST_BAR_US, at_least=False))
-    return made
 
 
 if __name__ == "__main__":

@@ -1,23 +1,23 @@
-"""Pictures of results."""
+"""Plots of results, written beside them; nothing is drawn without matplotlib."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from benchmarks import layer, lif
+from benchmarks.layers import COMPILED, JELLY_FUNCTION, JELLY_NODE, LOOP, OURS
 
 STYLE = {
-    layer.OURS: ("tab:blue", "o"),
-    lif.RIVAL_NODE: ("tab:red", "s"),
-    lif.RIVAL_FUNCTION: ("tab:orange", "^"),
-    lif.COMPILED: ("tab:green", "D"),
-    layer.EAGER: ("tab:gray", "v"),
+    OURS: ("tab:blue", "o"),
+    JELLY_NODE: ("tab:red", "s"),
+    JELLY_FUNCTION: ("tab:orange", "^"),
+    COMPILED: ("tab:green", "D"),
+    LOOP: ("tab:gray", "v"),
 }
 
 
-def canvas(size: tuple[float, float]) -> Any:
-    """A figure of so many inches; None where matplotlib is not installed."""
+def canvas(result: dict[str, Any], size: tuple[float, float], title: str = "") -> Any:
+    """Return a figure of so many inches, or None without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -25,6 +25,9 @@ def canvas(size: tuple[float, float]) -> Any:
         return None
     figure = Figure(figsize=size, layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
+    machine = result["machine"]
+    where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
+    figure.suptitle(f"{title}, {where}" if title else where)
     return figure
 
 
@@ -34,50 +37,53 @@ def save(figure: Any, path: Path) -> Path:
     return path
 
 
+def step_axis(panel: Any, steps: list[int], **labels: Any) -> None:
+    panel.set(xscale="log", xlabel="time steps T", **labels)
+    panel.set_xticks(steps, [str(T) for T in steps])
+    panel.minorticks_off()
+    panel.grid(alpha=0.3)
+
+
 def timestep_scaling(result: dict[str, Any], path: Path) -> Path | None:
-    """Time against T, one panel per dtype; None where matplotlib is not installed."""
-    dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
-    figure = canvas((5.2 * len(dtypes), 4.2))
+    """Draw time over T, one panel per dtype."""
+    rows = result["rows"]
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    if not rows:
+        return None
+    figure = canvas(result, (5.2 * len(dtypes), 4.2), f"{rows[0]['N']:,} LIF neurons")
     if figure is None:
         return None
     panels = figure.subplots(1, len(dtypes), sharey=True, squeeze=False)[0]
     for panel, dtype in zip(panels, dtypes, strict=True):
-        rows = sorted((r for r in result["rows"] if r["dtype"] == dtype), key=lambda r: r["T"])
+        mine = sorted((r for r in rows if r["dtype"] == dtype), key=lambda r: r["T"])
         for name, (color, marker) in STYLE.items():
             points = [
                 (row["T"], c["wall_ms"]["median"])
-                for row in rows
+                for row in mine
                 for c in row["contenders"]
                 if c["name"] == name and c["status"] == "ok"
             ]
             if points:
                 panel.plot(*zip(*points, strict=True), color=color, marker=marker, label=name)
-        floor = [(r["T"], r["num_bytes"] / r["copies"][0]["gb_per_s"] / 1e6) for r in rows]
+        floor = [(r["T"], r["num_bytes"] / r["copies"][0]["gb_per_s"] / 1e6) for r in mine]
         panel.plot(*zip(*floor, strict=True), "k--", linewidth=1, label="roofline")
-        steps = [row["T"] for row in rows]
-        panel.set(xscale="log", yscale="log", title=dtype, xlabel="time steps T")
-        panel.set_xticks(steps, [str(T) for T in steps])
-        panel.minorticks_off()
-        panel.grid(alpha=0.3)
+        step_axis(panel, [row["T"] for row in mine], yscale="log", title=dtype)
     panels[0].set_ylabel("forward + backward, ms")
     panels[0].legend()
-    machine, rows = result["machine"], result["rows"]
-    figure.suptitle(f"{rows[0]['N']:,} LIF neurons, {machine.get('gpu') or machine['cpu']}")
     return save(figure, path)
 
 
 def time_sharding(result: dict[str, Any], path: Path) -> Path | None:
-    """Speed-up of a layer against T for each number of GPUs, measured and predicted, of replays of
-    CUDA graphs if there are any; None where matplotlib is not installed, or no layer was measured.
+    """Draw the speed-up of a layer over T for each number of ranks, measured and predicted.
+
+    Replays of CUDA graphs are drawn if there are any, otherwise eager steps.
     """
     rows = [r for r in result["rows"] if r["what"] == "layer" and r["time"] > 1]
-    replays = [r for r in rows if r.get("way") == "CUDA graph" and "speedup" in r]
-    forecast = [r for r in rows if r.get("status") == "not measured"]
-    rows = replays or [r for r in rows if "speedup" in r]
-    rows += [r for r in forecast if r["way"] == rows[-1].get("way")] if rows else []
+    rows = [r for r in rows if "speedup" in r]
+    rows = [r for r in rows if r.get("way") == "CUDA graph"] or rows
     if not rows:
         return None
-    figure = canvas((6.4, 4.2))
+    figure = canvas(result, (6.4, 4.2), f"{rows[0]['N']:,} LIF neurons")
     if figure is None:
         return None
     panel = figure.subplots()
@@ -89,20 +95,14 @@ def time_sharding(result: dict[str, Any], path: Path) -> Path | None:
             if points:
                 label = f"{count} ranks, {name}"
                 panel.plot(*zip(*points, strict=True), style, color=f"C{index}", label=label)
-    steps = sorted({r["T"] for r in rows})
-    panel.set(xscale="log", xlabel="time steps T", ylabel="times as fast as one")
-    panel.set_xticks(steps, [str(T) for T in steps])
-    panel.minorticks_off()
-    panel.grid(alpha=0.3)
+    step_axis(panel, sorted({r["T"] for r in rows}), ylabel="times as fast as one")
     panel.legend()
-    machine = result["machine"]
-    figure.suptitle(f"{rows[0]['N']:,} LIF neurons, {machine.get('gpu') or machine['cpu']}")
     return save(figure, path)
 
 
 def learning(result: dict[str, Any], path: Path) -> Path | None:
-    """Loss and accuracy over the epochs, of every seed; None where matplotlib is not installed."""
-    figure = canvas((9, 3.5))
+    """Draw loss and accuracy over the epochs, for every seed."""
+    figure = canvas(result, (9, 3.5), result["settings"]["recipe"])
     if figure is None:
         return None
     from matplotlib.ticker import MaxNLocator
@@ -119,21 +119,19 @@ def learning(result: dict[str, Any], path: Path) -> Path | None:
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(alpha=0.3)
     panels[1].legend(loc="lower right")
-    machine = result["machine"]
-    figure.suptitle(f"{result['settings']['recipe']}, {machine.get('gpu') or machine['cpu']}")
     return save(figure, path)
 
 
 def crossover(result: dict[str, Any], path: Path) -> Path | None:
-    """Against activity, of each case that has several rates: speed of the network on events over
-    the dense one, and samples a second of both; None where matplotlib is not installed or no case
-    has several.
+    """Draw the speed of events over dense, and samples a second of both, over the activity.
+
+    Cases with a single rate are left out.
     """
     cases: dict[str, list[dict[str, Any]]] = {}
     for row in result["rows"]:
         cases.setdefault(row["case"], []).append(row)
     cases = {name: rows for name, rows in cases.items() if len(rows) > 1}
-    figure = canvas((11, 4.2)) if cases else None
+    figure = canvas(result, (11, 4.2)) if cases else None
     if figure is None:
         return None
     ratio, speed = figure.subplots(1, 2)
@@ -151,31 +149,26 @@ def crossover(result: dict[str, Any], path: Path) -> Path | None:
         panel.set_ylabel(label)
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
-    machine = result["machine"]
-    figure.suptitle(machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores")
     return save(figure, path)
 
 
 def weak_scaling(result: dict[str, Any], path: Path) -> Path | None:
-    """Efficiency, and samples a second, against the number of ranks; None where matplotlib is not
-    installed or no efficiency is known."""
+    """Draw efficiency, and samples a second, over the number of ranks."""
     rows = [row for row in result["rows"] if "efficiency" in row]
-    figure = canvas((9, 3.6)) if rows else None
+    if not rows:
+        return None
+    title = f"{rows[-1]['neurons']:,} neurons on {rows[-1]['ranks']} ranks"
+    figure = canvas(result, (9, 3.6), title)
     if figure is None:
         return None
     ranks = [row["ranks"] for row in rows]
+    labels = {"efficiency": "time of one rank over theirs", "samples_per_s": "samples/s"}
     panels = figure.subplots(1, 2)
-    for panel, key, label in zip(
-        panels, ("efficiency", "samples_per_s"), ("time of one rank over theirs", "samples/s"),
-        strict=True,
-    ):  # fmt: skip
+    for panel, (key, label) in zip(panels, labels.items(), strict=True):
         panel.plot(ranks, [row[key] for row in rows], "o-")
         panel.set(xlabel="ranks, each with as many neurons", ylabel=label)
         panel.set_xticks(ranks)
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
     panels[0].axhline(1, color="black", linestyle="--", linewidth=1)
-    machine, most = result["machine"], rows[-1]
-    where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
-    figure.suptitle(f"{most['neurons']:,} neurons on {most['ranks']} ranks, {where}")
     return save(figure, path)

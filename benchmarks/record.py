@@ -1,4 +1,4 @@
-"""What a result says about its origin, and how it is written."""
+"""Result files: where a result was measured, and how it is written and read."""
 
 from __future__ import annotations
 
@@ -15,24 +15,44 @@ from typing import Any
 
 import torch
 
+import spikefuse
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SCHEMA = 1
-PACKAGES = ("spikefuse", "torch", "triton", "numba", "numpy", "spikingjelly")
+PACKAGES = ("triton", "numba", "numpy", "spikingjelly")
+
+
+def document(
+    benchmark: str, device: torch.device, quick: bool, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the head of a result; the caller adds "rows"."""
+    now = datetime.datetime.now(datetime.UTC)
+    return {
+        "schema": SCHEMA,
+        "benchmark": benchmark,
+        "date": now.isoformat(timespec="seconds"),
+        "quick": quick,
+        **revision(),
+        "machine": machine(device),
+        "versions": versions(),
+        "settings": settings,
+    }
 
 
 def revision() -> dict[str, Any]:
-    """The git revision and whether the tree had changes; None where nobody knows.
+    """Return the git revision and whether the tree had changes; None where unknown.
 
-    SPIKEFUSE_REVISION tells it where there is no git history; a trailing "-dirty" means changes.
+    Without a git history, SPIKEFUSE_REVISION gives the revision, with "-dirty" behind it if the
+    tree had changes.
     """
-    told = os.environ.get("SPIKEFUSE_REVISION")
-    if told:
-        return {"revision": told.removesuffix("-dirty"), "dirty": told.endswith("-dirty")}
+    given = os.environ.get("SPIKEFUSE_REVISION")
+    if given:
+        return {"revision": given.removesuffix("-dirty"), "dirty": given.endswith("-dirty")}
     head = _git("rev-parse", "HEAD")
     if head is None:
         return {"revision": None, "dirty": None}
-    # A fresh result is not a change of what was measured.
+    # New results and tables do not change the code that was measured.
     changes = _git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!README.md")
     return {"revision": head, "dirty": None if changes is None else bool(changes)}
 
@@ -48,13 +68,13 @@ def _git(*arguments: str) -> str | None:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The processor measured on, and the one that drives it."""
+    """Describe the device and its host."""
     found: dict[str, Any] = {
         "device": device.type,
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        # Of the last minute before: with much more than 0, others shared the machine.
+        # Well above 0, other processes were using the machine.
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "system": f"{platform.system()} {platform.machine()}",
     }
@@ -70,6 +90,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def l2_bytes(device: torch.device) -> int:
+    """Return the size of a GPU's L2 cache; 0 for a CPU."""
     if device.type != "cuda":
         return 0
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 1 << 26)
@@ -86,68 +107,33 @@ def _cpu_model() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that shape a result, those that are installed."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of the packages that shape a result."""
+    # torch's own string includes its build, such as +cpu.
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    found["spikefuse"] = spikefuse.__version__
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    found["torch"] = torch.__version__  # with its build, such as +cpu
-    if "spikefuse" not in found:
-        import spikefuse
-
-        found["spikefuse"] = spikefuse.__version__
     return found
 
 
-def slug(about: dict[str, Any]) -> str:
-    """A machine's name in file names: `nvidia-h200`, `amd-epyc-2-cores`."""
-    name = about.get("gpu") or f"{about['cpu']} {about['cores']} cores"
+def slug(machine: dict[str, Any]) -> str:
+    """Return a machine's name for file names: `nvidia-h200`, `amd-epyc-2-cores`."""
+    name = machine.get("gpu") or f"{machine['cpu']} {machine['cores']} cores"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def document(
-    benchmark: str, device: torch.device, quick: bool, settings: dict[str, Any]
-) -> dict[str, Any]:
-    """The head of a result; the caller adds "rows" and "bars"."""
-    now = datetime.datetime.now(datetime.UTC)
-    return {
-        "schema": SCHEMA,
-        "benchmark": benchmark,
-        "date": now.isoformat(timespec="seconds"),
-        "quick": quick,
-        **revision(),
-        "machine": machine(device),
-        "versions": versions(),
-        "settings": settings,
-    }
-
-
-def bar(what: str, measured: float | None, limit: float, at_least: bool = True) -> dict[str, Any]:
-    """One of the project's own bars, and whether it is met; None where nothing was measured."""
-    found = None if measured is None else round(measured, 4)
-    met = found is not None and (found >= limit if at_least else found <= limit)
-    return {"what": what, "measured": found, "bar": limit, "at_least": at_least, "met": met}
-
-
-def print_bars(bars: list[dict[str, Any]]) -> None:
-    for bar in bars:
-        verdict = "met   " if bar["met"] else "MISSED"
-        measured = "not measured" if bar["measured"] is None else f"{bar['measured']:.3f}"
-        sense = "at least" if bar["at_least"] else "at most"
-        print(f"{verdict} {bar['what']}: {measured}, {sense} {bar['bar']}", flush=True)
-
-
 def folder(out: Path | None, quick: bool) -> Path:
-    """Where results go: a quick run's only into the folder that was asked for."""
+    """Return the folder of results; a quick run never writes to `benchmarks/results` by default."""
     if out is not None:
         return out
     return Path(tempfile.mkdtemp(prefix="spikefuse-quick-")) if quick else RESULTS
 
 
 def write(into: Path, result: dict[str, Any]) -> Path:
-    """Write `<benchmark>-<machine>.json`: the whole file or none."""
+    """Write `<benchmark>-<machine>.json` atomically."""
     path = into / f"{result['benchmark']}-{slug(result['machine'])}.json"
     into.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=into, prefix=".", suffix=".tmp")
@@ -164,12 +150,12 @@ def write(into: Path, result: dict[str, Any]) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result, checked for the schema that this code writes.
+    """Read a result.
 
     Raises:
-        ValueError: another schema, or no result at all.
+        ValueError: the file is not a result of the current schema.
     """
     result = json.loads(path.read_text())
     if not isinstance(result, dict) or result.get("schema") != SCHEMA:
-        raise ValueError(f"{path}: not a result of schema {SCHEMA}; measure again")
+        raise ValueError(f"{path}: not a result of schema {SCHEMA}; run its benchmark again")
     return result

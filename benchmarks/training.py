@@ -1,15 +1,21 @@
-"""Training as a user sees it: the whole command, its seconds and its accuracy on held-out images.
+"""Training by the command line, as users run it: seconds of the process, and accuracy.
 
-    python -m benchmarks.training digits                    the command as it is, seeds 0 1 2
+    python -m benchmarks.training digits                    the defaults, seeds 0 1 2
     python -m benchmarks.training mnist --data-dir DIR      resnet18, 32 steps, 5 epochs
+    python -m benchmarks.training temporal-fusion-mnist-resnet18 --data-dir DIR
 
-Seconds are the wall-clock time of the process, from its start to its end: imports, kernels, data,
-training, test and pictures included.
+The last is one of the recipes in `configs/`, which reproduce rows of the papers. A paper's accuracy
+is the highest on the test images of any epoch; ours is that of the epoch chosen by the validation
+images. `python -m benchmarks.tables --readme docs/reproduce.md` makes the table of recipes.
+
+Seconds are the wall-clock time of the process, with imports, kernels, data, training, test and
+pictures.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import subprocess
 import sys
@@ -21,99 +27,114 @@ from typing import Any
 
 import torch
 
-from benchmarks import record
+from benchmarks import plots, record, runner
+from spikefuse.train.callbacks import METRICS
 
-
-@dataclass(frozen=True)
-class Task:
-    """What is trained.
-
-    Args:
-        options: of the command, besides seed and folders.
-        quick: further options of a trial.
-        seeds: one run each.
-        seconds: the most that a run may take, or None for no such bar.
-        accuracy: the least on the images held out.
-    """
-
-    options: tuple[str, ...]
-    quick: tuple[str, ...]
-    seeds: tuple[int, ...]
-    seconds: float | None
-    accuracy: float
-
-
-MNIST = "--dataset mnist --model resnet18 -T 32 --encoding poisson --epochs 5 --batch-size 100"
-TASKS = {
-    "digits": Task((), ("--epochs", "1"), (0, 1, 2), 120.0, 0.97),
-    "mnist": Task((*MNIST.split(), "--shift", "0"), ("--epochs", "1", "-T", "2"), (0,), None, 0.98),
-}
+CONFIGS = record.ROOT / "configs"
+COMMAND = "python -m benchmarks.training RECIPE"
 FACTS = (
     *("test_accuracy", "test_loss", "test_images", "best_epoch", "validation_accuracy"),
     *("parameters", "training_seconds", "device", "versions"),
 )
+RECIPE_FACTS = ("images_per_second", "data_wait")
+CURVE = ("train_loss", "train_accuracy", "val_loss", "val_accuracy")
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """A paper's accuracy in per cent and training seconds; None where it gives none."""
+
+    accuracy: float | None = None
+    seconds: float | None = None
+
+
+def _fusion(*rows: tuple[str, int, float, float]) -> dict[str, PaperRow]:
+    return {
+        f"temporal-fusion-{dataset}-resnet{depth}": PaperRow(accuracy, seconds)
+        for dataset, depth, accuracy, seconds in rows
+    }
+
+
+# temporal-fusion: Table 1, rows "Ours", on NVIDIA A100. bptt-on-gpu: Table I.
+PAPERS: dict[str, PaperRow] = {
+    **_fusion(
+        ("mnist", 18, 98.29, 65.64),
+        ("mnist", 34, 96.53, 81.56),
+        ("mnist", 50, 96.10, 144.69),
+        ("cifar10", 18, 54.33, 68.11),
+        ("cifar10", 34, 33.16, 81.90),
+        ("cifar10", 50, 29.48, 131.78),
+        ("nmnist", 18, 97.13, 140.04),
+        ("nmnist", 34, 11.35, 165.61),
+        ("nmnist", 50, 11.01, 224.83),
+        ("dvs-gesture", 18, 66.67, 29.40),
+        ("dvs-gesture", 34, 56.48, 31.92),
+        ("dvs-gesture", 50, 55.09, 38.64),
+    ),
+    "bptt-on-gpu-cifar10-small": PaperRow(83.17),
+    "bptt-on-gpu-cifar10-medium": PaperRow(88.21),
+    "bptt-on-gpu-cifar10-large": PaperRow(90.17),
+    "bptt-on-gpu-fashion-mnist-large": PaperRow(),
+    "bptt-on-gpu-imagenet-alexnet": PaperRow(54.94),
+    "bptt-on-gpu-imagenet-resnet34": PaperRow(60.52),
+}
+MNIST = "--dataset mnist --model resnet18 -T 32 --encoding poisson --epochs 5 --batch-size 100"
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "digits": (),
+    "mnist": (*MNIST.split(), "--shift", "0"),
+    **{recipe: ("--config", str(CONFIGS / f"{recipe}.yaml")) for recipe in PAPERS},
+}
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("benchmarks.training", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("dataset", choices=TASKS)
-    parser.add_argument("--seeds", type=int, nargs="+", help="one run each (digits 0 1 2, mnist 0)")
-    parser.add_argument("--epochs", type=int, help="another number of epochs; no bars then")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser = runner.make_parser("training", __doc__)
+    parser.add_argument("task", choices=COMMANDS, metavar="TASK",
+                        help=f"one of {', '.join(COMMANDS)}")  # fmt: skip
+    parser.add_argument("--seeds", type=int, nargs="+", help="one run each (0; digits 0 1 2)")
+    parser.add_argument("--epochs", type=int, help="another number of epochs")
     parser.add_argument("--data-dir", type=Path, help="folder of the data sets")
-    parser.add_argument("--out", type=Path, help="folder for the result (benchmarks/results)")
-    parser.add_argument("--quick", action="store_true", help="a trial: one seed, one epoch")
-    args = parser.parse_args(argv)
-    seeds = TASKS[args.dataset].seeds
-    args.seeds = list(dict.fromkeys(args.seeds or (seeds[:1] if args.quick else seeds)))
-    if min(args.seeds) < 0 or (args.epochs is not None and args.epochs < 1):
-        parser.error("--seeds must be at least 0, --epochs at least 1")
+    args = runner.parse(parser, argv)
+    usual = [0, 1, 2] if args.task == "digits" and not args.quick else [0]
+    args.seeds = list(dict.fromkeys(args.seeds or usual))
     return args
 
 
 def main(argv: list[str] | None = None) -> Path:
     args = arguments(argv)
-    task = TASKS[args.dataset]
-    options = [*task.options, *(task.quick if args.quick else ())]
+    device, is_recipe = torch.device(args.device), args.task in PAPERS
+    options = [*COMMANDS[args.task]]
+    if args.quick:
+        options += ["--epochs", "1", "--warmup", "0", "-T", "2"]
     if args.epochs is not None:
         options += ["--epochs", str(args.epochs)]
-    cuda = args.device != "cpu" and (args.device == "cuda" or torch.cuda.is_available())
-    device = torch.device("cuda" if cuda else "cpu")
-    where = [] if args.device == "auto" else ["--device", args.device]
+    where = ["--device", device.type]
+    if is_recipe and device.type != "cuda":
+        where.append("--no-cuda-graph")  # which changes no result
     if args.data_dir is not None:
         where += ["--data-dir", str(args.data_dir.expanduser().resolve())]
-    settings: dict[str, Any] = {
-        "command": ["spikefuse", "train", *options],
-        "device": args.device,
-        "seeds": args.seeds,
-    }
-    result = record.document(f"training_{args.dataset}", device, args.quick, settings)
-    result["rows"] = []
+    settings: dict[str, Any] = {"command": ["spikefuse", "train", *COMMANDS[args.task]]}
+    settings |= {"device": args.device, "seeds": args.seeds}
+    if is_recipe:
+        settings["recipe"] = args.task
+    name = f"reproduce_{args.task}" if is_recipe else f"training_{args.task}"
+    result = record.document(name, device, args.quick, settings) | {"rows": []}
     for seed in args.seeds:
-        row, config = run([*options, *where], seed)
-        settings["config"] = config
+        row, settings["config"] = run([*options, *where], seed, is_recipe)
         result["rows"].append(row)
-        print(
-            f"{args.dataset}, seed {seed}: {row['seconds']:.1f} s, accuracy "
-            f"{row['test_accuracy']:.4f} on {row['test_images']} images held out",
-            flush=True,
-        )
-    judged = not args.quick and args.epochs is None
-    result["bars"] = bars(task, result["rows"]) if judged else []
-    for bar in result["bars"]:
-        verdict = "met   " if bar["met"] else "MISSED"
-        print(f"{verdict} {bar['what']}: {bar['measured']}, bar {bar['bar']}")
+        print(f"{args.task}, seed {seed}: {row['seconds']:.1f} s, accuracy "
+              f"{row['test_accuracy']:.4f} on {row['test_images']} images", flush=True)  # fmt: skip
     path = record.write(record.folder(args.out, args.quick), result)
+    if is_recipe:
+        plots.learning(result, path.with_suffix(".png"))
     print(f"wrote {path}")
     return path
 
 
-def run(options: list[str], seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A row, and the configuration but the seed.
+def run(options: list[str], seed: int, is_recipe: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train in a process; return its row, and its configuration without the seed.
 
     Raises:
-        SystemExit: the command failed.
+        SystemExit: the process failed.
     """
     with tempfile.TemporaryDirectory(prefix="spikefuse-training-") as folder:
         out = Path(folder) / f"seed-{seed}"
@@ -125,26 +146,25 @@ def run(options: list[str], seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         if code:
             raise SystemExit(f"spikefuse train with seed {seed} ended with exit code {code}")
         found = json.loads((out / "result.json").read_text())
+        row = {"seed": seed, "seconds": round(seconds, 2)} | {name: found[name] for name in FACTS}
+        if is_recipe:
+            row |= {name: found[name] for name in RECIPE_FACTS}
+            row["curve"] = curve(out / METRICS, found["config"]["batch_size"])
     config = {name: value for name, value in found["config"].items() if name != "seed"}
-    row = {"seed": seed, "seconds": round(seconds, 2)}
-    return row | {name: found[name] for name in FACTS}, config
+    return row, config
 
 
-def bars(task: Task, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The project's own bars, each with what was measured, for every seed."""
-    found = []
-    for row in rows:
-        where, accuracy = f"seed {row['seed']}", row["test_accuracy"]
-        if task.seconds is not None:
-            met = row["seconds"] <= task.seconds
-            found.append(_bar(f"{where}: seconds", row["seconds"], task.seconds, met))
-        met = accuracy >= task.accuracy
-        found.append(_bar(f"{where}: held-out accuracy", accuracy, task.accuracy, met))
+def curve(metrics: Path, batch_size: int) -> list[dict[str, Any]]:
+    """Read the trainer's metrics of each epoch; seconds are of its training steps alone."""
+    found, steps = [], 0
+    with metrics.open(newline="") as file:
+        for row in csv.DictReader(file):
+            images = (int(row["step"]) - steps) * batch_size
+            steps = int(row["step"])
+            seconds = images / float(row["images_per_second"])
+            values = {name: round(float(row[name]), 6) for name in CURVE}
+            found.append({"epoch": int(row["epoch"]), **values, "seconds": round(seconds, 3)})
     return found
-
-
-def _bar(what: str, measured: float, bar: float, met: bool) -> dict[str, Any]:
-    return {"what": what, "measured": round(measured, 4), "bar": bar, "met": met}
 
 
 if __name__ == "__main__":

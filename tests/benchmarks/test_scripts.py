@@ -1,146 +1,159 @@
-"""The scripts run end to end on a CPU, in small; their results make tables."""
+"""Every script runs end to end at tiny size on a CPU."""
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
-from benchmarks import cpu_neuron, layer, lif, plots, record, several_gpus, timestep_scaling
+import benchmarks.__main__ as everything
+from benchmarks import cpu, event_scaling, record, time_sharding, training
+from benchmarks.event_networks import DENSE, EVENTS
+from benchmarks.layers import LOOP, OURS
+from benchmarks.network_steps import FUSED
 
-TIME = {"median", "p10", "p90", "rounds"}
+QUICK = ("--quick", "--device", "cpu")
+SCRIPTS = {
+    "timestep_scaling": "--dtype float32 --T 2",
+    "neurons": "--rows lif inference layout custom --dtype bfloat16 float32",
+    "block": "--rows large --layout channels-last",
+    "networks": "--steps training --dtype bfloat16",
+    "cpu": "",
+    "events": "--streaming",
+    "event_accuracy": "",
+    "convergence": "--seeds 0 --steps 5",
+}
+# Scripts that start processes, or that torchrun starts.
+PROCESSES = {
+    "first_call": "--backend numba --neurons LIF",
+    "training": "digits",
+    "event_scaling": "--ranks 2 1 --largest 0 --T 4 --rounds 1",
+}
+SHARED = {
+    "ddp": "--networks spikefuse",
+    "time_sharding": "--chunks 1 2 --network-chunks 1 --rounds 1",
+}
 
 
-def check_row(row: dict[str, Any]) -> None:
-    assert row["num_bytes"] == 5 * row["T"] * row["N"] * (4 if row["dtype"] == "float32" else 2)
-    assert row["copies"][0]["gb_per_s"] > 0
-    found = {c["name"]: c for c in row["contenders"]}
-    for name in (layer.OURS, layer.EAGER):
-        assert found[name]["status"] == "ok"
-        assert found[name]["wall_ms"].keys() == TIME
-        assert found[name]["fraction"]["wall_ms"] > 0
-    assert all(c["status"] == "ok" or c["reason"] for c in found.values())
+def written(out: Path) -> dict[str, Any]:
+    (path,) = out.glob("*.json")
+    result = record.read(path)
+    assert result["quick"]
+    assert result["rows"]
+    assert "bars" not in result
+    return result
 
 
-def test_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in a process of its own; what fails is named in the end."""
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    seen: list[list[str]] = []
+def check_contenders(result: dict[str, Any]) -> None:
+    assert not result.get("left_out")
+    for row in result["rows"]:
+        for c in row.get("contenders", []):
+            assert c["status"] in ("ok", "unavailable"), c
+            own = c["name"].startswith((OURS, LOOP, EVENTS, DENSE))
+            assert c["status"] == "ok" or not own or "graph" in c["reason"], c
 
-    def run(command: list[str], **_: Any) -> CompletedProcess[str]:
-        seen.append(command)
-        return CompletedProcess(command, int("benchmarks.event_scaling" in command))
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "reuse_memory", lambda: True)  # permanent in this process
+    script = importlib.import_module(f"benchmarks.{name}")
+    script.main([*QUICK, "--out", str(tmp_path), *SCRIPTS[name].split()])
+    check_contenders(written(tmp_path))
+
+
+@pytest.mark.parametrize("name", [*PROCESSES, *SHARED])
+def test_script_of_processes(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m"]
+    if name in SHARED:
+        command += ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+    options = (PROCESSES | SHARED)[name].split()
+    done = subprocess.run(
+        [*command, f"benchmarks.{name}", *options, *QUICK, "--out", str(tmp_path)],
+        cwd=record.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    result = written(tmp_path)
+    check_contenders(result)
+    rows = result["rows"]
+    if name == "ddp":
+        assert [row["status"] for row in rows] == ["ok", "unavailable"]  # there are no graphs
+    elif name == "time_sharding":
+        layers = [row for row in rows if row["what"] == "layer"]
+        networks = [row for row in rows if row["what"] == "network"]
+        assert all(row["status"] == "ok" for row in rows)
+        assert [row["time"] for row in layers] == [1, 2]
+        assert layers[1]["by_chunks"].keys() == {"1", "1, waiting", "2, waiting"}
+        assert [(row["data"], row["time"]) for row in networks] == [(1, 1), (2, 1), (1, 2), (1, 2)]
+    elif name == "event_scaling":
+        assert [row["neurons"] for row in rows] == [200, 400]  # each rank adds as many
+        assert rows[1]["efficiency"] > 0
+
+
+@pytest.mark.parametrize("name", ["tables", *SCRIPTS, *PROCESSES, *SHARED])
+def test_help(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = importlib.import_module(f"benchmarks.{name}")
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--help"])
+    assert stopped.value.code == 0
+    assert f"python -m benchmarks.{name}" in capsys.readouterr().out
+
+
+def test_networks_record_the_differences(tmp_path: Path) -> None:
+    from benchmarks import networks
+
+    command = [*QUICK, "--out", str(tmp_path), "--steps", "evaluation", "--dtype", "float32"]
+    result = record.read(networks.main([*command, "--T", "3", "--name", "networks_trial"]))
+    (row,) = result["rows"]
+    assert result["benchmark"] == "networks_trial"
+    assert row["workload"] == "conv-mnist, T = 3"
+    assert row["agreement"][OURS]["flips"] == 0
+    assert row["agreement"][FUSED]["flips"] <= row["agreement"][FUSED]["flips_allowed"]
+
+
+def test_wrong_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for script, message in ((time_sharding, "start it with torchrun"), (cpu, "at least 1")):
+        with pytest.raises(SystemExit):
+            script.main(["--quick", "--rounds", "-1" if script is cpu else "1"])
+        assert message in capsys.readouterr().err
+
+
+def test_everything_is_run_and_failures_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        seen.append(" ".join(command))
+        return subprocess.CompletedProcess(command, int("event_scaling" in seen[-1]))
 
     monkeypatch.setattr("subprocess.run", run)
-    with pytest.raises(
-        SystemExit, match=r"failed: python -m benchmarks\.event_scaling --ranks 1 2 4"
-    ):
-        several_gpus.main([])
-    assert "pytest" in seen[0]
-    assert [c[-1] for c in seen[1:]][::5] == ["benchmarks.time_sharding", "benchmarks.tables"]
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(SystemExit, match="2"):
-        several_gpus.main([])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    with pytest.raises(SystemExit, match=r"failed: -m benchmarks\.event_scaling --ranks 1 2 4"):
+        everything.main(["--gpus"])
+    assert seen[-1].endswith("benchmarks.tables")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    everything.main([])
+    assert "benchmarks.events --streaming" in seen[-4]
+    with pytest.raises(SystemExit):
+        everything.main(["--gpus"])
 
 
-def test_timestep_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = "--device cpu --N 1000 --T 2 4 --quick --rounds 2 --out"
-    path = timestep_scaling.main([*command.split(), str(tmp_path)])
-    result = record.read(path)
-    assert [(r["dtype"], r["T"]) for r in result["rows"]] == [
-        ("float32", 2), ("float32", 4), ("bfloat16", 2), ("bfloat16", 4)
-    ]  # fmt: skip
-    for row in result["rows"]:
-        check_row(row)
-    assert result["quick"]
-    assert result["settings"]["N"] == 1000
-    assert result["bars"] == []  # they are meant for a GPU
-    assert "T=4 bfloat16" in capsys.readouterr().out
+def test_each_recipe_has_a_row() -> None:
+    assert {path.stem for path in training.CONFIGS.glob("*.yaml")} == set(training.PAPERS)
 
 
-def test_cpu_neuron(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cpu_neuron, "reuse_memory", lambda: True)  # not in the tests' process
-    path = cpu_neuron.main(["--N", "2000", "--T", "3", "--quick", "--out", str(tmp_path)])
-    result = record.read(path)
-    assert [row["memory"] for row in result["rows"]] == ["fresh", "reused"]
-    for row in result["rows"]:
-        check_row(row)
-        assert row["contenders"][0]["page_faults"]["median"] >= 0
-    assert result["bars"] == []
-    assert "reused memory" in capsys.readouterr().out
+def test_a_failed_training_ends_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPIKEFUSE_REVISION", "0")  # otherwise git is run
+    done = subprocess.CompletedProcess([], 2)
+    monkeypatch.setattr(training.subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(SystemExit, match="seed 0 ended with exit code 2"):
+        training.main(["digits", *QUICK])
 
 
-@pytest.mark.parametrize("script", [timestep_scaling, cpu_neuron])
-def test_sizes_are_checked(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        script.arguments(["--N", "0"])
-    assert stopped.value.code == 2
-    assert "--T, --N and --rounds must be at least 1" in capsys.readouterr().err
-
-
-def row(T: int, dtype: str, **ms: float) -> dict[str, Any]:
-    """A row on a GPU, in which peak memory is proportional to time."""
-    contenders = [
-        {
-            "name": name.replace("_", " "),
-            "status": "ok",
-            "wall_ms": {"median": value},
-            "device_ms": {"median": value / 2},
-            "peak_bytes": int(100 * value),
-        }
-        for name, value in ms.items()
-    ]
-    copies = [{"gb_per_s": 4000.0}]
-    return {"T": T, "N": 10, "dtype": dtype, "num_bytes": 8, "input_bytes": 100} | {
-        "contenders": contenders,
-        "copies": copies,
-    }
-
-
-def test_bars_compare_with_the_faster_rival() -> None:
-    rows = [
-        row(4, "float32", spikefuse=0.25),
-        row(32, "bfloat16", spikefuse=1.0, SpikingJelly_node=8.0, SpikingJelly_function=2.0),
-        row(128, "float32", spikefuse=1.0),
-        row(64, "float32", spikefuse=1.0, SpikingJelly_node=2.0),
-    ]
-    found = timestep_scaling.bars(rows)
-    assert [(bar["measured"], bar["met"]) for bar in found] == [
-        (0.25, False),  # ms at T=4
-        (0.5, True),  # wall time
-        (0.5, True),  # device time
-        (0.5, True),  # memory beyond the inputs
-        (round(200 / 300, 4), False),  # the same, inputs included
-    ]
-    assert found[1]["what"] == "T=32, bfloat16: wall time over SpikingJelly function's"
-
-
-def test_cpu_bars() -> None:
-    def timed(name: str, ms: float) -> dict[str, Any]:
-        return {"name": name, "status": "ok", "wall_ms": {"median": ms}}
-
-    contenders = [
-        timed(layer.OURS, 2.0) | {"fraction": {"wall_ms": 0.6}},
-        timed(layer.EAGER, 40.0),
-        timed(lif.RIVAL_NODE, 30.0),
-        timed(lif.RIVAL_FUNCTION, 20.0),
-    ]
-    fraction, speedup, rival = cpu_neuron.bars([{"memory": "reused", "contenders": contenders}])
-    assert (fraction["measured"], fraction["met"]) == (0.6, False)
-    assert (speedup["measured"], speedup["met"]) == (20.0, True)
-    assert (rival["measured"], rival["met"]) == (10.0, False)
-    alone = cpu_neuron.bars([{"memory": "fresh", "contenders": contenders[:1]}])
-    assert [bar["what"] for bar in alone] == ["fresh memory: of copy bandwidth"]
-
-
-def test_the_plot_shows_all_dtypes(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    rows = [row(T, d, spikefuse=T / 10) for d in ("float32", "bfloat16") for T in (1, 4)]
-    result = {"rows": rows, "machine": {"gpu": "A GPU", "cpu": "A CPU"}}
-    path = plots.timestep_scaling(result, tmp_path / "plot.png")
-    assert path is not None
-    assert path.read_bytes().startswith(b"\x89PNG")
+def test_failed_ranks_leave_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_scaling, "torchrun", lambda *_: 3)
+    args = event_scaling.arguments([*QUICK])
+    found = event_scaling.measure_ranks(args, 4, 300)
+    assert found == {"ranks": 4, "status": "failed", "reason": "exit code 3"}

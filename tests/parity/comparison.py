@@ -1,7 +1,7 @@
-"""Judging our neurons by another library's: the same spikes and the same gradients.
+"""Comparison of our neurons with another library's: spikes and gradients must agree.
 
-In float64 both must agree to less than float32 could tell. In float32 ours runs compiled; there,
-a potential within rounding of the threshold may spike in one library and not in the other.
+In float64 both agree to float32's precision. In float32 ours runs compiled, and a potential within
+rounding of the threshold may spike in one library and not in the other.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ EPSILON = ROUNDING[torch.float32]
 
 
 class Draw:
-    """The hyper-parameters of one comparison.
+    """Draw the hyper-parameters of one comparison.
 
-    Flags go through all their combinations as the seed counts up; numbers are random.
+    Successive seeds go through all combinations of flags; numbers are random.
     """
 
     def __init__(self, seed: int) -> None:
@@ -45,13 +45,14 @@ class Draw:
 
 @dataclass(frozen=True)
 class Match:
-    """A neuron of ours, and the module that should compute the same of a sequence `[T, ...]`.
+    """Our neuron, and the module that must compute the same for a sequence `[T, ...]`.
 
-    `parameters`: by the name of a learnable parameter of ours, the name of theirs, and the
-    derivative of theirs by ours. Theirs may have one value per time step in front.
-    `state`: ours at the start, where theirs does not start from 0.
-    `until_first`: compare up to each neuron's first spike, where resets differ.
-    `mean`, `spread`, `highest`: of the normal inputs, clamped.
+    Args:
+        parameters: for each of our learnable parameters, the name of theirs and its derivative
+            with respect to ours. Theirs may have a leading time dimension.
+        state: our initial state, if theirs does not start from 0.
+        until_first: compare only up to each neuron's first spike, because resets differ.
+        mean, spread, highest: of the normal inputs, which are clamped at `highest`.
     """
 
     ours: sf.Neuron
@@ -102,7 +103,7 @@ def _until_first(spikes: Tensor) -> Tensor:
 
 
 def their_gradients(match: Match, result: Result, weights: Tensor) -> dict[str, Tensor]:
-    """In terms of our parameters."""
+    """Return their gradients with respect to our parameters."""
     gradients = result.gradients(weights)
     for name, (_, factor) in match.parameters.items():
         per_step = gradients[name].ndim > match.ours.get_parameter(name).ndim
@@ -115,7 +116,7 @@ def draw_weights(like: Tensor) -> Tensor:
 
 
 class Unrolled(nn.Module):
-    """A cell that takes one step and its states, over a sequence."""
+    """Run a cell, which maps an input and states to an output and states, over a sequence."""
 
     def __init__(self, cell: Callable[..., tuple[Tensor, ...]], states: tuple = ()) -> None:
         super().__init__()
@@ -130,13 +131,13 @@ class Unrolled(nn.Module):
 
 
 def assert_same_in_double(build: Build, seed: int, spiking: bool = True) -> None:
-    """Outputs and gradients in float64, where rounding can't be the reason of a difference."""
+    """Compare outputs and gradients in float64, where rounding explains no difference."""
     match = build(Draw(seed), torch.float64)
     ours = run_ours(match, "reference", torch.float64)
     theirs = run_theirs(match, torch.float64)
     if spiking:
         rate = (theirs.output != 0).double().mean().item()
-        assert 0.02 < rate < 0.98, f"{rate:.0%} of the outputs are spikes: that shows little"
+        assert 0.02 < rate < 0.98, f"{rate:.0%} of the outputs are spikes: a poor test"
     _assert_close("output", ours.output, theirs.output)
     weights = draw_weights(ours.output)
     expected = their_gradients(match, theirs, weights)
@@ -145,7 +146,7 @@ def assert_same_in_double(build: Build, seed: int, spiking: bool = True) -> None
 
 
 def assert_same_derivative(ours: Callable, theirs: Callable) -> None:
-    """Spikes, and the pseudo-derivative to float32 rounding, off the edges of its pieces."""
+    """Compare spikes, and the pseudo-derivative away from the edges of its pieces."""
     u = torch.linspace(-2.503, 2.501, 1000)
     results = []
     for spike in (ours, theirs):
@@ -160,12 +161,12 @@ def assert_same_derivative(ours: Callable, theirs: Callable) -> None:
 def _assert_close(name: str, actual: Tensor, expected: Tensor) -> None:
     a, e = actual.detach().double(), expected.detach().double()
     error, scale = (a - e).abs().max().item(), e.abs().max().item()
-    assert scale > 0, f"{name} is zero: that shows nothing"
+    assert scale > 0, f"{name} is zero: nothing is compared"
     assert error <= EPSILON * scale, f"{name} differs by {error:.3g} of {scale:.3g}"
 
 
 def assert_same_compiled(build: Build, seed: int, impl: str = "numba") -> None:
-    """Our kernel against their float32, with their float64 to say what rounding may do."""
+    """Compare our kernel with their float32, within the error of their float32 from float64."""
     match, exact = build(Draw(seed), torch.float32), build(Draw(seed), torch.float64)
     ours, theirs = run_ours(match, impl, torch.float32), run_theirs(match, torch.float32)
     truth = run_theirs(exact, torch.float64)
@@ -180,16 +181,16 @@ def assert_same_compiled(build: Build, seed: int, impl: str = "numba") -> None:
     weights = draw_weights(ours.output) * same
     expected = their_gradients(match, theirs, weights)
     true = their_gradients(exact, truth, weights)
-    summed = true["input"].norm().item()  # what a parameter's gradient adds up, and cancels
+    summed = true["input"].norm().item()  # of the terms that cancel in a parameter's gradient
     for name, gradient in ours.gradients(weights).items():
         scale = 0.0 if name == "input" else summed
-        # As for smooth models: theirs computes in another order, which may err less.
+        # As for smooth models: their order of operations may err less.
         within_budget(f"gradient of {name}", gradient, expected[name], true[name], 8.0, scale)
 
 
 @contextlib.contextmanager
 def recorded_potentials() -> Iterator[list[Tensor]]:
-    """What surrogates are called with: potentials less the threshold."""
+    """Record the arguments of surrogates: potentials minus the threshold."""
     seen: list[Tensor] = []
     forward = Surrogate.forward
 
@@ -202,9 +203,9 @@ def recorded_potentials() -> Iterator[list[Tensor]]:
 
 
 def _near_threshold(potentials: list[Tensor], x: Tensor) -> Tensor:
-    """Neurons that come so close to a threshold that float32 can't tell the side.
+    """Return the neurons whose potential comes within float32 rounding of a threshold.
 
-    A step rounds a few times, and errors add up over the steps before.
+    A step rounds a few times, and errors accumulate over the steps.
     """
     u = torch.stack(potentials).unflatten(0, (len(x), -1)).abs()
     roundings = 8 * torch.arange(1, len(x) + 1).view(-1, *[1] * (u.ndim - 1))

@@ -1,4 +1,4 @@
-"""SpikingJelly's neurons and surrogates as judges of ours."""
+"""Parity of neurons and surrogates with SpikingJelly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import spikefuse as sf
-from tests.judges.judging import (
+from tests.parity.comparison import (
     Draw,
     Match,
     assert_same_compiled,
@@ -36,7 +36,7 @@ SURROGATES = {
 
 
 def firing(draw: Draw):
-    """What all their threshold neurons share, with a reset to 0: (ours, theirs)."""
+    """Return the common arguments of threshold neurons that reset to 0: (ours, theirs)."""
     hard, detach = draw.flag(), draw.flag()
     threshold = draw.between(0.5, 1.2)
     ours, theirs = SURROGATES[draw.one_of("sigmoid", "arctan")](draw.between(1.0, 4.0))

@@ -1,4 +1,4 @@
-"""Norse's neurons and surrogates as judges of ours."""
+"""Parity of neurons and surrogates with Norse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import spikefuse as sf
-from tests.judges.judging import (
+from tests.parity.comparison import (
     Match,
     Unrolled,
     assert_same_compiled,
@@ -58,7 +58,7 @@ def in_dtype(parameters, dtype, **values):
 
 
 def firing(draw):
-    """What all their threshold neurons share: (ours, theirs)."""
+    """Return the common arguments of threshold neurons: (ours, theirs)."""
     threshold, v_reset = draw.between(0.5, 1.2), draw.between(-0.4, 0.3)
     method = draw.one_of("super", "triangle", "tanh")  # heavi_erfc has a float32 constant
     ours, alpha = SURROGATES[method](draw.between(0.5, 3.0))
@@ -69,7 +69,7 @@ def firing(draw):
 
 
 def leak(draw):
-    """Theirs scale the input: (ours, theirs)."""
+    """Return the leak, with which theirs scales the input: (ours, theirs)."""
     decay = draw.between(0.3, 0.8)
     return {"decay": decay, "decay_input": True}, {"tau_mem_inv": 1 - decay}
 
@@ -114,7 +114,7 @@ def leaky(draw, dtype):
 
 
 class Refractory(nn.Module):
-    """Without the gradient that theirs sends through the counter of the steps at rest."""
+    """Their refractory neuron without its gradient through the refractory counter."""
 
     def __init__(self, parameters):
         super().__init__()
@@ -170,7 +170,7 @@ def exponential(draw, dtype):
 
 
 def izhikevich(draw, dtype):
-    """Theirs lets the recovery follow the potential one step later: here it follows none."""
+    """Their recovery follows the potential one step later, so it is decoupled here."""
     ours, theirs = firing(draw)
     rate, recovery, jump = draw.between(0.2, 0.6), draw.between(0.2, 0.9), draw.between(0.0, 0.4)
     v_rest, v_critical, a0 = draw.between(-0.2, 0.1), draw.between(0.5, 1.0), draw.between(0.5, 1.2)
@@ -196,7 +196,7 @@ def izhikevich(draw, dtype):
 
 
 class OneStepLate(nn.Module):
-    """Their LSNN feeds a step's input to the next: one more step at the end, the first dropped."""
+    """Their LSNN uses an input one step later: a step is added, and the first is dropped."""
 
     def __init__(self, parameters):
         super().__init__()

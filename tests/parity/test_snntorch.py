@@ -1,4 +1,4 @@
-"""snnTorch's neurons and surrogates as judges of ours."""
+"""Parity of neurons and surrogates with snnTorch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import spikefuse as sf
-from tests.judges.judging import (
+from tests.parity.comparison import (
     Match,
     Unrolled,
     assert_same_compiled,
@@ -51,7 +51,7 @@ class Late(sf.Neuron):
 
 
 def firing(draw, dtype):
-    """Threshold and surrogate: (ours, theirs). Their surrogates compute in float32 only."""
+    """Return threshold and surrogate: (ours, theirs). Their surrogates support only float32."""
     threshold = draw.between(0.8, 1.2)
     name = draw.one_of(*SURROGATES)
     ours, theirs = SURROGATES[name](draw.between(1.0, 5.0))
@@ -161,7 +161,7 @@ def synaptic(draw, dtype):
 
 
 def alpha(draw, dtype):
-    """Theirs resets late and loses an input: only the first spikes can be equal."""
+    """Their reset is late and loses an input, so only the first spikes are compared."""
     ours, theirs = firing(draw, dtype)
     # Exact in float32, in which theirs keeps them.
     excitatory, inhibitory = draw.one_of(0.625, 0.75, 0.875), draw.one_of(0.25, 0.5)

@@ -1,0 +1,455 @@
+"""One layer of neurons, forward and backward: its inputs, the contenders, and their verification.
+
+The LIF neuron is that of "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion".
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import spikefuse as sf
+from benchmarks.record import l2_bytes
+from benchmarks.runner import Contender, first_line
+from spikefuse import reference
+from spikefuse.testing import within_budget
+
+Tensors = tuple[Tensor, ...]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DECAY, THRESHOLD, WIDTH = 0.2, 0.3, 4.0
+
+OURS, LOOP = "spikefuse", "eager loop"
+COMPILED, INDEXED = "torch.compile", "eager loop over x[t]"
+JELLY_NODE, JELLY_FUNCTION = "SpikingJelly node", "SpikingJelly function"
+FLEX = "SpikingJelly FlexSN"
+
+# Elements of a sequence that are verified at most; of longer ones the first and last neurons.
+VERIFIED_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
+
+
+def lif(threshold: float = THRESHOLD) -> sf.LIF:
+    return sf.LIF(decay=DECAY, threshold=threshold, surrogate=sf.surrogate.Sigmoid(WIDTH))
+
+
+class Gated(sf.Neuron):
+    """A user-defined neuron with an adaptive threshold and a gate between hard and soft reset::
+
+        h = decay * v + x,   theta = threshold + beta * a,   s = 1 if h >= theta else 0
+        v = h - s * (g * h + (1 - g) * theta)   with   g = sigmoid(gate)
+        a = rho * a + s
+
+    The outputs are the spike and the potential before reset.
+    """
+
+    v, a = sf.State(), sf.State()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.rho, self.beta, self.threshold = 0.9, 0.97, 0.18, 1.0
+        self.surrogate = sf.surrogate.Sigmoid(WIDTH)
+
+    def step(self, x, gate, v, a):
+        h = self.decay * v + x
+        theta = self.threshold + self.beta * a
+        s = self.surrogate(h - theta)
+        g = torch.sigmoid(gate)
+        return (s, h), (h - s * (g * h + (1 - g) * theta), self.rho * a + s)
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """What a layer is given: `shape` is `[T, B, ...]`, inputs are uniform up to `high`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    num_inputs: int = 1
+    num_outputs: int = 1
+    high: float = 1.0
+
+
+class Inputs:
+    """Sets of (inputs, gradients of the outputs), `[T, B, ...]`, that runs use in turn.
+
+    On a GPU there are enough sets for each to have left the L2 cache when it is used again.
+    """
+
+    def __init__(self, given: LayerInput) -> None:
+        generator = torch.Generator(given.device).manual_seed(given.shape[0])
+
+        def draw() -> tuple[Tensors, Tensors]:
+            xs = [torch.rand(given.shape, generator=generator, device=given.device) * given.high
+                  for _ in range(given.num_inputs)]  # fmt: skip
+            grads = [torch.randn(given.shape, generator=generator, device=given.device)
+                     for _ in range(given.num_outputs)]  # fmt: skip
+            return (
+                tuple(x.to(given.dtype).requires_grad_() for x in xs),
+                tuple(g.to(given.dtype) for g in grads),
+            )
+
+        self.sets = [draw()]
+        count = min(max(1, -(-2 * l2_bytes(given.device) // self.num_bytes)), 32)
+        self.sets += [draw() for _ in range(count - 1)]
+        self.index = 0
+
+    @property
+    def like(self) -> Tensor:
+        return self.sets[0][0][0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one set."""
+        return sum(t.nbytes for group in self.sets[0] for t in group)
+
+    def bytes_to_move(self, training: bool = True) -> int:
+        """Return the bytes that must be read and written.
+
+        Forward reads the inputs and writes the outputs; backward reads the inputs and the
+        gradients of the outputs, and writes the gradients of the inputs.
+        """
+        inputs, outputs = (len(group) for group in self.sets[0])
+        forward, backward = inputs + outputs, 2 * inputs + outputs
+        return (forward + (backward if training else 0)) * self.like.nbytes
+
+    def next(self) -> tuple[Tensors, Tensors]:
+        self.index = (self.index + 1) % len(self.sets)
+        return self.sets[self.index]
+
+    def prepare(self) -> None:
+        """Let the next run use the first set, and find NaN in memory that it does not write."""
+        self.index = -1
+        count = 1 + sum(len(group) for group in self.sets[0])
+        poison = [torch.full_like(self.like, float("nan")) for _ in range(count)]
+        del poison
+
+    def in_layout(self, memory_format: torch.memory_format) -> Inputs:
+        """Return the same values `[T, B, C, H, W]` with each step in `memory_format`."""
+
+        def convert(t: Tensor) -> Tensor:
+            steps = t.detach().flatten(0, 1).contiguous(memory_format=memory_format)
+            return steps.unflatten(0, t.shape[:2])
+
+        converted = object.__new__(Inputs)
+        converted.index = 0
+        converted.sets = [
+            (tuple(convert(x).requires_grad_() for x in xs), tuple(convert(g) for g in grads))
+            for xs, grads in self.sets
+        ]
+        return converted
+
+
+@dataclass
+class LayerResult:
+    """Outputs, gradients of the inputs, and gradients of the learnable parameters."""
+
+    outputs: Tensors
+    grads: Tensors = ()
+    params: Tensors = ()
+
+
+# Contenders
+
+
+def trained(
+    name: str,
+    layer: Callable[..., Tensor | Tensors],
+    inputs: Inputs,
+    params: Sequence[Tensor] = (),
+    note: str = "",
+) -> Contender:
+    """Return forward and backward of `layer` for given gradients of its outputs."""
+
+    def run() -> LayerResult:
+        xs, grads = inputs.next()
+        outputs = _tuple(layer(*xs))
+        found = torch.autograd.grad(outputs, (*xs, *params), grads)
+        outputs = tuple(y.detach() for y in outputs)
+        return LayerResult(outputs, found[: len(xs)], found[len(xs) :])
+
+    return Contender(name, run, lambda: layer(*inputs.next()[0]), note=note)
+
+
+def inference(name: str, layer: Callable[..., Tensor | Tensors], inputs: Inputs) -> Contender:
+    """Return forward of `layer` without gradients."""
+
+    def run() -> LayerResult:
+        with torch.no_grad():
+            return LayerResult(_tuple(layer(*inputs.next()[0])))
+
+    return Contender(name, run)
+
+
+def ours(neuron: sf.Neuron, inputs: Inputs, name: str = OURS) -> Contender:
+    return trained(name, neuron, inputs, tuple(neuron.parameters()))
+
+
+def eager_loop(neuron: sf.Neuron, inputs: Inputs) -> Contender:
+    def loop(*xs: Tensor) -> Any:
+        return neuron(*xs, impl="reference")
+
+    return trained(LOOP, loop, inputs, tuple(neuron.parameters()))
+
+
+class _Spike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, u: Tensor) -> Tensor:
+        ctx.save_for_backward(u)
+        return (u >= 0).to(u.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (u,) = ctx.saved_tensors
+        s = torch.sigmoid(WIDTH * u)
+        return grad * (WIDTH * s * (1 - s))
+
+
+def hand_written(x: Tensor, steps: Sequence[Tensor] | None = None) -> Tensor:
+    """Compute LIF spikes by a loop as users write it."""
+    v, spikes = torch.zeros_like(x[0], dtype=torch.float32), []
+    for current in x.unbind(0) if steps is None else steps:
+        h = DECAY * v + current
+        s = _Spike.apply(h - THRESHOLD)
+        v = h * (1 - s)
+        spikes.append(s.to(x.dtype))
+    return torch.stack(spikes)
+
+
+def indexed(inputs: Inputs) -> Contender:
+    """Return the hand-written loop over `x[t]`, whose backward writes a full-size zero tensor per
+    step."""
+    return trained(INDEXED, lambda x: hand_written(x, [x[t] for t in range(len(x))]), inputs)
+
+
+def compiled(inputs: Inputs) -> Contender:
+    """Return torch.compile of the hand-written loop."""
+    (x,), grads = inputs.sets[0]
+    torch.compiler.reset()
+    function = torch.compile(hand_written, fullgraph=True, dynamic=False)
+    start = time.perf_counter()
+    try:
+        torch.autograd.grad(function(x), x, grads)
+    except Exception as error:
+        return Contender(COMPILED, unavailable=first_line(error))
+    note = f"compiled in {time.perf_counter() - start:.1f} s, not counted"
+    return trained(COMPILED, function, inputs, note=note)
+
+
+def spikingjelly(*names: str) -> tuple[Any, ...]:
+    """Import modules of SpikingJelly.
+
+    Raises:
+        Exception: of any type, because its own dependencies may be missing.
+    """
+    return tuple(importlib.import_module(f"spikingjelly.activation_based.{n}") for n in names)
+
+
+def jelly_constants(
+    surrogate: Any, decay: float = DECAY, threshold: float = THRESHOLD
+) -> dict[str, Any]:
+    """Return the arguments of SpikingJelly's LIF; its decay is 1 - 1/tau."""
+    return {
+        "tau": 1 / (1 - decay),
+        "decay_input": False,
+        "v_threshold": threshold,
+        "v_reset": 0.0,
+        "surrogate_function": surrogate,
+        "detach_reset": False,
+    }
+
+
+def jelly_implementation(functional: Any, device: torch.device) -> str:
+    """Return a note on the implementation that SpikingJelly has chosen."""
+    try:
+        used = functional.neuron_implementation("lif", device)["implementation"]
+    except Exception:  # on a CPU there is only one
+        used = "torch"
+    return f"its implementation: {used}"
+
+
+def jelly_lif(inputs: Inputs) -> list[Contender]:
+    """Return SpikingJelly's LIF layer, and its function with a float32 state.
+
+    The layer keeps its state in the dtype of the input. The fused path for a bfloat16 input needs
+    a float32 state, which only the function accepts.
+    """
+    try:
+        functional, neurons, surrogate = spikingjelly("functional", "neuron", "surrogate")
+    except Exception as error:
+        reason = first_line(error)
+        return [Contender(name, unavailable=reason) for name in (JELLY_NODE, JELLY_FUNCTION)]
+    x = inputs.like
+    given = jelly_constants(surrogate.Sigmoid(alpha=WIDTH))
+    node = neurons.LIFNode(**given, step_mode="m")
+    rest = torch.zeros(x.shape[1:], device=x.device)  # made once, not timed
+
+    def layer(x: Tensor) -> Tensor:
+        y = node(x)
+        functional.reset_net(node)
+        return y
+
+    def function(x: Tensor) -> Tensor:
+        return functional.lif_multi_step(x, rest, **given)[0]
+
+    note = jelly_implementation(functional, x.device)
+    half = f"its implementation: eager loop in {x.dtype}"
+    node_note = note if x.dtype == torch.float32 else half
+    return [
+        trained(JELLY_NODE, layer, inputs, note=node_note),
+        trained(JELLY_FUNCTION, function, inputs, note=note),
+    ]
+
+
+def flex(neuron: Gated, inputs: Inputs) -> Contender:
+    """Return SpikingJelly's FlexSN of the same step, which generates Triton kernels on a GPU."""
+    try:
+        modules, surrogate = spikingjelly("neuron", "surrogate")
+        fire = surrogate.Sigmoid.spiking_function
+        decay, rho, beta, threshold = neuron.decay, neuron.rho, neuron.beta, neuron.threshold
+
+        def core(x: Tensor, gate: Tensor, v: Tensor, a: Tensor) -> Tensors:
+            h = decay * v + x
+            theta = threshold + beta * a
+            s = fire(h - theta, WIDTH)
+            g = torch.sigmoid(gate)
+            return s, h, h - s * (g * h + (1 - g) * theta), rho * a + s
+
+        node = modules.FlexSN(core, num_states=2)
+    except Exception as error:
+        return Contender(FLEX, unavailable=first_line(error))
+
+    def layer(x: Tensor, gate: Tensor) -> Tensors:
+        outputs: Tensors = node(x, gate)
+        node.reset()
+        return outputs
+
+    return trained(FLEX, layer, inputs, note="constants compiled in")
+
+
+def _tuple(found: Tensor | Tensors) -> Tensors:
+    return (found,) if isinstance(found, Tensor) else found
+
+
+# Verification
+
+
+def ends(x: Tensor, dim: int) -> list[tuple[slice, ...]]:
+    """Return the indices that are verified: everything, or the first and last part of `dim`."""
+    size = x.shape[dim]
+    half = max(1, VERIFIED_ELEMENTS[x.device.type] * size // x.numel() // 2)
+    chosen = [slice(None)] if 2 * half >= size else [slice(half), slice(size - half, size)]
+    return [(slice(None),) * dim + (end,) for end in chosen]
+
+
+class LayerTruth:
+    """Results of the reference for the first set of inputs, in the inputs' dtype and in float64.
+
+    Neurons whose float64 trajectory spikes differently get no loss: their gradients in the first
+    set are set to 0, so that both trajectories compute one function.
+
+    Args:
+        exact: whether spikefuse must equal the reference's outputs bit for bit.
+        training: whether gradients are compared.
+    """
+
+    def __init__(
+        self, neuron: sf.Neuron, inputs: Inputs, exact: bool = True, training: bool = True
+    ) -> None:
+        self.exact, like = exact, inputs.like
+        self.dim = 1 if like.shape[1] > 1 else like.ndim - 1
+        self.ends = ends(like, self.dim)
+        xs, grads = (tuple(self.select(t) for t in group) for group in inputs.sets[0])
+        grads = grads if training else ()
+        params, runs = tuple(neuron.parameters()), []
+        with torch.set_grad_enabled(training):
+            for dtype in (like.dtype, torch.float64):
+                leaves = tuple(x.detach().to(dtype).requires_grad_() for x in xs)
+                runs.append((leaves, reference.scan(neuron, leaves)[0]))
+        same = _alike(runs[0][1], runs[1][1])
+        self.rounded = ~same
+        for g, original in zip(grads, inputs.sets[0][1], strict=False):
+            g.mul_(same)
+            sizes = [original[end].shape[self.dim] for end in self.ends]
+            for end, part in zip(self.ends, g.split(sizes, self.dim), strict=True):
+                original[end] = part
+        results = []
+        for leaves, outputs in runs:
+            found: Tensors = ()
+            if grads:
+                weights = [g.to(y.dtype) for g, y in zip(grads, outputs, strict=True)]
+                found = torch.autograd.grad(outputs, (*leaves, *params), weights)
+            outputs = tuple(y.detach() for y in outputs)
+            results.append(LayerResult(outputs, found[: len(xs)], found[len(xs) :]))
+        self.expected, self.true = results
+
+    @property
+    def num_neurons(self) -> int:
+        return self.rounded.numel()
+
+    def select(self, x: Tensor) -> Tensor:
+        """Return a copy of the verified neurons."""
+        return torch.cat([x.detach()[end] for end in self.ends], self.dim)
+
+    def verify(self, contender: Contender, result: LayerResult) -> None:
+        """Check a result against the error that the reference itself makes in its dtype.
+
+        For an exact neuron, spikefuse and the eager loop must equal the reference's outputs bit
+        for bit. Others may round differently, and a potential at the threshold may then spike or
+        not: in as many neurons as the reference differs from float64, and a few more. Gradients,
+        and outputs that are not spikes, are compared where the spikes agree.
+
+        Parameters sum over all neurons; they are compared only if all neurons are verified.
+
+        Raises:
+            AssertionError: the result is wrong.
+        """
+        outputs = self._checked(result.outputs, self.expected.outputs, "outputs")
+        grads = self._checked(result.grads, self.expected.grads, "gradients")
+        if self.exact and contender.name.partition(",")[0] in (OURS, LOOP):
+            for y, wanted in zip(outputs, self.expected.outputs, strict=True):
+                assert torch.equal(y, wanted), "spikes differ from the reference's"
+        diverged = ~_alike(outputs, self.true.outputs)
+        found, allowed = int(diverged.sum()), 2 * int(self.rounded.sum()) + 8
+        assert found <= allowed, f"spikes differ in {found} neurons, allowed are {allowed}"
+        compared = ~(diverged | self.rounded)
+        share = 2.0 if self.exact else 8.0  # as in spikefuse.testing
+        for name, actual, expected, true in (
+            *_series("output", outputs, self.expected.outputs, self.true.outputs),
+            *_series("gradient of input", grads, self.expected.grads, self.true.grads),
+        ):
+            a, e, t = (torch.where(compared, x, 0) for x in (actual, expected, true))
+            within_budget(name, a, e, t, share)
+        if len(self.ends) > 1:
+            return
+        # The sums' terms are about as large as the inputs' gradients, and cancel.
+        scale = self.true.grads[0].norm().item() if result.params else 0.0
+        for name, a, e, t in _series(
+            "gradient of parameter", result.params, self.expected.params, self.true.params
+        ):
+            within_budget(name, a, e, t, share, scale)
+
+    def _checked(self, found: Tensors, expected: Tensors, what: str) -> Tensors:
+        assert len(found) == len(expected), f"{len(found)} {what}, not {len(expected)}"
+        for x, wanted in zip(found, expected, strict=True):
+            assert x.dtype == wanted.dtype, f"{what} are {x.dtype}"
+            assert x.isfinite().all() or not wanted.isfinite().all(), f"{what} are not finite"
+        parts = tuple(self.select(x) for x in found)
+        for x, wanted in zip(parts, expected, strict=True):
+            assert x.shape == wanted.shape, f"{what} have shape {list(x.shape)}"
+        return parts
+
+
+def _alike(outputs: Tensors, others: Tensors) -> Tensor:
+    """Return the neurons `[1, B, ...]` whose outputs never differ by half a spike or more."""
+    pairs = zip(outputs, others, strict=True)
+    return torch.stack([((a - b).abs() < 0.5).all(0, keepdim=True) for a, b in pairs]).all(0)
+
+
+def _series(what: str, *series: Tensors) -> list[tuple[Any, ...]]:
+    return [(f"{what} {i}", *row) for i, row in enumerate(zip(*series, strict=True))]

@@ -1,0 +1,338 @@
+"""Wrong results of contenders are found before anything is timed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spikefuse as sf
+from benchmarks import block, event_check, event_networks, layers, network_steps
+from benchmarks.agreement import Agreement, NetworkReference, difference
+from benchmarks.block import BlockTruth
+from benchmarks.event_networks import DENSE, EVENTS, EventTask
+from benchmarks.event_streaming import Streaming
+from benchmarks.layers import JELLY_NODE, OURS, Gated, Inputs, LayerInput, LayerResult, LayerTruth
+from benchmarks.network_steps import Network, Task, Workload
+from benchmarks.runner import Contender
+from benchmarks.time_sharding import verify_replay
+from spikefuse.events import products_numba
+from spikefuse.nn import Block
+
+CPU = torch.device("cpu")
+
+
+# Layers
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16])
+def inputs(request: pytest.FixtureRequest) -> Inputs:
+    return Inputs(LayerInput((6, 1, 500), request.param, CPU))
+
+
+@pytest.fixture(scope="module")
+def truth(inputs: Inputs) -> LayerTruth:
+    return LayerTruth(layers.lif(), inputs)
+
+
+def run(contender: Contender, inputs: Inputs) -> LayerResult:
+    inputs.prepare()
+    assert contender.run is not None
+    return contender.run()
+
+
+def test_right_layers(inputs: Inputs, truth: LayerTruth) -> None:
+    neuron = layers.lif()
+    for contender in (layers.ours(neuron, inputs), layers.eager_loop(neuron, inputs)):
+        truth.verify(contender, run(contender, inputs))
+    inferred = run(layers.inference(OURS, neuron, inputs), inputs)
+    assert not inferred.outputs[0].requires_grad
+    LayerTruth(neuron, inputs, training=False).verify(Contender(OURS), inferred)
+
+
+def test_wrong_layers(truth: LayerTruth) -> None:
+    rival, ours = Contender(JELLY_NODE), Contender(OURS)
+    spikes, grad = truth.expected.outputs[0], truth.expected.grads[0]
+    one, many = spikes.clone(), spikes.clone()
+    one[0, 0, 0] = 1 - one[0, 0, 0]
+    many[0, 0, :100] = 1 - many[0, 0, :100]
+    unwritten, off = grad.clone(), grad.clone()
+    unwritten[-1, 0, -1] = float("nan")
+    off[2] *= 1.5
+    truth.verify(rival, LayerResult((one,), (grad,)))  # possible by rounding
+    for who, outputs, grads, message in (
+        (ours, one, grad, "differ from the reference"),
+        (rival, many, grad, "differ in 10[0-9] neurons"),
+        (rival, spikes, unwritten, "not finite"),
+        (rival, spikes, off, "errs by"),
+        (rival, spikes.double(), grad, r"outputs are torch\.float64"),
+        (rival, spikes[:3], grad, "shape"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            truth.verify(who, LayerResult((outputs,), (grads,)))
+    with pytest.raises(AssertionError, match="2 outputs, not 1"):
+        truth.verify(ours, LayerResult((spikes, spikes), (grad,)))
+
+
+def test_wrong_gradients_of_inputs_and_parameters() -> None:
+    gated = Inputs(LayerInput((5, 1, 70), torch.float32, CPU, 2, 2))
+    truth = LayerTruth(Gated(), gated, exact=False)
+    ours = layers.ours(Gated(), gated)
+    right = run(ours, gated)
+    truth.verify(ours, right)
+    grads = right.grads[0], 1.5 * right.grads[1]
+    with pytest.raises(AssertionError, match="gradient of input 1 errs by"):
+        truth.verify(ours, replace(right, grads=grads))
+    with pytest.raises(AssertionError, match="output 1 errs by"):
+        truth.verify(ours, replace(right, outputs=(right.outputs[0], right.outputs[1] + 0.01)))
+    neuron = sf.PLIF(channels=3)
+    with torch.no_grad():
+        next(neuron.parameters()).copy_(torch.tensor([-1.0, 0.0, 1.0]))
+    picture = Inputs(LayerInput((5, 2, 3, 4), torch.float32, CPU))
+    truth, ours = LayerTruth(neuron, picture), layers.ours(neuron, picture)
+    right = run(ours, picture)
+    truth.verify(ours, right)
+    with pytest.raises(AssertionError, match="gradient of parameter 0 errs by"):
+        truth.verify(ours, replace(right, params=(right.params[0].flip(0),)))
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 100), (4, 10, 2, 5)])
+def test_the_ends_of_long_sequences(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(layers.VERIFIED_ELEMENTS, "cpu", 160)
+    inputs, neuron = Inputs(LayerInput(shape, torch.float32, CPU)), layers.lif()
+    truth, ours = LayerTruth(neuron, inputs), layers.ours(neuron, inputs)
+    assert truth.num_neurons == 40  # of 100
+    result = run(ours, inputs)
+    truth.verify(ours, result)
+    for place, change, message in ((99, 2.0, "errs by"), (50, float("nan"), "not finite")):
+        wrong = result.grads[0].clone()
+        wrong.view(4, 100)[0, place] += change
+        with pytest.raises(AssertionError, match=message):
+            truth.verify(ours, LayerResult(result.outputs, (wrong,)))
+
+
+def test_neurons_rounded_across_the_threshold_get_no_loss() -> None:
+    inputs = Inputs(LayerInput((3, 1, 4), torch.float32, CPU))
+    (x,), (grad,) = inputs.sets[0]
+    with torch.no_grad():
+        x.zero_()
+        x[0, 0, 1] = 0.7  # the threshold in float32, less than it in float64
+        x[0, 0, 2] = 0.8
+    truth = LayerTruth(sf.LIF(threshold=0.7), inputs)
+    assert truth.rounded.flatten().tolist() == [False, True, False, False]
+    assert (grad == 0).all(0).flatten().tolist() == [False, True, False, False]
+
+
+# Blocks
+
+
+class ShiftedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad + 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda norm, x: Block(norm, layers.lif())(x), ""),
+        (lambda norm, x: Block(norm, sf.LIF(0.3, layers.THRESHOLD))(x), "spikes differ in neurons"),
+        (lambda norm, x: Block(norm, layers.lif())(ShiftedGradient.apply(x)), "gradient of x errs"),
+        (lambda norm, x: Block(norm, layers.lif())(x) / torch.zeros(()), "output is not finite"),
+    ],
+)
+def test_blocks(change: Callable[[nn.Module, Tensor], Tensor], message: str) -> None:
+    inputs = Inputs(LayerInput((6, 8, 4, 5, 5), torch.float32, CPU))
+    norm = block.make_norm(4, CPU)
+    truth = BlockTruth(norm, inputs, "float32")
+    assert 0.1 < truth.true.outputs[0].mean() < 0.9
+    assert truth.near_share < 0.1
+    made = block.block_contender(OURS, norm, inputs, functools.partial(change, norm))
+    result = run(made, inputs)
+    if message:
+        with pytest.raises(AssertionError, match=message):
+            truth.verify(made, result)
+        return
+    truth.verify(made, result)
+    result.params = (result.params[0], result.params[1] + 0.1)
+    with pytest.raises(AssertionError, match="gradient of the bias errs"):
+        truth.verify(made, result)
+
+
+# Networks
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return Task(Workload("conv", (1, 28, 28)).small(), "float32", CPU)
+
+
+@pytest.fixture(scope="module")
+def reference(task: Task) -> NetworkReference:
+    return NetworkReference.of(task, "training")
+
+
+def other(task: Task, exact: bool = True, **changes: Any) -> Network:
+    """Make our network with other neurons."""
+    net = task.network(replace(task.workload, **changes).neuron)
+    return Network(net, sf.Temporal(net), sf.LIF, exact)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"threshold": 0.31}, "spikes differ for the same inputs, allowed are 0"),
+        ({"threshold": 0.3 * (1 + 2**-8), "exact": False}, "the same inputs, allowed are 16"),
+        ({"surrogate": "rectangle"}, "gradients differ by"),
+    ],
+)
+def test_wrong_neurons(
+    task: Task, reference: NetworkReference, changes: dict[str, Any], message: str
+) -> None:
+    agreement = Agreement(task, "training", functools.partial(other, **changes), reference)
+    with pytest.raises(AssertionError, match=message):
+        agreement.verify(agreement.expected)
+
+
+def test_wrong_steps(task: Task, reference: NetworkReference) -> None:
+    agreement = Agreement(task, "training", network_steps.spiking, reference)
+    network = network_steps.spiking(task)
+    right = network_steps.training(task, network)()
+    agreement.verify(right)
+    assert right.loss is not None
+    for wrong, message in (
+        (replace(right, logits=right.logits / 0), "not finite"),
+        (replace(right, grads=tuple(2 * g for g in right.grads)), "of its norm from the first"),
+        (replace(right, loss=right.loss + 1), "the loss is not"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            agreement.verify(wrong)
+
+
+def change_eps(net: nn.Module) -> None:
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eps = 0.1
+
+
+def test_fused_networks(task: Task, reference: NetworkReference) -> None:
+    fused = NetworkReference.of(task, "training", reference)
+    assert fused.flip_rate < 1e-5
+    network = network_steps.spiking(task, fused=True)
+    agreement = Agreement(task, "training", lambda task: network, fused)
+    agreement.verify(agreement.expected)
+    change_eps(network.net)
+    agreement = Agreement(task, "training", lambda task: network, fused)
+    with pytest.raises(AssertionError, match="spikes differ for the same inputs"):
+        agreement.verify(agreement.expected)
+
+
+def test_all_workloads_can_be_made() -> None:
+    for name, workload in network_steps.WORKLOADS.items():
+        with torch.device("meta"):
+            net = workload.network(workload.neuron)
+        assert any(isinstance(m, sf.LIF) for m in net.modules()), name
+        assert next(net.parameters()).shape[1] == workload.shape[0], name
+
+
+@pytest.mark.parametrize("shape", [(6, 4, 3, 5), (6, 4)])
+def test_spikingjelly_gets_a_view(shape: tuple[int, ...]) -> None:
+    module = network_steps.JellyFunction(2, lambda x, rest: x)
+    x = torch.rand(shape)
+    x = x.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else x
+    y = module(x)
+    assert torch.equal(y, x)
+    assert (y.data_ptr(), y.stride()) == (x.data_ptr(), x.stride())
+
+
+def test_difference() -> None:
+    ones = [torch.ones(3), torch.ones(1)]
+    assert difference(ones, ones) == 0
+    assert difference([torch.ones(3), torch.zeros(1)], ones) == pytest.approx(0.5)
+
+
+def test_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.time_sharding.highest", lambda value, device: value)
+
+    class Step:
+        device = CPU
+
+        def __call__(self) -> list[Tensor]:
+            return [torch.tensor([1.0, 2.0])]
+
+    static = torch.tensor([0.0, 0.0])
+
+    def replay(value: float) -> list[Tensor]:
+        static.copy_(torch.tensor([value, 2.0]))
+        return [static]
+
+    assert verify_replay(Step(), lambda: replay(1.0)) == 0.0
+    for wrong in (lambda: replay(2.0), lambda: [static]):  # the second writes nothing
+        with pytest.raises(AssertionError, match="a replay is"):
+            verify_replay(Step(), wrong)
+
+
+# Events
+
+
+@pytest.fixture
+def event_task() -> EventTask:
+    return EventTask(event_networks.QUICK, 0.1, CPU)
+
+
+@pytest.mark.parametrize("name", [EVENTS, DENSE])
+@pytest.mark.parametrize("excitatory", [False, True])
+def test_right_events(name: str, excitatory: bool) -> None:
+    case = replace(event_networks.QUICK, excitatory=excitatory)
+    task = EventTask(case, 0.5 if excitatory else 0.1, CPU)
+    result = task.contender(name).run()
+    about = event_check.verify(task, name, result)
+    assert about["flips"] == 0
+    assert about["sites"] == 20 * 4 * 110
+    assert 0 < about["errors"]["gradient of weights"] < 1e-4
+    with pytest.raises(AssertionError, match="the step differs"):
+        event_check.verify(task, name, (result[0] + 1, result[1]))
+
+
+def test_wrong_event_gradients(event_task: EventTask, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = event_task.contender(EVENTS).run()
+    finished = products_numba.Gradients.finished
+
+    def wrong(self: Any, sums: np.ndarray) -> object:
+        rows, weight, bias, values = finished(self, sums)
+        weight[0] *= 1.01
+        return rows, weight, bias, values
+
+    monkeypatch.setattr(products_numba.Gradients, "finished", wrong)
+    with pytest.raises(AssertionError, match="gradient of weights differs by"):
+        event_check.verify(event_task, EVENTS, result)
+
+
+def test_wrong_event_spikes(event_task: EventTask) -> None:
+    result = event_task.contender(EVENTS).run()
+    event_task.networks[EVENTS].layers[0].neuron.threshold = 0.999
+    with pytest.raises(AssertionError, match="a spike differs"):
+        event_check.verify(event_task, EVENTS, result)
+
+
+def test_wrong_streaming() -> None:
+    streaming = Streaming(event_networks.QUICK, 0.1, CPU)
+    (y, potentials), contender = streaming.on_events(), Contender("events")
+    streaming.verify(contender, (y, potentials))
+    with pytest.raises(AssertionError, match="outputs differ"):
+        streaming.verify(contender, (y + 1, potentials))
+    potentials[0] = potentials[0] * 1.001
+    with pytest.raises(AssertionError, match="a potential differs"):
+        streaming.verify(contender, (y, potentials))
