@@ -44,6 +44,8 @@ class RankedNorm(_BatchNorm):
     """A batch norm module that by itself takes its statistics over several processes;
     `spikefuse.distributed.sync_norm` has one."""
 
+    is_leaf = True  # of traced graphs
+
 
 class GroupRanks:
     """The ranks of a process group."""

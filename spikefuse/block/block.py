@@ -68,6 +68,8 @@ class Block(nn.Module):
     Normalization", for the norm and its gradient.
     """
 
+    is_leaf = True  # of traced graphs
+
     def __init__(self, norm: _BatchNorm, neuron: Neuron, memory: Policy | None = None) -> None:
         super().__init__()
         if type(norm) not in NORMS:
@@ -94,12 +96,6 @@ class Block(nn.Module):
     ) -> Any:
         run = partial(scan, self.norm, self.neuron, self.memory)
         return self.neuron.call(run, _inputs(x, residual), state, return_state, impl)
-
-
-def normed(norm: _BatchNorm, neuron: Neuron, x: Tensor, residual: Tensor | None = None) -> Any:
-    """`Block(norm, neuron)(x, residual)`."""
-    run = partial(scan, norm, neuron, None)
-    return neuron.call(run, _inputs(x, residual), None, False, "auto")
 
 
 def _inputs(x: Tensor, residual: Tensor | None) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.batch_norm import RankedNorm
+from spikefuse.block.fused_norm import FusedNorm
 from spikefuse.distributed.links import Ranks
 from spikefuse.nn.neuron import calls
 
@@ -67,13 +68,18 @@ class AxisNorm(RankedNorm):
         self.running_var.lerp_(var.to(self.running_var.dtype), rate)
 
 
+class FusedAxisNorm(FusedNorm, AxisNorm):
+    pass
+
+
 def share_statistics(net: nn.Module, ranks: Ranks) -> None:
     """Put an `AxisNorm` in the place of every batch norm inside. A `torch.nn.SyncBatchNorm` has
     ranks of its own and stays."""
     for module in list(net.modules()):
         for name, child in module.named_children():
             if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
-                setattr(module, name, AxisNorm(child, ranks))
+                kind = FusedAxisNorm if isinstance(child, FusedNorm) else AxisNorm
+                setattr(module, name, kind(child, ranks))
 
 
 def average_statistics(net: nn.Module, ranks: Ranks) -> None:

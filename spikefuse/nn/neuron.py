@@ -35,6 +35,21 @@ class Scan(Protocol):
     ) -> tuple[Outputs, States]: ...
 
 
+class Deferred:
+    """A tensor that a neuron computes together with what it reads, as one block."""
+
+    def block(self, neuron: Neuron) -> tuple[Scan, tuple[Tensor, ...]]:
+        """The scan of that block, and its inputs."""
+        raise NotImplementedError
+
+
+class Deferrals(Protocol):
+    """The deferred tensors of a call of `Temporal`."""
+
+    def finish(self) -> None:
+        """Compute what has not been computed; called once the network has returned."""
+
+
 IMPLEMENTATIONS = ("auto", "triton", "numba", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -61,6 +76,8 @@ class Sequence:
     # What is kept for backward, None for Recompute(); and of some neurons in another way, by name.
     memory: Policy | None = None
     memory_of: Mapping[str, Policy] = field(default_factory=dict)
+    # What layers have deferred, if anything.
+    deferred: Deferrals | None = None
     # The neuron that is being computed.
     current: str = ""
     # Bytes of the states that blocks compute again, by neuron.
@@ -129,7 +146,10 @@ class Neuron(Definition):
         return_state: bool = False,
         impl: str = "auto",
     ) -> Any:
-        return self.call(self._scan, inputs, state, return_state, impl)
+        scan: Scan = self._scan
+        if len(inputs) == 1 and isinstance(inputs[0], Deferred):
+            scan, inputs = inputs[0].block(self)
+        return self.call(scan, inputs, state, return_state, impl)
 
     def call(
         self,

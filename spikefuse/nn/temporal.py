@@ -131,6 +131,8 @@ class Temporal(nn.Module):
                     sequence.constant_rows = batch
                     with self._repeated(plan, sequence):
                         folded = self._run(x[0], sequence)
+                if sequence.deferred is not None:
+                    sequence.deferred.finish()
         finally:
             calls.sequence = outer
         if self.shard is not None:

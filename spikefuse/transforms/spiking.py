@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from spikefuse.nn.activations import ACTIVATIONS, FUNCTIONS, METHODS
 from spikefuse.nn.neuron import Neuron, calls
 from spikefuse.nn.temporal import Temporal
 from spikefuse.nn.tracing import Untraceable, trace_modes
-from spikefuse.transforms.activations import ACTIVATIONS, FUNCTIONS, METHODS
 
 MakeNeuron = Callable[[], Neuron]
 
