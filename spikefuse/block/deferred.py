@@ -80,6 +80,8 @@ class NormCall:
         if self.result is None:
             y = self._compute()
             self.result = y, y._version
+            if self.sequence is not None:
+                _deferrals(self.sequence).computed.add(self.norm)
             if not self.settled:
                 self._settle(Outcome(None, reason=f"its result was read by {reader}"))
         return self.result[0]
@@ -94,6 +96,30 @@ class NormCall:
         self.check()
         with self.modes(), self._norm_as_called():
             return self.compute(self.x)
+
+    def gradients(self, grad: Tensor) -> list[Tensor | None]:
+        """Gradients of x, weight and bias, those that there are, of this call alone."""
+        self.check()
+        norm, names = (
+            self.norm,
+            [n for n in ("weight", "bias") if getattr(self.norm, n) is not None],
+        )
+        x = self.x.detach().requires_grad_(self.x.requires_grad)
+        before = dict(norm._parameters)
+        own = {
+            n: t.detach().requires_grad_(t.requires_grad)
+            for n in names
+            if (t := before[n]) is not None
+        }
+        norm._parameters.update(own)
+        try:
+            with self.modes(), self._norm_as_called():
+                y = self.compute(x)
+        finally:
+            norm._parameters.update(before)
+        leaves = [x, *own.values()]
+        found = iter(torch.autograd.grad(y, [t for t in leaves if t.requires_grad], grad))
+        return [next(found) if t.requires_grad else None for t in leaves]
 
     def check(self) -> None:
         """Refuse tensors that were changed after the call."""
@@ -145,7 +171,7 @@ class Terms:
         self.call, self.residual = call, residual
         self.version = 0 if residual is None else residual._version
         self.replacement: Terms | None = None  # after an addition in place
-        self._sum: Tensor | None = None
+        self._sum: tuple[Tensor, int] | None = None  # with its version
 
     @property
     def latest(self) -> Terms:
@@ -175,8 +201,20 @@ class Terms:
             self._check()
             value = self.call.original_value(reader)
             with self.call.modes():
-                self._sum = value + self.residual
-        return self._sum
+                y = value + self.residual
+            self._sum = y, y._version
+        return self._sum[0]
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether a reader changed the values in place."""
+        read = self.call.result if self.residual is None else self._sum
+        return self.replacement is not None or (read is not None and read[0]._version != read[1])
+
+    def gradients(self, grad: Tensor) -> list[Tensor | None]:
+        """Gradients of `tensors()` from that of the sum."""
+        found = self.call.gradients(grad)
+        return found if self.residual is None else [*found, grad]
 
     def block(self, neuron: Neuron) -> tuple[Scan, tuple[Tensor, ...]]:
         """The scan of a neuron behind the norm, and its inputs."""
@@ -256,20 +294,15 @@ class _Edges(torch.autograd.Function):
         return _wrapper(terms)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         terms: Terms = ctx.terms
-        if terms.replacement is not None:
+        if terms.is_changed:
             raise RuntimeError(
-                "the result of a fused batch norm was given to an autograd.Function after an "
-                "addition in place: write x = x + y in place of x.add_(y)"
+                "the result of a fused batch norm was changed in place and given to an "
+                "autograd.Function: change a copy"
             )
-        y, tensors = terms.value("backward"), terms.tensors()
-        wanted = [t for t in tensors if t.requires_grad]
-        again = torch.is_grad_enabled()
-        with torch.enable_grad():
-            grads = torch.autograd.grad(y, wanted, grad, True, again, allow_unused=True)
-        found = iter(grads)
-        return (None, *(next(found) if t.requires_grad else None for t in tensors))
+        return None, *terms.gradients(grad)
 
 
 class Deferrals:
@@ -277,6 +310,7 @@ class Deferrals:
 
     def __init__(self) -> None:
         self.pending: dict[nn.Module, NormCall] = {}
+        self.computed: set[nn.Module] = set()
         self.read: list[weakref.ref[DeferredNorm]] = []
 
     def finish(self) -> None:
@@ -290,7 +324,7 @@ class Deferrals:
                 deferred.terms.value("nothing")
 
 
-def defer(norm: _BatchNorm, compute: Callable[[Tensor], Tensor], x: Tensor) -> DeferredNorm:
+def defer(norm: _BatchNorm, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The result of a norm of `x`, which `compute` gives when it is needed."""
     call = NormCall(norm, compute, x)
     if call.sequence is not None:
@@ -298,6 +332,10 @@ def defer(norm: _BatchNorm, compute: Callable[[Tensor], Tensor], x: Tensor) -> D
         if norm in pending:  # its statistics come first
             pending[norm].value("a second call of the norm")
         pending[norm] = call
+        if norm in _deferrals(call.sequence).computed:
+            # Autograd would take a block's update of the statistics for a change of those that
+            # the earlier call has saved.
+            return call.value("a second call of the norm")
     return DeferredNorm.of(Terms(call))
 
 

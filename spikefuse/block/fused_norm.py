@@ -11,7 +11,7 @@ from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.batch_norm import RankedNorm, by_batch
-from spikefuse.block.deferred import DeferredNorm, Outcome, defer, is_ordinary, outcomes, tensors_of
+from spikefuse.block.deferred import Outcome, defer, is_ordinary, materialized, outcomes, tensors_of
 from spikefuse.nn import constant_input
 from spikefuse.nn.neuron import DTYPES, Sequence, calls
 
@@ -29,6 +29,7 @@ class FusedNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return self.plain(input)
+        input = materialized(input)
         if not self._defers(input):
             if calls.sequence is not None:
                 outcomes[self] = Outcome(None, reason=self._reason())
@@ -57,7 +58,7 @@ class FusedNorm(_BatchNorm):
                 return False
         elif not sequence.names:
             return False
-        if not isinstance(x, Tensor) or isinstance(x, DeferredNorm):
+        if not isinstance(x, Tensor):
             return False
         tensors = tensors_of(self, x)
         return (
@@ -69,7 +70,7 @@ class FusedNorm(_BatchNorm):
             and not torch.is_inference_mode_enabled()
             and forward_ad._current_level < 0
             and self._takes(x, sequence)
-            and all(t.dtype is torch.float32 and t.device == x.device for t in tensors[1:])
+            and all(t.dtype in DTYPES and t.device == x.device for t in tensors[1:])
         )
 
     def _has_hooks(self) -> bool:

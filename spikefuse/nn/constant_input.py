@@ -77,7 +77,7 @@ def make_plan(net: nn.Module, modules: tuple[nn.Module, ...]) -> Plan:
         found = None
     norms = tuple(
         m
-        for m in found or ()
+        for m in dict.fromkeys(found or ())  # each once
         if isinstance(m, batchnorm._BatchNorm) and m.training and m.running_var is not None
     )
     return Plan(modules, tuple(m.training for m in modules), found is not None, norms)
