@@ -111,7 +111,7 @@ class NormCall:
             for n in names
             if (t := before[n]) is not None
         }
-        norm._parameters.update(own)
+        norm._parameters.update(own)  # type: ignore[arg-type]
         try:
             with self.modes(), self._norm_as_called():
                 y = self.compute(x)
