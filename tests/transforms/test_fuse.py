@@ -18,7 +18,8 @@ from spikefuse.models import MODELS, resnet18
 from spikefuse.nn.encode import direct
 from spikefuse.transforms.fusion import Place
 
-# Batch norms of each model, and how many a neuron reads; of the two in a sum one is fused.
+# Batch norms of each model, and how many are fused: of the two in a sum one, which in ms_resnet34 a
+# shortcut reads as well.
 NORMS = {
     "mlp": (2, 2),
     "conv": (2, 2),
@@ -28,7 +29,7 @@ NORMS = {
     "sew_resnet18": (20, 20),
     "sew_resnet34": (36, 36),
     "sew_resnet50": (53, 53),
-    "ms_resnet34": (37, 21),
+    "ms_resnet34": (37, 33),
     "cifar_small": (5, 5),
     "cifar_medium": (9, 9),
     "cifar_large": (11, 11),
