@@ -110,3 +110,5 @@ GroupRanks = GroupCollectives
 
 class RankedNorm(_BatchNorm):
     """A batch norm that takes its statistics over several processes by itself."""
+
+    is_leaf = True  # of traced graphs

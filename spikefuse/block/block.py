@@ -68,6 +68,8 @@ class Block(nn.Module):
     Normalization", for the norm and its gradient.
     """
 
+    is_leaf = True  # of traced graphs
+
     def __init__(self, norm: _BatchNorm, neuron: Neuron, memory: Policy | None = None) -> None:
         super().__init__()
         if type(norm) not in NORMS:
@@ -95,12 +97,6 @@ class Block(nn.Module):
         inputs = (x,) if residual is None else (x, residual)
         run = partial(scan, self.norm, self.neuron, self.memory)
         return self.neuron.call(run, Request(inputs, state, impl, return_state))
-
-
-def normed(norm: _BatchNorm, neuron: Neuron, x: Tensor, residual: Tensor | None = None) -> Any:
-    """`Block(norm, neuron)(x, residual)`."""
-    inputs = (x,) if residual is None else (x, residual)
-    return neuron.call(partial(scan, norm, neuron, None), Request(inputs))
 
 
 def scan(

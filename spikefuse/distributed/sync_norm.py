@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.batch_norm import RankedNorm
+from spikefuse.block.fused_norm import FusedNorm
 from spikefuse.distributed.links import AxisCollectives
-from spikefuse.nn.neuron import calls
+from spikefuse.nn.call import active
 
 # torch.batch_norm_stats returns 1 / sqrt(variance + eps).
 _EPS = 1e-5
@@ -42,9 +43,9 @@ class AxisNorm(RankedNorm):
         if not self.training and self.running_mean is not None:
             return super().forward(x)
         self._check_input_dim(x)
-        sequence, repeats = calls.sequence, 1
-        if sequence is not None and x.shape[0] == sequence.constant_rows:
-            repeats = sequence.num_steps  # each row stands for all time steps
+        call, repeats = active.call, 1
+        if call is not None and x.shape[0] == call.constant_rows:
+            repeats = call.num_steps  # each row stands for all time steps
         y, mean, var, count = _NormalizeOverRanks.apply(
             x, self.weight, self.bias, self.eps, repeats, self.ranks
         )
@@ -66,13 +67,18 @@ class AxisNorm(RankedNorm):
         self.running_var.lerp_(var.to(self.running_var.dtype), rate)
 
 
+class FusedAxisNorm(FusedNorm, AxisNorm):
+    """An `AxisNorm` that fuses with the neurons that read it."""
+
+
 def share_statistics(net: nn.Module, ranks: AxisCollectives) -> None:
     """Replace every batch norm inside `net` by an `AxisNorm`, except `torch.nn.SyncBatchNorm`,
     which has its own ranks."""
     for module in list(net.modules()):
         for name, child in module.named_children():
             if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
-                setattr(module, name, AxisNorm(child, ranks))
+                kind = FusedAxisNorm if isinstance(child, FusedNorm) else AxisNorm
+                setattr(module, name, kind(child, ranks))
 
 
 def average_statistics(net: nn.Module, ranks: AxisCollectives) -> None:

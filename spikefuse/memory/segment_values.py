@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from spikefuse.block.deferred import materialized
 from spikefuse.memory.microbatch import Microbatch, batch_size, take, unfolded
 from spikefuse.memory.segments import NeuronCall, Segment, Segments
 from spikefuse.memory.spikes import Saved
@@ -91,7 +92,7 @@ class Values:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.__getitem__)
         if module is not None:
             with _still(module) if self.differentiable else contextlib.nullcontext():
-                return module(*args, **kwargs)
+                return materialized(module(*args, **kwargs))
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         assert callable(node.target)

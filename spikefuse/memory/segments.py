@@ -7,22 +7,27 @@ output of the network. It begins at values kept before.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.nn.modules import pooling
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.batch_norm import NORMS, RankedNorm, by_batch
-from spikefuse.block.block import Block, normed, scan
+from spikefuse.block.block import NAMES, Block, scan
+from spikefuse.block.fused_norm import FusedNorm
 from spikefuse.nn.call import Scan
 from spikefuse.nn.constant_input import is_plain
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import max_pool2d
-from spikefuse.nn.tracing import Untraceable, trace, works_in_place
+from spikefuse.nn.tracing import Untraceable, has_hooks, trace, works_in_place
+
+_ADDS = (operator.add, torch.add, "add", "add_")
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,11 @@ class Segments:
 
     def __init__(self, net: nn.Module) -> None:
         self.net, self.graph = net, _traced(net)
+        self.called = {
+            n: net.get_submodule(str(n.target)) for n in self.graph.nodes if n.op == "call_module"
+        }
+        self.blocks = self._find_blocks()
+        _check_norms(net, bool(self.blocks))
         self.modules = tuple(net.modules())
         self.training = tuple(m.training for m in self.modules)
         #: Bytes that a segment needs for one sample, by segment and kind of call.
@@ -95,12 +105,8 @@ class Segments:
         self.output = nodes[-1].args[0]
         #: The nodes in it, each once.
         self.outputs = tuple(nodes[-1].all_input_nodes)
-        self.called = {n: net.get_submodule(n.target) for n in nodes if n.op == "call_module"}
-        self.blocks = {n: b for n in nodes if (b := self._block(n)) is not None}
-        varying = {self.input}
+        varying = _varying(self.graph)
         for node in nodes[:-1]:
-            if not varying.isdisjoint(node.all_input_nodes):
-                varying.add(node)
             if works_in_place(node, self.called.get(node)):
                 raise ValueError(
                     f"memory=Checkpoint() can't compute '{node.target}' again, which works in "
@@ -137,17 +143,65 @@ class Segments:
     def mixes(self, node: fx.Node) -> bool:
         """Whether it is a norm by itself that uses the statistics of the batch."""
         module = self.called.get(node)
-        known = type(module) in NORMS or isinstance(module, RankedNorm)
+        known = type(module) in NORMS or isinstance(module, RankedNorm | FusedNorm)
         return isinstance(module, _BatchNorm) and known and by_batch(module)
 
-    def _block(self, node: fx.Node) -> BlockCall | None:
-        module = self.called.get(node)
-        if isinstance(module, Block):
-            return BlockCall(module.norm, module.neuron, tuple(node.all_input_nodes))
-        if node.target is not normed:
-            return None
-        norm, neuron, *inputs = node.all_input_nodes
-        return BlockCall(self.attribute(norm), self.attribute(neuron), tuple(inputs))
+    def _find_blocks(self) -> dict[fx.Node, BlockCall]:
+        """The blocks by the node of their neuron, which reads their inputs from now on."""
+        found: dict[fx.Node, BlockCall] = {}
+        calls = Counter(self.called.values())
+        varying = _varying(self.graph)
+        # From the end: of two norms in a sum, the one called last is fused.
+        for node in reversed(list(self.graph.nodes)):
+            module = self.called.get(node)
+            if isinstance(module, Block):
+                inputs = _bound(node, NAMES)
+                found[node] = BlockCall(module.norm, module.neuron, inputs)
+            elif isinstance(module, FusedNorm) and calls[module] == 1 and not has_hooks(module):
+                self._join(node, module, calls, varying, found)
+        for node in found:
+            self.called.setdefault(node, self.net.get_submodule(str(node.target)))
+        return found
+
+    def _join(
+        self,
+        node: fx.Node,
+        norm: FusedNorm,
+        calls: Counter[nn.Module],
+        varying: set[fx.Node],
+        found: dict[fx.Node, BlockCall],
+    ) -> None:
+        """Join a norm, perhaps a sum, and the neuron that alone reads it, if that is what it is."""
+        last, residual, between = node, None, []
+        while len(last.users) == 1:
+            (user,) = last.users
+            module = self.called.get(user)
+            other = None if residual is not None else _added(user, last, varying)
+            if other is not None:
+                residual = other
+            elif type(module) is not nn.Identity or has_hooks(module):
+                break
+            between.append(user)
+            last = user
+        user, neuron = next(iter(last.users), node), None
+        if len(last.users) == 1 and user not in found:
+            neuron = self.called.get(user)
+        if (
+            not isinstance(neuron, Neuron)
+            or calls[neuron] != 1
+            or has_hooks(neuron)
+            or (user.args, user.kwargs) != ((last,), {})
+            or (len(node.args), len(node.kwargs)) != (1, 0)
+            or len(type(neuron).input_names) != 1
+        ):
+            return
+        (x,) = node.all_input_nodes
+        inputs = (x,) if residual is None else (x, residual)
+        user.args = inputs
+        for old in (*reversed(between), node):
+            self.graph.erase_node(old)
+            self.called.pop(old, None)
+        found[user] = BlockCall(norm, neuron, inputs)
 
     def neuron(self, node: fx.Node) -> NeuronCall | None:
         """The call of a neuron at a node, if there is one."""
@@ -158,7 +212,12 @@ class Segments:
             return NeuronCall(call, len(type(neuron).states), block.modules, block.inputs)
         if not isinstance(module, Neuron):
             return None
-        inputs = tuple(node.all_input_nodes)
+        if type(module).forward is not Neuron.forward:
+            raise ValueError(
+                f"memory=Checkpoint() can't run '{node.target}': {type(module).__name__} has a "
+                "forward of its own; use another policy"
+            )
+        inputs = _bound(node, type(module).input_names)
         return NeuronCall(module._scan, len(type(module).states), (module,), inputs)
 
     def _fires(self, node: fx.Node) -> bool:
@@ -201,6 +260,8 @@ class Segments:
         while left:
             node = left.pop()
             value = self.attribute(node) if node.op == "get_attr" else self.called.get(node)
+            if node in self.blocks:
+                found |= dict.fromkeys(self.blocks[node].norm.parameters())
             if isinstance(value, nn.Parameter):
                 found[value] = None
             elif isinstance(value, nn.Module):
@@ -219,12 +280,47 @@ def _traced(net: nn.Module) -> fx.Graph:
         ) from error
     if sum(node.op == "placeholder" for node in graph.nodes) != 1:
         raise ValueError("memory=Checkpoint() needs a network with one input: use another policy")
-    fused = any(n.target is normed for n in graph.nodes)
-    fused = fused or any(isinstance(m, Block) for m in net.modules())
-    norms = [] if fused else [m for m in net.modules() if isinstance(m, _BatchNorm)]
-    if norms:
+    return graph
+
+
+def _check_norms(net: nn.Module, has_blocks: bool) -> None:
+    norms = [m for m in net.modules() if isinstance(m, _BatchNorm)]
+    if norms and not has_blocks and not any(isinstance(m, FusedNorm) for m in norms):
         first = ", before shard_time" if any(isinstance(m, RankedNorm) for m in norms) else ""
         raise ValueError(
             f"memory=Checkpoint() needs a fused network: call spikefuse.fuse on it{first}"
         )
-    return graph
+
+
+def _varying(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that depend on the input."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found - {node}  # less the output
+
+
+def _bound(node: fx.Node, names: tuple[str, ...]) -> tuple[fx.Node, ...]:
+    """The inputs of a neuron or a block in the order of `names`, given by position or keyword."""
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    given = {name: x for name, x in given.items() if x is not None}
+    tensors = all(isinstance(x, fx.Node) for x in given.values())
+    if len(node.args) > len(names) or not tensors or list(given.keys() - set(names)):
+        raise ValueError(
+            f"memory=Checkpoint() can't run '{node.target}', which is called with more than its "
+            f"inputs ({', '.join(names)}): use another policy"
+        )
+    return tuple(x for name in names if isinstance(x := given.get(name), fx.Node))
+
+
+def _added(add: fx.Node, node: fx.Node, varying: set[fx.Node]) -> fx.Node | None:
+    """What `add` adds to `node`, if it is a plain sum with another tensor of the network."""
+    if add.target not in _ADDS or len(add.args) != 2 or add.kwargs not in ({}, {"alpha": 1}):
+        return None
+    first, second = add.args
+    if add.target == "add_" and first is not node:
+        return None
+    other = second if first is node else first
+    found = isinstance(other, fx.Node) and other is not node and other in varying
+    return other if found else None  # type: ignore[return-value]

@@ -56,6 +56,7 @@ class TemporalCall:
             is folded, `[T*B, ...]`.
         passing: where first states come from if other processes hold the steps before and after.
         cache: what policies keep between the calls of a container.
+        deferred: the tensors that layers have deferred, if any.
         saving: what layers save for backward; None for spikes as they are.
         current: the name of the neuron that runs.
     """
@@ -69,6 +70,7 @@ class TemporalCall:
     passing: StatePassing | None = None
     finals: dict[str, States] = field(default_factory=dict)
     cache: dict[Any, Any] = field(default_factory=dict)
+    deferred: Deferrals | None = None
     saving: Saving | None = None
     current: str = ""
 
@@ -107,6 +109,14 @@ class Observer(Protocol):
         ...
 
 
+class Deferrals(Protocol):
+    """The deferred tensors of a call."""
+
+    def finish(self) -> None:
+        """Compute what nobody has read; called once the network has returned."""
+        ...
+
+
 class _Active(threading.local):
     """The innermost Temporal call of each thread, and its observer."""
 
@@ -114,8 +124,6 @@ class _Active(threading.local):
         # An attribute of the instance from the start: torch.compile guards on its presence.
         self.call: TemporalCall | None = None
         self.observer: Observer | None = None
-
-    sequence = property(lambda self: self.call, lambda self, call: setattr(self, "call", call))
 
 
 active = _Active()

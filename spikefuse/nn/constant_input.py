@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules import batchnorm, conv, dropout, pooling
 
-from spikefuse.block.block import Block, normed
+from spikefuse.nn.activations import ACTIVATIONS, FUNCTIONS, METHODS
 from spikefuse.nn.call import TemporalCall, active
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import max_pool2d
-from spikefuse.nn.tracing import Untraceable, trace
-from spikefuse.transforms.activations import ACTIVATIONS, FUNCTIONS, METHODS
+from spikefuse.nn.tracing import Untraceable, is_layer, trace
 
 # What is not random, treats repeated rows alike, and keeps dim 0 as it is.
 LAYERS = (
@@ -79,7 +78,7 @@ def make_plan(net: nn.Module, modules: tuple[nn.Module, ...]) -> Plan:
         found = None
     norms = tuple(
         m
-        for m in found or ()
+        for m in dict.fromkeys(found or ())  # each once
         if isinstance(m, batchnorm._BatchNorm) and m.training and m.running_var is not None
     )
     return Plan(modules, tuple(m.training for m in modules), found is not None, norms)
@@ -101,7 +100,7 @@ def _layers_before_neurons(net: nn.Module, graph: fx.Graph) -> list[nn.Module] |
             constant.add(node)
         elif same and (changing or node.op == "output"):
             return None
-        elif isinstance(module, Neuron | Block) or node.target is normed or changing:
+        elif fires(module) or changing:
             varying.add(node)
         elif same:
             if not is_plain(node, module):
@@ -109,6 +108,13 @@ def _layers_before_neurons(net: nn.Module, graph: fx.Graph) -> list[nn.Module] |
             constant.add(node)
             layers += [module] if module is not None else []
     return layers if varying else None
+
+
+def fires(module: nn.Module | None) -> bool:
+    """Whether the module is a neuron, or a layer whose output is that of a neuron inside."""
+    if module is None or not is_layer(module):
+        return False
+    return isinstance(module, Neuron) or isinstance(getattr(module, "neuron", None), Neuron)
 
 
 def is_plain(node: fx.Node, module: nn.Module | None) -> bool:
@@ -153,41 +159,57 @@ def can_share(plan: Plan, batch: int) -> bool:
 def same_statistics(plan: Plan, call: TemporalCall) -> Iterator[None]:
     """Let batch norms that run on `[B, ...]` record the running variance of T times as many values.
 
-    Mean and variance of a batch do not change when it is repeated, but what is recorded is the
-    variance times n / (n - 1), with n the values per channel: here B and not T*B times the size.
+    Norms that see to it themselves, by `repeated_statistics`, say so by an attribute.
     """
-    steps, before = call.num_steps, dict[nn.Module, Tensor]()
+    corrections: dict[nn.Module, contextlib.AbstractContextManager[None]] = {}
 
-    def note(norm: nn.Module, args: tuple[Tensor]) -> None:
+    def before(norm: nn.Module, args: tuple[Tensor]) -> None:
         if active.call is call:
-            assert isinstance(norm.running_var, Tensor)
-            before[norm] = norm.running_var.clone()
+            assert isinstance(norm, batchnorm._BatchNorm)
+            corrections[norm] = repeated_statistics(norm, args[0], call.num_steps)
+            corrections[norm].__enter__()
 
-    def correct(norm: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        if active.call is not call:
-            return
-        assert isinstance(norm, batchnorm._BatchNorm)
-        assert norm.running_var is not None
-        values = args[0].numel() // args[0].shape[1]
-        ratio = steps * (values - 1) / (steps * values - 1)
-        momentum: float | Tensor
-        if norm.momentum is not None:
-            momentum = norm.momentum
-        else:  # a plain mean over all batches
-            assert norm.num_batches_tracked is not None
-            momentum = 1 / norm.num_batches_tracked
-        # Not a change that autograd should see: backward in training does not use it.
-        variance = norm.running_var.data
-        added = variance - (1 - momentum) * before.pop(norm)
-        variance.sub_((1 - ratio) * added)
+    def after(norm: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        if active.call is call:
+            corrections.pop(norm).__exit__(None, None, None)
 
+    norms = [norm for norm in plan.norms if not getattr(norm, "counts_steps", False)]
     handles = [
         handle
-        for norm in plan.norms
-        for handle in (norm.register_forward_pre_hook(note), norm.register_forward_hook(correct))
+        for norm in norms
+        for handle in (
+            norm.register_forward_pre_hook(before),
+            norm.register_forward_hook(after),
+        )
     ]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def repeated_statistics(norm: batchnorm._BatchNorm, x: Tensor, num_steps: int) -> Iterator[None]:
+    """Correct the running variance that a norm records inside for `x`, one step for all.
+
+    Mean and variance of a batch do not change when it is repeated, but the recorded value is the
+    variance times n / (n - 1), with n the values per channel: here B and not T*B times the size.
+    """
+    if not norm.training or not norm.track_running_stats or norm.running_var is None:
+        yield
+        return
+    before = norm.running_var.clone()
+    yield
+    values = x.numel() // x.shape[1]
+    ratio = num_steps * (values - 1) / (num_steps * values - 1)
+    momentum: float | Tensor
+    if norm.momentum is not None:
+        momentum = norm.momentum
+    else:  # a plain mean over all batches
+        assert norm.num_batches_tracked is not None
+        momentum = 1 / norm.num_batches_tracked
+    # Not a change that autograd should see: backward in training does not use it.
+    variance = norm.running_var.data
+    added = variance - (1 - momentum) * before
+    variance.sub_((1 - ratio) * added)

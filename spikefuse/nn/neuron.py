@@ -22,7 +22,15 @@ from spikefuse.nn.call import (
 from spikefuse.scan import op
 from spikefuse.scan.op import Request
 
-calls = active
+
+class Deferred:
+    """A tensor that a neuron computes together with what it reads, as one block."""
+
+    def block(self, neuron: Neuron) -> tuple[Scan, tuple[Tensor, ...]]:
+        """The scan of that block, and its inputs."""
+        raise NotImplementedError
+
+
 IMPLEMENTATIONS = ("auto", "triton", "numba", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,7 +67,10 @@ class Neuron(Definition):
         return_state: bool = False,
         impl: str = "auto",
     ) -> Any:
-        return self.call(self._scan, Request(inputs, state, impl, return_state))
+        scan: Scan = self._scan
+        if len(inputs) == 1 and isinstance(inputs[0], Deferred):
+            scan, inputs = inputs[0].block(self)
+        return self.call(scan, Request(inputs, state, impl, return_state))
 
     def call(self, scan: Scan, request: Request) -> Any:
         """`forward`, by the scan of this neuron or of a block around it."""

@@ -151,6 +151,8 @@ class Temporal(nn.Module):
                     call.constant_rows = batch
                     with self._repeated(plan, call):
                         folded = call.policy.run(self.net, call, x[0])
+                if call.deferred is not None:
+                    call.deferred.finish()
         finally:
             active.call = outer
         if call.passing is not None:

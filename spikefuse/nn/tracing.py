@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -10,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from spikefuse.block.batch_norm import RankedNorm
-from spikefuse.block.block import Block, normed
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import MaxPool2d, max_pool2d
 
@@ -56,13 +55,20 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self, leaves: Collection[nn.Module] = ()) -> None:
-        super().__init__(autowrap_functions=(normed, max_pool2d))
+        super().__init__(autowrap_functions=(max_pool2d,))
         self.thread = threading.get_ident()
         self.leaves = leaves
         self.changed: list[tuple[fx.Node, fx.Node]] = []
+        self.modes = _modes()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
+
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        # A graph has no place for contexts.
+        if _modes() != self.modes:
+            raise Untraceable("its forward switches gradients or autocast on or off")
+        return super().create_node(kind, *args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m in self.leaves or is_layer(m)
@@ -90,11 +96,39 @@ class _Tracer(fx.Tracer):
         return super().create_arg(a)
 
 
-def is_layer(module: nn.Module) -> bool:
-    """Whether a graph calls the module as one thing."""
-    return isinstance(module, Neuron | Block | MaxPool2d | RankedNorm) or _FX.is_leaf_module(
-        module, ""
+def _modes() -> tuple[Any, ...]:
+    devices = ("cpu", "cuda")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *map(torch.is_autocast_enabled, devices),
+        *map(torch.get_autocast_dtype, devices),
     )
+
+
+@contextlib.contextmanager
+def _no_random_numbers() -> Iterator[None]:
+    """Refuse random numbers drawn from torch or Python, and put the generators back."""
+    state, before = random.getstate(), torch.get_rng_state()
+    try:
+        yield
+        if random.getstate() != state or not torch.equal(torch.get_rng_state(), before):
+            raise Untraceable("its forward draws random numbers")
+    finally:
+        random.setstate(state)
+        torch.set_rng_state(before)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in names)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether a graph calls the module as a whole: a layer of torch.nn, a neuron, our pooling, or
+    a class with the attribute `is_leaf = True`."""
+    leaf = isinstance(module, Neuron | MaxPool2d) or getattr(type(module), "is_leaf", False)
+    return leaf or _FX.is_leaf_module(module, "")
 
 
 def works_in_place(node: fx.Node, module: nn.Module | None) -> bool:
@@ -119,7 +153,7 @@ def trace(net: nn.Module, leaves: Collection[nn.Module] = (), pure: bool = False
     """
     tracer = _Tracer(leaves)
     try:
-        with _tracing, torch.random.fork_rng(devices=[]), _attributes_kept(net) as changed:
+        with _tracing, _no_random_numbers(), _attributes_kept(net) as changed:
             graph = tracer.trace(net)
     except Untraceable:
         raise

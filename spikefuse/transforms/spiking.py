@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from spikefuse.nn.neuron import Neuron, calls
+from spikefuse.nn.activations import ACTIVATIONS, FUNCTIONS, METHODS
+from spikefuse.nn.call import active
+from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.temporal import Temporal
 from spikefuse.nn.tracing import Untraceable, trace_modes
-from spikefuse.transforms.activations import ACTIVATIONS, FUNCTIONS, METHODS
 
 MakeNeuron = Callable[[], Neuron]
 
@@ -239,9 +240,9 @@ def _exchanged(
 
 
 def _once(neuron: nn.Module, args: Any) -> None:
-    sequence = calls.sequence
-    name = None if sequence is None else sequence.names.get(id(neuron))
-    if sequence is not None and name in sequence.final:
+    call = active.call
+    name = None if call is None else call.names.get(id(neuron))
+    if call is not None and name in call.finals:
         raise ValueError(
             f"neuron '{name}' replaces an activation that is called twice in one step, and "
             "torch.fx could not tell the calls apart: use one module per call"

@@ -38,7 +38,7 @@ class Residual(nn.Module):
 def make(policy: memory.Policy | None = None) -> sf.Temporal:
     torch.manual_seed(0)
     net = sf.fuse(sf.Temporal(Residual(), policy))
-    assert len(net.fusion.fused) == 2
+    assert len(net.fusion.fused) == 3
     return net
 
 
@@ -162,9 +162,12 @@ def on_rows(net: sf.Temporal, x: Tensor, rows: slice, ranks: int) -> list[Tensor
     return [y.detach(), leaf.grad / ranks, *net.buffers()]
 
 
-def normed(policy: memory.Policy) -> sf.Temporal:
+def normed(policy: memory.Policy, group: Any = None, synchronised: bool = False) -> sf.Temporal:
     torch.manual_seed(0)
-    net = sf.fuse(sf.Temporal(Normed(), policy))
+    net = sf.Temporal(Normed(), policy)
+    if synchronised:
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net, group)
+    net = sf.fuse(net)
     assert len(net.fusion.fused) == 2
     return net
 
@@ -175,7 +178,7 @@ def batch_shared(
     mesh = make_mesh(data=ranks, device="cpu")
     data = mesh["data"]
     group = None if ranks == SIZE else data.get_group()  # all processes by default
-    net = nn.SyncBatchNorm.convert_sync_batchnorm(normed(policy), group)
+    net = normed(policy, group, synchronised=True)
     mine = steps_of(x.shape[1], data.get_local_rank(), ranks)
     found = on_rows(net, x, mine, ranks)
     reduce_gradients(net, mesh)

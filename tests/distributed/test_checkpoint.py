@@ -51,7 +51,7 @@ class Mixed(nn.Module):
 def mixed(policy: Any) -> sf.Temporal:
     torch.manual_seed(0)
     net = sf.fuse(sf.Temporal(Mixed(), policy))
-    assert len(net.fusion.fused) == 3
+    assert len(net.fusion.fused) == 5
     return net
 
 

@@ -127,8 +127,8 @@ def test_blocks(name, dtype):
     found = sf.explain(sf.fuse(network(policy)).to(dtype), x)
     first, second = found.layers
     assert first.memory == second.memory == policy
-    assert (first.name, first.module) == ("net.2", "BatchNorm2d + LIF")
-    assert (second.name, second.module) == ("net.3.lif", "BatchNorm2d + residual + LIF")
+    assert (first.name, first.module) == ("net.2", "FusedBatchNorm2d + LIF")
+    assert (second.name, second.module) == ("net.3.lif", "FusedBatchNorm2d + residual + LIF")
     assert second.dtypes == (dtype, dtype)
     assert all(layer.program.startswith("NormedLIF-numba-") for layer in found.layers)
     assert (found.not_called, found.num_others) == ((), 3)

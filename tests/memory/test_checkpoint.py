@@ -337,3 +337,75 @@ def test_an_empty_batch(backends):
     y.sum().backward()
     assert y.shape == (4, 0, 2)
     assert all(p.grad is not None and not p.grad.any() for p in net.parameters())
+
+
+class Wired(nn.Module):
+    """A block, wired by a function."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.function, self.conv, self.bn = forward, nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+        self.other = nn.BatchNorm2d(3)
+        self.block, self.lif, self.two = Block(nn.BatchNorm2d(3), sf.LIF()), sf.LIF(), Two()
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+class Two(sf.Neuron):
+    v = sf.State()
+
+    def step(self, x, y, v):
+        h = 0.5 * v + x + 0.5 * y
+        return torch.sigmoid(h), (h,)
+
+
+def without_gradients(n, x):
+    with torch.no_grad():
+        y = n.conv(x)
+    return n.lif(n.bn(y))
+
+
+WIRED = {
+    "what the norm reads": lambda n, x: n.lif(n.bn(y := n.conv(x)) + y),
+    "block": lambda n, x: n.block(y := n.conv(x), y),
+    "keywords": lambda n, x: n.block(residual=x.sin(), x=n.conv(x)),
+    "one keyword": lambda n, x: n.block(n.conv(x), residual=x.sin()),
+    "no residual": lambda n, x: n.block(n.conv(x), residual=None),
+    "two inputs": lambda n, x: n.two(y := n.conv(x), y),
+    "two keywords": lambda n, x: n.two(n.conv(x), x),
+    "norm of two inputs": lambda n, x: n.two(n.bn(n.conv(x)), x),
+    "two norms": lambda n, x: n.lif(n.bn(n.conv(x)) + n.other(x)),
+    "norm twice": lambda n, x: n.lif(n.bn(n.conv(n.bn(x)))),
+}
+
+
+@pytest.mark.parametrize("name", WIRED)
+def test_what_is_wired(name):
+    x = make_input(SHAPE)
+    assert_trains_alike(lambda: Wired(WIRED[name]), x, chunks=(1, 2))
+
+
+def random_branch(n, x):
+    return n.lif(n.bn(n.conv(x))) if torch.rand(1) < 2 else x
+
+
+def cast_part(n, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        y = n.conv(x)
+    return n.lif(n.bn(y.float()))
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (without_gradients, "its forward switches gradients or autocast on or off"),
+        (cast_part, "its forward switches gradients or autocast on or off"),
+        (random_branch, "its forward draws random numbers"),
+        (lambda n, x: n.lif(n.bn(x), impl="reference"), "called with more than its inputs"),
+    ],
+)
+def test_what_can_not_be_recomputed_is_refused(forward, message):
+    net = sf.fuse(sf.Temporal(Wired(forward), Checkpoint(2)))
+    with pytest.raises(ValueError, match=message):
+        net(make_input(SHAPE))

@@ -45,8 +45,8 @@ def described(net):
 def test_cut():
     net = sf.fuse(Residual())
     assert described(net) == {
-        "normed": (["x"], "block"),
-        "add": (["normed"], "whole"),
+        "first": (["x"], "block"),
+        "add": (["first"], "whole"),
         "second": (["add"], "parts"),
         "mul_1": (["second"], "parts"),
         "drop": (["mul_1"], "once"),
@@ -55,15 +55,15 @@ def test_cut():
         "head": (["drop", "third"], "whole"),
     }
     parameters = {str(s.target): len(s.parameters) for s in Segments(net)}
-    expected = {"normed": 4, "add": 6, "second": 0, "mul_1": 1, "drop": 0, "third": 0, "head": 2}
+    expected = {"first": 4, "add": 6, "second": 0, "mul_1": 1, "drop": 0, "third": 0, "head": 2}
     assert parameters == expected
 
 
 def test_evaluation():
     """Nothing is random, and norms use no statistics of the batch."""
     assert described(sf.fuse(Residual()).eval()) == {
-        "normed": (["x"], "parts"),
-        "add": (["normed"], "parts"),
+        "first": (["x"], "parts"),
+        "add": (["first"], "parts"),
         "second": (["add"], "parts"),
         "third": (["add"], "parts"),
         "head": (["second", "third"], "parts"),

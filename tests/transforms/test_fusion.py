@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from torch import nn
+
+import spikefuse as sf
+from spikefuse.block.deferred import Outcome, outcomes
 from spikefuse.transforms.fusion import Fusion, Place
 
 
 def test_the_table() -> None:
-    places = (
-        Place("bn1", "lif1"),
-        Place("layers.1", "lif2", residual="conv"),
-        Place("bn3", None, reason="it goes to the output, not to a neuron"),
-        Place(None, "lif4", reason="it reads the input, which is no batch norm"),
-    )
-    fusion = Fusion(places)
-    assert fusion.fused == places[:2]
-    assert fusion.left == places[2:]
+    norms: dict[str, nn.Module] = {n: nn.BatchNorm2d(2) for n in ("bn1", "layers.1", "bn3", "bn4")}
+    neurons: dict[str, nn.Module] = {n: sf.LIF() for n in ("lif1", "lif2")}
+    fusion = Fusion(norms, neurons, {"bn4": "it is outside Temporal"})
+    assert fusion.fused == (Place("bn1"), Place("layers.1"), Place("bn3"))
+    assert str(fusion).splitlines() == [
+        "norm      neuron",
+        "bn1       -       can be fused",
+        "layers.1  -       can be fused",
+        "bn3       -       can be fused",
+        "bn4       -       not fused: it is outside Temporal",
+        "3 of 4 batch norms can be fused with the neuron after them",
+    ]
+    outcomes[norms["bn1"]] = Outcome(neurons["lif1"])
+    outcomes[norms["layers.1"]] = Outcome(neurons["lif2"], residual=True)
+    assert fusion.left[0] == Place("bn3", reason="it was not called")
+    outcomes[norms["bn3"]] = Outcome(None, reason="its result was read by relu")
+    assert fusion.fused == (Place("bn1", "lif1"), Place("layers.1", "lif2", True))
     assert str(fusion).splitlines() == [
         "norm      neuron",
         "bn1       lif1    fused",
-        "layers.1  lif2    fused, with 'conv' added",
-        "bn3       -       not fused: it goes to the output, not to a neuron",
-        "-         lif4    not fused: it reads the input, which is no batch norm",
-        "2 of 3 batch norms fused with the neuron after them",
+        "layers.1  lif2    fused, with a residual",
+        "bn3       -       not fused: its result was read by relu",
+        "bn4       -       not fused: it is outside Temporal",
+        "2 of 4 batch norms fused with the neuron after them",
     ]
     for num, text in ((1, ", 1 max pooling replaced"), (2, ", 2 max poolings replaced")):
-        assert Fusion(places, num).summary == fusion.summary + text
+        assert Fusion(norms, neurons, fusion.unsupported, num).summary == fusion.summary + text

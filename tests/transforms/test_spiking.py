@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from spikefuse.models import resnet18
-from spikefuse.transforms.activations import ACTIVATIONS, FUNCTIONS, METHODS
+from spikefuse.nn.activations import ACTIVATIONS, FUNCTIONS, METHODS
 
 
 class Block(nn.Module):
