@@ -1,8 +1,8 @@
 """spikefuse: spiking neural networks in PyTorch, fused over time."""
 
-import spikefuse.memory.checkpoint  # noqa: F401, implements the policy Checkpoint
 from spikefuse import distributed, memory
 from spikefuse.compiler import UnsupportedOperation
+from spikefuse.memory import checkpoint as _checkpoint  # noqa: F401, implements its policy
 from spikefuse.neurons import (
     Learnable,
     LearnableFraction,

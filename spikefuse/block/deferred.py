@@ -8,6 +8,7 @@ block. Any other reader gets the values, computed as PyTorch would have computed
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from spikefuse.block.batch_norm import by_batch
 from spikefuse.block.block import scan
 from spikefuse.nn.call import Scan, TemporalCall, active
 from spikefuse.nn.neuron import Deferred, Neuron
@@ -43,6 +43,8 @@ class Outcome:
 #: The outcome of the last call of each norm.
 outcomes: weakref.WeakKeyDictionary[nn.Module, Outcome] = weakref.WeakKeyDictionary()
 
+_requires_grad = operator.attrgetter("requires_grad")
+
 # Settings of a norm that a deferred computation restores.
 _SETTINGS = ("training", "track_running_stats", "momentum", "eps")
 
@@ -55,9 +57,11 @@ class NormCall:
         self.temporal = active.call
         self.grad = torch.is_grad_enabled()
         device = x.device.type
-        self.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        enabled = torch.is_autocast_enabled(device)
+        self.autocast = device, torch.get_autocast_dtype(device) if enabled else None, enabled
         self.settings = _settings(norm)
-        self.watched = [(t, t._version) for t in tensors_of(norm, x)]
+        self.watched = tensors_of(norm, x)
+        self.versions = [t._version for t in self.watched]
         self.settled = False
         self.result: tuple[Tensor, int] | None = None  # with its version
 
@@ -124,12 +128,12 @@ class NormCall:
 
     def check(self) -> None:
         """Refuse tensors that were changed after the call."""
-        for tensor, version in self.watched:
+        for tensor, version in zip(self.watched, self.versions, strict=True):
             if tensor._version != version:
                 raise _changed(tensor, "the batch norm")
         # A parameter may have been replaced as a whole.
         now = tensors_of(self.norm, self.x)
-        if any(a is not b for (a, _), b in zip(self.watched, now, strict=False)):
+        if len(now) != len(self.watched) or any(map(operator.is_not, self.watched, now)):
             raise RuntimeError(
                 "a parameter or buffer of a fused batch norm was replaced after the norm was "
                 "called and before its result was used: replace it before the call"
@@ -172,6 +176,7 @@ class Terms:
         self.call, self.residual = call, residual
         self.version = 0 if residual is None else residual._version
         self.replacement: Terms | None = None  # after an addition in place
+        self.is_routed = False  # whether gradients that arrive at the tensor are passed on
         self._sum: tuple[Tensor, int] | None = None  # with its version
 
     @property
@@ -239,14 +244,40 @@ class DeferredNorm(Deferred, Tensor):
 
     @staticmethod
     def of(terms: Terms) -> DeferredNorm:
-        tensors = terms.tensors()
-        deferred: DeferredNorm
-        if terms.call.grad and True in [t.requires_grad for t in tensors]:
-            deferred = _Edges.apply(terms, *tensors)
-        else:
-            deferred = _wrapper(terms)
+        x, grad = terms.call.x, terms.call.grad
+        needed = grad and any(map(_requires_grad, terms.tensors()))
+        deferred: DeferredNorm = Tensor._make_wrapper_subclass(
+            DeferredNorm, x.shape, dtype=x.dtype, device=x.device, requires_grad=needed
+        )
         deferred.terms = terms
         return deferred
+
+    def _read(self, reader: str) -> Tensor:
+        """The values, for a reader that does not record an edge of autograd's graph to them."""
+        if self.requires_grad and not torch.is_grad_enabled():
+            self._route_gradient()
+        return self.terms.value(reader)
+
+    def _route_gradient(self) -> None:
+        """Pass a gradient that arrives here on to what the values are computed from. It arrives
+        only if C++ code, such as the `apply` of an autograd.Function, took this tensor itself."""
+        if self.terms.is_routed:
+            return
+        self.terms.is_routed = True
+        terms = self.terms
+
+        def route(grad: Tensor) -> None:
+            if terms.is_changed:
+                raise RuntimeError(
+                    "the result of a fused batch norm was changed in place and given to an "
+                    "autograd.Function: change a copy"
+                )
+            pairs = zip(terms.tensors(), terms.gradients(grad), strict=True)
+            found = [(t, g) for t, g in pairs if t.requires_grad and g is not None]
+            torch.autograd.backward([t for t, _ in found], [g for _, g in found])
+
+        with torch._C.DisableTorchFunctionSubclass():
+            self.register_hook(route)
 
     def block(self, neuron: Neuron) -> tuple[Scan, tuple[Tensor, ...]]:
         terms = self.terms.latest
@@ -265,9 +296,7 @@ class DeferredNorm(Deferred, Tensor):
             if extended is not None:
                 return extended
         name = _name(func)
-        args, kwargs = pytree.tree_map_only(
-            DeferredNorm, lambda d: d.terms.value(name), (args, kwargs)
-        )
+        args, kwargs = pytree.tree_map_only(DeferredNorm, lambda d: d._read(name), (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -280,30 +309,9 @@ class DeferredNorm(Deferred, Tensor):
                 f"{func} changes the result of a fused batch norm in place from C++: clone it first"
             )
         args, kwargs = pytree.tree_map_only(
-            DeferredNorm, lambda d: d.terms.value(str(func)).detach(), (args, kwargs or {})
+            DeferredNorm, lambda d: d._read(str(func)).detach(), (args, kwargs or {})
         )
         return func(*args, **kwargs)
-
-
-class _Edges(torch.autograd.Function):
-    """The place of a deferred tensor in autograd's graph, for code that uses it unread, such as an
-    `autograd.Function` of the user's."""
-
-    @staticmethod
-    def forward(ctx: Any, terms: Terms, *tensors: Tensor) -> DeferredNorm:
-        ctx.terms = terms
-        return _wrapper(terms)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        terms: Terms = ctx.terms
-        if terms.is_changed:
-            raise RuntimeError(
-                "the result of a fused batch norm was changed in place and given to an "
-                "autograd.Function: change a copy"
-            )
-        return None, *terms.gradients(grad)
 
 
 class Deferrals:
@@ -391,25 +399,25 @@ def _is_newer(second: Any, first: DeferredNorm) -> bool:
     return order.index(second.terms.call.norm) > order.index(first.terms.call.norm)
 
 
-def _wrapper(terms: Terms) -> DeferredNorm:
-    x = terms.call.x
-    deferred: DeferredNorm = Tensor._make_wrapper_subclass(
-        DeferredNorm, x.shape, dtype=x.dtype, device=x.device
-    )
-    deferred.terms = terms
-    return deferred
-
-
 def _settings(norm: nn.Module) -> list[Any]:
     return [norm.__dict__[name] for name in _SETTINGS]
 
 
 def tensors_of(norm: _BatchNorm, x: Tensor) -> list[Tensor]:
     """All that the result of the norm depends on."""
-    found: list[Tensor | None] = [x, norm.weight, norm.bias]
-    if not by_batch(norm):
-        found += [norm.running_mean, norm.running_var]
-    return [t for t in found if t is not None]
+    own = norm._parameters
+    if "weight" in own and "bias" in own:
+        weight, bias = own["weight"], own["bias"]
+    else:  # such as parametrized ones
+        weight, bias = norm.weight, norm.bias
+    found = [x]
+    if weight is not None:
+        found.append(weight)
+    if bias is not None:
+        found.append(bias)
+    if not norm.training:
+        found += [t for t in (norm.running_mean, norm.running_var) if t is not None]
+    return found
 
 
 def is_ordinary(x: Tensor) -> bool:

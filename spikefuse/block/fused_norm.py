@@ -11,7 +11,7 @@ from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.batch_norm import RankedNorm, by_batch
-from spikefuse.block.deferred import Outcome, defer, is_ordinary, materialized, outcomes, tensors_of
+from spikefuse.block.deferred import Outcome, defer, materialized, outcomes, tensors_of
 from spikefuse.nn import constant_input
 from spikefuse.nn.call import TemporalCall, active
 from spikefuse.nn.neuron import DTYPES
@@ -61,21 +61,26 @@ class FusedNorm(_BatchNorm):
             return False
         if not isinstance(x, Tensor):
             return False
-        tensors = tensors_of(self, x)
-        return (
-            not self._has_hooks()
-            and not (modules._global_backward_hooks or modules._global_backward_pre_hooks)
-            and not _is_traced()
-            and all(map(is_ordinary, tensors))
-            and not any(t.is_inference() for t in tensors)
-            and not torch.is_inference_mode_enabled()
-            and forward_ad._current_level < 0
-            and self._takes(x, temporal)
-            and all(t.dtype in DTYPES and t.device == x.device for t in tensors[1:])
-        )
+        if self._has_hooks() or _is_traced() or torch.is_inference_mode_enabled():
+            return False
+        if forward_ad._current_level >= 0 or not self._takes(x, temporal):
+            return False
+        device = x.device
+        for t in tensors_of(self, x):
+            if type(t) not in _PLAIN or t.is_inference():
+                return False
+            if t is not x and (t.dtype not in DTYPES or t.device != device):
+                return False
+        return True
 
     def _has_hooks(self) -> bool:
-        return bool(self._forward_hooks or self._backward_hooks or self._backward_pre_hooks)
+        return bool(
+            self._forward_hooks
+            or self._backward_hooks
+            or self._backward_pre_hooks
+            or modules._global_backward_hooks
+            or modules._global_backward_pre_hooks
+        )
 
     def _reason(self) -> str:
         if self._has_hooks():
@@ -87,7 +92,7 @@ class FusedNorm(_BatchNorm):
     def _takes(self, x: Tensor, temporal: TemporalCall | None) -> bool:
         if x.dtype not in DTYPES or not (x.is_cuda or x.is_cpu) or x.layout is not torch.strided:
             return False
-        if not isinstance(self.momentum, float | int | None) or x.numel() == 0:
+        if not isinstance(self.momentum, (float, int, type(None))) or x.numel() == 0:
             return False
         self._check_input_dim(x)
         rows, channels = x.shape[:2]
@@ -112,6 +117,9 @@ class FusedBatchNorm3d(FusedNorm, nn.BatchNorm3d):
 
 class FusedSyncBatchNorm(FusedNorm, nn.SyncBatchNorm):
     pass
+
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def _is_traced() -> bool:
