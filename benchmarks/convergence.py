@@ -34,8 +34,8 @@ from spikefuse.train import optimize, recipe
 from spikefuse.train.batches import Batch, EvalBatches, TrainBatches, place
 from spikefuse.train.classifier import Classifier
 from spikefuse.train.config import ConfigError, TrainConfig
-from spikefuse.train.randomness import Purpose, reseed
 from spikefuse.train.run import DTYPES, VALIDATION_FRACTION, VALIDATION_SEED
+from spikefuse.train.seeding import Purpose, reseed
 
 RECIPE = "bptt-on-gpu-fashion-mnist-large"
 COMMAND = "python -m benchmarks.convergence"
@@ -179,7 +179,7 @@ def evaluate(module: Classifier, sets: Sets) -> float:
     with torch.no_grad(), _autocast(module, sets.device):
         for index, batch in enumerate(EvalBatches(sets.validation, size, sets.device)):
             module.test_step(batch, index)
-    return module.eval_tally.mean()[1]
+    return module.eval_totals.mean()[1]
 
 
 def _autocast(module: Classifier, device: torch.device) -> torch.autocast:

@@ -28,7 +28,7 @@ from benchmarks.event_networks import CLASSES, copy_weights, event_neuron
 from spikefuse.data.files import default_directory
 from spikefuse.models import event_mlp, mlp, split_widths
 from spikefuse.nn import Events, scale_to_rate
-from spikefuse.train.activity import Activity
+from spikefuse.train.activity import ActivityMonitor
 
 INPUTS = 700
 ON_EVENTS, DENSE = "events", "dense"
@@ -97,7 +97,7 @@ def train(
     shape = INPUTS, CLASSES, (1, 1), args.hidden
     net = event_mlp(event_neuron, *shape, capacity=args.capacity).to(device)
     scale_to_rate(net, events(training[: args.batch]), args.rate)
-    activity = Activity(net, args.capacity)
+    activity = ActivityMonitor(net, args.capacity)
     temporal, trained = sf.Temporal(net), net
     call: Callable[[Events], Tensor] = temporal
     if name == DENSE:

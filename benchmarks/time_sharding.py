@@ -141,8 +141,8 @@ def add_predictions(rows: Sequence[Record], made: Plan) -> None:
 
 def set_passing(net: sf.Temporal, how: Passing) -> None:
     """Change the way to pass states without opening new connections."""
-    if net.shard is not None:
-        net.shard.chunks, net.shard.speculates = how
+    if net.passing is not None:
+        net.passing.chunks, net.passing.speculates = how
 
 
 def layer_rows(job: Job, nets: dict[int, sf.Temporal], T: int, way: str) -> list[Record]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.kernels.norm import merged, statistics
+from spikefuse.kernels.norm import merge_statistics, statistics
 from spikefuse.scan.state_passing import Collectives
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -94,7 +94,7 @@ def batch_statistics(
     own = statistics(x, None, (None, None, None), 0.0, norm.eps, backend)
     share = torch.cat((own[0], own[3], own.new_full((1,), number)))
     settings = weight, running, momentum_of(norm), norm.eps, backend
-    return *merged(collectives.gather(share), *settings), collectives
+    return *merge_statistics(collectives.gather(share), *settings), collectives
 
 
 def _collectives_of(norm: nn.SyncBatchNorm) -> Collectives | None:
@@ -103,9 +103,6 @@ def _collectives_of(norm: nn.SyncBatchNorm) -> Collectives | None:
         return None
     group: Any = norm.process_group or dist.group.WORLD
     return GroupCollectives(group) if dist.get_world_size(group) > 1 else None
-
-
-GroupRanks = GroupCollectives
 
 
 class RankedNorm(_BatchNorm):

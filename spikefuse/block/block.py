@@ -21,7 +21,7 @@ from spikefuse.block.batch_norm import (
 from spikefuse.block.definition import with_batch_norm
 from spikefuse.block.program import BlockProgram, block_program
 from spikefuse.block.training import BlockTensors, TrainingCall, train
-from spikefuse.kernels.norm import move
+from spikefuse.kernels.norm import update_running_stats
 from spikefuse.memory.policies import Policy
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.call import active, mark_binary, wants_bits
@@ -183,7 +183,9 @@ def _reference(
         variance, mean = torch.var_mean(x, [0, 1, *range(3, x.ndim)], correction=0)
         number = x.numel() / x.shape[2]
         with torch.no_grad():
-            move(running_of(norm), mean, variance * (number / (number - 1)), momentum_of(norm))
+            update_running_stats(
+                running_of(norm), mean, variance * (number / (number - 1)), momentum_of(norm)
+            )
     else:
         assert norm.running_mean is not None and norm.running_var is not None
         mean, variance = norm.running_mean, norm.running_var

@@ -133,7 +133,7 @@ class NormCall:
                 raise _changed(tensor, "the batch norm")
         # A parameter may have been replaced as a whole.
         now = tensors_of(self.norm, self.x)
-        if len(now) != len(self.watched) or any(map(operator.is_not, self.watched, now)):
+        if any(map(operator.is_not, self.watched, now)):
             raise RuntimeError(
                 "a parameter or buffer of a fused batch norm was replaced after the norm was "
                 "called and before its result was used: replace it before the call"
@@ -176,6 +176,7 @@ class Terms:
         self.call, self.residual = call, residual
         self.version = 0 if residual is None else residual._version
         self.replacement: Terms | None = None  # after an addition in place
+        self.needs_grad = False
         self.is_routed = False  # whether gradients that arrive at the tensor are passed on
         self._sum: tuple[Tensor, int] | None = None  # with its version
 
@@ -249,12 +250,12 @@ class DeferredNorm(Deferred, Tensor):
         deferred: DeferredNorm = Tensor._make_wrapper_subclass(
             DeferredNorm, x.shape, dtype=x.dtype, device=x.device, requires_grad=needed
         )
-        deferred.terms = terms
+        deferred.terms, terms.needs_grad = terms, needed
         return deferred
 
     def _read(self, reader: str) -> Tensor:
         """The values, for a reader that does not record an edge of autograd's graph to them."""
-        if self.requires_grad and not torch.is_grad_enabled():
+        if self.terms.needs_grad and not torch.is_grad_enabled():
             self._route_gradient()
         return self.terms.value(reader)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from spikefuse.block.definition import NORM_VALUES
 from spikefuse.block.program import BlockProgram
+from spikefuse.kernels.channels import ChannelLayout
 from spikefuse.kernels.norm import gradient_sums
-from spikefuse.kernels.place import Place
 from spikefuse.scan import state_passing
 from spikefuse.scan.execution import (
     PLAIN,
@@ -191,7 +191,7 @@ class TrainingCall:
     def totals(self, execution: Execution, sums: Mapping[str, Tensor]) -> Tensor:
         """The result of `gradient_sums` for the sums of a first pass."""
         _, scale, shift = NORM_VALUES
-        place, backend = Place(*execution.layout.by_channel), self.program.backend
+        place, backend = ChannelLayout(*execution.layout.by_channel), self.program.backend
         number = self.number if isinstance(self.number, float) else 1.0
         return gradient_sums(sums[scale], sums[shift], self.statistics, place, number, backend)
 

@@ -66,13 +66,6 @@ def make_recording(columns: Columns, size: tuple[int, ...], path: Path) -> Recor
     return Recording(x.astype(np.uint16), y.astype(np.uint16), p.astype(np.uint8), t, size)
 
 
-def make_events(
-    x: np.ndarray, y: np.ndarray, p: np.ndarray, t: np.ndarray, size: tuple[int, ...], path: Path
-) -> Recording:
-    """The former name of `make_recording`."""
-    return make_recording((x, y, p, t), size, path)
-
-
 @dataclass(frozen=True)
 class RecordingSet:
     """Labelled recordings on disk; only the labels are in memory.

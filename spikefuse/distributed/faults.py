@@ -145,6 +145,3 @@ def _beat(watch_ref: weakref.ref[RankWatchdog], stop: threading.Event) -> None:
             # An exception would not reach a main thread that waits for a GPU.
             os._exit(1)
         del watch
-
-
-Watch = RankWatchdog

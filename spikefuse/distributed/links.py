@@ -115,7 +115,3 @@ def _flat(x: Tensor) -> Tensor:
     """View the memory of a dense tensor as one row, whatever the order of its dimensions."""
     order = sorted(range(x.ndim), key=lambda d: (-x.stride()[d], d))
     return x.permute(order).view(-1)
-
-
-Ranks = AxisCollectives
-Link = PeerLink

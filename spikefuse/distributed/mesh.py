@@ -102,6 +102,3 @@ def steps_of(num_steps: int, rank: int, size: int) -> slice:
             "rank; use fewer ranks"
         )
     return slice(rank * num_steps // size, (rank + 1) * num_steps // size)
-
-
-parts_of = split_batch

@@ -17,8 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spikefuse.block.batch_norm import GroupRanks
-from spikefuse.events.format import Counts, Events, marked, merged
+from spikefuse.block.batch_norm import GroupCollectives
+from spikefuse.events.format import Events, count_marks, merge_slices
+from spikefuse.events.lists import SliceCounts
 from spikefuse.nn import EventLinear, Neuron, Temporal
 
 Group = dist.ProcessGroup | None
@@ -107,25 +108,27 @@ class _ShardLinear(EventLinear):
     #: The bounds on the device of the last input.
     _bounds_on_device: Tensor | None = None
 
-    def _listed(self, marks: Tensor) -> Events:
+    def _from_marks(self, marks: Tensor) -> Events:
         if not self.exchanges:
-            return super()._listed(marks)
-        found, rank = marked(marks.detach()), dist.get_rank(self.group)
+            return super()._from_marks(marks)
+        found, rank = count_marks(marks.detach()), dist.get_rank(self.group)
         counts = _gather_counts(found.fired, found.entries, self.group)
         offsets = counts.starts[rank]
-        own = found.sites(offsets, counts.room)
+        own = found.sites(offsets, counts.max_size)
         shape = marks.shape[0], marks.shape[1], marks.shape[2]
         share = Events(shape, offsets, found.fired, own[: counts.sizes[rank]])
         return self._whole(own, counts, share, marks if marks.requires_grad else None)
 
-    def _given(self, events: Events) -> Events:
+    def _from_events(self, events: Events) -> Events:
         if not self.exchanges:
             return events
         counts = _gather_counts(events.fired, events.offsets.diff().int(), self.group)
-        own = F.pad(events.indices, (0, counts.room - len(events.indices)))
+        own = F.pad(events.indices, (0, counts.max_size - len(events.indices)))
         return self._whole(own, counts, events, events.values)
 
-    def _whole(self, own: Tensor, counts: Counts, share: Events, source: Tensor | None) -> Events:
+    def _whole(
+        self, own: Tensor, counts: SliceCounts, share: Events, source: Tensor | None
+    ) -> Events:
         """Gather the events of all ranks.
 
         Args:
@@ -138,7 +141,7 @@ class _ShardLinear(EventLinear):
             self._bounds_on_device = torch.tensor(self.bounds, device=own.device)
         shape = share.shape[0], share.shape[1], self.bounds[-1]
         gathered, rank = _ranks(self.group).gather(own), dist.get_rank(self.group)
-        whole, values, places = merged(shape, gathered, self._bounds_on_device, counts, rank)
+        whole, values, places = merge_slices(shape, gathered, self._bounds_on_device, counts, rank)
         if source is None:
             return whole
         return replace(
@@ -240,15 +243,15 @@ def _shard(net: nn.Module, group: Group) -> nn.Sequential:
     return nn.Sequential(*layers).train(net.training)
 
 
-def _gather_counts(fired: Tensor, entries: Tensor, group: Group) -> Counts:
+def _gather_counts(fired: Tensor, entries: Tensor, group: Group) -> SliceCounts:
     """Gather the numbers of spikes and of all entries in each row, int32 `[R]`, from all ranks. The
     host of a GPU waits for them."""
-    return Counts.of(_ranks(group).gather(torch.stack((fired, entries))))
+    return SliceCounts.of(_ranks(group).gather(torch.stack((fired, entries))))
 
 
-def _ranks(group: Group) -> GroupRanks:
+def _ranks(group: Group) -> GroupCollectives:
     all_ranks: Any = group or dist.group.WORLD
-    return GroupRanks(all_ranks)
+    return GroupCollectives(all_ranks)
 
 
 class _GatheredValues(torch.autograd.Function):

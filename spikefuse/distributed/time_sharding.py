@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from spikefuse.distributed.agreement import Agreement
-from spikefuse.distributed.faults import Watch, recording
-from spikefuse.distributed.links import Link, Ranks
-from spikefuse.distributed.mesh import check_axis, parts_of
+from spikefuse.distributed.faults import RankWatchdog, recording
+from spikefuse.distributed.links import AxisCollectives, PeerLink
+from spikefuse.distributed.mesh import check_axis, split_batch
 from spikefuse.distributed.sync_norm import average_statistics, share_statistics
 from spikefuse.events.linear import NO_EVENTS
 from spikefuse.nn import EventLinear, Temporal
@@ -115,7 +115,7 @@ class LinkChannel(Channel):
     """States on their way from one link to another."""
 
     def __init__(
-        self, shard: TimeShard, source: Link | None, target: Link | None, buffers: Buffers
+        self, shard: TimeShard, source: PeerLink | None, target: PeerLink | None, buffers: Buffers
     ) -> None:
         super().__init__(buffers)
         self.source, self.target, self.sends_first = source, target, shard.sends_first
@@ -136,7 +136,7 @@ class LinkChannel(Channel):
 
     def close(self) -> None:
         if self.target is not None and (self.target.blocks or self.sends_first):
-            self.target.settle()
+            self.target.flush()
 
 
 class TimeShard(StatePassing):
@@ -158,20 +158,20 @@ class TimeShard(StatePassing):
         self.is_first, self.is_last = self.rank == 0, self.rank == self.size - 1
         on_gpu = axis.device_type == "cuda"
         host, group, *pairs = _groups(ranks, "nccl" if on_gpu else "gloo", timeout)
-        self.watch = watch = Watch(ranks, _store(host), timeout.total_seconds())
+        self.watch = watch = RankWatchdog(ranks, _store(host), timeout.total_seconds())
         self.agreement = Agreement(host, not on_gpu, watch)
-        self.all = Ranks(group, watch)
+        self.all = AxisCollectives(group, watch)
         self.statistics = self.all if exact_statistics else None
         self.sends_first = False
-        self.before: Link | None = None
-        self.after: Link | None = None
+        self.before: PeerLink | None = None
+        self.after: PeerLink | None = None
         if not self.is_first:
-            self.before = Link(ranks[self.rank - 1], pairs[0], watch)
+            self.before = PeerLink(ranks[self.rank - 1], pairs[0], watch)
         if not self.is_last:
-            self.after = Link(ranks[self.rank + 1], pairs[-1], watch)
+            self.after = PeerLink(ranks[self.rank + 1], pairs[-1], watch)
 
     def microbatches(self, batch: int) -> list[slice]:
-        return parts_of(batch, self.chunks)
+        return split_batch(batch, self.chunks)
 
     def begin(self, x: Tensor, call: str, has_state: bool) -> None:
         if has_state and not self.is_first:
@@ -181,7 +181,7 @@ class TimeShard(StatePassing):
             )
         for link in (self.before, self.after):
             if link is not None:
-                link.settle()
+                link.flush()
         self.sends_first = self.exact_statistics or len(x) >= LONG_SCAN
         statistics = STATISTICS[0 if self.exact_statistics else 1]
         recorded = ", recorded" if recording() else ""
@@ -206,11 +206,11 @@ class TimeShard(StatePassing):
         self._settle_recorded(self.before)
 
     @staticmethod
-    def _settle_recorded(link: Link | None) -> None:
+    def _settle_recorded(link: PeerLink | None) -> None:
         """In a recording, wait for what has been sent so far: of its streams all have to come back
         to the one that it began with, and what was sent keeps its memory until then."""
         if link is not None and recording():
-            link.settle()
+            link.flush()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TimeShard:
         return self  # a copied network has the same place and uses the same connections

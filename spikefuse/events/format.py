@@ -188,8 +188,3 @@ def _kernels(x: Tensor) -> Any:
     from spikefuse.events import lists_triton
 
     return lists_triton
-
-
-# Former names.
-Counts = SliceCounts
-marked, merged = count_marks, merge_slices

@@ -308,20 +308,20 @@ class EventLinear(nn.Module):
         on_lists = impl == "numba" and spikes is None
         if on_lists and stateless and autograd.can_fuse(marking, self.weight):
             bias, sparse = self.bias, self.sparse_grad
-            return self._given(autograd.layer(events, marking, self.weight, bias, sparse))
+            return self._from_events(autograd.layer(events, marking, self.weight, bias, sparse))
         currents = (self._currents(events, spikes, impl),)
         backend = backend_of(currents, backend)
         (marks,), final = marking._scan(Request(currents, state, backend, final_wanted))
         if call is not None:
             call.finals[name] = final
-        return self._listed(marks)
+        return self._from_marks(marks)
 
     # Hooks for layers whose output has more neurons than they compute.
 
-    def _listed(self, marks: Tensor) -> Events:
+    def _from_marks(self, marks: Tensor) -> Events:
         """Return the output, from the marks of the layer's own neurons."""
         return autograd.list_marks(marks)
 
-    def _given(self, events: Events) -> Events:
+    def _from_events(self, events: Events) -> Events:
         """Return the output, from the events of the layer's own neurons."""
         return events

@@ -71,7 +71,3 @@ class SliceCounts(NamedTuple):
     def max_size(self) -> int:
         """Entries of the longest list, at least 1."""
         return max(1, *self.sizes)
-
-    @property
-    def room(self) -> int:  # former name of max_size
-        return self.max_size

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spikefuse.events.lists import EventLists, SliceCounts
-from spikefuse.kernels.triton_runtime import Launch
+from spikefuse.kernels.triton_runtime import TritonLaunch
 
 # Most columns of a program: one warp reads 128 of them in one 16-byte access per thread.
 WIDEST = 512
@@ -291,8 +291,8 @@ def _cached_launch(
     warps: int,
     device: torch.device,
     dtypes: tuple[torch.dtype | None, ...],
-) -> Launch:
-    return Launch(kernel, grid, integers, warps, device)
+) -> TritonLaunch:
+    return TritonLaunch(kernel, grid, integers, warps, device)
 
 
 def block_of(width: int) -> tuple[int, int]:

@@ -116,17 +116,6 @@ class Explanation:
 
     __repr__ = __str__
 
-    @property
-    def kept(self) -> tuple[SavedBytes, ...]:  # former name
-        return self.saved
-
-    @property
-    def again(self) -> tuple[str, ...]:  # former name
-        return self.recomputed
-
-
-Kept = SavedBytes  # former name
-
 
 def _label(name: str) -> str:
     return name or "(the model)"

@@ -144,6 +144,3 @@ def gradient_sums(
     share = -statistics[1] / number
     offset, slope = share * grad_shift, share * statistics[2] * grad_weight
     return torch.stack((offset, slope, grad_weight, grad_shift))
-
-
-move, merged = update_running_stats, merge_statistics  # former names

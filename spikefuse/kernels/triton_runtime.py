@@ -164,6 +164,3 @@ def _runtime() -> Any:
 def interpreted() -> bool:
     """Whether Triton runs kernels in its interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-Launch = TritonLaunch  # former name

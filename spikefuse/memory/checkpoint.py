@@ -319,7 +319,7 @@ class _Run(Store):
         elif segment.neuron is not None:
             self._differentiate_neuron(segment, segment.neuron, gradient)
         elif segment.again:
-            for part in gradient.parts:
+            for part in gradient.microbatches:
                 values = Values(self, segment, part, differentiable=True)
                 y = values[segment.target]
                 self.differentiate(segment, part, values.leaves, [y], [gradient.pop(part)])
@@ -328,7 +328,7 @@ class _Run(Store):
             self.differentiate(segment, part, leaves, [y], [gradient.pop(part)])
 
     def _differentiate_neuron(self, segment: Segment, called: NeuronCall, grad: Gradient) -> None:
-        parts, states = grad.parts, self.states.pop(segment)
+        parts, states = grad.microbatches, self.states.pop(segment)
         parameters = [p for m in called.modules for p in m.parameters() if p.requires_grad]
         again: RecomputedNeuron | None = RecomputedNeuron(self, segment, called, parts[0])
         assert again is not None
@@ -357,7 +357,7 @@ class _Run(Store):
 
     def _differentiate_block(self, segment: Segment, called: BlockCall, grad: Gradient) -> None:
         """As `block` does, both passes part by part."""
-        call, states, parts = self.calls.pop(segment), self.states.pop(segment), grad.parts
+        call, states, parts = self.calls.pop(segment), self.states.pop(segment), grad.microbatches
         own = self.program(called, call.statistics)[1]
         shift = shift_of(called.norm, call.statistics).detach()
         tensors = BlockTensors((), (), shift, [tensor.detach() for tensor in own])

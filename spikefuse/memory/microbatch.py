@@ -105,13 +105,3 @@ class Gradient:
                 total.copy_(piece)
                 return
         unfolded(self._sums[microbatch], size)[:, start : start + piece.shape[1]] += piece
-
-    @property
-    def parts(self) -> Sequence[Microbatch]:  # former name
-        return self.microbatches
-
-
-# Former names.
-Part = Microbatch
-divided, rows, size, room = split, unfolded, batch_size, empty_batch
-by_sample = sample_strides

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from spikefuse.compiler.emit_triton import chunk
-from spikefuse.kernels.triton_runtime import Launch
+from spikefuse.kernels.triton_runtime import TritonLaunch
 from spikefuse.scan.layout import Layout
 from spikefuse.scan.program import Variant
 
@@ -30,7 +30,9 @@ BACKWARD_SHORT, SHORT = Shape(4, 2), 6
 PACKING, MANY = Shape(8, 2), 1 << 20
 
 
-def prepare(kernel: Any, layout: Layout, sequences: Sequence[Tensor], variant: Variant) -> Launch:
+def prepare(
+    kernel: Any, layout: Layout, sequences: Sequence[Tensor], variant: Variant
+) -> TritonLaunch:
     """See `spikefuse.scan.program.Launcher`."""
     itemsize, device = sequences[0].itemsize, sequences[0].device
     if kernel.__name__ == "backward":
@@ -40,10 +42,10 @@ def prepare(kernel: Any, layout: Layout, sequences: Sequence[Tensor], variant: V
         # A launch that limits registers may run twice, which a repair, an addition, must not.
         tight = itemsize == 2 and not is_short and not variant.repair
         flags = variant.repair, variant.rebuild
-        return Launch(kernel, grid, (*integers, *flags), shape.warps, device, tight)
+        return TritonLaunch(kernel, grid, (*integers, *flags), shape.warps, device, tight)
     shape = PACKING if variant.pack and layout.num_neurons >= MANY else FORWARD[itemsize]
     grid, integers = _geometry(layout, sequences, shape)
-    return Launch(kernel, grid, (*integers, variant.repair), shape.warps, device)
+    return TritonLaunch(kernel, grid, (*integers, variant.repair), shape.warps, device)
 
 
 def _geometry(

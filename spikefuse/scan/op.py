@@ -14,7 +14,6 @@ import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -41,8 +40,6 @@ from spikefuse.scan.program import kind_of, prepare, program
 from spikefuse.scan.state_passing import StatePassing
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-_requires_grad = attrgetter("requires_grad")
 
 library = torch.library.Library("spikefuse", "DEF")
 library.define(
@@ -107,7 +104,7 @@ def run(
 ) -> Results:
     """Run a program, with gradients of all tensors. The results hold no saved states."""
     tensors = (*arguments.inputs, *arguments.states, *arguments.params)
-    save = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
+    save = torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]
     wanted = wanted._replace(save=save)
     if passing is None and not is_plain(tensors):
         return _run_op(name, arguments, wanted)

@@ -86,6 +86,3 @@ class ActivityMonitor:
                 term = torch.relu(rate / self.capacity - 0.5).square()
                 total = term if total is None else total + term
         return total
-
-
-Activity = ActivityMonitor  # the former name

@@ -72,9 +72,6 @@ class RunOptions:
     parallelism: Parallelism = UNDIVIDED
 
 
-Place = RunOptions  # the former name
-
-
 def train(
     config: TrainConfig, options: RunOptions, resumed: LoadedRun | None = None
 ) -> dict[str, Any]:

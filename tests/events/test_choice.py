@@ -72,8 +72,8 @@ def test_explain(impl: str) -> None:
     assert lines[0].endswith(" 0 dropped")
     assert not lines[1].endswith(" 0 dropped")
     assert "0 other modules are ordinary PyTorch" in lines
-    assert {layer.name: layer.now > 0 for layer in found.kept} == {"net.0": True, "net.1": True}
+    assert {layer.name: layer.now > 0 for layer in found.saved} == {"net.0": True, "net.1": True}
     # Eager PyTorch has no equivalent of these layers.
-    assert [layer.eager for layer in found.kept] == [None, None]
+    assert [layer.eager for layer in found.saved] == [None, None]
     header = next(i for i, line in enumerate(lines) if line.endswith("by eager PyTorch"))
     assert [line.split()[-1] for line in lines[header + 1 : header + 4]] == ["–"] * 3

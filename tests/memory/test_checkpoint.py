@@ -13,7 +13,6 @@ from torch import nn
 import spikefuse as sf
 from spikefuse.block.block import Block
 from spikefuse.memory import Checkpoint, checkpoint
-from spikefuse.memory import microbatch as parts
 from spikefuse.models import MODELS
 from spikefuse.nn.neuron import Neuron
 from spikefuse.testing import make_input
@@ -155,12 +154,12 @@ def test_parts_are_the_same_for_any_number_of_steps(backends, monkeypatch):
             x = self.stem(x)
             return self.first(self.left(x)) + self.second(self.right(x))
 
-    def divided(*given):
-        found[-1].append(parts.divided(*given))
+    def split(*given):
+        found[-1].append(microbatch.split(*given))
         return found[-1][-1]
 
     found = []
-    monkeypatch.setattr(checkpoint, "divided", divided)
+    monkeypatch.setattr(checkpoint, "split", split)
     for steps, constant in ((1, False), (5, False), (5, True)):
         found.append([])
         x = make_input((steps, *SHAPE[1:]), device=backends.device, constant=constant)

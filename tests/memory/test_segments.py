@@ -87,11 +87,11 @@ def test_models_are_cut_at_neurons():
 def test_a_copy_is_cut_anew():
     net = sf.fuse(sf.Temporal(Residual(), sf.memory.Checkpoint()))
     net(torch.randn(2, 3, 3, 5, 5))
-    assert net._segments.fits(net.net)
+    assert net._cache["segments"].fits(net.net)
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        assert other._segments is None
+        assert "segments" not in other._cache
     net.eval()
-    assert not net._segments.fits(net.net)
+    assert not net._cache["segments"].fits(net.net)
 
 
 class Branching(nn.Sequential):

@@ -125,7 +125,7 @@ def test_the_first_neuron_reads_one_step() -> None:
     found = sf.explain(net, x)
     seen = found.layers[0]
     assert seen.shape == (STEPS, 3, 4, 4, 4)
-    kept = {row.name: row.now for row in found.kept}
+    kept = {row.name: row.now for row in found.saved}
     assert kept[seen.name] == 3 * 4 * 4 * 4 * 4  # bytes of one step
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import spikefuse as sf
-from spikefuse.nn.neuron import calls
+from spikefuse.nn.call import active
 from spikefuse.testing import make_input
 
 
@@ -126,7 +126,7 @@ def test_nothing_survives_a_call():
     _, state = net(X, return_state=True)
     net(X, state=state)
     assert torch.equal(net(X), expected)
-    assert calls.sequence is None
+    assert active.call is None
     assert list(net.state_dict()) == [f"net.{i}.{n}" for i in (0, 2) for n in ("weight", "bias")]
     # A neuron inside still is one on its own.
     neuron = net.net[1]
@@ -137,7 +137,7 @@ def test_a_failed_call_leaves_nothing_behind():
     net = sf.Temporal(nn.Sequential(sf.LIF(), nn.Linear(7, 2)))
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         net(X)
-    assert calls.sequence is None
+    assert active.call is None
     assert net.net[0](X).shape == X.shape
 
 
@@ -262,14 +262,14 @@ TYPE_ERRORS = {
 def test_value_errors(message):
     with pytest.raises(ValueError, match=message):
         VALUE_ERRORS[message]()
-    assert calls.sequence is None
+    assert active.call is None
 
 
 @pytest.mark.parametrize("message", TYPE_ERRORS)
 def test_type_errors(message):
     with pytest.raises(TypeError, match=message):
         TYPE_ERRORS[message]()
-    assert calls.sequence is None
+    assert active.call is None
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -406,17 +406,17 @@ def test_what_is_measured_when():
         net(x)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         net(x)
-    assert len(net._chosen) == 0
+    assert len(net._cache) == 0
     for given in (x, x, x[:, :1], x[:3], x + 1):
         net(given)
-    assert len(net._chosen) == 3
+    assert len(net._cache) == 3
     net.eval()(x)
     net(x, impl="reference")
-    assert len(net._chosen) == 5
+    assert len(net._cache) == 5
     fused = sf.fuse(net)
-    assert (len(fused._chosen), len(net._chosen)) == (0, 5)
+    assert (len(fused._cache), len(net._cache)) == (0, 5)
     sf.explain(fused, x)
-    assert len(fused._chosen) == 0
+    assert len(fused._cache) == 0
     fused(x)
     (layer,) = sf.explain(fused, x).layers
     assert layer.memory == sf.memory.SaveAll()
