@@ -60,7 +60,15 @@ ORDER = {
         "state_passing",
         "op",
     ],
-    "block": ["definition", "batch_norm", "program", "training", "block", "deferred", "fused_norm"],
+    "block": [
+        "definition",
+        "batch_norm",
+        "program",
+        "training",
+        "block",
+        "deferred",
+        "fused_norm",
+    ],
     "events": [
         "lists",
         "candidates",

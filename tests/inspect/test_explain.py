@@ -13,6 +13,7 @@ from torch.nn.modules import module
 import spikefuse as sf
 from spikefuse.inspect.explanation import Layer, SavedBytes
 from spikefuse.inspect.timing import COPIED_BYTES, copy_bandwidth
+from spikefuse.nn.call import active
 from spikefuse.scan.program import program
 from spikefuse.testing import lay_out, make_input
 from tests.memory.test_policies import bytes_saved

@@ -12,7 +12,7 @@ from torch import nn
 
 import spikefuse as sf
 from spikefuse.block.block import Block
-from spikefuse.memory import Checkpoint, checkpoint
+from spikefuse.memory import Checkpoint, checkpoint, microbatch
 from spikefuse.models import MODELS
 from spikefuse.nn.neuron import Neuron
 from spikefuse.testing import make_input

@@ -473,8 +473,8 @@ def test_auto(backends):
         """Bytes that a second call saves, its gradients, and what the first call chose."""
         net = sf.fuse(sf.Temporal(blocks(), policy)).to(backends.device)
         net(x, impl=impl)
-        size = sum(row.now for row in sf.explain(net, x, impl=impl, time=False).kept)
-        return size, step(net, x, impl=impl), list(net._chosen.values())
+        size = sum(row.now for row in sf.explain(net, x, impl=impl, time=False).saved)
+        return size, step(net, x, impl=impl), list(net._cache.values())
 
     impl = backends.impls[-1]  # Numba's blocks always save states
     most, expected, _ = run(impl, memory.SaveAll())
@@ -494,4 +494,4 @@ def test_a_budget_too_small_for_anything(backends):
     with pytest.warns(UserWarning, match=message):
         net(x)
     net(x)  # warns once
-    assert list(net._chosen.values()) == [(memory.Recompute(), {})]
+    assert list(net._cache.values()) == [(memory.Recompute(), {})]
