@@ -115,7 +115,8 @@ def scan(
         return neuron._scan(request._replace(inputs=(u,)))
     op.check(backend, inputs[0])
     program, own = block_program(neuron, backend, len(inputs) > 1, batch)
-    request = request._replace(bits=wants_bits(inputs[0]))
+    if wants_bits(inputs[0]):
+        request = request._replace(bits=True)
     if batch:
         results = _train(norm, program, own, memory, request)
     else:

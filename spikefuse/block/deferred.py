@@ -47,6 +47,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 # Settings of a norm that a deferred computation restores.
 _SETTINGS = ("training", "track_running_stats", "momentum", "eps")
+_get_settings = operator.itemgetter(*_SETTINGS)
 
 
 class NormCall:
@@ -55,6 +56,7 @@ class NormCall:
     def __init__(self, norm: _BatchNorm, compute: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self.norm, self.compute, self.x = norm, compute, x
         self.temporal = active.call
+        self.deferrals = None if self.temporal is None else _deferrals(self.temporal)
         self.grad = torch.is_grad_enabled()
         device = x.device.type
         enabled = torch.is_autocast_enabled(device)
@@ -62,6 +64,7 @@ class NormCall:
         self.settings = _settings(norm)
         self.watched = tensors_of(norm, x)
         self.versions = [t._version for t in self.watched]
+        self.needs_grad = self.grad and any(map(_requires_grad, self.watched))
         self.settled = False
         self.result: tuple[Tensor, int] | None = None  # with its version
 
@@ -85,8 +88,8 @@ class NormCall:
         if self.result is None:
             y = self._compute()
             self.result = y, y._version
-            if self.temporal is not None:
-                _deferrals(self.temporal).computed.add(self.norm)
+            if self.deferrals is not None:
+                self.deferrals.computed.add(self.norm)
             if not self.settled:
                 self._settle(Outcome(None, reason=f"its result was read by {reader}"))
         return self.result[0]
@@ -165,8 +168,8 @@ class NormCall:
     def _settle(self, outcome: Outcome) -> None:
         self.settled = True
         outcomes[self.norm] = outcome
-        if self.temporal is not None:
-            _deferrals(self.temporal).pending.pop(self.norm, None)
+        if self.deferrals is not None:
+            self.deferrals.pending.pop(self.norm, None)
 
 
 class Terms:
@@ -245,8 +248,10 @@ class DeferredNorm(Deferred, Tensor):
 
     @staticmethod
     def of(terms: Terms) -> DeferredNorm:
-        x, grad = terms.call.x, terms.call.grad
-        needed = grad and any(map(_requires_grad, terms.tensors()))
+        x, residual = terms.call.x, terms.residual
+        needed = terms.call.needs_grad or (
+            terms.call.grad and residual is not None and residual.requires_grad
+        )
         deferred: DeferredNorm = Tensor._make_wrapper_subclass(
             DeferredNorm, x.shape, dtype=x.dtype, device=x.device, requires_grad=needed
         )
@@ -282,8 +287,8 @@ class DeferredNorm(Deferred, Tensor):
 
     def block(self, neuron: Neuron) -> tuple[Scan, tuple[Tensor, ...]]:
         terms = self.terms.latest
-        if terms.call.temporal is not None:
-            _deferrals(terms.call.temporal).read.append(weakref.ref(self))
+        if terms.call.deferrals is not None:
+            terms.call.deferrals.read.append(weakref.ref(self))
         return terms.block(neuron)
 
     @classmethod
@@ -337,12 +342,13 @@ class Deferrals:
 def defer(norm: _BatchNorm, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The result of a norm of `x`, which `compute` gives when it is needed."""
     call = NormCall(norm, compute, x)
-    if call.temporal is not None:
-        pending = _deferrals(call.temporal).pending
+    deferrals = call.deferrals
+    if deferrals is not None:
+        pending = deferrals.pending
         if norm in pending:  # its statistics come first
             pending[norm].value("a second call of the norm")
         pending[norm] = call
-        if norm in _deferrals(call.temporal).computed:
+        if norm in deferrals.computed:
             # Autograd would take a block's update of the statistics for a change of those that
             # the earlier call has saved.
             return call.value("a second call of the norm")
@@ -393,15 +399,15 @@ def _is_newer(second: Any, first: DeferredNorm) -> bool:
     """Of two norms in a sum the one called last is fused."""
     if not isinstance(second, DeferredNorm) or not second.terms.extendable:
         return False
-    temporal = first.terms.call.temporal
-    if not first.terms.extendable or temporal is None:
+    deferrals = first.terms.call.deferrals
+    if not first.terms.extendable or deferrals is None:
         return not first.terms.extendable
-    order = list(_deferrals(temporal).pending)
+    order = list(deferrals.pending)
     return order.index(second.terms.call.norm) > order.index(first.terms.call.norm)
 
 
-def _settings(norm: nn.Module) -> list[Any]:
-    return [norm.__dict__[name] for name in _SETTINGS]
+def _settings(norm: nn.Module) -> tuple[Any, ...]:
+    return _get_settings(norm.__dict__)
 
 
 def tensors_of(norm: _BatchNorm, x: Tensor) -> list[Tensor]:

@@ -201,7 +201,9 @@ def channel_rows(row, count, values, first, inner):
 
 def flat(x: torch.Tensor) -> np.ndarray:
     """Return the memory of a tensor, from its first element to its last, as a 1-d array."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    span = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        span += (size - 1) * stride
     x = torch.as_strided(x.detach(), (span if x.numel() else 0,), (1,))
     if x.dtype == torch.bfloat16:
         return x.view(torch.uint16).numpy()

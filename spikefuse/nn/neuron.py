@@ -122,7 +122,8 @@ class Neuron(Definition):
         check(self, type(self).input_names, inputs, state, backend)
         if backend == "reference":
             return reference.scan(self, inputs, state)
-        request = request._replace(backend=backend, bits=wants_bits(inputs[0]))
+        bits = wants_bits(inputs[0])
+        request = Request(inputs, state, backend, request.final, bits, request.passing)
         results, binary = op.scan(self, request)
         if request.bits:
             mark_binary(results, binary)
