@@ -29,7 +29,7 @@ help:
 	@echo "make parity   compare with SpikingJelly, snnTorch and Norse, which it downloads"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   fix and format the code with ruff"
-	@echo "make bench    run the benchmarks and rebuild the tables in README.md"
+	@echo "make bench    run the benchmarks and rebuild the tables in docs/benchmarks.md"
 	@echo "make clean    remove caches and build outputs (not $(VENV), not runs/)"
 
 train: $(HAS_TRAIN)

@@ -1,4 +1,4 @@
-"""Run the benchmarks that this machine is for, then rebuild the tables in README.md.
+"""Run the benchmarks that this machine is for, then rebuild the tables in docs/benchmarks.md.
 
     python -m benchmarks            neurons, networks, events, first call, CPU
     python -m benchmarks --gpus     on several GPUs: DDP, time sharding, neuron sharding

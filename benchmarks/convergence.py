@@ -1,7 +1,7 @@
 """How a network learns with the kernels, against the same with the eager reference loop.
 
     python -m benchmarks.convergence --data-dir DIR        the Large network of bptt-on-gpu
-    python -m benchmarks.tables --readme docs/reproduce.md
+    python -m benchmarks.tables --page docs/reproduce.md
 
 Both start with the same weights and see the same batches with the same random numbers. Encoding,
 augmentation, loss and optimizer are the trainer's for the recipe, at a constant learning rate,

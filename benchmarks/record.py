@@ -53,7 +53,15 @@ def revision() -> dict[str, Any]:
     if head is None:
         return {"revision": None, "dirty": None}
     # New results and tables do not change the code that was measured.
-    changes = _git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!README.md")
+    changes = _git(
+        "status",
+        "--porcelain",
+        "--",
+        ".",
+        ":!benchmarks/results",
+        ":!docs/benchmarks.md",
+        ":!docs/reproduce.md",
+    )
     return {"revision": head, "dirty": None if changes is None else bool(changes)}
 
 

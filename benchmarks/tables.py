@@ -1,7 +1,7 @@
-"""Write the tables of README.md and docs from benchmarks/results.
+"""Write the tables of docs from benchmarks/results.
 
-python -m benchmarks.tables                              rewrite README.md
-python -m benchmarks.tables --readme docs/reproduce.md   rewrite another page
+python -m benchmarks.tables                              rewrite docs/benchmarks.md
+python -m benchmarks.tables --page docs/reproduce.md   rewrite another page
 python -m benchmarks.tables --check                      fail if the page differs from the results
 """
 
@@ -35,7 +35,7 @@ from benchmarks.text import (
 
 Results = list[tuple[Path, Result]]
 
-README = record.ROOT / "README.md"
+PAGE = record.ROOT / "docs" / "benchmarks.md"
 MEMORY_STEPS = (32, 128)
 HOST_GROUPS = ("short", "host")
 FIRST_CALLS = {"own": "user-defined neuron, first", "LIF": "LIF, second"}
@@ -51,19 +51,19 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if outdated")
-    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--results", type=Path, default=record.RESULTS)
     args = parser.parse_args(argv)
-    before = args.readme.read_text()
-    after = filled(before, args.results, args.readme.parent)
+    before = args.page.read_text()
+    after = filled(before, args.results, args.page.parent)
     if before == after:
-        print(f"{args.readme.name} is up to date")
+        print(f"{args.page.name} is up to date")
     elif args.check:
-        parser.exit(1, f"{args.readme.name} differs from {args.results.name}: run "
-                       f"python -m benchmarks.tables --readme {args.readme}\n")  # fmt: skip
+        parser.exit(1, f"{args.page.name} differs from {args.results.name}: run "
+                       f"python -m benchmarks.tables --page {args.page}\n")  # fmt: skip
     else:
-        args.readme.write_text(after)
-        print(f"{args.readme.name} rewritten")
+        args.page.write_text(after)
+        print(f"{args.page.name} rewritten")
 
 
 def filled(text: str, results: Path, root: Path) -> str:

@@ -6,7 +6,7 @@
 
 The last is one of the recipes in `configs/`, which reproduce rows of the papers. A paper's accuracy
 is the highest on the test images of any epoch; ours is that of the epoch chosen by the validation
-images. `python -m benchmarks.tables --readme docs/reproduce.md` makes the table of recipes.
+images. `python -m benchmarks.tables --page docs/reproduce.md` makes the table of recipes.
 
 Seconds are the wall-clock time of the process, with imports, kernels, data, training, test and
 pictures.

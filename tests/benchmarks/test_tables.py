@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import plots, record, tables, text
 
-PAGES = ("README.md", "docs/reproduce.md")
+PAGES = ("docs/benchmarks.md", "docs/reproduce.md")
 PLOTS = {
     "timestep_scaling": plots.timestep_scaling,
     "time_sharding": plots.time_sharding,
@@ -24,7 +24,7 @@ def region(name: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page_is_up_to_date(page: str) -> None:
-    tables.main(["--check", "--readme", str(record.ROOT / page)])
+    tables.main(["--check", "--page", str(record.ROOT / page)])
 
 
 @pytest.mark.parametrize("name", tables.REGIONS)
@@ -67,7 +67,7 @@ def test_unknown_region(tmp_path: Path) -> None:
 def test_check_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "README.md"
     page.write_text(region("cpu"))
-    arguments = ["--readme", str(page), "--results", str(tmp_path)]
+    arguments = ["--page", str(page), "--results", str(tmp_path)]
     with pytest.raises(SystemExit) as stopped:
         tables.main([*arguments, "--check"])
     assert stopped.value.code == 1
