@@ -96,7 +96,7 @@ class Spikes:
     def pack(self, x: Tensor) -> Saved:
         """Return what to save for `x`: a saved-tensor hook."""
         # Most saved tensors are parameters, whose type is not Tensor.
-        binary = self._find(x) if type(x) is Tensor else None
+        binary = self._find(x) if self._registered and type(x) is Tensor else None
         if binary is None:
             return save_as_is(x)
         is_first = not binary.is_saved

@@ -139,7 +139,7 @@ class Temporal(nn.Module):
         call.passing = self.passing
         if call.passing is not None:
             self._begin(call.passing, x, call)
-        plan = self._sharing(x) if isinstance(x, Tensor) else None
+        plan = self._sharing(x) if isinstance(x, Tensor) and x.stride(0) == 0 else None
         outer, active.call = active.call, call
         try:
             with self._saving(x, call):

@@ -291,6 +291,8 @@ class Execution:
 
     def _by_state(self, *roles: Sequence[Tensor | None] | None) -> list[Tensor | None]:
         """The tensors of each state in turn, in the order of the kernel; a role may be absent."""
+        if self.num_states == 1:
+            return [role[0] if role else None for role in roles]
         given = [role or self._absent for role in roles]
         return [tensor for state in zip(*given, strict=True) for tensor in state]
 

@@ -263,10 +263,11 @@ def choose(definition: Definition, backend: str, x: Tensor) -> Choice:
         name, used, binary = definition.evaluate(_prepare, backend, _kinds(values))
     else:
         description = definition.description()
-        notes, values = description.notes, description.values()
-        if backend in notes:
+        notes = description.notes
+        if backend in notes:  # for definitions whose values are all floats
             found: Choice = notes[backend]
             return found
+        values = description.values()
         name, used = prepare(definition, backend, description.statics, _kinds(values))
         binary = program(name).step.binary
     scalars, params = [], []
