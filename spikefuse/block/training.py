@@ -26,10 +26,10 @@ from spikefuse.scan.execution import (
     REBUILD,
     Arguments,
     Execution,
-    Gradients,
     Incoming,
     Needs,
     Results,
+    ScanGradients,
     Tensors,
     Wanted,
 )
@@ -127,14 +127,14 @@ class TrainingCall:
         starts: list[list[Tensor]] = []
         by_own: list[list[Tensor | None]] = []
 
-        def compute(i: int, ends: list[Tensor]) -> Gradients:
+        def compute(i: int, ends: list[Tensor]) -> ScanGradients:
             part = parts[i]
             rebuild = not self.saves_states and part.execution.num_saved > 0
             if rebuild:
                 parts[i] = part = part._replace(saved=part.execution.new_saved())
             return self.reduce(part, incoming_of(incoming, part.rows, ends), needs.params, rebuild)
 
-        def finish(i: int, found: Gradients) -> list[Tensor]:
+        def finish(i: int, found: ScanGradients) -> list[Tensor]:
             execution, sums = parts[i].execution, self.named(found, needs.params)
             totals.append(self.totals(execution, sums))
             by_own.append(self.own_gradients(execution, sums, tensors.own))
@@ -151,14 +151,14 @@ class TrainingCall:
                 part = part._replace(arguments=part.arguments._replace(params=params))
                 into = [slice_of(g, part.rows) for g in inputs]
                 self.write(part, incoming_of(incoming, part.rows, ends), needs.inputs, into)
-        # Gradients of states that arrived from another process have gone back there.
+        # ScanGradients of states that arrived from another process have gone back there.
         states = [torch.cat(rows) for rows in zip(*starts, strict=True)] if tensors.states else []
         own = [None if g[0] is None else reduce(add, g) for g in zip(*by_own, strict=True)]
         return BlockGradients(inputs, states, weight, shift, own)
 
     def reduce(
         self, part: MicrobatchScan, incoming: Incoming, needs_own: Sequence[bool], rebuild: bool
-    ) -> Gradients:
+    ) -> ScanGradients:
         """The first pass: gradients of the initial states, and sums per neuron."""
         states = bool(part.arguments.states)
         needed = self.program.sums(needs_own).needed
@@ -184,7 +184,7 @@ class TrainingCall:
         part.execution.backward(part.arguments, part.saved, incoming, found, variant)
         return found.inputs
 
-    def named(self, found: Gradients, needs_own: Sequence[bool]) -> dict[str, Tensor]:
+    def named(self, found: ScanGradients, needs_own: Sequence[bool]) -> dict[str, Tensor]:
         """The sums of the first pass, by the tensor whose gradient they make."""
         return dict(zip(self.program.sums(needs_own).names, found.params, strict=True))
 
@@ -207,7 +207,7 @@ class TrainingCall:
     def own_gradients(
         self, execution: Execution, sums: Mapping[str, Tensor], own: Tensors
     ) -> list[Tensor | None]:
-        """Gradients of the neuron's own tensors, None without a sum."""
+        """ScanGradients of the neuron's own tensors, None without a sum."""
         if not own:
             return []
         names, layout = (f"neuron.{name}" for name in self.program.own), execution.layout

@@ -70,7 +70,7 @@ class TemporalCall:
     passing: StatePassing | None = None
     finals: dict[str, States] = field(default_factory=dict)
     cache: dict[Any, Any] = field(default_factory=dict)
-    deferred: Deferrals | None = None
+    deferred: PendingResults | None = None
     saving: Saving | None = None
     current: str = ""
 
@@ -109,7 +109,7 @@ class Observer(Protocol):
         ...
 
 
-class Deferrals(Protocol):
+class PendingResults(Protocol):
     """The deferred tensors of a call."""
 
     def finish(self) -> None:

@@ -52,7 +52,7 @@ LAYER_METHODS = (*METHODS, "float", "contiguous", "add", "sub", "mul", "div")
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConstantPlan:
     """What the analysis of a network in one mode has found."""
 
     modules: tuple[nn.Module, ...]
@@ -69,7 +69,7 @@ class Plan:
         )
 
 
-def make_plan(net: nn.Module, modules: tuple[nn.Module, ...]) -> Plan:
+def make_plan(net: nn.Module, modules: tuple[nn.Module, ...]) -> ConstantPlan:
     found: list[nn.Module] | None
     try:
         alone = isinstance(net, Neuron)
@@ -81,7 +81,7 @@ def make_plan(net: nn.Module, modules: tuple[nn.Module, ...]) -> Plan:
         for m in dict.fromkeys(found or ())  # each once
         if isinstance(m, batchnorm._BatchNorm) and m.training and m.running_var is not None
     )
-    return Plan(modules, tuple(m.training for m in modules), found is not None, norms)
+    return ConstantPlan(modules, tuple(m.training for m in modules), found is not None, norms)
 
 
 def _layers_before_neurons(net: nn.Module, graph: fx.Graph) -> list[nn.Module] | None:
@@ -143,7 +143,7 @@ def is_constant(x: Tensor) -> bool:
     )
 
 
-def can_share(plan: Plan, batch: int) -> bool:
+def can_share(plan: ConstantPlan, batch: int) -> bool:
     """Whether a call may follow the plan now."""
     # One value per channel, which one sample may be, has no variance: T*B values have.
     if not plan.shared or (plan.norms and batch == 1):
@@ -156,7 +156,7 @@ def can_share(plan: Plan, batch: int) -> bool:
 
 
 @contextlib.contextmanager
-def same_statistics(plan: Plan, call: TemporalCall) -> Iterator[None]:
+def same_statistics(plan: ConstantPlan, call: TemporalCall) -> Iterator[None]:
     """Let batch norms that run on `[B, ...]` record the running variance of T times as many values.
 
     Norms that see to it themselves, by `repeated_statistics`, say so by an attribute.

@@ -106,7 +106,7 @@ class Temporal(nn.Module):
         self._cache: dict[Any, Any] = {}
         #: Connects the neurons to processes that hold other steps of a sequence.
         self.passing: StatePassing | None = None
-        self._plan: constant.Plan | None = None
+        self._plan: constant.ConstantPlan | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy may get another network, and measures anew.
@@ -220,14 +220,14 @@ class Temporal(nn.Module):
         passing.begin(x, about, call.initial is not None)
 
     def _repeated(
-        self, plan: constant.Plan, call: TemporalCall
+        self, plan: constant.ConstantPlan, call: TemporalCall
     ) -> contextlib.AbstractContextManager[None]:
         """For a call in which rows stand for all steps."""
         if call.passing is not None and call.passing.statistics is not None:
             return contextlib.nullcontext()  # batch norms count the steps themselves
         return constant.same_statistics(plan, call)
 
-    def _sharing(self, x: Tensor) -> constant.Plan | None:
+    def _sharing(self, x: Tensor) -> constant.ConstantPlan | None:
         """The plan to compute once what does not change over time, if that is possible."""
         # nn.DataParallel makes the network anew for every call.
         if not constant.is_constant(x) or getattr(self.net, "_is_replica", False):

@@ -70,7 +70,7 @@ class Results(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """Gradients of the results, None for a result without one."""
+    """ScanGradients of the results, None for a result without one."""
 
     outputs: Sequence[Tensor | None]
     finals: Sequence[Tensor | None]
@@ -84,7 +84,7 @@ class Needs(NamedTuple):
     params: tuple[bool, ...]
 
 
-class Gradients(NamedTuple):
+class ScanGradients(NamedTuple):
     """What a backward pass writes: the needed gradients, those of parameters per neuron `[N]`."""
 
     needs: Needs
@@ -150,9 +150,9 @@ class Execution:
         arguments: Arguments,
         saved: Tensors,
         incoming: Incoming,
-        gradients: Gradients,
+        gradients: ScanGradients,
         variant: Variant = PLAIN,
-    ) -> Gradients:
+    ) -> ScanGradients:
         """Run the program's reverse and write `gradients`.
 
         Args:
@@ -201,13 +201,13 @@ class Execution:
         bits = [self._new_bits() for _ in self._no_bits] if wanted.bits and self.packs else []
         return Results(outputs, finals, saved if wanted.save else None, bits)
 
-    def new_gradients(self, needs: Needs, inputs: list[Tensor] | None = None) -> Gradients:
+    def new_gradients(self, needs: Needs, inputs: list[Tensor] | None = None) -> ScanGradients:
         """Unwritten gradients, `inputs` among them if they are given."""
         if inputs is None:
             inputs = self._new_sequences(compress(self.dtypes, needs.inputs))
         starts = self.new_steps() if needs.states else []
         params = self._new_rows(sum(needs.params)) if True in needs.params else []
-        return Gradients(needs, inputs, starts, params)
+        return ScanGradients(needs, inputs, starts, params)
 
     def new_steps(self) -> list[Tensor]:
         """One unwritten time step for each state."""
@@ -229,7 +229,7 @@ class Execution:
         return bool(self._no_bits) and self.layout.num_neurons % 16 == 0
 
     def reduce(self, per_neuron: Tensors, params: Tensors) -> list[Tensor]:
-        """Gradients of parameters, from their gradients per neuron."""
+        """ScanGradients of parameters, from their gradients per neuron."""
         return [
             self.layout.reduce_to(total, p).to(p.dtype)
             for total, p in zip(per_neuron, params, strict=True)

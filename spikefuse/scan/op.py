@@ -29,10 +29,10 @@ from spikefuse.scan import state_passing
 from spikefuse.scan.execution import (
     Arguments,
     Execution,
-    Gradients,
     Incoming,
     Needs,
     Results,
+    ScanGradients,
     Wanted,
     execution_of,
 )
@@ -72,7 +72,7 @@ class Request(NamedTuple):
     passing: StatePassing | None = None
 
 
-class Choice(NamedTuple):
+class ProgramChoice(NamedTuple):
     """The program of a definition and the values that it reads.
 
     Attributes:
@@ -182,7 +182,7 @@ class ScanCall:
     def backward(
         self, arguments: Arguments, saved: Sequence[Tensor], incoming: Incoming, needs: Needs
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Gradients of the inputs, the initial states and the parameters, as far as needed."""
+        """ScanGradients of the inputs, the initial states and the parameters, as far as needed."""
         execution = self.execution
         if self.passing is None:
             execution = execution or execution_of(self.name, arguments.inputs)
@@ -195,7 +195,7 @@ class ScanCall:
         parts = state_passing.unflatten(parts, saved, self.counts)
         inputs = execution.new_gradients(Needs(needs.inputs, False, ())).inputs
         starts = bool(parts[0].arguments.states)
-        whole = Gradients(needs._replace(states=starts), inputs, [], [])
+        whole = ScanGradients(needs._replace(states=starts), inputs, [], [])
         totals = state_passing.scan_backward(self.passing, parts, whole, incoming)
         return whole.inputs, whole.states if needs.states else [], totals
 
@@ -256,7 +256,7 @@ def _spread(found: Iterable[Tensor], needed: Sequence[bool]) -> list[Tensor | No
     return [next(rest) if need else None for need in needed]
 
 
-def choose(definition: Definition, backend: str, x: Tensor) -> Choice:
+def choose(definition: Definition, backend: str, x: Tensor) -> ProgramChoice:
     """The program of a definition on a backend, for inputs like `x`."""
     if torch.compiler.is_compiling():
         notes, values = None, definition.values()
@@ -265,7 +265,7 @@ def choose(definition: Definition, backend: str, x: Tensor) -> Choice:
         description = definition.description()
         notes = description.notes
         if backend in notes:  # for definitions whose values are all floats
-            found: Choice = notes[backend]
+            found: ProgramChoice = notes[backend]
             return found
         values = description.values()
         name, used = prepare(definition, backend, description.statics, _kinds(values))
@@ -278,7 +278,7 @@ def choose(definition: Definition, backend: str, x: Tensor) -> Choice:
         else:
             _check_param(definition, label, value, x)
             params.append(value)
-    chosen = Choice(name, binary, scalars, params)
+    chosen = ProgramChoice(name, binary, scalars, params)
     if notes is not None and all(isinstance(value, float) for value in values.values()):
         notes[backend] = chosen
     return chosen

@@ -28,9 +28,9 @@ from spikefuse.scan.execution import (
     REPAIR,
     Arguments,
     Execution,
-    Gradients,
     Incoming,
     Results,
+    ScanGradients,
     Tensors,
     Wanted,
     execution_of,
@@ -243,7 +243,7 @@ def scan_forward(
 
 
 def scan_backward(
-    passing: StatePassing, parts: Sequence[MicrobatchScan], whole: Gradients, incoming: Incoming
+    passing: StatePassing, parts: Sequence[MicrobatchScan], whole: ScanGradients, incoming: Incoming
 ) -> list[Tensor]:
     """Run a program's backward over microbatches.
 
@@ -256,12 +256,12 @@ def scan_backward(
     totals: list[Tensor] = []
     starts: list[list[Tensor]] = []
 
-    def compute(i: int, ends: list[Tensor]) -> Gradients:
+    def compute(i: int, ends: list[Tensor]) -> ScanGradients:
         rows, execution, arguments, saved = parts[i]
         into = execution.new_gradients(whole.needs, [slice_of(g, rows) for g in whole.inputs])
         return execution.backward(arguments, saved, incoming_of(incoming, rows, ends), into)
 
-    def finish(i: int, found: Gradients) -> list[Tensor]:
+    def finish(i: int, found: ScanGradients) -> list[Tensor]:
         _, execution, arguments, _ = parts[i]
         params = [
             p for p, needed in zip(arguments.params, whole.needs.params, strict=True) if needed
@@ -280,7 +280,8 @@ def exchange_gradients(
     passing: StatePassing,
     parts: Sequence[MicrobatchScan],
     steps: tuple[
-        Callable[[int, list[Tensor]], Gradients], Callable[[int, Gradients], Sequence[Tensor]]
+        Callable[[int, list[Tensor]], ScanGradients],
+        Callable[[int, ScanGradients], Sequence[Tensor]],
     ],
 ) -> Buffers:
     """`exchange` against time, with repair where kernels support it; `steps` are its `compute` and
@@ -292,7 +293,7 @@ def exchange_gradients(
     receives = not passing.is_last
     buffers = [part.execution.new_steps() if receives else [] for part in parts]
 
-    def repair(i: int, found: Gradients, ends: list[Tensor]) -> None:
+    def repair(i: int, found: ScanGradients, ends: list[Tensor]) -> None:
         _, execution, arguments, saved = parts[i]
         execution.backward(arguments, saved, Incoming((), ends), found, REPAIR)
 
