@@ -197,6 +197,17 @@ class Terms:
             return self.replacement.is_computed
         return (self.call.result if self.residual is None else self._sum) is not None
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the inputs are as they were when the norm and the addition were called."""
+        if self.replacement is not None:
+            return self.replacement.is_current
+        residual = self.residual
+        versions = [t._version for t in self.call.watched]
+        return versions == self.call.versions and (
+            residual is None or residual._version == self.version
+        )
+
     def tensors(self) -> list[Tensor]:
         norm, residual = self.call.norm, self.residual
         found = (self.call.x, norm.weight, norm.bias, residual)
@@ -335,8 +346,13 @@ class Deferrals:
             call.value("nothing, before the call ended")
         for reference in self.read:
             deferred = reference()
-            if deferred is not None:
+            if deferred is not None and deferred.terms.is_current:
                 deferred.terms.value("nothing")
+
+    def close(self) -> None:
+        """Let go of the tensors, also after an exception."""
+        self.pending.clear()
+        self.read.clear()
 
 
 def defer(norm: _BatchNorm, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -385,6 +401,7 @@ def _extended(in_place: bool, first: Any, second: Any) -> DeferredNorm | None:
         not call.can_fuse
         or not isinstance(other, Tensor)
         or not is_ordinary(other)
+        or other.is_inference()
         or (other.shape, other.dtype, other.device) != (x.shape, x.dtype, x.device)
         or other.layout is not torch.strided
     ):

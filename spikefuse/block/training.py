@@ -152,7 +152,9 @@ class TrainingCall:
                 into = [slice_of(g, part.rows) for g in inputs]
                 self.write(part, incoming_of(incoming, part.rows, ends), needs.inputs, into)
         # ScanGradients of states that arrived from another process have gone back there.
-        states = [torch.cat(rows) for rows in zip(*starts, strict=True)] if tensors.states else []
+        states: list[Tensor] = []
+        if tensors.states:
+            states = [r[0] if len(r) == 1 else torch.cat(r) for r in zip(*starts, strict=True)]
         own = [None if g[0] is None else reduce(add, g) for g in zip(*by_own, strict=True)]
         return BlockGradients(inputs, states, weight, shift, own)
 

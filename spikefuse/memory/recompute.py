@@ -91,7 +91,7 @@ class RecomputedBlock:
         if self.rebuild:
             saved = execution.new_saved()
         elif stores:
-            results = execution.new_results(Wanted(save=True, final=call.final))
+            results = execution.new_results(Wanted(save=True))
             saved = execution.forward(arguments, results).saved or []
         self.scan = MicrobatchScan(None, execution, arguments, saved)
 

@@ -37,7 +37,7 @@ class Saving:
         recomputed: bytes of the states that blocks recompute, by neuron.
     """
 
-    policy: Policy = _DEFAULT
+    policy: Policy
     policies: Mapping[str, Policy] = field(default_factory=dict)
     spikes: Spikes | None = None
     recomputed: dict[str, int] = field(default_factory=dict)
@@ -114,6 +114,10 @@ class PendingResults(Protocol):
 
     def finish(self) -> None:
         """Compute what nobody has read; called once the network has returned."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the tensors, also after an exception."""
         ...
 
 

@@ -155,6 +155,8 @@ class Temporal(nn.Module):
                     call.deferred.finish()
         finally:
             active.call = outer
+            if call.deferred is not None:
+                call.deferred.close()
         if call.passing is not None:
             call.passing.end()
 
@@ -173,12 +175,12 @@ class Temporal(nn.Module):
     def _saving(self, x: Tensor | SparseSequence, call: TemporalCall) -> Iterator[None]:
         """Let layers save what the policy says meanwhile."""
         memory = self.memory
-        if not isinstance(memory, Auto):
+        if torch.compiler.is_compiling():
+            yield
+        elif not isinstance(memory, Auto):
             with saving(memory) as spikes:
                 call.saving = Saving(memory, {}, spikes)
                 yield
-        elif torch.compiler.is_compiling():
-            yield
         else:
             with self._within_budget(memory, x, call) as chosen, saving(chosen.policy) as spikes:
                 chosen.spikes, call.saving = spikes, chosen

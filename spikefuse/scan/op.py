@@ -235,11 +235,13 @@ def _differentiate(
     """
     arguments = call.arguments(tensors[: len(needed)])
     needs = call.needs(needed)
-    # With create_graph, the library op raises the error about double backward.
-    if not torch.is_grad_enabled() and (call.passing is not None or is_plain(tensors)):
+    # With create_graph, the library op raises the error about double backward. It passes no states.
+    plain = not torch.is_grad_enabled() and is_plain(tensors)
+    if call.passing is not None or plain:
         incoming = Incoming(grads[: call.num_outputs], grads[call.num_outputs :])
         saved = tensors[len(needed) :]
-        inputs, states, params = call.backward(arguments, saved, incoming, needs)
+        with torch.no_grad():
+            inputs, states, params = call.backward(arguments, saved, incoming, needs)
     else:
         counts = [call.num_inputs, call.num_states]
         given = call.name, list(tensors), counts, list(call.scalars), list(grads), list(needed)

@@ -331,7 +331,8 @@ def test_undefined_gradients(use, backends):
             grads = torch.autograd.grad(
                 used.sum(), [*leaves, *neuron.parameters()], allow_unused=True
             )
-        found.append([torch.zeros(()) if g is None else g for g in grads])
+        zero = torch.zeros((), device=backends.device)
+        found.append([zero if g is None else g for g in grads])
     for actual in found[1:]:
         for a, e in zip(actual, found[0], strict=True):
             torch.testing.assert_close(a, e.expand_as(a), rtol=1e-4, atol=1e-4)
