@@ -358,6 +358,7 @@ def _trainer(
 ) -> pl.Trainer:
     several = processes.count > 1
     trainer = pl.Trainer(
+        inference_mode=False,  # in which batch norms do not fuse
         accelerator=device.type,
         devices=processes.local_count if several else 1 if device.index is None else [device.index],
         num_nodes=processes.count // processes.local_count,
