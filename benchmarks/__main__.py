@@ -22,7 +22,7 @@ ANYWHERE = ("events --streaming", "first_call", "cpu", "tables")
 
 
 def commands(gpus: int) -> list[list[str]]:
-    """Return the commands, on several GPUs those of `--gpus`."""
+    """Return the commands, or with `--gpus` the commands for several GPUs."""
     python = [sys.executable, "-m"]
     if gpus < 2:
         names = [*(ON_GPU if gpus else ()), *ANYWHERE]

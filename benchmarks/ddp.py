@@ -1,4 +1,4 @@
-"""Training steps on several GPUs by DistributedDataParallel, against those of one GPU.
+"""Training steps on several GPUs by DistributedDataParallel, against steps on one GPU.
 
     torchrun --nproc_per_node 2 -m benchmarks.ddp
     torchrun --nproc_per_node 2 -m benchmarks.ddp --workload resnet34-imagenet
@@ -107,7 +107,7 @@ def make_steps(task: Task, options: dict[str, Any], way: str) -> tuple[RankStep,
 
 
 def verify(task: Task, alone: RankStep, together: RankStep) -> None:
-    """Compare the step of all with those of each process alone.
+    """Compare the step of all processes with the steps of each process alone.
 
     Raises:
         AssertionError: the loss or the gradients differ.

@@ -122,8 +122,8 @@ class _Run(Store):
         self.cast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         self.kind = (x.shape, x.dtype, x.device, self.cast)
         self.parts: dict[fx.Node, list[Microbatch]] = {segments.input: [whole]}
-        # What segments leave for backward: states that came from the process before; jobs of those
-        # with statistics of the batch; graphs of those computed once.
+        # Saved by segments for backward: states received from the process before, training calls of
+        # blocks with batch statistics, and graphs of segments that run once.
         self.states: dict[Segment, dict[Microbatch, list[Tensor]]] = {}
         self.calls: dict[Segment, TrainingCall] = {}
         self.graphs: dict[Segment, tuple[Mapping[fx.Node, Tensor], Tensor]] = {}

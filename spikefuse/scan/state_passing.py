@@ -1,4 +1,4 @@
-"""State passing: where a scan gets its first state and hands its last.
+"""State passing: where the first state of a scan comes from and where its last state goes.
 
 A scan of a whole sequence begins at rest, or from the state that its caller gives, and its last
 state stays here: `StatePassing` itself does nothing. A subclass connects scans whose processes hold
@@ -64,14 +64,14 @@ class Channel:
         return self.buffers[i]
 
     def send(self, i: int, states: Sequence[Tensor]) -> None:
-        """Hand on the last states of microbatch i."""
+        """Send the last states of microbatch i."""
 
     def close(self) -> None:
         """End the pass."""
 
 
 class StatePassing:
-    """How a scan gets its first state and hands its last; by default not at all.
+    """How a scan receives its first state and sends its last; by default it does neither.
 
     Attributes:
         is_first: whether no steps come before.
