@@ -11,9 +11,16 @@ from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.batch_norm import RankedNorm, by_batch
-from spikefuse.block.deferred import Outcome, defer, materialized, outcomes, tensors_of
+from spikefuse.block.deferred import (
+    DeferredNorm,
+    Outcome,
+    defer,
+    materialized,
+    outcomes,
+    tensors_of,
+)
 from spikefuse.nn import constant_input
-from spikefuse.nn.call import TemporalCall, active
+from spikefuse.nn.call import active
 from spikefuse.nn.neuron import DTYPES
 
 
@@ -30,12 +37,15 @@ class FusedNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return self.plain(input)
-        input = materialized(input)
-        if not self._defers(input):
-            if active.call is not None:
-                outcomes[self] = Outcome(None, reason=self._reason())
-            return self.plain(input)
-        return defer(self, self.plain, input)
+        if isinstance(input, DeferredNorm):
+            input = materialized(input)
+        read = tensors_of(self, input)
+        obstacle = self._obstacle(input, read)
+        if not obstacle:
+            return defer(self, read)
+        if active.call is not None:
+            outcomes[self] = Outcome(None, reason=obstacle)
+        return self.plain(input)
 
     def plain(self, x: Tensor) -> Tensor:
         """The norm of torch.nn, at once."""
@@ -51,56 +61,49 @@ class FusedNorm(_BatchNorm):
         with constant_input.repeated_statistics(self, x, temporal.num_steps):
             return super().forward(x)
 
-    def _defers(self, x: Any) -> bool:
+    def _obstacle(self, x: Any, read: list[Tensor]) -> str:
+        """Why the norm must be computed at once; empty if it can be deferred."""
         temporal = active.call
-        if temporal is None:
-            # torch.utils.checkpoint recomputes in a backward pass what Temporal has called.
-            if torch._C._current_graph_task_id() == -1:
-                return False
-        elif not temporal.names:
-            return False
-        if not isinstance(x, Tensor):
-            return False
-        if self._has_hooks() or _is_traced() or torch.is_inference_mode_enabled():
-            return False
-        if forward_ad._current_level >= 0 or not self._takes(x, temporal):
-            return False
-        device = x.device
-        for t in tensors_of(self, x):
-            if type(t) not in _PLAIN or t.is_inference():
-                return False
-            if t is not x and (t.dtype not in DTYPES or t.device != device):
-                return False
-        return True
-
-    def _has_hooks(self) -> bool:
-        return bool(
+        # torch.utils.checkpoint recomputes in a backward pass what Temporal has called.
+        if temporal is None and torch._C._current_graph_task_id() == -1:
+            return "it was called outside Temporal"
+        if temporal is not None and not temporal.names:
+            return "the network has no neuron"
+        if (
             self._forward_hooks
             or self._backward_hooks
             or self._backward_pre_hooks
             or modules._global_backward_hooks
             or modules._global_backward_pre_hooks
-        )
-
-    def _reason(self) -> str:
-        if self._has_hooks():
+        ):
             return "it has hooks"
         if torch.is_inference_mode_enabled():
-            return "it was called in inference mode, whose tensors don't count their changes"
-        return "its input or its settings are not those of a block"
-
-    def _takes(self, x: Tensor, temporal: TemporalCall | None) -> bool:
-        if x.dtype not in DTYPES or not (x.is_cuda or x.is_cpu) or x.layout is not torch.strided:
-            return False
-        if not isinstance(self.momentum, (float, int, type(None))) or x.numel() == 0:
-            return False
+            return "it was called in inference mode, whose tensors do not count their changes"
+        if (
+            forward_ad._current_level >= 0
+            or torch._C._get_tracing_state() is not None
+            or torch._C._functorch.peek_interpreter_stack()
+            or (torch._C._len_torch_dispatch_stack() and _has_fake_mode())
+        ):
+            return "it is traced or transformed"
+        for t in read:
+            if type(t) not in _PLAIN or t.dtype not in DTYPES or t.device != x.device:
+                return f"it reads a {type(t).__name__} that a block does not take"
+            if t.is_inference():
+                return "it reads a tensor of inference mode"
+        if "weight" not in self._parameters or "bias" not in self._parameters:
+            return "its parameters are parametrized"
+        if not (x.is_cuda or x.is_cpu) or x.layout is not torch.strided or x.numel() == 0:
+            return "its input is empty, or not a dense tensor on a CPU or a GPU"
+        if not isinstance(self.momentum, (float, int, type(None))):
+            return f"its momentum is {self.momentum!r}"
         self._check_input_dim(x)
         rows, channels = x.shape[:2]
         if channels != self.num_features or (by_batch(self) and x.numel() == channels):
-            return False
-        if temporal is None or rows == temporal.constant_rows:
-            return True
-        return rows % temporal.num_steps == 0
+            return f"its input has shape {list(x.shape)}"
+        if temporal is None or rows == temporal.constant_rows or rows % temporal.num_steps == 0:
+            return ""
+        return f"its input has {rows} rows, which is not T * B"
 
 
 class FusedBatchNorm1d(FusedNorm, nn.BatchNorm1d):
@@ -122,13 +125,8 @@ class FusedSyncBatchNorm(FusedNorm, nn.SyncBatchNorm):
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def _is_traced() -> bool:
-    """Whether TorchScript, a transform of functions, or a mode of fake or proxy tensors records
-    what is computed."""
-    if torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack():
-        return True
-    if not torch._C._len_torch_dispatch_stack():
-        return False
+def _has_fake_mode() -> bool:
+    """Whether a mode of fake or proxy tensors records what is computed."""
     keys = torch._C._TorchDispatchModeKey
     modes = (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
     return any(torch._C._get_dispatch_mode(mode) is not None for mode in modes)

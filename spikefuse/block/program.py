@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from spikefuse.block.definition import CORRECTION, NORM_VALUES, with_batch_norm
 from spikefuse.neurons.definition import Definition
 from spikefuse.scan.program import kind_of, prepare, program
+
+_kind = attrgetter("ndim")
 
 
 class Sums(NamedTuple):
@@ -48,21 +51,20 @@ class BlockProgram:
     own: tuple[str, ...]
     _sums: dict[tuple[bool, ...], Sums] = field(default_factory=dict, compare=False, repr=False)
 
-    def params(self, norm: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
+    def params(self, norm: Sequence[Tensor], own: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensor parameters in the program's order.
 
         Args:
             norm: `NORM_VALUES` and, with the statistics of the batch, `CORRECTION`.
             own: the neuron's tensors.
         """
-        values = (*norm, *own)
-        return [values[i] for i in self._places]
+        return self._in_order((*norm, *own))
 
     @cached_property
-    def _places(self) -> list[int]:
+    def _in_order(self) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
         norm = (*NORM_VALUES, *CORRECTION) if self.by_batch else NORM_VALUES
         names = (*norm, *(f"neuron.{name}" for name in self.own))
-        return [names.index(name) for name in self.tensors]
+        return itemgetter(*map(names.index, self.tensors))
 
     def sums(self, needs_own: Sequence[bool]) -> Sums:
         """What the first backward pass sums if these of the neuron's tensors need gradients."""
@@ -84,12 +86,12 @@ def block_program(
     """The program of a neuron behind a norm, and the neuron's tensors that it reads."""
     description = neuron.description()
     values = description.values()
-    kinds = [value.ndim for value in values.values() if isinstance(value, Tensor)]
+    kinds = map(_kind, filter(torch.is_tensor, values.values()))
     key = "block", backend, has_residual, by_batch, *kinds
     made = description.notes.get(key)
     if made is None:
         made = description.notes[key] = _make(neuron, backend, has_residual, by_batch)
-    own: list[Any] = [values[name] for name in made.own]
+    own: list[Any] = list(map(values.__getitem__, made.own))
     return made, own
 
 

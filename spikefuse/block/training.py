@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from operator import add
+from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from spikefuse.scan.execution import (
     Tensors,
     Wanted,
 )
+from spikefuse.scan.op import NoDoubleBackward
 from spikefuse.scan.state_passing import (
     WHOLE,
     Collectives,
@@ -42,6 +43,8 @@ from spikefuse.scan.state_passing import (
     incoming_of,
     slice_of,
 )
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class BlockTensors(NamedTuple):
@@ -239,7 +242,6 @@ class _Training(torch.autograd.Function):
         return (*results.outputs, *results.finals)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         call, tensors = ctx.call, ctx.saved_tensors
         split, end = call.num_inputs, call.num_inputs + call.num_states
@@ -251,9 +253,10 @@ class _Training(torch.autograd.Function):
         needs = Needs(needed[:split], False, needed[end + 2 :])
         num_outputs = len(call.program.binary)
         incoming = Incoming(grads[:num_outputs], grads[num_outputs:])
-        found = call.backward(given, tensors[last:], incoming, needs)
+        with torch.no_grad():
+            found = call.backward(given, tensors[last:], incoming, needs)
         inputs, dtype = iter(found.inputs), given.shift.dtype
-        return (
+        gradients = (
             *(None, None),
             *[next(inputs) if need else None for need in needs.inputs],
             *[g.to(s.dtype) for g, s in zip(found.states, given.states, strict=True)],
@@ -261,6 +264,10 @@ class _Training(torch.autograd.Function):
             found.shift.to(dtype) if needed[end + 1] else None,
             *found.own,
         )
+        if not torch.is_grad_enabled():
+            return gradients
+        read = (*tensors, *filter(torch.is_tensor, grads))
+        return tuple(g if g is None else NoDoubleBackward.apply(g, *read) for g in gradients)
 
 
 # That of torch.autograd.Function first looks for transforms, which `scan.op.check` has refused.
@@ -271,7 +278,8 @@ def train(call: TrainingCall, tensors: BlockTensors, weight: Tensor | None, bits
     """The results of a block in training, with gradients of its tensors."""
     inputs, states, shift, own = tensors
     leaves = (*inputs, *states, weight, shift, *own)
-    if not (torch.is_grad_enabled() and True in [x.requires_grad for x in leaves if x is not None]):
+    needs = map(_requires_grad, filter(torch.is_tensor, leaves))
+    if not (torch.is_grad_enabled() and True in needs):
         return call.forward(tensors, False, bits)[0]
     call.num_inputs, call.num_states = len(inputs), len(states)
     found, end = _apply(call, bits, *leaves), len(call.program.binary)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from spikefuse.kernels.numba_runtime import advise_huge_pages, f32, flat, kernel, load, store
-from spikefuse.kernels.numba_threads import parallel
+from spikefuse.kernels.numba_runtime import arrays, f32, flat, kernel, load, store
+from spikefuse.kernels.numba_threads import LINE, shared
 
 
 @kernel
@@ -40,11 +40,11 @@ def unpack_kernel(first, last, bits, x):
 def pack(x: Tensor, bits: Tensor) -> None:
     """Write one bit per value of `x`, which is dense."""
     if x.numel():
-        parallel(pack_kernel, bits.numel(), 8, flat(x), bits.numpy())
+        shared(pack_kernel, bits.numel(), LINE, x.numel(), flat(x), bits.numpy())
 
 
 def unpack(bits: Tensor, x: Tensor) -> None:
     """Write 0 or 1 to each value of `x`, which is dense."""
     if x.numel():
-        advise_huge_pages(x)
-        parallel(unpack_kernel, bits.numel(), 8, bits.numpy(), flat(x))
+        values = arrays((x,), are_large=True)
+        shared(unpack_kernel, bits.numel(), LINE, x.numel(), bits.numpy(), *values)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from spikefuse.kernels.numba_runtime import flat, kernel, load
-from spikefuse.kernels.numba_threads import parallel
+from spikefuse.kernels.numba_runtime import arrays, kernel, load
+from spikefuse.kernels.numba_threads import LINE, shared
 
 # Columns of a tile, which are summed side by side, and the rows that are summed in float32 before
 # they are merged in double precision. The first HEAD rows give the origin of the sums.
@@ -19,8 +19,9 @@ def moments(
     x: Tensor, outer: int, channels: int, inner: int, mean: Tensor, variance: Tensor
 ) -> None:
     """Write the mean and biased variance of each channel of `x`, `[outer, channels, inner]`."""
-    arrays = flat(x), outer, channels, inner, mean.numpy(), variance.numpy()
-    parallel(_moments, channels, outer * inner, *arrays)
+    values, means, variances = arrays((x, mean, variance))
+    work = outer * channels * inner
+    shared(_moments, channels, LINE, work, values, outer, channels, inner, means, variances)
 
 
 @kernel

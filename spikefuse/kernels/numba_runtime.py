@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -199,18 +199,36 @@ def channel_rows(row, count, values, first, inner):
         row[i] = values[((first + i) // inner) % values.size]
 
 
-def flat(x: torch.Tensor) -> np.ndarray:
-    """Return the memory of a tensor, from its first element to its last, as a 1-d array."""
-    span = 1
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        span += (size - 1) * stride
-    x = torch.as_strided(x.detach(), (span if x.numel() else 0,), (1,))
-    if x.dtype == torch.bfloat16:
-        return x.view(torch.uint16).numpy()
-    if x.dtype == torch.float16:
-        return x.view(torch.int16).numpy()
-    return x.numpy()
+def arrays(tensors: Iterable[torch.Tensor | None], are_large: bool = False) -> list[np.ndarray]:
+    """Return the memory of tensors, from their first elements to their last, as 1-d arrays.
 
+    None gives an empty array. With `are_large`, new memory is advised to use huge pages.
+    """
+    found = []
+    for x in tensors:
+        if x is None:
+            found.append(_EMPTY)
+            continue
+        if are_large and x.nbytes >= _LARGE:
+            advise_huge_pages(x)
+        span = 1
+        for size, stride in zip(x.shape, x.stride(), strict=True):
+            span += (size - 1) * stride
+        x = torch.as_strided(x.detach(), (span if x.numel() else 0,), (1,))
+        if x.dtype is torch.bfloat16:
+            x = x.view(torch.uint16)
+        elif x.dtype is torch.float16:
+            x = x.view(torch.int16)
+        found.append(x.numpy())
+    return found
+
+
+def flat(x: torch.Tensor) -> np.ndarray:
+    """Return the memory of one tensor; see `arrays`."""
+    return arrays((x,))[0]
+
+
+_EMPTY = np.empty(0, np.float32)
 
 # Bytes from which page faults of a new tensor cost more than its arithmetic; bytes per page.
 _LARGE, _PAGE = 1 << 22, 1 << 12

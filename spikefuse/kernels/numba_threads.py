@@ -29,12 +29,8 @@ from spikefuse.kernels.numba_runtime import kernel
 
 # Neuron-steps from which a task is worth its own thread.
 MIN_TASK = 1 << 14
-
-
-def parallel(function: Callable[..., None], num_neurons: int, num_steps: int, *args: Any) -> None:
-    """Run `function(first, last, *args)` over ranges of neurons; see `shared`."""
-    # Ranges are multiples of a cache line, so that no two threads write to the same line.
-    shared(function, num_neurons, 16, num_neurons * num_steps, *args)
+#: A unit of ranges in which no two threads write to the same cache line.
+LINE = 16
 
 
 def shared(function: Callable[..., None], count: int, unit: int, work: int, *args: Any) -> None:

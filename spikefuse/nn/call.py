@@ -85,12 +85,34 @@ class TemporalCall:
         """Where neurons mark binary outputs; None if layers save spikes as they are."""
         return None if self.saving is None else self.saving.spikes
 
-    def unfold(self, x: Tensor) -> Tensor:
-        """`[T, B, ...]` of a folded tensor, or of one that stands for all steps."""
-        rows = x.shape[0]
-        if rows == self.constant_rows:
-            return x.unsqueeze(0).expand(self.num_steps, *x.shape)
-        return x.unflatten(0, (self.num_steps, rows // self.num_steps))
+    def unfolded(self, neuron: nn.Module, request: Request) -> Request:
+        """What `neuron` asks of its scan: `request`, whose inputs are folded, as `[T, B, ...]`.
+
+        Raises:
+            ValueError: the neuron cannot be run on these inputs inside this call.
+        """
+        if request.state is not None or request.final:
+            raise ValueError("inside Temporal, pass state= and return_state= to the container")
+        steps, name = self.num_steps, self.names[id(neuron)]
+        if name in self.finals and (self.initial or self.final):
+            raise ValueError(
+                f"neuron '{name}' is called twice in one step, so its state is ambiguous: "
+                "use one module per call"
+            )
+        inputs = []
+        for x in request.inputs:
+            rows = x.shape[0] if x.ndim else -1
+            if rows == self.constant_rows:
+                inputs.append(x.unsqueeze(0).expand(steps, *x.shape))
+            elif rows % steps == 0 and x.ndim:
+                inputs.append(x.unflatten(0, (steps, rows // steps)))
+            else:
+                raise ValueError(
+                    f"neuron '{name}' received shape {list(x.shape)} inside Temporal: "
+                    f"expected [T*B, ...] with T = {steps}"
+                )
+        state = None if self.initial is None else self.initial[name]
+        return Request(tuple(inputs), state, self.impl, self.final, passing=self.passing)
 
 
 class Observer(Protocol):

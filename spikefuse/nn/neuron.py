@@ -12,7 +12,6 @@ from spikefuse import reference
 from spikefuse.neurons.definition import Definition, Outputs, States
 from spikefuse.nn.call import (
     Scan,
-    TemporalCall,
     active,
     mark_binary,
     recall,
@@ -85,36 +84,16 @@ class Neuron(Definition):
         if active.observer is not None:
             scan = partial(active.observer.scan, self, scan)
         if call is not None:
-            return self._call_folded(scan, call, request)
+            request = call.unfolded(self, request)
+            call.current = call.names[id(self)]
         outputs, finals = scan(request)
+        if call is not None:
+            call.finals[call.current], call.current = finals, ""
+            if len(outputs) == 1:
+                return outputs[0].flatten(0, 1)
+            return tuple([y.flatten(0, 1) for y in outputs])
         result = outputs[0] if len(outputs) == 1 else outputs
         return (result, finals) if request.final else result
-
-    def _call_folded(self, scan: Scan, call: TemporalCall, request: Request) -> Tensor | Outputs:
-        """Run on inputs whose time is folded into the batch by `Temporal`."""
-        if request.state is not None or request.final:
-            raise ValueError("inside Temporal, pass state= and return_state= to the container")
-        steps, name = call.num_steps, call.names[id(self)]
-        for x in request.inputs:
-            if x.ndim == 0 or (x.shape[0] % steps and x.shape[0] != call.constant_rows):
-                raise ValueError(
-                    f"neuron '{name}' received shape {list(x.shape)} inside Temporal: "
-                    f"expected [T*B, ...] with T = {steps}"
-                )
-        if name in call.finals and (call.initial or call.final):
-            raise ValueError(
-                f"neuron '{name}' is called twice in one step, so its state is ambiguous: "
-                "use one module per call"
-            )
-        state = None if call.initial is None else call.initial[name]
-        inputs = tuple(map(call.unfold, request.inputs))
-        call.current = name
-        outputs, finals = scan(Request(inputs, state, call.impl, call.final, passing=call.passing))
-        call.current = ""
-        call.finals[name] = finals
-        if len(outputs) == 1:
-            return outputs[0].flatten(0, 1)
-        return tuple([y.flatten(0, 1) for y in outputs])
 
     def _scan(self, request: Request) -> tuple[Outputs, States]:
         inputs, state = request.inputs, request.state

@@ -120,8 +120,20 @@ class Temporal(nn.Module):
         """The neurons inside, by their qualified name in `net`."""
         if torch.compiler.is_compiling():
             return {name: m for name, m in self.net.named_modules() if isinstance(m, Neuron)}
-        found = {"": self.net} if isinstance(self.net, Neuron) else {}
-        _find_neurons(self.net, "", {self.net}, found)
+        # In the order of `named_modules`, in a fraction of its time.
+        found: dict[str, Neuron] = {}
+        seen: set[nn.Module] = set()
+        left: list[tuple[str, nn.Module]] = [("", self.net)]
+        while left:
+            name, module = left.pop()
+            if module in seen:
+                continue
+            seen.add(module)
+            if isinstance(module, Neuron):
+                found[name] = module
+            for key, child in reversed(module._modules.items()):
+                if child is not None:
+                    left.append((f"{name}.{key}" if name else key, child))
         return found
 
     def forward(
@@ -134,7 +146,7 @@ class Temporal(nn.Module):
         neurons = self.neurons()
         self._check(x, state, impl, neurons)
         num_steps, batch = x.shape[:2]
-        names = {id(neuron): name for name, neuron in neurons.items()}
+        names = dict(zip(map(id, neurons.values()), neurons, strict=True))
         call = TemporalCall(num_steps, names, impl, state, return_state, cache=self._cache)
         call.passing = self.passing
         if call.passing is not None:
@@ -265,20 +277,6 @@ class Temporal(nn.Module):
                 f"state has entries for ({', '.join(state)}), the network has neurons "
                 f"({', '.join(neurons)}): pass what return_state=True returned"
             )
-
-
-def _find_neurons(
-    module: nn.Module, prefix: str, seen: set[nn.Module], found: dict[str, Neuron]
-) -> None:
-    """Fill `found` as `named_modules` would, in a fraction of its time."""
-    for name, child in module._modules.items():
-        if child is None or child in seen:
-            continue
-        seen.add(child)
-        if isinstance(child, Neuron):
-            found[prefix + name] = child
-        if child._modules:
-            _find_neurons(child, f"{prefix}{name}.", seen, found)
 
 
 def _described(x: Tensor | SparseSequence) -> tuple[Hashable, ...]:

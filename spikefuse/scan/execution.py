@@ -112,7 +112,6 @@ class Execution:
         #: Saved states per neuron. The first chunk starts from the initial state.
         self.num_saved = (self.layout.num_steps - 1) // self.program.chunk(self.layout.num_steps)
         self._inputs = inputs
-        self._absent = (None,) * self.num_states
         self._launches: dict[Hashable, Launch] = {}
 
     def forward(self, arguments: Arguments, results: Results, repair: bool = False) -> Results:
@@ -230,10 +229,8 @@ class Execution:
 
     def reduce(self, per_neuron: Tensors, params: Tensors) -> list[Tensor]:
         """ScanGradients of parameters, from their gradients per neuron."""
-        return [
-            self.layout.reduce_to(total, p).to(p.dtype)
-            for total, p in zip(per_neuron, params, strict=True)
-        ]
+        totals = map(self.layout.reduce_to, per_neuron, params)
+        return [total.to(p.dtype) for total, p in zip(totals, params, strict=True)]
 
     def _new_sequences(self, dtypes: Iterable[torch.dtype]) -> list[Tensor]:
         memory, found = (self.layout.shape, self.layout.all_strides), []
@@ -271,7 +268,7 @@ class Execution:
         return launch
 
     def _conform(self, sequences: Tensors) -> list[Tensor]:
-        return [self.layout.conform(x) for x in sequences]
+        return list(map(self.layout.conform, sequences))
 
     @cached_property
     def _inputs_fit(self) -> bool:
@@ -291,18 +288,18 @@ class Execution:
 
     def _by_state(self, *roles: Sequence[Tensor | None] | None) -> list[Tensor | None]:
         """The tensors of each state in turn, in the order of the kernel; a role may be absent."""
-        if self.num_states == 1:
-            return [role[0] if role else None for role in roles]
-        given = [role or self._absent for role in roles]
-        return [tensor for state in zip(*given, strict=True) for tensor in state]
+        found: list[Tensor | None] = []
+        for i in range(self.num_states):
+            for role in roles:
+                found.append(role[i] if role else None)
+        return found
 
     def _values(self, arguments: Arguments) -> Sequence[float | Tensor]:
         """Parameters in the order of the kernel, tensors as contiguous float32."""
-        params = arguments.params
-        for p in params:
-            if p.dtype is not torch.float32 or not p.is_contiguous():
-                params = [p.detach().float().contiguous() for p in params]
-                break
+        params = []
+        for p in arguments.params:
+            is_ready = p.dtype is torch.float32 and p.is_contiguous()
+            params.append(p if is_ready else p.detach().float().contiguous())
         return self._in_order((*params, *arguments.scalars))
 
     @cached_property
@@ -345,4 +342,7 @@ def execution_for(name: str, inputs: tuple[Spec, ...]) -> Execution:
 
 def execution_of(name: str, inputs: Tensors) -> Execution:
     """The execution of a program, by its name, on these inputs and all of the same description."""
-    return execution_for(name, tuple([(x.shape, x.stride(), x.dtype, x.device) for x in inputs]))
+    described = []
+    for x in inputs:
+        described.append((x.shape, x.stride(), x.dtype, x.device))
+    return execution_for(name, tuple(described))

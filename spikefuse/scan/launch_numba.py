@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from spikefuse.kernels.numba_runtime import advise_huge_pages, flat
-from spikefuse.kernels.numba_threads import parallel
+from spikefuse.kernels.numba_runtime import arrays
+from spikefuse.kernels.numba_threads import LINE, shared
 from spikefuse.scan.layout import Layout
 from spikefuse.scan.program import Variant
-
-_ABSENT = np.empty(0, np.float32)
 
 # Results of at least this many bytes leave the caches anyway, so they are written past them, ...
 _STREAMED = 1 << 25
@@ -45,17 +44,22 @@ class _Launch:
     ) -> None:
         layout = self.layout
         arguments: list[Any] = [layout.num_steps, layout.num_neurons, layout.inner, self.streamed]
-        for x, strides in zip(sequences, self.strides, strict=True):
-            advise_huge_pages(x)
-            arguments += (flat(x), *strides)
-        arguments += [_ABSENT if s is None else flat(s) for s in (*states, *sums)]
-        has_channels = False
+        for memory, strides in zip(arrays(sequences, are_large=True), self.strides, strict=True):
+            arguments += (memory, *strides)
+        tensors = filter(torch.is_tensor, params)
+        values = arrays((*states, *sums, *tensors))
+        split = len(states) + len(sums)
+        arguments += values[:split]
+        tensor_values, has_channels = iter(values[split:]), False
         for p in params:
-            if isinstance(p, Tensor) and p.ndim == 1:
-                arguments.append(flat(p))
+            if not isinstance(p, Tensor):
+                arguments.append(np.float32(p))
+            elif p.ndim == 0:
+                arguments.append(next(tensor_values)[0])
+            else:
+                arguments.append(next(tensor_values))
                 if not has_channels:
                     arguments.append(layout.channel_inner)
                 has_channels = True
-            else:
-                arguments.append(np.float32(p.item() if isinstance(p, Tensor) else p))
-        parallel(self.kernel, layout.num_neurons, layout.num_steps, *arguments)
+        work = layout.num_neurons * layout.num_steps
+        shared(self.kernel, layout.num_neurons, LINE, work, *arguments)

@@ -61,22 +61,23 @@ class Layout:
         """A new sequence, time outermost."""
         return torch.empty_strided(self.shape, self.all_strides, dtype=dtype, device=like.device)
 
-    def empty_step(self, device: torch.device) -> Tensor:
-        """One new time step in float32."""
-        return torch.empty_strided(
-            self.step_shape, self.step_strides, dtype=torch.float32, device=device
-        )
+    def empty_step(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """One new time step."""
+        return torch.empty_strided(self.step_shape, self.step_strides, dtype=dtype, device=device)
 
     def fits(self, x: Tensor) -> bool:
         """Whether kernels can read or write a sequence where it lies."""
-        return self._outer(x) is not None
+        strides = x.stride()
+        if strides not in self.outer_strides:
+            self.outer_strides[strides] = outer_stride(x.shape, strides, self.order, self.inner)
+        return self.outer_strides[strides] is not None
 
     def conform(self, x: Tensor) -> Tensor:
         """A sequence as it is where kernels can read it in this layout, else a copy."""
         if self.fits(x):
             return x
         if x.stride(0) == 0 and self.num_steps > 1:
-            return self.conform_step(x[0]).to(x.dtype).expand(x.shape)
+            return self.empty_step(x.device, x.dtype).copy_(x[0]).expand(x.shape)
         return self.empty(x, x.dtype).copy_(x)
 
     def conform_step(self, x: Tensor) -> Tensor:
@@ -87,15 +88,10 @@ class Layout:
 
     def strides(self, x: Tensor) -> tuple[int, int]:
         """(time stride, outer stride) of a conforming sequence."""
-        outer = self._outer(x)
+        assert self.fits(x)
+        outer = self.outer_strides[x.stride()]
         assert outer is not None
         return (x.stride(0) if self.num_steps > 1 else 0), outer
-
-    def _outer(self, x: Tensor) -> int | None:
-        strides = x.stride()
-        if strides not in self.outer_strides:
-            self.outer_strides[strides] = outer_stride(x.shape, strides, self.order, self.inner)
-        return self.outer_strides[strides]
 
     def reduce_to(self, per_neuron: Tensor, like: Tensor) -> Tensor:
         """Sum a flat [N] gradient to a parameter's shape: a scalar, or one value per channel."""

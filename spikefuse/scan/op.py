@@ -104,8 +104,11 @@ def run(
 ) -> Results:
     """Run a program, with gradients of all tensors. The results hold no saved states."""
     tensors = (*arguments.inputs, *arguments.states, *arguments.params)
-    save = torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]
-    wanted = wanted._replace(save=save)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t.requires_grad:
+                wanted = wanted._replace(save=True)
+                break
     if passing is None and not is_plain(tensors):
         return _run_op(name, arguments, wanted)
     if torch.compiler.is_compiling():
@@ -188,7 +191,9 @@ class ScanCall:
             execution = execution or execution_of(self.name, arguments.inputs)
             found = execution.new_gradients(needs)
             execution.backward(arguments, saved, incoming, found)
-            params = list(compress(arguments.params, needs.params)) if found.params else []
+            if not found.params:
+                return found.inputs, found.states, []
+            params = list(compress(arguments.params, needs.params))
             return found.inputs, found.states, execution.reduce(found.params, params)
         execution = execution_of(self.name, arguments.inputs)
         parts = state_passing.split(self.passing, self.name, arguments)
@@ -249,13 +254,18 @@ def _differentiate(
         split = sum(needs.inputs)
         end = split + call.num_states
         inputs, states, params = found[:split], found[split:end], found[end:]
-    states = [g.to(s.dtype) for g, s in zip(states, arguments.states, strict=True)]
-    return [*_spread(inputs, needs.inputs), *states, *_spread(params, needs.params)]
+    if states:
+        states = [g.to(s.dtype) for g, s in zip(states, arguments.states, strict=True)]
+    needed = (*needs.inputs, *(True,) * call.num_states, *needs.params)
+    return spread((*inputs, *states, *params), needed)
 
 
-def _spread(found: Iterable[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
-    rest = iter(found)
-    return [next(rest) if need else None for need in needed]
+def spread(found: Iterable[Tensor], needed: Iterable[bool]) -> list[Tensor | None]:
+    """What was found, with None where nothing was needed."""
+    rest, result = iter(found), []
+    for need in needed:
+        result.append(next(rest) if need else None)
+    return result
 
 
 def choose(definition: Definition, backend: str, x: Tensor) -> ProgramChoice:
@@ -436,11 +446,21 @@ def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     pass
 
 
-def _no_double_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+def _no_double_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     raise RuntimeError(
         "double backward through a spikefuse neuron is not supported: the surrogate's derivative "
         'has no derivative of its own; impl="reference" differentiates the eager loop twice'
     )
+
+
+class NoDoubleBackward(torch.autograd.Function):
+    """The identity of a gradient that was computed from tensors; raises when differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *tensors: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    backward = staticmethod(_no_double_backward)
 
 
 for _key in ("CPU", "CUDA"):

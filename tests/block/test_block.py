@@ -230,3 +230,12 @@ def test_refusals():
         block(torch.zeros(1, 1, 6, 1, 1))
     with pytest.raises(TypeError, match="float64"):
         block(x.double())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_double_backward_is_refused(training):
+    block = sf.nn.Block(nn.BatchNorm1d(3), sf.LIF()).train(training)
+    x = torch.randn(4, 2, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(block(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward through a spikefuse neuron"):
+        gradient.sum().backward()

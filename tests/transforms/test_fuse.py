@@ -410,7 +410,23 @@ def test_a_mode_changed_in_between() -> None:
         return n.lif(y)
 
     fused = compare(sf.Temporal(Net(forward)), torch.randn(4, 3, 6))
-    assert fused.fusion.places[0].neuron is None
+    assert fused.fusion.places[0].neuron == "net.lif"
+
+
+def test_a_parameter_replaced_in_between() -> None:
+    def forward(n: Net, x: Tensor) -> Tensor:
+        y, weight = n.bn(x), n.bn.weight
+        n.bn.weight = nn.Parameter(2 * weight.detach())
+        spikes = n.lif(y)
+        n.bn.weight = weight
+        return spikes
+
+    compare(sf.Temporal(Net(forward)), torch.randn(4, 3, 6))
+
+
+def test_a_neuron_that_is_not_a_submodule() -> None:
+    neuron = sf.LIF()
+    compare(sf.Temporal(Net(lambda n, x: n.lif(neuron(n.bn(x))))), torch.randn(4, 3, 6))
 
 
 def test_inference_mode_is_plain() -> None:
