@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.block.batch_norm import RankedNorm
+from spikefuse.block.batch_norm import RankedNorm, running_of
 from spikefuse.block.fused_norm import FusedNorm
 from spikefuse.distributed.links import AxisCollectives
+from spikefuse.kernels.norm import update_running_stats
 from spikefuse.nn.call import active
 
 # torch.batch_norm_stats returns 1 / sqrt(variance + eps).
@@ -49,22 +50,13 @@ class AxisNorm(RankedNorm):
         y, mean, var, count = _NormalizeOverRanks.apply(
             x, self.weight, self.bias, self.eps, repeats, self.ranks
         )
-        if self.training and self.track_running_stats and self.running_mean is not None:
-            self._update_running_stats(mean, var * (count / (count - 1)))
+        rate: Any = self.momentum
+        if rate is None and self.num_batches_tracked is not None:
+            # The mean over all batches, computed without waiting for a GPU.
+            rate = 1 / (self.num_batches_tracked + 1)
+        with torch.no_grad():
+            update_running_stats(running_of(self), mean, var * (count / (count - 1)), rate)
         return y
-
-    @torch.no_grad()
-    def _update_running_stats(self, mean: Tensor, var: Tensor) -> None:
-        assert self.num_batches_tracked is not None
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        self.num_batches_tracked.add_(1)
-        if self.momentum is None:  # the mean over all batches
-            rate = (1 / self.num_batches_tracked).to(mean.dtype)
-        else:
-            rate = torch.full_like(mean, self.momentum)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
-        self.running_var.lerp_(var.to(self.running_var.dtype), rate)
 
 
 class FusedAxisNorm(FusedNorm, AxisNorm):

@@ -42,8 +42,8 @@ def test_any_dense_memory_order(group: Group) -> None:
 
 def together(axis: DeviceMesh) -> list[Tensor]:
     shard, x = shard_of(axis), torch.full((2,), axis.get_local_rank() + 1.0)
-    rows = shard.all.gather(x)
-    shard.all.sum(x)
+    rows = shard.collectives.gather(x)
+    shard.collectives.sum(x)
     return [*rows, x]
 
 
