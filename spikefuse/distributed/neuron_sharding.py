@@ -1,8 +1,8 @@
 """Event layers whose neurons are sharded over processes; only event lists are exchanged.
 
 Every rank gets the events of all inputs and holds the weights into its own neurons. It computes
-these neurons and tells the other ranks which of them fired and which are candidates. In backward
-each rank computes the gradient of every event through its own neurons; these gradients are summed.
+these neurons and sends the other ranks their events. In backward each rank computes the gradient of
+every event through its own neurons; these gradients are summed.
 
 Shape legend: K ranks, R rows of events, E entries.
 """
@@ -82,7 +82,7 @@ class NeuronShard(nn.Module):
         finally:
             layer.exchanges = False
         assert isinstance(whole, Events)
-        return _once(whole, self.group) if self.is_last else whole
+        return _first_rank_gradient(whole, self.group) if self.is_last else whole
 
 
 class _ShardLinear(EventLinear):
@@ -162,10 +162,10 @@ class Replicated(nn.Module):
 
     def forward(self, x: Events | Tensor) -> Events | Tensor:
         # The gradients of the layer's weights are the same on all ranks.
-        return self.layer(_once(x, self.group) if isinstance(x, Events) else x)
+        return self.layer(_first_rank_gradient(x, self.group) if isinstance(x, Events) else x)
 
 
-def _once(events: Events, group: Group) -> Events:
+def _first_rank_gradient(events: Events, group: Group) -> Events:
     """Take the gradient of the events, which is the same on all ranks, from the first rank only."""
     if events.values is None or dist.get_rank(group) == 0:
         return events

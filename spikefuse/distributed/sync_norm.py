@@ -132,7 +132,7 @@ def _moments(x: Tensor, repeats: int, ranks: AxisCollectives) -> tuple[Tensor, T
         mean, scale = torch.batch_norm_stats(_dense(x), _EPS)
         var = (scale.pow(-2) - _EPS).clamp_min(0)
     else:
-        var, mean = torch.var_mean(x.float(), _all_but_channels(x), correction=0)
+        var, mean = torch.var_mean(x.movedim(1, -1).float(), _leading(x), correction=0)
     values = repeats * x.numel() // x.shape[1]
     mine = torch.cat([mean, var, mean.new_full((1,), values)])
     means, variances, counts = ranks.gather(mine).split([len(mean), len(var), 1], 1)
@@ -148,9 +148,8 @@ def _sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor,
         arguments = _dense(grad), _dense(x), mean, scale, None, True, False, False
         sums, products, _, _ = torch.batch_norm_backward_reduce(*arguments)
         return sums, products * scale
-    shape = (1, -1, *(1,) * (x.ndim - 2))
-    g, dims = grad.float(), _all_but_channels(x)
-    return g.sum(dims), (g * (x - mean.view(shape))).sum(dims) * scale
+    g, centered = grad.movedim(1, -1).float(), x.movedim(1, -1) - mean
+    return g.sum(_leading(x)), (g * centered).sum(_leading(x)) * scale
 
 
 def _grad_x(
@@ -163,11 +162,10 @@ def _grad_x(
         return torch.batch_norm_backward_elemt(
             _dense(grad), _dense(x), mean, scale, weight, means[0], means[1] / scale, one
         )
-    shape = (1, -1, *(1,) * (x.ndim - 2))
     slope = scale if weight is None else scale * weight
-    of_x = -slope * scale * means[1]
-    of_grad, of_x, rest = (p.view(shape) for p in (slope, of_x, -slope * means[0] - of_x * mean))
-    return torch.addcmul(rest, grad.float(), of_grad).addcmul_(x.float(), of_x).to(x.dtype)
+    mean_terms = (x.movedim(1, -1) - mean) * (scale * means[1]) + means[0]
+    grad_x = slope * (grad.movedim(1, -1) - mean_terms)
+    return grad_x.movedim(-1, 1).to(x.dtype)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -177,5 +175,6 @@ def _dense(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _all_but_channels(x: Tensor) -> list[int]:
-    return [d for d in range(x.ndim) if d != 1]
+def _leading(x: Tensor) -> list[int]:
+    """All dimensions but the channels, once these come last."""
+    return list(range(x.ndim - 1))

@@ -139,7 +139,7 @@ class LinkChannel(Channel):
 
 
 class TimeShard(StatePassing):
-    """A rank's place in time, and its connections to the ranks before and after."""
+    """A rank's position along the time axis, and its connections to the neighbouring ranks."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class TimeShard(StatePassing):
         return LinkChannel(self, self.after, self.before, buffers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TimeShard:
-        return self  # a copied network has the same place and uses the same connections
+        return self  # a copied network has the same position and uses the same connections
 
 
 def _flush_recorded(link: PeerLink | None) -> None:

@@ -82,7 +82,7 @@ def assert_close(found: Tensor, wanted: Tensor) -> None:
     ("size", "chunks", "layout"),
     [(2, 1, "contiguous"), (3, 2, "channels_last"), (SIZES[-1], 3, "batch_first")],
 )
-def test_exact_statistics_are_those_of_one_process(
+def test_exact_statistics_equal_one_process(
     group: Group, size: int, chunks: int, layout: str
 ) -> None:
     x = lay_out(make_input((T, 3, 2, 5, 5)), layout) + 0.5
@@ -115,7 +115,7 @@ def each(axis: DeviceMesh, x: Tensor) -> list[Any]:
     return [y.detach(), ends, block.norm.running_mean, [p.grad for p in net.parameters()]]
 
 
-def test_each_its_own_statistics(group: Group) -> None:
+def test_statistics_per_shard(group: Group) -> None:
     x = make_input((T, 4, 6)) + torch.arange(11.0).view(T, 1, 1)
     found = group(each, x, size=2)
     net, block = alone()
@@ -162,10 +162,10 @@ def on_rows(net: sf.Temporal, x: Tensor, rows: slice, ranks: int) -> list[Tensor
     return [y.detach(), leaf.grad / ranks, *net.buffers()]
 
 
-def normed(policy: memory.Policy, group: Any = None, synchronised: bool = False) -> sf.Temporal:
+def normed(policy: memory.Policy, group: Any = None, synchronized: bool = False) -> sf.Temporal:
     torch.manual_seed(0)
     net = sf.Temporal(Normed(), policy)
-    if synchronised:
+    if synchronized:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net, group)
     net = sf.fuse(net)
     assert len(net.fusion.fused) == 2
@@ -178,7 +178,7 @@ def batch_shared(
     mesh = make_mesh(data=ranks, device="cpu")
     data = mesh["data"]
     group = None if ranks == SIZE else data.get_group()  # all processes by default
-    net = normed(policy, group, synchronised=True)
+    net = normed(policy, group, synchronized=True)
     mine = steps_of(x.shape[1], data.get_local_rank(), ranks)
     found = on_rows(net, x, mine, ranks)
     reduce_gradients(net, mesh)
@@ -187,7 +187,7 @@ def batch_shared(
 
 @pytest.mark.parametrize("policy", [memory.Recompute(), memory.Checkpoint(2)])
 @pytest.mark.parametrize("ranks", [2, SIZE])
-def test_synchronised_norms_are_those_of_one_process(
+def test_synchronized_norms_equal_one_process(
     group: Group, policy: memory.Policy, ranks: int
 ) -> None:
     """Ranks have batches of different sizes."""

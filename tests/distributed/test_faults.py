@@ -92,7 +92,7 @@ threading.Event().wait(30)
 """
 
 
-def test_a_process_whose_gpu_waits_forever_ends() -> None:
+def test_a_process_whose_gpu_never_completes_exits() -> None:
     done = subprocess.run(
         [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=False
     )

@@ -47,6 +47,6 @@ def together(axis: DeviceMesh) -> list[Tensor]:
     return [*rows, x]
 
 
-def test_all_ranks_together(group: Group) -> None:
+def test_collectives(group: Group) -> None:
     for found in group(together, size=3):
         assert [x.tolist() for x in found] == [[1.0] * 2, [2.0] * 2, [3.0] * 2, [6.0] * 2]

@@ -27,15 +27,15 @@ from tests.distributed.processes import Group
 from tests.events.waits import waits
 
 
-def of_some_ranks(axis: DeviceMesh) -> None:
+def in_subgroup(axis: DeviceMesh) -> None:
     if axis.size() > 1:
         compare(axis.get_group())
 
 
-def test_some_ranks_as_one_process(group: Group) -> None:
+def test_subgroups_equal_one_process(group: Group) -> None:
     train(network(), spikes())  # so that kernels are compiled once, not by each process
     for size in (2, 3):
-        group(of_some_ranks, size=size)
+        group(in_subgroup, size=size)
 
 
 def limited_capacity(_: DeviceMesh) -> None:
@@ -92,7 +92,7 @@ CHECKS = limited_capacity, one_neuron, events_at_the_end, nothing_to_exchange, w
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_as_one_process(group: Group, check: Callable[[DeviceMesh], None]) -> None:
+def test_all_ranks_equal_one_process(group: Group, check: Callable[[DeviceMesh], None]) -> None:
     group(check)
 
 
@@ -117,7 +117,7 @@ def test_lists_by_triton(group: Group) -> None:
     group(lists_by_triton, size=3)
 
 
-def test_a_temporal() -> None:
+def test_temporal_is_preserved() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         net = sf.Temporal(network(), sf.memory.Bits())
@@ -130,13 +130,13 @@ def test_a_temporal() -> None:
         dist.destroy_process_group()
 
 
-def test_learned_neurons() -> None:
+def test_learnable_neurons_raise() -> None:
     neuron = sf.PLIF(surrogate=sf.surrogate.FastSigmoid(10.0, cutoff=-0.3))
     with pytest.raises(ValueError, match="PLIF has 1 values that are tensors"):
         shard_neurons(nn.Sequential(EventLinear(3, 4, neuron)))
 
 
-def test_other_modules() -> None:
+def test_other_modules_raise() -> None:
     with pytest.raises(TypeError, match="Linear in a network of EventLinear only"):
         shard_neurons(nn.Sequential(nn.Linear(3, 4)))
     with pytest.raises(TypeError, match=r"EventLinear is not an nn.Sequential of EventLinear"):
