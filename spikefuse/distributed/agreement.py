@@ -22,7 +22,6 @@ class Agreement:
     Args:
         group: the ranks, connected through their hosts.
         waits: whether to wait for the other ranks at every call.
-        watchdog: reports which rank is missing.
     """
 
     def __init__(self, group: dist.ProcessGroup, waits: bool, watchdog: RankWatchdog) -> None:
@@ -41,7 +40,7 @@ class Agreement:
         # The number of steps comes first, because ranks may differ in it as `steps_of` says.
         call = f"{x.shape[0]} steps of [T, {', '.join(map(str, x.shape[1:]))}] {dtype}"
         call = f"{call} in memory order {order}, {about}"
-        self._finish()
+        self._finish_comparison()
         self._number += 1
         self._watchdog.count += 1
         message = f"{call} (call {self._number})".encode()[:MESSAGE]
@@ -54,9 +53,9 @@ class Agreement:
         self._pending = work, rows
         if self.waits or call not in self._known or recording():
             self._known.add(call)
-            self._finish()
+            self._finish_comparison()
 
-    def _finish(self) -> None:
+    def _finish_comparison(self) -> None:
         if self._pending is None:
             return
         (work, rows), self._pending = self._pending, None

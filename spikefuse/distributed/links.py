@@ -14,12 +14,7 @@ from spikefuse.distributed.faults import RankWatchdog, recording
 
 
 class AxisCollectives:
-    """Collectives over all ranks of an axis, which never block the host of a GPU.
-
-    Args:
-        group: the ranks.
-        watchdog: reports which rank is missing.
-    """
+    """Collectives over all ranks of an axis, which never block the host of a GPU."""
 
     def __init__(self, group: dist.ProcessGroup, watchdog: RankWatchdog) -> None:
         self._group, self._watchdog, self.size = group, watchdog, group.size()
@@ -55,7 +50,6 @@ class PeerLink:
     Args:
         peer: the other rank, as numbered in the job.
         group: contains only these two ranks; in a larger group, sends could queue behind receives.
-        watchdog: reports which rank is missing.
     """
 
     def __init__(self, peer: int, group: dist.ProcessGroup, watchdog: RankWatchdog) -> None:

@@ -24,11 +24,7 @@ class AxisNorm(RankedNorm):
 
     The result is that of one process with all values, to rounding, running statistics included.
     Forward gathers 2C + 1 numbers per rank, and backward sums 2C. The host of a GPU does not block,
-    but its stream waits for the slowest rank.
-
-    Args:
-        norm: the module whose parameters, buffers and settings are shared.
-        ranks: the ranks.
+    but its stream waits for the slowest rank. Parameters, buffers and settings are those of `norm`.
     """
 
     def __init__(self, norm: _BatchNorm, ranks: AxisCollectives) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import torch.distributed as dist
 import spikefuse as sf
 from spikefuse.distributed import faults, make_mesh, shard_time
 from spikefuse.testing import make_input
+from tests.distributed.processes import forkserver
 
 RANKS, CULPRIT, TIMEOUT = 3, 1, 6.0
 
@@ -53,9 +53,9 @@ MESSAGES = {
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Any]]]:
     """The pipe to each rank, for each fault. All jobs run at the same time."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["spikefuse.testing", "numba"])
-    processes, pipes = [], {}
+    context = forkserver()
+    processes: list[Any] = []
+    pipes: dict[str, list[Any]] = {}
     for fault in MESSAGES:
         store, pipes[fault] = str(tmp_path_factory.mktemp(fault) / "store"), []
         for rank in range(RANKS):
