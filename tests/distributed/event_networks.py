@@ -27,9 +27,9 @@ def network(**options) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def train(net: nn.Module, x: Events) -> torch.Tensor:
+def train(net: nn.Module, x: Events, steps: int = 3) -> torch.Tensor:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(3):
+    for _ in range(steps):
         optimizer.zero_grad()
         y = sf.Temporal(net)(x)
         y.mean(0).square().sum().backward()
@@ -42,7 +42,10 @@ def spikes() -> Events:
     return Events.from_dense((torch.rand(12, 3, 30) < 0.2).float())
 
 
-def compare(group: dist.ProcessGroup | None, device: str = "cpu", **options) -> None:
+def compare(
+    group: dist.ProcessGroup | None, device: str = "cpu", steps: int = 3, **options
+) -> None:
+    """Compare events, outputs and weights after training steps."""
     x = spikes().to(device)
     whole = network(**options).to(device)
     shards = shard_neurons(network(**options), group).to(device)
@@ -50,7 +53,8 @@ def compare(group: dist.ProcessGroup | None, device: str = "cpu", **options) -> 
     inner = sf.Temporal(whole[:1])(x), sf.Temporal(shards[:1])(x)
     for name in ("offsets", "fired", "indices"):
         assert torch.equal(getattr(inner[0], name), getattr(inner[1], name))
-    torch.testing.assert_close(train(shards, x), train(whole, x), rtol=1e-4, atol=1e-4)
+    found, expected = train(shards, x, steps), train(whole, x, steps)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     for one, part in zip(whole, shards, strict=True):
         weight = one.weight
         if isinstance(part, NeuronShard):
