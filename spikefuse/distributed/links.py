@@ -54,7 +54,7 @@ class PeerLink:
 
     def __init__(self, peer: int, group: dist.ProcessGroup, watchdog: RankWatchdog) -> None:
         self.peer, self._group, self._watchdog = peer, group, watchdog
-        #: Whether waiting blocks the host. Then sends complete only if somebody waits for them.
+        #: Whether waiting blocks the host. Then sends complete only once they are waited for.
         self.blocks = dist.get_backend(group) == "gloo"
         # Work, its tensor, and whether it was recorded.
         self._sent: deque[tuple[dist.Work, Tensor, bool]] = deque()

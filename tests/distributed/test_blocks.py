@@ -142,12 +142,12 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.norm, self.first = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), sf.LIF(0.5, 0.4)
-        self.conv, self.again = nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4, momentum=None)
+        self.conv, self.second = nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4, momentum=None)
         self.last, self.head = sf.PLIF(0.6, channels=4), nn.Linear(36, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(self.norm(self.stem(x)))
-        return self.head(self.last(self.again(self.conv(x)) + x).flatten(1))
+        return self.head(self.last(self.second(self.conv(x)) + x).flatten(1))
 
 
 def on_rows(net: sf.Temporal, x: Tensor, rows: slice, ranks: int) -> list[Tensor]:

@@ -277,9 +277,9 @@ def test_reference_implementation(net):
     layers += sf.explain(sf.LIF(), torch.rand(T, B, 5), impl="reference").layers
     assert [layer.implementation for layer in layers] == ["reference"] * 3
     assert [layer.program for layer in layers] == [layer.chunk for layer in layers] == [None] * 3
-    whom = ["Temporal", "Temporal", "the neuron"]
+    callers = ["Temporal", "Temporal", "the neuron"]
     assert [layer.notes for layer in layers] == [
-        (f'on the reference: impl="reference" was passed to {name}',) for name in whom
+        (f'on the reference: impl="reference" was passed to {name}',) for name in callers
     ]
 
 
