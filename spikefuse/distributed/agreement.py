@@ -1,4 +1,4 @@
-"""Ranks compare their calls, so that a mistake on one of them raises an error and does not hang."""
+"""Compare the calls of all ranks, so that a wrong call raises an error instead of hanging."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ class Agreement:
     Args:
         group: the ranks, connected through their hosts.
         waits: whether to wait for the other ranks at every call.
-        watch: reports which rank is missing.
     """
 
-    def __init__(self, group: dist.ProcessGroup, waits: bool, watch: RankWatchdog) -> None:
-        self.size, self.waits, self._group, self._watch = group.size(), waits, group, watch
+    def __init__(self, group: dist.ProcessGroup, waits: bool, watchdog: RankWatchdog) -> None:
+        self.size, self.waits, self._group, self._watchdog = group.size(), waits, group, watchdog
         self._number, self._known = 0, set[str]()
         self._pending: tuple[dist.Work, list[Tensor]] | None = None
 
@@ -38,39 +37,39 @@ class Agreement:
         """
         order = sorted(range(1, x.ndim), key=lambda d: (-x.stride()[d], d))
         dtype = str(x.dtype).removeprefix("torch.")
-        # The number of steps comes first: it may differ where `steps_of` says so.
-        said = f"{x.shape[0]} steps of [T, {', '.join(map(str, x.shape[1:]))}] {dtype}"
-        said = f"{said} in memory order {order}, {about}"
-        self._finish()
+        # The number of steps comes first, because ranks may differ in it as `steps_of` says.
+        call = f"{x.shape[0]} steps of [T, {', '.join(map(str, x.shape[1:]))}] {dtype}"
+        call = f"{call} in memory order {order}, {about}"
+        self._finish_comparison()
         self._number += 1
-        self._watch.count += 1
-        message = f"{said} (call {self._number})".encode()[:MESSAGE]
+        self._watchdog.count += 1
+        message = f"{call} (call {self._number})".encode()[:MESSAGE]
         mine = torch.zeros(MESSAGE, dtype=torch.uint8)
         mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        with self._watch.waiting():
+        with self._watchdog.waiting():
             work = dist.all_gather(rows, mine, group=self._group, async_op=True)
         assert work is not None
         self._pending = work, rows
-        if self.waits or said not in self._known or recording():
-            self._known.add(said)
-            self._finish()
+        if self.waits or call not in self._known or recording():
+            self._known.add(call)
+            self._finish_comparison()
 
-    def _finish(self) -> None:
+    def _finish_comparison(self) -> None:
         if self._pending is None:
             return
         (work, rows), self._pending = self._pending, None
-        with self._watch.waiting():
+        with self._watchdog.waiting():
             work.wait()
         _compare([bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows])
 
 
-def _compare(said: list[str]) -> None:
-    counts, calls = zip(*(message.split(" ", 1) for message in said), strict=True)
+def _compare(messages: list[str]) -> None:
+    counts, calls = zip(*(message.split(" ", 1) for message in messages), strict=True)
     if len(set(calls)) > 1:
-        each = "; ".join(f"rank {rank}: {message}" for rank, message in enumerate(said))
+        each = "; ".join(f"rank {rank}: {message}" for rank, message in enumerate(messages))
         raise ValueError(f"the ranks of a time axis must make the same calls, but {each}")
-    steps, size = [int(count) for count in counts], len(said)
+    steps, size = [int(count) for count in counts], len(messages)
     total = sum(steps)
     expected = [len(range(total)[steps_of(total, rank, size)]) for rank in range(size)]
     if steps != expected:

@@ -1,6 +1,6 @@
-"""Find the rank for which the others wait in vain.
+"""Detect ranks that have ended or hang, so that the others do not wait for them forever.
 
-Every process counts its exchanges with other ranks, and a thread of it writes the count to the
+Every process counts its exchanges with other ranks, and one of its threads writes the count to the
 job's store. A rank that stops writing has ended. Among live ranks, the others wait for the one with
 the lowest count.
 """
@@ -25,8 +25,8 @@ BEAT, LIFE = 0.5, 10.0
 
 
 def recording() -> bool:
-    """Return whether this thread records a CUDA graph. Work is not executed then, so the host
-    cannot query whether it has completed."""
+    """Return whether this thread records a CUDA graph. Recorded work does not run yet, so the host
+    cannot query whether it is complete."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -67,7 +67,7 @@ class RankWatchdog:
         try:
             yield
         except RuntimeError as error:
-            raise RankLost(self.verdict()) from error
+            raise RankLost(self.diagnose()) from error
 
     def expect(self, work: dist.Work) -> None:
         """Track work that a GPU waits for; the process ends if it takes too long. Work of a
@@ -78,7 +78,7 @@ class RankWatchdog:
             self._drop_completed()
             self.pending.append((work, time.monotonic()))
 
-    def look(self, beat: int) -> None:
+    def exchange_heartbeats(self, beat: int) -> None:
         """Write a heartbeat and read those of the other ranks."""
         self.store.set(str(self.rank), f"{self.count} {beat}")
         for rank, (before, _) in self.seen.items():
@@ -87,7 +87,7 @@ class RankWatchdog:
                 if now != before:
                     self.seen[rank] = now, time.monotonic()
 
-    def overdue(self) -> bool:
+    def is_overdue(self) -> bool:
         """Return whether a GPU waits too long for another rank, or for one that has ended."""
         with self._lock:
             self._drop_completed()
@@ -99,16 +99,16 @@ class RankWatchdog:
         while self.pending and self.pending[0][0].is_completed():
             self.pending.popleft()
 
-    def verdict(self) -> str:
-        """Describe the fault. The first rank to ask decides, and all ranks give the same answer."""
+    def diagnose(self) -> str:
+        """Describe the fault. The first rank to call this decides, and all ranks agree."""
         until = time.monotonic() + 2 * LIFE
         with contextlib.suppress(RuntimeError):  # the store may have ended too
-            while not self.store.check(["verdict"]):
+            while not self.store.check(["fault"]):
                 ended = self._ended()
                 if ended is not None or time.monotonic() > until:
-                    self.store.set("verdict", self._describe(ended))
+                    self.store.set("fault", self._describe(ended))
                 time.sleep(BEAT)
-            return self.store.get("verdict").decode()
+            return self.store.get("fault").decode()
         return self._describe(self._ended())
 
     def _ended(self) -> int | None:
@@ -120,7 +120,7 @@ class RankWatchdog:
     def _describe(self, ended: int | None) -> str:
         if ended is not None:
             return f"rank {ended} has ended, and with it the job"
-        counts = {rank: int(said.split()[0]) for rank, (said, _) in self.seen.items() if said}
+        counts = {rank: int(beat.split()[0]) for rank, (beat, _) in self.seen.items() if beat}
         slowest = min(counts, key=lambda rank: counts[rank], default=self.rank)
         return (
             f"rank {slowest} keeps the others waiting: it has reached exchange "
@@ -129,19 +129,19 @@ class RankWatchdog:
         )
 
 
-def _beat(watch_ref: weakref.ref[RankWatchdog], stop: threading.Event) -> None:
+def _beat(watchdog_ref: weakref.ref[RankWatchdog], stop: threading.Event) -> None:
     beat = 0
     while not stop.wait(BEAT):
-        watch = watch_ref()
-        if watch is None:
+        watchdog = watchdog_ref()
+        if watchdog is None:
             return
         beat += 1
         try:
-            watch.look(beat)
+            watchdog.exchange_heartbeats(beat)
         except RuntimeError:  # the store has ended; the connections will report it
             return
-        if watch.overdue():
-            print(f"rank {watch.rank}: {watch.verdict()}", file=sys.stderr, flush=True)
+        if watchdog.is_overdue():
+            print(f"rank {watchdog.rank}: {watchdog.diagnose()}", file=sys.stderr, flush=True)
             # An exception would not reach a main thread that waits for a GPU.
             os._exit(1)
-        del watch
+        del watchdog

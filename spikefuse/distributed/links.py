@@ -14,15 +14,10 @@ from spikefuse.distributed.faults import RankWatchdog, recording
 
 
 class AxisCollectives:
-    """Collectives over all ranks of an axis, which never block the host of a GPU.
+    """Collectives over all ranks of an axis, which never block the host of a GPU."""
 
-    Args:
-        group: the ranks.
-        watch: reports which rank is missing.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, watch: RankWatchdog) -> None:
-        self._group, self._watch, self.size = group, watch, group.size()
+    def __init__(self, group: dist.ProcessGroup, watchdog: RankWatchdog) -> None:
+        self._group, self._watchdog, self.size = group, watchdog, group.size()
 
     def sum(self, x: Tensor) -> None:
         """Replace `x` by its sum over all ranks."""
@@ -36,10 +31,10 @@ class AxisCollectives:
 
     def _wait(self, work: dist.Work | None, x: Tensor) -> None:
         assert work is not None
-        self._watch.count += 1
+        self._watchdog.count += 1
         if x.is_cuda:
-            self._watch.expect(work)
-        with self._watch.waiting():
+            self._watchdog.expect(work)
+        with self._watchdog.waiting():
             work.wait()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AxisCollectives:
@@ -55,12 +50,11 @@ class PeerLink:
     Args:
         peer: the other rank, as numbered in the job.
         group: contains only these two ranks; in a larger group, sends could queue behind receives.
-        watch: reports which rank is missing.
     """
 
-    def __init__(self, peer: int, group: dist.ProcessGroup, watch: RankWatchdog) -> None:
-        self.peer, self._group, self._watch = peer, group, watch
-        #: Whether waiting blocks the host. Then sends complete only if somebody waits for them.
+    def __init__(self, peer: int, group: dist.ProcessGroup, watchdog: RankWatchdog) -> None:
+        self.peer, self._group, self._watchdog = peer, group, watchdog
+        #: Whether waiting blocks the host. Then sends complete only once they are waited for.
         self.blocks = dist.get_backend(group) == "gloo"
         # Work, its tensor, and whether it was recorded.
         self._sent: deque[tuple[dist.Work, Tensor, bool]] = deque()
@@ -68,25 +62,25 @@ class PeerLink:
     def receive(self, tensors: Sequence[Tensor]) -> list[dist.Work]:
         """Start to receive into `tensors`; pass the result to `wait`."""
         works: list[dist.Work] = []
-        with self._watch.waiting():
+        with self._watchdog.waiting():
             for x in tensors:
                 work = dist.irecv(_flat(x), self.peer, self._group) if x.numel() else None
                 if work is not None:
                     works.append(work)
                     if x.is_cuda:
-                        self._watch.expect(work)
+                        self._watchdog.expect(work)
         return works
 
     def wait(self, works: Sequence[dist.Work]) -> None:
         """Wait until the tensors of `receive` have arrived."""
-        with self._watch.waiting():
+        with self._watchdog.waiting():
             for work in works:
                 work.wait()
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Start to send tensors, which must not be written to until `flush`."""
         recorded = not self.blocks and recording()
-        with self._watch.waiting():
+        with self._watchdog.waiting():
             for x in tensors:
                 work = dist.isend(_flat(x), self.peer, self._group) if x.numel() else None
                 if work is not None:
@@ -103,12 +97,10 @@ class PeerLink:
         # all previous work is complete.
         works = [work for work, _, was_recorded in self._sent if was_recorded == recorded]
         # GPUs send in order, so the last send is enough.
-        with self._watch.waiting():
+        with self._watchdog.waiting():
             for work in works if self.blocks else works[-1:]:
                 work.wait()
         self._sent.clear()
-
-    settle = flush
 
 
 def _flat(x: Tensor) -> Tensor:

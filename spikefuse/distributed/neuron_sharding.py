@@ -1,8 +1,8 @@
 """Event layers whose neurons are sharded over processes; only event lists are exchanged.
 
 Every rank gets the events of all inputs and holds the weights into its own neurons. It computes
-these neurons and tells the other ranks which of them fired and which are candidates. In backward
-each rank computes the gradient of every event through its own neurons; these gradients are summed.
+these neurons and sends the other ranks their events. In backward each rank computes the gradient of
+every event through its own neurons; these gradients are summed.
 
 Shape legend: K ranks, R rows of events, E entries.
 """
@@ -67,22 +67,12 @@ class NeuronShard(nn.Module):
                 "neurons must have floats only"
             )
         self.group, self.bounds = group, bounds(out_features, group)
-        self.is_last = False
-        share = self._share()
-        self.layer = _ShardLinear(in_features, share.stop - share.start, neuron, **options)
+        self.is_last, rank = False, dist.get_rank(group)
+        #: The neurons of this rank.
+        self.share = slice(self.bounds[rank], self.bounds[rank + 1])
+        num_neurons = self.share.stop - self.share.start
+        self.layer = _ShardLinear(in_features, num_neurons, neuron, **options)
         self.layer.group, self.layer.bounds = group, self.bounds
-
-    def _share(self) -> slice:
-        rank = dist.get_rank(self.group)
-        return slice(self.bounds[rank], self.bounds[rank + 1])
-
-    def take(self, whole: EventLinear) -> None:
-        """Copy this rank's share of the weights of an unsharded layer."""
-        share = self._share()
-        with torch.no_grad():
-            self.layer.weight.copy_(whole.weight[:, share])
-            if whole.bias is not None and self.layer.bias is not None:
-                self.layer.bias.copy_(whole.bias[share])
 
     def forward(self, x: Events | Tensor) -> Events:
         layer = self.layer
@@ -92,7 +82,7 @@ class NeuronShard(nn.Module):
         finally:
             layer.exchanges = False
         assert isinstance(whole, Events)
-        return _once(whole, self.group) if self.is_last else whole
+        return _first_rank_gradient(whole, self.group) if self.is_last else whole
 
 
 class _ShardLinear(EventLinear):
@@ -111,22 +101,31 @@ class _ShardLinear(EventLinear):
     def _from_marks(self, marks: Tensor) -> Events:
         if not self.exchanges:
             return super()._from_marks(marks)
-        found, rank = count_marks(marks.detach()), dist.get_rank(self.group)
-        counts = _gather_counts(found.fired, found.entries, self.group)
+        counted, rank = count_marks(marks.detach()), dist.get_rank(self.group)
+        counts = self._gather_counts(counted.fired, counted.entries)
         offsets = counts.starts[rank]
-        own = found.sites(offsets, counts.max_size)
+        own = counted.sites(offsets, counts.max_size)
         shape = marks.shape[0], marks.shape[1], marks.shape[2]
-        share = Events(shape, offsets, found.fired, own[: counts.sizes[rank]])
-        return self._whole(own, counts, share, marks if marks.requires_grad else None)
+        share = Events(shape, offsets, counted.fired, own[: counts.sizes[rank]])
+        return self._gather_events(own, counts, share, marks if marks.requires_grad else None)
 
     def _from_events(self, events: Events) -> Events:
         if not self.exchanges:
             return events
-        counts = _gather_counts(events.fired, events.offsets.diff().int(), self.group)
+        counts = self._gather_counts(events.fired, events.offsets.diff().int())
         own = F.pad(events.indices, (0, counts.max_size - len(events.indices)))
-        return self._whole(own, counts, events, events.values)
+        return self._gather_events(own, counts, events, events.values)
 
-    def _whole(
+    def _gather_counts(self, fired: Tensor, entries: Tensor) -> SliceCounts:
+        """Gather the numbers of spikes and of all entries in each row, int32 `[R]`, from all ranks.
+        The host of a GPU waits for them."""
+        return SliceCounts.of(self._gather(torch.stack((fired, entries))))
+
+    def _gather(self, x: Tensor) -> Tensor:
+        group: Any = self.group or dist.group.WORLD
+        return GroupCollectives(group).gather(x)
+
+    def _gather_events(
         self, own: Tensor, counts: SliceCounts, share: Events, source: Tensor | None
     ) -> Events:
         """Gather the events of all ranks.
@@ -140,7 +139,7 @@ class _ShardLinear(EventLinear):
         if self._bounds_on_device is None or self._bounds_on_device.device != own.device:
             self._bounds_on_device = torch.tensor(self.bounds, device=own.device)
         shape = share.shape[0], share.shape[1], self.bounds[-1]
-        gathered, rank = _ranks(self.group).gather(own), dist.get_rank(self.group)
+        gathered, rank = self._gather(own), dist.get_rank(self.group)
         whole, values, places = merge_slices(shape, gathered, self._bounds_on_device, counts, rank)
         if source is None:
             return whole
@@ -163,24 +162,17 @@ class Replicated(nn.Module):
 
     def forward(self, x: Events | Tensor) -> Events | Tensor:
         # The gradients of the layer's weights are the same on all ranks.
-        return self.layer(_once(x, self.group) if isinstance(x, Events) else x)
+        return self.layer(_first_rank_gradient(x, self.group) if isinstance(x, Events) else x)
 
 
-def _once(events: Events, group: Group) -> Events:
+def _first_rank_gradient(events: Events, group: Group) -> Events:
     """Take the gradient of the events, which is the same on all ranks, from the first rank only."""
     if events.values is None or dist.get_rank(group) == 0:
         return events
-    return replace(events, values=_ZeroGradient.apply(events.values))
-
-
-class _ZeroGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return torch.zeros_like(grad)
+    values = events.values.view_as(events.values)
+    if values.requires_grad:
+        values.register_hook(torch.zeros_like)
+    return replace(events, values=values)
 
 
 def shard_neurons(net: Network, group: Group = None) -> Network:
@@ -206,52 +198,33 @@ def shard_neurons(net: Network, group: Group = None) -> Network:
         TypeError: `net` is not a sequence of `EventLinear`.
         ValueError: a neuron has values that are tensors.
     """
-    sharded: Any = _shard(net.net if isinstance(net, Temporal) else net, group)
+    whole = net.net if isinstance(net, Temporal) else net
+    if not isinstance(whole, nn.Sequential):
+        raise TypeError(f"{type(whole).__name__} is not an nn.Sequential of EventLinear")
+    layers = [_shard_layer(layer, group) for layer in whole]
+    if layers and isinstance(layers[-1], NeuronShard):
+        layers[-1].is_last = True
+    sharded: Any = nn.Sequential(*layers).train(whole.training)
     if isinstance(net, Temporal):
         sharded = Temporal(sharded, net.memory).train(net.training)
     return sharded
 
 
-def _shard(net: nn.Module, group: Group) -> nn.Sequential:
-    if not isinstance(net, nn.Sequential):
-        raise TypeError(f"{type(net).__name__} is not an nn.Sequential of EventLinear")
-    layers: list[nn.Module] = []
-    for module in net:
-        if not isinstance(module, EventLinear):
-            raise TypeError(f"{type(module).__name__} in a network of EventLinear only")
-        if module.neuron is None:
-            layers.append(Replicated(module, group))
-            continue
-        shard = NeuronShard(
-            module.in_features,
-            module.out_features,
-            module.neuron,
-            group,
-            bias=module.bias is not None,
-            capacity=module.capacity,
-            overflow=module.overflow,
-            sparse_grad=module.sparse_grad,
-            impl=module.impl,
-            device=module.weight.device,
-        )
-        shard.take(module)
-        for name, parameter in module.named_parameters(recurse=False):
-            getattr(shard.layer, name).requires_grad_(parameter.requires_grad)
-        layers.append(shard)
-    if layers and isinstance(layers[-1], NeuronShard):
-        layers[-1].is_last = True
-    return nn.Sequential(*layers).train(net.training)
-
-
-def _gather_counts(fired: Tensor, entries: Tensor, group: Group) -> SliceCounts:
-    """Gather the numbers of spikes and of all entries in each row, int32 `[R]`, from all ranks. The
-    host of a GPU waits for them."""
-    return SliceCounts.of(_ranks(group).gather(torch.stack((fired, entries))))
-
-
-def _ranks(group: Group) -> GroupCollectives:
-    all_ranks: Any = group or dist.group.WORLD
-    return GroupCollectives(all_ranks)
+def _shard_layer(layer: nn.Module, group: Group) -> NeuronShard | Replicated:
+    if not isinstance(layer, EventLinear):
+        raise TypeError(f"{type(layer).__name__} in a network of EventLinear only")
+    if layer.neuron is None:
+        return Replicated(layer, group)
+    options = {
+        name: getattr(layer, name) for name in ("capacity", "overflow", "sparse_grad", "impl")
+    }
+    options |= {"bias": layer.bias is not None, "device": layer.weight.device}
+    shard = NeuronShard(layer.in_features, layer.out_features, layer.neuron, group, **options)
+    with torch.no_grad():
+        for name, whole in layer.named_parameters(recurse=False):
+            own = getattr(shard.layer, name)
+            own.copy_(whole[..., shard.share]).requires_grad_(whole.requires_grad)
+    return shard
 
 
 class _GatheredValues(torch.autograd.Function):

@@ -108,14 +108,10 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _sum(x, group)
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad, ctx.group), None
-
-
-def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.contiguous().clone()
-    dist.all_reduce(x, group=group)
-    return x
+        return _SumOverRanks.apply(grad, ctx.group), None

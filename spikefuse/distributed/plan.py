@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from spikefuse.memory.policies import Checkpoint
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn import Temporal
 from spikefuse.nn import neuron as neuron_module
-from spikefuse.nn.call import Scan, observing
+from spikefuse.nn.call import Observer, Scan, observing
 from spikefuse.nn.neuron import Neuron
 from spikefuse.scan import op
 from spikefuse.scan.op import Request
@@ -44,19 +45,12 @@ CHUNKS = 4  # of the scan that measures the overhead of a chunk
 
 
 class ScanCost(NamedTuple):
-    """Cost of one neuron layer on the whole batch, forward and backward together.
+    """Cost of one neuron layer on the whole batch, forward and backward together."""
 
-    Args:
-        scan: seconds over all time steps.
-        per_chunk: overhead in seconds of each additional chunk of the batch.
-        state_bytes: bytes sent in each direction.
-        repair: seconds to repair a speculative scan; infinite without support by the kernels.
-    """
-
-    scan: float
-    per_chunk: float
-    state_bytes: int
-    repair: float = math.inf
+    scan: float  # seconds over all time steps
+    per_chunk: float  # overhead in seconds of each additional chunk of the batch
+    state_bytes: int  # bytes sent in each direction
+    repair: float = math.inf  # seconds to repair a speculative scan; infinite without support
 
 
 class Option(NamedTuple):
@@ -115,13 +109,13 @@ class Plan:
     @cached_property
     def options(self) -> list[Option]:
         """The fastest option for each number of ranks that share the sequence."""
-        divisors = [k for k in range(1, self.num_ranks + 1) if self.num_ranks % k == 0]
-        return [min(self._ways(time), key=lambda option: option.seconds) for time in divisors]
+        sizes = range(1, self.num_ranks + 1)
+        return [self._best_of(time) for time in sizes if self.num_ranks % time == 0]
 
     @property
     def best(self) -> Option:
         """The fastest option."""
-        return min(self.options, key=lambda option: option.seconds)
+        return min(self.options, key=attrgetter("seconds"))
 
     def seconds(self, time: int, chunks: int, data: int = 1, speculate: bool = True) -> float:
         """Predict the time of a training step on `data` × `time` ranks that send states in
@@ -143,13 +137,15 @@ class Plan:
     def _exchange(self, num_bytes: float) -> float:
         return 2 * (self.latency + num_bytes / self.bandwidth)
 
-    def _ways(self, time: int) -> Iterator[Option]:
-        data = self.num_ranks // time
-        # Of equally fast ways the first one is recommended.
+    def _best_of(self, time: int) -> Option:
+        data, options = self.num_ranks // time, []
+        # Of equally fast options, the first one is recommended.
         for speculate in (False, True):
             for chunks in (2**i for i in range(max(1, self.batch // data).bit_length())):
                 seconds = self.seconds(time, chunks, data, speculate)
-                yield Option(data, time, chunks, speculate, seconds, self.whole / seconds)
+                speedup = self.whole / seconds
+                options.append(Option(data, time, chunks, speculate, seconds, speedup))
+        return min(options, key=attrgetter("seconds"))
 
     def __str__(self) -> str:
         lines = [
@@ -185,13 +181,31 @@ def plan(model: nn.Module, example: Tensor, mesh: DeviceMesh, statistics: str = 
         ValueError: the model is sharded, the example is not on a GPU, or it has fewer steps than
             ranks, of which there must be two.
     """
-    _check(model, example, mesh.size())
+    containers = [m for m in model.modules() if isinstance(m, Temporal)]
+    if any(container.passing is not None for container in containers):
+        raise ValueError("the model's time is sharded already: make a plan before shard_time")
+    num_ranks, num_steps = mesh.size(), len(example)
+    if num_ranks < 2 or num_steps < num_ranks:
+        given = f"{num_ranks} ranks and {num_steps} steps"
+        raise ValueError(f"{given}: a plan needs two ranks, and a step for each")
+    if example.device.type != DEVICE:
+        raise ValueError(f"example is on {example.device}: CUDA graphs need a CUDA GPU")
     import_dynamo()
-    share = len(example) // mesh.size()
-    scale = len(example) / share
-    one, two = (_measure_step(model, example[: share * n]) for n in (1, 2))
-    layers = [_measure_scan(n, xs, scale) for n, xs in _neuron_inputs(model, example[:share])]
-    if any(isinstance(m, Temporal) and isinstance(m.memory, Checkpoint) for m in model.modules()):
+    share = num_steps // num_ranks
+    scale = num_steps / share
+    parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+
+    def step(x: Tensor) -> None:
+        leaves = parameters or [x.detach().requires_grad_()]
+        y = model(x if parameters else leaves[0])
+        torch.autograd.grad(y.sum(), leaves, allow_unused=True)
+
+    one, two = (_measure(partial(step, example[: share * n])) for n in (1, 2))
+    observer = _NeuronInputs(example[:share])
+    with torch.no_grad(), observing(observer):
+        model(example[:share])
+    layers = [_measure_scan(neuron, inputs, scale) for neuron, inputs in observer.found]
+    if any(isinstance(container.memory, Checkpoint) for container in containers):
         layers = [layer._replace(repair=math.inf) for layer in layers]
     largest = max((layer.state_bytes for layer in layers), default=1)
     latency, bandwidth = _measure_link(largest, example.device)
@@ -199,70 +213,26 @@ def plan(model: nn.Module, example: Tensor, mesh: DeviceMesh, statistics: str = 
     barriers = len(norms) if statistics == "exact" else 0
     x = torch.zeros(1024, device=example.device)
     sums = _measure(lambda: [dist.all_reduce(x) for _ in range(TURNS)]) if barriers else 0.0
-    made = Plan(
-        num_ranks=mesh.size(),
-        batch=example.shape[1],
-        fixed=max(2 * one - two, 0.0),
-        scaled=max(scale * (two - one), 0.0),
-        layers=layers,
-        latency=latency,
-        bandwidth=bandwidth,
-        barriers=barriers,
-        barrier=2 * sums / TURNS,
-    )
-    plans = [made]
+    fixed, scaled = max(2 * one - two, 0.0), max(scale * (two - one), 0.0)
+    batch, barrier = example.shape[1], 2 * sums / TURNS
+    plans = [Plan(num_ranks, batch, fixed, scaled, layers, latency, bandwidth, barriers, barrier)]
     dist.broadcast_object_list(plans, src=0)
     return plans[0]
 
 
-def _check(model: nn.Module, example: Tensor, num_ranks: int) -> None:
-    if any(isinstance(m, Temporal) and m.passing is not None for m in model.modules()):
-        raise ValueError("the model's time is sharded already: make a plan before shard_time")
-    if num_ranks < 2 or len(example) < num_ranks:
-        given = f"{num_ranks} ranks and {len(example)} steps"
-        raise ValueError(f"{given}: a plan needs two ranks, and a step for each")
-    if example.device.type != DEVICE:
-        raise ValueError(f"example is on {example.device}: CUDA graphs need a CUDA GPU")
-
-
-def _measure_step(model: nn.Module, x: Tensor) -> float:
-    parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-
-    def run() -> None:
-        leaves = parameters or [x.detach().requires_grad_()]
-        y = model(x if parameters else leaves[0])
-        torch.autograd.grad(y.sum(), leaves, allow_unused=True)
-
-    return _measure(run)
-
-
-def _neuron_inputs(model: nn.Module, x: Tensor) -> list[tuple[Neuron, list[Tensor]]]:
-    """The neurons that the model calls, with inputs `[T, B, ...]` that occupy no memory."""
-    seen = _Seen(x)
-    with torch.no_grad(), observing(seen):
-        model(x)
-    return seen.neurons
-
-
-class _Seen:
-    """Notes the neurons that run, and their inputs."""
+class _NeuronInputs(Observer):
+    """Finds the neurons that a model calls, with inputs `[T, B, ...]` that occupy no memory."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
-        self.neurons: list[tuple[Neuron, list[Tensor]]] = []
+        self.found: list[tuple[Neuron, list[Tensor]]] = []
 
     def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
         assert isinstance(neuron, Neuron)
         shape = *self.x.shape[:2], *request.inputs[0].shape[2:]
         own = request.inputs[: len(type(neuron).input_names)]  # without the residual of a block
-        self.neurons.append((neuron, [y.new_empty(()).expand(shape) for y in own]))
+        self.found.append((neuron, [y.new_empty(()).expand(shape) for y in own]))
         return scan(request)
-
-    def pool(self, x: Tensor, y: Tensor) -> None:
-        pass
-
-    def checkpoint(self, modules: Iterable[nn.Module]) -> None:
-        pass
 
 
 class _NoNeighbors(StatePassing):
@@ -286,44 +256,42 @@ class _NoNeighbors(StatePassing):
 
 def _measure_scan(neuron: Neuron, inputs: list[Tensor], scale: float) -> ScanCost:
     xs = tuple(torch.rand(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
-    gradients = [torch.ones_like(x.requires_grad_()) for x in xs]
+    gradient = torch.ones_like(xs[0])
 
-    def seconds(passing: _NoNeighbors) -> float:
-        def run() -> None:
-            outputs, _ = neuron._scan(Request(xs, passing=passing))
-            torch.autograd.grad(outputs, xs, gradients[:1] * len(outputs), allow_unused=True)
+    def run(passing: _NoNeighbors) -> None:
+        outputs, _ = neuron._scan(Request(xs, passing=passing))
+        torch.autograd.grad(outputs, xs, [gradient] * len(outputs), allow_unused=True)
 
-        return _measure(run)
+    def seconds(chunks: int, speculates: bool = False) -> float:
+        return _measure(partial(run, _NoNeighbors(chunks, speculates)))
 
-    chunks, states = min(CHUNKS, xs[0].shape[1]), type(neuron).states
+    for x in xs:
+        x.requires_grad_()
+    chunks, whole = min(CHUNKS, xs[0].shape[1]), seconds(1)
     chosen = op.choose(neuron, neuron_module.backend_of(xs, "auto"), xs[0])
-    whole = seconds(_NoNeighbors(1))
-    repairs = program(chosen.name).repairs
-    repaired = seconds(_NoNeighbors(1, speculates=True)) if repairs else math.inf
-    extra = seconds(_NoNeighbors(chunks)) - whole if chunks > 1 else 0.0
+    repaired = seconds(1, speculates=True) if program(chosen.name).repairs else math.inf
     return ScanCost(
         scan=scale * whole,
-        per_chunk=max(extra, 0.0) / max(chunks - 1, 1),
-        state_bytes=4 * len(states) * xs[0][0].numel(),
+        per_chunk=max(seconds(chunks) - whole, 0.0) / (chunks - 1) if chunks > 1 else 0.0,
+        state_bytes=4 * len(type(neuron).states) * xs[0][0].numel(),
         repair=max(repaired - whole, 0.0),
     )
 
 
 def _measure_link(num_bytes: int, device: torch.device) -> tuple[float, float]:
     """Latency in seconds and bandwidth in bytes per second between pairs of ranks."""
-    rank, seconds = dist.get_rank(), []
+    rank = dist.get_rank()
     peer = rank ^ 1
     if peer >= dist.get_world_size():  # only the plan of rank 0 counts
         return 0.0, math.inf
-    for size in (1, num_bytes):
-        x = torch.zeros(size, dtype=torch.uint8, device=device)
 
-        def there_and_back(x: Tensor = x) -> None:
-            for sends in (rank < peer, rank > peer) * TURNS:
-                (dist.send if sends else dist.recv)(x, peer)
+    def ping_pong(x: Tensor) -> None:
+        for sends in (rank < peer, rank > peer) * TURNS:
+            (dist.send if sends else dist.recv)(x, peer)
 
-        seconds.append(_measure(there_and_back) / (2 * TURNS))
-    return seconds[0], num_bytes / max(seconds[1] - seconds[0], 1e-9)
+    tensors = [torch.zeros(size, dtype=torch.uint8, device=device) for size in (1, num_bytes)]
+    latency, seconds = [_measure(partial(ping_pong, x)) / (2 * TURNS) for x in tensors]
+    return latency, num_bytes / max(seconds - latency, 1e-9)
 
 
 def _measure(run: Callable[[], object]) -> float:

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.block.batch_norm import RankedNorm
+from spikefuse.block.batch_norm import RankedNorm, running_of
 from spikefuse.block.fused_norm import FusedNorm
 from spikefuse.distributed.links import AxisCollectives
+from spikefuse.kernels.norm import update_running_stats
 from spikefuse.nn.call import active
 
 # torch.batch_norm_stats returns 1 / sqrt(variance + eps).
@@ -23,11 +24,7 @@ class AxisNorm(RankedNorm):
 
     The result is that of one process with all values, to rounding, running statistics included.
     Forward gathers 2C + 1 numbers per rank, and backward sums 2C. The host of a GPU does not block,
-    but its stream waits for the slowest rank.
-
-    Args:
-        norm: the module whose parameters, buffers and settings are shared.
-        ranks: the ranks.
+    but its stream waits for the slowest rank. Parameters, buffers and settings are those of `norm`.
     """
 
     def __init__(self, norm: _BatchNorm, ranks: AxisCollectives) -> None:
@@ -49,22 +46,13 @@ class AxisNorm(RankedNorm):
         y, mean, var, count = _NormalizeOverRanks.apply(
             x, self.weight, self.bias, self.eps, repeats, self.ranks
         )
-        if self.training and self.track_running_stats and self.running_mean is not None:
-            self._update_running_stats(mean, var * (count / (count - 1)))
+        rate: Any = self.momentum
+        if rate is None and self.num_batches_tracked is not None:
+            # The mean over all batches, computed without waiting for a GPU.
+            rate = 1 / (self.num_batches_tracked + 1)
+        with torch.no_grad():
+            update_running_stats(running_of(self), mean, var * (count / (count - 1)), rate)
         return y
-
-    @torch.no_grad()
-    def _update_running_stats(self, mean: Tensor, var: Tensor) -> None:
-        assert self.num_batches_tracked is not None
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        self.num_batches_tracked.add_(1)
-        if self.momentum is None:  # the mean over all batches
-            rate = (1 / self.num_batches_tracked).to(mean.dtype)
-        else:
-            rate = torch.full_like(mean, self.momentum)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
-        self.running_var.lerp_(var.to(self.running_var.dtype), rate)
 
 
 class FusedAxisNorm(FusedNorm, AxisNorm):
@@ -140,7 +128,7 @@ def _moments(x: Tensor, repeats: int, ranks: AxisCollectives) -> tuple[Tensor, T
         mean, scale = torch.batch_norm_stats(_dense(x), _EPS)
         var = (scale.pow(-2) - _EPS).clamp_min(0)
     else:
-        var, mean = torch.var_mean(x.float(), _all_but_channels(x), correction=0)
+        var, mean = torch.var_mean(x.movedim(1, -1).float(), _leading(x), correction=0)
     values = repeats * x.numel() // x.shape[1]
     mine = torch.cat([mean, var, mean.new_full((1,), values)])
     means, variances, counts = ranks.gather(mine).split([len(mean), len(var), 1], 1)
@@ -156,9 +144,8 @@ def _sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor,
         arguments = _dense(grad), _dense(x), mean, scale, None, True, False, False
         sums, products, _, _ = torch.batch_norm_backward_reduce(*arguments)
         return sums, products * scale
-    shape = (1, -1, *(1,) * (x.ndim - 2))
-    g, dims = grad.float(), _all_but_channels(x)
-    return g.sum(dims), (g * (x - mean.view(shape))).sum(dims) * scale
+    g, centered = grad.movedim(1, -1).float(), x.movedim(1, -1) - mean
+    return g.sum(_leading(x)), (g * centered).sum(_leading(x)) * scale
 
 
 def _grad_x(
@@ -171,11 +158,10 @@ def _grad_x(
         return torch.batch_norm_backward_elemt(
             _dense(grad), _dense(x), mean, scale, weight, means[0], means[1] / scale, one
         )
-    shape = (1, -1, *(1,) * (x.ndim - 2))
     slope = scale if weight is None else scale * weight
-    of_x = -slope * scale * means[1]
-    of_grad, of_x, rest = (p.view(shape) for p in (slope, of_x, -slope * means[0] - of_x * mean))
-    return torch.addcmul(rest, grad.float(), of_grad).addcmul_(x.float(), of_x).to(x.dtype)
+    mean_terms = (x.movedim(1, -1) - mean) * (scale * means[1]) + means[0]
+    grad_x = slope * (grad.movedim(1, -1) - mean_terms)
+    return grad_x.movedim(-1, 1).to(x.dtype)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -185,5 +171,6 @@ def _dense(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _all_but_channels(x: Tensor) -> list[int]:
-    return [d for d in range(x.ndim) if d != 1]
+def _leading(x: Tensor) -> list[int]:
+    """All dimensions but the channels, once these come last."""
+    return list(range(x.ndim - 1))

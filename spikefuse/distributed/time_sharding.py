@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -87,14 +88,12 @@ def shard_time(
         raise ValueError(f"statistics is {statistics!r}: expected one of {', '.join(STATISTICS)}")
     if not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
         raise ValueError(f"timeout is {timeout!r}: expected a positive number of seconds")
-    how = chunks, statistics == "exact", bool(speculate)
-    shard = TimeShard(axis, *how, timedelta(seconds=timeout))
+    shard = TimeShard(axis, chunks, statistics, bool(speculate), timedelta(seconds=timeout))
     for container in containers:
         container.passing = shard
-        if shard.size > 1 and shard.exact_statistics:
-            share_statistics(container, shard.all)
-        elif shard.size > 1:
-            average_statistics(container, shard.all)
+        if shard.size > 1:
+            share = share_statistics if statistics == "exact" else average_statistics
+            share(container, shard.collectives)
     return model
 
 
@@ -112,14 +111,14 @@ def _containers(model: nn.Module) -> list[Temporal]:
 
 
 class LinkChannel(Channel):
-    """States on their way from one link to another."""
+    """Receives states from one link and sends them to another."""
 
     def __init__(
         self, shard: TimeShard, source: PeerLink | None, target: PeerLink | None, buffers: Buffers
     ) -> None:
         super().__init__(buffers)
         self.source, self.target, self.sends_first = source, target, shard.sends_first
-        shard.watch.count += 1
+        shard.watchdog.count += 1
         # Post all receives before waiting for the first, so that states arrive during computation.
         self._arriving = [
             source.receive(states) if source is not None else [] for states in buffers
@@ -140,35 +139,35 @@ class LinkChannel(Channel):
 
 
 class TimeShard(StatePassing):
-    """A rank's place in time, and its connections to the ranks before and after."""
+    """A rank's position along the time axis, and its connections to the neighbouring ranks."""
 
     def __init__(
         self,
         axis: DeviceMesh,
         chunks: int,
-        exact_statistics: bool,
+        statistics: str,
         speculates: bool,
         timeout: timedelta,
     ) -> None:
         import_dynamo()
-        self.axis, self.chunks, self.exact_statistics = axis, chunks, exact_statistics
-        self.speculates = speculates
+        self.axis, self.chunks, self.speculates = axis, chunks, speculates
+        self.exact_statistics = statistics == "exact"
         ranks = dist.get_process_group_ranks(axis.get_group())
         self.rank, self.size = axis.get_local_rank(), len(ranks)
         self.is_first, self.is_last = self.rank == 0, self.rank == self.size - 1
         on_gpu = axis.device_type == "cuda"
         host, group, *pairs = _groups(ranks, "nccl" if on_gpu else "gloo", timeout)
-        self.watch = watch = RankWatchdog(ranks, _store(host), timeout.total_seconds())
-        self.agreement = Agreement(host, not on_gpu, watch)
-        self.all = AxisCollectives(group, watch)
-        self.statistics = self.all if exact_statistics else None
+        self.watchdog = watchdog = RankWatchdog(ranks, _store(host), timeout.total_seconds())
+        self.agreement = Agreement(host, not on_gpu, watchdog)
+        self.collectives = AxisCollectives(group, watchdog)
+        self.statistics = self.collectives if self.exact_statistics else None
         self.sends_first = False
         self.before: PeerLink | None = None
         self.after: PeerLink | None = None
         if not self.is_first:
-            self.before = PeerLink(ranks[self.rank - 1], pairs[0], watch)
+            self.before = PeerLink(ranks[self.rank - 1], pairs[0], watchdog)
         if not self.is_last:
-            self.after = PeerLink(ranks[self.rank + 1], pairs[-1], watch)
+            self.after = PeerLink(ranks[self.rank + 1], pairs[-1], watchdog)
 
     def microbatches(self, batch: int) -> list[slice]:
         return split_batch(batch, self.chunks)
@@ -189,31 +188,28 @@ class TimeShard(StatePassing):
         self.agreement.check(x, about)
 
     def end(self) -> None:
-        self._settle_recorded(self.after)
+        _flush_recorded(self.after)
 
     def forward(self, buffers: Buffers) -> LinkChannel:
-        self._settle_recorded(self.after)
+        _flush_recorded(self.after)
         return LinkChannel(self, self.before, self.after, buffers)
 
     def backward(self, buffers: Buffers) -> LinkChannel:
-        self._settle_recorded(self.before)
+        _flush_recorded(self.before)
         if recording():
-            # Nobody knows which layer is the last one of a backward pass.
-            Variable._execution_engine.queue_callback(self._end_backward)
+            # A layer does not know whether it is the last one of the backward pass.
+            Variable._execution_engine.queue_callback(partial(_flush_recorded, self.before))
         return LinkChannel(self, self.after, self.before, buffers)
 
-    def _end_backward(self) -> None:
-        self._settle_recorded(self.before)
-
-    @staticmethod
-    def _settle_recorded(link: PeerLink | None) -> None:
-        """In a recording, wait for what has been sent so far: of its streams all have to come back
-        to the one that it began with, and what was sent keeps its memory until then."""
-        if link is not None and recording():
-            link.flush()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> TimeShard:
-        return self  # a copied network has the same place and uses the same connections
+        return self  # a copied network has the same position and uses the same connections
+
+
+def _flush_recorded(link: PeerLink | None) -> None:
+    """While a CUDA graph is recorded, wait for all sends: before the recording ends, all streams
+    must have joined the one on which it began. Until then, sent tensors keep their memory."""
+    if link is not None and recording():
+        link.flush()
 
 
 def import_dynamo() -> None:
@@ -232,15 +228,15 @@ def _groups(ranks: list[int], backend: str, timeout: timedelta) -> list[dist.Pro
     rows: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(rows, ranks)
     # The watchdog must find an overdue rank before NCCL does.
-    patience = timeout if backend == "gloo" else timeout + timedelta(seconds=60)
-    found = []
+    backend_timeout = timeout if backend == "gloo" else timeout + timedelta(seconds=60)
+    joined = []
     for row in sorted({tuple(row) for row in rows}):
-        made = [dist.new_group(row, timeout, "gloo"), dist.new_group(row, patience, backend)]
+        made = [dist.new_group(row, timeout, "gloo"), dist.new_group(row, backend_timeout, backend)]
         members = [row, row, *pairwise(row)]
-        options = _link_options(patience) if backend == "nccl" else None
-        made += [dist.new_group(pair, patience, backend, options) for pair in pairwise(row)]
-        found += [g for g, m in zip(made, members, strict=True) if dist.get_rank() in m]
-    return found
+        options = _link_options(backend_timeout) if backend == "nccl" else None
+        made += [dist.new_group(pair, backend_timeout, backend, options) for pair in pairwise(row)]
+        joined += [g for g, m in zip(made, members, strict=True) if dist.get_rank() in m]
+    return joined
 
 
 def _link_options(timeout: timedelta) -> Any:

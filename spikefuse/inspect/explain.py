@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+import functools
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spikefuse.block.batch_norm import by_batch
+from spikefuse.block.block import NAMES
+from spikefuse.block.program import block_program
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import LOOP_STEPS, Explanation, Layer, SavedBytes
+from spikefuse.inspect.observer import CallObserver, NeuronScan
 from spikefuse.inspect.timing import copy_bandwidth, seconds
-from spikefuse.inspect.watch import NeuronScan, Watch, leaf, watching
 from spikefuse.memory.saved_tensors import SavedTensors, num_bytes
-from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.temporal import Temporal
 from spikefuse.scan.layout import layout_of, outer_stride
+from spikefuse.scan.op import choose
 from spikefuse.scan.program import program
 
 
@@ -49,29 +53,29 @@ def explain(
         raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
     tensors = [x for x in (*inputs, *model.parameters()) if isinstance(x, Tensor)]
     devices = list({x.device for x in tensors if x.device.type == "cuda"})
-    watch = Watch(model)
+    call = CallObserver(model)
     with _buffers_restored(model), torch.random.fork_rng(devices):
-        with watching(watch):
+        with call.observing():
             outputs = model(*inputs, **keywords)
-        saved = _saved_by_layers(model, watch)
+        saved = _saved_by_layers(model, call)
         del outputs  # Saved tensors live as long as the outputs.
-        layers = tuple(_layer(scan, time) for scan in watch.scans)
-    event_layers = {n: m for n, m in model.named_modules() if isinstance(m, EventLinear)}
-    called: set[nn.Module] = {*event_layers.values(), *watch.recomputed}
-    called |= {m for scan in watch.scans for m in (scan.neuron, scan.norm) if m is not None}
-    called |= {m.neuron for m in event_layers.values() if m.neuron is not None}
+        layers = tuple(_layer(scan, time) for scan in call.scans)
     neurons = {name: m for name, m in model.named_modules() if isinstance(m, Neuron)}
-    timed = [
-        s.device for s, layer in zip(watch.scans, layers, strict=True) if layer.least is not None
-    ]
+    event_layers = {n: m for n, m in model.named_modules() if isinstance(m, EventLinear)}
+    called: set[nn.Module | None] = {*event_layers.values(), *call.recomputed}
+    called |= {m for scan in call.scans for m in (scan.neuron, scan.norm)}
+    called |= {m.neuron for m in event_layers.values()}
+    ours = called.union(*(m.modules() for m in neurons.values()))
+    leaves = [m for m in model.modules() if not any(m.children())]
+    timed = [scan for scan in call.scans if _is_timed(scan, time)]
     return Explanation(
         layers=layers,
         saved=saved,
         not_called=tuple(name for name, m in neurons.items() if m not in called),
-        num_others=_num_others(model, called.union(*(m.modules() for m in neurons.values()))),
-        bandwidth=copy_bandwidth(timed[0]) if timed else None,
+        num_others=sum(m not in ours and not isinstance(m, Temporal) for m in leaves),
+        bandwidth=copy_bandwidth(timed[0].request.inputs[0].device) if timed else None,
         events=tuple(_describe_events(name, m) for name, m in event_layers.items()),
-        recomputed=tuple(dict.fromkeys(watch.recomputed.values())),
+        recomputed=tuple(dict.fromkeys(call.recomputed.values())),
     )
 
 
@@ -81,11 +85,11 @@ def _describe_events(name: str, layer: EventLinear) -> str:
     activity = layer.activity
     if activity is None:
         return f"{widths}: not called"
-    sites = max(activity.sites, 1)
+    candidates = activity.candidates / max(activity.sites, 1)
     dropped = activity.dropped + activity.dropped_candidates
     return (
         f"{widths}, on {activity.choice.impl} ({activity.choice.reason}): {activity.rate:.2%} of "
-        f"the inputs fired, {activity.candidates / sites:.2%} listed, {dropped} dropped"
+        f"the inputs fired, {candidates:.2%} listed, {dropped} dropped"
     )
 
 
@@ -102,15 +106,10 @@ def _buffers_restored(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
 
 
-def _num_others(model: nn.Module, ours: Collection[nn.Module]) -> int:
-    leaves = [m for m in model.modules() if not any(m.children()) and m not in ours]
-    return sum(not isinstance(m, Temporal) for m in leaves)
-
-
-def _saved_by_layers(model: nn.Module, watch: Watch) -> tuple[SavedBytes, ...]:
+def _saved_by_layers(model: nn.Module, call: CallObserver) -> tuple[SavedBytes, ...]:
     """Return what each layer saves, and what it would save in PyTorch alone."""
     ignored = {_address(x) for x in (*model.parameters(), *model.buffers())}
-    now, eager = dict.fromkeys(watch.layers, 0), dict.fromkeys(watch.layers, 0)
+    now, eager = Counter[str](), Counter[str]()
     counted: set[int] = set()  # addresses that `eager` includes
 
     def count(layer: str, x: Tensor) -> None:
@@ -118,133 +117,116 @@ def _saved_by_layers(model: nn.Module, watch: Watch) -> tuple[SavedBytes, ...]:
             counted.add(_address(x))
             eager[layer] += num_bytes(x)
 
-    for size in watch.saved.sizes(ignored):
+    for size in call.saved.sizes(ignored):
         now[size.layer] += size.now
-    for size in watch.saved.sizes(ignored, now.keys() - {scan.name for scan in watch.scans}):
+    for size in call.saved.sizes(ignored, call.layers.keys() - {scan.name for scan in call.scans}):
         eager[size.layer] += size.unpacked
         counted.add(size.address)
-    for layer, x, num in watch.pooled:
+    for layer, x, num in call.pooled:
         # PyTorch saves 8 bytes per output instead of 1, and the input.
         eager[layer] += 7 * num
         count(layer, x)
-    for scan in watch.scans:
-        inputs, others = _saved_eagerly(scan)
+    for scan in call.scans:
+        num_steps = len(scan.request.inputs[0])
+        measured = min(num_steps, LOOP_STEPS)
+        inputs, others = _saved_eagerly(scan, measured)
+        if num_steps > measured:
+            per_step = others - _saved_eagerly(scan, measured - 1)[1]
+            others += (num_steps - measured) * per_step
         eager[scan.name] += others
         for x in inputs:
             count(scan.name, x)
     on_events = {name for name, m in model.named_modules() if isinstance(m, EventLinear)}
     rows = [
         SavedBytes(name, module, now[name], None if name in on_events else eager[name])
-        for name, module in watch.layers.items()
+        for name, module in call.layers.items()
     ]
     return tuple(row for row in rows if row.now or row.eager)
 
 
-def _saved_eagerly(scan: NeuronScan) -> tuple[list[Tensor], int]:
-    """Return what PyTorch alone would save: the inputs among it, and the bytes of the rest."""
-    num_steps = len(scan.inputs[0])
-    measured = min(num_steps, LOOP_STEPS)
-    inputs, others = _saved_in_steps(scan, measured)
-    if num_steps > measured:
-        others += (num_steps - measured) * (others - _saved_in_steps(scan, measured - 1)[1])
-    return inputs, others
-
-
-def _saved_in_steps(scan: NeuronScan, num_steps: int) -> tuple[list[Tensor], int]:
-    """Return the same for the first steps only."""
+def _saved_eagerly(scan: NeuronScan, num_steps: int) -> tuple[list[Tensor], int]:
+    """Return what PyTorch alone would save in the first steps: the inputs among it, and the bytes
+    of the rest."""
     saved = SavedTensors()
     with saved.hooks():
-        outputs = _Replay(scan, scan.run_eager, num_steps).forward()
+        outputs, _ = scan.forward(num_steps, eager=True)
     sizes = list(saved.sizes({_address(x) for x in scan.tensors()}))
     del outputs
-    inputs = [x for x in scan.inputs if any(size.address == _address(x) for size in sizes)]
-    addresses = {_address(x) for x in inputs}
-    return inputs, sum(size.now for size in sizes if size.address not in addresses)
+    addresses = {size.address for size in sizes}
+    inputs = [x for x in scan.request.inputs if _address(x) in addresses]
+    counted = {_address(x) for x in inputs}
+    return inputs, sum(size.now for size in sizes if size.address not in counted)
 
 
 def _address(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-class _Replay:
-    """A scan on new leaves, perhaps of its first steps only."""
-
-    def __init__(
-        self,
-        scan: NeuronScan,
-        run: Callable[[tuple[Tensor, ...], States | None], tuple[Outputs, States]],
-        num_steps: int | None = None,
-    ) -> None:
-        self.run, self.grad = run, scan.grad
-        self.inputs = tuple(leaf(x, x[:num_steps]) for x in scan.inputs)
-        self.state = None if scan.state is None else tuple(leaf(s, s) for s in scan.state)
-        tensors = (*self.inputs, *(self.state or ()), *scan.tensors())
-        self.leaves = [x for x in tensors if x.requires_grad]
-
-    def forward(self) -> Outputs:
-        with torch.set_grad_enabled(self.grad):
-            return self.run(self.inputs, self.state)[0]
-
-    def differentiable(self, outputs: Outputs) -> list[Tensor]:
-        return [y for y in outputs if y.requires_grad] if self.leaves else []
-
-    def forward_backward(self) -> None:
-        ys = self.differentiable(self.forward())
-        if ys:
-            # The values of the gradients do not matter, and the outputs cost nothing to make.
-            torch.autograd.grad(ys, self.leaves, [y.detach() for y in ys], allow_unused=True)
+def _is_timed(scan: NeuronScan, time: bool | None) -> bool:
+    return scan.request.inputs[0].is_cuda if time is None else time
 
 
 def _layer(scan: NeuronScan, time: bool | None) -> Layer:
     """Return the row of a scan."""
-    xs = scan.inputs
-    replay = _Replay(scan, scan.run)
-    moved = _bytes_moved(scan, replay)
-    least = achieved = None
-    if time or (time is None and scan.device.type == "cuda"):
-        least = moved / copy_bandwidth(scan.device)
-        achieved = seconds(replay.forward_backward, scan.device)
+    xs, backend = scan.request.inputs, scan.request.backend
+    name, moved, least, achieved = None, _bytes_moved(scan), None, None
+    if backend != "reference":
+        name = _program_name(scan)
+    if _is_timed(scan, time):
+        least = moved / copy_bandwidth(xs[0].device)
+        achieved = seconds(functools.partial(_forward_backward, scan), xs[0].device)
     return Layer(
         name=scan.name,
         module=scan.module,
         shape=tuple(xs[0].shape),
         dtypes=tuple(x.dtype for x in xs),
-        implementation=scan.backend,
+        implementation=backend,
         memory=scan.memory,
-        program=scan.program,
-        chunk=program(scan.program).chunk(len(xs[0])) if scan.program else None,
+        program=name,
+        chunk=program(name).chunk(len(xs[0])) if name else None,
         moved=moved,
         least=least,
         achieved=achieved,
-        notes=tuple(_copied_inputs(scan)) if scan.program else (_reason(scan),),
+        notes=tuple(_copied_inputs(scan)) if name else (scan.reason,),
     )
 
 
-def _bytes_moved(scan: NeuronScan, replay: _Replay) -> int:
+@torch.no_grad()
+def _program_name(scan: NeuronScan) -> str:
+    inputs, backend, norm = scan.request.inputs, scan.request.backend, scan.norm
+    if norm is None:
+        return choose(scan.neuron, backend, inputs[0]).name
+    return block_program(scan.neuron, backend, len(inputs) > 1, by_batch(norm))[0].name
+
+
+def _forward_backward(scan: NeuronScan) -> None:
+    """Run forward, and backward if the call prepared for it."""
+    outputs, leaves = scan.forward()
+    if leaves:
+        ys = [y for y in outputs if y.requires_grad]
+        # The values of the gradients do not matter, and the outputs cost nothing to make.
+        torch.autograd.grad(ys, leaves, [y.detach() for y in ys], allow_unused=True)
+
+
+def _bytes_moved(scan: NeuronScan) -> int:
     """Return the bytes that must move. Batch statistics take one more pass in each direction."""
-    outputs = replay.forward()
-    read, written = (sum(map(num_bytes, xs)) for xs in (scan.inputs, outputs))
+    inputs = scan.request.inputs
+    outputs, leaves = scan.forward()
     twice = scan.norm is not None and by_batch(scan.norm)
-    forward = read + written + (num_bytes(scan.inputs[0]) if twice else 0)
-    if not replay.differentiable(outputs):
+    once = sum(map(num_bytes, (*inputs, *outputs)))
+    forward = once + (num_bytes(inputs[0]) if twice else 0)
+    if not leaves:
         return forward
-    gradients = sum(x.nbytes for x in scan.inputs if x.requires_grad)
-    return forward + (2 if twice else 1) * (read + written) + gradients
-
-
-def _reason(scan: NeuronScan) -> str:
-    """Return why a scan ran on the reference."""
-    if scan.error:
-        return f"not compiled, which a call raises as an error: {scan.error}"
-    who = "Temporal" if scan.in_temporal else "the neuron"
-    return f'on the reference: impl="reference" was passed to {who}'
+    gradients = sum(x.nbytes for x in inputs if x.requires_grad)
+    return forward + (2 if twice else 1) * once + gradients
 
 
 def _copied_inputs(scan: NeuronScan) -> Iterator[str]:
     """Yield a note for every input that kernels cannot read in place."""
-    labels = type(scan.neuron).input_names if scan.norm is None else ("x", "residual")
-    layout = layout_of(scan.inputs)
-    for i, (label, x) in enumerate(zip(labels, scan.inputs, strict=False)):
+    inputs = scan.request.inputs
+    labels = type(scan.neuron).input_names if scan.norm is None else NAMES
+    layout = layout_of(inputs)
+    for i, (label, x) in enumerate(zip(labels, inputs, strict=False)):
         if outer_stride(x.shape, x.stride(), layout.order, layout.inner) is None:
             shape = f"input copied: {label} {list(x.shape)} with strides {list(x.stride())}"
             first = "its steps are not dense, or their pieces are too short to read in place"

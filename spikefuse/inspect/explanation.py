@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 
@@ -126,9 +127,9 @@ def _table(layers: Sequence[Layer]) -> list[str]:
     rows = [["layer", "module", "input", "dtype", "kernel", "memory", "K"]]
     rows[0] += ["least", "achieved", "fraction"] if timed else []
     for layer in layers:
-        count = f"{len(layer.dtypes)} × " if len(layer.dtypes) > 1 else ""
+        times = f"{len(layer.dtypes)} × " if len(layer.dtypes) > 1 else ""
         dtypes = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in layer.dtypes)
-        row = [_label(layer.name), layer.module, f"{count}{list(layer.shape)}", ", ".join(dtypes)]
+        row = [_label(layer.name), layer.module, f"{times}{list(layer.shape)}", ", ".join(dtypes)]
         row += [layer.program or layer.implementation, type(layer.memory).__name__]
         row.append(str(layer.chunk or "–"))
         if layer.least is not None and layer.achieved is not None:
@@ -150,14 +151,11 @@ def _saved_table(layers: Sequence[SavedBytes], are_all: bool) -> list[str]:
 
 def _aligned(rows: list[list[str]], numbers_from: int) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if i >= numbers_from else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+
+    def pad(i: int, cell: str) -> str:
+        return cell.rjust(widths[i]) if i >= numbers_from else cell.ljust(widths[i])
+
+    return ["  ".join(map(pad, count(), row)).rstrip() for row in rows]
 
 
 def _legend(explanation: Explanation) -> Iterator[str]:
@@ -178,11 +176,11 @@ def _legend(explanation: Explanation) -> Iterator[str]:
         )
 
 
-def _bytes(count: int) -> str:
+def _bytes(number: int) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= 0.9995 * size:  # 1 MB, not 1000 kB
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
+        if number >= 0.9995 * size:  # 1 MB, not 1000 kB
+            return f"{number / size:.3g} {unit}"
+    return f"{number} B"
 
 
 def _time(seconds: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable
-from time import perf_counter
+from timeit import repeat
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def seconds(run: Callable[[], Any], device: torch.device) -> float:
     for _ in range(WARMUPS):
         run()
     if device.type != "cuda":
-        return statistics.median(_wall_seconds(run) for _ in range(REPETITIONS))
+        return statistics.median(repeat(run, number=1, repeat=REPETITIONS))
     pairs = []
     with torch.cuda.device(device):
         for _ in range(REPETITIONS):
@@ -43,9 +43,3 @@ def seconds(run: Callable[[], Any], device: torch.device) -> float:
             pairs.append((begin, end))
         torch.cuda.synchronize()
     return statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1e3
-
-
-def _wall_seconds(run: Callable[[], Any]) -> float:
-    start = perf_counter()
-    run()
-    return perf_counter() - start

@@ -27,9 +27,9 @@ def network(**options) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def train(net: nn.Module, x: Events) -> torch.Tensor:
+def train(net: nn.Module, x: Events, steps: int = 3) -> torch.Tensor:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(3):
+    for _ in range(steps):
         optimizer.zero_grad()
         y = sf.Temporal(net)(x)
         y.mean(0).square().sum().backward()
@@ -42,21 +42,24 @@ def spikes() -> Events:
     return Events.from_dense((torch.rand(12, 3, 30) < 0.2).float())
 
 
-def compare(group: dist.ProcessGroup | None, device: str = "cpu", **options) -> None:
-    x, rank = spikes().to(device), dist.get_rank(group)
+def compare(
+    group: dist.ProcessGroup | None, device: str = "cpu", steps: int = 3, **options
+) -> None:
+    """Compare events, outputs and weights after training steps."""
+    x = spikes().to(device)
     whole = network(**options).to(device)
     shards = shard_neurons(network(**options), group).to(device)
     assert len(list(shards.parameters())) == 6
     inner = sf.Temporal(whole[:1])(x), sf.Temporal(shards[:1])(x)
     for name in ("offsets", "fired", "indices"):
         assert torch.equal(getattr(inner[0], name), getattr(inner[1], name))
-    torch.testing.assert_close(train(shards, x), train(whole, x), rtol=1e-4, atol=1e-4)
+    found, expected = train(shards, x, steps), train(whole, x, steps)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     for one, part in zip(whole, shards, strict=True):
         weight = one.weight
         if isinstance(part, NeuronShard):
-            share = slice(part.bounds[rank], part.bounds[rank + 1])
             assert 0 < part.layer.out_features < one.out_features
-            weight = weight[:, share]
+            weight = weight[:, part.share]
         torch.testing.assert_close(part.layer.weight, weight, rtol=1e-4, atol=1e-5)
 
 
@@ -73,5 +76,5 @@ def fewer_neurons_than_ranks(device: str = "cpu") -> None:
     for one, part in zip(whole, shards, strict=True):
         grad = one.weight.grad
         if isinstance(part, NeuronShard):
-            grad = grad[:, part.bounds[dist.get_rank()] : part.bounds[dist.get_rank() + 1]]
+            grad = grad[:, part.share]
         torch.testing.assert_close(part.layer.weight.grad, grad)

@@ -28,6 +28,13 @@ SIZES = sorted({2, 3, 4, SIZE})
 TIMEOUT = timedelta(seconds=60)
 
 
+def forkserver() -> Any:
+    """The context of processes that share one import of what all of them need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["spikefuse.testing", "numba", "torch._dynamo"])
+    return context
+
+
 class Group:
     """Runs `function(axis, *args)` in all processes and returns the results of the first `size`.
 
@@ -36,8 +43,7 @@ class Group:
     """
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["spikefuse.testing", "numba"])
+        context = forkserver()
         # Not a file store, which reads the whole file at each access.
         port = free_port()
         self._pipes, self._processes = [], []

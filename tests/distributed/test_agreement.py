@@ -41,7 +41,7 @@ def messages(axis: DeviceMesh, what: str) -> list[str]:
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_rank_that_differs_is_an_error_on_all(group: Group, what: str) -> None:
+def test_a_different_call_on_one_rank_raises_on_all(group: Group, what: str) -> None:
     answers = group(messages, what, size=4)
     assert len({answer[0] for answer in answers}) == 1
     if what == "steps":
@@ -63,7 +63,7 @@ def modes(axis: DeviceMesh) -> str:
     return str(caught.value)
 
 
-def test_modes_have_to_agree(group: Group) -> None:
+def test_different_modes_raise(group: Group) -> None:
     text = group(modes, size=2)[0]
     assert "in evaluation with gradients" in text
     assert "in training with gradients" in text
@@ -77,7 +77,7 @@ def statistics(axis: DeviceMesh) -> str:
     return str(caught.value)
 
 
-def test_statistics_have_to_agree(group: Group) -> None:
+def test_different_statistics_raise(group: Group) -> None:
     text = group(statistics, size=2)[0]
     assert "exact statistics" in text
     assert "shard statistics" in text

@@ -82,7 +82,7 @@ def assert_close(found: Tensor, wanted: Tensor) -> None:
     ("size", "chunks", "layout"),
     [(2, 1, "contiguous"), (3, 2, "channels_last"), (SIZES[-1], 3, "batch_first")],
 )
-def test_exact_statistics_are_those_of_one_process(
+def test_exact_statistics_equal_one_process(
     group: Group, size: int, chunks: int, layout: str
 ) -> None:
     x = lay_out(make_input((T, 3, 2, 5, 5)), layout) + 0.5
@@ -91,9 +91,9 @@ def test_exact_statistics_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("policy", [memory.Recompute(), memory.SaveAll()])
-def test_states_may_be_computed_again(group: Group, policy: memory.Policy) -> None:
-    """Triton's kernels recompute states that Numba's kernels save."""
-    x = make_input((40, 2, 2, 4, 4)) + 0.5
+def test_states_may_be_recomputed(group: Group, policy: memory.Policy) -> None:
+    """Triton's kernels recompute states that Numba's kernels save; each rank has two chunks."""
+    x = make_input((34, 2, 2, 4, 4)) + 0.5
     expected = train(make(), x, slice(None), "numba")
     assert_equal_one(group(shared, x, 2, "triton", policy, size=2), expected)
 
@@ -115,7 +115,7 @@ def each(axis: DeviceMesh, x: Tensor) -> list[Any]:
     return [y.detach(), ends, block.norm.running_mean, [p.grad for p in net.parameters()]]
 
 
-def test_each_its_own_statistics(group: Group) -> None:
+def test_statistics_per_shard(group: Group) -> None:
     x = make_input((T, 4, 6)) + torch.arange(11.0).view(T, 1, 1)
     found = group(each, x, size=2)
     net, block = alone()
@@ -142,12 +142,12 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.norm, self.first = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), sf.LIF(0.5, 0.4)
-        self.conv, self.again = nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4, momentum=None)
+        self.conv, self.second = nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4, momentum=None)
         self.last, self.head = sf.PLIF(0.6, channels=4), nn.Linear(36, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(self.norm(self.stem(x)))
-        return self.head(self.last(self.again(self.conv(x)) + x).flatten(1))
+        return self.head(self.last(self.second(self.conv(x)) + x).flatten(1))
 
 
 def on_rows(net: sf.Temporal, x: Tensor, rows: slice, ranks: int) -> list[Tensor]:
@@ -162,10 +162,10 @@ def on_rows(net: sf.Temporal, x: Tensor, rows: slice, ranks: int) -> list[Tensor
     return [y.detach(), leaf.grad / ranks, *net.buffers()]
 
 
-def normed(policy: memory.Policy, group: Any = None, synchronised: bool = False) -> sf.Temporal:
+def normed(policy: memory.Policy, group: Any = None, synchronized: bool = False) -> sf.Temporal:
     torch.manual_seed(0)
     net = sf.Temporal(Normed(), policy)
-    if synchronised:
+    if synchronized:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net, group)
     net = sf.fuse(net)
     assert len(net.fusion.fused) == 2
@@ -178,7 +178,7 @@ def batch_shared(
     mesh = make_mesh(data=ranks, device="cpu")
     data = mesh["data"]
     group = None if ranks == SIZE else data.get_group()  # all processes by default
-    net = normed(policy, group, synchronised=True)
+    net = normed(policy, group, synchronized=True)
     mine = steps_of(x.shape[1], data.get_local_rank(), ranks)
     found = on_rows(net, x, mine, ranks)
     reduce_gradients(net, mesh)
@@ -187,7 +187,7 @@ def batch_shared(
 
 @pytest.mark.parametrize("policy", [memory.Recompute(), memory.Checkpoint(2)])
 @pytest.mark.parametrize("ranks", [2, SIZE])
-def test_synchronised_norms_are_those_of_one_process(
+def test_synchronized_norms_equal_one_process(
     group: Group, policy: memory.Policy, ranks: int
 ) -> None:
     """Ranks have batches of different sizes."""

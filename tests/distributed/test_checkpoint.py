@@ -117,9 +117,9 @@ def test_equals_one_process(group: Group, size: int, chunks: int, parts: int, la
     assert_equal_one([one for (one,) in found], expected)
 
 
-def test_kernels_of_a_gpu(group: Group) -> None:
-    """Triton's kernels recompute states that Numba's kernels save."""
-    x = make_input((40, 3, 2, 4, 4)) + 0.5
+def test_triton_kernels(group: Group) -> None:
+    """Triton's kernels recompute states that Numba's kernels save; each rank has two chunks."""
+    x = make_input((34, 3, 2, 4, 4)) + 0.5
     expected = train(mixed(None), x, slice(None))
     found = group(shared, mixed, x, [Checkpoint()], 1, "exact", "triton", size=2)
     assert_equal_one([one for (one,) in found], expected)
@@ -154,7 +154,7 @@ def constant(axis: DeviceMesh, make: Make, x: Tensor, policy: Any) -> list[list[
 
 
 @pytest.mark.parametrize(("make", "size"), [(mixed, 4), (averaged, 4), (averaged, 3)])
-def test_rows_that_stand_for_all_steps(group: Group, make: Make, size: int) -> None:
+def test_constant_input(group: Group, make: Make, size: int) -> None:
     """With 4 ranks one of them has a single step, which is not constant input."""
     x, images = make_input((7, 5, 2, 5, 5)), make_input((size, 5, 2, 5, 5)) + 0.5
     for rank in range(size):
@@ -206,7 +206,7 @@ def inside(policy: Any) -> sf.Temporal:
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_neurons_that_are_not_computed_again(group: Group, chunks: int) -> None:
+def test_neurons_that_are_not_recomputed(group: Group, chunks: int) -> None:
     x = make_input((T, 5, 3, 8))
     found = group(shared, inside, x, [Checkpoint()], chunks, "exact", size=2)
     assert_equal_one([one for (one,) in found], train(inside(None), x, slice(None)))
@@ -227,7 +227,7 @@ def scale(policy: Any) -> sf.Temporal:
     return sf.Temporal(Scale(), policy)
 
 
-def test_samples_side_by_side_in_memory(group: Group) -> None:
+def test_batch_innermost_in_memory(group: Group) -> None:
     """States are sent sample by sample, whatever the memory layout of a step."""
     x = make_input((4, T, 32)).permute(1, 2, 0)
     found = group(shared, scale, x, [Checkpoint(1)], 1, "exact", size=2)
@@ -239,7 +239,7 @@ def poisoned(axis: DeviceMesh, x: Tensor) -> Any:
         return shared(axis, mixed, x, [Checkpoint()], 1, "exact")
 
 
-def test_nothing_unwritten_is_read(group: Group) -> None:
+def test_no_uninitialized_memory_is_read(group: Group) -> None:
     for (found,) in group(poisoned, make_input((T, 5, 2, 5, 5)) + 0.5, size=2):
         assert all(t.isfinite().all() for tensors in found for t in tensors)
 
@@ -336,7 +336,7 @@ def refused(axis: DeviceMesh) -> list[str]:
     return messages_of(cases)
 
 
-def test_what_is_refused(group: Group) -> None:
+def test_invalid_calls_raise(group: Group) -> None:
     expected = (
         "trains on whole sequences",
         "call spikefuse.fuse on it, before shard_time",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ import torch.distributed as dist
 import spikefuse as sf
 from spikefuse.distributed import faults, make_mesh, shard_time
 from spikefuse.testing import make_input
+from tests.distributed.processes import forkserver
 
 RANKS, CULPRIT, TIMEOUT = 3, 1, 6.0
 
@@ -44,30 +44,39 @@ def work(rank: int, store: str, fault: str, pipe: Any) -> None:
         pipe.send((str(error), time.monotonic() - start))
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [("dies", "rank 1 has ended, and with it the job"), ("hangs", "rank 1 keeps the others wait")],
-)
-def test_the_others_end_and_name_it(tmp_path: Path, fault: str, message: str) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["spikefuse.testing", "numba"])
-    processes, pipes = [], []
-    for rank in range(RANKS):
-        ours, theirs = context.Pipe()
-        arguments = rank, str(tmp_path / "store"), fault, theirs
-        processes.append(context.Process(target=work, args=arguments, daemon=True))
-        pipes.append(ours)
-        processes[-1].start()
-    try:
-        for rank in {*range(RANKS)} - {CULPRIT}:
-            assert pipes[rank].poll(40), f"rank {rank} said nothing"
-            found, seconds = pipes[rank].recv()
-            assert found.startswith(message)
-            assert seconds < 3 * TIMEOUT + 10
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+MESSAGES = {
+    "dies": "rank 1 has ended, and with it the job",
+    "hangs": "rank 1 keeps the others wait",
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Any]]]:
+    """The pipe to each rank, for each fault. All jobs run at the same time."""
+    context = forkserver()
+    processes: list[Any] = []
+    pipes: dict[str, list[Any]] = {}
+    for fault in MESSAGES:
+        store, pipes[fault] = str(tmp_path_factory.mktemp(fault) / "store"), []
+        for rank in range(RANKS):
+            ours, theirs = context.Pipe()
+            arguments = rank, store, fault, theirs
+            processes.append(context.Process(target=work, args=arguments, daemon=True))
+            pipes[fault].append(ours)
+            processes[-1].start()
+    yield pipes
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("fault", MESSAGES)
+def test_other_ranks_end_and_name_the_faulty_one(reports: dict[str, list[Any]], fault: str) -> None:
+    for rank in {*range(RANKS)} - {CULPRIT}:
+        assert reports[fault][rank].poll(60), f"rank {rank} did not report"
+        message, seconds = reports[fault][rank].recv()
+        assert message.startswith(MESSAGES[fault])
+        assert seconds < 3 * TIMEOUT + 10
 
 
 # Work of a GPU that never completes, while the main thread waits for it.
@@ -83,7 +92,7 @@ threading.Event().wait(30)
 """
 
 
-def test_a_process_whose_gpu_waits_forever_ends() -> None:
+def test_a_process_whose_gpu_never_completes_exits() -> None:
     done = subprocess.run(
         [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=False
     )

@@ -42,11 +42,11 @@ def test_any_dense_memory_order(group: Group) -> None:
 
 def together(axis: DeviceMesh) -> list[Tensor]:
     shard, x = shard_of(axis), torch.full((2,), axis.get_local_rank() + 1.0)
-    rows = shard.all.gather(x)
-    shard.all.sum(x)
+    rows = shard.collectives.gather(x)
+    shard.collectives.sum(x)
     return [*rows, x]
 
 
-def test_all_ranks_together(group: Group) -> None:
+def test_collectives(group: Group) -> None:
     for found in group(together, size=3):
         assert [x.tolist() for x in found] == [[1.0] * 2, [2.0] * 2, [3.0] * 2, [6.0] * 2]

@@ -11,20 +11,20 @@ from tests.distributed.processes import SIZE, Group
 
 
 @pytest.mark.parametrize(("num_steps", "size"), [(8, 1), (8, 4), (7, 3), (4, 4)])
-def test_shares_are_the_whole(num_steps: int, size: int) -> None:
+def test_shares_partition_the_steps(num_steps: int, size: int) -> None:
     shares = [range(num_steps)[steps_of(num_steps, rank, size)] for rank in range(size)]
     assert [step for share in shares for step in share] == list(range(num_steps))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_what_cannot_be_shared() -> None:
+def test_invalid_shares_raise() -> None:
     with pytest.raises(ValueError, match="a sequence of 3 steps on 4 ranks"):
         steps_of(3, 0, 4)
     with pytest.raises(ValueError, match="rank is 4: expected 0 to 3"):
         steps_of(8, 4, 4)
 
 
-def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torchrun_variables_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ENVIRONMENT:
         monkeypatch.setenv(name, "0")
     monkeypatch.delenv("RANK")

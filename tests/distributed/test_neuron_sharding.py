@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import spikefuse as sf
 from spikefuse.distributed import NeuronShard, Replicated, shard_neurons
@@ -23,10 +23,30 @@ from tests.distributed.event_networks import (
     spikes,
     train,
 )
-from tests.events.test_waits import waits
+from tests.distributed.processes import Group
+from tests.events.waits import waits
 
 
-def events_at_the_end() -> None:
+def in_subgroup(axis: DeviceMesh) -> None:
+    if axis.size() > 1:
+        compare(axis.get_group())
+
+
+def test_subgroups_equal_one_process(group: Group) -> None:
+    train(network(), spikes())  # so that kernels are compiled once, not by each process
+    for size in (2, 3):
+        group(in_subgroup, size=size)
+
+
+def limited_capacity(_: DeviceMesh) -> None:
+    compare(None, capacity=0.2)
+
+
+def one_neuron(_: DeviceMesh) -> None:
+    fewer_neurons_than_ranks()
+
+
+def events_at_the_end(_: DeviceMesh) -> None:
     """Every rank computes the loss of the events that leave the network, whose gradient counts
     once; frozen layers stay frozen; a rank that calls its layer alone does not wait for others."""
     x, rank = spikes(), dist.get_rank()
@@ -42,12 +62,11 @@ def events_at_the_end() -> None:
     for net in (whole, shards):
         net(x).to_dense().square().sum().backward()
     for one, part in zip(whole.net, shards.net, strict=True):
-        share = slice(part.bounds[rank], part.bounds[rank + 1])
-        torch.testing.assert_close(part.layer.weight.grad, one.weight.grad[:, share])
+        torch.testing.assert_close(part.layer.weight.grad, one.weight.grad[:, part.share])
     assert shards.net[1].layer.bias.grad is None
 
 
-def nothing_to_exchange() -> None:
+def nothing_to_exchange(_: DeviceMesh) -> None:
     """Silent neurons, and no samples at all."""
     shards = shard_neurons(network())
     for x in (Events.from_dense(torch.zeros(12, 3, 30)), Events.from_dense(torch.zeros(12, 0, 30))):
@@ -62,42 +81,43 @@ def nothing_to_exchange() -> None:
         assert not shards[0].layer.weight.grad.any()
 
 
-def lists_by_triton() -> None:
+def without_gradients(_: DeviceMesh) -> None:
+    net = network()
+    shards = shard_neurons(net)
+    with torch.no_grad():
+        torch.testing.assert_close(sf.Temporal(shards)(spikes()), sf.Temporal(net)(spikes()))
+
+
+CHECKS = limited_capacity, one_neuron, events_at_the_end, nothing_to_exchange, without_gradients
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_all_ranks_equal_one_process(group: Group, check: Callable[[DeviceMesh], None]) -> None:
+    group(check)
+
+
+def lists_by_triton(axis: DeviceMesh) -> None:
     """The same with Triton's kernels. In a training step, each sharded layer reads the lengths of
     all ranks' lists once."""
-    from spikefuse.events import lists_triton as event_lists_triton
+    from spikefuse.events import lists_triton
 
-    events._kernels = lambda x: event_lists_triton
-    compare(None, impl="dense")  # whose products need no interpreter
-    shards, x = sf.Temporal(shard_neurons(network(impl="dense"))), spikes()
-    seen = waits(lambda: shards(x).square().sum().backward())
+    ranks = axis.get_group()
+    if axis.size() == 1:
+        return
+    with mock.patch.object(events, "_kernels", return_value=lists_triton):
+        compare(ranks, steps=2, impl="dense")  # whose products need no interpreter
+        shards = sf.Temporal(shard_neurons(network(impl="dense"), ranks))
+        x = spikes()
+        seen = waits(lambda: shards(x).square().sum().backward())
     assert seen == ["tolist"] * 2
 
 
-def run(rank: int, file: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=3)
-    try:
-        two = dist.new_group([0, 1])
-        if rank < 2:
-            compare(two)
-        compare(None, capacity=0.2)
-        events_at_the_end()
-        nothing_to_exchange()
-        fewer_neurons_than_ranks()
-        if os.environ.get("TRITON_INTERPRET") == "1":
-            lists_by_triton()  # from here on
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+def test_lists_by_triton(group: Group) -> None:
+    group(lists_by_triton, size=3)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="shares a file")
-def test_as_one_process(tmp_path: Path) -> None:
-    train(network(), spikes())  # so that kernels are compiled once, not by each process
-    mp.spawn(run, (str(tmp_path / "store"),), nprocs=3)
-
-
-def test_a_temporal() -> None:
+def test_temporal_is_preserved() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         net = sf.Temporal(network(), sf.memory.Bits())
@@ -110,13 +130,13 @@ def test_a_temporal() -> None:
         dist.destroy_process_group()
 
 
-def test_learned_neurons() -> None:
+def test_learnable_neurons_raise() -> None:
     neuron = sf.PLIF(surrogate=sf.surrogate.FastSigmoid(10.0, cutoff=-0.3))
     with pytest.raises(ValueError, match="PLIF has 1 values that are tensors"):
         shard_neurons(nn.Sequential(EventLinear(3, 4, neuron)))
 
 
-def test_other_modules() -> None:
+def test_other_modules_raise() -> None:
     with pytest.raises(TypeError, match="Linear in a network of EventLinear only"):
         shard_neurons(nn.Sequential(nn.Linear(3, 4)))
     with pytest.raises(TypeError, match=r"EventLinear is not an nn.Sequential of EventLinear"):

@@ -93,7 +93,7 @@ def of_a_whole_mesh(axis: DeviceMesh, x: Tensor) -> None:
             call(x, mesh)
 
 
-def test_a_whole_mesh_is_no_axis(group: Group) -> None:
+def test_a_whole_mesh_raises(group: Group) -> None:
     group(of_a_whole_mesh, make_input((T, 4, 6)))
 
 
@@ -130,7 +130,7 @@ def streamed(axis: DeviceMesh, x: Tensor) -> Tensor:
     return torch.cat(outputs)
 
 
-def test_a_sequence_may_be_continued(group: Group) -> None:
+def test_state_is_carried_to_the_next_sequence(group: Group) -> None:
     x = make_input((T, 4, 6))
     for found in group(streamed, x, size=3):
         torch.testing.assert_close(found, make()(x).detach())

@@ -59,7 +59,7 @@ def test_equation_5() -> None:
     assert found.speedup_by_paper(4) == pytest.approx(4 / 1.48)
 
 
-def test_a_scan_that_is_all_of_a_step_gains_nothing_without_chunks() -> None:
+def test_sequential_scans_gain_only_by_chunks() -> None:
     found = measured(layers=[ScanCost(1.0, 0.0, 0)], latency=0.0)
     assert found.seconds(4, 1) == pytest.approx(1.0)
     assert found.seconds(4, 16) == pytest.approx(0.25 + 3 / 64)
@@ -167,7 +167,7 @@ def predicted_and_measured(axis: DeviceMesh) -> list[tuple[float, float]]:
     return found
 
 
-def test_the_prediction_is_what_is_measured(group: Group) -> None:
+def test_predictions_match_measurements(group: Group) -> None:
     for attempts_left in (2, 1, 0):  # a busy machine may spoil a measurement
         rows = group(predicted_and_measured, size=4)[0]
         wrong = [row for row in rows if row[0] != pytest.approx(row[1], rel=0.15)]
@@ -221,7 +221,7 @@ def refused(axis: DeviceMesh) -> None:
         plan(sf.Temporal(sf.LIF()), x[:1], axis)
 
 
-def test_what_cannot_be_planned(group: Group) -> None:
+def test_invalid_plans_raise(group: Group) -> None:
     group(refused, size=2)
 
 
@@ -235,5 +235,5 @@ def held(axis: DeviceMesh) -> bool:
     return made.whole > 0 and there() is not None
 
 
-def test_a_plan_holds_no_tensors(group: Group) -> None:
+def test_a_plan_references_no_tensors(group: Group) -> None:
     assert group(held, size=2) == [False, False]

@@ -58,7 +58,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> PeerLink:
     return PeerLink(1, mock.Mock(), faults.RankWatchdog([0], mock.Mock(), 1.0))
 
 
-def test_a_recording_waits_for_its_last_work(link: PeerLink) -> None:
+def test_flush_waits_for_the_last_recorded_send(link: PeerLink) -> None:
     Place.recording = True
     link.send([torch.ones(2)] * 2)
     link.send([torch.ones(2)])
@@ -69,7 +69,7 @@ def test_a_recording_waits_for_its_last_work(link: PeerLink) -> None:
     link.flush()
 
 
-def test_a_recording_does_not_wait_for_what_was_before(link: PeerLink) -> None:
+def test_recorded_flush_skips_eager_sends(link: PeerLink) -> None:
     link.send([torch.ones(2)])
     Place.recording = True
     link.send([torch.ones(2)])
@@ -77,7 +77,7 @@ def test_a_recording_does_not_wait_for_what_was_before(link: PeerLink) -> None:
     assert [work.waited for work in Place.works] == [False, True]
 
 
-def test_what_follows_does_not_wait_for_a_recording(link: PeerLink) -> None:
+def test_eager_flush_skips_recorded_sends(link: PeerLink) -> None:
     Place.recording = True
     link.send([torch.ones(2)])
     Place.recording = False
@@ -87,7 +87,7 @@ def test_what_follows_does_not_wait_for_a_recording(link: PeerLink) -> None:
     assert [work.waited for work in Place.works] == [False, True]
 
 
-def test_nobody_watches_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_work_is_not_tracked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     watch = faults.RankWatchdog([0], mock.Mock(), 1.0)
     monkeypatch.setattr(faults, "recording", lambda: True)
@@ -98,7 +98,7 @@ def test_nobody_watches_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(watch.pending) == 1
 
 
-def unsettled(axis: DeviceMesh, make: Callable[[], sf.Temporal], x: Tensor) -> list[list[int]]:
+def pending_sends(axis: DeviceMesh, make: Callable[[], sf.Temporal], x: Tensor) -> list[list[int]]:
     """The numbers of pending sends in both directions after a forward pass, a backward pass, and a
     forward pass without gradients, as if they were recorded."""
     net = shard_time(make(), axis, chunks=2)
@@ -144,9 +144,9 @@ def fused() -> sf.Temporal:
 
 
 @pytest.mark.parametrize("make", [layers, fused])
-def test_nothing_that_was_sent_outlives_a_recording(
+def test_no_send_is_pending_after_a_recorded_call(
     group: Group, make: Callable[[], sf.Temporal]
 ) -> None:
-    answers = group(unsettled, make, make_input((4, 6, 6)), size=3)
+    answers = group(pending_sends, make, make_input((4, 6, 6)), size=3)
     for rank, found in enumerate(answers):
         assert found == [[0] * (1 if rank != 1 else 2)] * 5

@@ -66,18 +66,18 @@ def assert_equals_one(found: list[list[Tensor]], expected: list[Tensor], x: Tens
 
 @pytest.mark.parametrize("size", [2, SIZES[-1]])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_exact_statistics_are_those_of_one_process(group: Group, size: int, layout: str) -> None:
+def test_exact_statistics_equal_one_process(group: Group, size: int, layout: str) -> None:
     x = lay_out(make_input((T, 3, 2, 4, 4)), layout) + 1
     assert_equals_one(group(shared, x, "exact", size=size), train(make(), x, slice(None), T), x)
 
 
-def test_a_plain_mean_over_batches(group: Group) -> None:
+def test_cumulative_average(group: Group) -> None:
     x = make_input((T, 3, 2, 4, 4))
     expected = train(make(None), x, slice(None), T)
     assert_equals_one(group(shared, x, "exact", None, size=2), expected, x)
 
 
-def test_rows_that_stand_for_all_steps(group: Group) -> None:
+def test_constant_input(group: Group) -> None:
     x = direct(make_input((1, 3, 2, 4, 4))[0], T)
     expected = train(make(), x, slice(None), T)
     # With 4 ranks one of them has a single step, which is not constant input.
@@ -88,7 +88,7 @@ def constant(axis: DeviceMesh, x: Tensor) -> list[Tensor]:
     return shared(axis, x[:1].expand(x.shape), "exact")
 
 
-def test_each_its_own_statistics(group: Group) -> None:
+def test_statistics_per_shard(group: Group) -> None:
     x = make_input((T, 3, 2, 4, 4)) + torch.arange(8.0).view(T, 1, 1, 1, 1)
     found = group(shared, x, "shard", size=2)
     nets = [make(), make()]
@@ -102,7 +102,7 @@ def test_each_its_own_statistics(group: Group) -> None:
             torch.testing.assert_close(tensors[1 + i], mean)
 
 
-def test_a_network_keeps_its_names(group: Group) -> None:
+def test_state_dict_names_are_preserved(group: Group) -> None:
     assert group(names, size=2)[0] == list(make().state_dict())
 
 

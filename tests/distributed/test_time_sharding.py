@@ -115,9 +115,7 @@ def speculating(
 
 
 @pytest.mark.parametrize(("size", "speculate"), [(2, True), (SIZES[-1], True), (2, False)])
-def test_ranks_may_begin_before_the_states_are_there(
-    group: Group, size: int, speculate: bool
-) -> None:
+def test_speculative_scans_equal_one_process(group: Group, size: int, speculate: bool) -> None:
     x = make_input((30, 3, 2, 4, 4))
     expected, gradients = one_process(branches, x)
     found = group(speculating, x, speculate, size=size)
@@ -203,7 +201,7 @@ def poisoned(axis: DeviceMesh, x: Tensor) -> Any:
         return shared(axis, plif, x, 3)
 
 
-def test_nothing_unwritten_is_read(group: Group) -> None:
+def test_no_uninitialized_memory_is_read(group: Group) -> None:
     for y, grad, grads in group(poisoned, make_input((T, 5, 6)), size=2):
         assert all(t.isfinite().all() for t in (y, grad, *grads))
 
@@ -233,7 +231,7 @@ def refused(axis: DeviceMesh) -> list[str]:
     return messages_of(cases)
 
 
-def test_what_is_refused(group: Group) -> None:
+def test_invalid_calls_raise(group: Group) -> None:
     found = group(refused, size=2)[1]
     expected = (
         "Linear contains no Temporal",
@@ -271,7 +269,7 @@ def shared_by(axis: DeviceMesh, x: Tensor, policy: Any) -> list[Tensor]:
     return [y.detach(), *(p.grad for p in net.parameters())]
 
 
-def test_memory_policies_give_the_same(group: Group) -> None:
+def test_memory_policies_agree(group: Group) -> None:
     x = make_input((8, 4, 6))
     for plain, *others in group(by_policies, x, size=2):
         assert plain[0].any()

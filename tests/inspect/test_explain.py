@@ -272,18 +272,18 @@ def test_several_inputs_and_a_custom_forward():
     assert "2 × [37, 2, 5]  bfloat16  Noisy-numba-" in str(found)
 
 
-def test_the_reference_on_request(net):
+def test_reference_implementation(net):
     layers = sf.explain(net, torch.rand(T, B, 1, 6, 6), impl="reference").layers
     layers += sf.explain(sf.LIF(), torch.rand(T, B, 5), impl="reference").layers
     assert [layer.implementation for layer in layers] == ["reference"] * 3
     assert [layer.program for layer in layers] == [layer.chunk for layer in layers] == [None] * 3
-    whom = ["Temporal", "Temporal", "the neuron"]
+    callers = ["Temporal", "Temporal", "the neuron"]
     assert [layer.notes for layer in layers] == [
-        (f'on the reference: impl="reference" was passed to {name}',) for name in whom
+        (f'on the reference: impl="reference" was passed to {name}',) for name in callers
     ]
 
 
-def test_a_neuron_that_cannot_be_compiled():
+def test_uncompilable_neuron():
     net = sf.Temporal(nn.Sequential(nn.Linear(3, 3), Uncompilable(), sf.LIF()))
     x = torch.rand(4, 2, 3)
     found = sf.explain(net, x)
@@ -321,7 +321,7 @@ def test_copied_inputs():
     assert note.endswith(": its layout differs from the first input")
 
 
-def test_the_model_is_unchanged(net):
+def test_model_is_unchanged(net):
     net(torch.rand(T, B, 1, 6, 6)).sum().backward()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     gradients = [p.grad.clone() for p in net.parameters()]
@@ -384,7 +384,7 @@ def test_times(net, small_copy):
     assert only(without).achieved > 0
 
 
-def test_the_other_backend(backends):
+def test_backends(backends):
     x = make_input((5, B, 5), device=backends.device).requires_grad_()
     for impl in backends.impls:
         found = sf.explain(sf.LIF(), x, impl=impl)

@@ -89,6 +89,6 @@ def test_without_neurons():
     assert str(Explanation((), (), (), 2, None)) == "2 other modules are ordinary PyTorch"
 
 
-def test_a_prompt_shows_the_table():
+def test_repr_is_the_table():
     explanation = Explanation((FUSED,), SAVED, (), 1, None)
     assert repr(explanation) == str(explanation)

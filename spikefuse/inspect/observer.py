@@ -1,0 +1,196 @@
+"""Observe one call of a model: its scans, and what its layers save for backward."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from spikefuse.block import block
+from spikefuse.block.batch_norm import by_batch
+from spikefuse.compiler import UnsupportedOperation
+from spikefuse.memory.policies import Policy, Recompute
+from spikefuse.memory.saved_tensors import SavedTensors
+from spikefuse.neurons.definition import Outputs, States
+from spikefuse.nn.call import Observer, Scan, active, observing
+from spikefuse.nn.neuron import Neuron, backend_of
+from spikefuse.scan.op import Request
+
+OUTSIDE = "(not in the model)"
+
+
+@dataclass(frozen=True)
+class NeuronScan:
+    """One scan of a neuron, or of a block of norm and neuron.
+
+    Attributes:
+        name: the neuron's qualified name in the model.
+        request: the inputs `[T, B, ...]` and the state as leaves, and the implementation that ran.
+        memory: the policy in effect.
+        reason: why it ran on the reference, or "".
+        grad: whether gradients were enabled.
+    """
+
+    name: str
+    neuron: Neuron
+    norm: _BatchNorm | None
+    request: Request
+    memory: Policy
+    reason: str
+    grad: bool
+
+    @property
+    def module(self) -> str:
+        norm = [type(self.norm).__name__] if self.norm else []
+        residual = ["residual"] if self.norm and len(self.request.inputs) > 1 else []
+        return " + ".join([*norm, *residual, type(self.neuron).__name__])
+
+    def tensors(self) -> list[Tensor]:
+        """The parameters and buffers."""
+        modules = [m for m in (self.neuron, self.norm) if m is not None]
+        return [x for m in modules for x in (*m.parameters(), *m.buffers())]
+
+    def forward(
+        self, num_steps: int | None = None, eager: bool = False
+    ) -> tuple[Outputs, list[Tensor]]:
+        """Run the scan on new leaves: (outputs, leaves that receive a gradient in backward).
+
+        Args:
+            num_steps: the number of leading steps to run, None for all.
+            eager: run norm, sum and neuron one after the other, as PyTorch alone would.
+        """
+        request = self.request
+        inputs = tuple(leaf(x, num_steps) for x in request.inputs)
+        state = None if request.state is None else tuple(map(leaf, request.state))
+        leaves = [x for x in (*inputs, *(state or ()), *self.tensors()) if x.requires_grad]
+        with torch.set_grad_enabled(self.grad):
+            if eager:
+                inputs = inputs if self.norm is None else (_normalize(self.norm, *inputs),)
+                request = request._replace(backend="reference")
+            request = request._replace(inputs=inputs, state=state)
+            if eager or self.norm is None:
+                outputs, _ = self.neuron._scan(request)
+            else:
+                outputs, _ = block.scan(self.norm, self.neuron, self.memory, request)
+        return outputs, leaves if any(y.requires_grad for y in outputs) else []
+
+
+def _normalize(norm: _BatchNorm, x: Tensor, *residual: Tensor) -> Tensor:
+    batch, affine = by_batch(norm), (norm.weight, norm.bias)
+    running = (None, None) if batch else (norm.running_mean, norm.running_var)
+    y = nn.functional.batch_norm(x.flatten(0, 1), *running, *affine, batch, eps=norm.eps)
+    return sum(residual, y.unflatten(0, x.shape[:2]))
+
+
+# Module hooks are global, so one thread observes at a time.
+_lock = threading.RLock()
+
+
+class CallObserver(Observer):
+    """Records what happens in one call of a model, in the thread that created the observer.
+
+    Attributes:
+        saved: what layers save for backward.
+        layers: the type of each layer by name, in the order of the calls.
+        scans: the scans of neurons and blocks.
+        pooled: (layer, input, number of outputs) of each differentiable max pooling by our kernels.
+        recomputed: modules that `Checkpoint` recomputes, and the name of their network.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        neurons = [m for m in model.modules() if isinstance(m, Neuron)]
+        inner = {m for neuron in neurons for m in neuron.modules()}.difference(neurons)
+        self._names = {m: name for name, m in model.named_modules() if m not in inner}
+        self._thread = threading.get_ident()
+        self._outer: list[str] = []
+        self.saved = SavedTensors()
+        self.layers: dict[str, str] = {}
+        self.scans: list[NeuronScan] = []
+        self.pooled: list[tuple[str, Tensor, int]] = []
+        self.recomputed: dict[nn.Module, str] = {}
+
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        """Observe the calls in this context."""
+        # Compiled modules would not call the hooks.
+        dynamo = "torch._dynamo" in sys.modules
+        eager = torch.compiler.set_stance("force_eager") if dynamo else contextlib.nullcontext()
+        with _lock, eager, observing(self), warnings.catch_warnings():
+            # The hooks also run for the wrapper that torch.compile returns, which does no harm.
+            warnings.filterwarnings("ignore", "Using `torch.compile.* global hooks")
+            # Global hooks: Temporal runs modules with hooks of their own differently.
+            enter = register_module_forward_pre_hook(self._enter)
+            leave = register_module_forward_hook(self._leave, always_call=True)
+            try:
+                with self.saved.hooks():
+                    yield
+            finally:
+                enter.remove()
+                leave.remove()
+
+    def _enter(self, module: nn.Module, *_: object) -> None:
+        """Attribute saved tensors to `module`, or if it is no layer, to the layer around it."""
+        if threading.get_ident() == self._thread:
+            self._outer.append(self.saved.layer)
+            if module in self._names or isinstance(module, Neuron):
+                self.saved.layer = self._names.get(module, OUTSIDE)
+                self.layers[self.saved.layer] = type(module).__name__
+
+    def _leave(self, *_: object) -> None:
+        if threading.get_ident() == self._thread:
+            self.saved.layer = self._outer.pop()
+
+    def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
+        """Run a scan, on the reference if the neuron cannot be compiled, and record it."""
+        assert isinstance(neuron, Neuron)
+        self._enter(neuron)
+        try:
+            backend, call = backend_of(request.inputs, request.backend), active.call
+            who = "the neuron" if call is None or id(neuron) not in call.names else "Temporal"
+            reason = f'on the reference: impl="reference" was passed to {who}'
+            try:
+                results = scan(request._replace(backend=backend))
+            except UnsupportedOperation as error:
+                backend = "reference"
+                reason = f"not compiled, which a call raises as an error: {error}"
+                results = scan(request._replace(backend=backend))
+            state = None if request.state is None else tuple(map(leaf, request.state))
+            # A block passes a partial of `block.scan` on (norm, neuron, memory).
+            norm, memory = scan.args[::2] if isinstance(scan, functools.partial) else (None, None)
+            recorded = NeuronScan(
+                name=self._names.get(neuron, OUTSIDE),
+                neuron=neuron,
+                norm=norm,
+                request=Request(tuple(map(leaf, request.inputs)), state, backend, request.final),
+                memory=memory or (Recompute() if call is None else call.policy),
+                reason=reason if backend == "reference" else "",
+                grad=torch.is_grad_enabled(),
+            )
+            self.layers[recorded.name] = recorded.module
+            self.scans.append(recorded)
+        finally:
+            self._leave()
+        return results
+
+    def pool(self, x: Tensor, y: Tensor) -> None:
+        """Record a max pooling by our kernels."""
+        if y.requires_grad:
+            self.pooled.append((self.saved.layer, x.detach(), y.numel()))
+
+    def checkpoint(self, modules: Iterable[nn.Module]) -> None:
+        """Record the modules that `Checkpoint` runs and recomputes in backward."""
+        self.recomputed |= dict.fromkeys(modules, self.saved.layer)
+
+
+def leaf(x: Tensor, num_steps: int | None = None) -> Tensor:
+    """Return `x`, or its first steps, as a leaf that requires a gradient if `x` does."""
+    return x[:num_steps].detach().requires_grad_(x.requires_grad)
