@@ -411,8 +411,8 @@ def events(result: Result) -> Parts:
         row = result["streaming"]
         found = [f"{c['name']} {number(1e3 * c['wall_ms']['median'])}"
                  for c in row["contenders"] if c["status"] == "ok"]  # fmt: skip
-        about = f"{row['neurons']:,} neurons of which {row['rate']:.2%} fire"
-        yield f"One time step of one sample, {about}, microseconds: {', '.join(found)}."
+        size = f"{row['neurons']:,} neurons of which {row['rate']:.2%} fire"
+        yield f"One time step of one sample, {size}, microseconds: {', '.join(found)}."
 
 
 def event_accuracy(result: Result) -> Parts:
