@@ -3,8 +3,8 @@
     python -m benchmarks            neurons, networks, events, first call, CPU
     python -m benchmarks --gpus     on several GPUs: DDP, time sharding, neuron sharding
 
-Each runs in a process of its own; the others still run if one fails. Training runs
-(`benchmarks.training`, `convergence`, `event_accuracy`) are started by hand.
+Each runs in its own process, and the others still run if one fails. Training runs
+(`benchmarks.training`, `benchmarks.event_accuracy`) are started by hand.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 
 from benchmarks import record
 
-ON_GPU = ("timestep_scaling", "neurons", "block", "networks")
-ANYWHERE = ("events --streaming", "first_call", "cpu", "tables")
+ON_GPU = ("neurons steps", "neurons", "block", "networks")
+ANYWHERE = ("events --streaming", "first_call", "neurons cpu", "tables")
 
 
 def commands(gpus: int) -> list[list[str]]:
-    """Return the commands, or with `--gpus` the commands for several GPUs."""
+    """Return the commands for no GPU, for one, or for several."""
     python = [sys.executable, "-m"]
     if gpus < 2:
         names = [*(ON_GPU if gpus else ()), *ANYWHERE]

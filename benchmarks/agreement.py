@@ -1,19 +1,19 @@
 """Verification of whole networks against the reference.
 
-A spike flipped by rounding changes everything in the layers behind it, so the results of two
-correct networks may have little in common. Hence two comparisons. In a forced step, each neuron's
-spikes are replaced by the reference's, and gradients flow as through its own: its own spikes for
-the same inputs, the logits and the gradients are compared with the reference's. In addition, an
-unmodified network must repeat its own first step, whichever way it runs.
+A spike that rounding flips changes all layers behind it, so the results of two correct networks may
+differ widely. Networks are therefore verified twice. In a forced step, each neuron's spikes are
+replaced by the reference's, and gradients pass through the neuron unchanged: the neuron's own
+spikes for the same inputs, the logits and the gradients are compared with the reference's. In
+addition, an unmodified network must repeat its own first step, eagerly and as a CUDA graph.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -21,10 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import spikefuse as sf
-from benchmarks.network_steps import STEPS, Network, StepResult, Task, spiking
 
-# The allowed number of differing spikes: some, plus a multiple of those that flip with a threshold
-# lower by two units in the last place.
+if TYPE_CHECKING:
+    from benchmarks.networks import Network, Task
+
+# Spikes that may differ: FACTOR times as many as flip if the threshold is lower by two units
+# in the last place, and SPARE_FLIPS.
 SHIFTED_THRESHOLD = 1 - 2.0**-22
 FACTOR, SPARE_FLIPS = 4.0, 16
 # Allowed relative difference of results that are rounded differently.
@@ -33,13 +35,25 @@ ROUNDING = {"float32": 2e-3, "bfloat16": 2e-2}
 FUSED_ROUNDING = {"float32": 2e-3, "bfloat16": 5e-2}
 # Allowed share of spikes that fusing flips. Unfused, results of norms are rounded to bfloat16.
 FLIP_RATE = {"float32": 1e-5, "bfloat16": 2e-3}
-# Allowed relative difference of a network's logits if its convolutions sum in another order, which
-# flips some spikes in each layer.
-ALIKE = 0.1
+# Allowed relative difference of the logits of equivalent networks whose convolutions sum in another
+# order, which flips some spikes in each layer.
+EQUIVALENT = 0.1
+
+
+@dataclass
+class StepResult:
+    """Logits `[B, classes]`; in training also the loss and the gradients."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+    grads: tuple[Tensor, ...] = ()
+
+    def tensors(self) -> list[Tensor]:
+        return [self.logits, *self.grads]
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return the norm of the difference over the norm of what is expected."""
+    """Return the norm of `found - expected` over the norm of `expected`."""
     pairs = list(zip(found, expected, strict=True))
     squares = sum((a.double() - b.double()).square().sum() for a, b in pairs)
     size = sum(b.double().square().sum() for _, b in pairs)
@@ -48,11 +62,15 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 @dataclass
 class NetworkReference:
-    """A step of the eager loop, and the spikes of all neurons in the order of their calls.
+    """A step of the eager loop.
 
-    The fused network has its own, because its norms give float32 to the neurons. `flip_rate` is the
-    share of its spikes that differ from those of the unfused reference for the same inputs.
-    `rounding` is the allowed difference of a forced step.
+    Attributes:
+        result: of the step.
+        spikes: of all neurons in the order of their calls.
+        flips_allowed: number of spikes that may differ for the same inputs.
+        rounding: allowed relative difference of a forced step.
+        flip_rate: share of the spikes that differ from the unfused reference's for the same inputs.
+            The fused network has a reference of its own, because its norms stay in float32.
     """
 
     result: StepResult
@@ -62,31 +80,38 @@ class NetworkReference:
     flip_rate: float
 
     @classmethod
-    def of(cls, task: Task, kind: str, unfused: NetworkReference | None = None) -> NetworkReference:
-        """Compute that of the network, or with `unfused` that of the fused network."""
+    def of(
+        cls,
+        task: Task,
+        kind: str,
+        make: Callable[..., Network],
+        unfused: NetworkReference | None = None,
+    ) -> NetworkReference:
+        """Compute the reference of the network, or of the fused network if `unfused` is given.
+
+        Args:
+            make: makes the network; takes `fused`, `impl` and `threshold`.
+            unfused: reference of the network that is not fused.
+        """
         fused = unfused is not None
-        make = functools.partial(spiking, task, fused=fused, impl="reference")
+        make = partial(make, fused=fused, impl="reference")
         network, flip_rate, spikes = make(), 0.0, []
-        step = STEPS[kind](task, network)
+        step = network.step(task, kind)
         if unfused is not None:
             _, flips = forced(network, step, unfused.spikes)
-            flip_rate = flips / unfused.num_spikes
+            flip_rate = flips / sum(s.numel() for s in unfused.spikes)
             task.restore(network.net)
 
-        def note(output: Tensor) -> Tensor:
+        def save(output: Tensor) -> Tensor:
             spikes.append(output.detach() != 0)
             return output
 
-        with replaced_spikes(network, note):
+        with replaced_spikes(network, save):
             result = step()
         shifted = make(threshold=SHIFTED_THRESHOLD)
-        _, flips = forced(shifted, STEPS[kind](task, shifted), spikes)
+        _, flips = forced(shifted, shifted.step(task, kind), spikes)
         rounding = (FUSED_ROUNDING if fused else ROUNDING)[task.dtype]
         return cls(result, spikes, round(FACTOR * flips) + SPARE_FLIPS, rounding, flip_rate)
-
-    @property
-    def num_spikes(self) -> int:
-        return sum(s.numel() for s in self.spikes)
 
 
 def forced(
@@ -123,41 +148,37 @@ class Agreement:
 
     Attributes:
         expected: its first step, run eagerly.
-        spread: relative difference of two such steps, which may sum in any order.
+        repeated: relative difference of two such steps, which may sum in any order.
         flips: spikes that differ from the reference's for the same inputs.
-        errors: relative differences of a forced step from the reference's, by quantity.
-        like: relative difference of the logits from those of `Network.like`.
+        errors: relative differences from the reference in a forced step, by quantity.
+        logits_error: relative difference of the logits from the equivalent network's.
     """
 
     def __init__(
         self, task: Task, kind: str, make: Callable[[Task], Network], reference: NetworkReference
     ) -> None:
-        self.reference, self.task, self.flips, self.like = reference, task, 0, 0.0
+        self.reference, self.task, self.flips, self.logits_error = reference, task, 0, 0.0
         self.flips_allowed = reference.flips_allowed
         self.errors: dict[str, float] = {}
         network = make(task)
-        step = STEPS[kind](task, network)
+        step = network.step(task, kind)
         if network.neuron is not None:
             result, self.flips = forced(network, step, reference.spikes)
             task.restore(network.net)
             self.errors["logits"] = difference([result.logits], [reference.result.logits])
             if result.grads and network.same_gradient:
                 self.errors["gradients"] = difference(result.grads, reference.result.grads)
-        elif network.like is not None:
-            logits = STEPS[kind](task, network.like())().logits
-            self.like = difference([step().logits], [logits])
+        elif network.equivalent is not None:
+            logits = network.equivalent().step(task, kind)().logits
+            self.logits_error = difference([step().logits], [logits])
             task.restore(network.net)
         self.expected = step()
         task.restore(network.net)
-        self.spread = difference(_all(step()), _all(self.expected))
+        self.repeated = difference(step().tensors(), self.expected.tensors())
         if network.exact:
             self.flips_allowed = 0
             error = difference([self.expected.logits], [reference.result.logits])
-            self.errors["logits, not forced"] = max(0.0, error - self.spread)
-
-    def forget_spikes(self) -> None:
-        """Free the reference's spikes, which verification does not need."""
-        self.reference.spikes = []
+            self.errors["logits, not forced"] = max(0.0, error - self.repeated)
 
     def verify(self, result: StepResult) -> None:
         """Check a step from the shared weights.
@@ -176,32 +197,22 @@ class Agreement:
             assert error <= reference.rounding, (
                 f"{what} differ by {error:.3g} of their norm, allowed is {reference.rounding:g}"
             )
-        assert self.like <= ALIKE, (
-            f"logits differ by {self.like:.3g} of their norm from those with the default policy"
+        assert self.logits_error <= EQUIVALENT, (
+            f"logits differ by {self.logits_error:.3g} of their norm from the default policy's"
         )
-        assert all(value.isfinite().all() for value in _all(result)), "the results are not finite"
-        error = difference(_all(result), _all(self.expected))
-        allowed = ROUNDING[dtype] + 2 * self.spread
+        assert all(t.isfinite().all() for t in result.tensors()), "the results are not finite"
+        error = difference(result.tensors(), self.expected.tensors())
+        allowed = ROUNDING[dtype] + 2 * self.repeated
         assert error <= allowed, (
             f"a step differs by {error:.3g} of its norm from the first, allowed is {allowed:.3g}"
         )
         if result.loss is not None:
             loss = F.cross_entropy(result.logits, self.task.labels)
             assert torch.allclose(result.loss, loss, rtol=1e-4), (
-                "the loss is not that of the logits"
+                f"the loss is {result.loss:.6g}, but {loss:.6g} follows from the logits"
             )
 
     def about(self) -> dict[str, Any]:
         """Return the differences, for the result file."""
-        return {
-            "flips": self.flips,
-            "flips_allowed": self.flips_allowed,
-            "flip_rate": float(f"{self.reference.flip_rate:.3g}"),
-            "errors": {what: float(f"{error:.3g}") for what, error in self.errors.items()},
-            "like": float(f"{self.like:.3g}"),
-            "spread": float(f"{self.spread:.3g}"),
-        }
-
-
-def _all(result: StepResult) -> list[Tensor]:
-    return [result.logits, *result.grads]
+        errors = {what: float(f"{error:.3g}") for what, error in self.errors.items()}
+        return {"flips": self.flips, "flips_allowed": self.flips_allowed, "errors": errors}

@@ -1,28 +1,25 @@
 """Batch norm and LIF neurons as one block on one GPU, against the roofline and SpikingJelly.
 
     python -m benchmarks.block
-    python -m benchmarks.block --rows large --dtype bfloat16
+    python -m benchmarks.block --dtype bfloat16 --layout contiguous
 
-Forward and backward in training, with gradients of the input and of the norm's weight and bias.
-"large" is a layer of 64 channels at 56 x 56, T = 32, batch 100; "late" has 512 channels at 4 x 4.
-The block is compared with torch's batch norm followed by our neuron, and followed by SpikingJelly's
-function with a float32 state on a view of the norm's result.
+Forward and backward in training, with gradients of the input and of the norm's weight and bias:
+64 channels at 56 x 56, T = 32, batch 100. The block is compared with torch's batch norm followed by
+our neuron, and followed by SpikingJelly's function with a float32 state on a view of its result.
 
 The roofline is the time in which this GPU copies the bytes that must move, measured in the same
 row: x is read for the statistics, by forward, and by each of two backward passes; the gradient of
-the output is read by these two; the output and the gradient of x are written.
+the output is read by both backward passes; the output and the gradient of x are written.
 
-Neurons whose potential comes near the threshold get no loss. All others must spike as in float64,
-and gradients are compared with those in float64.
+Neurons whose potential comes near the threshold are excluded from the loss. All others must spike
+as in float64, and gradients are compared with those in float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,78 +27,62 @@ from torch import Tensor, nn
 import spikefuse as sf
 from benchmarks import layers, runner
 from benchmarks.agreement import ROUNDING, difference
-from benchmarks.layers import DTYPES, JELLY_FUNCTION, OURS, Inputs, LayerInput, LayerResult
-from benchmarks.network_steps import JellyFunction
+from benchmarks.layers import (
+    DTYPES,
+    JELLY_FUNCTION,
+    OURS,
+    Inputs,
+    Jelly,
+    JellyFunction,
+    LayerInput,
+    LayerResult,
+)
 from benchmarks.neurons import COPY_BYTES
-from benchmarks.runner import Contender, Timing, first_line, measure
+from benchmarks.runner import Contender, Record, Timing, first_line, measure
 from spikefuse.nn import Block
 from spikefuse.testing import within_budget
 
-SHAPES = {"large": (32, 100, 64, 56, 56), "late": (32, 100, 512, 4, 4)}
-QUICK = (4, 3, 4, 5, 5)
+SHAPE, QUICK = (32, 100, 64, 56, 56), (4, 3, 4, 5, 5)
 LAYOUTS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
 RECOMPUTED = f"{OURS}, recomputed states"
 SEPARATE = f"batch norm, then {OURS}"
 RIVAL = f"batch norm, then {JELLY_FUNCTION}"
 
 SEQUENCES = 8  # that must be read or written; see above
-# Relative distance from the threshold below which a neuron gets no loss. In bfloat16 the separate
-# contenders round the result of the norm.
+# Relative distance from the threshold below which a neuron is excluded. In bfloat16, contenders
+# with a separate norm round its result.
 MARGIN = {"float32": 1e-4, "bfloat16": 1e-2}
 MAX_NEAR = 0.3  # largest share of such neurons
 
 
-@dataclass(frozen=True)
-class BlockRow:
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    layout: str
-
-    @property
-    def title(self) -> str:
-        return f"{self.name} {list(self.shape)}, {self.dtype}, {self.layout}"
-
-
 def main(argv: list[str] | None = None) -> Path:
     parser = runner.make_parser("block", __doc__)
-    parser.add_argument("--rows", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="ROW")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     args = runner.parse(parser, argv)
-    rows = [
-        BlockRow(name, QUICK if args.quick else SHAPES[name], dtype, layout)
-        for name in args.rows
+    timing, device = Timing.of(args, COPY_BYTES), torch.device(args.device)
+    given = {d: LayerInput(QUICK if args.quick else SHAPE, DTYPES[d], device) for d in args.dtype}
+    return runner.run_cases(args, (
+        (f"{dtype}, {layout}", partial(measure_block, timing, given[dtype], dtype, layout))
         for layout in args.layout
         for dtype in args.dtype
-    ]
-    timing = Timing.of(args, COPY_BYTES)
-    return runner.run_rows(args, rows, partial(measure_block, timing, torch.device(args.device)))
+    ))  # fmt: skip
 
 
-def measure_block(timing: Timing, device: torch.device, row: BlockRow) -> dict[str, Any]:
-    given = LayerInput(row.shape, DTYPES[row.dtype], device)
-    inputs = Inputs(given).in_layout(LAYOUTS[row.layout])
-    norm = make_norm(row.shape[2], device)
-    truth = BlockTruth(norm, inputs, row.dtype)
-    blocks = {
+def measure_block(timing: Timing, given: LayerInput, dtype: str, layout: str) -> Record:
+    inputs = Inputs(given).in_layout(LAYOUTS[layout])
+    norm = make_norm(given.shape[2], given.device)
+    truth = BlockTruth(norm, inputs, dtype)
+    blocks: dict[str, Callable[[Tensor], Tensor]] = {
         OURS: Block(norm, layers.lif(), sf.memory.Bits()),
         RECOMPUTED: Block(norm, layers.lif(), sf.memory.Recompute()),
         SEPARATE: partial(norm_then, norm, layers.lif()),
     }
     contenders = [block_contender(name, norm, inputs, block) for name, block in blocks.items()]
     contenders.append(rival(norm, inputs))
+    about = {"shape": list(given.shape), "dtype": dtype, "layout": layout}
     num_bytes = SEQUENCES * inputs.like.nbytes
-    return {
-        "row": row.title,
-        "shape_name": row.name,
-        "shape": list(row.shape),
-        "dtype": row.dtype,
-        "layout": row.layout,
-        "verified_channels": len(truth.channels),
-        "near": float(f"{truth.near_share:.3g}"),
-        "input_bytes": inputs.num_bytes,
-    } | measure(contenders, truth.verify, timing, num_bytes, inputs.prepare)
+    return about | measure(contenders, truth.verify, timing, num_bytes, inputs.prepare)
 
 
 def make_norm(channels: int, device: torch.device) -> nn.BatchNorm2d:
@@ -124,29 +105,22 @@ def norm_then(norm: nn.Module, neuron: Callable[[Tensor], Tensor], x: Tensor) ->
 
 def rival(norm: nn.Module, inputs: Inputs) -> Contender:
     try:
-        functional, surrogates = layers.spikingjelly("functional", "surrogate")
+        jelly = Jelly(inputs.like.device)
     except Exception as error:
         return Contender(RIVAL, unavailable=first_line(error))
-    constants = layers.jelly_constants(surrogates.Sigmoid(alpha=layers.WIDTH))
+    folded = JellyFunction(len(inputs.like), jelly.function)
 
-    def function(x: Tensor, rest: Tensor) -> Tensor:
-        return functional.lif_multi_step(x, rest, **constants)[0]
+    def function(x: Tensor) -> Tensor:
+        return folded(norm(x.flatten(0, 1))).unflatten(0, x.shape[:2])
 
-    folded = JellyFunction(inputs.like.shape[0], function)
-
-    def neuron(x: Tensor) -> Tensor:
-        return folded(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-
-    made = block_contender(RIVAL, norm, inputs, partial(norm_then, norm, neuron))
-    made.note = layers.jelly_implementation(functional, inputs.like.device)
-    return made
+    return block_contender(RIVAL, norm, inputs, function)
 
 
 class BlockTruth:
     """Results for the first set of inputs by the reference, in the inputs' dtype and in float64.
 
-    Norms treat channels independently, so only the first and last channels of long sequences are
-    verified. Neurons near the threshold get no loss: their gradients in the first set become 0.
+    Channels are independent, so only the first and last channels of large inputs are verified.
+    Neurons near the threshold are excluded: their gradients in the first set are set to 0.
     """
 
     def __init__(self, norm: nn.BatchNorm2d, inputs: Inputs, dtype: str) -> None:
@@ -170,8 +144,8 @@ class BlockTruth:
     def verify(self, contender: Contender, result: LayerResult) -> None:
         """Check a result against float64.
 
-        Each value of our gradients may err as much as the reference does in the same dtype. The
-        other contenders round the result of the norm; their gradients are compared by norm.
+        The reference's error in the same dtype bounds the error of each value of our gradients.
+        The other contenders round the result of the norm; their gradients are compared by norm.
 
         Raises:
             AssertionError: the result is wrong.
@@ -187,7 +161,7 @@ class BlockTruth:
         found = (gx, *(g[self.channels] for g in result.params))
         names = ("gradient of x", "gradient of the weight", "gradient of the bias")
         expected, true = ((*r.grads, *r.params) for r in (self.expected, self.true))
-        size = true[0].double().norm().item()  # of the terms that cancel in parameters' sums
+        size = true[0].double().norm().item()  # of the terms in the sums over neurons, which cancel
         for name, a, e, t in zip(names, found, expected, true, strict=True):
             if contender.name == OURS:
                 within_budget(name, a, e, t, 8.0, 0.0 if a is gx else size)
@@ -206,8 +180,8 @@ def sliced(norm: nn.BatchNorm2d, channels: Tensor) -> nn.BatchNorm2d:
 
 
 def near_threshold(norm: nn.BatchNorm2d, x: Tensor, margin: float) -> Tensor:
-    """Return the neurons `[1, B, C, ...]` that spike differently with a slightly lower and a
-    slightly higher threshold: no other potential lies between the two thresholds."""
+    """Return the neurons `[1, B, C, ...]` that spike differently if the threshold is a little
+    lower and a little higher; all other potentials stay outside of this range."""
     spikes = []
     for factor in (1 - margin, 1 + margin):
         block = Block(norm, sf.LIF(layers.DECAY, layers.THRESHOLD * factor))

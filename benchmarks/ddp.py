@@ -5,34 +5,49 @@
 
 T = 32, batches of 100 per process, bfloat16, channels-last, over NCCL, on CPUs over Gloo. Networks
 for ImageNet are compared with the eager loop. In turns, the first process steps alone while the
-others wait, and all step together; eagerly, and as replays of a CUDA graph. Together, gradients
-must be the mean of those that each process computes alone.
+others wait, and all step together; eagerly, and as replays of a CUDA graph. The gradients of the
+common step must equal the mean of the gradients that the processes compute alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
+import os
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import network_steps, record, runner
-from benchmarks.agreement import ROUNDING, difference
+from benchmarks import networks, runner
+from benchmarks.agreement import ROUNDING, StepResult, difference
 from benchmarks.layers import DTYPES, LOOP, OURS
-from benchmarks.network_steps import FUSED, NO_GRAPHS, WAYS, WORKLOADS, StepResult, Task
-from benchmarks.ranks import averaging, rank_device
-from benchmarks.runner import GRAPH, Contender, CpuClock, GpuClock, first_line, spread
+from benchmarks.networks import FUSED, WORKLOADS, Task
+from benchmarks.runner import (
+    GRAPH,
+    NO_GRAPHS,
+    WAYS,
+    Contender,
+    CpuClock,
+    GpuClock,
+    Record,
+    first_line,
+    record_graph,
+    spread,
+    synchronize,
+)
 from spikefuse.train.processes import Processes
 
 WORKLOAD = "resnet18-mnist"
+REPETITIONS = 20  # steps in a turn
 SPIKING: dict[str, dict[str, Any]] = {
     FUSED: {"fused": True},
     OURS: {},
@@ -40,45 +55,31 @@ SPIKING: dict[str, dict[str, Any]] = {
 }
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> Path | None:
+    """Measure; return the path of the result in the main process."""
     parser = runner.make_parser("ddp", __doc__)
-    parser.add_argument("--workload", choices=WORKLOADS, default=WORKLOAD, metavar="WORKLOAD")
+    parser.add_argument("--workload", choices=WORKLOADS, default=WORKLOAD, metavar="WORKLOAD",
+                        help=f"of {', '.join(WORKLOADS)} ({WORKLOAD})")  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--networks", nargs="+", choices=SPIKING, metavar="NETWORK",
                         help=f"of {', '.join(SPIKING)}")  # fmt: skip
-    parser.add_argument("--repetitions", type=int, help="steps in a turn (20)")
     args = runner.parse(parser, argv)
     usual = (FUSED, LOOP) if args.workload.endswith("-imagenet") else (FUSED, OURS)
     args.networks = args.networks or list(usual)
-    args.repetitions = args.repetitions or (1 if args.quick else 20)
-    if Processes.started().count < 2:
-        parser.error("start it with torchrun --nproc_per_node N -m benchmarks.ddp, N at least 2")
-    return args
+    if args.workload != WORKLOAD:
+        args.name += f"_{args.workload}"
+    return run_processes(parser, args, rows, describe)
 
 
-def main(argv: list[str] | None = None) -> Path | None:
-    """Measure; return the path of the result in the main process."""
-    args, processes = arguments(argv), Processes.started()
-    device = rank_device(args.device, processes)
-    name = "ddp" if args.workload == WORKLOAD else f"ddp_{args.workload}"
-    settings = runner.settings_of(args) | {"processes": processes.count}
-    result = record.document(name, device, args.quick, settings) | {"rows": []}
-    with processes.connected(device):
-        workload = WORKLOADS["conv-mnist"].small() if args.quick else WORKLOADS[args.workload]
-        task = Task(workload, args.dtype, device, seed=processes.rank)
-        for name in args.networks:
-            for way in WAYS:
-                row = measure_step(task, SPIKING[name], way, args)
-                row = {"network": name, "way": way, "processes": processes.count} | row
-                result["rows"].append(row)
-                if processes.main:
-                    print(describe(row), flush=True)
-                gc.collect()  # a graph must not outlive its connections
-    if not processes.main:
-        return None
-    path = record.write(record.folder(args.out, args.quick), result)
-    print(f"wrote {path}")
-    return path
+def rows(args: argparse.Namespace, device: torch.device) -> Iterator[Record]:
+    workload = WORKLOADS["conv-mnist"].small() if args.quick else WORKLOADS[args.workload]
+    processes = Processes.started()
+    task = Task(workload, args.dtype, device, seed=processes.rank)
+    for name in args.networks:
+        for way in WAYS:
+            row = {"network": name, "way": way, "processes": processes.count}
+            yield row | measure_step(task, SPIKING[name], way, args)
+            gc.collect()  # a graph must not outlive its connections
 
 
 @dataclass(frozen=True)
@@ -90,20 +91,11 @@ class RankStep:
     held_bytes: int = 0
 
 
-def make_steps(task: Task, options: dict[str, Any], way: str) -> tuple[RankStep, RankStep]:
-    """Make the step of this process alone, and its part in the step of all."""
-    ids = [task.device] if task.device.type == "cuda" else None
-    wrap = functools.partial(averaging, device=task.device, device_ids=ids)
-    made = []
-    for network in (
-        network_steps.spiking(task, **options),
-        network_steps.spiking(task, **options, wrap=wrap),
-    ):
-        step, held = network_steps.training(task, network), 0
-        if way == GRAPH:
-            step, held = network_steps.record_graph(step)
-        made.append(RankStep(network.net, step, held))
-    return made[0], made[1]
+def make_step(task: Task, network: networks.Network, way: str) -> RankStep:
+    step, held = networks.training(task, network), 0
+    if way == GRAPH:
+        step, held = record_graph(step)
+    return RankStep(network.net, step, held)
 
 
 def verify(task: Task, alone: RankStep, together: RankStep) -> None:
@@ -112,8 +104,8 @@ def verify(task: Task, alone: RankStep, together: RankStep) -> None:
     Raises:
         AssertionError: the loss or the gradients differ.
     """
-    for one in (alone, together):
-        task.restore(one.net)
+    task.restore(alone.net)
+    task.restore(together.net)
     expected = alone.step()
     means = [g.clone() for g in expected.grads]
     for mean in means:
@@ -130,40 +122,40 @@ def verify(task: Task, alone: RankStep, together: RankStep) -> None:
         assert error <= allowed, f"{what} differ by {error:.3g}, allowed is {allowed:g}"
 
 
-def measure_step(
-    task: Task, options: dict[str, Any], way: str, args: argparse.Namespace
-) -> dict[str, Any]:
+def measure_step(task: Task, options: dict[str, Any], way: str, args: argparse.Namespace) -> Record:
     """Verify a step, then time it in turns. If one process fails, all report it."""
-    if way == GRAPH and task.device.type != "cuda":
+    device, processes, reason = task.device, Processes.started(), ""
+    if way == GRAPH and device.type != "cuda":
         return {"status": "unavailable", "reason": NO_GRAPHS}
-    processes, reason, made = Processes.started(), "", None
+    steps: dict[str, RankStep] = {}
+    wrap = partial(averaging, device=device, device_ids=[device] if device.type == "cuda" else None)
     try:
-        made = make_steps(task, options, way)
+        steps["alone"] = make_step(task, networks.spiking(task, **options), way)
+        steps["together"] = make_step(task, networks.spiking(task, **options, wrap=wrap), way)
     except Exception as error:
         reason = first_line(error)
-    if processes.highest(int(made is None)):
+    if processes.highest(int(bool(reason))):
         return {"status": "unavailable", "reason": reason or "another process failed"}
-    assert made is not None
-    alone, together = made
     try:
-        verify(task, alone, together)
+        verify(task, **steps)
     except AssertionError as error:
         reason = str(error)
     if processes.highest(int(bool(reason))):
         return {"status": "wrong", "reason": reason or "another process is wrong"}
-    row: dict[str, Any] = {"status": "ok"}
-    clock = GpuClock(task.device) if task.device.type == "cuda" else CpuClock()
-    for key, one in (("alone_bytes", alone), ("together_bytes", together)):
-        found = clock.memory(Contender(key, one.step, held_bytes=one.held_bytes))
-        if found:
-            row[key] = found["peak_bytes"]
-    times: dict[str, list[float]] = {"alone": [], "together": []}
+    row: Record = {"status": "ok"}
+    clock = GpuClock(device) if device.type == "cuda" else CpuClock()
+    for name, one in steps.items():
+        memory = clock.memory(Contender(name, one.step, held_bytes=one.held_bytes))
+        row |= {f"{name}_bytes": value for kind, value in memory.items() if kind == "peak_bytes"}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    repetitions = 1 if args.quick else REPETITIONS
     for _ in range(args.rounds):
-        # `highest` lets the other processes wait for the first.
-        found = nanoseconds(alone.step, task.device, args.repetitions) if processes.main else 0
-        times["alone"].append(processes.highest(found) / args.repetitions / 1e6)
-        found = nanoseconds(together.step, task.device, args.repetitions)
-        times["together"].append(processes.highest(found) / args.repetitions / 1e6)
+        for name, one in steps.items():
+            taken = 0
+            if processes.main or name == "together":
+                taken = nanoseconds(one.step, device, repetitions)
+            # `highest` lets the other processes wait for the first.
+            times[name].append(processes.highest(taken) / repetitions / 1e6)
     one_ms, all_ms = spread(times["alone"]), spread(times["together"])
     images = processes.count * task.workload.batch / all_ms["median"] * 1e3
     return row | {
@@ -176,21 +168,16 @@ def measure_step(
 
 def nanoseconds(step: Callable[[], StepResult], device: torch.device, repetitions: int) -> int:
     """Time some steps, after one that is not counted."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     step()
-    wait()
+    synchronize(device)
     start = time.perf_counter_ns()
     for _ in range(repetitions):
         step()
-    wait()
+    synchronize(device)
     return time.perf_counter_ns() - start
 
 
-def describe(row: dict[str, Any]) -> str:
+def describe(row: Record) -> str:
     text = f"{row['processes']} processes, {row['network']}, {row['way']}: "
     if row["status"] != "ok":
         return text + f"{row['status']}, {row['reason']}"
@@ -198,6 +185,46 @@ def describe(row: dict[str, Any]) -> str:
         f"{row['together_ms']['median']:.3f} ms, one alone {row['alone_ms']['median']:.3f} ms, "
         f"{row['throughput']:.3f} times its throughput"
     )
+
+
+# Shared with other benchmarks of several processes
+
+
+def run_processes(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    rows: Callable[[argparse.Namespace, torch.device], Iterator[Record]],
+    describe: Callable[[Record], str],
+    plot: Callable[[Record, Path], Any] | None = None,
+) -> Path | None:
+    """Measure rows in all processes that torchrun started; the main process writes them."""
+    processes, path = Processes.started(), None
+    if processes.count < 2:
+        parser.error(f"start it with torchrun --nproc_per_node N -m benchmarks.{args.name}, N >= 2")
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        device = torch.device("cuda", processes.local_rank)
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True  # as in the trainer
+        # NCCL's error handling would query events while a graph is recorded.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    settings = runner.settings_of(args) | {"processes": processes.count}
+    with processes.connected(device):
+        if processes.main:
+            path = runner.write_rows(args, rows(args, device), describe, settings, plot=plot)
+        else:
+            deque(rows(args, device), maxlen=0)
+    return path
+
+
+def averaging(net: nn.Module, device: torch.device, **options: Any) -> nn.Module:
+    """Wrap a network in DistributedDataParallel so that its steps can be recorded."""
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    with torch.cuda.stream(stream):
+        model = DistributedDataParallel(net, **options)
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)
+    return model
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Weak scaling of a network on events, its neurons sharded over ranks.
+"""Weak scaling of a network on event lists, its neurons sharded over ranks.
 
     python -m benchmarks.event_scaling                      on 1, 2 and 4 GPUs
     python -m benchmarks.event_scaling --ranks 1 2 --quick --device cpu
 
 Each rank adds the same number of neurons in layers of constant width: K ranks have K times as many
 layers, as in Finkbeiner and Neftci's poster. The input is as wide and as active as a layer, so each
-rank adds as many weights and events, too. Efficiency is the time of one rank over that of K. A last
-run has a million neurons. The script starts torchrun for each number of ranks; started by torchrun,
-possibly on several nodes, it measures these ranks alone. A small sharded network is compared with
-the whole network first.
+rank also adds the same number of weights and events. Efficiency is the time of one rank divided by
+the time of K ranks. A last run has a million neurons. The script starts torchrun for each number of
+ranks; started by torchrun, possibly on several nodes, it measures these ranks alone. Each run first
+compares a small sharded network with the whole network.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import argparse
 import copy
 import math
 import os
+import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,39 +30,31 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from benchmarks import plots, record, runner
-from benchmarks.event_networks import CLASSES, event_neuron
-from benchmarks.ranks import torchrun
-from benchmarks.runner import Contender, Timing, measure
+from benchmarks.events import CLASSES, event_neuron
+from benchmarks.runner import Contender, Record, Timing, measure
 from spikefuse.distributed import NeuronShard, Replicated, shard_neurons
 from spikefuse.distributed.neuron_sharding import bounds
 from spikefuse.nn import EventLinear, Events, scale_to_rate
 
 SCALING, LARGEST = "weak scaling", "the largest"
 ROUNDING = 1e-5  # allowed difference, of the largest value; ranks sum in another order
+RATE = 0.01  # share of neurons that fire
 
+# Neurons of each rank and of a layer, time steps, samples, and neurons of the last run.
 USUAL = {"neurons": 47_500, "width": 9_500, "T": 100, "batch": 48, "largest": 1_000_000}
-QUICK = {"neurons": 200, "width": 100, "T": 10, "batch": 4, "largest": 500}
-HELP = {
-    "neurons": "neurons of each rank",
-    "width": "neurons of a layer",
-    "T": "time steps",
-    "batch": "samples",
-    "largest": "neurons of the last run; 0 for none",
-}
+QUICK = {"neurons": 200, "width": 100, "T": 10, "batch": 4, "largest": 0}
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = runner.make_parser("event_scaling", __doc__, rounds=7)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="(1 2 4)")
-    parser.add_argument("--rate", type=float, default=0.01, help="share of neurons that fire")
-    for name, value in USUAL.items():
-        parser.add_argument(f"--{name}", type=int, help=f"{HELP[name]} ({value:,})")
+    parser.add_argument("--neurons", type=int, help="neurons of each rank (47,500)")
     args = runner.parse(parser, argv)
-    for name, value in (QUICK if args.quick else USUAL).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.neurons < args.width:
-        parser.error("--neurons must be at least --width")
+    sizes = QUICK if args.quick else USUAL
+    neurons = args.neurons or sizes["neurons"]
+    vars(args).update({**sizes, "neurons": neurons, "rate": RATE})
+    if neurons < args.width:
+        parser.error(f"--neurons must be at least {args.width}, the neurons of a layer")
     return args
 
 
@@ -68,31 +62,37 @@ def main(argv: list[str] | None = None) -> Path | None:
     args = arguments(argv)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return measure_these(args)
-    rows = [
-        {"what": SCALING} | measure_ranks(args, ranks, args.neurons)
-        for ranks in sorted(set(args.ranks))
-    ]
+    return runner.write_rows(args, rows(args), describe, plot=plots.weak_scaling)
+
+
+def describe(row: Record) -> str:
+    if "neurons" not in row:
+        return f"{row['ranks']} ranks: {row['status']}, {row['reason']}"
+    return f"{row['ranks']} ranks, {row['neurons']:,} neurons: {runner.describe(row)}"
+
+
+def rows(args: argparse.Namespace) -> Iterator[Record]:
+    one = None
+    for ranks in sorted(set(args.ranks)):
+        row: Record = {"what": SCALING} | measure_ranks(args, ranks, args.neurons)
+        taken = milliseconds(row)
+        one = taken if ranks == 1 else one
+        if one and taken:
+            row["efficiency"] = round(one / taken, 4)
+        yield row
     most = max(args.ranks)
-    layers = math.ceil(args.largest / (most * args.width))
-    if args.largest and layers * args.width > args.neurons:
-        rows.append({"what": LARGEST} | measure_ranks(args, most, layers * args.width))
-    add_efficiency(rows)
-    device = torch.device(args.device)
-    settings = runner.settings_of(args)
-    result = record.document("event_scaling", device, args.quick, settings) | {"rows": rows}
-    path = record.write(record.folder(args.out, args.quick), result)
-    plots.weak_scaling(result, path.with_suffix(".png"))
-    print(f"wrote {path}")
-    return path
+    neurons = math.ceil(args.largest / (most * args.width)) * args.width
+    if neurons > args.neurons:
+        yield {"what": LARGEST} | measure_ranks(args, most, neurons)
 
 
-def measure_ranks(args: argparse.Namespace, ranks: int, neurons: int) -> dict[str, Any]:
-    """Return the row of so many ranks with so many neurons each, in processes of their own."""
-    options = ["--device", args.device, "--neurons", str(neurons), *["--quick"] * args.quick]
-    for name in ("width", "rate", "T", "batch", "rounds"):
-        options += [f"--{name}", str(getattr(args, name))]
+def measure_ranks(args: argparse.Namespace, ranks: int, neurons: int) -> Record:
+    """Measure `ranks` processes with `neurons` each; return their row."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    command += [str(ranks), "-m", "benchmarks.event_scaling", *["--quick"] * args.quick]
+    command += ["--device", args.device, "--neurons", str(neurons), "--rounds", str(args.rounds)]
     with tempfile.TemporaryDirectory() as folder:
-        code = torchrun("event_scaling", ranks, *options, "--out", folder)
+        code = subprocess.run([*command, "--out", folder], cwd=record.ROOT, check=False).returncode
         paths = list(Path(folder).glob("*.json"))
         if code or len(paths) != 1:  # the other rows are still measured
             return {"ranks": ranks, "status": "failed", "reason": f"exit code {code}"}
@@ -100,22 +100,12 @@ def measure_ranks(args: argparse.Namespace, ranks: int, neurons: int) -> dict[st
     return dict(row)
 
 
-def add_efficiency(rows: list[dict[str, Any]]) -> None:
-    """Add the efficiency to the rows of weak scaling, if one rank is among them."""
-    times = {r["ranks"]: milliseconds(r) for r in rows if r["what"] == SCALING}
-    one = times.get(1)
-    for row in rows:
-        taken = milliseconds(row)
-        if row["what"] == SCALING and one and taken:
-            row["efficiency"] = round(one / taken, 4)
-
-
-def milliseconds(row: dict[str, Any]) -> float | None:
+def milliseconds(row: Record) -> float | None:
     (contender,) = row.get("contenders", [{}])
     return contender["wall_ms"]["median"] if "wall_ms" in contender else None
 
 
-# One number of ranks, in the processes that torchrun started
+# In the processes that torchrun started
 
 
 def measure_these(args: argparse.Namespace) -> Path | None:
@@ -127,19 +117,14 @@ def measure_these(args: argparse.Namespace) -> Path | None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         row = measure_step(args, device)
-        if dist.get_rank():
-            return None
-        settings = runner.settings_of(args)
-        result = record.document(f"event_scaling_{row['ranks']}", device, args.quick, settings)
-        print(f"{row['ranks']} ranks, {row['neurons']:,} neurons: {runner.describe(row)}")
-        return record.write(record.folder(args.out, args.quick), result | {"rows": [row]})
+        return None if dist.get_rank() else runner.write_rows(args, [row], describe)
     finally:
         dist.destroy_process_group()
 
 
-def measure_step(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def measure_step(args: argparse.Namespace, device: torch.device) -> Record:
     torch.manual_seed(0)
-    drawn = torch.rand(args.T, args.batch, args.width) < args.rate
+    drawn = torch.rand(args.T, args.batch, args.width) < RATE
     events = Events.from_dense(drawn.float().to(device))
     labels = torch.randint(CLASSES, (args.batch,)).to(device)
     torch.manual_seed(1 + dist.get_rank())
@@ -161,7 +146,6 @@ def measure_step(args: argparse.Namespace, device: torch.device) -> dict[str, An
     dist.all_reduce(total)
     row = {
         "ranks": dist.get_world_size(),
-        "layers": len(net) - 1,
         "neurons": args.width * (len(net) - 1),
         "parameters": int(total) + sum(p.numel() for p in net[-1].parameters()),
     } | found
@@ -175,7 +159,7 @@ def make_network(args: argparse.Namespace, events: Events, device: torch.device)
     layers: list[nn.Module] = []
     for _ in range(args.neurons // args.width * dist.get_world_size()):
         shard = NeuronShard(args.width, args.width, event_neuron(), device=device)
-        scale_to_rate(shard.layer, events, args.rate)
+        scale_to_rate(shard.layer, events, RATE)
         with torch.no_grad():
             events = shard(events)
         layers.append(shard)
@@ -189,34 +173,28 @@ def verify(device: torch.device) -> None:
     Raises:
         AssertionError: outputs or gradients differ, on all ranks.
     """
-    errors = differences(device)
-    worst = torch.tensor(list(errors.values()), device=device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)  # all ranks have to agree on the outcome
-    for what, error in zip(errors, worst.tolist(), strict=True):
-        assert error <= ROUNDING, f"{what} of a sharded network differ by {error:.3g}"
-
-
-def differences(device: torch.device) -> dict[str, float]:
-    """Return the relative differences of this rank's outputs and gradients."""
     torch.manual_seed(0)
     lists = "triton" if device.type == "cuda" else "numba"
     sizes = ((60, 70, event_neuron()), (70, 50, event_neuron()), (50, CLASSES, None))
     whole = nn.Sequential(*(EventLinear(i, o, n, impl=lists) for i, o, n in sizes)).to(device)
     events = Events.from_dense((torch.rand(20, 4, 60) < 0.2).float().to(device))
     scale_to_rate(whole, events, 0.2)
-    shared = shard_neurons(copy.deepcopy(whole))
+    sharded = shard_neurons(copy.deepcopy(whole))
     outputs = []
-    for net in (whole, shared):
+    for net in (whole, sharded):
         outputs.append(sf.Temporal(net)(events))
         outputs[-1].square().sum().backward()
-    found = {"outputs": _difference(outputs[1].detach(), outputs[0].detach())}
-    for i, (layer, shard) in enumerate(zip(whole, shared, strict=True)):
+    errors = {"outputs": _difference(outputs[1].detach(), outputs[0].detach())}
+    for i, (layer, shard) in enumerate(zip(whole, sharded, strict=True)):
         first = bounds(layer.out_features) if isinstance(shard, NeuronShard) else None
         own = slice(None) if first is None else slice(*first[dist.get_rank() :][:2])
         for name in ("weight", "bias"):
             grad, expected = getattr(shard.layer, name).grad, getattr(layer, name).grad
-            found[f"gradients of {name} {i}"] = _difference(grad, expected[..., own])
-    return found
+            errors[f"gradients of {name} {i}"] = _difference(grad, expected[..., own])
+    largest = torch.tensor(list(errors.values()), device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)  # all ranks have to agree on the outcome
+    for what, error in zip(errors, largest.tolist(), strict=True):
+        assert error <= ROUNDING, f"{what} of a sharded network differ by {error:.3g}"
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

@@ -2,30 +2,30 @@
 
     python -m benchmarks.first_call
 
-Each measurement is a process of its own. It imports torch and spikefuse, runs the eager loop on the
-device, and then times a neuron from its call to the end of its backward pass: tracing, importing
-the backend (Numba or Triton), compiling the kernels or loading them from disk, and running them.
-A user-defined neuron comes first; the LIF after it finds the backend imported. "Cold" processes
-start with empty cache folders, "warm" processes with those that a cold process has filled.
+Each measurement runs in its own process. The process imports torch and spikefuse, runs the eager
+loop on the device, and then times a neuron from its call to the end of its backward pass: tracing,
+importing the backend (Numba or Triton), compiling the kernels or loading them from disk, and
+running them. A user-defined neuron comes first; the LIF after it finds the backend imported. "Cold"
+processes start with empty cache folders, "warm" ones with those that a cold process has filled.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks import layers, record, runner
 from benchmarks.layers import Gated, Inputs, LayerInput, LayerTruth
-from benchmarks.runner import spread
+from benchmarks.runner import Record, spread, synchronize
 
 BACKENDS = {"triton": "cuda", "numba": "cpu"}
 STATES = ("cold", "warm")
@@ -35,31 +35,19 @@ SHAPE = (32, 1, 1000)
 TIMEOUT = 120.0
 
 
-def available(backend: str) -> bool:
-    found = importlib.util.find_spec(backend) is not None
-    return found and (backend != "triton" or torch.cuda.is_available())
-
-
 def main(argv: list[str] | None = None) -> Path | None:
     parser = runner.make_parser("first_call", __doc__, rounds=3)
     parser.add_argument("--backend", nargs="+", choices=BACKENDS, help="default: all available")
     parser.add_argument("--neurons", nargs="+", choices=NEURONS, default=list(NEURONS))
     parser.add_argument("--child", action="store_true", help="time this process, print JSON")
     args = runner.parse(parser, argv)
-    args.backend = args.backend or [b for b in BACKENDS if available(b)]
     if args.child:
         print(json.dumps(first_calls(args.backend[0], args.neurons)))
         return None
-    if args.quick:
-        args.rounds = 1
-    settings = {"repeats": args.rounds, "shape": list(SHAPE), "dtype": "float32"}
-    result = record.document("first_call", torch.device(args.device), args.quick, settings)
-    result["rows"] = [
-        row for b in args.backend for row in measure_backend(b, args.neurons, args.rounds)
-    ]
-    path = record.write(record.folder(args.out, args.quick), result)
-    print(f"wrote {path}")
-    return path
+    usable = {"triton": torch.cuda.is_available(), "numba": True}
+    args.backend = args.backend or [b for b in BACKENDS if usable[b]]
+    args.rounds = 1 if args.quick else args.rounds
+    return runner.write_rows(args, rows(args), describe)
 
 
 def first_calls(backend: str, names: list[str]) -> dict[str, float]:
@@ -82,30 +70,30 @@ def first_calls(backend: str, names: list[str]) -> dict[str, float]:
     return found
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def rows(args: argparse.Namespace) -> Iterator[Record]:
+    """Yield a row per backend and neuron, or one for the backend if a process failed."""
+    for backend in args.backend:
+        seconds: dict[tuple[str, str], list[float]] = {}
+        try:
+            for _ in range(args.rounds):
+                with tempfile.TemporaryDirectory(prefix="spikefuse-first-call-") as folder:
+                    for state in STATES:
+                        found = in_process(backend, args.neurons, Path(folder))
+                        for name, taken in found.items():
+                            seconds.setdefault((name, state), []).append(taken)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            yield {"backend": backend, "status": "failed", "reason": str(error)}
+            continue
+        for name in args.neurons:
+            row = {"backend": backend, "neuron": name, "status": "ok"}
+            yield row | {state: spread(seconds[name, state]) for state in STATES}
 
 
-def measure_backend(backend: str, names: list[str], repeats: int) -> list[dict[str, Any]]:
-    """Return a row per neuron, or one row with the reason if a process failed."""
-    seconds: dict[tuple[str, str], list[float]] = {}
-    for _ in range(repeats):
-        with tempfile.TemporaryDirectory(prefix="spikefuse-first-call-") as folder:
-            for state in STATES:
-                try:
-                    found = in_process(backend, names, Path(folder))
-                except (RuntimeError, subprocess.TimeoutExpired) as error:
-                    print(f"{backend}, {state}: {error}", flush=True)
-                    return [{"backend": backend, "status": "failed", "reason": str(error)}]
-                for name, taken in found.items():
-                    seconds.setdefault((name, state), []).append(taken)
-                print(f"{backend}, {state}: {found}", flush=True)
-    return [
-        {"backend": backend, "neuron": name, "status": "ok"}
-        | {state: spread(seconds[name, state]) for state in STATES}
-        for name in names
-    ]
+def describe(row: Record) -> str:
+    if row["status"] != "ok":
+        return f"{row['backend']}: {row['reason']}"
+    times = (f"{state} {row[state]['median']} s" for state in STATES)
+    return f"{row['backend']}, {row['neuron']}: {', '.join(times)}"
 
 
 def in_process(backend: str, names: list[str], folder: Path) -> dict[str, float]:

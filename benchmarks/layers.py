@@ -1,18 +1,17 @@
 """One layer of neurons, forward and backward: its inputs, the contenders, and their verification.
 
-The LIF neuron is that of "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion".
+The LIF neuron is from "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion".
 """
 
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import spikefuse as sf
 from benchmarks.record import l2_bytes
@@ -30,7 +29,7 @@ COMPILED, INDEXED = "torch.compile", "eager loop over x[t]"
 JELLY_NODE, JELLY_FUNCTION = "SpikingJelly node", "SpikingJelly function"
 FLEX = "SpikingJelly FlexSN"
 
-# Elements of a sequence that are verified at most; of longer ones the first and last neurons.
+# The largest number of elements to verify; of larger inputs, the first and last neurons.
 VERIFIED_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
 
 
@@ -65,7 +64,7 @@ class Gated(sf.Neuron):
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What a layer is given: `shape` is `[T, B, ...]`, inputs are uniform up to `high`."""
+    """The input of a layer: `shape` is `[T, B, ...]`, values are uniform in `[0, high)`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -78,7 +77,7 @@ class LayerInput:
 class Inputs:
     """Sets of (inputs, gradients of the outputs), `[T, B, ...]`, that runs use in turn.
 
-    On a GPU there are enough sets for each to have left the L2 cache when it is used again.
+    On a GPU there are so many sets that each has left the L2 cache before its next use.
     """
 
     def __init__(self, given: LayerInput) -> None:
@@ -123,7 +122,7 @@ class Inputs:
         return self.sets[self.index]
 
     def prepare(self) -> None:
-        """Let the next run use the first set, and find NaN in memory that it does not write."""
+        """Make the next run use the first set, and fill free memory with NaN."""
         self.index = -1
         count = 1 + sum(len(group) for group in self.sets[0])
         poison = [torch.full_like(self.like, float("nan")) for _ in range(count)]
@@ -162,7 +161,6 @@ def trained(
     layer: Callable[..., Tensor | Tensors],
     inputs: Inputs,
     params: Sequence[Tensor] = (),
-    note: str = "",
 ) -> Contender:
     """Return forward and backward of `layer` for given gradients of its outputs."""
 
@@ -173,7 +171,7 @@ def trained(
         outputs = tuple(y.detach() for y in outputs)
         return LayerResult(outputs, found[: len(xs)], found[len(xs) :])
 
-    return Contender(name, run, lambda: layer(*inputs.next()[0]), note=note)
+    return Contender(name, run)
 
 
 def inference(name: str, layer: Callable[..., Tensor | Tensors], inputs: Inputs) -> Contender:
@@ -211,7 +209,7 @@ class _Spike(torch.autograd.Function):
 
 
 def hand_written(x: Tensor, steps: Sequence[Tensor] | None = None) -> Tensor:
-    """Compute LIF spikes by a loop as users write it."""
+    """Compute LIF spikes by a loop over time as users write it."""
     v, spikes = torch.zeros_like(x[0], dtype=torch.float32), []
     for current in x.unbind(0) if steps is None else steps:
         h = DECAY * v + current
@@ -222,8 +220,7 @@ def hand_written(x: Tensor, steps: Sequence[Tensor] | None = None) -> Tensor:
 
 
 def indexed(inputs: Inputs) -> Contender:
-    """Return the hand-written loop over `x[t]`, whose backward writes a full-size zero tensor per
-    step."""
+    """Return the hand-written loop over `x[t]`: each step's backward writes a full-size tensor."""
     return trained(INDEXED, lambda x: hand_written(x, [x[t] for t in range(len(x))]), inputs)
 
 
@@ -232,13 +229,11 @@ def compiled(inputs: Inputs) -> Contender:
     (x,), grads = inputs.sets[0]
     torch.compiler.reset()
     function = torch.compile(hand_written, fullgraph=True, dynamic=False)
-    start = time.perf_counter()
     try:
         torch.autograd.grad(function(x), x, grads)
     except Exception as error:
         return Contender(COMPILED, unavailable=first_line(error))
-    note = f"compiled in {time.perf_counter() - start:.1f} s, not counted"
-    return trained(COMPILED, function, inputs, note=note)
+    return trained(COMPILED, function, inputs)
 
 
 def spikingjelly(*names: str) -> tuple[Any, ...]:
@@ -250,60 +245,89 @@ def spikingjelly(*names: str) -> tuple[Any, ...]:
     return tuple(importlib.import_module(f"spikingjelly.activation_based.{n}") for n in names)
 
 
-def jelly_constants(
-    surrogate: Any, decay: float = DECAY, threshold: float = THRESHOLD
-) -> dict[str, Any]:
-    """Return the arguments of SpikingJelly's LIF; its decay is 1 - 1/tau."""
-    return {
-        "tau": 1 / (1 - decay),
-        "decay_input": False,
-        "v_threshold": threshold,
-        "v_reset": 0.0,
-        "surrogate_function": surrogate,
-        "detach_reset": False,
-    }
+class Jelly:
+    """SpikingJelly's LIF neurons, as a module and as a function; its decay is 1 - 1/tau.
+
+    Attributes:
+        note: the implementation that SpikingJelly chooses.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        decay: float = DECAY,
+        threshold: float = THRESHOLD,
+        sigmoid: bool = True,
+    ) -> None:
+        self.functional, self.neurons, surrogates = spikingjelly(
+            "functional", "neuron", "surrogate"
+        )
+        surrogate = surrogates.Sigmoid(alpha=WIDTH)
+        if not sigmoid:  # the cheapest surrogate of its kernels
+            surrogate = surrogates.PiecewiseQuadratic(alpha=1.0)
+        self.constants = {
+            "tau": 1 / (1 - decay),
+            "decay_input": False,
+            "v_threshold": threshold,
+            "v_reset": 0.0,
+            "surrogate_function": surrogate,
+            "detach_reset": False,
+        }
+        try:
+            used = self.functional.neuron_implementation("lif", device)["implementation"]
+        except Exception:  # on a CPU there is only one
+            used = "torch"
+        self.note = f"its implementation: {used}"
+
+    def node(self) -> nn.Module:
+        return self.neurons.LIFNode(**self.constants, step_mode="m")
+
+    def function(self, x: Tensor, rest: Tensor) -> Tensor:
+        """Return the spikes for a state `rest`, which stays float32 for a bfloat16 input."""
+        return self.functional.lif_multi_step(x, rest, **self.constants)[0]
 
 
-def jelly_implementation(functional: Any, device: torch.device) -> str:
-    """Return a note on the implementation that SpikingJelly has chosen."""
-    try:
-        used = functional.neuron_implementation("lif", device)["implementation"]
-    except Exception:  # on a CPU there is only one
-        used = "torch"
-    return f"its implementation: {used}"
+class JellyFunction(nn.Module):
+    """A function of (sequence `[T, M]`, state) on a view of the folded tensor `[T*B, ...]`."""
+
+    def __init__(self, T: int, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.T, self.function = T, function
+        self.rest: dict[int, Tensor] = {}  # made once, not timed
+
+    def forward(self, x: Tensor) -> Tensor:
+        channels_last = not x.is_contiguous()
+        rows = x.movedim(1, -1) if channels_last else x
+        flat = rows.view(self.T, -1)
+        size = flat.shape[1]
+        if size not in self.rest:
+            self.rest[size] = torch.zeros(size, device=x.device)
+        spikes = self.function(flat, self.rest[size]).view(rows.shape)
+        return spikes.movedim(-1, 1) if channels_last else spikes
 
 
 def jelly_lif(inputs: Inputs) -> list[Contender]:
-    """Return SpikingJelly's LIF layer, and its function with a float32 state.
+    """Return SpikingJelly's LIF module, and its function with a float32 state.
 
-    The layer keeps its state in the dtype of the input. The fused path for a bfloat16 input needs
-    a float32 state, which only the function accepts.
+    The module's state has the dtype of the input. For a bfloat16 input, the fused kernels need a
+    float32 state, which only the function accepts.
     """
+    x = inputs.like
     try:
-        functional, neurons, surrogate = spikingjelly("functional", "neuron", "surrogate")
+        jelly = Jelly(x.device)
     except Exception as error:
         reason = first_line(error)
         return [Contender(name, unavailable=reason) for name in (JELLY_NODE, JELLY_FUNCTION)]
-    x = inputs.like
-    given = jelly_constants(surrogate.Sigmoid(alpha=WIDTH))
-    node = neurons.LIFNode(**given, step_mode="m")
+    node = jelly.node()
     rest = torch.zeros(x.shape[1:], device=x.device)  # made once, not timed
 
     def layer(x: Tensor) -> Tensor:
         y = node(x)
-        functional.reset_net(node)
+        jelly.functional.reset_net(node)
         return y
 
-    def function(x: Tensor) -> Tensor:
-        return functional.lif_multi_step(x, rest, **given)[0]
-
-    note = jelly_implementation(functional, x.device)
-    half = f"its implementation: eager loop in {x.dtype}"
-    node_note = note if x.dtype == torch.float32 else half
-    return [
-        trained(JELLY_NODE, layer, inputs, note=node_note),
-        trained(JELLY_FUNCTION, function, inputs, note=note),
-    ]
+    function = trained(JELLY_FUNCTION, lambda x: jelly.function(x, rest), inputs)
+    return [trained(JELLY_NODE, layer, inputs), function]
 
 
 def flex(neuron: Gated, inputs: Inputs) -> Contender:
@@ -329,7 +353,7 @@ def flex(neuron: Gated, inputs: Inputs) -> Contender:
         node.reset()
         return outputs
 
-    return trained(FLEX, layer, inputs, note="constants compiled in")
+    return trained(FLEX, layer, inputs)
 
 
 def _tuple(found: Tensor | Tensors) -> Tensors:
@@ -350,8 +374,8 @@ def ends(x: Tensor, dim: int) -> list[tuple[slice, ...]]:
 class LayerTruth:
     """Results of the reference for the first set of inputs, in the inputs' dtype and in float64.
 
-    Neurons whose float64 trajectory spikes differently get no loss: their gradients in the first
-    set are set to 0, so that both trajectories compute one function.
+    Neurons that spike differently in float64 are excluded from the loss: their gradients in the
+    first set are set to 0, so that both results are of the same function.
 
     Args:
         exact: whether spikefuse must equal the reference's outputs bit for bit.
@@ -397,14 +421,13 @@ class LayerTruth:
         return torch.cat([x.detach()[end] for end in self.ends], self.dim)
 
     def verify(self, contender: Contender, result: LayerResult) -> None:
-        """Check a result against the error that the reference itself makes in its dtype.
+        """Check a result. The reference's own error against float64 sets the tolerance.
 
-        For an exact neuron, spikefuse and the eager loop must equal the reference's outputs bit
-        for bit. Others may round differently, and a potential at the threshold may then spike or
-        not: in as many neurons as the reference differs from float64, and a few more. Gradients,
-        and outputs that are not spikes, are compared where the spikes agree.
-
-        Parameters sum over all neurons; they are compared only if all neurons are verified.
+        For an exact neuron, the outputs of spikefuse and of the eager loop must equal the
+        reference's bit for bit. Other contenders may round differently, which flips spikes at the
+        threshold: allowed are twice as many neurons as the reference flips, and 8. Gradients, and
+        outputs that are not spikes, are compared where the spikes agree. Gradients of parameters
+        are sums over all neurons, and compared only if all neurons are verified.
 
         Raises:
             AssertionError: the result is wrong.
@@ -427,7 +450,7 @@ class LayerTruth:
             within_budget(name, a, e, t, share)
         if len(self.ends) > 1:
             return
-        # The sums' terms are about as large as the inputs' gradients, and cancel.
+        # The terms of these sums cancel, and are about as large as the gradients of the inputs.
         scale = self.true.grads[0].norm().item() if result.params else 0.0
         for name, a, e, t in _series(
             "gradient of parameter", result.params, self.expected.params, self.true.params

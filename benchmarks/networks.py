@@ -1,21 +1,23 @@
 """Training and evaluation steps of whole networks on one GPU.
 
     python -m benchmarks.networks                    Spiking-ResNets at MNIST's and CIFAR-10's shape
-    python -m benchmarks.networks --name networks_imagenet --also "eager loop" \\
-        --workloads alexnet-imagenet resnet34-imagenet
-    python -m benchmarks.networks --name bptt_figures --also "eager loop" --steps training \\
-        --workloads small-cifar10 medium-cifar10 large-cifar10 --T 2 6 10
+    python -m benchmarks.networks --name networks_fused --steps training \\
+        --workloads large-cifar10 resnet18-mnist-sgd resnet18-gesture
+    python -m benchmarks.networks --name networks_imagenet --steps training \\
+        --workloads large-cifar10 alexnet-imagenet resnet34-imagenet \\
+        --networks "spikefuse, fused" "eager loop" "spikefuse, fused, checkpoint"
+    python -m benchmarks.networks --name bptt_figures --steps training --T 2 6 10 \\
+        --workloads small-cifar10 medium-cifar10 --networks "spikefuse, fused" "eager loop"
 
-All contenders have the same weights, input and layout (channels-last). Each runs in two ways:
-eagerly, and as the replay of a CUDA graph of the whole step, which hides the cost of Python. A
-training step is forward, the cross entropy of the mean over time, backward, and a step of a fused
-optimizer; an evaluation step is forward without gradients, and the classes. float32 has TF32
-convolutions, PyTorch's default; bfloat16 is by autocast, as in the trainer.
+All networks have the same weights, input and layout (channels-last). Each runs eagerly, and as the
+replay of a CUDA graph of the whole step, which hides the cost of Python. A training step is
+forward, the cross entropy of the mean over time, backward, and a step of a fused optimizer; an
+evaluation step is forward without gradients, and the classes. float32 has TF32 convolutions,
+PyTorch's default; bfloat16 uses autocast, as in the trainer.
 
-SpikingJelly is measured if it is installed, by its modules and by its function with a float32 state
-on views of the same tensors. "ReLU and batch norm" is the same network with ReLUs in place of
-neurons, on T times the batch; "convolutions alone" has no norms either. The fused network is
-available with every memory policy.
+SpikingJelly is measured if it is installed: its modules, and its function with a float32 state on
+views of the same tensors. "ReLU and batch norm" is the same network with ReLUs in place of neurons,
+on a batch T times as large; "convolutions alone" has no norms either.
 
 Memory is what a step needs beyond weights, optimizer and input: at its peak, or the growth of the
 graph's pool.
@@ -23,8 +25,7 @@ graph's pool.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,85 +33,350 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from benchmarks import runner
-from benchmarks.agreement import Agreement, NetworkReference
-from benchmarks.layers import DTYPES
-from benchmarks.network_steps import (
-    FUSED,
-    NETWORKS,
-    NO_GRAPHS,
-    OPTIONAL,
-    RESNETS,
-    STEPS,
-    WAYS,
-    WORKLOADS,
-    Network,
-    StepResult,
-    Task,
-    Workload,
-    graph_contender,
+import spikefuse as sf
+from benchmarks import layers, runner
+from benchmarks.agreement import Agreement, NetworkReference, StepResult
+from benchmarks.layers import (
+    DTYPES,
+    JELLY_FUNCTION,
+    JELLY_NODE,
+    LOOP,
+    OURS,
+    Jelly,
+    JellyFunction,
 )
-from benchmarks.runner import EAGER, Contender, Timing, first_line, measure
+from benchmarks.runner import (
+    EAGER,
+    NO_GRAPHS,
+    WAYS,
+    Contender,
+    Record,
+    Timing,
+    first_line,
+    graph_contender,
+    measure,
+)
+from spikefuse import memory
+from spikefuse.models import MODELS
+
+FUSED = f"{OURS}, fused"
+RELU, CONVOLUTIONS = "ReLU and batch norm", "convolutions alone"
+# So small that weights, and with them spikes, hardly change while a step is timed.
+LEARNING_RATE = 1e-5
+
+SURROGATES: dict[str, Callable[[], sf.surrogate.Surrogate]] = {
+    "sigmoid": lambda: sf.surrogate.Sigmoid(layers.WIDTH),
+    "rectangle": sf.surrogate.Rectangle,
+}
 
 
 @dataclass(frozen=True)
-class NetworkRow:
-    """One measurement; `T` and `batch` override those of the workload."""
+class Workload:
+    """A model of `spikefuse.models`, its neurons and its input; `shape` is C, H, W.
 
-    name: str
-    dtype: str
-    steps: str
-    T: int | None = None
-    batch: int | None = None
+    The default neurons are from "Towards Scalable GPU-Accelerated SNN Training via Temporal
+    Fusion".
+    """
 
-    @property
-    def label(self) -> str:
-        sizes = {"T": self.T, "batch": self.batch}
-        return self.name + "".join(f", {k} = {v}" for k, v in sizes.items() if v is not None)
+    model: str
+    shape: tuple[int, int, int]
+    num_classes: int = 10
+    T: int = 32
+    batch: int = 100
+    decay: float = layers.DECAY
+    threshold: float = layers.THRESHOLD
+    surrogate: str = "sigmoid"
+    optimizer: str = "adam"
 
-    @property
-    def title(self) -> str:
-        return f"{self.label}, {self.dtype}, {self.steps}"
+    def neuron(self, factor: float = 1.0) -> sf.LIF:
+        """Make a neuron with its threshold multiplied by `factor`."""
+        surrogate = SURROGATES[self.surrogate]()
+        return sf.LIF(self.decay, self.threshold * factor, surrogate=surrogate)
 
-    def workload(self, quick: bool) -> Workload:
-        workload = WORKLOADS[self.name]
-        sizes = {"T": self.T or workload.T, "batch": self.batch or workload.batch}
-        return workload.small() if quick else replace(workload, **sizes)
+    def network(self, activation: Callable[[], nn.Module]) -> nn.Module:
+        """Make the network for one time step, `[B, C, H, W]` to `[B, classes]`."""
+        return MODELS[self.model](activation, self.shape[0], self.num_classes, self.shape[1:])
+
+    def small(self) -> Workload:
+        """Return a small one for quick runs."""
+        # With smaller images, oneDNN leaves part of the bfloat16 weight gradient of a strided
+        # convolution on one pixel unwritten.
+        return replace(self, shape=(self.shape[0], 32, 32), T=2, batch=2)
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
+# The neurons of "Accelerating Spatiotemporal Supervised Training of Large-Scale Spiking Neural
+# Networks on GPU".
+_BPTT: dict[str, Any] = {"decay": 0.25, "threshold": 0.25, "surrogate": "rectangle"}
+MNIST, CIFAR, IMAGENET = (1, 28, 28), (3, 32, 32), (3, 224, 224)
+RESNETS = {
+    f"resnet{depth}-{name}": Workload(f"resnet{depth}", shape)
+    for name, shape in (("mnist", MNIST), ("cifar10", CIFAR))
+    for depth in (18, 34, 50)
+}
+WORKLOADS: dict[str, Workload] = {
+    **RESNETS,
+    "conv-mnist": Workload("conv", MNIST),
+    "resnet18-mnist-sgd": Workload("resnet18", MNIST, optimizer="sgd"),
+    **{
+        f"{size}-cifar10": Workload(f"cifar_{size}", CIFAR, T=10, batch=64, **_BPTT)
+        for size in ("small", "medium", "large")
+    },
+    "resnet18-gesture": Workload("resnet18", (2, 128, 128), num_classes=11, batch=10),
+    "alexnet-imagenet": Workload("alexnet", IMAGENET, 1000, T=6, batch=16, **_BPTT),
+    "resnet34-imagenet": Workload("ms_resnet34", IMAGENET, 1000, T=6, batch=16, **_BPTT),
+}
+
+
+class Task:
+    """A workload in one precision on one device, with the weights and batch that all share.
+
+    Weights are channels-last. The input is a Poisson encoding of random images. Running statistics
+    equal the statistics of the batch.
+    """
+
+    def __init__(self, workload: Workload, dtype: str, device: torch.device, seed: int = 0) -> None:
+        self.workload, self.dtype, self.device = workload, dtype, device
+        generator = torch.Generator(device).manual_seed(seed)
+        size = (workload.T, workload.batch, *workload.shape)
+        drawn = torch.rand(size, generator=generator, device=device)
+        rates = torch.rand(size[1:], generator=generator, device=device)
+        steps = (drawn < rates).float().flatten(0, 1)
+        self.x = steps.contiguous(memory_format=torch.channels_last).unflatten(0, size[:2])
+        self.labels = torch.randint(
+            workload.num_classes, (workload.batch,), generator=generator, device=device
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # the same weights in every process
+            net = workload.network(workload.neuron)
+        net.to(device, memory_format=torch.channels_last)
+        for module in net.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.momentum = 1.0
+        with torch.no_grad(), self.autocast():
+            sf.Temporal(net)(self.x)
+        self.state = {name: value.clone() for name, value in net.state_dict().items()}
+
+    def autocast(self) -> torch.autocast:
+        enabled = DTYPES[self.dtype] is torch.bfloat16
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+
+    def network(self, activation: Callable[[], nn.Module], norms: bool = True) -> nn.Module:
+        """Make the network with the shared weights and other activations."""
+        with torch.device("meta"):
+            net = self.workload.network(activation)
+        for module in [] if norms else list(net.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, nn.modules.batchnorm._BatchNorm):
+                    setattr(module, name, nn.Identity())
+        state = {name: self.state[name].clone() for name in net.state_dict()}
+        net.load_state_dict(state, assign=True)
+        return net
+
+    def restore(self, net: nn.Module) -> None:
+        """Copy the shared weights back into a network."""
+        with torch.no_grad():
+            for name, value in net.state_dict().items():
+                value.copy_(self.state[name])
+
+
+@dataclass
+class Network:
+    """A network to measure.
+
+    Args:
+        net: for one time step.
+        call: over all time steps, `[T, B, C, H, W]` to `[T, B, classes]`.
+        neuron: type of its spiking modules, `[T*B, ...]` to the same; None if there are none.
+        exact: whether its spikes equal the reference's bit for bit.
+        note: printed below tables.
+        same_gradient: whether it has the reference's surrogate.
+        equivalent: makes a network with the same results; for networks whose neurons' spikes
+            cannot be replaced.
+    """
+
+    net: nn.Module
+    call: Callable[[Tensor], Tensor]
+    neuron: type[nn.Module] | None = None
+    exact: bool = False
+    note: str = ""
+    same_gradient: bool = True
+    equivalent: Callable[[], Network] | None = None
+
+    def step(self, task: Task, kind: str) -> Callable[[], StepResult]:
+        """Return a function that runs a step of `kind`."""
+        return STEPS[kind](task, self)
+
+
+def spiking(
+    task: Task,
+    fused: bool = False,
+    policy: memory.Policy | None = None,
+    impl: str = "auto",
+    threshold: float = 1.0,
+    wrap: Callable[[nn.Module], Callable[..., Tensor]] = lambda net: net,
+) -> Network:
+    """Make our network: a `Temporal` over ordinary torch modules.
+
+    Args:
+        threshold: factor of the neurons' threshold.
+        wrap: applied to the container, such as DistributedDataParallel.
+    """
+    net = sf.Temporal(task.network(partial(task.workload.neuron, threshold)), policy)
+    note = ""
+    if fused:
+        net = sf.fuse(net)
+        note = net.fusion.summary
+    call = partial(wrap(net), impl=impl)
+    if isinstance(policy, memory.Checkpoint):
+        return Network(net.net, call, note=note, equivalent=partial(spiking, task, fused=True))
+    return Network(net.net, call, sf.LIF, exact=not fused, note=note)
+
+
+def stateless(net: nn.Module, **options: Any) -> Network:
+    """Fold time into the batch."""
+    return Network(net, lambda x: net(x.flatten(0, 1)).unflatten(0, x.shape[:2]), **options)
+
+
+def jelly_function(task: Task) -> Network:
+    """Use SpikingJelly's function with a float32 state, its fastest path in both precisions."""
+    jelly, options = _jelly(task)
+    net = task.network(partial(JellyFunction, task.workload.T, jelly.function))
+    return stateless(net, neuron=JellyFunction, **options)
+
+
+class JellyNode(nn.Module):
+    """SpikingJelly's module on the folded tensor."""
+
+    def __init__(self, T: int, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.T, self.node = T, make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.node(x.unflatten(0, (self.T, -1))).flatten(0, 1)
+
+
+def jelly_node(task: Task) -> Network:
+    """Use SpikingJelly's modules, as its users do.
+
+    Raises:
+        ValueError: in bfloat16, in which its state would be bfloat16 too.
+    """
+    if task.dtype != "float32":
+        raise ValueError(f"with a {task.dtype} state it has only an eager loop")
+    jelly, options = _jelly(task)
+    net = task.network(lambda: JellyNode(task.workload.T, jelly.node))
+
+    def call(x: Tensor) -> Tensor:
+        y = net(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        jelly.functional.reset_net(net)
+        return y
+
+    return Network(net, call, JellyNode, **options)
+
+
+def _jelly(task: Task) -> tuple[Jelly, dict[str, Any]]:
+    """Return SpikingJelly's neurons, and options of `Network`."""
+    workload = task.workload
+    same = workload.surrogate == "sigmoid"
+    jelly = Jelly(task.device, workload.decay, workload.threshold, sigmoid=same)
+    missing = f"; without a {workload.surrogate} surrogate: PiecewiseQuadratic instead"
+    return jelly, {"note": jelly.note + ("" if same else missing), "same_gradient": same}
+
+
+# The fused network with each memory policy but the default.
+POLICIES = {
+    f"{FUSED}, {name}": policy
+    for name, policy in memory.POLICIES.items()
+    if policy != memory.Recompute()
+}
+USUAL: dict[str, Callable[[Task], Network]] = {
+    FUSED: partial(spiking, fused=True),
+    OURS: spiking,
+    JELLY_FUNCTION: jelly_function,
+    JELLY_NODE: jelly_node,
+    RELU: lambda task: stateless(task.network(nn.ReLU)),
+    CONVOLUTIONS: lambda task: stateless(task.network(nn.Identity, norms=False)),
+}
+# A network that cannot be made raises an exception with the reason.
+NETWORKS: dict[str, Callable[[Task], Network]] = {
+    **USUAL,
+    LOOP: partial(spiking, impl="reference"),
+    **{name: partial(spiking, fused=True, policy=p) for name, p in POLICIES.items()},
+}
+
+
+def training(task: Task, network: Network) -> Callable[[], StepResult]:
+    """Return a training step: forward, loss, backward, optimizer."""
+    network.net.train()
+    parameters = tuple(network.net.parameters())
+    if task.workload.optimizer == "sgd":
+        optimizer: Any = torch.optim.SGD(parameters, LEARNING_RATE, momentum=0.9, fused=True)
+    else:
+        capturable = task.device.type == "cuda"
+        optimizer = torch.optim.Adam(parameters, LEARNING_RATE, fused=True, capturable=capturable)
+
+    def step() -> StepResult:
+        with task.autocast():  # around the whole step, as in the trainer
+            logits = network.call(task.x).mean(0, dtype=torch.float32)
+            loss = F.cross_entropy(logits, task.labels)
+            loss.backward()
+            grads = tuple(p.grad for p in parameters if p.grad is not None)
+            optimizer.step()
+            optimizer.zero_grad()
+        return StepResult(logits.detach(), loss.detach(), grads)
+
+    return step
+
+
+def evaluation(task: Task, network: Network) -> Callable[[], StepResult]:
+    """Return an evaluation step: forward without gradients, classes."""
+    network.net.eval()
+
+    def step() -> StepResult:
+        with torch.no_grad(), task.autocast():
+            logits = network.call(task.x).mean(0, dtype=torch.float32)
+            logits.argmax(1)
+        return StepResult(logits)
+
+    return step
+
+
+STEPS = {"training": training, "evaluation": evaluation}
+
+
+def main(argv: list[str] | None = None) -> Path:
     parser = runner.make_parser("networks", __doc__, rounds=5)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, metavar="WORKLOAD",
                         help=f"of {', '.join(WORKLOADS)} (the ResNets)")  # fmt: skip
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--T", nargs="+", type=int, default=[None], help="other time steps")
-    parser.add_argument("--batch", nargs="+", type=int, default=[None], help="other batch sizes")
-    parser.add_argument("--also", nargs="+", choices=OPTIONAL, default=[], metavar="CONTENDER",
-                        help=f"of {', '.join(OPTIONAL)}")  # fmt: skip
-    parser.add_argument("--only", nargs="+", choices=NETWORKS, metavar="CONTENDER")
-    parser.add_argument("--within", type=float, default=1e9, help="seconds; skip later rows")
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(USUAL),
+                        metavar="NETWORK", help=f"of {', '.join(NETWORKS)}")  # fmt: skip
     parser.add_argument("--name", help="name of the result (networks)")
     args = runner.parse(parser, argv)
-    args.workloads = args.workloads or (["conv-mnist"] if args.quick else list(RESNETS))
-    args.only = args.only or [n for n in NETWORKS if n not in OPTIONAL or n in args.also]
-    return args
+    names = args.workloads or (["conv-mnist"] if args.quick else list(RESNETS))
+    timing, device = Timing.of(args, whole_steps=True), torch.device(args.device)
 
+    def cases() -> Iterator[tuple[str, Callable[[], Record]]]:
+        for name in names:
+            for T in args.T:
+                label = name if T is None else f"{name}, T = {T}"
+                workload = replace(WORKLOADS[name], T=T or WORKLOADS[name].T)
+                workload = workload.small() if args.quick else workload
+                for dtype in args.dtype:
+                    for kind in args.steps:
+                        about = {"workload": label, "steps": kind, "dtype": dtype}
+                        measure_case = partial(
+                            measure_network, args.networks, timing, workload, device, about
+                        )
+                        yield f"{label}, {dtype}, {kind}", measure_case
 
-def main(argv: list[str] | None = None) -> Path:
-    args = arguments(argv)
-    rows = (
-        NetworkRow(name, dtype, kind, T, batch)
-        for name in args.workloads
-        for T in args.T
-        for batch in args.batch
-        for dtype in args.dtype
-        for kind in args.steps
-    )
-    timing = Timing.of(args, whole_steps=True)
-    with cudnn_search(torch.device(args.device)):
-        return runner.run_rows(args, rows, partial(measure_row, args, timing))
+    with cudnn_search(device):
+        return runner.run_cases(args, cases())
 
 
 @contextmanager
@@ -124,53 +390,39 @@ def cudnn_search(device: torch.device) -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
-def measure_row(args: argparse.Namespace, timing: Timing, row: NetworkRow) -> dict[str, Any]:
-    task = Task(row.workload(args.quick), row.dtype, torch.device(args.device))
-    return {
-        "row": row.title,
-        "workload": row.label,
-        "steps": row.steps,
-        "dtype": row.dtype,
-        "model": task.workload.model,
-        "T": task.workload.T,
-        "batch": task.workload.batch,
-        "shape": list(task.workload.shape),
-        "optimizer": task.workload.optimizer,
-        "input_bytes": task.x.nbytes,
-        "weight_bytes": sum(value.nbytes for value in task.state.values()),
-    } | compare(task, row.steps, args.only, timing)
-
-
-def compare(task: Task, kind: str, names: Sequence[str], timing: Timing) -> dict[str, Any]:
+def measure_network(
+    names: list[str], timing: Timing, workload: Workload, device: torch.device, about: Record
+) -> Record:
     """Verify and time the step of several networks."""
-    reference = NetworkReference.of(task, kind)
+    task, kind = Task(workload, about["dtype"], device), about["steps"]
+    make = partial(spiking, task)
+    reference = NetworkReference.of(task, kind, make)
     fused: NetworkReference | None = None
-    num_spikes = reference.num_spikes
     agreements: dict[str, Agreement] = {}
     networks: list[Network] = []
     contenders: dict[str, tuple[str, str, Contender]] = {}
     for name in names:
+        reason = ""
         try:
             if name.startswith(FUSED) and fused is None:
-                fused = NetworkReference.of(task, kind, reference)
+                fused = NetworkReference.of(task, kind, make, reference)
             own = fused if name.startswith(FUSED) else reference
             agreements[name] = Agreement(task, kind, NETWORKS[name], own)
-            reason = ""
         except Exception as error:  # the others are still measured
             reason = first_line(error)
         for way in WAYS:
             title = f"{name}, {way}"
             contender = Contender(title, unavailable=reason or NO_GRAPHS)
-            if not reason and (way == EAGER or task.device.type == "cuda"):
+            if not reason and (way == EAGER or device.type == "cuda"):
                 network = NETWORKS[name](task)
-                step = STEPS[kind](task, network)
+                step = network.step(task, kind)
                 run = Contender(title, step)
-                contender = run if way == EAGER else graph_contender(title, step, task.device)
+                contender = run if way == EAGER else graph_contender(title, step, device)
                 contender.note = network.note
                 networks.append(network)
             contenders[title] = name, way, contender
     for agreement in agreements.values():
-        agreement.forget_spikes()
+        agreement.reference.spikes = []  # which verification does not need
 
     def verify(contender: Contender, result: StepResult) -> None:
         agreements[contenders[contender.name][0]].verify(result)
@@ -182,8 +434,10 @@ def compare(task: Task, kind: str, names: Sequence[str], timing: Timing) -> dict
     measured = measure([c for _, _, c in contenders.values()], verify, timing, prepare=prepare)
     for found in measured["contenders"]:
         found["network"], found["way"], _ = contenders[found["name"]]
-    about = {name: agreement.about() for name, agreement in agreements.items()}
-    return {"spikes": num_spikes, "agreement": about, "contenders": measured["contenders"]}
+    sizes = {"model": workload.model, "T": workload.T, "batch": workload.batch}
+    differences = {name: agreement.about() for name, agreement in agreements.items()}
+    about = about | sizes | {"optimizer": workload.optimizer, "agreement": differences}
+    return about | {"contenders": measured["contenders"]}
 
 
 if __name__ == "__main__":

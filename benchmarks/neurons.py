@@ -1,41 +1,79 @@
-"""Neurons on one GPU against the roofline and against SpikingJelly.
+"""One layer of neurons: over time steps, models and sizes on a GPU, and on a CPU.
 
-    python -m benchmarks.neurons
-    python -m benchmarks.neurons --rows lif custom
+    python -m benchmarks.neurons                    models and sizes, on a GPU
+    python -m benchmarks.neurons models --groups lif custom
+    python -m benchmarks.neurons steps              time and memory over T
+    python -m benchmarks.neurons cpu                one LIF layer on a CPU
 
-Groups of rows, each verified before it is timed:
+models: forward and backward against the roofline and SpikingJelly, in groups:
 
-- lif: LIF forward and backward, T = 128; "long" has T = 1024, "wide" T = 32 and 8M neurons
-- inference: LIF without gradients, which may write nothing but spikes
+- lif: LIF, T = 128; "long" has T = 1024, "wide" T = 32 and 8M neurons
+- inference: LIF without gradients, which may write only spikes
 - zoo: PLIF per channel, ALIF, current-based LIF, Izhikevich, T = 128
 - custom: a user-defined neuron with two inputs and two outputs, beside SpikingJelly's FlexSN
-- layout: a channels-last input beside the same contiguous
+- layout: a channels-last input beside the same input in contiguous layout
 - short, host: T = 4, and T = 1 with 32 neurons, which are bound by the host
 
-The roofline is the time in which this GPU copies the bytes that must move, measured in the same
+steps: Fig. 5 of "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion" for one layer
+of 1,000,000 LIF neurons, with the eager loop (up to T = 64) and torch.compile (up to T = 32).
+
+cpu: 1,000,000 LIF neurons, T = 32. New memory costs a CPU about as much as the arithmetic: the C
+library requests pages from the system for each large tensor, and the system clears them on first
+use. "fresh" is this default, and its copy allocates its target; freed memory is returned to the
+system before each turn. With "reused", the allocator keeps freed memory (glibc's mallopt), and its
+copy writes to existing memory.
+
+The roofline is the time in which the machine copies the bytes that must move, measured in the same
 row: inputs are read twice, outputs and gradients of inputs written, gradients of outputs read.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import spikefuse as sf
-from benchmarks import layers, runner
-from benchmarks.layers import DTYPES, OURS, Gated, Inputs, LayerInput, LayerTruth
-from benchmarks.runner import Contender, Timing, measure
+from benchmarks import layers, plots, runner
+from benchmarks.layers import COMPILED, DTYPES, LOOP, OURS, Gated, Inputs, LayerInput, LayerTruth
+from benchmarks.runner import Contender, Copy, CpuClock, Record, Timing, measure
 
 GROUPS = ("lif", "inference", "zoo", "custom", "layout", "long", "wide", "short", "host")
 COPY_BYTES = 1 << 31  # many times the size of a GPU's cache
 CHANNELS_LAST = f"{OURS}, channels-last"
 MILLION = 1_000_000
+STEPS = tuple(1 << i for i in range(11))
+LARGEST_T = {LOOP: 64, COMPILED: 32}
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+
+Cases = Iterator[tuple[str, Callable[[], Record]]]
+
+
+def main(argv: list[str] | None = None) -> Path:
+    parser = runner.make_parser("neurons", __doc__)
+    parser.add_argument("what", nargs="?", choices=MEASUREMENTS, default="models")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS),
+                        metavar="GROUP", help="groups of models (all)")  # fmt: skip
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument(
+        "--T", type=int, nargs="+", help="time steps (steps: 1 2 ... 1024; cpu: 32)"
+    )
+    parser.add_argument("--N", type=int, help="neurons of steps and cpu (1,000,000)")
+    args = runner.parse(parser, argv)
+    args.N = args.N or (1000 if args.quick else MILLION)
+    args.name, cases, plot = MEASUREMENTS[args.what]
+    if args.what == "cpu":
+        args.device = "cpu"
+    return runner.run_cases(args, cases(args), plot=plot)
+
+
+# Models and sizes
 
 
 @dataclass(frozen=True)
@@ -70,8 +108,8 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class NeuronRow:
-    """One measurement: a model, its input `[T, B, ...]`, training or inference."""
+class NeuronCase:
+    """A model, its input `[T, B, ...]`, training or inference."""
 
     group: str
     model: str
@@ -87,53 +125,45 @@ class NeuronRow:
         return text if self.training else f"{text}, inference"
 
 
-def rows(args: argparse.Namespace) -> Iterator[NeuronRow]:
+def model_cases(args: argparse.Namespace) -> Cases:
     flat, picture = (1, MILLION), (16, 64, 32, 32)
     both = ("float32", "bfloat16")
     zoo = (("PLIF per channel", picture), ("ALIF", flat), ("CubaLIF", flat), ("Izhikevich", flat))
     plan = [
-        *(NeuronRow("lif", "LIF", (128, *flat), d) for d in both),
-        *(NeuronRow("inference", "LIF", (128, *flat), d, training=False) for d in reversed(both)),
-        *(NeuronRow("zoo", m, (128, *shape), d) for m, shape in zoo for d in both),
-        NeuronRow("layout", "LIF", (32, 100, 64, 56, 56), "bfloat16"),
-        *(NeuronRow("long", "LIF", (1024, *flat), d) for d in both),
-        *(NeuronRow("wide", "LIF", (32, 1, 8 * MILLION), d) for d in both),
-        NeuronRow("short", "LIF", (4, *flat), "float32"),
-        NeuronRow("host", "LIF", (1, 1, 32), "float32"),
+        *(NeuronCase("lif", "LIF", (128, *flat), d) for d in both),
+        *(NeuronCase("inference", "LIF", (128, *flat), d, training=False) for d in reversed(both)),
+        *(NeuronCase("zoo", m, (128, *shape), d) for m, shape in zoo for d in both),
+        NeuronCase("layout", "LIF", (32, 100, 64, 56, 56), "bfloat16"),
+        *(NeuronCase("long", "LIF", (1024, *flat), d) for d in both),
+        *(NeuronCase("wide", "LIF", (32, 1, 8 * MILLION), d) for d in both),
+        NeuronCase("short", "LIF", (4, *flat), "float32"),
+        NeuronCase("host", "LIF", (1, 1, 32), "float32"),
         # Last, because FlexSN tunes its kernels for minutes.
-        *(NeuronRow("custom", "two inputs, two outputs", (32, *flat), d) for d in reversed(both)),
+        *(NeuronCase("custom", "two inputs, two outputs", (32, *flat), d) for d in reversed(both)),
     ]
-    for row in plan:
-        if row.group in args.rows and row.dtype in args.dtype:
-            yield replace(row, shape=small(row.shape)) if args.quick else row
+    timing, device = Timing.of(args, COPY_BYTES), torch.device(args.device)
+    for case in plan:
+        if case.group in args.groups and case.dtype in args.dtype:
+            chosen = replace(case, shape=small(case.shape)) if args.quick else case
+            yield chosen.title, partial(measure_model, timing, device, chosen)
 
 
 def small(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape for quick runs; the number of channels stays."""
+    """Return a shape for quick runs with the same number of channels."""
     if len(shape) == 3:
         return min(shape[0], 6), 1, min(shape[2], 300)
     return min(shape[0], 6), 2, shape[2], 3, 3
 
 
-def main(argv: list[str] | None = None) -> Path:
-    parser = runner.make_parser("neurons", __doc__)
-    parser.add_argument("--rows", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="GROUP")
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    args = runner.parse(parser, argv)
-    timing = Timing.of(args, COPY_BYTES)
-    measure_row = partial(measure_neurons, timing, torch.device(args.device))
-    return runner.run_rows(args, rows(args), measure_row)
-
-
-def measure_neurons(timing: Timing, device: torch.device, row: NeuronRow) -> dict[str, Any]:
-    model = MODELS[row.model]
+def measure_model(timing: Timing, device: torch.device, case: NeuronCase) -> Record:
+    model = MODELS[case.model]
     neuron = model.make().to(device)
-    given = LayerInput(row.shape, DTYPES[row.dtype], device, model.ports, model.ports, model.high)
+    given = LayerInput(case.shape, DTYPES[case.dtype], device, model.ports, model.ports, model.high)
     inputs = Inputs(given)
-    truth = LayerTruth(neuron, inputs, model.exact, row.training)
-    chosen = contenders(row, neuron, inputs)
+    truth = LayerTruth(neuron, inputs, model.exact, case.training)
+    chosen = contenders(case, neuron, inputs)
     prepared = [inputs]
-    if row.group == "layout":
+    if case.group == "layout":
         prepared.append(inputs.in_layout(torch.channels_last))
         chosen.append(layers.ours(neuron, prepared[1], CHANNELS_LAST))
 
@@ -142,33 +172,107 @@ def measure_neurons(timing: Timing, device: torch.device, row: NeuronRow) -> dic
             one.prepare()
 
     about = {
-        "row": row.title,
-        "group": row.group,
-        "neuron": row.model,
-        "shape": list(row.shape),
-        "T": row.shape[0],
-        "N": torch.Size(row.shape[1:]).numel(),
-        "dtype": row.dtype,
-        "training": row.training,
-        "verified_neurons": truth.num_neurons,
-        "input_bytes": inputs.num_bytes,
+        "group": case.group,
+        "neuron": case.model,
+        "T": case.shape[0],
+        "N": torch.Size(case.shape[1:]).numel(),
+        "dtype": case.dtype,
+        "training": case.training,
         "output_bytes": inputs.like.nbytes * model.ports,
-        "input_sets": len(inputs.sets),
     }
-    num_bytes = inputs.bytes_to_move(row.training)
+    num_bytes = inputs.bytes_to_move(case.training)
     return about | measure(chosen, truth.verify, timing, num_bytes, prepare)
 
 
-def contenders(row: NeuronRow, neuron: sf.Neuron, inputs: Inputs) -> list[Contender]:
-    if not row.training:
+def contenders(case: NeuronCase, neuron: sf.Neuron, inputs: Inputs) -> list[Contender]:
+    if not case.training:
         return [layers.inference(OURS, neuron, inputs)]
     found = [layers.ours(neuron, inputs)]
-    if row.group in ("lif", "short", "host"):
+    if case.group in ("lif", "short", "host"):
         found += layers.jelly_lif(inputs)
-    if row.group == "custom" and row.dtype == "float32":  # FlexSN's state has the input's dtype
+    if case.group == "custom" and case.dtype == "float32":  # FlexSN's state has the input's dtype
         assert isinstance(neuron, Gated)
         found.append(layers.flex(neuron, inputs))
     return found
+
+
+# Time steps
+
+
+def step_cases(args: argparse.Namespace) -> Cases:
+    timing = Timing.of(args, COPY_BYTES)
+    for dtype in args.dtype:
+        for T in args.T or ([2, 4] if args.quick else STEPS):
+            yield f"T={T}, {dtype}", partial(measure_steps, args, timing, T, dtype)
+
+
+def measure_steps(args: argparse.Namespace, timing: Timing, T: int, dtype: str) -> Record:
+    inputs = Inputs(LayerInput((T, 1, args.N), DTYPES[dtype], torch.device(args.device)))
+    neuron = layers.lif()
+    truth = LayerTruth(neuron, inputs)
+    chosen = [layers.ours(neuron, inputs), *layers.jelly_lif(inputs)]
+    for name, make in ((LOOP, partial(layers.eager_loop, neuron)), (COMPILED, layers.compiled)):
+        largest = 0 if args.quick and name == COMPILED else LARGEST_T[name]
+        reason = f"measured up to T = {largest} only"
+        chosen.append(make(inputs) if largest >= T else Contender(name, unavailable=reason))
+    about = {"T": T, "N": args.N, "dtype": dtype, "input_bytes": inputs.num_bytes}
+    return about | measure(chosen, truth.verify, timing, inputs.bytes_to_move(), inputs.prepare)
+
+
+# A CPU
+
+
+def cpu_cases(args: argparse.Namespace) -> Cases:
+    inputs = Inputs(
+        LayerInput(((args.T or [32])[0], 1, args.N), torch.float32, torch.device("cpu"))
+    )
+    truth = LayerTruth(layers.lif(), inputs)
+    for memory in ("fresh", "reused"):  # in this order: the effect of mallopt is permanent
+        yield f"{memory} memory", partial(measure_memory, args.rounds, inputs, truth, memory)
+
+
+def measure_memory(rounds: int, inputs: Inputs, truth: LayerTruth, memory: str) -> Record:
+    if memory == "reused" and not reuse_memory():
+        raise OSError("this C library has no mallopt")
+    neuron, num_bytes = layers.lif(), inputs.bytes_to_move()
+    clock = CpuClock(trim_memory) if memory == "fresh" else CpuClock()
+    source = torch.rand(num_bytes // 8)
+    copy = Copy("copy into new memory", source.clone, num_bytes)
+    if memory == "reused":
+        target = torch.empty_like(source)
+        copy = Copy("copy into existing memory", lambda: target.copy_(source), num_bytes)
+    timing = Timing(clock, rounds, turn_ms=0.0, warmup=2, copies=(copy,))
+    chosen = [layers.ours(neuron, inputs), layers.eager_loop(neuron, inputs)]
+    chosen += [layers.indexed(inputs), *layers.jelly_lif(inputs)]
+    about = {"memory": memory, "T": len(inputs.like), "N": inputs.like[0].numel()}
+    about["dtype"] = "float32"
+    return about | measure(chosen, truth.verify, timing, num_bytes, inputs.prepare)
+
+
+def reuse_memory() -> bool:
+    """Let the C library keep freed memory: no separate mappings, no trimming."""
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    # The threshold for mappings is limited to 32 MiB, so mappings are turned off altogether.
+    return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def trim_memory() -> None:
+    """Return freed memory to the system, if the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+# By command: the name of the result, its cases and its plot.
+MEASUREMENTS: dict[str, tuple[str, Callable[[argparse.Namespace], Cases], Callable | None]] = {
+    "models": ("neurons", model_cases, None),
+    "steps": ("timestep_scaling", step_cases, plots.timestep_scaling),
+    "cpu": ("cpu_neuron", cpu_cases, None),
+}
 
 
 if __name__ == "__main__":

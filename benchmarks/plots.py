@@ -1,7 +1,9 @@
-"""Plots of results, written beside them; nothing is drawn without matplotlib."""
+"""Plots of results, written beside them; nothing is drawn without rows or without matplotlib."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +17,40 @@ STYLE = {
     LOOP: ("tab:gray", "v"),
 }
 
-
-def canvas(result: dict[str, Any], size: tuple[float, float], title: str = "") -> Any:
-    """Return a figure of so many inches, or None without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    figure = Figure(figsize=size, layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
-    machine = result["machine"]
-    where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
-    figure.suptitle(f"{title}, {where}" if title else where)
-    return figure
+Rows = list[dict[str, Any]]
+# Draws rows on a figure and returns its title.
+Draw = Callable[[Any, Rows], str]
 
 
-def save(figure: Any, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+def plot(
+    choose: Callable[[Rows], Rows] = lambda rows: rows,
+) -> Callable[[Draw], Callable[[dict[str, Any], Path], Path | None]]:
+    """Make a function that draws the chosen rows of a result to a file, if there are any."""
+
+    def decorate(draw: Draw) -> Callable[[dict[str, Any], Path], Path | None]:
+        @wraps(draw)
+        def write(result: dict[str, Any], path: Path) -> Path | None:
+            rows = choose(result["rows"])
+            try:
+                from matplotlib.backends.backend_agg import FigureCanvasAgg
+                from matplotlib.figure import Figure
+            except ImportError:
+                return None
+            if not rows:
+                return None
+            figure = Figure(layout="constrained", dpi=120)
+            FigureCanvasAgg(figure)
+            machine = result["machine"]
+            where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
+            title = draw(figure, rows) or result["settings"].get("recipe")
+            figure.suptitle(f"{title}, {where}" if title else where)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path)
+            return path
+
+        return write
+
+    return decorate
 
 
 def step_axis(panel: Any, steps: list[int], **labels: Any) -> None:
@@ -44,15 +60,11 @@ def step_axis(panel: Any, steps: list[int], **labels: Any) -> None:
     panel.grid(alpha=0.3)
 
 
-def timestep_scaling(result: dict[str, Any], path: Path) -> Path | None:
+@plot()
+def timestep_scaling(figure: Any, rows: Rows) -> str:
     """Draw time over T, one panel per dtype."""
-    rows = result["rows"]
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    if not rows:
-        return None
-    figure = canvas(result, (5.2 * len(dtypes), 4.2), f"{rows[0]['N']:,} LIF neurons")
-    if figure is None:
-        return None
+    figure.set_size_inches(5.2 * len(dtypes), 4.2)
     panels = figure.subplots(1, len(dtypes), sharey=True, squeeze=False)[0]
     for panel, dtype in zip(panels, dtypes, strict=True):
         mine = sorted((r for r in rows if r["dtype"] == dtype), key=lambda r: r["T"])
@@ -70,22 +82,19 @@ def timestep_scaling(result: dict[str, Any], path: Path) -> Path | None:
         step_axis(panel, [row["T"] for row in mine], yscale="log", title=dtype)
     panels[0].set_ylabel("forward + backward, ms")
     panels[0].legend()
-    return save(figure, path)
+    return f"{rows[0]['N']:,} LIF neurons"
 
 
-def time_sharding(result: dict[str, Any], path: Path) -> Path | None:
-    """Draw the speed-up of a layer over T for each number of ranks, measured and predicted.
+def sharded_layers(rows: Rows) -> Rows:
+    """Return the replays of CUDA graphs if there are any, otherwise the eager steps."""
+    rows = [r for r in rows if r["what"] == "layer" and r["time"] > 1 and "speedup" in r]
+    return [r for r in rows if r["way"] == "CUDA graph"] or rows
 
-    Replays of CUDA graphs are drawn if there are any, otherwise eager steps.
-    """
-    rows = [r for r in result["rows"] if r["what"] == "layer" and r["time"] > 1]
-    rows = [r for r in rows if "speedup" in r]
-    rows = [r for r in rows if r.get("way") == "CUDA graph"] or rows
-    if not rows:
-        return None
-    figure = canvas(result, (6.4, 4.2), f"{rows[0]['N']:,} LIF neurons")
-    if figure is None:
-        return None
+
+@plot(sharded_layers)
+def time_sharding(figure: Any, rows: Rows) -> str:
+    """Draw the speed-up of a layer over T for each number of ranks, measured and predicted."""
+    figure.set_size_inches(6.4, 4.2)
     panel = figure.subplots()
     lines = (("speedup", "o-", "measured"), ("by_paper", ":", "Eq. 5"), ("predicted", "--", "plan"))
     for index, count in enumerate(sorted({r["time"] for r in rows})):
@@ -97,19 +106,18 @@ def time_sharding(result: dict[str, Any], path: Path) -> Path | None:
                 panel.plot(*zip(*points, strict=True), style, color=f"C{index}", label=label)
     step_axis(panel, sorted({r["T"] for r in rows}), ylabel="times as fast as one")
     panel.legend()
-    return save(figure, path)
+    return f"{rows[0]['N']:,} LIF neurons"
 
 
-def learning(result: dict[str, Any], path: Path) -> Path | None:
+@plot(lambda rows: [row for row in rows if "curve" in row])
+def learning(figure: Any, rows: Rows) -> str:
     """Draw loss and accuracy over the epochs, for every seed."""
-    figure = canvas(result, (9, 3.5), result["settings"]["recipe"])
-    if figure is None:
-        return None
     from matplotlib.ticker import MaxNLocator
 
+    figure.set_size_inches(9, 3.5)
     panels = figure.subplots(1, 2)
     for panel, quantity, scale in zip(panels, ("loss", "accuracy"), (1, 100), strict=True):
-        for index, row in enumerate(result["rows"]):
+        for index, row in enumerate(rows):
             epochs = [epoch["epoch"] for epoch in row["curve"]]
             for part, name, line in (("train", "training", "--"), ("val", "validation", "-")):
                 values = [scale * epoch[f"{part}_{quantity}"] for epoch in row["curve"]]
@@ -119,26 +127,24 @@ def learning(result: dict[str, Any], path: Path) -> Path | None:
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(alpha=0.3)
     panels[1].legend(loc="lower right")
-    return save(figure, path)
+    return ""
 
 
-def crossover(result: dict[str, Any], path: Path) -> Path | None:
-    """Draw the speed of events over dense, and samples a second of both, over the activity.
+def several_rates(rows: Rows) -> Rows:
+    cases = [row["case"] for row in rows]
+    return [row for row in rows if cases.count(row["case"]) > 1]
 
-    Cases with a single rate are left out.
-    """
-    cases: dict[str, list[dict[str, Any]]] = {}
-    for row in result["rows"]:
-        cases.setdefault(row["case"], []).append(row)
-    cases = {name: rows for name, rows in cases.items() if len(rows) > 1}
-    figure = canvas(result, (11, 4.2)) if cases else None
-    if figure is None:
-        return None
+
+@plot(several_rates)
+def crossover(figure: Any, rows: Rows) -> str:
+    """Draw the speed of events over dense, and samples a second of both, over the activity."""
+    figure.set_size_inches(11, 4.2)
     ratio, speed = figure.subplots(1, 2)
-    for index, (case, rows) in enumerate(cases.items()):
+    for index, case in enumerate(dict.fromkeys(row["case"] for row in rows)):
         for name, style in (("events", "o-"), ("dense, fused over time", "s:")):
             for panel, key in ((ratio, "times_dense"), (speed, "samples_per_s")):
-                points = [(100 * r["rate"], r[key][name]) for r in rows if name in r[key]]
+                points = [(100 * r["rate"], r[key][name])
+                          for r in rows if r["case"] == case and name in r[key]]  # fmt: skip
                 if points and (panel is speed or style == "o-"):
                     label = f"{case}: {name}"
                     panel.plot(*zip(*sorted(points), strict=True), style, color=f"C{index}",
@@ -149,18 +155,13 @@ def crossover(result: dict[str, Any], path: Path) -> Path | None:
         panel.set_ylabel(label)
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
-    return save(figure, path)
+    return ""
 
 
-def weak_scaling(result: dict[str, Any], path: Path) -> Path | None:
+@plot(lambda rows: [row for row in rows if "efficiency" in row])
+def weak_scaling(figure: Any, rows: Rows) -> str:
     """Draw efficiency, and samples a second, over the number of ranks."""
-    rows = [row for row in result["rows"] if "efficiency" in row]
-    if not rows:
-        return None
-    title = f"{rows[-1]['neurons']:,} neurons on {rows[-1]['ranks']} ranks"
-    figure = canvas(result, (9, 3.6), title)
-    if figure is None:
-        return None
+    figure.set_size_inches(9, 3.6)
     ranks = [row["ranks"] for row in rows]
     labels = {"efficiency": "time of one rank over theirs", "samples_per_s": "samples/s"}
     panels = figure.subplots(1, 2)
@@ -171,4 +172,4 @@ def weak_scaling(result: dict[str, Any], path: Path) -> Path | None:
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
     panels[0].axhline(1, color="black", linestyle="--", linewidth=1)
-    return save(figure, path)
+    return f"{rows[-1]['neurons']:,} neurons on {rows[-1]['ranks']} ranks"

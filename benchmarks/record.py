@@ -26,7 +26,7 @@ PACKAGES = ("triton", "numba", "numpy", "spikingjelly")
 def document(
     benchmark: str, device: torch.device, quick: bool, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the head of a result; the caller adds "rows"."""
+    """Return a result without "rows"."""
     now = datetime.datetime.now(datetime.UTC)
     return {
         "schema": SCHEMA,
@@ -43,7 +43,7 @@ def document(
 def revision() -> dict[str, Any]:
     """Return the git revision and whether the tree had changes; None where unknown.
 
-    Without a git history, SPIKEFUSE_REVISION gives the revision, with "-dirty" behind it if the
+    SPIKEFUSE_REVISION overrides it, for copies without a git history; it ends in "-dirty" if the
     tree had changes.
     """
     given = os.environ.get("SPIKEFUSE_REVISION")
@@ -53,15 +53,10 @@ def revision() -> dict[str, Any]:
     if head is None:
         return {"revision": None, "dirty": None}
     # New results and tables do not change the code that was measured.
-    changes = _git(
-        "status",
-        "--porcelain",
-        "--",
-        ".",
-        ":!benchmarks/results",
-        ":!docs/benchmarks.md",
-        ":!docs/reproduce.md",
+    others = (
+        f":!{name}" for name in ("benchmarks/results", "docs/benchmarks.md", "docs/reproduce.md")
     )
+    changes = _git("status", "--porcelain", "--", ".", *others)
     return {"revision": head, "dirty": None if changes is None else bool(changes)}
 
 

@@ -1,8 +1,8 @@
-"""Verify, then time.
+"""What all scripts share: options, verification before timing, CUDA graphs, and writing results.
 
-Contenders take turns within one run, so that a machine that speeds up or slows down does so for
-all of them. A contender whose result is wrong is not timed. A copy, timed in the same turns, gives
-the machine's bandwidth.
+Contenders are timed in turns within one run, so that changes of the machine's speed affect all of
+them. A contender whose result is wrong is not timed. A copy, timed in the same turns, gives the
+machine's bandwidth.
 """
 
 from __future__ import annotations
@@ -11,25 +11,30 @@ import argparse
 import gc
 import math
 import random
-import resource
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from benchmarks import record
 
-# Written before each timed call on a GPU, so that it starts with a cold L2 cache. It is large
-# enough for the host to run ahead of the device meanwhile.
+# Bytes written before each call that CUDA events time, so that it starts with a cold L2 cache. The
+# write takes long enough for the host to run ahead of the device.
 FLUSH_BYTES = 1 << 30
-# Untimed calls at the start of a turn on a GPU, and single calls timed by events at its end.
+# On a GPU: untimed calls at the start of a turn, and calls timed one by one at its end.
 TURN_WARMUP, TURN_SINGLES = 5, 3
 
-EAGER, GRAPH = "eager", "CUDA graph"  # the two ways to run a step
+EAGER, GRAPH = WAYS = "eager", "CUDA graph"  # the two ways to run a step
+NO_GRAPHS = "CUDA graphs need a CUDA GPU"
+# Steps before a graph is recorded: they compile kernels, choose algorithms, create the optimizer's
+# state, and let DistributedDataParallel arrange its buckets.
+STEPS_BEFORE_GRAPH = 11
+
+Record = dict[str, Any]
 
 
 @dataclass
@@ -38,16 +43,14 @@ class Contender:
 
     Args:
         name: in results and tables.
-        run: does the work once and returns what is verified; None if unavailable.
-        forward: does only the forward pass and returns its result; for the memory after it.
+        run: does the work once and returns the result to verify; None if unavailable.
         unavailable: the reason if `run` is None.
-        note: shown below tables.
-        held_bytes: memory that stays allocated between runs, such as that of a CUDA graph.
+        note: printed below tables.
+        held_bytes: memory that stays allocated between runs, such as a CUDA graph's.
     """
 
     name: str
     run: Callable[[], Any] | None = None
-    forward: Callable[[], Any] | None = None
     unavailable: str = ""
     note: str = ""
     held_bytes: int = 0
@@ -68,22 +71,11 @@ def bandwidth_copy(num_bytes: int, device: torch.device) -> Copy:
     return Copy("copy", lambda: target.copy_(source), num_bytes)
 
 
-class Clock(Protocol):
-    """Reads time and memory of a device. `bandwidth_kind` is the kind of time used for copies."""
-
-    bandwidth_kind: str
-
-    def turn(self, run: Callable[[], Any], repetitions: int) -> dict[str, float]:
-        """Return milliseconds per repetition by kind of time, and possibly other counts."""
-        ...
-
-    def memory(self, contender: Contender) -> dict[str, int]:
-        """Return the memory that one run needs, where the device reports it."""
-        ...
-
-
 class CpuClock:
-    """Wall-clock time and page faults; `settle` is called before each turn, untimed."""
+    """Wall-clock time; `settle` is called before each turn, untimed.
+
+    `bandwidth_kind` is the kind of time that gives the bandwidth of copies.
+    """
 
     bandwidth_kind = "wall_ms"
 
@@ -91,20 +83,19 @@ class CpuClock:
         self.settle = settle
 
     def turn(self, run: Callable[[], Any], repetitions: int) -> dict[str, float]:
+        """Return milliseconds per repetition by kind of time."""
         self.settle()
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         start = time.perf_counter()
         for _ in range(repetitions):
             run()
-        wall = (time.perf_counter() - start) * 1e3 / repetitions
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-        return {"wall_ms": wall, "page_faults": faults / repetitions}
+        return {"wall_ms": (time.perf_counter() - start) * 1e3 / repetitions}
 
     def memory(self, contender: Contender) -> dict[str, int]:
+        """Return the memory that one run needs, where the device reports it."""
         return {}
 
 
-class GpuClock:
+class GpuClock(CpuClock):
     """Wall-clock time of back-to-back calls, and device time of single calls by CUDA events."""
 
     bandwidth_kind = "device_ms"
@@ -112,6 +103,7 @@ class GpuClock:
     def __init__(
         self, device: torch.device, warmup: int = TURN_WARMUP, singles: int = TURN_SINGLES
     ) -> None:
+        super().__init__()
         if device.index is not None:
             torch.cuda.set_device(device)  # events belong to the current device
         self.device, self.warmup, self.singles = device, warmup, singles
@@ -141,7 +133,7 @@ class GpuClock:
         return {"wall_ms": wall, "device_ms": device}
 
     def memory(self, contender: Contender) -> dict[str, int]:
-        """Return bytes beyond those allocated before the run: at the peak, and after forward."""
+        """Return the bytes at the peak beyond those allocated before the run."""
         assert contender.run is not None
         gc.collect()
         torch.cuda.synchronize(self.device)
@@ -150,21 +142,14 @@ class GpuClock:
         contender.run()
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
-        found = {"peak_bytes": peak + contender.held_bytes}
-        if contender.forward is not None:
-            before = torch.cuda.memory_allocated(self.device)
-            result = contender.forward()
-            torch.cuda.synchronize(self.device)
-            found["after_forward_bytes"] = torch.cuda.memory_allocated(self.device) - before
-            del result
-        return found
+        return {"peak_bytes": peak + contender.held_bytes}
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How to time: `rounds` turns of about `turn_ms` each, in turn with the copies."""
+    """How to time: `rounds` turns of about `turn_ms` milliseconds for each contender and copy."""
 
-    clock: Clock
+    clock: CpuClock
     rounds: int = 11
     turn_ms: float = 5.0
     warmup: int = 3
@@ -173,14 +158,14 @@ class Timing:
 
     @classmethod
     def of(cls, args: argparse.Namespace, copy_bytes: int = 0, whole_steps: bool = False) -> Timing:
-        """Make the usual one from the options of `make_parser`.
+        """Make the usual timing from the options of `make_parser`.
 
         Args:
-            copy_bytes: size of the copy that gives the bandwidth; 0 for none.
-            whole_steps: long runs, which need little warm-up.
+            copy_bytes: bytes moved by the copy that gives the bandwidth; 0 for none.
+            whole_steps: each run is long and needs little warm-up.
         """
         device = torch.device(args.device)
-        clock: Clock = CpuClock()
+        clock = CpuClock()
         if device.type == "cuda":
             clock = GpuClock(device, 1, 1) if whole_steps else GpuClock(device)
         size = min(copy_bytes, 1 << 20) if args.quick else copy_bytes
@@ -195,7 +180,7 @@ def measure(
     timing: Timing,
     num_bytes: int = 0,
     prepare: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
+) -> Record:
     """Verify the contenders, then time the correct ones in turns.
 
     Args:
@@ -213,7 +198,7 @@ def measure(
     results = [_verified(c, verify, timing.clock, prepare) for c in contenders]
     correct = [c for c, r in zip(contenders, results, strict=True) if r["status"] == "ok"]
     times = _interleaved([*timing.copies, *correct], timing)
-    copies: list[dict[str, Any]] = []
+    copies: list[Record] = []
     for copy in timing.copies:
         rate = copy.num_bytes / times[copy.name][timing.clock.bandwidth_kind]["median"] / 1e6
         about = {"name": copy.name, "num_bytes": copy.num_bytes, "gb_per_s": float(f"{rate:.6g}")}
@@ -227,7 +212,6 @@ def measure(
             result["fraction"] = {
                 kind: float(f"{floor / value['median']:.4g}")
                 for kind, value in times[result["name"]].items()
-                if kind.endswith("_ms")
             }
     return {"num_bytes": num_bytes, "copies": copies, "contenders": results}
 
@@ -235,10 +219,10 @@ def measure(
 def _verified(
     contender: Contender,
     verify: Callable[[Contender, Any], None],
-    clock: Clock,
+    clock: CpuClock,
     prepare: Callable[[], None],
-) -> dict[str, Any]:
-    result: dict[str, Any] = {"name": contender.name}
+) -> Record:
+    result: Record = {"name": contender.name}
     if contender.note:
         result["note"] = contender.note
     if contender.run is None:
@@ -256,7 +240,7 @@ def _verified(
 
 def _interleaved(
     runners: Sequence[Contender | Copy], timing: Timing
-) -> dict[str, dict[str, dict[str, Any]]]:
+) -> dict[str, dict[str, Record]]:
     repetitions = {}
     for runner in runners:
         assert runner.run is not None
@@ -266,7 +250,7 @@ def _interleaved(
         fitting = math.ceil(timing.turn_ms / max(estimate, 1e-6))
         repetitions[runner.name] = min(max(fitting, 1), timing.max_repetitions)
     turns: dict[str, list[dict[str, float]]] = {runner.name: [] for runner in runners}
-    # No garbage collection inside a turn; after it a cheap one, of what the turn has made.
+    # Collect garbage after turns only; frozen objects make these collections cheap.
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -286,7 +270,7 @@ def _interleaved(
     }
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
+def spread(values: Sequence[float]) -> Record:
     """Return the median, the 10th and 90th percentiles, and the values."""
     tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values
     return {
@@ -295,6 +279,54 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
         "p90": round(tenths[-1], 6),
         "rounds": [round(v, 6) for v in values],
     }
+
+
+@dataclass
+class Replay:
+    """A recorded step; `step` keeps alive what the graph uses, such as the optimizer's state."""
+
+    graph: torch.cuda.CUDAGraph
+    result: Any
+    step: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        self.graph.replay()
+        return self.result
+
+
+def record_graph(step: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
+    """Record a step as a CUDA graph; return its replay and the bytes that the graph holds."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(STEPS_BEFORE_GRAPH):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, such as NCCL's, are not recorded.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        result = step()
+    return Replay(graph, result, step), torch.cuda.memory_reserved() - before
+
+
+def graph_contender(name: str, step: Callable[[], Any], device: torch.device) -> Contender:
+    """Return the replay of a step as a contender, or the reason why there is none."""
+    if device.type != "cuda":
+        return Contender(name, unavailable=NO_GRAPHS)
+    try:
+        run, held = record_graph(step)
+    except Exception as error:
+        return Contender(name, unavailable=first_line(error))
+    return Contender(name, run, held_bytes=held)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def first_line(error: BaseException) -> str:
@@ -307,7 +339,7 @@ def first_line(error: BaseException) -> str:
 
 
 def make_parser(name: str, doc: str | None, rounds: int = 11) -> argparse.ArgumentParser:
-    """Make the parser with the options of every script; read it with `parse`."""
+    """Make a parser with the options that all scripts have; use it with `parse`."""
     parser = argparse.ArgumentParser(
         f"python -m benchmarks.{name}",
         description=doc,
@@ -330,57 +362,68 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
     return args
 
 
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+def settings_of(args: argparse.Namespace) -> Record:
     return {k: v for k, v in vars(args).items() if k not in ("out", "quick", "device", "name")}
 
 
-class Row(Protocol):
-    """One measurement of a script."""
-
-    @property
-    def title(self) -> str: ...
-
-
-def run_rows(
+def run_cases(
     args: argparse.Namespace,
-    rows: Iterable[Any],
-    measure_row: Callable[[Any], dict[str, Any]],
-    settings: dict[str, Any] | None = None,
+    cases: Iterable[tuple[str, Callable[[], Record]]],
+    settings: Record | None = None,
+    plot: Callable[[Record, Path], Any] | None = None,
 ) -> Path:
-    """Measure the rows one after the other, and write the result after each.
+    """Measure the cases, given as (title, function that returns a row), one after the other.
 
-    A row that fails is listed under "left_out" with the reason, as are rows after `args.within`
-    seconds, where the script has this option.
+    A case that fails is listed under "left_out" with the reason.
     """
-    device = torch.device(args.device)
-    result = record.document(args.name, device, args.quick, settings or settings_of(args))
-    result |= {"rows": [], "left_out": []}
-    into, started = record.folder(args.out, args.quick), time.perf_counter()
-    print(f"{args.name}: {record.slug(result['machine'])}, "
-          f"load average {result['machine']['load_average']}", flush=True)  # fmt: skip
+    device, left_out = torch.device(args.device), []
+
+    def rows() -> Iterator[Record]:
+        for title, measure_case in cases:
+            try:
+                yield {"row": title} | measure_case()
+            except Exception as error:  # the other cases are still measured
+                reason = f"left out, {first_line(error)}"
+                left_out.append({"row": title, "reason": reason})
+                print(f"{title}: {reason}", flush=True)
+            release(device)  # the next case needs other sizes
+
+    return write_rows(args, rows(), describe, settings, left_out, plot)
+
+
+def write_rows(
+    args: argparse.Namespace,
+    rows: Iterable[Record],
+    describe: Callable[[Record], str],
+    settings: Record | None = None,
+    left_out: Sequence[Record] = (),
+    plot: Callable[[Record, Path], Any] | None = None,
+) -> Path:
+    """Print the description of each row, write the result after each, and draw its plot."""
+    started = time.perf_counter()
+    given = settings_of(args) if settings is None else settings
+    result = record.document(args.name, torch.device(args.device), args.quick, given)
+    result |= {"rows": [], "left_out": left_out}
+    into = record.folder(args.out, args.quick)
     path = record.write(into, result)
+    machine = result["machine"]
+    print(f"{args.name}: {record.slug(machine)}, load average {machine['load_average']}")
     for row in rows:
-        seconds = time.perf_counter() - started
-        try:
-            if seconds >= getattr(args, "within", math.inf):
-                raise TimeoutError(f"--within {args.within:g} seconds have passed")
-            found = measure_row(row)
-            result["rows"].append(found)
-            text = describe(found)
-        except Exception as error:  # the other rows are still measured
-            text = f"left out, {first_line(error)}"
-            result["left_out"].append({"row": row.title, "reason": text})
-        print(f"[{seconds:.0f} s] {row.title}: {text}", flush=True)
-        release(device)
-        path = record.write(into, result)
-    print(f"wrote {path}, {time.perf_counter() - started:.0f} s")
+        result["rows"].append(row)
+        print(f"[{time.perf_counter() - started:.0f} s] {describe(row)}", flush=True)
+        record.write(into, result)
+    record.write(into, result)
+    if plot is not None:
+        plot(result, path.with_suffix(".png"))
+    print(f"wrote {path}", flush=True)
     return path
 
 
-def describe(measured: dict[str, Any]) -> str:
-    """Return lines with the times of a row's copies and contenders."""
-    lines = [f"{c['name']} {c['gb_per_s']:.1f} GB/s" for c in measured.get("copies", [])]
-    for c in measured["contenders"]:
+def describe(row: Record) -> str:
+    """Return a row's title, and a line for each of its copies and contenders."""
+    lines = [row.get("row", "")]
+    lines += [f"{c['name']} {c['gb_per_s']:.1f} GB/s" for c in row.get("copies", [])]
+    for c in row["contenders"]:
         if c["status"] != "ok":
             lines.append(f"{c['name']}: {c['status']}, {c['reason']}")
             continue
@@ -395,7 +438,7 @@ def describe(measured: dict[str, Any]) -> str:
 
 
 def release(device: torch.device) -> None:
-    """Free a row's memory, because the next row needs other sizes."""
+    """Free unused memory."""
     gc.collect()
     if device.type == "cuda":
         try:

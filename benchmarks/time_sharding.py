@@ -3,16 +3,16 @@
     torchrun --nproc_per_node 4 -m benchmarks.time_sharding
     torchrun --nproc_per_node 4 -m benchmarks.time_sharding --rounds 5       in fewer minutes
 
-The layer: a million neurons, float32, forward and backward, T from 32 to 4096 on 1, 2, 4 ... GPUs
+The layer: a million neurons, float32, forward and backward, T from 64 to 4096 on 1, 2, 4 ... GPUs
 and in several numbers of microbatches, verified against one GPU before it is timed. The network,
 fused: 128 x 128 pixels, T = 128, batch 16, bfloat16, channels-last, with exact and with per-shard
 statistics of its batch norms; every data x time for the same work; and the largest T, doubled until
-one GPU runs out of memory. Both run eagerly and as replays of a CUDA graph, and each way is
-compared with one GPU in the same way; replays are verified against eager steps. The speed-up of
-replays is also predicted, by the paper's Eq. 5 and by `spikefuse.distributed.plan`.
+one GPU runs out of memory. Both run eagerly and as replays of a CUDA graph; replays are verified
+against eager steps. The speed-up of replays is also predicted, by the paper's Eq. 5 and by
+`spikefuse.distributed.plan`.
 
-If fewer ranks share the time than there are GPUs, the others do the same at the same time. The
-result is written after each part. On CPUs, over Gloo, only eager steps are measured.
+If fewer ranks share the time than there are GPUs, groups of ranks repeat the same work at the same
+time. On CPUs, over Gloo, only eager steps are measured.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,46 +34,49 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import spikefuse as sf
-from benchmarks import layers, plots, record, runner
+from benchmarks import layers, plots, runner
 from benchmarks.agreement import ROUNDING, difference
-from benchmarks.network_steps import WAYS, Workload, record_graph
-from benchmarks.ranks import averaging, highest, peak_bytes, rank_device, time_together
-from benchmarks.runner import EAGER, GRAPH, first_line
+from benchmarks.ddp import averaging, run_processes
+from benchmarks.networks import Workload
+from benchmarks.runner import (
+    EAGER,
+    GRAPH,
+    WAYS,
+    Record,
+    first_line,
+    record_graph,
+    spread,
+    synchronize,
+)
 from spikefuse.distributed import Plan, make_mesh, mean_over_steps, plan, shard_time, steps_of
-from spikefuse.train.processes import Processes
 
-CHUNKS, NETWORK_CHUNKS = (1, 2, 4, 8, 16), (1, 2, 4)
 NETWORK = Workload("resnet18", (2, 128, 128), num_classes=11, T=128, batch=16)
 PARTS = ("layer", "network", "long")
 VERIFIED = 1 << 29  # largest number of elements for which a layer is compared with one GPU
-SPREAD = 2.0  # a replay may differ from an eager step by this multiple of two eager steps
+VARIATION = 2.0  # a replay may differ from an eager step by this multiple of two eager steps
+REPETITIONS = 3  # steps in a round
 
-Record = dict[str, Any]
 # How states are passed: number of microbatches, and whether ranks scan speculatively from rest.
 Passing = tuple[int, bool]
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> Path | None:
+    """Measure; return the path of the result in the main process."""
     parser = runner.make_parser("time_sharding", __doc__)
-    parser.add_argument("--T", type=int, nargs="+", help="of the layer (32 64 ... 4096)")
-    parser.add_argument("--N", type=int, help="neurons of the layer (1,000,000)")
-    parser.add_argument("--chunks", type=int, nargs="+", default=CHUNKS,
-                        help="microbatches of the layer (1 2 4 8 16)")  # fmt: skip
-    parser.add_argument("--network-chunks", type=int, nargs="+", default=NETWORK_CHUNKS,
-                        help="microbatches of the network (1 2 4)")  # fmt: skip
+    parser.add_argument("--T", type=int, nargs="+", help="of the layer (64 256 1024 4096)")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4],
+                        help="numbers of microbatches (1 2 4)")  # fmt: skip
     parser.add_argument("--only", choices=PARTS, nargs="+", help="parts (all)")
     args = runner.parse(parser, argv)
-    args.T = args.T or ([8] if args.quick else [32 << i for i in range(8)])
-    args.N = args.N or (1000 if args.quick else 1_000_000)
+    args.T = args.T or ([8] if args.quick else [64, 256, 1024, 4096])
+    args.N = 1000 if args.quick else 1_000_000
     args.only = args.only or (PARTS[:2] if args.quick else PARTS)
-    if Processes.started().count < 2:
-        parser.error("start it with torchrun --nproc_per_node N -m benchmarks.time_sharding")
-    return args
+    return run_processes(parser, args, measure_parts, describe, plots.time_sharding)
 
 
 @dataclass(frozen=True)
-class Job:
-    """What all measurements of a run share; `meshes` by the number of ranks that share the time."""
+class Setup:
+    """What all measurements share; `meshes` by the number of ranks that share the time."""
 
     args: argparse.Namespace
     device: torch.device
@@ -81,50 +86,70 @@ class Job:
     def ranks(self) -> int:
         return max(self.meshes)
 
-    @property
-    def ways(self) -> Sequence[str]:
-        return WAYS if self.device.type == "cuda" else (EAGER,)
 
-
-def main(argv: list[str] | None = None) -> Path | None:
-    """Measure; return the path of the result in the main process."""
-    args, processes = arguments(argv), Processes.started()
-    device = rank_device(args.device, processes)
-    settings = runner.settings_of(args) | {"processes": processes.count}
-    result = record.document("time_sharding", device, args.quick, settings) | {"rows": []}
-    into, path = record.folder(args.out, args.quick), None
-    with processes.connected(device):
-        # Making a mesh is collective, so every process makes all of them.
-        counts = [k for k in range(1, processes.count + 1) if processes.count % k == 0]
-        meshes = {k: make_mesh(time=k, device=device.type) for k in counts}
-        for row in measure_parts(Job(args, device, meshes)):
-            result["rows"].append(row)
-            if processes.main:
-                print(describe(row), flush=True)
-                path = record.write(into, result)
-    if path is not None:
-        plots.time_sharding(record.read(path), path.with_suffix(".png"))
-        print(f"wrote {path}")
-    return path
-
-
-def measure_parts(job: Job) -> Iterator[Record]:
-    nets = {k: sf.Temporal(layers.lif()) for k in job.meshes}
+def measure_parts(args: argparse.Namespace, device: torch.device) -> Iterator[Record]:
+    # Making a mesh is collective, so every process makes all of them.
+    count = dist.get_world_size()
+    sizes = [k for k in range(1, count + 1) if count % k == 0]
+    setup = Setup(args, device, {k: make_mesh(time=k, device=device.type) for k in sizes})
+    nets = {k: sf.Temporal(layers.lif()) for k in sizes}
     for k, net in nets.items():
         if k > 1:
-            shard_time(net, job.meshes[k]["time"])
-    for way in job.ways:  # first everything eagerly, in case a recording fails
-        for T in job.args.T if "layer" in job.args.only else ():
-            yield from layer_rows(job, nets, T, way)
-        if "network" in job.args.only:
-            yield from network_rows(job, way)
-    if "long" in job.args.only:
-        yield longest(job)
+            shard_time(net, setup.meshes[k]["time"])
+    for way in WAYS if device.type == "cuda" else (EAGER,):  # eager first, as recording may fail
+        for T in args.T if "layer" in args.only else ():
+            yield from layer_rows(setup, nets, T, way)
+        if "network" in args.only:
+            yield from network_rows(setup, way)
+    if "long" in args.only:
+        yield longest(setup)
 
 
-def passings(counts: Sequence[int]) -> list[Passing]:
-    """Return the ways to pass states that are tried: speculative, and waiting in microbatches."""
-    return [(1, True), *((chunks, False) for chunks in counts)]
+def measure_step(setup: Setup, make: Callable[[], AnyStep], sharded: bool, way: str) -> Record:
+    """Verify and time a step with each way to pass states; return the fastest.
+
+    Memory is that of the last way, on the rank that needs most.
+    """
+    row: Record = {"status": "ok"}
+    found: dict[Passing, Record] = {}
+    device, on_gpu = setup.device, setup.device.type == "cuda"
+    gc.collect()
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    waiting = [(chunks, False) for chunks in setup.args.chunks]
+    try:
+        step = make()
+        for how in [(1, True), *(waiting if sharded else ())]:
+            if step.net.passing is not None:  # in place, without opening new connections
+                step.net.passing.chunks, step.net.passing.speculates = how
+            run: Callable[[], list[Tensor]] = step
+            if way == GRAPH:
+                used = torch.cuda.memory_allocated(device) - before
+                run, held = record_graph(step)
+                row["bytes"] = int(highest(used + held, device))
+            elif on_gpu:
+                torch.cuda.reset_peak_memory_stats(device)
+                step()
+                used = torch.cuda.max_memory_allocated(device) - before
+                row["bytes"] = int(highest(used, device))
+            step.verify(run)
+            found[how] = time_together(run, device, setup.args.rounds)
+            del run
+            gc.collect()  # frees a graph's memory before the next recording
+    except torch.OutOfMemoryError as error:
+        return {"status": "out of memory", "reason": first_line(error)}
+    except AssertionError as error:
+        return {"status": "wrong", "reason": first_line(error)}
+    except Exception as error:
+        if way == EAGER:
+            raise
+        return {"status": "unavailable", "reason": first_line(error)}
+    chunks, speculate = min(found, key=lambda how: found[how]["median"])
+    times = {
+        f"{chunks}" if speculate else f"{chunks}, waiting": ms["median"]
+        for (chunks, speculate), ms in found.items()
+    }
+    row |= {"chunks": chunks, "speculate": speculate, "by_chunks": times}
+    return row | {"ms": found[chunks, speculate]}
 
 
 def add_predictions(rows: Sequence[Record], made: Plan) -> None:
@@ -136,72 +161,57 @@ def add_predictions(rows: Sequence[Record], made: Plan) -> None:
             row |= {"by_paper": made.speedup_by_paper(row["time"])}
 
 
+def time_together(step: Callable[[], object], device: torch.device, rounds: int) -> Record:
+    """Return milliseconds of a step; in each round, those of the slowest rank."""
+    together = torch.zeros(1, device=device)
+
+    def wait_for_all() -> None:
+        dist.all_reduce(together)
+        synchronize(device)
+
+    for _ in range(REPETITIONS):
+        step()
+    found = []
+    for _ in range(rounds):
+        wait_for_all()
+        start = time.perf_counter()
+        for _ in range(REPETITIONS):
+            step()
+            dist.all_reduce(together)  # a step ends when all ranks have ended it
+        wait_for_all()
+        found.append((time.perf_counter() - start) / REPETITIONS * 1e3)
+    values = torch.tensor(found, dtype=torch.float64, device=device)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return spread(values.tolist())
+
+
+def highest(value: float, device: torch.device) -> float:
+    """Return the highest value of any rank."""
+    found = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
 # One layer
 
 
-def set_passing(net: sf.Temporal, how: Passing) -> None:
-    """Change the way to pass states without opening new connections."""
-    if net.passing is not None:
-        net.passing.chunks, net.passing.speculates = how
-
-
-def layer_rows(job: Job, nets: dict[int, sf.Temporal], T: int, way: str) -> list[Record]:
+def layer_rows(setup: Setup, nets: dict[int, sf.Temporal], T: int, way: str) -> list[Record]:
     """Return a row for each number of GPUs, with its best way to pass states."""
-    batch = max(1, round(job.args.N**0.5))
-    shape = (T, batch, job.args.N // batch)
-    one, rows = 0.0, []
-    for k, mesh in job.meshes.items():
-        if k > T:
-            continue
-        row = {"what": "layer", "way": way, "T": T, "N": job.args.N, "time": k, "data": 1}
-        rows.append(row)
-        tried = [(1, True)] if k == 1 else passings(job.args.chunks)
-        try:
-            step = LayerStep(nets[k], shape, mesh["time"], job.device)
-            found = {how: time_layer(job, step, how, way) for how in tried}
-        except Exception as error:
-            if way == EAGER:
-                raise
-            row |= {"status": "unavailable", "reason": first_line(error)}
-            continue
-        row |= best_passing(found)
-        one = row["ms"]["median"] if k == 1 else one
-        row |= {"speedup": one / row["ms"]["median"]} if one else {}
-    if way == GRAPH and job.ranks <= T and all(row["status"] == "ok" for row in rows):
-        x = torch.rand(shape, device=job.device, requires_grad=True)
-        net = sf.Temporal(layers.lif())
-        add_predictions(rows, plan(net, x, job.meshes[job.ranks]))
+    N, rows = setup.args.N, []
+    batch = max(1, round(N**0.5))
+    shape = (T, batch, N // batch)
+    for k, mesh in setup.meshes.items():
+        if k <= T:
+            make = partial(LayerStep, nets[k], shape, mesh["time"], setup.device)
+            row = {"what": "layer", "way": way, "T": T, "N": N, "time": k, "data": 1}
+            rows.append(row | measure_step(setup, make, k > 1, way))
+            if rows[0]["status"] == rows[-1]["status"] == "ok":
+                rows[-1]["speedup"] = rows[0]["ms"]["median"] / rows[-1]["ms"]["median"]
+    if way == GRAPH and setup.ranks <= T and all(row["status"] == "ok" for row in rows):
+        x = torch.rand(shape, device=setup.device, requires_grad=True)
+        add_predictions(rows, plan(sf.Temporal(layers.lif()), x, setup.meshes[setup.ranks]))
     gc.collect()
     return rows
-
-
-def best_passing(found: dict[Passing, Record]) -> Record:
-    """Return the fastest way to pass states, and the times of all."""
-    chunks, speculate = min(found, key=lambda how: found[how]["median"])
-    times = {
-        f"{chunks}" if speculate else f"{chunks}, waiting": ms["median"]
-        for (chunks, speculate), ms in found.items()
-    }
-    row = {"status": "ok", "chunks": chunks, "speculate": speculate, "by_chunks": times}
-    return row | {"ms": found[chunks, speculate]}
-
-
-def time_layer(job: Job, step: LayerStep, how: Passing, way: str) -> Record:
-    """Time a layer's step; verify it unless it is too large.
-
-    Raises:
-        AssertionError: the step is wrong.
-    """
-    set_passing(step.net, how)
-    run: Callable[[], Sequence[Tensor]] = step
-    if way == GRAPH:
-        run, _ = record_graph(step)
-    if math.prod(step.shape) <= VERIFIED:
-        step.verify(run)
-    found = time_together(run, job.device, job.args.rounds)
-    del run
-    gc.collect()  # frees a graph's memory
-    return found
 
 
 class LayerStep:
@@ -231,12 +241,14 @@ class LayerStep:
         y.backward(self.grad)
         return [y.detach(), self.x.grad]
 
-    def verify(self, run: Callable[[], Sequence[Tensor]]) -> None:
-        """Compare with one GPU that has all time steps.
+    def verify(self, run: Callable[[], list[Tensor]]) -> None:
+        """Compare with one GPU that has all time steps, unless the layer is too large.
 
         Raises:
-            AssertionError: the results differ.
+            AssertionError: the results differ, on all ranks.
         """
+        if math.prod(self.shape) > VERIFIED:
+            return
         everything = slice(0, self.shape[0])
         x = self.drawn(0, everything).requires_grad_()
         expected = layers.lif()(x)
@@ -244,8 +256,11 @@ class LayerStep:
         for tensor in run():
             tensor.fill_(torch.nan)  # a replay has to overwrite it
         y, grad = run()
-        assert torch.equal(y, expected[self.mine]), "spikes differ from one GPU's"
-        torch.testing.assert_close(grad, x.grad[self.mine], rtol=1e-5, atol=1e-6)
+        assert x.grad is not None
+        same = torch.equal(y, expected[self.mine])
+        close = torch.allclose(grad, x.grad[self.mine], rtol=1e-5, atol=1e-6)
+        assert not highest(not same, self.device), "spikes differ from one GPU's"
+        assert not highest(not close, self.device), "gradients differ from one GPU's"
 
 
 # The network
@@ -254,7 +269,7 @@ class LayerStep:
 class NetworkStep:
     """A training step of the fused network without optimizer; returns the gradients.
 
-    Without a mesh it is that of one GPU.
+    Without a mesh, one GPU runs the whole step.
     """
 
     def __init__(
@@ -292,119 +307,92 @@ class NetworkStep:
         F.cross_entropy(mean.float(), self.labels).backward()
         return [p.grad for p in self.net.parameters() if p.grad is not None]
 
-
-def workload_of(job: Job) -> Workload:
-    if not job.args.quick:
-        return NETWORK
-    small = replace(NETWORK.small(), model="conv")
-    return replace(small, T=max(small.T, job.ranks), batch=max(small.batch, job.ranks))
+    def verify(self, run: Callable[[], list[Tensor]]) -> None:
+        if run is not self:
+            verify_replay(self, run)
 
 
-def network_rows(job: Job, way: str) -> list[Record]:
+AnyStep = LayerStep | NetworkStep
+
+
+def network_rows(setup: Setup, way: str) -> list[Record]:
     """Return rows of one GPU, of all GPUs by every data x time, and of k GPUs by time alone."""
-    workload, whole = workload_of(job), job.ranks
-    one = network_row(job, workload, None, "exact", way)
-    rows = [{**one, "time": 1, "data": 1, "speedup": 1.0, "memory_of_one": 1.0}]
+    workload, whole = NETWORK, setup.ranks
+    if setup.args.quick:
+        workload = replace(NETWORK.small(), model="conv", T=max(2, whole), batch=max(2, whole))
+
+    def row(mesh: DeviceMesh | None, statistics: str, time: int, data: int) -> Record:
+        # If ranks share only time, each group of the mesh repeats all the work.
+        copies = 1 if mesh is None else whole // (time * data)
+        given = replace(workload, batch=workload.batch * copies)
+        make = partial(NetworkStep, given, mesh, setup.device, statistics=statistics)
+        about = {"what": "network", "way": way, "T": workload.T, "statistics": statistics}
+        about |= {"time": time, "data": data}
+        return about | measure_step(setup, make, time > 1, way)
+
+    one = row(None, "exact", 1, 1)
+    rows = [one | {"speedup": 1.0, "memory_of_one": 1.0}]
     for statistics in ("exact", "shard"):
-        shared = []
-        for k, mesh in job.meshes.items():
+        sharded = []
+        for k, mesh in setup.meshes.items():
             if k > 1 or statistics == "exact":
-                row = network_row(job, workload, mesh, statistics, way)
-                shared.append({**row, "time": k, "data": whole // k})
-            if 1 < k < whole:  # by time alone: each group of the mesh does all the work
-                copies = replace(workload, batch=workload.batch * whole // k)
-                row = network_row(job, copies, mesh, statistics, way)
-                shared.append({**row, "time": k, "data": 1, "batch": workload.batch})
-        for row in shared:
-            if row["status"] == "ok" and one["status"] == "ok":
-                row["speedup"] = one["ms"]["median"] / row["ms"]["median"]
-                row["memory_of_one"] = row["bytes"] / one["bytes"] if one["bytes"] else None
+                sharded.append(row(mesh, statistics, k, whole // k))
+            if 1 < k < whole:
+                sharded.append(row(mesh, statistics, k, 1))
+        for found in sharded:
+            if found["status"] == one["status"] == "ok":
+                found["speedup"] = one["ms"]["median"] / found["ms"]["median"]
+                if "bytes" in one:
+                    found["memory_of_one"] = found["bytes"] / one["bytes"]
         if way == GRAPH:
-            step = NetworkStep(workload, None, job.device)
-            with torch.autocast(job.device.type, torch.bfloat16):
-                made = plan(step.net, step.x, job.meshes[whole], statistics)
-            add_predictions([row for row in shared if row["time"] > 1], made)
-        rows += shared
+            step = NetworkStep(workload, None, setup.device)
+            with torch.autocast(setup.device.type, torch.bfloat16):
+                made = plan(step.net, step.x, setup.meshes[whole], statistics)
+            add_predictions([found for found in sharded if found["time"] > 1], made)
+        rows += sharded
     return rows
 
 
-def network_row(
-    job: Job, workload: Workload, mesh: DeviceMesh | None, statistics: str, way: str
-) -> Record:
-    row = {"what": "network", "way": way, "T": workload.T, "batch": workload.batch}
-    row |= {"statistics": statistics}
-    sharded = mesh is not None and mesh["time"].size() > 1
-    found: dict[Passing, Record] = {}
-    gc.collect()
-    before = torch.cuda.memory_allocated(job.device) if job.device.type == "cuda" else 0
-    try:
-        step = NetworkStep(workload, mesh, job.device, statistics=statistics)
-        for how in passings(job.args.network_chunks) if sharded else [(1, True)]:
-            set_passing(step.net, how)
-            if way == EAGER:
-                run, used = step, peak_bytes(step, job.device, before)
-            else:
-                used = torch.cuda.memory_allocated(job.device) - before
-                run, held = record_graph(step)
-                used = int(highest(used + held, job.device))
-                row["error"] = max(verify_replay(step, run), row.get("error", 0.0))
-            found[how] = time_together(run, job.device, job.args.rounds)
-            row["bytes"] = used
-            del run
-            gc.collect()  # frees a graph's memory before the next recording
-    except torch.OutOfMemoryError as error:
-        return row | {"status": "out of memory", "reason": first_line(error)}
-    except AssertionError as error:
-        return row | {"status": "wrong", "reason": first_line(error)}
-    except Exception as error:
-        if way == EAGER:
-            raise
-        return row | {"status": "unavailable", "reason": first_line(error)}
-    return row | best_passing(found)
-
-
-def verify_replay(step: Any, run: Callable[[], list[Tensor]]) -> float:
-    """Return the difference of a replay's gradients from those of an eager step.
+def verify_replay(step: Any, run: Callable[[], list[Tensor]]) -> None:
+    """Compare a replay's gradients with those of an eager step.
 
     Raises:
-        AssertionError: it is too large, on all ranks.
+        AssertionError: the difference is too large, on all ranks.
     """
     expected = [g.clone() for g in step()]
-    spread = difference(step(), expected)
+    repeated = highest(difference(step(), expected), step.device)
     for grad in run():
         grad.fill_(torch.nan)  # the replay has to overwrite it
     error = difference(run(), expected)
     # NaN counts as a difference, and all ranks have to agree on the outcome.
     error = highest(error if error == error else 1e9, step.device)
-    allowed = max(ROUNDING["bfloat16"], SPREAD * highest(spread, step.device))
-    assert error <= allowed, f"a replay is {error:.3g} from an eager step, allowed is {allowed:.3g}"
-    return float(f"{error:.3g}")
+    allowed = max(ROUNDING["bfloat16"], VARIATION * repeated)
+    assert error <= allowed, (
+        f"a replay differs by {error:.3g} from an eager step, allowed is {allowed:.3g}"
+    )
 
 
-def longest(job: Job) -> Record:
+def longest(setup: Setup) -> Record:
     """Double T until one GPU, or all of them, run out of memory."""
-    mesh, T = job.meshes[job.ranks], NETWORK.T
-    while True:
+    T, alone, together = NETWORK.T, True, True
+    while alone and together and T < 1 << 14:
         T *= 2
         workload = replace(NETWORK, T=T)
-        alone, together = fits(job, workload, None), fits(job, workload, mesh)
-        if not (alone and together) or T >= 1 << 14:
-            break
-    return {"what": "long", "T": T, "batch": NETWORK.batch, "time": job.ranks,
-            "fits_one": alone, "fits": together}  # fmt: skip
+        alone = fits(workload, None, setup.device)
+        together = fits(workload, setup.meshes[setup.ranks], setup.device)
+    return {"what": "long", "T": T, "time": setup.ranks, "fits_one": alone, "fits": together}
 
 
-def fits(job: Job, workload: Workload, mesh: DeviceMesh | None) -> bool:
+def fits(workload: Workload, mesh: DeviceMesh | None, device: torch.device) -> bool:
     """Return whether a step fits into memory on all ranks."""
-    good = torch.ones(1, device=job.device)
+    failed = 0.0
     try:
-        NetworkStep(workload, mesh, job.device, statistics="shard", chunks=4)()
+        NetworkStep(workload, mesh, device, statistics="shard", chunks=4)()
     except torch.OutOfMemoryError:
-        good.zero_()
+        failed = 1.0
     gc.collect()
     torch.cuda.empty_cache()
-    dist.all_reduce(good, dist.ReduceOp.MIN)
-    return bool(good.item())
+    return not highest(failed, device)
 
 
 def describe(row: Record) -> str:

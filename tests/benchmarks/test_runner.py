@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,26 +101,13 @@ def test_spread() -> None:
     assert runner.spread([3.0])["p90"] == 3.0
 
 
-@dataclass
-class NumberRow:
-    title: str
-
-
-def test_failed_and_late_rows_are_left_out(tmp_path: Path) -> None:
-    args = argparse.Namespace(device="cpu", name="b", quick=True, out=tmp_path, within=1e9)
-
-    def measure_row(row: NumberRow) -> dict[str, Any]:
-        if row.title == "broken":
-            failing()
-        return {"row": row.title, "contenders": []}
-
-    rows = [NumberRow("broken"), NumberRow("right")]
-    result = record.read(runner.run_rows(args, rows, measure_row))
+def test_failed_cases_are_left_out(tmp_path: Path) -> None:
+    args = argparse.Namespace(device="cpu", name="b", quick=True, out=tmp_path)
+    cases = (("right", lambda: {"contenders": []}), ("broken", failing))
+    result = record.read(runner.run_cases(args, cases))
     assert [row["row"] for row in result["rows"]] == ["right"]
-    assert result["left_out"][0]["reason"] == "left out, RuntimeError: no such kernel"
-    args.within = 0.0
-    result = record.read(runner.run_rows(args, rows, measure_row))
-    assert [one["row"] for one in result["left_out"]] == ["broken", "right"]
+    reason = "left out, RuntimeError: no such kernel"
+    assert result["left_out"] == [{"row": "broken", "reason": reason}]
 
 
 def test_a_result_has_its_origin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

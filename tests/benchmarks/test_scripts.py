@@ -11,31 +11,31 @@ from typing import Any
 import pytest
 
 import benchmarks.__main__ as everything
-from benchmarks import cpu, event_scaling, record, time_sharding, training
-from benchmarks.event_networks import DENSE, EVENTS
+from benchmarks import event_scaling, networks, neurons, record, time_sharding, training
+from benchmarks.events import DENSE, EVENTS
 from benchmarks.layers import LOOP, OURS
-from benchmarks.network_steps import FUSED
+from benchmarks.networks import FUSED
 
 QUICK = ("--quick", "--device", "cpu")
-SCRIPTS = {
-    "timestep_scaling": "--dtype float32 --T 2",
-    "neurons": "--rows lif inference layout custom --dtype bfloat16 float32",
-    "block": "--rows large --layout channels-last",
-    "networks": "--steps training --dtype bfloat16",
-    "cpu": "",
-    "events": "--streaming",
-    "event_accuracy": "",
-    "convergence": "--seeds 0 --steps 5",
-}
+SCRIPTS = (
+    "neurons steps --dtype float32 --T 2",
+    "neurons --groups lif inference layout custom --dtype bfloat16 float32",
+    "neurons cpu",
+    "block --layout channels-last",
+    "networks --steps training --dtype bfloat16",
+    "events --streaming",
+    "event_accuracy",
+    "training convergence",
+)
 # Scripts that start processes, or that torchrun starts.
 PROCESSES = {
     "first_call": "--backend numba --neurons LIF",
     "training": "digits",
-    "event_scaling": "--ranks 2 1 --largest 0 --T 4 --rounds 1",
+    "event_scaling": "--ranks 2 1 --rounds 1",
 }
 SHARED = {
     "ddp": "--networks spikefuse",
-    "time_sharding": "--chunks 1 2 --network-chunks 1 --rounds 1",
+    "time_sharding": "--chunks 1 2 --rounds 1",
 }
 
 
@@ -44,7 +44,6 @@ def written(out: Path) -> dict[str, Any]:
     result = record.read(path)
     assert result["quick"]
     assert result["rows"]
-    assert "bars" not in result
     return result
 
 
@@ -57,11 +56,12 @@ def check_contenders(result: dict[str, Any]) -> None:
             assert c["status"] == "ok" or not own or "graph" in c["reason"], c
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_script(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "reuse_memory", lambda: True)  # permanent in this process
+@pytest.mark.parametrize("command", SCRIPTS)
+def test_script(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neurons, "reuse_memory", lambda: True)  # permanent in this process
+    name, *options = command.split()
     script = importlib.import_module(f"benchmarks.{name}")
-    script.main([*QUICK, "--out", str(tmp_path), *SCRIPTS[name].split()])
+    script.main([*options, *QUICK, "--out", str(tmp_path)])
     check_contenders(written(tmp_path))
 
 
@@ -93,7 +93,10 @@ def test_script_of_processes(name: str, tmp_path: Path) -> None:
         assert rows[1]["efficiency"] > 0
 
 
-@pytest.mark.parametrize("name", ["tables", *SCRIPTS, *PROCESSES, *SHARED])
+@pytest.mark.parametrize(
+    "name",
+    sorted({"tables", *(command.split()[0] for command in SCRIPTS), *PROCESSES, *SHARED}),
+)
 def test_help(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     script = importlib.import_module(f"benchmarks.{name}")
     with pytest.raises(SystemExit) as stopped:
@@ -103,8 +106,6 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
 
 
 def test_networks_record_the_differences(tmp_path: Path) -> None:
-    from benchmarks import networks
-
     command = [*QUICK, "--out", str(tmp_path), "--steps", "evaluation", "--dtype", "float32"]
     result = record.read(networks.main([*command, "--T", "3", "--name", "networks_trial"]))
     (row,) = result["rows"]
@@ -115,9 +116,9 @@ def test_networks_record_the_differences(tmp_path: Path) -> None:
 
 
 def test_wrong_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for script, message in ((time_sharding, "start it with torchrun"), (cpu, "at least 1")):
+    for script, message in ((time_sharding, "start it with torchrun"), (neurons, "at least 1")):
         with pytest.raises(SystemExit):
-            script.main(["--quick", "--rounds", "-1" if script is cpu else "1"])
+            script.main(["--quick", "--rounds", "-1" if script is neurons else "1"])
         assert message in capsys.readouterr().err
 
 
@@ -153,7 +154,8 @@ def test_a_failed_training_ends_the_script(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_failed_ranks_leave_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_scaling, "torchrun", lambda *_: 3)
+    done = subprocess.CompletedProcess([], 3)
+    monkeypatch.setattr(event_scaling.subprocess, "run", lambda *_, **__: done)
     args = event_scaling.arguments([*QUICK])
     found = event_scaling.measure_ranks(args, 4, 300)
     assert found == {"ranks": 4, "status": "failed", "reason": "exit code 3"}
