@@ -14,7 +14,7 @@ import numpy as np
 
 from spikefuse.data.aedat import read_aedat2
 from spikefuse.data.cifar import CLASSES
-from spikefuse.data.files import DataError, find_folder
+from spikefuse.data.files import DataError, class_files, find_folder
 from spikefuse.data.recordings import Recording, RecordingSet, make_recording
 
 PAGE = "https://figshare.com/articles/dataset/CIFAR10-DVS_New/4724671"
@@ -33,19 +33,18 @@ def find_cifar10_dvs(directory: Path) -> tuple[RecordingSet, RecordingSet]:
         DataError: a folder is missing or has no .aedat file of one of the parts.
     """
     folder = find_folder("cifar10_dvs", CLASSES, directory, PAGE)
-    train: list[tuple[Path, int]] = []
-    test: list[tuple[Path, int]] = []
+    how = f"get the zip file of the class from {PAGE} and unpack it there"
+    pairs = zip(*class_files(folder, CLASSES, {".aedat"}, how), strict=True)
+    ordered = sorted(pairs, key=lambda pair: (pair[1], _number(pair[0])))
+    train = [(file, label) for file, label in ordered if _number(file) >= NUM_TEST]
+    test = [(file, label) for file, label in ordered if _number(file) < NUM_TEST]
     for label, name in enumerate(CLASSES):
-        files = sorted((folder / name).glob("*.aedat"), key=_number)
-        own = [(file, label) for file in files if _number(file) >= NUM_TEST]
-        held_out = [(file, label) for file in files if _number(file) < NUM_TEST]
-        if not own or not held_out:
+        counts = [sum(own == label for _, own in part) for part in (train, test)]
+        if not all(counts):
             raise DataError(
-                f"cifar10_dvs: {folder / name} has {len(own)} recordings from number {NUM_TEST} "
-                f"and {len(held_out)} below: get {name}.zip from {PAGE} and unpack it there"
+                f"cifar10_dvs: {folder / name} has {counts[0]} recordings from number {NUM_TEST} "
+                f"and {counts[1]} below: {how}"
             )
-        train += own
-        test += held_out
     return _recordings(train), _recordings(test)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spikefuse.data.files import DataError
 from spikefuse.data.images import Images, Index
-from spikefuse.data.packing import BITS, pack, unpack
+from spikefuse.data.packing import BITS, unpack
 from spikefuse.data.recordings import Recording
 
 WAYS = ("number", "time", "duration")
@@ -90,11 +90,6 @@ def _steps(events: Recording, slicing: Slicing) -> np.ndarray:
         return (t - t[0]) * num // (t[-1] - t[0] + 1)
     assert slicing.dt is not None
     return t // slicing.dt
-
-
-def pack_frames(frames: np.ndarray, bits: int) -> np.ndarray:
-    """Pack each time step of uint8 `[T, ...]` into uint8 `[T, S]`."""
-    return pack(frames.reshape(len(frames), -1), bits)
 
 
 @dataclass(frozen=True)

@@ -24,16 +24,8 @@ def pack(values: np.ndarray, bits: int) -> np.ndarray:
     """
     if bits == 8:
         return values
-    if bits == 1:
-        return np.packbits(values, axis=-1, bitorder="little")
-    per_byte = 8 // bits
-    missing = -values.shape[-1] % per_byte
-    if missing:
-        values = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)])
-    packed = values[..., ::per_byte].copy()
-    for k in range(1, per_byte):
-        packed |= values[..., k::per_byte] << np.uint8(k * bits)
-    return packed
+    planes = (values[..., None] >> np.arange(bits, dtype=np.uint8)) & 1
+    return np.packbits(planes.reshape(*values.shape[:-1], -1), axis=-1, bitorder="little")
 
 
 def unpack(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spikefuse.data import DataError, Frames, Images, Slicing, expand, to_frames
-from spikefuse.data.frames import num_slices, pack_frames
+from spikefuse.data.frames import num_slices
+from spikefuse.data.packing import pack
 from spikefuse.data.recordings import Recording, make_recording
 
 SIZES = [(2, 5, 7), (1, 3, 3), (11,)]
@@ -107,7 +108,9 @@ def test_wrong_options_are_named(options: dict, what: str) -> None:
 def batch() -> tuple[Frames, np.ndarray]:
     """Six packed sequences of five frames, and their counts below 16."""
     counts = np.random.default_rng(0).integers(0, 16, (6, 5, 2, 3, 3), np.uint8)
-    packed = torch.from_numpy(np.stack([pack_frames(frames, 4) for frames in counts]))
+    packed = torch.from_numpy(
+        np.stack([pack(frames.reshape(len(frames), -1), 4) for frames in counts])
+    )
     return Frames(packed, torch.arange(6), (2, 3, 3), 4), counts
 
 

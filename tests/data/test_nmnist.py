@@ -60,7 +60,7 @@ def test_a_damaged_file_is_named_and_nothing_is_kept(
     with pytest.raises(data.DataError, match=what) as caught:
         data.load("nmnist", tmp_path)
     assert str(path) in str(caught.value)
-    assert not list((tmp_path / "cache").rglob("*.frames"))
+    assert not list((tmp_path / "cache").rglob("*.npy"))
 
 
 def test_missing_folders_are_named_with_the_page(tmp_path: Path) -> None:

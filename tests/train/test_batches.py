@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from spikefuse.data import Frames, Images
-from spikefuse.data.frames import pack_frames
+from spikefuse.data.packing import pack
 from spikefuse.train.batches import (
     MEMORY_FRACTION,
     Batch,
@@ -99,7 +99,7 @@ def test_frames_travel_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copied bytes are an eighth of the frames in float32."""
     shape, steps, count = (2, 34, 34), 32, 6
     counts = np.random.default_rng(0).integers(0, 16, (count * steps, *shape)).astype(np.uint8)
-    packed = torch.from_numpy(pack_frames(counts, 4)).view(count, steps, -1)
+    packed = torch.from_numpy(pack(counts.reshape(count * steps, -1), 4)).view(count, steps, -1)
     moved: list[int] = []
     original = Frames.to
 
