@@ -15,7 +15,7 @@ import numpy as np
 from spikefuse.data.aedat import read_aedat2
 from spikefuse.data.cifar import CLASSES
 from spikefuse.data.files import DataError, class_files, find_folder
-from spikefuse.data.recordings import Recording, RecordingSet, make_recording
+from spikefuse.data.recordings import TIME_LIMIT, Recording, RecordingSet, make_recording
 
 PAGE = "https://figshare.com/articles/dataset/CIFAR10-DVS_New/4724671"
 SIZE = (2, 128, 128)
@@ -60,7 +60,7 @@ def _recordings(pairs: list[tuple[Path, int]]) -> RecordingSet:
 
 
 def read_cifar10_dvs(path: Path) -> Recording:
-    """Read one recording, upright, with time from its first event.
+    """Read one recording, upright, with time from its earliest event.
 
     The camera lay on its side: the column is 127 - Y, the row 127 - X of the address, and a
     polarity bit of 0 is an increase, as in the conversion `dat2mat` that the authors refer to.
@@ -69,4 +69,4 @@ def read_cifar10_dvs(path: Path) -> Recording:
         DataError: the file is missing or damaged.
     """
     x, y, p, t = read_aedat2(path)
-    return make_recording((127 - y, 127 - x, 1 - p, t - t[:1]), SIZE, path)
+    return make_recording((127 - y, 127 - x, 1 - p, t - t.min(initial=TIME_LIMIT)), SIZE, path)

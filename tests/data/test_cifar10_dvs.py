@@ -49,6 +49,12 @@ def test_time_counts_from_the_first_event(tmp_path: Path) -> None:
     np.testing.assert_array_equal(events.t, t - t[0])
 
 
+def test_a_clock_that_steps_back_before_the_first_event(tmp_path: Path) -> None:
+    words = aedat2_bytes(np.array([2, 4, 6]), np.array([50, 40, 70]))
+    (tmp_path / "a.aedat").write_bytes(words)
+    assert read_cifar10_dvs(tmp_path / "a.aedat").t.tolist() == [0, 10, 30]
+
+
 def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match=r"cifar10_dvs: airplane is neither .*figshare"):
         data.load("cifar10_dvs", tmp_path)
