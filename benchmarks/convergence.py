@@ -32,9 +32,9 @@ from spikefuse.models import MODELS
 from spikefuse.nn import Temporal
 from spikefuse.train import optimize, recipe
 from spikefuse.train.batches import Batch, EvalBatches, TrainBatches, place
-from spikefuse.train.classifier import Classifier
+from spikefuse.train.classifier import DTYPES, Classifier
 from spikefuse.train.config import ConfigError, TrainConfig
-from spikefuse.train.run import DTYPES, VALIDATION_FRACTION, VALIDATION_SEED
+from spikefuse.train.run import VALIDATION_FRACTION, VALIDATION_SEED
 from spikefuse.train.seeding import Purpose, reseed
 
 RECIPE = "bptt-on-gpu-fashion-mnist-large"
@@ -173,13 +173,7 @@ def batches(sets: Sets, config: TrainConfig, steps: int) -> Iterator[Batch]:
 
 
 def evaluate(module: Classifier, sets: Sets) -> float:
-    module.eval()
-    module.on_test_epoch_start()
-    size = module.config.batch_size
-    with torch.no_grad(), _autocast(module, sets.device):
-        for index, batch in enumerate(EvalBatches(sets.validation, size, sets.device)):
-            module.test_step(batch, index)
-    return module.eval_totals.mean()[1]
+    return module.evaluate(EvalBatches(sets.validation, module.config.batch_size, sets.device))[1]
 
 
 def _autocast(module: Classifier, device: torch.device) -> torch.autocast:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
-from collections.abc import Iterator
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +13,7 @@ from spikefuse.data import Frames, Images
 from spikefuse.data.packing import pack
 from spikefuse.train.batches import (
     MEMORY_FRACTION,
-    Batch,
     EvalBatches,
-    TimedBatches,
     TrainBatches,
     place,
 )
@@ -135,21 +130,3 @@ def test_a_gpu_takes_what_leaves_it_room(monkeypatch: pytest.MonkeyPatch) -> Non
     free["bytes"] -= 8
     assert place(images, gpu) is images
     assert moved == [gpu]
-
-
-def test_only_the_wait_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-
-    class Slow(EvalBatches):
-        def __iter__(self) -> Iterator[Batch]:
-            for batch in super().__iter__():
-                clock.now += 2.0
-                yield batch
-
-    timed = TimedBatches(Slow(numbered(6), 2), waits.append)
-    assert len(timed) == 3
-    for _ in timed:
-        clock.now += 5.0
-    assert waits == [2.0, 2.0, 2.0, 0.0]  # the last one found the end

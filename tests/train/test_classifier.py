@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,3 +136,16 @@ def test_float16_scales_the_loss_and_clips_what_is_unscaled(
     assert checkpoint["MixedPrecision"]["scale"] > 1
     (row,) = checkpoint["spikefuse"]["history"]
     assert 0 < row["train_loss"] < 3
+
+
+def test_only_the_wait_for_data_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    module = Classifier(TrainConfig())
+    batch = torch.empty(0), torch.empty(0)
+    for wait, step in ((3.0, 5.0), (2.0, 5.0), (2.0, 6.0)):  # the first wait precedes the clock
+        now += wait
+        module.on_train_batch_start(batch, 0)
+        now += step
+        module.on_train_batch_end()
+    assert module.data_wait() == 4.0 / 20.0

@@ -83,7 +83,7 @@ WRONG = [
     (["--neuron", "if", "--decay", "0.5"], "decay is given, but the neuron if has none"),
     (["-T", "0"], "num_steps is 0: expected a whole number of at least 1"),
     (["--batch-size", "5000"], "batch_size is 5000: digits has only 1295 training images"),
-    (["--device", "tpu"], "unknown device 'tpu': choose one of auto, cpu, cuda"),
+    (["--device", "tpu"], "unknown device 'tpu': did you mean cpu? choose one of auto, cpu, cuda"),
     (["--device", "cpu", "--precision", "16"], "precision is 16, which needs a CUDA GPU"),
     (["--device", "cpu", "--cuda-graph"], "cuda_graph needs a CUDA GPU: add --no-cuda-graph"),
     (["--device", "cpu", "--sync-batch-norm"], "sync_batch_norm needs CUDA GPUs: add --no-"),

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spikefuse.train import cli
-from spikefuse.train.config import ConfigError, TrainConfig
-from spikefuse.train.parallelism import Parallelism
+from spikefuse.train import cli, run
+from spikefuse.train.config import ConfigError, RunOptions, TrainConfig
 from spikefuse.train.processes import Processes
 from tests.processes import finish, free_port, torchrun, wait_for
 from tests.train.runs import OPTIONS, PLAIN, assert_same_curve, rows, start
@@ -87,7 +86,7 @@ def test_a_restart_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ({}, {"time_ranks": 2, "data_ranks": 2}, 2, "do not match 2 processes"),
         ({}, {"time_ranks": 3}, 4, "time_ranks 3 and data_ranks unset do not match 4"),
-        ({}, {"time_ranks": 0}, 2, "must be at least 1"),
+        ({}, {"time_ranks": 0}, 2, "time_ranks is 0: expected a whole number of at least 1"),
         ({"num_steps": 3}, {"time_ranks": 4}, 4, "num_steps is 3: expected at least time_ranks"),
         (
             {"tbptt": 2},
@@ -106,7 +105,7 @@ def test_a_restart_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
 def test_invalid_parallelism(config: dict, place: dict, count: int, message: str) -> None:
     processes = Processes(0, count, time=max(place["time_ranks"], 1))
     with pytest.raises(ConfigError, match=message):
-        Parallelism(**place).check(TrainConfig(**config), processes)
+        run._check_processes(TrainConfig(**config), RunOptions(**place), processes)
 
 
 def test_shares_of_data_and_time() -> None:
