@@ -106,24 +106,24 @@ def _download(source: DownloadSource, name: str, folder: Path) -> Path:
     return Path(path)
 
 
-def find_folder(name: str, marks: tuple[str, ...], directory: Path, page: str) -> Path:
-    """Return the first of `directory/name` and `directory` that contains all of `marks`.
+def find_folder(name: str, entries: tuple[str, ...], directory: Path, page: str) -> Path:
+    """Return the first of `directory/name` and `directory` that contains all of `entries`.
 
     Args:
         name: name of the dataset and of its folder.
-        marks: files or folders that must exist, relative to the folder.
+        entries: files or folders that must exist, relative to the folder.
         directory: folder of the datasets.
         page: where the dataset is published, for the error message.
 
     Raises:
-        DataError: one of `marks` is missing.
+        DataError: one of `entries` is missing.
     """
     folders = (directory / name, directory)
     for folder in folders:
-        if all((folder / mark).exists() for mark in marks):
+        if all((folder / entry).exists() for entry in entries):
             return folder
-    best = max(folders, key=lambda folder: sum((folder / mark).exists() for mark in marks))
-    missing = next(mark for mark in marks if not (best / mark).exists())
+    best = max(folders, key=lambda folder: sum((folder / entry).exists() for entry in entries))
+    missing = next(entry for entry in entries if not (best / entry).exists())
     how = f"--download does not support this dataset: get it from {page} and unpack it there"
     raise _missing(name, missing, directory, how)
 

@@ -41,9 +41,9 @@ def find_heidelberg(
     Raises:
         DataError: a file is missing or damaged, or h5py is not installed.
     """
-    marks = (f"{name}_train.h5", f"{name}_test.h5")
-    folder = find_folder(name, marks, directory, PAGE)
-    train, test = (_recordings(folder / mark, num_classes) for mark in marks)
+    names = (f"{name}_train.h5", f"{name}_test.h5")
+    folder = find_folder(name, names, directory, PAGE)
+    train, test = (_recordings(folder / part, num_classes) for part in names)
     return train, test
 
 
@@ -86,3 +86,7 @@ def _open(path: Path) -> Any:
         return h5py.File(path, "r")
     except OSError as error:
         raise damaged(path, f"not an HDF5 file: {error}") from error
+
+
+find_shd = partial(find_heidelberg, "shd", len(SHD_CLASSES))
+find_ssc = partial(find_heidelberg, "ssc", len(SSC_CLASSES))

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from spikefuse.data.files import DataError, user_cache
-from spikefuse.data.frames import Frames, Slicing, to_frames
-from spikefuse.data.packing import pack
+from spikefuse.data.frames import Frames, Slicing, pack, to_frames
 from spikefuse.data.recordings import Recording, RecordingSet
 
 # Part of every key: increase it when the same recordings would give different frames.

@@ -24,7 +24,7 @@ from spikefuse.train.activity import ActivityMonitor
 from spikefuse.train.batches import Batch
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.cuda_graph import GraphedStep
-from spikefuse.train.losses import learning_rate, readout
+from spikefuse.train.optimize import learning_rate, readout
 from spikefuse.train.processes import Processes
 from spikefuse.train.seeding import Purpose, reseed
 
@@ -289,7 +289,8 @@ class Classifier(pl.LightningModule):
         self.history = [dict(row) for row in checkpoint[KEY]["history"]]
         if self.processes.main:  # totals are summed over processes: the others start from zero
             tally = checkpoint[KEY]["tally"]
-            self.totals = MetricTotals(*(tally["totals"] or (0.0, 0.0)), tally["count"])
+            loss, correct = tally["totals"] or (0.0, 0.0)
+            self.totals = MetricTotals(loss, correct, tally["count"])
 
 
 def best_epoch(history: list[EpochMetrics]) -> EpochMetrics:

@@ -28,20 +28,8 @@ ALIASES = {"num_steps": ("-T",), "dataset": ("--data",)}
 # More choices than this are listed below an option instead of beside its name.
 MAX_INLINE_CHOICES = 4
 
-GROUPS = {
-    "model and data": (
-        *("dataset", "model", "neuron", "decay", "threshold", "surrogate"),
-        *("num_steps", "encoding", "slicing", "slice_us", "capacity", "overflow", "activity"),
-    ),
-    "training": (
-        *("epochs", "batch_size", "optimizer", "lr", "schedule", "warmup", "weight_decay"),
-        *("loss", "label_smoothing", "activity_weight", "clip", "shift", "flip", "seed"),
-    ),
-    "computation": (
-        *("precision", "accumulate", "tbptt", "fuse", "memory", "memory_budget"),
-        *("channels_last", "cuda_graph", "sync_batch_norm"),
-    ),
-}
+# Titles of groups of options, by the field of TrainConfig with which a group begins.
+GROUPS = {"dataset": "model and data", "epochs": "training", "precision": "computation"}
 
 TRAIN_EXAMPLES = f"""\
 examples:
@@ -97,11 +85,10 @@ def _add_train(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    options = {f.name: f.metadata for f in fields(TrainConfig)}
-    for title, names in GROUPS.items():
-        group = train.add_argument_group(title)
-        for name in names:
-            _add_option(group, name, options[name])
+    for f in fields(TrainConfig):
+        if f.name in GROUPS:
+            group = train.add_argument_group(GROUPS[f.name])
+        _add_option(group, f.name, f.metadata)
     group = train.add_argument_group("files, devices and processes")
     group.add_argument(
         "--config",

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from spikefuse.data import DATASETS
+from spikefuse.data.frames import SLICINGS
 from spikefuse.events.candidates import with_candidates
 from spikefuse.memory.policies import POLICIES
 from spikefuse.models import MODELS
@@ -37,7 +38,6 @@ SURROGATES: dict[str, type] = {
 # Parameters that a neuron learns through a sigmoid: their initial values exclude 0 and 1.
 SIGMOID_PARAMETERS = {"plif": ("decay",), "gatedlif": ("decay", "threshold")}
 ENCODINGS = ("direct", "poisson")
-SLICINGS = ("number", "time", "duration")
 OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("constant", "cosine")
 LOSSES = ("mean", "last", "every")
@@ -227,6 +227,18 @@ class TrainConfig:
     clip: float | None = number(
         None, "largest norm of the gradient of all parameters together", POSITIVE, shown="none"
     )
+    shift: int = number(
+        None,
+        "largest random shift of a training image, in pixels",
+        between(0, 8),
+        shown="1; 0 for inputs without rows and columns",
+        kind=int,
+    )
+    flip: bool = flag(False, "mirror half of the training images at random", "no")
+    seed: int = number(0, "seed of all random choices", between(0, SEED_LIMIT - 1))
+    precision: str = choice(
+        "32", "floating-point precision: 32, or mixed with bf16 or 16 (float16, CUDA)", PRECISIONS
+    )
     accumulate: int = number(
         1, "microbatches per batch, computed one after the other to save memory", AT_LEAST_ONE
     )
@@ -236,17 +248,6 @@ class TrainConfig:
         AT_LEAST_ONE,
         shown="all",
         kind=int,
-    )
-    shift: int = number(
-        None,
-        "largest random shift of a training image, in pixels",
-        between(0, 8),
-        shown="1; 0 for inputs without rows and columns",
-        kind=int,
-    )
-    flip: bool = flag(False, "mirror half of the training images at random", "no")
-    precision: str = choice(
-        "32", "floating-point precision: 32, or mixed with bf16 or 16 (float16, CUDA)", PRECISIONS
     )
     fuse: bool = flag(True, "compute batch norm and the neuron after it as one operation", "yes")
     memory: str = choice("recompute", "what to save for the backward pass (docs/memory.md)", MEMORY)
@@ -258,7 +259,6 @@ class TrainConfig:
     sync_batch_norm: bool = flag(
         False, "synchronize batch norm statistics across GPUs, under torchrun", "no"
     )
-    seed: int = number(0, "seed of all random choices", between(0, SEED_LIMIT - 1))
 
     def __post_init__(self) -> None:
         check_fields(self)

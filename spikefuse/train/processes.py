@@ -110,8 +110,8 @@ class Processes:
             dist.all_reduce(values)
         return values
 
-    def highest(self, value: int) -> int:
-        """Return the highest value of all processes without waiting for the GPU."""
+    def maximum(self, value: int) -> int:
+        """Return the maximum over all processes without waiting for the GPU."""
         if self.count == 1:
             return value
         values = torch.tensor([value])
@@ -127,7 +127,7 @@ class Processes:
         return values[0]
 
     @contextlib.contextmanager
-    def one_first(self) -> Iterator[None]:
+    def local_main_first(self) -> Iterator[None]:
         """Run a block on one process of each machine before the others."""
         if self.local_rank > 0 and self.count > 1:
             dist.barrier(_host["group"])

@@ -71,7 +71,7 @@ def train(
     _check_device(config, device, processes)
     _check_processes(config, options, processes)
     with processes.connected(device):
-        with processes.one_first():
+        with processes.local_main_first():
             rest, test = _load_data(config, options)
         training, validation = data.split(rest, VALIDATION_FRACTION, VALIDATION_SEED)
         if config.batch_size > len(training):
@@ -178,7 +178,7 @@ def _check_processes(config: TrainConfig, options: RunOptions, processes: Proces
     for name in ("tbptt", "sync_batch_norm"):
         if time > 1 and getattr(config, name):
             raise ConfigError(
-                f"{name} is given, but works on undivided sequences only: remove time_ranks"
+                f"{name} is given, but needs whole sequences: remove it, or time_ranks"
             )
     share, rest = divmod(config.batch_size, processes.data)
     if rest:

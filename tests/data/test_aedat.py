@@ -39,7 +39,7 @@ def test_version_2_splits_the_address(tmp_path: Path) -> None:
         np.testing.assert_array_equal(read, written[pixels])
 
 
-def test_a_first_event_that_begins_like_a_header(tmp_path: Path) -> None:
+def test_first_event_that_looks_like_a_header(tmp_path: Path) -> None:
     """The end mark of 3.1 ends the header, whatever follows."""
     content = aedat3_bytes(random_columns(0, (128, 128), 0))
     packet = struct.pack("<hhiiiiii", ord("#"), 0, 8, 4, 0, 0, 0, 0)

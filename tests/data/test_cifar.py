@@ -76,7 +76,7 @@ class Harmful:
         return os.mkdir, ("harm",)
 
 
-def test_a_pickle_that_would_call_something_is_refused(
+def test_pickles_that_call_functions_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -114,7 +114,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
     assert str(path) in str(caught.value)
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(
         data.DataError, match=r"cifar-10-binary\.tar\.gz is neither in .*--download"
     ):

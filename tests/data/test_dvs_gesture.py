@@ -41,7 +41,7 @@ def test_time_counts_from_the_start_of_the_gesture(tmp_path: Path) -> None:
     assert train.pixels.sum((1, 2, 3, 4)).tolist() == [200] * 3
 
 
-def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match=r"trials_to_train\.txt is neither .*research\.ibm"):
         data.load("dvs_gesture", tmp_path)
     write_gestures(tmp_path, {"train": [gestures(0)], "test": [gestures(9)]})

@@ -57,7 +57,7 @@ def test_reads_the_published_layout(tmp_path: Path, name: str, num_classes: int)
 
 
 @pytest.mark.parametrize("by", ["number", "time"])
-def test_another_slicing_than_its_own(tmp_path: Path, by: str) -> None:
+def test_slicing_other_than_the_default(tmp_path: Path, by: str) -> None:
     times, units = spikes(300, 0)
     for part in ("train", "test"):
         write(tmp_path / f"shd_{part}.h5", [times], [units], np.array([7]))
@@ -72,7 +72,7 @@ def write_both(folder: Path, labels: np.ndarray, units: list) -> None:
     write(folder / "shd_train.h5", times, units, labels)
 
 
-def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match=r"shd: shd_train\.h5 is neither .*zenkelab"):
         data.load("shd", tmp_path)
     write_both(tmp_path, np.array([20]), [[1, 2]])

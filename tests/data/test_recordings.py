@@ -13,7 +13,7 @@ from spikefuse.data.recordings import make_recording
 COLUMNS = [np.array(v) for v in ([3, 1, 2], [0, 1, 0], [1, 0, 0], [30, 10, 20])]
 
 
-def test_events_are_put_in_order_of_time() -> None:
+def test_events_are_sorted_by_time() -> None:
     events = make_recording(tuple(COLUMNS), (2, 2, 4), Path("file"))
     assert events.t.tolist() == [10, 20, 30]
     assert events.x.tolist() == [1, 2, 3]

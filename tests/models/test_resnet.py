@@ -23,7 +23,7 @@ def test_an_unknown_stem() -> None:
         resnet18(sf.LIF, 1, 10, (28, 28), stem="mnist")
 
 
-def test_the_neuron_after_a_sum_receives_it() -> None:
+def test_neuron_after_a_residual_sum_receives_the_sum() -> None:
     net = resnet18(sf.LIF, 1, 10, (8, 8), stem="cifar")
     block, received = net[3], []
     block.activation.register_forward_pre_hook(lambda m, x: received.append(x[0]))

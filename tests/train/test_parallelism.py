@@ -20,7 +20,7 @@ SHARED = (*OPTIONS, "--time-ranks", "2")
 
 
 @pytest.mark.parametrize(("memory", "by_two"), [("recompute", True), ("checkpoint", False)])
-def test_time_and_data_shared_learn_as_one_and_can_be_resumed_by_fewer(
+def test_time_and_data_ranks_match_one_process_and_resume_on_fewer(
     alone: Spikefuse, tmp_path: Path, memory: str, by_two: bool
 ) -> None:
     """Resumed by two processes that share time, then by one."""
@@ -52,7 +52,7 @@ def with_another(alone: Spikefuse, folder: Path, *arguments: str) -> int:
     return code
 
 
-def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
+def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
     command = PLAIN, "train", *SHARED, "--epochs", "3", "--out", "run"
     process = torchrun(2, "--max-restarts", "1", *command, folder=tmp_path)
     wait_for((tmp_path / "run" / "best.ckpt").exists, process)
@@ -63,7 +63,7 @@ def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
     assert [row["epoch"] for row in rows(tmp_path / "run")] == [1, 2, 3]
 
 
-def test_a_restart_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_resumes_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def resumed(*arguments: str) -> Path | None:
         parsed = cli.make_parser().parse_args(["train", *arguments])
         cli._resume_after_restart(parsed, "last.ckpt")
@@ -92,7 +92,7 @@ def test_a_restart_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
             {"tbptt": 2},
             {"time_ranks": 2},
             2,
-            "tbptt is given, but works on undivided",
+            "tbptt is given, but needs whole sequences",
         ),
         (
             {"dataset": "shd", "model": "event-mlp"},
