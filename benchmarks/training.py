@@ -263,12 +263,7 @@ def learn(
 
 
 def evaluate(module: Classifier, examples: Examples, device: torch.device) -> float:
-    module.eval()
-    module.on_test_epoch_start()
-    with torch.no_grad():
-        for index, batch in enumerate(EvalBatches(examples, module.config.batch_size, device)):
-            module.test_step(batch, index)
-    return module.eval_totals.mean()[1]
+    return module.evaluate(EvalBatches(examples, module.config.batch_size, device))[1]
 
 
 def means(losses: list[float]) -> list[float]:

@@ -4,8 +4,8 @@ from spikefuse.data.augment import random_flip, random_shift
 from spikefuse.data.files import DataError
 from spikefuse.data.folder import ImageFolder
 from spikefuse.data.frames import Frames, Slicing, expand, to_frames
-from spikefuse.data.idx import read_idx
 from spikefuse.data.images import Examples, Images, Subset, split
+from spikefuse.data.mnist import read_idx
 from spikefuse.data.recordings import Recording
 from spikefuse.data.registry import DATASETS, Dataset, load
 

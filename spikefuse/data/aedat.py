@@ -30,7 +30,7 @@ def read_aedat2(path: Path) -> Columns:
     A word has the polarity in bit 0, the X address in bits 1 to 7 and Y in bits 8 to 14.
 
     Raises:
-        DataError: the file is missing, damaged, or of another version.
+        DataError: the file is missing, damaged, of another version or another camera.
     """
     content, start = _header(path, b"2.0")
     if (len(content) - start) % 8:
@@ -38,6 +38,8 @@ def read_aedat2(path: Path) -> Columns:
     words = np.frombuffer(content, ">u4", offset=start).reshape(-1, 2)
     words = words[words[:, 0] & EXTERNAL == 0]
     address, t = words[:, 0], words[:, 1].astype(np.int64)
+    if len(wide := address[address > EXTERNAL]):
+        raise damaged(path, f"address {wide[0]:#x} does not fit a DVS128")
     return (address >> 1) & 0x7F, (address >> 8) & 0x7F, address & 1, t
 
 
@@ -54,14 +56,21 @@ def read_aedat3(path: Path) -> Columns:
             raise damaged(path, "it ends inside the header of a packet")
         kind, _, size, _, overflow, capacity, number, valid = PACKET.unpack_from(content, at)
         at += PACKET.size
-        if size <= 0 or not 0 <= valid <= number <= capacity:
+        if size <= 0 or overflow < 0 or not 0 <= valid <= number <= capacity:
             raise damaged(path, f"invalid packet header before byte {at}")
+        if kind == POLARITY and size != 8:
+            raise damaged(path, f"polarity events of {size} bytes, expected 8")
         if at + size * capacity > len(content):
             raise damaged(path, "it ends inside a packet of events")
-        if kind == POLARITY and size == 8:
+        if kind == POLARITY:
             words = np.frombuffer(content, "<u4", 2 * number, at).reshape(-1, 2).astype(np.int64)
-            if valid < number:
-                words = words[words[:, 0] & 1 == 1]
+            words = words[words[:, 0] & 1 == 1]
+            if len(words) != valid:
+                raise damaged(
+                    path, f"a packet has {len(words)} valid events, its header says {valid}"
+                )
+            if (words[:, 1] >= 1 << 31).any():
+                raise damaged(path, "the time of an event has 32 bits, expected 31")
             words[:, 1] |= overflow << 31
             packets.append(words)
         at += size * capacity

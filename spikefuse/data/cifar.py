@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spikefuse.data.files import ENVIRONMENT, DataError, DownloadSource, damaged, locate, read_bytes
+from spikefuse.data.files import DataError, DownloadSource, damaged, locate, read_bytes
 from spikefuse.data.images import Images
 
 SHAPE = (3, 32, 32)
@@ -23,7 +23,12 @@ CLASSES = (
     *("dog", "frog", "horse", "ship", "truck"),
 )
 VALUES = 3 * 32 * 32
-BINARY, PYTHON = "cifar-10-batches-bin", "cifar-10-batches-py"
+# Folder inside the archive and ending of the files of each published form.
+FORMS = (
+    ("cifar-10-batches-bin", ".bin"),
+    ("cifar-10-batches-bin", ".bin.gz"),
+    ("cifar-10-batches-py", ""),
+)
 ARCHIVES = ("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz")
 TRAIN = tuple(f"data_batch_{i}" for i in range(1, 6))
 TEST = "test_batch"
@@ -49,16 +54,10 @@ def load_cifar10(directory: Path, download: bool) -> tuple[Images, Images]:
         DataError: files are missing or damaged, or the download failed.
     """
     folders = (directory / CIFAR10.name, directory)
-    archives = [folder / name for name in ARCHIVES for folder in folders]
     batches = _find_batches(folders)
     if batches is None:
+        archives = (folder / name for name in ARCHIVES for folder in folders)
         archive = next((path for path in archives if path.is_file()), None)
-        if archive is None and not download:
-            raise DataError(
-                f"cifar10: neither batches (data_batch_1.bin or data_batch_1) nor an archive "
-                f"({ARCHIVES[0]}) in {folders[0]} or {directory}: add --download to fetch it, or "
-                f"set the folder that has it with --data-dir or {ENVIRONMENT}"
-            )
         batches = _read_archive(archive or locate(CIFAR10, directory, download)[ARCHIVES[0]])
     parts = {name: _parse(content, path) for name, (path, content) in batches.items()}
     pixels = torch.cat([parts[name].pixels for name in TRAIN])
@@ -67,24 +66,19 @@ def load_cifar10(directory: Path, download: bool) -> tuple[Images, Images]:
 
 
 def _find_batches(folders: tuple[Path, Path]) -> Batches | None:
-    for inner, endings in ((BINARY, (".bin", ".bin.gz")), (PYTHON, ("",))):
+    for inner, ending in FORMS:
         for folder in (base / sub for base in folders for sub in ("", inner)):
-            paths = {name: _first(folder, name, endings) for name in (*TRAIN, TEST)}
-            there = {name: path for name, path in paths.items() if path is not None}
-            if len(there) == len(paths):
-                return {name: (path, read_bytes(path)) for name, path in there.items()}
-            if there:
-                missing = next(name for name in paths if name not in there) + endings[0]
+            paths = {name: folder / f"{name}{ending}" for name in (*TRAIN, TEST)}
+            missing = [path.name for path in paths.values() if not path.is_file()]
+            if not missing:
+                return {name: (path, read_bytes(path)) for name, path in paths.items()}
+            if len(missing) < len(paths):
+                present = next(path.name for path in paths.values() if path.is_file())
                 raise DataError(
-                    f"cifar10: {folder} has {next(iter(there.values())).name} but not {missing}: "
-                    f"get {ARCHIVES[0]} from {CIFAR10.url}cifar.html and unpack it there"
+                    f"cifar10: {folder} has {present} but not {missing[0]}: get {ARCHIVES[0]} "
+                    f"from {CIFAR10.url}cifar.html and unpack it there"
                 )
     return None
-
-
-def _first(folder: Path, name: str, endings: tuple[str, ...]) -> Path | None:
-    candidates = (folder / f"{name}{ending}" for ending in endings)
-    return next((path for path in candidates if path.is_file()), None)
 
 
 def _read_archive(archive: Path) -> Batches:

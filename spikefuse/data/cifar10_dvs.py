@@ -14,8 +14,8 @@ import numpy as np
 
 from spikefuse.data.aedat import read_aedat2
 from spikefuse.data.cifar import CLASSES
-from spikefuse.data.files import DataError, find_folder
-from spikefuse.data.recordings import Recording, RecordingSet, make_recording
+from spikefuse.data.files import DataError, class_files, find_folder
+from spikefuse.data.recordings import TIME_LIMIT, Recording, RecordingSet, make_recording
 
 PAGE = "https://figshare.com/articles/dataset/CIFAR10-DVS_New/4724671"
 SIZE = (2, 128, 128)
@@ -33,19 +33,18 @@ def find_cifar10_dvs(directory: Path) -> tuple[RecordingSet, RecordingSet]:
         DataError: a folder is missing or has no .aedat file of one of the parts.
     """
     folder = find_folder("cifar10_dvs", CLASSES, directory, PAGE)
-    train: list[tuple[Path, int]] = []
-    test: list[tuple[Path, int]] = []
+    how = f"get the zip file of the class from {PAGE} and unpack it there"
+    pairs = zip(*class_files(folder, CLASSES, {".aedat"}, how), strict=True)
+    ordered = sorted(pairs, key=lambda pair: (pair[1], _number(pair[0])))
+    train = [(file, label) for file, label in ordered if _number(file) >= NUM_TEST]
+    test = [(file, label) for file, label in ordered if _number(file) < NUM_TEST]
     for label, name in enumerate(CLASSES):
-        files = sorted((folder / name).glob("*.aedat"), key=_number)
-        own = [(file, label) for file in files if _number(file) >= NUM_TEST]
-        held_out = [(file, label) for file in files if _number(file) < NUM_TEST]
-        if not own or not held_out:
+        counts = [sum(own == label for _, own in part) for part in (train, test)]
+        if not all(counts):
             raise DataError(
-                f"cifar10_dvs: {folder / name} has {len(own)} recordings from number {NUM_TEST} "
-                f"and {len(held_out)} below: get {name}.zip from {PAGE} and unpack it there"
+                f"cifar10_dvs: {folder / name} has {counts[0]} recordings from number {NUM_TEST} "
+                f"and {counts[1]} below: {how}"
             )
-        train += own
-        test += held_out
     return _recordings(train), _recordings(test)
 
 
@@ -61,7 +60,7 @@ def _recordings(pairs: list[tuple[Path, int]]) -> RecordingSet:
 
 
 def read_cifar10_dvs(path: Path) -> Recording:
-    """Read one recording, upright, with time from its first event.
+    """Read one recording, upright, with time from its earliest event.
 
     The camera lay on its side: the column is 127 - Y, the row 127 - X of the address, and a
     polarity bit of 0 is an increase, as in the conversion `dat2mat` that the authors refer to.
@@ -70,4 +69,4 @@ def read_cifar10_dvs(path: Path) -> Recording:
         DataError: the file is missing or damaged.
     """
     x, y, p, t = read_aedat2(path)
-    return make_recording((127 - y, 127 - x, 1 - p, t - t[:1]), SIZE, path)
+    return make_recording((127 - y, 127 - x, 1 - p, t - t.min(initial=TIME_LIMIT)), SIZE, path)

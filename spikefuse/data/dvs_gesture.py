@@ -13,7 +13,7 @@ import numpy as np
 
 from spikefuse.data.aedat import read_aedat3
 from spikefuse.data.files import DataError, damaged, find_folder
-from spikefuse.data.recordings import Recording, RecordingSet, make_recording
+from spikefuse.data.recordings import Recording, RecordingSet, check_sites, make_recording
 
 PAGE = "https://research.ibm.com/interactive/dvsgesture/"
 SIZE = (2, 128, 128)
@@ -64,17 +64,26 @@ def _gestures(path: Path) -> np.ndarray:
     try:
         lines = path.read_text().split()[1:]  # without the column names
         rows = np.array([line.split(",") for line in lines], np.int64)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise damaged(path, f"not a table of numbers: {error}") from error
-    if rows.shape[1:] != (3,) or not len(rows) or not np.isin(rows[:, 0], range(1, 12)).all():
-        raise damaged(path, "expected rows of class 1 to 11, start and end")
+    if rows.shape[1:] != (3,) or not len(rows):
+        raise damaged(path, "expected rows of class, start and end")
+    label, start, end = rows.T
+    wrong = (label < 1) | (label > len(CLASSES)) | (start < 0) | (start >= end)
+    if wrong.any():
+        found = ",".join(map(str, rows[wrong][0]))
+        raise damaged(path, f"row {found}: expected a class from 1 to 11 and 0 <= start < end")
     return rows - (1, 0, 0)
 
 
 def _read(paths: list[Path], gestures: list[np.ndarray]) -> Iterator[Recording]:
     for path, rows in zip(paths, gestures, strict=True):
         x, y, p, t = read_aedat3(path)
-        for _, start, end in rows:
+        check_sites((x, y, p, t), SIZE, path)
+        for label, start, end in rows:
             # A mask instead of bisection, because the clock of a trial may step back.
             k = (t >= start) & (t < end)
+            if not k.any():
+                gesture = f"the gesture {CLASSES[label]!r} from {start} to {end} microseconds"
+                raise damaged(path, f"it has no event of {gesture}")
             yield make_recording((x[k], y[k], p[k], t[k] - start), SIZE, path)

@@ -6,7 +6,7 @@ import gzip
 import os
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,23 +34,21 @@ class DownloadSource:
     sha256: Mapping[str, str]
 
 
-def chosen_directory() -> Path | None:
-    """Return $SPIKEFUSE_DATA, else the folder `data/` of a source checkout if there is one."""
-    if directory := os.environ.get(ENVIRONMENT):
-        return Path(directory).expanduser()
-    local = CHECKOUT / "data"
-    return local if local.is_dir() and (CHECKOUT / "pyproject.toml").is_file() else None
+def user_cache() -> Path:
+    """Return this library's folder in the user's cache."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "spikefuse"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spikefuse"
 
 
 def default_directory() -> Path:
-    """Return the folder of the datasets: `chosen_directory`, else one in the user's cache."""
-    if directory := chosen_directory():
-        return directory
-    if sys.platform == "darwin":
-        cache = Path.home() / "Library" / "Caches"
-    else:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "spikefuse" / "data"
+    """Return $SPIKEFUSE_DATA, else `data/` of a source checkout if it exists, else a cache."""
+    if directory := os.environ.get(ENVIRONMENT):
+        return Path(directory).expanduser()
+    local = CHECKOUT / "data"
+    if local.is_dir() and (CHECKOUT / "pyproject.toml").is_file():
+        return local
+    return user_cache() / "data"
 
 
 def locate(source: DownloadSource, directory: Path, download: bool) -> dict[str, Path]:
@@ -63,17 +61,13 @@ def locate(source: DownloadSource, directory: Path, download: bool) -> dict[str,
         DataError: a file is missing and `download` is False, or the download failed.
     """
     folder = directory / source.name
-    found = {name: _find(name, (folder, directory)) for name in source.sha256}
-    missing = [name for name, path in found.items() if path is None]
-    if missing and not download:
-        raise DataError(
-            f"{source.name}: {missing[0]} is neither in {folder} nor in {directory}: add "
-            f"--download to fetch it, or set the folder that has it with --data-dir or "
-            f"{ENVIRONMENT}"
-        )
-    for name in missing:
-        found[name] = _download(source, name, folder)
-    return {name: path for name, path in found.items() if path is not None}
+    found = {}
+    for name in source.sha256:
+        path = _find(name, (folder, directory))
+        if path is None and not download:
+            raise _missing(source.name, name, directory, "add --download to fetch it")
+        found[name] = path or _download(source, name, folder)
+    return found
 
 
 def _find(name: str, folders: tuple[Path, ...]) -> Path | None:
@@ -112,29 +106,59 @@ def _download(source: DownloadSource, name: str, folder: Path) -> Path:
     return Path(path)
 
 
-def find_folder(name: str, marks: tuple[str, ...], directory: Path, page: str) -> Path:
-    """Return the first of `directory/name` and `directory` that contains all of `marks`.
+def find_folder(name: str, entries: tuple[str, ...], directory: Path, page: str) -> Path:
+    """Return the first of `directory/name` and `directory` that contains all of `entries`.
 
     Args:
         name: name of the dataset and of its folder.
-        marks: files or folders that must exist, relative to the folder.
+        entries: files or folders that must exist, relative to the folder.
         directory: folder of the datasets.
         page: where the dataset is published, for the error message.
 
     Raises:
-        DataError: one of `marks` is missing.
+        DataError: one of `entries` is missing.
     """
     folders = (directory / name, directory)
     for folder in folders:
-        if all((folder / mark).exists() for mark in marks):
+        if all((folder / entry).exists() for entry in entries):
             return folder
-    best = max(folders, key=lambda folder: sum((folder / mark).exists() for mark in marks))
-    missing = next(mark for mark in marks if not (best / mark).exists())
-    raise DataError(
-        f"{name}: {missing} is neither in {folders[0]} nor in {directory}: get the dataset "
-        f"from {page} and unpack it there, or set the folder that has it with --data-dir or "
-        f"{ENVIRONMENT}; --download does not support this dataset"
+    best = max(folders, key=lambda folder: sum((folder / entry).exists() for entry in entries))
+    missing = next(entry for entry in entries if not (best / entry).exists())
+    how = f"--download does not support this dataset: get it from {page} and unpack it there"
+    raise _missing(name, missing, directory, how)
+
+
+def _missing(name: str, what: str, directory: Path, how: str) -> DataError:
+    return DataError(
+        f"{name}: {what} is neither in {directory / name} nor in {directory}: {how}, or set the "
+        f"folder that has it with --data-dir or {ENVIRONMENT}"
     )
+
+
+def class_files(
+    folder: Path, classes: Sequence[str], endings: Collection[str], how: str
+) -> tuple[tuple[Path, ...], list[int]]:
+    """List the files in the subfolder of each class, by class and name, and their labels.
+
+    Args:
+        folder: contains one subfolder per class.
+        classes: names of the subfolders; labels number them.
+        endings: suffixes of the files, in lower case.
+        how: what to do if there is no file, for the error message.
+
+    Raises:
+        DataError: a class has no file.
+    """
+    files: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        entries = (folder / name).iterdir() if (folder / name).is_dir() else []
+        own = sorted(path for path in entries if path.suffix.lower() in endings)
+        if not own:
+            raise DataError(f"no {' or '.join(sorted(endings))} file in {folder / name}: {how}")
+        files += own
+        labels += [label] * len(own)
+    return tuple(files), labels
 
 
 def read_bytes(path: Path) -> bytes:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spikefuse.data.files import DataError, damaged, find_folder, not_installed
+from spikefuse.data.files import DataError, class_files, damaged, find_folder, not_installed
 from spikefuse.data.images import Images, Index
 
 PAGE = "https://www.image-net.org/download.php"
@@ -113,16 +113,8 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _image_folder(folder: Path, classes: list[str], size: int) -> ImageFolder:
-    files: list[Path] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        entries = (folder / name).iterdir()
-        own = sorted(path for path in entries if path.suffix.lower() in ENDINGS)
-        if not own:
-            raise DataError(f"imagenet: {folder / name} contains no image")
-        files += own
-        labels += [label] * len(own)
-    return ImageFolder(tuple(files), torch.tensor(labels), size)
+    files, labels = class_files(folder, classes, ENDINGS, "every class needs at least one image")
+    return ImageFolder(files, torch.tensor(labels), size)
 
 
 def read_image(path: Path, size: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Event-to-frame transforms, and labelled frames as packed bytes.
 
-Shape legend: T time steps, P polarities, H rows, W columns or units, B examples, E events, S bytes.
+Shape legend: T time steps, P polarities, H rows, W columns or units, B examples, E events, V values
+of a frame, S = ceil(V bits / 8) bytes.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from torch import Tensor
 
 from spikefuse.data.files import DataError
 from spikefuse.data.images import Images, Index
-from spikefuse.data.packing import BITS, pack, unpack
 from spikefuse.data.recordings import Recording
 
-WAYS = ("number", "time", "duration")
+BITS = (1, 2, 4, 8)
+SLICINGS = ("number", "time", "duration")
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Slicing:
     bits: int = 8
 
     def __post_init__(self) -> None:
-        if self.by not in WAYS:
-            raise DataError(f"by is {self.by!r}: expected one of {', '.join(WAYS)}")
+        if self.by not in SLICINGS:
+            raise DataError(f"by is {self.by!r}: expected one of {', '.join(SLICINGS)}")
         if self.num_steps < 1:
             raise DataError(f"num_steps is {self.num_steps}: expected at least 1")
         if self.bits not in BITS:
@@ -64,11 +65,11 @@ def to_frames(events: Recording, slicing: Slicing) -> np.ndarray:
         uint8 `[T, P, H, W]`, or `[T, W]` for audio; counts saturate at `2**bits - 1`.
     """
     steps = _steps(events, slicing)
-    kept = steps < slicing.num_steps
+    inside = steps < slicing.num_steps
     values = int(np.prod(events.size))
     places = steps * values + events.sites
-    if not kept.all():
-        places = places[kept]
+    if not inside.all():
+        places = places[inside]
     counts = np.bincount(places, minlength=slicing.num_steps * values)
     np.minimum(counts, 2**slicing.bits - 1, out=counts)
     return counts.astype(np.uint8).reshape(slicing.num_steps, *events.size)
@@ -92,9 +93,38 @@ def _steps(events: Recording, slicing: Slicing) -> np.ndarray:
     return t // slicing.dt
 
 
-def pack_frames(frames: np.ndarray, bits: int) -> np.ndarray:
-    """Pack each time step of uint8 `[T, ...]` into uint8 `[T, S]`."""
-    return pack(frames.reshape(len(frames), -1), bits)
+def pack(values: np.ndarray, bits: int) -> np.ndarray:
+    """Pack the last dimension, `8 / bits` values per byte, the first in the lowest bits.
+
+    Args:
+        values: uint8 `[..., V]`, each at most `2**bits - 1`.
+        bits: bits per value: 1, 2, 4 or 8.
+
+    Returns:
+        uint8 `[..., S]`.
+    """
+    if bits == 8:
+        return values
+    planes = (values[..., None] >> np.arange(bits, dtype=np.uint8)) & 1
+    return np.packbits(planes.reshape(*values.shape[:-1], -1), axis=-1, bitorder="little")
+
+
+def unpack(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
+    """Invert `pack`, on the device of `packed`.
+
+    Args:
+        packed: uint8 `[..., S]`.
+        bits: bits per value.
+        shape: shape of the V values.
+
+    Returns:
+        uint8 `[..., *shape]`.
+    """
+    if bits < 8:
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+        packed = ((packed.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
+    count = int(np.prod(shape))
+    return packed[..., :count].unflatten(-1, shape)
 
 
 @dataclass(frozen=True)

@@ -41,24 +41,26 @@ def find_heidelberg(
     Raises:
         DataError: a file is missing or damaged, or h5py is not installed.
     """
-    marks = (f"{name}_train.h5", f"{name}_test.h5")
-    folder = find_folder(name, marks, directory, PAGE)
-    train, test = (_recordings(folder / mark, num_classes) for mark in marks)
+    names = (f"{name}_train.h5", f"{name}_test.h5")
+    folder = find_folder(name, names, directory, PAGE)
+    train, test = (_recordings(folder / part, num_classes) for part in names)
     return train, test
 
 
 def _recordings(path: Path, num_classes: int) -> RecordingSet:
     with _open(path) as file:
         try:
-            labels = np.asarray(file["labels"][()]).astype(np.int64)
+            labels = np.asarray(file["labels"][()])
             lengths = len(file["spikes/times"]), len(file["spikes/units"])
         except (KeyError, OSError, ValueError, TypeError) as error:
             raise damaged(path, str(error)) from error
     if lengths != (len(labels), len(labels)) or not len(labels):
         raise damaged(path, f"{len(labels)} labels, {lengths[0]} times, {lengths[1]} units")
-    if labels.min() < 0 or labels.max() >= num_classes:
-        raise damaged(path, f"labels up to {labels.max()}, expected less than {num_classes}")
-    return RecordingSet(SIZE, labels, (path,), partial(_read, path))
+    wrong = labels[~np.isin(labels, np.arange(num_classes))]
+    if labels.ndim != 1 or len(wrong):
+        found = f"a label {wrong[0]}" if len(wrong) else f"labels of shape {list(labels.shape)}"
+        raise damaged(path, f"{found}, expected one from 0 to {num_classes - 1} per recording")
+    return RecordingSet(SIZE, labels.astype(np.int64), (path,), partial(_read, path))
 
 
 def _read(path: Path) -> Iterator[Recording]:
@@ -84,3 +86,7 @@ def _open(path: Path) -> Any:
         return h5py.File(path, "r")
     except OSError as error:
         raise damaged(path, f"not an HDF5 file: {error}") from error
+
+
+find_shd = partial(find_heidelberg, "shd", len(SHD_CLASSES))
+find_ssc = partial(find_heidelberg, "ssc", len(SSC_CLASSES))

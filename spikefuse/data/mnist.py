@@ -1,21 +1,28 @@
-"""MNIST and Fashion-MNIST: 60000 + 10000 images of 28 x 28 pixels, as IDX files."""
+"""MNIST and Fashion-MNIST: 60000 + 10000 images of 28 x 28 pixels, as IDX files.
+
+An IDX file has two zero bytes, one byte for the element type, one for the number of dimensions,
+each dimension as a big-endian uint32, then the elements, big-endian, last dimension fastest.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+import struct
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from spikefuse.data.files import DataError, DownloadSource, locate
-from spikefuse.data.idx import read_idx
+from spikefuse.data.files import DataError, DownloadSource, damaged, locate, read_bytes
 from spikefuse.data.images import Images
 
 TRAIN = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
 TEST = ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz")
 SIZE = (28, 28)
 NUM_CLASSES = 10
+DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 # LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition",
 # Proceedings of the IEEE 86(11), 1998.
@@ -42,6 +49,35 @@ FASHION_MNIST = DownloadSource(
         TEST[1]: "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
     },
 )
+
+
+def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
+    """Read an IDX file, gzip-compressed or not, whatever its name.
+
+    Returns:
+        A read-only array with the file's shape and element type.
+
+    Raises:
+        DataError: the file is missing, truncated, corrupt, or has another format.
+    """
+    path = Path(path)
+    content = read_bytes(path)
+    if len(content) < 4:
+        raise damaged(path, f"{len(content)} bytes are too few for an IDX header")
+    zeros, code, ndim = struct.unpack_from(">HBB", content)
+    if zeros or code not in DTYPES or not ndim:
+        raise damaged(path, f"an IDX file does not begin with {content[:4].hex(' ')}")
+    start = 4 + 4 * ndim
+    if len(content) < start:
+        raise damaged(path, f"{len(content)} bytes are too few for a header of {ndim} dimensions")
+    shape = struct.unpack_from(f">{ndim}I", content, 4)
+    dtype = np.dtype(DTYPES[code])
+    expected = start + math.prod(shape) * dtype.itemsize
+    if len(content) != expected:
+        kind = "truncated" if len(content) < expected else "too long"
+        size = f"{len(content)} bytes, expected {expected} for shape {list(shape)}"
+        raise damaged(path, f"{kind}: {size}")
+    return np.frombuffer(content, dtype, offset=start).reshape(shape)
 
 
 def load(source: DownloadSource, directory: Path, download: bool) -> tuple[Images, Images]:

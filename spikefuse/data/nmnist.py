@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from spikefuse.data.files import DataError, damaged, find_folder, not_installed
+from spikefuse.data.files import DataError, class_files, damaged, find_folder, not_installed
 from spikefuse.data.recordings import Recording, RecordingSet, make_recording
 
 PAGE = "https://www.garrickorchard.com/datasets/n-mnist"
 SIZE = (2, 34, 34)
-NUM_CLASSES = 10
 EVENT_BYTES = 5
 FIELDS = np.dtype([("x", np.int64), ("y", np.int64), ("t", np.int64), ("p", np.int64)])
 
@@ -32,18 +31,9 @@ def find_nmnist(directory: Path) -> tuple[RecordingSet, RecordingSet]:
 
 
 def _recordings(folder: Path) -> RecordingSet:
-    files: list[Path] = []
-    labels: list[int] = []
-    for label in range(NUM_CLASSES):
-        own = sorted((folder / str(label)).glob("*.bin"))
-        if not own:
-            raise DataError(
-                f"nmnist: no .bin file in {folder / str(label)}: get {folder.name}.zip from "
-                f"{PAGE} and unpack it to {folder}"
-            )
-        files += own
-        labels += [label] * len(own)
-    return RecordingSet(SIZE, np.array(labels), tuple(files), partial(map, read_nmnist, files))
+    how = f"get {folder.name}.zip from {PAGE} and unpack it to {folder}"
+    files, labels = class_files(folder, "0123456789", {".bin"}, how)
+    return RecordingSet(SIZE, np.array(labels), files, partial(map, read_nmnist, files))
 
 
 def read_nmnist(path: Path) -> Recording:

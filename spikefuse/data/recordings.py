@@ -13,6 +13,9 @@ import numpy as np
 
 from spikefuse.data.files import damaged
 
+# Microseconds, about 12 days: no recording is as long.
+TIME_LIMIT = 2**40
+
 # Coordinates x, y, polarity p and time t of events, each `[E]`.
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
@@ -47,18 +50,35 @@ class Recording:
         return (self.p.astype(np.int64) * height + self.y) * width + self.x
 
 
-def make_recording(columns: Columns, size: tuple[int, ...], path: Path) -> Recording:
-    """Check the events of a file against the sensor and sort them by time.
+def check_sites(columns: Columns, size: tuple[int, ...], path: Path) -> None:
+    """Check the coordinates of the events of a file against the sensor.
 
     Raises:
         DataError: an event of `path` lies outside the sensor.
     """
-    x, y, p, t = columns
     polarities, height, width = size if len(size) == 3 else (1, 1, size[0])
-    for name, values, limit in (("x", x, width), ("y", y, height), ("p", p, polarities)):
-        if len(values) and not 0 <= int(values.min()) <= int(values.max()) < limit:
-            outside = values[(values < 0) | (values >= limit)][0]
-            raise damaged(path, f"an event has {name} = {outside}, expected less than {limit}")
+    for name, values, limit in zip("xyp", columns, (width, height, polarities), strict=False):
+        _check(name, values, limit, path)
+
+
+def _check(name: str, values: np.ndarray, limit: int, path: Path) -> None:
+    wrong = ~((values >= 0) & (values < limit))  # includes NaN
+    if values.dtype.kind == "f":
+        wrong |= values != np.rint(values)
+    if wrong.any():
+        found = f"an event has {name} = {values[wrong][0]}"
+        raise damaged(path, f"{found}, expected a whole number from 0 to {limit - 1}")
+
+
+def make_recording(columns: Columns, size: tuple[int, ...], path: Path) -> Recording:
+    """Check the events of a file and sort them by time.
+
+    Raises:
+        DataError: an event of `path` lies outside the sensor, or has no valid time.
+    """
+    x, y, p, t = columns
+    check_sites(columns, size, path)
+    _check("t", t, TIME_LIMIT, path)
     t = t.astype(np.int64)
     if len(t) and (np.diff(t) < 0).any():  # the clock of a camera may step back
         order = np.argsort(t, kind="stable")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from spikefuse.data import cifar, cifar10_dvs, dvs_gesture, heidelberg, nmnist
+from spikefuse.data import cifar, dvs_gesture, heidelberg
 from spikefuse.data.cifar import load_cifar10
+from spikefuse.data.cifar10_dvs import find_cifar10_dvs
 from spikefuse.data.digits import load_digits
+from spikefuse.data.dvs_gesture import find_dvs_gesture
 from spikefuse.data.files import DataError, default_directory
 from spikefuse.data.folder import MAX_CLASSES, load_imagenet
 from spikefuse.data.frames import Frames, Slicing
 from spikefuse.data.images import Examples
 from spikefuse.data.mnist import load_fashion_mnist, load_mnist
+from spikefuse.data.nmnist import find_nmnist
 from spikefuse.data.recordings import RecordingSet
 from spikefuse.data.store import load_frames
 
@@ -24,6 +26,10 @@ CLOTHES = (
     *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
     *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
 )
+
+
+# Finds the training and the test recordings in a folder.
+Find = Callable[[Path], tuple[RecordingSet, RecordingSet]]
 
 
 @dataclass(frozen=True)
@@ -46,59 +52,36 @@ class Dataset:
 
 
 def _events(
-    name: str,
-    shape: tuple[int, ...],
-    classes: tuple[str, ...],
-    find: Callable[[Path], tuple[RecordingSet, RecordingSet]],
-    slicing: Slicing,
+    name: str, find: Find, size: tuple[int, ...], classes: tuple[str, ...], slicing: Slicing
 ) -> Dataset:
     def read(directory: Path, download: bool, **options: Any) -> tuple[Frames, Frames]:
         chosen = Slicing(**options)
-        sets = zip(("train", "test"), find(directory), strict=True)
-        train, test = (load_frames(f"{name}-{part}", found, chosen) for part, found in sets)
-        return train, test
+        train, test = find(directory)
+        return load_frames(f"{name}-train", train, chosen), load_frames(
+            f"{name}-test", test, chosen
+        )
 
-    return Dataset(shape, classes, read, "events", vars(slicing))
+    return Dataset(size, classes, read, "events", vars(slicing))
 
 
-SHD = partial(heidelberg.find_heidelberg, "shd", len(heidelberg.SHD_CLASSES))
-SSC = partial(heidelberg.find_heidelberg, "ssc", len(heidelberg.SSC_CLASSES))
-# 1.4 seconds cover every recording.
-SPEECH = Slicing("duration", num_steps=100, dt=14_000, bits=4)
+# T = 32 and SBE as in Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal
+# Fusion", section 5.2. Of speech, 1.4 seconds cover every recording.
+SACCADES, GESTURES = Slicing("number", 32, bits=4), Slicing("number", 32, bits=8)
+SCREEN, SPEECH = Slicing("number", 10, bits=8), Slicing("duration", 100, dt=14_000, bits=4)
+CAMERA, IMAGE = (2, 128, 128), (3, 224, 224)
+IMAGENET = tuple(f"class {i}" for i in range(MAX_CLASSES))
 
 DATASETS: dict[str, Dataset] = {
     "digits": Dataset((1, 8, 8), DIGITS, load_digits),
     "mnist": Dataset((1, 28, 28), DIGITS, load_mnist),
     "fashion_mnist": Dataset((1, 28, 28), CLOTHES, load_fashion_mnist),
     "cifar10": Dataset(cifar.SHAPE, cifar.CLASSES, load_cifar10),
-    "imagenet": Dataset(
-        (3, 224, 224),
-        tuple(f"class {i}" for i in range(MAX_CLASSES)),
-        load_imagenet,
-        "images",
-        {"size": 224},
-    ),
-    # T = 32 and SBE as in Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal
-    # Fusion", section 5.2.
-    "nmnist": _events(
-        "nmnist", nmnist.SIZE, DIGITS, nmnist.find_nmnist, Slicing("number", 32, bits=4)
-    ),
-    "dvs_gesture": _events(
-        "dvs_gesture",
-        dvs_gesture.SIZE,
-        dvs_gesture.CLASSES,
-        dvs_gesture.find_dvs_gesture,
-        Slicing("number", 32, bits=8),
-    ),
-    "cifar10_dvs": _events(
-        "cifar10_dvs",
-        cifar10_dvs.SIZE,
-        cifar.CLASSES,
-        cifar10_dvs.find_cifar10_dvs,
-        Slicing("number", 10, bits=8),
-    ),
-    "shd": _events("shd", heidelberg.SIZE, heidelberg.SHD_CLASSES, SHD, SPEECH),
-    "ssc": _events("ssc", heidelberg.SIZE, heidelberg.SSC_CLASSES, SSC, SPEECH),
+    "imagenet": Dataset(IMAGE, IMAGENET, load_imagenet, transform={"size": 224}),
+    "nmnist": _events("nmnist", find_nmnist, (2, 34, 34), DIGITS, SACCADES),
+    "dvs_gesture": _events("dvs_gesture", find_dvs_gesture, CAMERA, dvs_gesture.CLASSES, GESTURES),
+    "cifar10_dvs": _events("cifar10_dvs", find_cifar10_dvs, CAMERA, cifar.CLASSES, SCREEN),
+    "shd": _events("shd", heidelberg.find_shd, heidelberg.SIZE, heidelberg.SHD_CLASSES, SPEECH),
+    "ssc": _events("ssc", heidelberg.find_ssc, heidelberg.SIZE, heidelberg.SSC_CLASSES, SPEECH),
 }
 
 

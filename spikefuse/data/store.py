@@ -1,7 +1,6 @@
 """The disk cache of frames, which are computed once and memory-mapped.
 
-A file contains the magic bytes, the length of the header as uint64, the header (JSON), the labels
-as int64 and the packed frames, all little-endian. Files are written atomically.
+A file is a NumPy array of packed frames, uint8 `[N, T, S]`. Files are written atomically.
 """
 
 from __future__ import annotations
@@ -10,33 +9,29 @@ import contextlib
 import hashlib
 import json
 import os
-import struct
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import numpy as np
 import torch
 
-from spikefuse.data.files import DataError
-from spikefuse.data.frames import Frames, Slicing, pack_frames, to_frames
+from spikefuse.data.files import DataError, user_cache
+from spikefuse.data.frames import Frames, Slicing, pack, to_frames
 from spikefuse.data.recordings import Recording, RecordingSet
 
-MAGIC = b"spikefr\n"
 # Part of every key: increase it when the same recordings would give different frames.
-VERSION = 1
+VERSION = 2
 ENVIRONMENT = "SPIKEFUSE_CACHE_DIR"
 
 
 def cache_directory() -> Path:
     """Return the folder of the cache: $SPIKEFUSE_CACHE_DIR/frames, else in the user's cache."""
-    if chosen := os.environ.get(ENVIRONMENT):
-        return Path(chosen).expanduser() / "frames"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "spikefuse" / "frames"
+    chosen = os.environ.get(ENVIRONMENT)
+    return (Path(chosen).expanduser() if chosen else user_cache()) / "frames"
 
 
 def load_frames(name: str, recordings: RecordingSet, slicing: Slicing) -> Frames:
@@ -53,44 +48,44 @@ def load_frames(name: str, recordings: RecordingSet, slicing: Slicing) -> Frames
     Raises:
         DataError: a recording is damaged, or the cache cannot be written or is damaged.
     """
-    key = _key(name, recordings, slicing)
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    path = cache_directory() / f"{name}-{digest[:16]}.frames"
+    path = cache_directory() / f"{name}-{_digest(name, recordings, slicing)}.npy"
+    step_bytes = -(-int(np.prod(recordings.size)) * slicing.bits // 8)
+    shape = (len(recordings), slicing.num_steps, step_bytes)
     if not path.exists():
         try:
-            _write(path, key, recordings, slicing)
+            with _replacing(path) as file:
+                header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(file, header)
+                for events in _progress(recordings.read(), len(recordings), name):
+                    frames = to_frames(events, slicing).reshape(slicing.num_steps, -1)
+                    file.write(pack(frames, slicing.bits).tobytes())
         except OSError as error:
             raise DataError(
                 f"cannot write the frames of {name} to {path.parent} ({error.strerror or error}): "
                 f"set {ENVIRONMENT} to a writable folder with enough space"
             ) from error
-    return _open(path, key)
+    packed = torch.from_numpy(_map(path, shape))
+    labels = torch.from_numpy(recordings.labels.astype(np.int64))
+    return Frames(packed, labels, recordings.size, slicing.bits)
 
 
-def _key(name: str, recordings: RecordingSet, slicing: Slicing) -> dict[str, Any]:
-    files = hashlib.sha256()
+def _digest(name: str, recordings: RecordingSet, slicing: Slicing) -> str:
+    key = json.dumps([name, VERSION, asdict(slicing), recordings.size, recordings.labels.tolist()])
+    digest = hashlib.sha256(key.encode())
     for file in recordings.files:
         status = file.stat()
-        files.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
-    return {
-        "name": name,
-        "version": VERSION,
-        "slicing": asdict(slicing),
-        "shape": list(recordings.size),
-        "examples": len(recordings),
-        "files": files.hexdigest(),
-    }
+        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]
 
 
-def _write(path: Path, key: dict[str, Any], recordings: RecordingSet, slicing: Slicing) -> None:
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a temporary file that becomes `path` if the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(".partial", f"{path.stem}-", path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(_header(key))
-            file.write(recordings.labels.astype("<i8").tobytes())
-            for events in _progress(recordings.read(), len(recordings), key["name"]):
-                file.write(pack_frames(to_frames(events, slicing), slicing.bits).tobytes())
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -110,29 +105,16 @@ def _progress(events: Iterator[Recording], total: int, name: str) -> Iterator[Re
     return iter(tqdm(events, f"{name}: frames", total, unit="rec", disable=None))
 
 
-def _header(key: dict[str, Any]) -> bytes:
-    text = json.dumps(key).encode()
-    length = -(-(len(MAGIC) + 8 + len(text)) // 64) * 64  # aligns the labels and frames
-    text = text.ljust(length - len(MAGIC) - 8)
-    return MAGIC + struct.pack("<Q", len(text)) + text
-
-
-def _open(path: Path, key: dict[str, Any]) -> Frames:
+def _map(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     """Map a file into memory after checking its header and size."""
-    header, num, slicing = _header(key), key["examples"], key["slicing"]
-    shape, num_steps, bits = tuple(key["shape"]), slicing["num_steps"], slicing["bits"]
-    step_bytes = -(-int(np.prod(shape)) * bits // 8)
     try:
-        with path.open("rb") as file:
-            found = file.read(len(header))
-        size = path.stat().st_size
-        expected = len(header) + num * (8 + num_steps * step_bytes)
-        if found != header or size != expected:
-            raise DataError(f"{path} is damaged: delete it, and it will be recomputed")
         # Copy-on-write, because torch expects writable arrays; nothing writes to this one.
-        content = np.memmap(path, np.uint8, "c", len(header))
+        content = np.load(path, mmap_mode="c")
+        whole = path.stat().st_size == content.offset + content.nbytes
+        if whole and (content.shape, content.dtype) == (shape, np.uint8):
+            return content
+    except (ValueError, EOFError):
+        pass
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    labels = content[: 8 * num].view("<i8").astype(np.int64)
-    packed = torch.from_numpy(content[8 * num :]).view(num, num_steps, step_bytes)
-    return Frames(packed, torch.from_numpy(labels), shape, bits)
+    raise DataError(f"{path} is damaged: delete it, and it will be recomputed")

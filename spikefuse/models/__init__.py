@@ -15,15 +15,11 @@ from functools import partial
 
 from torch import nn
 
-from spikefuse.models.conv import conv
-from spikefuse.models.event_mlp import event_mlp
-from spikefuse.models.mlp import SPLIT_LAYERS, mlp, split_mlp, split_widths
-from spikefuse.models.ms_resnet import ms_resnet34
-from spikefuse.models.plain import alexnet, cifar_large, cifar_medium, cifar_small
-from spikefuse.models.resnet import resnet18, resnet34, resnet50
+from spikefuse.models.mlp import SPLIT_LAYERS, event_mlp, mlp, split_widths
+from spikefuse.models.plain import alexnet, cifar_large, cifar_medium, cifar_small, conv, vggsnn
+from spikefuse.models.resnet import ms_resnet34, resnet18, resnet34, resnet50
 from spikefuse.models.sew_resnet import sew_resnet18, sew_resnet34, sew_resnet50
 from spikefuse.models.spikformer import spikformer
-from spikefuse.models.vgg import vggsnn
 
 Builder = Callable[[Callable[[], nn.Module], int, int, tuple[int, int]], nn.Module]
 
@@ -43,8 +39,8 @@ MODELS: dict[str, Builder] = {
     "alexnet": alexnet,
     "vggsnn": vggsnn,
     "spikformer": spikformer,
-    **{f"mlp{num_layers}": split_mlp(num_layers) for num_layers in SPLIT_LAYERS},
-    "event-mlp": event_mlp,  # 3 hidden layers
+    **{f"mlp{n}": partial(mlp, hidden=split_widths(n), norm=False) for n in SPLIT_LAYERS},
+    "event-mlp": event_mlp,  # three hidden layers
     **{f"event-mlp{n}": partial(event_mlp, hidden=split_widths(n)) for n in SPLIT_LAYERS if n != 3},
 }
 
@@ -66,7 +62,6 @@ __all__ = [
     "sew_resnet34",
     "sew_resnet50",
     "spikformer",
-    "split_mlp",
     "split_widths",
     "vggsnn",
 ]

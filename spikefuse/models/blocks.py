@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from torch import Tensor, nn
 
 MakeNeuron = Callable[[], nn.Module]
 Size = tuple[int, int]
 
-# All networks end in a linear layer without a neuron, whose output is read at every time step.
+
+def conv_norm(
+    in_channels: int, channels: int, kernel: int = 3, stride: int = 1, norm: bool = True
+) -> list[nn.Module]:
+    """Return a convolution and its batch norm; without `norm`, a convolution with a bias.
+
+    Stride 2 halves the size, rounded up.
+    """
+    layer = nn.Conv2d(in_channels, channels, kernel, stride, kernel // 2, bias=not norm)
+    return [layer, nn.BatchNorm2d(channels)] if norm else [layer]
 
 
-def conv_norm(in_channels: int, channels: int, kernel: int = 3, stride: int = 1) -> list[nn.Module]:
-    """Return a convolution without bias and its batch norm; stride 2 halves sizes, rounded up."""
-    padding = kernel // 2
-    return [
-        nn.Conv2d(in_channels, channels, kernel, stride, padding, bias=False),
-        nn.BatchNorm2d(channels),
-    ]
+def perceptron(neuron: MakeNeuron, widths: Sequence[int], norm: bool) -> list[nn.Module]:
+    """Return linear layers of the given widths, from the input to the output.
 
-
-def linear_norm(in_features: int, features: int) -> list[nn.Module]:
-    """Return a linear layer without bias and its batch norm."""
-    return [nn.Linear(in_features, features, bias=False), nn.BatchNorm1d(features)]
+    Each but the last, which is read at every time step, is followed by batch norm and a neuron;
+    without `norm` it has a bias instead of the batch norm.
+    """
+    layers: list[nn.Module] = []
+    for width, features in pairwise(widths[:-1]):
+        layers.append(nn.Linear(width, features, bias=not norm))
+        layers += [nn.BatchNorm1d(features), neuron()] if norm else [neuron()]
+    return [*layers, nn.Linear(widths[-2], widths[-1])]
 
 
 class Residual(nn.Module):
@@ -35,10 +44,3 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.activation(self.branch(x) + self.shortcut(x))
-
-
-def projection(in_channels: int, channels: int, stride: int) -> list[nn.Module]:
-    """Return the layers of a shortcut; none if the shape stays the same."""
-    if stride == 1 and in_channels == channels:
-        return []
-    return conv_norm(in_channels, channels, 1, stride)

@@ -1,23 +1,71 @@
-"""The feedforward networks of Liang et al.: Small, Medium, Large, and AlexNet.
+"""Convolutional networks without shortcuts.
 
-Source: Liang et al., "Accelerating Spatiotemporal Supervised Training of Large-Scale Spiking
-Neural Networks on GPU", DATE 2022, Table I, for widths. Strides and kernels follow the authors'
-published code of the Large network and AlexNet: 3 x 3 kernels, no pooling, no dropout, and in the
-first three networks a stride of 2 at the last convolution of each width.
+Source of `cifar_small`, `cifar_medium`, `cifar_large` and `alexnet`: Liang et al., "Accelerating
+Spatiotemporal Supervised Training of Large-Scale Spiking Neural Networks on GPU", DATE 2022, Table
+I, for widths. Strides and kernels follow the authors' published code of the Large network and
+AlexNet: 3 x 3 kernels, no pooling, no dropout, and in the first three networks a stride of 2 at the
+last convolution of each width. Two differences: convolutions before batch norm have no bias, which
+batch norm would remove; and all neurons follow a batch norm, as in the paper's Fig. 2, unlike the
+last one of AlexNet in that code.
 
-Two differences: convolutions before batch norm have no bias, which batch norm would remove; and
-all neurons follow a batch norm, as in the paper's Fig. 2, unlike the last one of AlexNet in that
-code.
+Source of `vggsnn`: Deng et al., "Temporal Efficient Training of Spiking Neural Network via Gradient
+Re-weighting", ICLR 2022, whose VGGSNN is a VGG-11 with one linear layer, for events at 48 x 48 and
+LIF neurons with a decay of 0.5.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from torch import nn
 
-from spikefuse.models.blocks import MakeNeuron, Size, conv_norm, linear_norm
+from spikefuse.models.blocks import MakeNeuron, Size, conv_norm, perceptron
+
+VGG_STAGES = ((64, 128), (256, 256), (512, 512), (512, 512))
+
+
+def conv(neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size) -> nn.Sequential:
+    """Build two stages of 3 x 3 convolution, batch norm, neuron and 2 x 2 average pooling.
+
+    The stages have 32 and 64 channels. Shapes: `[B, C, H, W]` to `[B, num_classes]`.
+
+    Args:
+        neuron, in_channels, num_classes, size: see `spikefuse.models`.
+
+    Raises:
+        ValueError: the input is smaller than 4 x 4.
+    """
+    if min(size) < 4:
+        raise ValueError(f"size is {size}: the conv model needs at least (4, 4)")
+    first = [*conv_norm(in_channels, 32), neuron(), nn.AvgPool2d(2)]
+    second = [*conv_norm(32, 64), neuron(), nn.AvgPool2d(2)]
+    features = 64 * (size[0] // 4) * (size[1] // 4)
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(features, num_classes))
+
+
+def vggsnn(neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size) -> nn.Sequential:
+    """Build 64C - 128C - AP - 2 x 256C - AP - 2 x 512C - AP - 2 x 512C - AP - FC.
+
+    C is a 3 x 3 convolution without bias, batch norm and neuron; AP is 2 x 2 average pooling, which
+    rounds odd sizes up.
+
+    Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
+
+    Args:
+        neuron, in_channels, num_classes, size: see `spikefuse.models`.
+    """
+    layers: list[nn.Module] = []
+    width = in_channels
+    for stage in VGG_STAGES:
+        for channels in stage:
+            layers += [*conv_norm(width, channels), neuron()]
+            width = channels
+        layers.append(nn.AvgPool2d(2, ceil_mode=True))
+    features = width * math.prod(-(-side // 2 ** len(VGG_STAGES)) for side in size)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, num_classes))
 
 
 class PlainStack(NamedTuple):
@@ -27,72 +75,41 @@ class PlainStack(NamedTuple):
     hidden: Sequence[int]
 
 
-SMALL = PlainStack(((128, 2), (256, 2), (512, 2)), (1024, 512))
-MEDIUM = PlainStack(
-    ((128, 1), (128, 1), (128, 2), (256, 1), (256, 2), (512, 1), (512, 2)), (1024, 512)
-)
-LARGE = PlainStack(
-    tuple((width, stride) for width in (128, 256, 512) for stride in (1, 1, 2)), (1024, 512)
-)
-ALEXNET = PlainStack(
-    ((64, 2), (128, 2), (256, 2), (256, 2), (384, 1), (256, 1), (256, 2)), (4096, 4096)
-)
-
-
-def cifar_small(
-    neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size, norm: bool = True
+def plain(
+    stack: PlainStack,
+    neuron: MakeNeuron,
+    in_channels: int,
+    num_classes: int,
+    size: Size,
+    norm: bool = True,
 ) -> nn.Sequential:
-    """Build 128C - 256C - 512C - 1024FC - 512FC - FC, which divides the input's size by 8.
+    """Build a stack of 3 x 3 convolutions and linear layers, each with batch norm and neuron.
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
 
     Args:
+        stack: the layers.
         neuron, in_channels, num_classes, size: see `spikefuse.models`.
         norm: False omits batch norm, as in the paper's Fig. 7(a), and adds biases.
     """
-    return _build(SMALL, neuron, in_channels, num_classes, size, norm)
-
-
-def cifar_medium(
-    neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size, norm: bool = True
-) -> nn.Sequential:
-    """Build 3 x 128C - 2 x 256C - 2 x 512C - 1024FC - 512FC - FC; see `cifar_small`."""
-    return _build(MEDIUM, neuron, in_channels, num_classes, size, norm)
-
-
-def cifar_large(
-    neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size, norm: bool = True
-) -> nn.Sequential:
-    """Build 3 x 128C - 3 x 256C - 3 x 512C - 1024FC - 512FC - FC; see `cifar_small`."""
-    return _build(LARGE, neuron, in_channels, num_classes, size, norm)
-
-
-def alexnet(
-    neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size, norm: bool = True
-) -> nn.Sequential:
-    """Build 64C - 128C - 2 x 256C - 384C - 2 x 256C - 4096FC - 4096FC - FC; see `cifar_small`.
-
-    It divides the input's size by 32.
-    """
-    return _build(ALEXNET, neuron, in_channels, num_classes, size, norm)
-
-
-def _build(
-    stack: PlainStack, neuron: MakeNeuron, width: int, num_classes: int, size: Size, norm: bool
-) -> nn.Sequential:
     layers: list[nn.Module] = []
-    rows, columns = size
+    width = in_channels
     for channels, stride in stack.convolutions:
-        if norm:
-            layers += conv_norm(width, channels, 3, stride)
-        else:
-            layers.append(nn.Conv2d(width, channels, 3, stride, padding=1))
-        layers.append(neuron())
-        width, rows, columns = channels, -(-rows // stride), -(-columns // stride)
-    layers.append(nn.Flatten())
-    width *= rows * columns
-    for features in stack.hidden:
-        layers += linear_norm(width, features) if norm else [nn.Linear(width, features)]
-        layers.append(neuron())
-        width = features
-    return nn.Sequential(*layers, nn.Linear(width, num_classes))
+        layers += [*conv_norm(width, channels, 3, stride, norm), neuron()]
+        width = channels
+    divisor = math.prod(stride for _, stride in stack.convolutions)
+    features = width * math.prod(-(-side // divisor) for side in size)
+    widths = [features, *stack.hidden, num_classes]
+    return nn.Sequential(*layers, nn.Flatten(), *perceptron(neuron, widths, norm))
+
+
+# These divide the input's size by 8, and AlexNet by 32.
+SMALL = ((128, 2), (256, 2), (512, 2))
+MEDIUM = ((128, 1), (128, 1), (128, 2), (256, 1), (256, 2), (512, 1), (512, 2))
+LARGE = tuple((width, stride) for width in (128, 256, 512) for stride in (1, 1, 2))
+ALEXNET = ((64, 2), (128, 2), (256, 2), (256, 2), (384, 1), (256, 1), (256, 2))
+
+cifar_small = partial(plain, PlainStack(SMALL, (1024, 512)))
+cifar_medium = partial(plain, PlainStack(MEDIUM, (1024, 512)))
+cifar_large = partial(plain, PlainStack(LARGE, (1024, 512)))
+alexnet = partial(plain, PlainStack(ALEXNET, (4096, 4096)))

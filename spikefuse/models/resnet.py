@@ -1,18 +1,26 @@
-"""Spiking-ResNets: ResNets with a neuron in place of each ReLU.
+"""Residual networks: Spiking-ResNets, with a neuron in place of each ReLU, and MS-ResNet34.
 
-Sources: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, with the stride of a
-bottleneck at its 3 x 3 convolution, as usual today; Li et al., "Towards Scalable GPU-Accelerated
-SNN Training via Temporal Fusion", section 5.2. A neuron after a residual sum receives the sum, as
-the ReLU does.
+Sources of `resnet`: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, with the
+stride of a bottleneck at its 3 x 3 convolution, as usual today; Li et al., "Towards Scalable
+GPU-Accelerated SNN Training via Temporal Fusion", section 5.2. A neuron after a residual sum
+receives the sum, as the ReLU does.
+
+Source of `ms_resnet34`: Liang et al., "Accelerating Spatiotemporal Supervised Training of
+Large-Scale Spiking Neural Networks on GPU", DATE 2022, Table I. The table does not say where the
+neurons are. In the authors' published code a block begins with a neuron, and no neuron follows its
+sum; Hu et al., "Advancing Spiking Neural Networks Toward Deep Residual Learning", IEEE TNNLS 2024,
+call this a membrane shortcut. The same code uses stride 2 in all four stages and no pooling in the
+stem.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import nn
 
-from spikefuse.models.blocks import MakeNeuron, Residual, Size, conv_norm, projection
+from spikefuse.models.blocks import MakeNeuron, Residual, Size, conv_norm
 
 # Width of each stage before the expansion of a bottleneck, and blocks per stage by depth.
 STAGES = (64, 128, 256, 512)
@@ -23,22 +31,17 @@ EXPANSION = {18: 1, 34: 1, 50: 4}
 MakeBlock = Callable[[int, int, int], nn.Module]
 
 
-def basic_branch(
-    neuron: MakeNeuron, in_channels: int, channels: int, stride: int
-) -> list[nn.Module]:
-    """Return two 3 x 3 convolutions, up to the last norm."""
-    return [*conv_norm(in_channels, channels, 3, stride), neuron(), *conv_norm(channels, channels)]
-
-
 def branch(
     depth: int, neuron: MakeNeuron, in_channels: int, channels: int, stride: int
 ) -> list[nn.Module]:
     """Return the layers beside the shortcut in a ResNet of this depth, up to the last norm.
 
-    A bottleneck has 1 x 1, 3 x 3, and 1 x 1 convolutions, the last with four times the channels.
+    A basic block has two 3 x 3 convolutions. A bottleneck has 1 x 1, 3 x 3, and 1 x 1 convolutions,
+    the last with four times the channels.
     """
     if EXPANSION[depth] == 1:
-        return basic_branch(neuron, in_channels, channels, stride)
+        first = conv_norm(in_channels, channels, 3, stride)
+        return [*first, neuron(), *conv_norm(channels, channels)]
     return [
         *conv_norm(in_channels, channels, 1),
         neuron(),
@@ -46,6 +49,14 @@ def branch(
         neuron(),
         *conv_norm(channels, 4 * channels, 1),
     ]
+
+
+def projection(depth: int, in_channels: int, channels: int, stride: int) -> list[nn.Module]:
+    """Return the layers of a shortcut in a ResNet of this depth; none if the shape stays."""
+    outputs = EXPANSION[depth] * channels
+    if stride == 1 and in_channels == outputs:
+        return []
+    return conv_norm(in_channels, outputs, 1, stride)
 
 
 def stem_layers(neuron: MakeNeuron, in_channels: int, stem: str) -> list[nn.Module]:
@@ -87,14 +98,20 @@ def residual_network(
     return nn.Sequential(*layers, *last, *head)
 
 
-def resnet18(
-    neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size, stem: str = "imagenet"
+def resnet(
+    depth: int,
+    neuron: MakeNeuron,
+    in_channels: int,
+    num_classes: int,
+    size: Size,
+    stem: str = "imagenet",
 ) -> nn.Sequential:
-    """Build a Spiking-ResNet18.
+    """Build a Spiking-ResNet.
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
 
     Args:
+        depth: 18 or 34, or 50, which has bottlenecks.
         neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.
         stem: "imagenet", which divides the size by 4, or "cifar", which keeps it; see
             `stem_layers`.
@@ -102,29 +119,36 @@ def resnet18(
     Raises:
         ValueError: another stem.
     """
-    return _resnet(18, neuron, in_channels, num_classes, stem)
 
-
-def resnet34(
-    neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size, stem: str = "imagenet"
-) -> nn.Sequential:
-    """Build a Spiking-ResNet34; see `resnet18`."""
-    return _resnet(34, neuron, in_channels, num_classes, stem)
-
-
-def resnet50(
-    neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size, stem: str = "imagenet"
-) -> nn.Sequential:
-    """Build a Spiking-ResNet50 of bottlenecks; see `resnet18`."""
-    return _resnet(50, neuron, in_channels, num_classes, stem)
-
-
-def _resnet(
-    depth: int, neuron: MakeNeuron, in_channels: int, num_classes: int, stem: str
-) -> nn.Sequential:
     def block(width: int, channels: int, stride: int) -> nn.Module:
-        shortcut = projection(width, EXPANSION[depth] * channels, stride)
+        shortcut = projection(depth, width, channels, stride)
         layers = branch(depth, neuron, width, channels, stride)
         return Residual(nn.Sequential(*layers), nn.Sequential(*shortcut), neuron())
 
     return residual_network(stem_layers(neuron, in_channels, stem), block, depth, num_classes)
+
+
+resnet18, resnet34, resnet50 = (partial(resnet, depth) for depth in (18, 34, 50))
+
+
+def ms_resnet34(
+    neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size
+) -> nn.Sequential:
+    """Build a ResNet34 of blocks `x + branch(neuron(x))`, whose shortcuts carry membrane input.
+
+    Where the shape changes, a block is `shortcut(s) + branch(s)` with `s = neuron(x)`. The network
+    divides the input's size by 32. Shapes: `[B, C, H, W]` to `[B, num_classes]`.
+
+    Args:
+        neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.
+    """
+
+    def block(width: int, channels: int, stride: int) -> nn.Module:
+        layers = branch(34, neuron, width, channels, stride)
+        if stride == 1:
+            return Residual(nn.Sequential(neuron(), *layers), nn.Identity(), nn.Identity())
+        shortcut = nn.Sequential(*conv_norm(width, channels, 1, stride))
+        return nn.Sequential(neuron(), Residual(nn.Sequential(*layers), shortcut, nn.Identity()))
+
+    stem = conv_norm(in_channels, STAGES[0], 7, 2)
+    return residual_network(stem, block, 34, num_classes, first_stride=2, last=[neuron()])

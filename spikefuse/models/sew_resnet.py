@@ -7,12 +7,12 @@ IF neurons with `detach_reset=True` and the arctan surrogate.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
 
 from torch import Tensor, nn
 
-from spikefuse.models.blocks import MakeNeuron, Size, projection
-from spikefuse.models.resnet import EXPANSION, branch, residual_network, stem_layers
+from spikefuse.models.blocks import MakeNeuron, Size
+from spikefuse.models.resnet import branch, projection, residual_network, stem_layers
 
 CONNECT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "ADD": lambda branch, shortcut: branch + shortcut,
@@ -34,15 +34,8 @@ class SpikeElementWise(nn.Module):
         return CONNECT[self.connect](self.branch(x), self.shortcut(x))
 
 
-class SewOptions(NamedTuple):
-    """Options of a SEW-ResNet; see `sew_resnet18`."""
-
-    connect: str
-    zero_init: bool
-    stem: str
-
-
-def sew_resnet18(
+def sew_resnet(
+    depth: int,
     neuron: MakeNeuron,
     in_channels: int,
     num_classes: int,
@@ -51,63 +44,28 @@ def sew_resnet18(
     zero_init: bool = False,
     stem: str = "imagenet",
 ) -> nn.Sequential:
-    """Build a SEW-ResNet18.
+    """Build a SEW-ResNet.
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
 
     Args:
+        depth: 18 or 34, or 50, which has bottlenecks.
         neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.
         connect: how a block combines branch a and shortcut b: "ADD" a + b, "AND" a * b, "IAND"
             (1 - a) * b. A sum of spikes may exceed 1.
         zero_init: initialize blocks to the identity: the last norm of each branch has weight 0, so
             that its neuron is silent, and with "AND" bias 1, so that a neuron with a threshold of
             at most 1 always fires.
-        stem: as in `resnet18`.
+        stem: as in `resnet`.
 
     Raises:
         ValueError: another connect function or stem.
     """
-    options = SewOptions(connect, zero_init, stem)
-    return _sew_resnet(18, neuron, in_channels, num_classes, options)
-
-
-def sew_resnet34(
-    neuron: MakeNeuron,
-    in_channels: int,
-    num_classes: int,
-    size: Size,
-    connect: str = "ADD",
-    zero_init: bool = False,
-    stem: str = "imagenet",
-) -> nn.Sequential:
-    """Build a SEW-ResNet34; see `sew_resnet18`."""
-    options = SewOptions(connect, zero_init, stem)
-    return _sew_resnet(34, neuron, in_channels, num_classes, options)
-
-
-def sew_resnet50(
-    neuron: MakeNeuron,
-    in_channels: int,
-    num_classes: int,
-    size: Size,
-    connect: str = "ADD",
-    zero_init: bool = False,
-    stem: str = "imagenet",
-) -> nn.Sequential:
-    """Build a SEW-ResNet50 of bottlenecks; see `sew_resnet18`."""
-    options = SewOptions(connect, zero_init, stem)
-    return _sew_resnet(50, neuron, in_channels, num_classes, options)
-
-
-def _sew_resnet(
-    depth: int, neuron: MakeNeuron, in_channels: int, num_classes: int, options: SewOptions
-) -> nn.Sequential:
-    connect = options.connect
 
     def block(width: int, channels: int, stride: int) -> nn.Module:
         layers = branch(depth, neuron, width, channels, stride)
-        shortcut = projection(width, EXPANSION[depth] * channels, stride)
-        if options.zero_init:
+        shortcut = projection(depth, width, channels, stride)
+        if zero_init:
             norm = layers[-1]
             assert isinstance(norm, nn.BatchNorm2d)
             nn.init.zeros_(norm.weight)
@@ -116,5 +74,7 @@ def _sew_resnet(
             shortcut.append(neuron())
         return SpikeElementWise(nn.Sequential(*layers, neuron()), nn.Sequential(*shortcut), connect)
 
-    stem = stem_layers(neuron, in_channels, options.stem)
-    return residual_network(stem, block, depth, num_classes)
+    return residual_network(stem_layers(neuron, in_channels, stem), block, depth, num_classes)
+
+
+sew_resnet18, sew_resnet34, sew_resnet50 = (partial(sew_resnet, depth) for depth in (18, 34, 50))

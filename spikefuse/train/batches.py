@@ -7,7 +7,6 @@ whole. Batches of other datasets are prefetched by a thread.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -116,28 +115,3 @@ class TrainBatches(EvalBatches):
         epoch, first = divmod(self.steps_done(), len(self))
         shuffled = order(len(self.examples), self.seed, epoch).to(self.examples.labels.device)
         return self._load(shuffled.split(self.batch_size)[first : len(self)])
-
-
-class TimedBatches:
-    """Batches that report how long their consumer waits for them.
-
-    Args:
-        batches: an iterable with a length.
-        wait: called with the seconds spent waiting for each batch.
-    """
-
-    def __init__(self, batches: Iterable[Batch], wait: Callable[[float], None]) -> None:
-        self.batches, self.wait = batches, wait
-
-    def __len__(self) -> int:
-        return len(self.batches)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Batch]:
-        iterator, end = iter(self.batches), object()
-        while True:
-            start = time.perf_counter()
-            batch = next(iterator, end)
-            self.wait(time.perf_counter() - start)
-            if batch is end:
-                return
-            yield batch  # type: ignore[misc]

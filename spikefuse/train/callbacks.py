@@ -70,11 +70,11 @@ class ProgressReporter(Callback):
         )
 
     def on_train_end(self, *_: Any) -> None:
-        self.bar.close()
-
-    def on_exception(self, *_: Any) -> None:
         if hasattr(self, "bar"):
             self.bar.close()
+
+    def on_exception(self, *_: Any) -> None:
+        self.on_train_end()
 
 
 class MetricsWriter(Callback):
@@ -95,24 +95,22 @@ class MetricsWriter(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
         row = module.history[-1]
-        step = int(row["step"])
-        for part in ("train", "val"):
-            for quantity in ("loss", "accuracy"):
-                self.writer.add_scalar(f"{quantity}/{part}", row[f"{part}_{quantity}"], step)
-        activities = (name for name in row if name.startswith(("activity_", "dropped")))
-        for name in ("images_per_second", "data_wait", *activities):
-            self.writer.add_scalar(name, row[name], step)
+        for name, value in row.items():
+            part, _, quantity = name.partition("_")
+            tag = f"{quantity}/{part}" if part in ("train", "val") else name
+            if name not in ("epoch", "step"):
+                self.writer.add_scalar(tag, value, int(row["step"]))
         with replacing(self.directory / METRICS) as path, path.open("w", newline="") as file:
             table = csv.DictWriter(file, list(row))
             table.writeheader()
             table.writerows(module.history)
 
     def on_train_end(self, *_: Any) -> None:
-        self.writer.close()
-
-    def on_exception(self, *_: Any) -> None:
         if hasattr(self, "writer"):
             self.writer.close()
+
+    def on_exception(self, *_: Any) -> None:
+        self.on_train_end()
 
 
 class CheckpointSaver(Checkpoint):
@@ -167,7 +165,7 @@ class CheckpointSaver(Checkpoint):
     def _stop_if_requested(self, trainer: pl.Trainer, saved: bool = False) -> None:
         # The number of a signal, -1 if saving is due, or -2; the highest of all processes counts.
         due = time.monotonic() - self._saved > SAVE_SECONDS
-        request = self.processes.highest(self.signals.requested or (-1 if due else -2))
+        request = self.processes.maximum(self.signals.requested or (-1 if due else -2))
         if not saved and request > -2:
             self._save(trainer)
         if request > 0:

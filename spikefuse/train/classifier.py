@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,7 +24,7 @@ from spikefuse.train.activity import ActivityMonitor
 from spikefuse.train.batches import Batch
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.cuda_graph import GraphedStep
-from spikefuse.train.losses import learning_rate, readout
+from spikefuse.train.optimize import learning_rate, readout
 from spikefuse.train.processes import Processes
 from spikefuse.train.seeding import Purpose, reseed
 
@@ -33,50 +33,34 @@ KEY = "spikefuse"
 
 EpochMetrics = dict[str, float]
 LOG_EVERY_STEPS = 10
+DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
 WHOLE = slice(None)
 
 
 class MetricTotals:
     """Running means of loss and accuracy, accumulated on the device until they are read."""
 
-    def __init__(self) -> None:
-        self.totals: Tensor | None = None  # sum of losses, number of correct predictions
-        self.count = 0
+    def __init__(self, loss: float = 0.0, correct: float = 0.0, count: float = 0) -> None:
+        self.sums, self.count = torch.tensor([loss, correct], dtype=torch.float64), int(count)
 
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         correct = (logits.argmax(1) == labels).sum()
         new = torch.stack([loss.detach().double() * len(labels), correct.double()])
-        self.totals = new if self.totals is None else self.totals.to(new.device) + new
+        self.sums = self.sums.to(new.device) + new
         self.count += len(labels)
 
     def mean(self) -> tuple[float, float]:
         """Return the loss, and the accuracy from 0 to 1; synchronizes with the device."""
-        loss, correct = [0.0, 0.0] if self.totals is None else self.totals.tolist()
+        loss, correct = self.sums.tolist()
         return loss / max(self.count, 1), correct / max(self.count, 1)
 
     def reduced(self, processes: Processes, device: torch.device) -> MetricTotals:
         """Return the totals of all processes; all of them must call this."""
         if processes.count == 1:
             return self
-        totals = torch.zeros(2, dtype=torch.float64) if self.totals is None else self.totals
-        count = torch.tensor([float(self.count)], dtype=torch.float64, device=device)
+        values = torch.tensor([*self.sums.tolist(), self.count], dtype=torch.float64, device=device)
         # Processes that share sequences all count the same samples.
-        values = processes.sum(torch.cat([totals.to(device), count])) / processes.time
-        result = MetricTotals()
-        result.totals, result.count = values[:2], int(values[2])
-        return result
-
-    def state(self) -> dict[str, Any]:
-        totals = None if self.totals is None else self.totals.tolist()
-        return {"totals": totals, "count": self.count}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> MetricTotals:
-        result = cls()
-        if state["totals"] is not None:
-            result.totals = torch.tensor(state["totals"], dtype=torch.float64)
-        result.count = state["count"]
-        return result
+        return MetricTotals(*(processes.sum(values) / processes.time).tolist())
 
 
 class Classifier(pl.LightningModule):
@@ -104,7 +88,7 @@ class Classifier(pl.LightningModule):
         self.history: list[EpochMetrics] = []
         self._row: EpochMetrics = {}
         self.totals, self.eval_totals = MetricTotals(), MetricTotals()
-        self._clock, self._clock_count, self._waited = 0.0, 0, 0.0
+        self._clock, self._clock_count, self._waited, self._batch_end = 0.0, 0, 0.0, 0.0
         self._graph: GraphedStep | None = None
 
     def encode(self, inputs: Tensor, share: slice = WHOLE) -> Tensor | Events:
@@ -170,10 +154,15 @@ class Classifier(pl.LightningModule):
         self.activity.restart()
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        now = time.perf_counter()
         # Not in on_train_epoch_start, which a run resumed within an epoch does not call.
         if not self._clock:
-            self._clock, self._clock_count = time.perf_counter(), self.totals.count
-            self._waited = 0.0
+            self._clock, self._clock_count, self._waited = now, self.totals.count, 0.0
+        else:
+            self._waited += now - self._batch_end
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._batch_end = time.perf_counter()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         reseed(self.config.seed, Purpose.STEP, self.global_step)
@@ -239,10 +228,6 @@ class Classifier(pl.LightningModule):
         """Return the fraction of that time spent waiting for data."""
         return self._waited / (time.perf_counter() - self._clock)
 
-    def add_wait(self, seconds: float) -> None:
-        """Record time spent waiting for data."""
-        self._waited += seconds
-
     # Validation and test
 
     def on_validation_epoch_start(self) -> None:
@@ -261,19 +246,25 @@ class Classifier(pl.LightningModule):
         self.eval_totals = MetricTotals()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, batch_idx)
+        self.test_step(batch, batch_idx)
 
     def on_validation_epoch_end(self) -> None:
         loss, accuracy = self.eval_totals.reduced(self.processes, self.device).mean()
         self.history.append({**self._row, "val_loss": loss, "val_accuracy": accuracy})
 
-    def on_test_epoch_start(self) -> None:
+    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, float]:
+        """Return loss and accuracy on `batches`, in evaluation mode and without Lightning."""
+        self.eval()
         self.eval_totals = MetricTotals()
+        precision = self.config.precision
+        autocast = torch.autocast(self.device.type, DTYPES[precision], enabled=precision != "32")
+        with torch.no_grad(), autocast:
+            for index, batch in enumerate(batches):
+                self.test_step(batch, index)
+        return self.eval_totals.mean()
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, batch_idx)
-
-    def _evaluate(self, batch: Batch, batch_idx: int) -> None:
+        """Add a batch to `eval_totals`."""
         reseed(self.config.seed, Purpose.EVALUATION, batch_idx)
         inputs, labels = batch
         share = self.processes.share(len(labels))
@@ -286,17 +277,20 @@ class Classifier(pl.LightningModule):
     # Checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        totals = self.totals.reduced(self.processes, self.device)
         checkpoint[KEY] = {
             "config": self.config.to_dict(),
             "history": self.history,
             "step": self.global_step,
-            "tally": self.totals.reduced(self.processes, self.device).state(),
+            "tally": {"totals": totals.sums.tolist(), "count": totals.count},
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.history = [dict(row) for row in checkpoint[KEY]["history"]]
         if self.processes.main:  # totals are summed over processes: the others start from zero
-            self.totals = MetricTotals.from_state(checkpoint[KEY]["tally"])
+            tally = checkpoint[KEY]["tally"]
+            loss, correct = tally["totals"] or (0.0, 0.0)
+            self.totals = MetricTotals(loss, correct, tally["count"])
 
 
 def best_epoch(history: list[EpochMetrics]) -> EpochMetrics:

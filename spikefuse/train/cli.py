@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import spikefuse
 from spikefuse.data import DataError
 from spikefuse.data.files import ENVIRONMENT
-from spikefuse.train.config import ConfigError, TrainConfig
+from spikefuse.train.config import ConfigError, RunOptions, TrainConfig
 
 USER_ERROR = 2
 # How long other processes wait for the main one to report a user's error.
@@ -28,20 +28,8 @@ ALIASES = {"num_steps": ("-T",), "dataset": ("--data",)}
 # More choices than this are listed below an option instead of beside its name.
 MAX_INLINE_CHOICES = 4
 
-GROUPS = {
-    "model and data": (
-        *("dataset", "model", "neuron", "decay", "threshold", "surrogate"),
-        *("num_steps", "encoding", "slicing", "slice_us", "capacity", "overflow", "activity"),
-    ),
-    "training": (
-        *("epochs", "batch_size", "optimizer", "lr", "schedule", "warmup", "weight_decay"),
-        *("loss", "label_smoothing", "activity_weight", "clip", "shift", "flip", "seed"),
-    ),
-    "computation": (
-        *("precision", "accumulate", "tbptt", "fuse", "memory", "memory_budget"),
-        *("channels_last", "cuda_graph", "sync_batch_norm"),
-    ),
-}
+# Titles of groups of options, by the field of TrainConfig with which a group begins.
+GROUPS = {"dataset": "model and data", "epochs": "training", "precision": "computation"}
 
 TRAIN_EXAMPLES = f"""\
 examples:
@@ -97,11 +85,10 @@ def _add_train(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    options = {f.name: f.metadata for f in fields(TrainConfig)}
-    for title, names in GROUPS.items():
-        group = train.add_argument_group(title)
-        for name in names:
-            _add_option(group, name, options[name])
+    for f in fields(TrainConfig):
+        if f.name in GROUPS:
+            group = train.add_argument_group(GROUPS[f.name])
+        _add_option(group, f.name, f.metadata)
     group = train.add_argument_group("files, devices and processes")
     group.add_argument(
         "--config",
@@ -110,47 +97,28 @@ def _add_train(commands: Any) -> None:
         help="a file of options; options on the command line override it",
     )
     group.add_argument(
-        "--out", type=Path, metavar="DIR", help="a new folder (default: runs/DATASET-MODEL-N)"
-    )
-    group.add_argument(
         "--resume", type=Path, metavar="CKPT", help="checkpoint of the run to continue"
     )
-    group.add_argument(
-        "--time-ranks",
-        type=int,
-        metavar="N",
-        default=1,
-        help="processes that share a sequence, under torchrun (default: %(default)s)",
-    )
-    group.add_argument(
-        "--data-ranks",
-        type=int,
-        metavar="N",
-        help="processes that share a batch (default: all processes over time-ranks)",
-    )
-    group.add_argument(
-        "--time-chunks",
-        type=int,
-        metavar="N",
-        help="microbatches per batch between which states pass from one time rank to the next "
-        "(default: 1 on GPUs, 4 on CPUs)",
-    )
-    _add_common(group)
+    for f in fields(RunOptions):
+        _add_option(group, f.name, f.metadata, f.default)
 
 
-def _add_option(group: Any, name: str, option: Mapping[str, Any]) -> None:
-    """Add an option of `TrainConfig` that is absent from the namespace unless it is given."""
-    text, choices = option["help"], option["choices"] or ()
+def _add_option(
+    group: Any, name: str, option: Mapping[str, Any], default: Any = argparse.SUPPRESS
+) -> None:
+    """Add an option, which is absent from the namespace if it has no default and is not given."""
+    text, kind = option["help"], option["kind"]
     values: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-    if option["kind"] is not bool:
-        metavar = "|".join(choices) or "N"
+    if kind is not bool:
+        choices = option["allowed"] if kind is str else ()
+        metavar = "|".join(choices) or ("PATH" if kind is Path else "N")
         if len(choices) > MAX_INLINE_CHOICES:
             metavar, text = "NAME", f"{text}: {', '.join(choices)}"
-        values = {"type": option["kind"], "metavar": metavar}
+        values = {"type": kind, "metavar": metavar}
     group.add_argument(
         f"--{name.replace('_', '-')}",
         *ALIASES.get(name, ()),
-        default=argparse.SUPPRESS,
+        default=default,
         help=f"{text} (default: {option['shown']})",
         **values,
     )
@@ -170,25 +138,9 @@ def _add_eval(commands: Any) -> None:
     )
     (fuse,) = (f.metadata for f in fields(TrainConfig) if f.name == "fuse")
     _add_option(evaluate, "fuse", {**fuse, "shown": "as in training"})
-    _add_common(evaluate)
-
-
-def _add_common(group: Any) -> None:
-    group.add_argument(
-        "--device",
-        metavar="auto|cpu|cuda",
-        default="auto",
-        help="auto uses CUDA if available (default: %(default)s)",
-    )
-    group.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="folder of the datasets (default: see below)"
-    )
-    group.add_argument(
-        "--download",
-        action="store_true",
-        help="download missing files of mnist, fashion_mnist and cifar10, and verify their "
-        "checksums (default: no)",
-    )
+    for f in fields(RunOptions):
+        if f.name in ("device", "data_dir", "download"):
+            _add_option(evaluate, f.name, f.metadata, f.default)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -224,7 +176,6 @@ def _train(arguments: argparse.Namespace) -> int:
         given = {**recipe.read(arguments.config), **given}
     config = TrainConfig(**given)  # reports errors before the slow imports
     from spikefuse.train import checkpoint, run
-    from spikefuse.train.parallelism import Parallelism
     from spikefuse.train.processes import PeerLost
     from spikefuse.train.signals import RunInterrupted
 
@@ -233,10 +184,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.resume is not None:
         resumed = checkpoint.load(arguments.resume)
         config = _resumed_config(resumed.config, given, arguments)
-    parallelism = Parallelism(arguments.time_ranks, arguments.data_ranks, arguments.time_chunks)
-    options = run.RunOptions(
-        arguments.device, arguments.data_dir, arguments.download, arguments.out, parallelism
-    )
+    options = RunOptions(**{f.name: getattr(arguments, f.name) for f in fields(RunOptions)})
     try:
         run.train(config, options, resumed)
     except RunInterrupted as stop:
@@ -288,7 +236,9 @@ def _eval(arguments: argparse.Namespace) -> int:
         # Evaluation has no backward pass, so the memory policy of training need not apply.
         own = {"fuse": arguments.fuse, "memory": "recompute", "memory_budget": None}
         loaded = replace(loaded, config=replace(loaded.config, **own))
-    options = run.RunOptions(arguments.device, arguments.data_dir, arguments.download)
+    options = RunOptions(
+        device=arguments.device, data_dir=arguments.data_dir, download=arguments.download
+    )
     loss, accuracy = run.evaluate(loaded, options)
     print(f"test accuracy {100 * accuracy:.2f} %, loss {loss:.4f} ({loaded.config.dataset})")
     return 0

@@ -5,14 +5,16 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from spikefuse.data import DATASETS
+from spikefuse.data.frames import SLICINGS
 from spikefuse.events.candidates import with_candidates
 from spikefuse.memory.policies import POLICIES
 from spikefuse.models import MODELS
@@ -36,7 +38,6 @@ SURROGATES: dict[str, type] = {
 # Parameters that a neuron learns through a sigmoid: their initial values exclude 0 and 1.
 SIGMOID_PARAMETERS = {"plif": ("decay",), "gatedlif": ("decay", "threshold")}
 ENCODINGS = ("direct", "poisson")
-SLICINGS = ("number", "time", "duration")
 OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("constant", "cosine")
 LOSSES = ("mean", "last", "every")
@@ -48,6 +49,7 @@ OVERFLOWS = ("drop", "dense", "raise")
 EVENT_DECAY, EVENT_SURROGATE, EVENT_CUTOFF = 0.95, "fastsigmoid", -0.1
 EVENT_RATE = 0.01
 SEED_LIMIT = 2**63
+DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_STEPS = 8
 
 
@@ -55,48 +57,82 @@ class ConfigError(ValueError):
     """A setting is invalid; the one-line message names the setting and the fix."""
 
 
-@dataclass(frozen=True)
-class Range:
-    """The numbers from `low` to `high`; `positive` excludes 0 and below."""
-
-    low: float = -math.inf
-    high: float = math.inf
-    positive: bool = False
+# A description of the numbers that are allowed, and whether one of them is.
+Allowed = tuple[str, Callable[[float], bool]]
+POSITIVE: Allowed = "a positive {}", lambda value: value > 0
+NOT_NEGATIVE: Allowed = "a {} of at least 0", lambda value: value >= 0
+AT_LEAST_ONE: Allowed = "a {} of at least 1", lambda value: value >= 1
 
 
-POSITIVE, NOT_NEGATIVE, FRACTION = Range(positive=True), Range(0), Range(0, 1)
-AT_LEAST_ONE = Range(1)
+def between(low: float, high: float) -> Allowed:
+    return f"a {{}} from {low:g} to {high:g}", lambda value: low <= value <= high
+
+
+def up_to(high: float) -> Allowed:
+    return f"a {{}} above 0, at most {high:g}", lambda value: 0 < value <= high
 
 
 def number(
-    default: Any, help: str, allowed: Range, shown: str | None = None, kind: type = float
+    default: Any, help: str, allowed: Allowed, shown: str | None = None, kind: type = float
 ) -> Any:
-    """Return a field for a number in the range `allowed`.
+    """Return a field for a number.
 
     `help` and `shown`, which replaces the default, are printed by `--help`; `kind` is the type
     where `default` is None.
     """
-    return _option(default, help, kind if default is None else type(default), shown, allowed)
+    kind = kind if default is None else type(default)
+    return field(default=default, metadata=describe(help, kind, shown or str(default), allowed))
 
 
 def choice(default: str | None, help: str, choices: Collection[str], shown: str = "") -> Any:
     """Return a field for one of `choices`, which is read when a value is checked."""
-    return _option(default, help, str, shown or default, choices)
+    return field(default=default, metadata=describe(help, str, shown or str(default), choices))
 
 
 def flag(default: bool | None, help: str, shown: str) -> Any:
     """Return a field for a boolean."""
-    return _option(default, help, bool, shown)
+    return field(default=default, metadata=describe(help, bool, shown))
 
 
-def _option(default: Any, help: str, kind: type, shown: str | None, allowed: Any = None) -> Any:
-    shown = str(default) if shown is None else shown
-    metadata = {
-        **{"help": help, "kind": kind, "shown": shown, "optional": default is None},
-        "choices": allowed if kind is str else None,
-        "range": allowed if kind in (int, float) else None,
-    }
-    return field(default=default, metadata=metadata)
+def describe(help: str, kind: type, shown: str, allowed: Any = None) -> dict[str, Any]:
+    """Return the metadata of a field."""
+    return {"help": help, "kind": kind, "shown": shown, "allowed": allowed}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where and how to run; the result does not depend on these options.
+
+    Raises:
+        ConfigError: a value has the wrong type or is out of range.
+    """
+
+    out: Path | None = field(
+        default=None, metadata=describe("a new folder", Path, "runs/DATASET-MODEL-N")
+    )
+    time_ranks: int = number(1, "processes that share a sequence, under torchrun", AT_LEAST_ONE)
+    data_ranks: int | None = number(
+        None, "processes that share a batch", AT_LEAST_ONE, "all processes over time-ranks", int
+    )
+    time_chunks: int | None = number(
+        None,
+        "microbatches per batch between which states pass from one time rank to the next",
+        AT_LEAST_ONE,
+        "1 on GPUs, which do not wait for states, 4 on CPUs",
+        int,
+    )
+    device: str = choice("auto", "auto uses CUDA if available", DEVICES)
+    data_dir: Path | None = field(
+        default=None, metadata=describe("folder of the datasets", Path, "see below")
+    )
+    download: bool = flag(
+        False,
+        "download missing files of mnist, fashion_mnist and cifar10, and verify their checksums",
+        "no",
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -113,7 +149,7 @@ class TrainConfig:
     decay: float | None = number(
         None,
         "factor that multiplies the membrane potential at every step (plif: its initial value)",
-        FRACTION,
+        between(0, 1),
         shown="the neuron's own",
     )
     threshold: float = number(1.0, "firing threshold", POSITIVE)
@@ -141,7 +177,7 @@ class TrainConfig:
     capacity: float | None = number(
         None,
         "event-mlp: largest fraction of a layer's neurons whose spikes are used in one step",
-        Range(high=1.0, positive=True),
+        up_to(1),
         shown="no limit",
     )
     overflow: str = choice(
@@ -153,7 +189,7 @@ class TrainConfig:
     activity: float | None = number(
         None,
         "event-mlp: initial fraction of neurons that fire per step, to which weights are scaled",
-        Range(high=0.5, positive=True),
+        up_to(0.5),
         shown="half the capacity, or 0.01",
     )
     activity_weight: float | None = number(
@@ -184,10 +220,24 @@ class TrainConfig:
         LOSSES,
     )
     label_smoothing: float = number(
-        0.0, "fraction of the target spread evenly over all classes, in training only", FRACTION
+        0.0,
+        "fraction of the target spread evenly over all classes, in training only",
+        between(0, 1),
     )
     clip: float | None = number(
         None, "largest norm of the gradient of all parameters together", POSITIVE, shown="none"
+    )
+    shift: int = number(
+        None,
+        "largest random shift of a training image, in pixels",
+        between(0, 8),
+        shown="1; 0 for inputs without rows and columns",
+        kind=int,
+    )
+    flip: bool = flag(False, "mirror half of the training images at random", "no")
+    seed: int = number(0, "seed of all random choices", between(0, SEED_LIMIT - 1))
+    precision: str = choice(
+        "32", "floating-point precision: 32, or mixed with bf16 or 16 (float16, CUDA)", PRECISIONS
     )
     accumulate: int = number(
         1, "microbatches per batch, computed one after the other to save memory", AT_LEAST_ONE
@@ -199,17 +249,6 @@ class TrainConfig:
         shown="all",
         kind=int,
     )
-    shift: int = number(
-        None,
-        "largest random shift of a training image, in pixels",
-        Range(0, 8),
-        shown="1; 0 for inputs without rows and columns",
-        kind=int,
-    )
-    flip: bool = flag(False, "mirror half of the training images at random", "no")
-    precision: str = choice(
-        "32", "floating-point precision: 32, or mixed with bf16 or 16 (float16, CUDA)", PRECISIONS
-    )
     fuse: bool = flag(True, "compute batch norm and the neuron after it as one operation", "yes")
     memory: str = choice("recompute", "what to save for the backward pass (docs/memory.md)", MEMORY)
     memory_budget: float | None = number(
@@ -220,24 +259,20 @@ class TrainConfig:
     sync_batch_norm: bool = flag(
         False, "synchronize batch norm statistics across GPUs, under torchrun", "no"
     )
-    seed: int = number(0, "seed of all random choices", Range(0, SEED_LIMIT - 1))
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            _check(f.name, getattr(self, f.name), f.metadata)
+        check_fields(self)
         self._fill_in_defaults()
-        for conflict in self._conflicts():
-            raise ConfigError(conflict)
+        for conflicts in (
+            self._data_conflicts,
+            self._event_model_conflicts,
+            self._neuron_conflicts,
+            self._training_conflicts,
+        ):
+            for conflict in conflicts():
+                raise ConfigError(conflict)
         if self.on_events:
             self._check_event_neuron()
-
-    def _conflicts(self) -> Iterator[str]:
-        """Yield a message for each pair of settings that contradict each other."""
-        yield from self._data_conflicts()
-        if self.on_events:
-            yield from self._event_model_conflicts()
-        yield from self._neuron_conflicts()
-        yield from self._training_conflicts()
 
     def _fill_in_defaults(self) -> None:
         """Set the values whose default depends on the dataset or on the model."""
@@ -268,10 +303,6 @@ class TrainConfig:
             yield f"slice_us is given, but slicing is {slicing}: remove it, or choose duration"
         if slicing == "duration" and not (self.slice_us or dataset.transform["dt"]):
             yield f"slicing is duration, but {self.dataset} has no default duration: set slice_us"
-        if not self.on_events:
-            for name in ("capacity", "overflow", "activity", "activity_weight"):
-                if getattr(self, name) not in (None, OVERFLOWS[0]):
-                    yield f"{name} is given, but the model is not {EVENT_MODEL}"
 
     def _given(self, reason: str, *names: str) -> Iterator[str]:
         for name in names:
@@ -279,6 +310,11 @@ class TrainConfig:
                 yield f"{name} is given, but {reason}: remove it"
 
     def _event_model_conflicts(self) -> Iterator[str]:
+        if not self.on_events:
+            for name in ("capacity", "overflow", "activity", "activity_weight"):
+                if getattr(self, name) not in (None, OVERFLOWS[0]):
+                    yield f"{name} is given, but the model is not {EVENT_MODEL}"
+            return
         activity, capacity = self.activity or 0.0, self.capacity or 1.0
         if activity > capacity:
             yield f"activity is {activity:g}: expected at most capacity, {capacity:g}"
@@ -396,32 +432,27 @@ class TrainConfig:
         return {name: value for name, value in options.items() if value is not None}
 
 
-def _check(name: str, value: Any, option: Mapping[str, Any]) -> None:
-    """Check one value against the type, choices or range of its option."""
-    choices, kind = option["choices"], option["kind"]
-    if value is None and option["optional"]:
-        return
-    if choices is not None:
-        if value not in choices:
-            near = difflib.get_close_matches(str(value), choices, 1)
+def check_fields(options: TrainConfig | RunOptions) -> None:
+    """Check each value against the type, choices or range of its field."""
+    for f in fields(options):
+        value = getattr(options, f.name)
+        if value is not None or f.default is not None:
+            _check(f.name, value, f.metadata["kind"], f.metadata["allowed"])
+
+
+def _check(name: str, value: Any, kind: type, allowed: Any) -> None:
+    if kind is str:
+        if value not in allowed:
+            near = difflib.get_close_matches(str(value), allowed, 1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(f"unknown {name} {value!r}: {hint}choose one of {', '.join(choices)}")
+            raise ConfigError(f"unknown {name} {value!r}: {hint}choose one of {', '.join(allowed)}")
     elif kind is bool:
         if not isinstance(value, bool):
             raise ConfigError(f"{name} is {value!r}: expected true or false")
-    else:
-        _check_number(name, value, "whole number" if kind is int else "number", option["range"])
-
-
-def _check_number(name: str, value: Any, noun: str, allowed: Range) -> None:
-    numeric = isinstance(value, int if noun == "whole number" else int | float)
-    if not numeric or isinstance(value, bool) or not math.isfinite(value):
-        raise ConfigError(f"{name} is {value!r}: expected a {noun}")
-    if allowed.positive and value <= 0:
-        raise ConfigError(f"{name} is {value!r}: expected a positive {noun}")
-    if not allowed.low <= value <= allowed.high:
-        least = "above 0, at most" if allowed.positive else f"from {allowed.low:g} to"
-        bounds = f"of at least {allowed.low:g}"
-        if allowed.high < math.inf:
-            bounds = f"{least} {allowed.high:g}"
-        raise ConfigError(f"{name} is {value!r}: expected a {noun} {bounds}")
+    elif kind in (int, float):
+        noun, types = ("whole number", int) if kind is int else ("number", int | float)
+        text, accepts = allowed
+        if not isinstance(value, types) or isinstance(value, bool) or not math.isfinite(value):
+            raise ConfigError(f"{name} is {value!r}: expected a {noun}")
+        if not accepts(value):
+            raise ConfigError(f"{name} is {value!r}: expected {text.format(noun)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +55,15 @@ def record(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor
         # Inside Temporal, time is folded into the batch, which has one sample here.
         return lambda _, inputs, output: spikes.update({name: _dense(output).float().cpu()})
 
-    # Without fusion, so that forward hooks of neurons are called.
-    config = replace(module.config, fuse=False, memory="recompute", memory_budget=None)
-    net = config.make_network().to(module.device)
-    net.load_state_dict(module.net.state_dict())
-    for name, layer in _spiking_layers(net.net):
-        layer.register_forward_hook(observe(name))
-    with torch.no_grad():
-        x = module.encode(pixels)
-        output = net.train(module.training)(x)
+    layers = _spiking_layers(module.net.net)
+    hooks = [layer.register_forward_hook(observe(name)) for name, layer in layers]
+    try:
+        with torch.no_grad():
+            x = module.encode(pixels)
+            output = module.net(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
     x = _dense(x) if isinstance(x, Events) else x[:, 0]
     return x.cpu(), spikes, output[:, 0].float().cpu()
 

@@ -39,6 +39,10 @@ class PeerLost(Exception):
         super().__init__(f"rank {rank}: {why}; {saved}")
 
 
+# The group of all processes over Gloo, for values on the host, under the key "group".
+_host: dict[str, dist.ProcessGroup] = {}
+
+
 @dataclass(frozen=True)
 class Processes:
     """The position of this process among all processes of the run.
@@ -93,10 +97,10 @@ class Processes:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         connect("nccl" if device.type == "cuda" else "gloo")
-        _groups.host = dist.new_group(backend="gloo")
+        _host["group"] = dist.new_group(backend="gloo")
         yield
         # Skipped after an exception: a barrier needs all processes.
-        dist.barrier(_groups.host)
+        dist.barrier(_host["group"])
         dist.destroy_process_group()
 
     def sum(self, values: Tensor) -> Tensor:
@@ -106,12 +110,12 @@ class Processes:
             dist.all_reduce(values)
         return values
 
-    def highest(self, value: int) -> int:
-        """Return the highest value of all processes without waiting for the GPU."""
+    def maximum(self, value: int) -> int:
+        """Return the maximum over all processes without waiting for the GPU."""
         if self.count == 1:
             return value
         values = torch.tensor([value])
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=_groups.host)
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=_host["group"])
         return int(values)
 
     def broadcast(self, value: Any) -> Any:
@@ -119,26 +123,19 @@ class Processes:
         if self.count == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=_groups.host)
+        dist.broadcast_object_list(values, src=0, group=_host["group"])
         return values[0]
 
     @contextlib.contextmanager
-    def one_first(self) -> Iterator[None]:
+    def local_main_first(self) -> Iterator[None]:
         """Run a block on one process of each machine before the others."""
         if self.local_rank > 0 and self.count > 1:
-            dist.barrier(_groups.host)
+            dist.barrier(_host["group"])
         try:
             yield
         finally:
             if self.local_rank == 0 and self.count > 1:
-                dist.barrier(_groups.host)
-
-
-class _Groups:
-    host: dist.ProcessGroup | None = None
-
-
-_groups = _Groups()
+                dist.barrier(_host["group"])
 
 
 def is_connection_error(error: BaseException) -> bool:

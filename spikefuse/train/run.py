@@ -14,7 +14,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,45 +30,22 @@ from spikefuse.data import DATASETS, Examples
 from spikefuse.distributed import RankLost, make_mesh
 from spikefuse.nn import scale_to_rate
 from spikefuse.train import batches
-from spikefuse.train.batches import EvalBatches, TimedBatches, TrainBatches
+from spikefuse.train.batches import EvalBatches, TrainBatches
 from spikefuse.train.callbacks import CheckpointSaver, MetricsWriter, ProgressReporter
 from spikefuse.train.checkpoint import BEST, LAST, LoadedRun, load, replacing
 from spikefuse.train.classifier import Classifier, best_epoch
-from spikefuse.train.config import ConfigError, TrainConfig
-from spikefuse.train.parallelism import Parallelism
+from spikefuse.train.config import ConfigError, RunOptions, TrainConfig
 from spikefuse.train.plots import plot_curves, plot_raster
 from spikefuse.train.processes import Processes, is_connection_error
 from spikefuse.train.signals import RunInterrupted, SignalHandler
 
 RUNS = Path("runs")
-UNDIVIDED = Parallelism()
-DEVICES = ("auto", "cpu", "cuda")
 VALIDATION_FRACTION = 0.1
 # Fixed, so that runs with different seeds are validated on the same examples.
 VALIDATION_SEED = 1
 # One CPU thread is used for this many input values per step (time steps × batch × input size).
 VALUES_PER_THREAD = 1 << 15
-DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
 LIGHTNING_PRECISION = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Where and how to run; the result does not depend on these options.
-
-    Args:
-        device: auto (CUDA if available), cpu or cuda.
-        data_dir: folder of the datasets, or None for the default one.
-        download: download missing data.
-        out: a new folder for the run, or None for the next runs/<dataset>-<model>-<n>.
-        parallelism: how processes share batches and sequences.
-    """
-
-    device: str = "auto"
-    data_dir: Path | None = None
-    download: bool = False
-    out: Path | None = None
-    parallelism: Parallelism = UNDIVIDED
 
 
 def train(
@@ -90,13 +66,12 @@ def train(
             run's own best.ckpt turns out to be invalid at the end.
         RunInterrupted: a signal stopped the run.
     """
-    parallelism = options.parallelism
-    processes = Processes.started(parallelism.time_ranks)
-    parallelism.check(config, processes)
+    processes = Processes.started(options.time_ranks)
     device = _device(options.device, config.precision, processes)
     _check_device(config, device, processes)
+    _check_processes(config, options, processes)
     with processes.connected(device):
-        with processes.one_first():
+        with processes.local_main_first():
             rest, test = _load_data(config, options)
         training, validation = data.split(rest, VALIDATION_FRACTION, VALIDATION_SEED)
         if config.batch_size > len(training):
@@ -108,7 +83,7 @@ def train(
         if resumed is not None:
             _load_weights(module, resumed)  # an early check: Lightning loads them again
         if processes.time > 1:
-            chunks = parallelism.time_chunks or (1 if device.type == "cuda" else 4)
+            chunks = options.time_chunks or (1 if device.type == "cuda" else 4)
             module.share_time(make_mesh(None, processes.time, device.type), chunks)
         elif config.on_events:
             _scale_weights(module, training)
@@ -128,7 +103,15 @@ def train(
         seconds = time.perf_counter() - start
     if not processes.main:
         return {}
-    facts = {**_speed(module, seconds), "resumed": resumed is not None}
+    rows = module.history
+    facts = {
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "training_seconds": round(seconds, 2),
+        "images_per_second": round(statistics.median(r["images_per_second"] for r in rows), 1),
+        "data_wait": round(statistics.fmean(r.get("data_wait", 0.0) for r in rows), 4),
+        "processes": processes.count,
+        "resumed": resumed is not None,
+    }
     module.detach_processes()
     try:
         return _finish(module, test, device, directory, facts)
@@ -154,8 +137,6 @@ def evaluate(loaded: LoadedRun, options: RunOptions) -> tuple[float, float]:
 
 
 def _device(name: str, precision: str, processes: Processes) -> torch.device:
-    if name not in DEVICES:
-        raise ConfigError(f"unknown device {name!r}: choose one of {', '.join(DEVICES)}")
     cuda = torch.cuda.is_available()
     if name == "cuda" and not cuda:
         raise ConfigError("device is cuda, but PyTorch finds no CUDA GPU: choose auto or cpu")
@@ -174,13 +155,31 @@ def _device(name: str, precision: str, processes: Processes) -> torch.device:
 
 
 def _check_device(config: TrainConfig, device: torch.device, processes: Processes) -> None:
-    """Check the settings against the device and the number of processes."""
     if config.cuda_graph and device.type != "cuda":
         raise ConfigError("cuda_graph needs a CUDA GPU: add --no-cuda-graph")
     if config.cuda_graph and processes.count > 1:
         raise ConfigError("cuda_graph needs a single process: add --no-cuda-graph")
     if config.sync_batch_norm and device.type != "cuda":
         raise ConfigError("sync_batch_norm needs CUDA GPUs: add --no-sync-batch-norm")
+
+
+def _check_processes(config: TrainConfig, options: RunOptions, processes: Processes) -> None:
+    """Check the numbers of processes against the run and against what torchrun started."""
+    time, data = options.time_ranks, options.data_ranks
+    if time * (processes.count // time if data is None else data) != processes.count:
+        raise ConfigError(
+            f"time_ranks {time} and data_ranks {data or 'unset'} do not match "
+            f"{processes.count} processes: start torchrun --nproc_per_node with their product"
+        )
+    if config.num_steps < time:
+        raise ConfigError(f"num_steps is {config.num_steps}: expected at least time_ranks, {time}")
+    if time > 1 and config.on_events:
+        raise ConfigError("time_ranks is given, but the model computes on events: remove it")
+    for name in ("tbptt", "sync_batch_norm"):
+        if time > 1 and getattr(config, name):
+            raise ConfigError(
+                f"{name} is given, but needs whole sequences: remove it, or time_ranks"
+            )
     share, rest = divmod(config.batch_size, processes.data)
     if rest:
         raise ConfigError(
@@ -252,7 +251,7 @@ def _run_directory(
     config: TrainConfig, options: RunOptions, resumed: LoadedRun | None, processes: Processes
 ) -> Path:
     """Return the folder of the run; the main process creates it if it is new."""
-    outcome: Path | ConfigError | None = None
+    outcome: Any = None
     if processes.main:
         try:
             if resumed is None:
@@ -262,14 +261,11 @@ def _run_directory(
         except ConfigError as error:
             outcome = error
         except OSError as error:
-            outcome = ConfigError(
-                f"cannot make the folder {options.out or RUNS} ({error.strerror}): choose another "
-                "with --out"
-            )
+            where = f"cannot make the folder {options.out or RUNS} ({error.strerror})"
+            outcome = ConfigError(f"{where}: choose another with --out")
     outcome = processes.broadcast(outcome)
     if isinstance(outcome, ConfigError):
         raise outcome
-    assert outcome is not None
     return outcome
 
 
@@ -339,7 +335,7 @@ def _fit(
         try:
             trainer.fit(
                 module,
-                TimedBatches(steps, module.add_wait),
+                steps,
                 EvalBatches(validation, size, device, packed),
                 ckpt_path=None if resumed is None else resumed.path,
             )
@@ -385,28 +381,11 @@ def _trainer(
 
 
 def _test(module: Classifier, test: Examples, device: torch.device) -> tuple[float, float]:
-    config = module.config
-    module.to(device).eval()
-    module.on_test_epoch_start()
-    placed = batches.place(test, device)
-    steps = EvalBatches(placed, config.batch_size, device, config.on_events)
-    dtype = DTYPES[config.precision]
-    autocast = torch.autocast(device.type, dtype, enabled=config.precision != "32")
-    with _threads(config), torch.no_grad(), autocast:
-        for index, batch in enumerate(tqdm(steps, "test", disable=None, leave=False)):
-            module.test_step(batch, index)
-    return module.eval_totals.mean()
-
-
-def _speed(module: Classifier, seconds: float) -> dict[str, Any]:
-    rows = module.history
-    return {
-        "parameters": sum(p.numel() for p in module.parameters()),
-        "training_seconds": round(seconds, 2),
-        "images_per_second": round(statistics.median(r["images_per_second"] for r in rows), 1),
-        "data_wait": round(statistics.fmean(r.get("data_wait", 0.0) for r in rows), 4),
-        "processes": module.processes.count,
-    }
+    module.to(device)
+    size, packed = module.config.batch_size, module.config.on_events
+    steps = EvalBatches(batches.place(test, device), size, device, packed)
+    with _threads(module.config):
+        return module.evaluate(tqdm(steps, "test", disable=None, leave=False))
 
 
 def _finish(

@@ -39,7 +39,7 @@ def test_version_2_splits_the_address(tmp_path: Path) -> None:
         np.testing.assert_array_equal(read, written[pixels])
 
 
-def test_a_first_event_that_begins_like_a_header(tmp_path: Path) -> None:
+def test_first_event_that_looks_like_a_header(tmp_path: Path) -> None:
     """The end mark of 3.1 ends the header, whatever follows."""
     content = aedat3_bytes(random_columns(0, (128, 128), 0))
     packet = struct.pack("<hhiiiiii", ord("#"), 0, 8, 4, 0, 0, 0, 0)
@@ -49,6 +49,23 @@ def test_a_first_event_that_begins_like_a_header(tmp_path: Path) -> None:
 
 THREE = aedat3_bytes(random_columns(150, (128, 128), 0))
 TWO = aedat2_bytes(np.arange(20) << 1, np.arange(20))
+WIDE = aedat2_bytes(np.array([2, 0x10002]), np.arange(2))
+LAST = len(THREE) - 50 * 8  # the first event of the last packet
+
+
+def with_word(index: int, value: int) -> bytes:
+    """The file with another data word (0) or timestamp (1) of the first event of a packet."""
+    at = LAST + 4 * index
+    return THREE[:at] + struct.pack("<I", value) + THREE[at + 4 :]
+
+
+def with_header(index: int, value: int) -> bytes:
+    """The file with another entry in the header of the last packet."""
+    header = list(struct.unpack_from("<hhiiiiii", THREE, LAST - 28))
+    header[index] = value
+    return THREE[: LAST - 28] + struct.pack("<hhiiiiii", *header) + THREE[LAST:]
+
+
 DAMAGED = {
     "empty": (read_aedat3, b"", "does not begin with #!AER-DAT3.1"),
     "other version": (read_aedat3, TWO, "does not begin with #!AER-DAT3.1"),
@@ -57,6 +74,11 @@ DAMAGED = {
     "cut in a packet's header": (read_aedat3, THREE[: -50 * 8 - 5], "inside the header of a"),
     "cut in the header": (read_aedat3, THREE[:20], "ends inside its header"),
     "nonsense": (read_aedat3, THREE + bytes(28), "invalid packet header"),
+    "time with a sign": (read_aedat3, with_word(1, 1 << 31), "time of an event has 32 bits"),
+    "unmarked event": (read_aedat3, with_word(0, 2), "has 49 valid events, its header says 50"),
+    "other size of events": (read_aedat3, with_header(2, 12), "events of 12 bytes"),
+    "negative overflow": (read_aedat3, with_header(4, -1), "invalid packet header"),
+    "address of 17 bits": (read_aedat2, WIDE, "address 0x10002 does not fit"),
     "cut in an event": (read_aedat2, TWO[:-3], "not a multiple of 8"),
 }
 

@@ -54,7 +54,9 @@ def test_a_flip_mirrors_whole_examples(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("augment", [lambda x, g: random_shift(x, 3, g), random_flip])
-def test_the_seed_decides(augment: Callable[[Tensor, torch.Generator], Tensor]) -> None:
+def test_augmentation_depends_on_the_seed(
+    augment: Callable[[Tensor, torch.Generator], Tensor],
+) -> None:
     batch = random_bytes((40, 3, 6, 5))
     torch.manual_seed(1)
     first = augment(batch, seeded(5))
@@ -63,7 +65,7 @@ def test_the_seed_decides(augment: Callable[[Tensor, torch.Generator], Tensor]) 
     assert not torch.equal(first, augment(batch, seeded(6)))
 
 
-def test_nothing_to_do() -> None:
+def test_no_shift_and_no_flip() -> None:
     batch = random_bytes((4, 3, 6, 5))
     assert random_shift(batch, 0, seeded()) is batch
     assert torch.equal(random_flip(batch, seeded(), 0.0), batch)

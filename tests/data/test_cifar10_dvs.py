@@ -31,7 +31,7 @@ def write(folder: Path, numbers: tuple[int, ...] = (2, 99, 100, 10)) -> None:
             path.write_bytes(recording(1000 * label + number))
 
 
-def test_the_first_hundred_of_a_class_are_held_out(tmp_path: Path) -> None:
+def test_first_hundred_of_each_class_are_held_out(tmp_path: Path) -> None:
     write(tmp_path / "cifar10_dvs")
     train, test = data.load("cifar10_dvs", tmp_path, num_steps=3)
     assert train.labels.tolist() == list(range(10))
@@ -49,7 +49,13 @@ def test_time_counts_from_the_first_event(tmp_path: Path) -> None:
     np.testing.assert_array_equal(events.t, t - t[0])
 
 
-def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
+def test_a_clock_that_steps_back_before_the_first_event(tmp_path: Path) -> None:
+    words = aedat2_bytes(np.array([2, 4, 6]), np.array([50, 40, 70]))
+    (tmp_path / "a.aedat").write_bytes(words)
+    assert read_cifar10_dvs(tmp_path / "a.aedat").t.tolist() == [0, 10, 30]
+
+
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match=r"cifar10_dvs: airplane is neither .*figshare"):
         data.load("cifar10_dvs", tmp_path)
     write(tmp_path)

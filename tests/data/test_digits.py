@@ -12,7 +12,7 @@ from sklearn import datasets
 from spikefuse import data
 
 
-def test_digits_are_scikit_learns() -> None:
+def test_digits_equal_those_of_scikit_learn() -> None:
     train, test = data.load("digits")
     values, labels = datasets.load_digits(return_X_y=True)
     assert len(train) + len(test) == len(labels)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spikefuse import data
-from tests.data.writing import random_columns, real, real_data, write_gestures
+from tests.data.writing import aedat3_bytes, random_columns, real, real_data, write_gestures
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def test_time_counts_from_the_start_of_the_gesture(tmp_path: Path) -> None:
     assert train.pixels.sum((1, 2, 3, 4)).tolist() == [200] * 3
 
 
-def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match=r"trials_to_train\.txt is neither .*research\.ibm"):
         data.load("dvs_gesture", tmp_path)
     write_gestures(tmp_path, {"train": [gestures(0)], "test": [gestures(9)]})
@@ -58,6 +58,30 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     trial = tmp_path / "user00_test.aedat"
     trial.write_bytes(trial.read_bytes()[:-9])
     with pytest.raises(data.DataError, match=r"user00_test\.aedat is damaged"):
+        data.load("dvs_gesture", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "row",
+    ["1,2000,2000", "1,3000,2000", "1,-5,2000", "1,1,2", f"1,1,{10**30}", "0,1000000,1000099"],
+)
+def test_impossible_rows_of_a_table_are_named(tmp_path: Path, row: str) -> None:
+    """Ranges of time that are empty, negative, or outside the trial, and a class of 0."""
+    write_gestures(tmp_path, {"train": [gestures(0)], "test": [gestures(9)]})
+    table = tmp_path / "user00_train_labels.csv"
+    table.write_text(f"class,startTime_usec,endTime_usec\n{row}\n")
+    with pytest.raises(data.DataError, match=r"user00_train(_labels\.csv|\.aedat) is damaged"):
+        data.load("dvs_gesture", tmp_path)
+
+
+def test_an_impossible_event_between_gestures_is_named(tmp_path: Path) -> None:
+    write_gestures(tmp_path, {"train": [gestures(0)], "test": [gestures(9)]})
+    columns = random_columns(9, (128, 128), 0)
+    columns[0][4] = 128
+    trial = tmp_path / "user00_train.aedat"
+    packets = aedat3_bytes(columns)
+    trial.write_bytes(trial.read_bytes() + packets[packets.index(b"END-HEADER\r\n") + 12 :])
+    with pytest.raises(data.DataError, match=r"user00_train\.aedat is damaged .*x = 128"):
         data.load("dvs_gesture", tmp_path)
 
 

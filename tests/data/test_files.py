@@ -43,7 +43,7 @@ def files_below(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
 
-def test_fetches_what_is_missing(source: DownloadSource, tmp_path: Path) -> None:
+def test_downloads_missing_files(source: DownloadSource, tmp_path: Path) -> None:
     root = tmp_path / "data"
     root.mkdir()
     (root / "a").write_bytes(b"mine")  # plain, outside the folder, and not to be replaced
@@ -53,7 +53,7 @@ def test_fetches_what_is_missing(source: DownloadSource, tmp_path: Path) -> None
     assert files_below(root) == ["a", "letters/b.gz"]
 
 
-def test_nothing_is_fetched_unasked(source: DownloadSource, tmp_path: Path) -> None:
+def test_downloads_only_on_request(source: DownloadSource, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"letters: a\.gz is neither in .*--download"):
         locate(source, tmp_path / "data", download=False)
     assert not (tmp_path / "data").exists()
@@ -66,7 +66,7 @@ def test_a_wrong_checksum_leaves_nothing(source: DownloadSource, tmp_path: Path)
     assert files_below(tmp_path / "data") == []
 
 
-def test_a_file_that_is_not_there_is_named(source: DownloadSource, tmp_path: Path) -> None:
+def test_unavailable_file_is_named(source: DownloadSource, tmp_path: Path) -> None:
     wrong = dataclasses.replace(source, sha256={"c.gz": "0" * 64})
     with pytest.raises(DataError, match=r"cannot download http://.*c\.gz .*HTTPError") as caught:
         locate(wrong, tmp_path / "data", download=True)

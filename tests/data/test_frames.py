@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spikefuse.data import DataError, Frames, Images, Slicing, expand, to_frames
-from spikefuse.data.frames import num_slices, pack_frames
+from spikefuse.data.frames import BITS, num_slices, pack, unpack
 from spikefuse.data.recordings import Recording, make_recording
 
 SIZES = [(2, 5, 7), (1, 3, 3), (11,)]
@@ -53,7 +53,7 @@ def slicings(draw: st.DrawFn) -> Slicing:
 
 
 @given(slicings(), st.integers(0, 200), st.sampled_from(SIZES), st.integers(0, 9))
-def test_frames_are_what_the_loop_counts(
+def test_frames_equal_counts_of_a_loop(
     slicing: Slicing, num: int, size: tuple[int, ...], seed: int
 ) -> None:
     events = random_events(num, size, seed)
@@ -73,7 +73,7 @@ def test_by_number_every_frame_but_the_last_has_the_same_number() -> None:
     assert frames.sum(axis=(1, 2, 3)).tolist() == [10] * 9 + [13]
 
 
-def test_by_duration_counts_every_event_when_there_are_slices_enough() -> None:
+def test_by_duration_counts_every_event_with_enough_slices() -> None:
     events = random_events(150, (11,), 1)
     num = num_slices(events, 30)
     assert num == -(-(int(events.t[-1]) + 1) // 30)
@@ -107,7 +107,9 @@ def test_wrong_options_are_named(options: dict, what: str) -> None:
 def batch() -> tuple[Frames, np.ndarray]:
     """Six packed sequences of five frames, and their counts below 16."""
     counts = np.random.default_rng(0).integers(0, 16, (6, 5, 2, 3, 3), np.uint8)
-    packed = torch.from_numpy(np.stack([pack_frames(frames, 4) for frames in counts]))
+    packed = torch.from_numpy(
+        np.stack([pack(frames.reshape(len(frames), -1), 4) for frames in counts])
+    )
     return Frames(packed, torch.arange(6), (2, 3, 3), 4), counts
 
 
@@ -136,3 +138,26 @@ def test_expand_scales_images() -> None:
     pixels = torch.tensor([0, 51, 255], dtype=torch.uint8).view(3, 1, 1, 1)
     values = expand(Images(pixels, torch.zeros(3, dtype=torch.int64)))
     assert torch.equal(values.flatten(), torch.tensor([0, 51, 255]) / 255)
+
+
+@given(bits=st.sampled_from(BITS), values=st.integers(1, 40), seed=st.integers(0, 99))
+def test_unpack_inverts_pack(bits: int, values: int, seed: int) -> None:
+    written = np.random.default_rng(seed).integers(0, 2**bits, (2, 3, values), np.uint8)
+    packed = pack(written, bits)
+    assert packed.dtype == np.uint8
+    assert packed.shape == (2, 3, -(-values * bits // 8))
+    read = unpack(torch.from_numpy(packed), bits, (values,))
+    assert read.dtype == torch.uint8
+    np.testing.assert_array_equal(read.numpy(), written)
+
+
+@pytest.mark.parametrize(("bits", "expected"), [(1, [0b1101]), (2, [0b01000101]), (4, [1, 17])])
+def test_the_first_value_is_in_the_lowest_bits(bits: int, expected: list[int]) -> None:
+    values = {1: [1, 0, 1, 1], 2: [1, 1, 0, 1], 4: [1, 0, 1, 1]}[bits]
+    assert pack(np.array(values, np.uint8), bits).tolist() == expected
+
+
+def test_unpack_takes_any_layout() -> None:
+    packed = torch.arange(24, dtype=torch.uint8).view(2, 3, 4)
+    swapped = unpack(packed.transpose(0, 1), 4, (2, 4))
+    assert torch.equal(swapped, unpack(packed, 4, (2, 4)).transpose(0, 1))

@@ -57,7 +57,7 @@ def test_reads_the_published_layout(tmp_path: Path, name: str, num_classes: int)
 
 
 @pytest.mark.parametrize("by", ["number", "time"])
-def test_another_slicing_than_its_own(tmp_path: Path, by: str) -> None:
+def test_slicing_other_than_the_default(tmp_path: Path, by: str) -> None:
     times, units = spikes(300, 0)
     for part in ("train", "test"):
         write(tmp_path / f"shd_{part}.h5", [times], [units], np.array([7]))
@@ -72,11 +72,13 @@ def write_both(folder: Path, labels: np.ndarray, units: list) -> None:
     write(folder / "shd_train.h5", times, units, labels)
 
 
-def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match=r"shd: shd_train\.h5 is neither .*zenkelab"):
         data.load("shd", tmp_path)
     write_both(tmp_path, np.array([20]), [[1, 2]])
-    with pytest.raises(data.DataError, match=r"shd_train\.h5 is damaged .*labels up to 20"):
+    with pytest.raises(
+        data.DataError, match=r"shd_train\.h5 is damaged .*a label 20, expected one from 0 to 19"
+    ):
         data.load("shd", tmp_path)
     write_both(tmp_path, np.array([3]), [[1, 700]])
     with pytest.raises(data.DataError, match=r"shd_train\.h5 is damaged .*x = 700"):
@@ -96,6 +98,32 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     whole = (tmp_path / "shd_test.h5").read_bytes()
     (tmp_path / "shd_train.h5").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(data.DataError, match=r"shd_train\.h5 is damaged .*not an HDF5 file"):
+        data.load("shd", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("times", "units", "what"),
+    [
+        ([0.1, 0.2], [703, 1], "x = 703, expected a whole number from 0 to 699"),
+        ([-0.1, 0.2], [3, 1], "t = -99976.0, expected a whole number"),
+        ([0.1, np.inf], [3, 1], "t = inf, expected a whole number"),
+        ([0.1, np.nan], [3, 1], "t = nan, expected a whole number"),
+    ],
+)
+def test_impossible_events_are_named(tmp_path: Path, times: list, units: list, what: str) -> None:
+    for part in ("train", "test"):
+        write(tmp_path / f"shd_{part}.h5", [times], [units], np.array([3]))
+    with pytest.raises(data.DataError, match=rf"shd_train\.h5 is damaged .*{what}"):
+        data.load("shd", tmp_path)
+
+
+@pytest.mark.parametrize("labels", [[99], [-1], [2.5], [np.nan], [[3]]])
+def test_impossible_labels_are_named(tmp_path: Path, labels: list) -> None:
+    write_both(tmp_path, np.array([3]), [[1, 2]])
+    with h5py.File(tmp_path / "shd_train.h5", "a") as file:
+        del file["labels"]
+        file["labels"] = np.array(labels)
+    with pytest.raises(data.DataError, match=r"shd_train\.h5 is damaged .*label"):
         data.load("shd", tmp_path)
 
 

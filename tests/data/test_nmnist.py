@@ -51,7 +51,7 @@ def test_timestamps_have_23_bits(tmp_path: Path) -> None:
         (bytes([34, 0, 0, 0, 0]), "an event has x = 34"),
     ],
 )
-def test_a_damaged_file_is_named_and_nothing_is_kept(
+def test_damaged_file_is_named_and_nothing_is_cached(
     tmp_path: Path, content: bytes, what: str
 ) -> None:
     write_nmnist(tmp_path, {})
@@ -60,10 +60,10 @@ def test_a_damaged_file_is_named_and_nothing_is_kept(
     with pytest.raises(data.DataError, match=what) as caught:
         data.load("nmnist", tmp_path)
     assert str(path) in str(caught.value)
-    assert not list((tmp_path / "cache").rglob("*.frames"))
+    assert not list((tmp_path / "cache").rglob("*.npy"))
 
 
-def test_missing_folders_are_named_with_the_page(tmp_path: Path) -> None:
+def test_missing_folders_are_named_with_the_source(tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match=r"nmnist: Train is neither in .*garrickorchard"):
         data.load("nmnist", tmp_path, download=True)
     write_nmnist(tmp_path, {})
@@ -80,7 +80,7 @@ def test_without_tonic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @real_data
-def test_the_real_bytes(tmp_path: Path) -> None:
+def test_real_recordings(tmp_path: Path) -> None:
     """200 real recordings, written as files: every event is counted once."""
     packed = np.load(real("nmnist/nmnist_small_1100.npz"))
     raw, offsets, labels = packed["raw"], packed["offsets"], packed["labels"]
@@ -102,7 +102,7 @@ def test_the_real_bytes(tmp_path: Path) -> None:
         assert per_step[real_ones][:, 0].tolist() == (events // 32).tolist()
 
 
-def test_bytes_to_the_device(tmp_path: Path) -> None:
+def test_number_of_bytes_copied_to_the_device(tmp_path: Path) -> None:
     """Copied bytes are at most an eighth of float32 frames; for Poisson only the image."""
     columns = random_columns(3000, (34, 34), 0)
     write_nmnist(tmp_path, {("Train", d): [columns] * 3 for d in range(10)})

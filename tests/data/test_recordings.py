@@ -13,7 +13,7 @@ from spikefuse.data.recordings import make_recording
 COLUMNS = [np.array(v) for v in ([3, 1, 2], [0, 1, 0], [1, 0, 0], [30, 10, 20])]
 
 
-def test_events_are_put_in_order_of_time() -> None:
+def test_events_are_sorted_by_time() -> None:
     events = make_recording(tuple(COLUMNS), (2, 2, 4), Path("file"))
     assert events.t.tolist() == [10, 20, 30]
     assert events.x.tolist() == [1, 2, 3]
@@ -25,3 +25,24 @@ def test_events_are_put_in_order_of_time() -> None:
 def test_an_event_outside_the_sensor_names_the_file(size: tuple[int, ...]) -> None:
     with pytest.raises(DataError, match=r"^some/file is damaged .*an event has [xyp] = "):
         make_recording(tuple(COLUMNS), size, Path("some/file"))
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "what"),
+    [
+        (0, [3, -1, 2], "x = -1, expected a whole number from 0 to 3"),
+        (0, [3, 1.5, 2], "x = 1.5, expected a whole number from 0 to 3"),
+        (0, [3, np.nan, 2], "x = nan, expected a whole number from 0 to 3"),
+        (1, [0, 1, 2], "y = 2, expected a whole number from 0 to 1"),
+        (2, [0, 1, 2], "p = 2, expected a whole number from 0 to 1"),
+        (3, [30, -10, 20], "t = -10, expected a whole number from 0 to"),
+        (3, [30, np.inf, 20], "t = inf, expected a whole number from 0 to"),
+        (3, [30, np.nan, 20], "t = nan, expected a whole number from 0 to"),
+        (3, [30, 1e30, 20], r"t = 1e\+30, expected a whole number from 0 to"),
+    ],
+)
+def test_impossible_values_of_events(column: int, values: list[float], what: str) -> None:
+    columns = list(COLUMNS)
+    columns[column] = np.array(values)
+    with pytest.raises(DataError, match=f"^some/file is damaged .*an event has {what}"):
+        make_recording(tuple(columns), (2, 2, 4), Path("some/file"))

@@ -56,7 +56,7 @@ def cached(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache" / "frames").iterdir())
 
 
-def test_frames_are_made_once_and_mapped(source: Source, tmp_path: Path) -> None:
+def test_frames_are_computed_once_and_mapped(source: Source, tmp_path: Path) -> None:
     first = load_frames("name", source.recordings, SLICING)
     again = load_frames("name", source.recordings, SLICING)
     assert source.reads == 1
@@ -66,13 +66,13 @@ def test_frames_are_made_once_and_mapped(source: Source, tmp_path: Path) -> None
         np.testing.assert_array_equal(frames.pixels.numpy(), expected)
         assert frames.labels.tolist() == [3, 1, 4, 1, 5]
         assert frames.labels.dtype == torch.int64
-    # 60 values of 4 bits, 4 steps, 5 recordings, and their labels; the rest is the header.
-    size, content = cached(tmp_path)[0].stat().st_size, 5 * (4 * 30 + 8)
+    # 60 values of 4 bits, 4 steps, 5 recordings; the rest is the header.
+    size, content = cached(tmp_path)[0].stat().st_size, 5 * 4 * 30
     assert 0 < size - content < 1024
     assert (size - content) % 64 == 0
 
 
-def test_the_frames_are_not_read_before_they_are_indexed(source: Source, tmp_path: Path) -> None:
+def test_frames_are_read_when_indexed(source: Source, tmp_path: Path) -> None:
     frames = load_frames("name", source.recordings, SLICING)
     expected = frames[3:4].pixels.clone()
     path = cached(tmp_path)[0]
@@ -84,7 +84,7 @@ def test_the_frames_are_not_read_before_they_are_indexed(source: Source, tmp_pat
     assert not frames[3:4].pixels.any()
 
 
-def test_another_key_makes_other_frames(source: Source, tmp_path: Path) -> None:
+def test_changed_key_recomputes_frames(source: Source, tmp_path: Path) -> None:
     load_frames("name", source.recordings, SLICING)
     load_frames("other", source.recordings, SLICING)
     load_frames("name", source.recordings, dataclasses.replace(SLICING, num_steps=5))
@@ -95,7 +95,7 @@ def test_another_key_makes_other_frames(source: Source, tmp_path: Path) -> None:
     assert source.reads == len(cached(tmp_path)) == 6
 
 
-def test_another_version_makes_other_frames(
+def test_changed_version_recomputes_frames(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_frames("name", source.recordings, SLICING)
@@ -153,7 +153,7 @@ def test_a_cache_that_cannot_be_written(
         load_frames("name", source.recordings, SLICING)
 
 
-def test_the_default_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_default_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SPIKEFUSE_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert store.cache_directory() == tmp_path / "spikefuse" / "frames"

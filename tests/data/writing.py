@@ -8,21 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spikefuse.data.files import chosen_directory
+from spikefuse.data.files import default_directory
 
 # Columns x, y, p, t of the events of one recording.
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
-DATA = chosen_directory()
+DATA = default_directory()
 real_data = pytest.mark.skipif(
-    DATA is None,
+    not DATA.is_dir(),
     reason="no real data: neither SPIKEFUSE_DATA nor a folder data/ in the checkout",
 )
 
 
 def real(name: str) -> Path:
     """Return the path of a file of real data."""
-    assert DATA is not None
     return DATA / name
 
 

@@ -36,5 +36,5 @@ def test_a_killed_process_ends_the_run(tmp_path: Path) -> None:
     os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
     output = ended(process)
     assert process.returncode != 0
-    assert "another process has ended, and with it the run; saved is run/last.ckpt" in output
+    assert "another process has ended, so the run cannot continue; saved run/last.ckpt" in output
     finish(start(1, tmp_path, "eval", "run/last.ckpt"))

@@ -187,7 +187,7 @@ def test_other_sizes(name: str, size: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("name", ORDINARY)
-def test_every_neuron_is_its_own(name: str) -> None:
+def test_neurons_share_no_parameters(name: str) -> None:
     with torch.device("meta"):
         net = MODELS[name](sf.PLIF, 1, 10, (28, 28))
     found = [m for m in net.modules() if isinstance(m, sf.Neuron)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import spikefuse as sf
-from spikefuse.models.resnet import resnet18, stem_layers
+from spikefuse.models.resnet import ms_resnet34, resnet18, stem_layers
 
 
 def test_stems() -> None:
@@ -23,7 +23,7 @@ def test_an_unknown_stem() -> None:
         resnet18(sf.LIF, 1, 10, (28, 28), stem="mnist")
 
 
-def test_the_neuron_after_a_sum_receives_it() -> None:
+def test_neuron_after_a_residual_sum_receives_the_sum() -> None:
     net = resnet18(sf.LIF, 1, 10, (8, 8), stem="cifar")
     block, received = net[3], []
     block.activation.register_forward_pre_hook(lambda m, x: received.append(x[0]))
@@ -33,3 +33,16 @@ def test_the_neuron_after_a_sum_receives_it() -> None:
         sf.Temporal(block)(x[None])
         branch = sf.Temporal(block.branch)(x[None])[0]
     torch.testing.assert_close(received[0], branch + x)
+
+
+def test_shortcuts_of_ms_resnet_do_not_spike() -> None:
+    net = ms_resnet34(sf.LIF, 1, 10, (8, 8)).eval()
+    first, second = net[2], net[3]
+    spikes, inputs = [], []
+    first[0].register_forward_hook(lambda m, x, y: spikes.append(y))
+    second.shortcut.register_forward_hook(lambda m, x, y: inputs.append(y))
+    with torch.no_grad():
+        sf.Temporal(net)(torch.rand(2, 3, 1, 32, 32))
+        # A projection reads spikes; where the shape stays, the sum goes on as it is.
+        assert set(spikes[0].unique().tolist()) <= {0.0, 1.0}
+    assert len(inputs[0].unique()) > 2

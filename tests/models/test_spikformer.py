@@ -9,7 +9,7 @@ import spikefuse as sf
 from spikefuse.models.spikformer import SpikingSelfAttention, spikformer
 
 
-def test_attention_is_the_papers() -> None:
+def test_attention_equals_the_equation_of_the_paper() -> None:
     torch.manual_seed(0)
     steps, batch, channels, heads = 3, 2, 8, 2
     attention = SpikingSelfAttention(sf.LIF, channels, heads, scale=0.25).eval()
@@ -41,7 +41,7 @@ def test_half_the_threshold_is_twice_the_scale() -> None:
     assert torch.equal(paper(x), sf.LIF(decay=0.5, decay_input=True)(2 * x))
 
 
-def test_widths_that_cannot_be_split() -> None:
+def test_channels_that_cannot_be_split() -> None:
     with pytest.raises(ValueError, match="channels is 100: expected a multiple of 8"):
         spikformer(sf.LIF, 3, 10, (32, 32), channels=100)
     with pytest.raises(ValueError, match="num_heads is 7: expected a divisor of the 384 channels"):

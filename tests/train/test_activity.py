@@ -64,7 +64,7 @@ def test_a_run(
     assert spikefuse("eval", directory / "best.ckpt", "--data-dir", digits) == 0
 
 
-def test_more_than_the_capacity(
+def test_capacity_overflow_is_reported(
     spikefuse: Spikefuse, digits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = "--overflow raise --capacity 0.01 --activity 0.01 -T 20 --batch-size 8"
@@ -88,7 +88,7 @@ def test_the_input_is_never_dense() -> None:
     assert torch.equal(part.to_dense(), spikes[:, 1:3].float())
 
 
-def test_images_by_poisson() -> None:
+def test_poisson_encoded_images_become_events() -> None:
     module = Classifier(config(model="event-mlp5", dataset="digits", encoding="poisson"))
     assert len(module.net.net) == 6
     x = module.encode(torch.randint(256, (3, 1, 8, 8), dtype=torch.uint8))

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
-from collections.abc import Iterator
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from spikefuse.data import Frames, Images
-from spikefuse.data.frames import pack_frames
+from spikefuse.data.frames import pack
 from spikefuse.train.batches import (
     MEMORY_FRACTION,
-    Batch,
     EvalBatches,
-    TimedBatches,
     TrainBatches,
     place,
 )
@@ -38,7 +33,7 @@ def flat(lists: list[list[int]]) -> list[int]:
     return list(itertools.chain.from_iterable(lists))
 
 
-def test_an_epoch_has_every_image_at_most_once() -> None:
+def test_epoch_has_each_image_at_most_once() -> None:
     batches = TrainBatches(numbered(23), 5, seed=0, steps_done=lambda: 0)
     epoch = labels(batches)
     assert len(epoch) == len(batches) == 4
@@ -46,7 +41,7 @@ def test_an_epoch_has_every_image_at_most_once() -> None:
     assert len(set(seen)) == len(seen) == 20
 
 
-def test_it_starts_where_the_run_stands() -> None:
+def test_iteration_starts_at_the_current_step() -> None:
     step = 0
     batches = TrainBatches(numbered(23), 5, seed=0, steps_done=lambda: step)
     epochs = []
@@ -58,14 +53,14 @@ def test_it_starts_where_the_run_stands() -> None:
     assert epochs[0] != epochs[4]
 
 
-def test_evaluation_takes_all_in_order() -> None:
+def test_evaluation_covers_all_examples_in_order() -> None:
     batches = EvalBatches(numbered(23), 5)
     assert len(batches) == 5
     assert flat(labels(batches)) == list(range(23))
 
 
 @pytest.mark.parametrize("make", [TrainBatches, EvalBatches])
-def test_batches_that_a_thread_fetches_are_the_same(make: type) -> None:
+def test_prefetched_batches_are_equal(make: type) -> None:
     """With a dataset on another device than the run, here the meta device."""
     meta = torch.device("meta")
     options = {"seed": 0, "steps_done": lambda: 0} if make is TrainBatches else {}
@@ -95,11 +90,11 @@ class Elsewhere:
         return [y for _, y in batches]
 
 
-def test_frames_travel_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_are_copied_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copied bytes are an eighth of the frames in float32."""
     shape, steps, count = (2, 34, 34), 32, 6
     counts = np.random.default_rng(0).integers(0, 16, (count * steps, *shape)).astype(np.uint8)
-    packed = torch.from_numpy(pack_frames(counts, 4)).view(count, steps, -1)
+    packed = torch.from_numpy(pack(counts.reshape(count * steps, -1), 4)).view(count, steps, -1)
     moved: list[int] = []
     original = Frames.to
 
@@ -114,7 +109,7 @@ def test_frames_travel_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [8 * size for size in moved] == [4 * x.numel() for x, _ in batches]
 
 
-def test_an_error_of_the_thread_reaches_the_consumer() -> None:
+def test_errors_in_the_prefetch_thread_propagate() -> None:
     class Broken(Elsewhere):
         def __getitem__(self, rows: torch.Tensor | slice) -> Elsewhere:
             raise ArithmeticError("on purpose")
@@ -123,7 +118,7 @@ def test_an_error_of_the_thread_reaches_the_consumer() -> None:
         list(EvalBatches(Broken(numbered(5)), 2, torch.device("meta")))
 
 
-def test_a_gpu_takes_what_leaves_it_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_datasets_are_placed_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     images, gpu, moved = numbered(8), torch.device("cuda", 0), []
     monkeypatch.setattr(Images, "to", lambda self, device: moved.append(device) or self)
     free = {"bytes": int(images.nbytes / MEMORY_FRACTION)}
@@ -135,21 +130,3 @@ def test_a_gpu_takes_what_leaves_it_room(monkeypatch: pytest.MonkeyPatch) -> Non
     free["bytes"] -= 8
     assert place(images, gpu) is images
     assert moved == [gpu]
-
-
-def test_only_the_wait_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-
-    class Slow(EvalBatches):
-        def __iter__(self) -> Iterator[Batch]:
-            for batch in super().__iter__():
-                clock.now += 2.0
-                yield batch
-
-    timed = TimedBatches(Slow(numbered(6), 2), waits.append)
-    assert len(timed) == 3
-    for _ in timed:
-        clock.now += 5.0
-    assert waits == [2.0, 2.0, 2.0, 0.0]  # the last one found the end

@@ -39,7 +39,7 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("kind", FOREIGN)
 @pytest.mark.parametrize("command", [["eval"], ["train", "--resume"]])
-def test_something_else(
+def test_files_that_are_no_checkpoints(
     spikefuse: Spikefuse, capsys: pytest.CaptureFixture[str], kind: str, command: list[str]
 ) -> None:
     FOREIGN[kind](Path("foreign.ckpt"))
@@ -79,7 +79,7 @@ def test_weights_of_another_network(
         (["--epochs", "1"], "epochs is 1: {path} has done 2 already"),
     ],
 )
-def test_what_a_resumed_run_cannot_change(
+def test_settings_that_a_resumed_run_cannot_change(
     spikefuse: Spikefuse,
     trained: Path,
     capsys: pytest.CaptureFixture[str],
@@ -92,7 +92,7 @@ def test_what_a_resumed_run_cannot_change(
     assert message.format(path=path) in line
 
 
-def test_of_a_version_that_counted_otherwise(
+def test_checkpoint_of_an_earlier_version(
     spikefuse: Spikefuse, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = torch.load(trained / "last.ckpt", weights_only=True)
@@ -103,7 +103,7 @@ def test_of_a_version_that_counted_otherwise(
     assert "old.ckpt was saved by an earlier version of spikefuse" in capsys.readouterr().err
 
 
-def test_without_the_best_epoch(
+def test_resume_without_best_checkpoint(
     spikefuse: Spikefuse, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(trained / "last.ckpt", "last.ckpt")
@@ -111,7 +111,7 @@ def test_without_the_best_epoch(
     assert "best.ckpt is missing: resume a run in the folder" in capsys.readouterr().err
 
 
-def test_replacing_is_all_or_nothing(tmp_path: Path) -> None:
+def test_replacing_is_atomic(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
     with pytest.raises(RuntimeError), replacing(path) as temporary:  # noqa: PT012

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from spikefuse.data import DATASETS, Dataset, Frames
-from spikefuse.data.packing import pack
+from spikefuse.data.frames import pack
 from spikefuse.train import run
 from spikefuse.train.classifier import Classifier
 from spikefuse.train.config import TrainConfig
@@ -61,7 +62,7 @@ def test_a_run_on_event_data(spikefuse: Spikefuse, tmp_path: Path, events: str) 
     assert (tmp_path / "run" / "raster.png").exists()
 
 
-def test_event_frames_are_only_turned() -> None:
+def test_event_frames_are_only_transposed() -> None:
     module = Classifier(TrainConfig(dataset="nmnist", num_steps=5))
     counts = torch.randint(0, 256, (3, 5, 2, 34, 34), dtype=torch.uint8)
     x = module.encode(counts)
@@ -70,7 +71,7 @@ def test_event_frames_are_only_turned() -> None:
     assert torch.equal(x, counts.transpose(0, 1).float())
 
 
-def test_frames_of_one_sample_move_alike() -> None:
+def test_frames_of_one_sample_are_augmented_alike() -> None:
     module = Classifier(TrainConfig(dataset="nmnist", num_steps=5, shift=3, flip=True))
     still = torch.randint(0, 256, (8, 1, 2, 34, 34), dtype=torch.uint8).expand(8, 5, 2, 34, 34)
     moved = module.augment(still)
@@ -88,7 +89,7 @@ def test_half_of_the_images_are_mirrored() -> None:
     assert 100 < mirrored.sum() < 200
 
 
-def test_channels_last_gives_the_same_to_rounding(
+def test_channels_last_agrees_to_rounding(
     spikefuse: Spikefuse, tmp_path: Path, small: list[str]
 ) -> None:
     curves = []
@@ -102,7 +103,7 @@ def test_channels_last_gives_the_same_to_rounding(
     assert curves[0] == pytest.approx(curves[1], rel=1e-3)
 
 
-def test_float16_scales_the_loss_and_clips_what_is_unscaled(
+def test_float16_scales_the_loss_and_clips_unscaled_gradients(
     spikefuse: Spikefuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: list[str]
 ) -> None:
     """On a CPU, where the command rejects float16 but PyTorch supports it."""
@@ -135,3 +136,16 @@ def test_float16_scales_the_loss_and_clips_what_is_unscaled(
     assert checkpoint["MixedPrecision"]["scale"] > 1
     (row,) = checkpoint["spikefuse"]["history"]
     assert 0 < row["train_loss"] < 3
+
+
+def test_data_wait_excludes_the_training_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    module = Classifier(TrainConfig())
+    batch = torch.empty(0), torch.empty(0)
+    for wait, step in ((3.0, 5.0), (2.0, 5.0), (2.0, 6.0)):  # the first wait precedes the clock
+        now += wait
+        module.on_train_batch_start(batch, 0)
+        now += step
+        module.on_train_batch_end()
+    assert module.data_wait() == 4.0 / 20.0

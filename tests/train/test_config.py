@@ -88,7 +88,7 @@ def test_round_trip() -> None:
         TrainConfig.from_dict({"colour": "red"})
 
 
-def test_event_data_has_its_own_steps() -> None:
+def test_event_datasets_have_their_own_defaults() -> None:
     config = TrainConfig(dataset="nmnist")
     assert (config.num_steps, config.shift) == (32, 1)
     assert config.transform() == {"num_steps": 32}
@@ -114,7 +114,7 @@ def test_neurons_get_their_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SURROGATES)
-def test_every_neuron_of_zeros_and_ones_takes_every_surrogate(name: str) -> None:
+def test_binary_neurons_take_every_surrogate(name: str) -> None:
     for neuron in NEURONS:
         if neuron == "integerlif":
             continue
@@ -123,12 +123,12 @@ def test_every_neuron_of_zeros_and_ones_takes_every_surrogate(name: str) -> None
         assert type(made.surrogate) is SURROGATES[name]
 
 
-def test_the_neurons_are_those_that_fire() -> None:
+def test_neurons_are_the_spiking_models_of_the_zoo() -> None:
     assert list(NEURONS)[:4] == ["lif", "if", "plif", "alif"]
     assert set(NEURONS) == {name.lower() for name in zoo.__all__} - {"li"}
 
 
-def test_memory_is_the_networks_policy():
+def test_memory_sets_the_policy_of_the_network():
     assert TrainConfig().make_network().memory == sf.memory.Recompute()
     assert TrainConfig(memory="save-all").make_network().memory == sf.memory.SaveAll()
     auto = TrainConfig(memory="auto", memory_budget=2.5)

@@ -1,19 +1,85 @@
-"""Gradients by microbatches and chunks against those of the whole batch, and optimizers."""
+"""Losses, schedules, optimizers, and gradients by microbatches and chunks."""
 
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import spikefuse as sf
 from spikefuse.train.config import LOSSES, OPTIMIZERS, TrainConfig
-from spikefuse.train.losses import readout, sequence_loss
-from spikefuse.train.optimize import adapt_state, clip, gradients, make_optimizer, set_learning_rate
+from spikefuse.train.optimize import (
+    adapt_state,
+    clip,
+    gradients,
+    learning_rate,
+    make_optimizer,
+    readout,
+    sequence_loss,
+    set_learning_rate,
+)
 
 T, B = 6, 8
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_losses(smoothing: float) -> None:
+    torch.manual_seed(0)
+    outputs, labels = torch.randn(5, 3, 7), torch.tensor([6, 0, 2])
+
+    def cross_entropy(logits: torch.Tensor) -> torch.Tensor:
+        target = F.one_hot(labels, 7) * (1 - smoothing) + smoothing / 7
+        return -(target * logits.log_softmax(1)).sum(1).mean()
+
+    expected = {
+        "mean": cross_entropy(outputs.mean(0)),
+        "last": cross_entropy(outputs[-1]),
+        "every": torch.stack([cross_entropy(y) for y in outputs]).mean(),
+    }
+    assert set(expected) == set(LOSSES)
+    for name, value in expected.items():
+        torch.testing.assert_close(sequence_loss(outputs, labels, name, smoothing), value)
+
+
+def test_readout_matches_the_loss() -> None:
+    outputs = torch.randn(5, 3, 7, dtype=torch.bfloat16)
+    assert torch.equal(readout(outputs, "last"), outputs[-1].float())
+    for name in ("mean", "every"):
+        torch.testing.assert_close(readout(outputs, name), outputs.float().mean(0))
+
+
+def rates(steps: int = 10, **options: object) -> list[float]:
+    config = TrainConfig(lr=0.5, epochs=4, **options)  # type: ignore[arg-type]
+    return [learning_rate(config, step, steps) for step in range(4 * steps)]
+
+
+def test_constant_schedule() -> None:
+    assert rates() == [0.5] * 40
+
+
+def test_warmup_rises_to_the_rate() -> None:
+    found = rates(warmup=0.5)
+    assert found[:5] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert found[5:] == [0.5] * 35
+
+
+def test_cosine_schedule_decays_to_zero() -> None:
+    found = rates(schedule="cosine", warmup=1)
+    assert found[9] == found[10] == 0.5
+    assert found[25] == pytest.approx(0.25)
+    assert found[10:] == sorted(found[10:], reverse=True)
+    assert found[-1] == pytest.approx(0.25 * (1 + math.cos(math.pi * 29 / 30)))
+
+
+def test_learning_rate_is_representable_in_float32() -> None:
+    config = TrainConfig(lr=1e-3)
+    rate = learning_rate(config, 0, 10)
+    assert rate == pytest.approx(1e-3)
+    assert torch.tensor(rate, dtype=torch.float32).item() == rate
 
 
 @pytest.fixture
@@ -30,7 +96,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(T, B, 5), torch.randint(0, 3, (B,))
 
 
-def of_whole(net, batch, loss="mean"):
+def whole_batch(net, batch, loss="mean"):
     x, labels = batch
     net.zero_grad()
     outputs = net(x)
@@ -39,7 +105,7 @@ def of_whole(net, batch, loss="mean"):
     return value.detach(), readout(outputs, loss).detach(), [p.grad for p in net.parameters()]
 
 
-def in_pieces(net, batch, **options):
+def in_microbatches(net, batch, **options):
     x, labels = batch
     net.zero_grad()
     last = []
@@ -59,11 +125,11 @@ def in_pieces(net, batch, **options):
     ("loss", "accumulate", "tbptt"),
     [*itertools.product(LOSSES, (1, 3), (None,)), ("mean", 1, T), ("every", 1, 99), ("last", 2, T)],
 )
-def test_parts_and_one_chunk_give_the_gradients_of_the_whole(
+def test_microbatches_and_one_chunk_give_the_gradients_of_the_batch(
     net, batch, loss: str, accumulate: int, tbptt: int | None
 ) -> None:
-    whole = of_whole(net, batch, loss)
-    pieces = in_pieces(net, batch, loss=loss, accumulate=accumulate, tbptt=tbptt)
+    whole = whole_batch(net, batch, loss)
+    pieces = in_microbatches(net, batch, loss=loss, accumulate=accumulate, tbptt=tbptt)
     torch.testing.assert_close(pieces, whole)
 
 
@@ -80,14 +146,14 @@ def test_chunks_truncate_the_gradient(net, batch, loss: str) -> None:
     value.backward()
     logits = readout(torch.cat([first, second]), loss).detach()
     expected = value.detach(), logits, [p.grad for p in net.parameters()]
-    found = in_pieces(net, batch, loss=loss, tbptt=4)
+    found = in_microbatches(net, batch, loss=loss, tbptt=4)
     torch.testing.assert_close(found, expected)
-    assert not torch.allclose(found[2][0], of_whole(net, batch, loss)[2][0], rtol=1e-3)
+    assert not torch.allclose(found[2][0], whole_batch(net, batch, loss)[2][0], rtol=1e-3)
 
 
-def test_every_is_the_same_loss_in_chunks(net, batch) -> None:
-    assert in_pieces(net, batch, loss="every", tbptt=2)[0] == pytest.approx(
-        of_whole(net, batch, "every")[0].item()
+def test_loss_every_is_the_same_in_chunks(net, batch) -> None:
+    assert in_microbatches(net, batch, loss="every", tbptt=2)[0] == pytest.approx(
+        whole_batch(net, batch, "every")[0].item()
     )
 
 
@@ -101,12 +167,12 @@ def test_optimizers(net, batch, name: str) -> None:
     assert group.get("momentum", 0.9) == 0.9
     set_learning_rate(optimizer, 0.0)
     before = [p.clone() for p in net.parameters()]
-    of_whole(net, batch)
+    whole_batch(net, batch)
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
 
 
-def test_a_rate_in_a_tensor_stays_there(net) -> None:
+def test_learning_rate_in_a_tensor_is_updated_in_place(net) -> None:
     optimizer = make_optimizer(TrainConfig(), net.parameters(), torch.device("cpu"))
     rate = optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
     set_learning_rate(optimizer, 0.25)
@@ -120,7 +186,7 @@ def test_clip(net, batch) -> None:
     def norm() -> float:
         return float(torch.cat([p.grad.flatten() for p in net.parameters()]).norm())
 
-    of_whole(net, batch)
+    whole_batch(net, batch)
     whole = norm()
     clip(optimizer, None)
     clip(optimizer, 2 * whole)
@@ -129,7 +195,7 @@ def test_clip(net, batch) -> None:
     assert norm() == pytest.approx(0.5 * whole, rel=1e-4)
 
 
-def test_adapt_state_undoes_what_another_device_left() -> None:
+def test_adapt_state_converts_state_of_another_device() -> None:
     conv = nn.Conv2d(4, 8, 3)
     optimizer = make_optimizer(TrainConfig(), conv.parameters(), torch.device("cpu"))
     conv(torch.rand(1, 4, 5, 5)).sum().backward()

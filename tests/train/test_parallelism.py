@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spikefuse.train import cli
-from spikefuse.train.config import ConfigError, TrainConfig
-from spikefuse.train.parallelism import Parallelism
+from spikefuse.train import cli, run
+from spikefuse.train.config import ConfigError, RunOptions, TrainConfig
 from spikefuse.train.processes import Processes
 from tests.processes import finish, free_port, torchrun, wait_for
 from tests.train.runs import OPTIONS, PLAIN, assert_same_curve, rows, start
@@ -21,7 +20,7 @@ SHARED = (*OPTIONS, "--time-ranks", "2")
 
 
 @pytest.mark.parametrize(("memory", "by_two"), [("recompute", True), ("checkpoint", False)])
-def test_time_and_data_shared_learn_as_one_and_can_be_resumed_by_fewer(
+def test_time_and_data_ranks_match_one_process_and_resume_on_fewer(
     alone: Spikefuse, tmp_path: Path, memory: str, by_two: bool
 ) -> None:
     """Resumed by two processes that share time, then by one."""
@@ -53,7 +52,7 @@ def with_another(alone: Spikefuse, folder: Path, *arguments: str) -> int:
     return code
 
 
-def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
+def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
     command = PLAIN, "train", *SHARED, "--epochs", "3", "--out", "run"
     process = torchrun(2, "--max-restarts", "1", *command, folder=tmp_path)
     wait_for((tmp_path / "run" / "best.ckpt").exists, process)
@@ -64,7 +63,7 @@ def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
     assert [row["epoch"] for row in rows(tmp_path / "run")] == [1, 2, 3]
 
 
-def test_a_restart_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_resumes_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def resumed(*arguments: str) -> Path | None:
         parsed = cli.make_parser().parse_args(["train", *arguments])
         cli._resume_after_restart(parsed, "last.ckpt")
@@ -87,13 +86,13 @@ def test_a_restart_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ({}, {"time_ranks": 2, "data_ranks": 2}, 2, "do not match 2 processes"),
         ({}, {"time_ranks": 3}, 4, "time_ranks 3 and data_ranks unset do not match 4"),
-        ({}, {"time_ranks": 0}, 2, "must be at least 1"),
+        ({}, {"time_ranks": 0}, 2, "time_ranks is 0: expected a whole number of at least 1"),
         ({"num_steps": 3}, {"time_ranks": 4}, 4, "num_steps is 3: expected at least time_ranks"),
         (
             {"tbptt": 2},
             {"time_ranks": 2},
             2,
-            "tbptt is given, but works on undivided",
+            "tbptt is given, but needs whole sequences",
         ),
         (
             {"dataset": "shd", "model": "event-mlp"},
@@ -106,7 +105,7 @@ def test_a_restart_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
 def test_invalid_parallelism(config: dict, place: dict, count: int, message: str) -> None:
     processes = Processes(0, count, time=max(place["time_ranks"], 1))
     with pytest.raises(ConfigError, match=message):
-        Parallelism(**place).check(TrainConfig(**config), processes)
+        run._check_processes(TrainConfig(**config), RunOptions(**place), processes)
 
 
 def test_shares_of_data_and_time() -> None:

@@ -33,7 +33,7 @@ def test_record_sees_every_layer() -> None:
 
 
 @pytest.mark.parametrize("model", ["mlp", "resnet18"])
-def test_pictures_of_any_depth(tmp_path: Path, model: str) -> None:
+def test_raster_of_any_depth(tmp_path: Path, model: str) -> None:
     module = Classifier(TrainConfig(num_steps=3, model=model)).eval()
     path = tmp_path / "raster.png"
     plot_raster(module, torch.full((1, 1, 8, 8), 200, dtype=torch.uint8), 3, path)

@@ -22,9 +22,7 @@ from tests.train.runs import OPTIONS, assert_same_curve, start
 Spikefuse = Callable[..., int]
 
 
-def test_two_processes_learn_as_one_and_can_be_resumed_by_one(
-    alone: Spikefuse, tmp_path: Path
-) -> None:
+def test_two_processes_match_one_and_resume_on_one(alone: Spikefuse, tmp_path: Path) -> None:
     assert alone("train", *OPTIONS, "--epochs", "3", "--out", "one") == 0
     output = finish(start(2, tmp_path, "train", *OPTIONS, "--epochs", "2", "--out", "two"))
     assert output.count("epoch 2/2") == output.count("test accuracy") == 1
@@ -52,7 +50,7 @@ def test_a_killed_process_ends_the_run(
     assert f"epoch {done + 1}/{done + 1}" in capsys.readouterr().out
 
 
-def test_sigterm_saves_in_all_of_them(tmp_path: Path) -> None:
+def test_sigterm_saves_with_several_processes(tmp_path: Path) -> None:
     process = start(2, tmp_path, "train", *OPTIONS, "--epochs", "9999", "--out", "run")
     wait_for((tmp_path / "run" / "best.ckpt").exists, process)
     process.send_signal(signal.SIGTERM)
@@ -62,7 +60,7 @@ def test_sigterm_saves_in_all_of_them(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_a_wrong_setting_is_said_once(tmp_path: Path) -> None:
+def test_user_error_is_reported_once(tmp_path: Path) -> None:
     process = start(2, tmp_path, "train", *OPTIONS, "--batch-size", "127")
     output = ended(process)
     assert process.returncode != 0
@@ -70,18 +68,18 @@ def test_a_wrong_setting_is_said_once(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_shares_are_the_whole() -> None:
+def test_shares_partition_the_batch() -> None:
     for count, total in ((1, 5), (3, 128), (4, 2)):
         taken = [list(range(total))[Processes(rank, count).share(total)] for rank in range(count)]
         assert list(itertools.chain(*taken)) == list(range(total))
         assert max(map(len, taken)) - min(map(len, taken)) <= 1
 
 
-def test_alone_nothing_is_communicated() -> None:
+def test_single_process_communicates_nothing() -> None:
     alone, values = Processes(), torch.ones(2)
     assert alone.main
     assert alone.sum(values) is values
-    assert alone.highest(-2) == -2
+    assert alone.maximum(-2) == -2
     assert alone.broadcast("x") == "x"
     totals = MetricTotals()
     assert totals.reduced(alone, torch.device("cpu")) is totals
@@ -101,7 +99,7 @@ with signals.SignalHandler(pathlib.Path("last.ckpt"), Processes(0, 2)):
 """
 
 
-def test_a_process_that_waits_for_another_forever_ends_after_a_signal() -> None:
+def test_blocked_process_exits_after_a_signal() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

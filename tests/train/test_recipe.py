@@ -29,7 +29,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_values_are_what_the_command_line_takes(tmp_path: Path) -> None:
+def test_values_convert_as_on_the_command_line(tmp_path: Path) -> None:
     text = "lr: 1e-3\nprecision: 32\nbatch-size: 64\nclip: 1\nflip: yes\n"
     settings = read(written(tmp_path, text))
     assert settings == {"lr": 1e-3, "precision": "32", "batch_size": 64, "clip": 1, "flip": True}
@@ -51,14 +51,14 @@ def test_values_are_what_the_command_line_takes(tmp_path: Path) -> None:
         ("lr: 1\nlr: [", "config {path}, line 2: not YAML: expected lines like 'lr: 0.1'"),
     ],
 )
-def test_mistakes(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_recipes(tmp_path: Path, text: str, message: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         read(path)
     assert str(caught.value) == message.format(path=path)
 
 
-def test_options_come_before_the_file(
+def test_command_line_overrides_the_recipe(
     spikefuse: Spikefuse, tmp_path: Path, small: list[str]
 ) -> None:
     path = written(tmp_path, "model: mlp\nepochs: 3\nlr: 0.01\n")

@@ -91,7 +91,7 @@ def interrupt(
     monkeypatch.setattr(Classifier, hook, wrapped)
 
 
-def test_two_epochs_and_two_more(
+def test_two_epochs_twice_equal_four(
     spikefuse: Spikefuse, tmp_path: Path, small: list[str], four: list[str]
 ) -> None:
     assert spikefuse("train", *four, "--out", "straight") == 0
@@ -193,7 +193,7 @@ def test_saved_within_a_long_epoch(
     assert_same_run(tmp_path / "straight", tmp_path / "broken")
 
 
-def test_a_second_ctrl_c_stops_at_once(
+def test_second_ctrl_c_stops_immediately(
     spikefuse: Spikefuse,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -217,7 +217,7 @@ def test_sigterm_saves_too(
 
 
 @pytest.mark.parametrize("name", ["best.ckpt", "last.ckpt"])
-def test_stopped_between_two_files(
+def test_stopped_between_writing_two_files(
     spikefuse: Spikefuse,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -248,7 +248,7 @@ def test_stopped_between_two_files(
     assert_same_run(straight, tmp_path / "stopped")
 
 
-def test_a_schedule_that_ends_with_the_run_is_not_prolonged(
+def test_cosine_run_cannot_be_extended(
     spikefuse: Spikefuse, capsys: pytest.CaptureFixture[str], small: list[str]
 ) -> None:
     options = [*small, "--model", "mlp", "--schedule", "cosine", "--out", "run"]
@@ -258,7 +258,7 @@ def test_a_schedule_that_ends_with_the_run_is_not_prolonged(
     assert "epochs is 3, but run/last.ckpt was trained with 2" in capsys.readouterr().err
 
 
-def test_a_best_epoch_of_another_run(
+def test_best_checkpoint_of_another_run(
     spikefuse: Spikefuse, tmp_path: Path, capsys: pytest.CaptureFixture[str], small: list[str]
 ) -> None:
     options = [*small, "--model", "mlp"]
@@ -272,7 +272,7 @@ def test_a_best_epoch_of_another_run(
     assert errors.count("\n") == 1
 
 
-def test_the_first_ctrl_c_says_so(
+def test_first_ctrl_c_prints_a_message(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with SignalHandler(tmp_path / "last.ckpt") as handler:

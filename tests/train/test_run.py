@@ -74,7 +74,7 @@ def test_a_run_with_fusion_and_without(
         assert result["config"]["fuse"] == (flag == "--fuse")
 
 
-def test_a_memory_budget_and_another_policy_after_it(
+def test_memory_budget_then_another_policy(
     spikefuse: Spikefuse, tmp_path: Path, small: list[str]
 ) -> None:
     """Whole runs, including plots and test."""
@@ -107,7 +107,7 @@ def test_runs_are_numbered_and_never_overwritten(
     assert "cannot make the folder file/new" in capsys.readouterr().err
 
 
-def test_the_seed_is_all_that_matters(
+def test_runs_depend_on_the_seed_only(
     spikefuse: Spikefuse, tmp_path: Path, small: list[str]
 ) -> None:
     options = [*small, "--model", "mlp", "--encoding", "poisson", "--epochs", "1"]
@@ -140,7 +140,7 @@ def test_one_step_of_one_image_is_refused(
 @pytest.mark.parametrize(
     ("batch_size", "images"), [(647, "1,295 training"), (142, "143 validation"), (179, "359 test")]
 )
-def test_one_step_and_an_image_left_over(
+def test_one_step_with_a_last_batch_of_one_image(
     spikefuse: Spikefuse,
     small: list[str],
     capsys: pytest.CaptureFixture[str],
