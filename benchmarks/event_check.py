@@ -37,7 +37,7 @@ class LayerTrace:
     """What went through a layer in a training step.
 
     Args:
-        module: with weights `[I, O]`, or an `nn.Linear`.
+        module: `EventLinear` or `nn.Linear`.
         inputs: spikes `[T, B, I]`.
         grad_inputs, carried: gradient of the spikes of the layer below, and the sites that carry
             one; None for the first layer.
@@ -59,8 +59,7 @@ class LayerTrace:
         found = []
         for p in (self.module.weight, self.module.bias):
             pair = p.detach(), p.grad
-            turned = isinstance(self.module, nn.Linear) and p.ndim == 2
-            found.append((pair[0].t(), pair[1].t()) if turned else pair)
+            found.append((pair[0].t(), pair[1].t()) if p.ndim == 2 else pair)
         return found
 
 

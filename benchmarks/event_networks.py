@@ -164,7 +164,7 @@ class EventTask:
 
 
 def copy_weights(layers: nn.Sequential, dense: nn.Sequential) -> None:
-    """Copy the weights `[I, O]` of layers on events to a dense network."""
+    """Copy the weights of layers on events to a dense network."""
     linears = [m for m in dense if isinstance(m, nn.Linear)]
     for linear, layer in zip(linears, layers, strict=True):
-        linear.load_state_dict({"weight": layer.weight.t(), "bias": layer.bias})
+        linear.load_state_dict({"weight": layer.weight, "bias": layer.bias})

@@ -73,7 +73,7 @@ class Streaming:
         for layer, before, v in zip(
             self.layers, (*self.states, None), (*potentials, None), strict=True
         ):
-            current = spikes @ layer.weight.detach().double() + layer.bias.detach().double()
+            current = spikes @ layer.weight.detach().double().t() + layer.bias.detach().double()
             if before is None or v is None:
                 error = float((y - current).norm() / current.norm())
                 assert error <= ROUNDING, f"outputs differ by {error:.3g} of their norm"

@@ -80,7 +80,7 @@ class NeuronShard(nn.Module):
         """Copy this rank's share of the weights of an unsharded layer."""
         share = self._share()
         with torch.no_grad():
-            self.layer.weight.copy_(whole.weight[:, share])
+            self.layer.weight.copy_(whole.weight[share])
             if whole.bias is not None and self.layer.bias is not None:
                 self.layer.bias.copy_(whole.bias[share])
 
@@ -230,7 +230,6 @@ def _shard(net: nn.Module, group: Group) -> nn.Sequential:
             bias=module.bias is not None,
             capacity=module.capacity,
             overflow=module.overflow,
-            sparse_grad=module.sparse_grad,
             impl=module.impl,
             device=module.weight.device,
         )
