@@ -91,7 +91,18 @@ class Events:
         Args:
             packed: uint8, S = ceil(width / 8); unused bits are 0.
             width: number of sites.
+
+        Raises:
+            ValueError: another dtype or shape, or an unused bit is 1.
         """
+        size = -(-width // 8)
+        if packed.dtype != torch.uint8 or packed.ndim != 3 or packed.shape[2] != size:
+            raise ValueError(
+                f"bits are {packed.dtype} of shape {list(packed.shape)}: expected uint8 "
+                f"[T, B, {size}] for {width} sites"
+            )
+        if width % 8 and (packed[..., -1] >> width % 8).any():
+            raise ValueError(f"a bit beyond the {width} sites is 1: expected 0 in unused bits")
         shape = packed.shape[0], packed.shape[1], width
         rows = packed.reshape(shape[0] * shape[1], packed.shape[2])
         if rows.is_cpu:

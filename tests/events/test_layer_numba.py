@@ -105,7 +105,7 @@ def test_threads(
     expected = results(marks, width, (1, 1))
     size = tile_width(width, sizes[1], 1)
     for threads in ((2, 2), (5, 5), (10, 10), (16, 16), (16, 2), (1, 5)):
-        found = results(marks, width, sparse, threads)
+        found = results(marks, width, threads)
         same(found, expected, tiles=tile_width(width, sizes[1], threads[0]) == size)
 
 
