@@ -188,18 +188,14 @@ class EventLinear(nn.Module):
         if call is not None and not (self.neuron is None or id(self.neuron) in call.names):
             call = None
         self._check_weights()
-        spikes = None
-        if isinstance(x, Events):
-            events = x
-            if x.shape[2] != self.in_features:
-                raise ValueError(
-                    f"the events are of {x.shape[2]} sites: expected {self.in_features}"
-                )
-        else:
-            x = self._unfold(x, call)
-            events = Events.from_dense(x)
-            if x.requires_grad:
-                spikes = x
+        events, spikes = x, None
+        if not isinstance(events, Events):
+            dense = self._unfold(x, call)
+            events, spikes = Events.from_dense(dense), dense if dense.requires_grad else None
+        elif events.shape[2] != self.in_features:
+            raise ValueError(
+                f"the events are of {events.shape[2]} sites: expected {self.in_features}"
+            )
         used, impl = self._apply_capacity(events)
         if spikes is not None and used is not events:
             spikes = spikes * used.to_dense(spikes.dtype)
@@ -296,7 +292,6 @@ class EventLinear(nn.Module):
         impl: str,
         call: TemporalCall | None,
     ) -> Events:
-        """Return the events of the neurons."""
         if call is not None and call.passing is not None:
             raise ValueError(NO_EVENTS)
         if events.shape[0] == 0:

@@ -20,7 +20,7 @@ from torch import Tensor
 from spikefuse.events.format import Events
 from spikefuse.events.lists import FIRED
 from spikefuse.events.lists_numba import arrays
-from spikefuse.events.transpose_numba import Grouping, transpose
+from spikefuse.events.transpose_numba import transpose
 from spikefuse.events.vectors_numba import WORD, dots, prefetch, sum_rows
 from spikefuse.kernels.numba_runtime import (
     advise_huge_pages,
@@ -161,58 +161,50 @@ def add_group(
     target, streamed, partial, tile, weight, fresh, spikes, entries,
     width, column, m, grad, stride, place, group,
 ):  # fmt: skip
-    """Run `add_by_input`, and `dots_by_input` if `partial` has room for its results."""
-    add_by_input(target, streamed, width, column, m, fresh, grad, stride, place, group, spikes)
-    if partial.size:
-        out = partial[tile]
-        dots_by_input(out, weight, width, column, m, grad, stride, place, group, entries)
+    """Sum the gradients `grad[r, place + k]`, k < m, of one group of samples.
 
-
-@kernel
-def add_by_input(
-    target, streamed, width, column, m, fresh, grad, stride, place, group, by_input
-):  # fmt: skip
-    """`target[slot, column + k] += sum of grad[r, place + k]` for every input of a group that
-    fired, over the rows r in which it did. A fresh slot is uninitialized."""
-    _, bases, starts, slots, rows, _ = by_input
+    `target[i, column + k]` adds up those of the rows r in which input i fired; a fresh row of it is
+    uninitialized. `partial[tile, e]`, if there is room for it, adds up `weight[i, column + k]
+    grad[r, place + k]` over k for every entry e, with its input i and its row r.
+    """
+    _, bases, starts, inputs, rows, _ = spikes
     zeros, total = np.zeros(m, np.float32), np.empty(m, np.float32)
     for s in range(bases[group], bases[group + 1]):
-        at = slots[s] * width + column
+        i, at = inputs[s], inputs[s] * width + column
         begin, end = np.int64(starts[s]), np.int64(starts[s + 1])
+        # Rows are too far apart for the hardware prefetcher.
         if s + AHEAD < bases[group + 1] and not streamed:
-            prefetch(target, slots[s + AHEAD] * width + column, m)
+            prefetch(target, inputs[s + AHEAD] * width + column, m)
         if streamed:
-            fresh[slots[s]] = False
             sum_rows(total, 0, zeros, 0, grad, stride, place, m, rows, begin, end)
             stream(target, at, total, m)
-        elif fresh[slots[s]]:
-            fresh[slots[s]] = False
+        elif fresh[i]:
             sum_rows(target, at, zeros, 0, grad, stride, place, m, rows, begin, end)
         else:
             sum_rows(target, at, target, at, grad, stride, place, m, rows, begin, end)
-
-
-@kernel
-def dots_by_input(out, weight, width, column, m, grad, stride, place, group, by_input):
-    """`out[e] = sum over k < m of weight[i, column + k] grad[r, place + k]` for every entry e of a
-    group, with its input i and its row r."""
-    _, bases, starts, inputs, rows, entries = by_input
-    for s in range(bases[group], bases[group + 1]):
-        at, begin, end = inputs[s] * width + column, np.int64(starts[s]), np.int64(starts[s + 1])
-        # Rows are too far apart for the hardware prefetcher.
-        if s + AHEAD < bases[group + 1]:
-            prefetch(weight, inputs[s + AHEAD] * width + column, m)
-        dots(out, weight, at, m, grad, stride, place, rows, entries, begin, end)
+        fresh[i] = False
+    if partial.size:
+        out = partial[tile]
+        _, bases, starts, inputs, rows, numbers = entries
+        for s in range(bases[group], bases[group + 1]):
+            at, begin, end = (
+                inputs[s] * width + column,
+                np.int64(starts[s]),
+                np.int64(starts[s + 1]),
+            )
+            if s + AHEAD < bases[group + 1]:
+                prefetch(weight, inputs[s + AHEAD] * width + column, m)
+            dots(out, weight, at, m, grad, stride, place, rows, numbers, begin, end)
 
 
 @kernel
 def clear(target, streamed, width, column, m, fresh, first, last):
-    """`target[slot, column + k] = 0` for the slots from first to last that are still fresh. Makes
-    all streamed rows visible."""
+    """`target[i, column + k] = 0` for the inputs from first to last that are still fresh. Makes all
+    streamed rows visible."""
     zeros = np.zeros(m, np.float32)
-    for slot in range(first, last):
-        if fresh[slot]:
-            at = slot * width + column
+    for i in range(first, last):
+        if fresh[i]:
+            at = i * width + column
             if streamed:
                 stream(target, at, zeros, m)
             else:
@@ -246,7 +238,7 @@ class Gradients:
     Args:
         events: inputs of the product.
         weight: `[I, O]`.
-        samples: (num_steps, batch); see `Grouping`.
+        samples: (num_steps, batch); see `transpose`.
         size: columns of a tile.
     """
 
@@ -257,11 +249,11 @@ class Gradients:
         # threads than tiles it is quicker to leave some threads idle.
         self.ranges = threads if 3 * threads > 4 * self.tiles else 1
         self.group = max(1, min(batch, GROUPED // max(num_steps * size, 1)))
-        grouping = Grouping(num_steps, batch, self.group, self.ranges)
-        self.spikes = transpose(events, grouping)
+        grouping = samples, self.group, self.ranges
+        self.spikes = transpose(events, *grouping)
         needs_values = events.values is not None
         # A placeholder of the same type if they are not needed.
-        self.entries = transpose(events, grouping, near=True) if needs_values else self.spikes
+        self.entries = transpose(events, *grouping, near=True) if needs_values else self.spikes
         self.events, self.source, self.size = events, weight, size
         self.rows = self.group * num_steps
         self.weight = torch.empty(inputs, width, dtype=torch.float32)
