@@ -267,9 +267,9 @@ class EventLinear(nn.Module):
         """Run forward and backward, to be timed."""
         with torch.enable_grad():
             y = self._currents(events, None, impl)
-            values = [] if events.values is None else [events.values]
-            leaves = [*values, *self.parameters(recurse=False)]
-            torch.autograd.grad(y, leaves, y.detach())
+            leaves = [events.values, *self.parameters(recurse=False)]
+            needed = [x for x in leaves if x is not None and x.requires_grad]
+            torch.autograd.grad(y, needed, y.detach())
 
     def _currents(self, events: Events, spikes: Tensor | None, impl: str) -> Tensor:
         """Return `[T, B, out_features]`.

@@ -1,4 +1,4 @@
-"""Transpose event lists on CPUs: the entries of each input, in place of the inputs of each row.
+"""Transpose event lists on CPUs: from the inputs of each row to the entries of each input.
 
 Shape legend: E entries, I inputs, G groups of samples, P ranges of inputs, C chunks of a group,
 S pairs of a group and an input with entries in it.
