@@ -188,16 +188,14 @@ class EventLinear(nn.Module):
         if call is not None and not (self.neuron is None or id(self.neuron) in call.names):
             call = None
         self._check_weights()
-        events, spikes = x, None
-        if not isinstance(events, Events):
+        spikes = None
+        if not isinstance(x, Events):
             dense = self._unfold(x, call)
-            events, spikes = Events.from_dense(dense), dense if dense.requires_grad else None
-        elif events.shape[2] != self.in_features:
-            raise ValueError(
-                f"the events are of {events.shape[2]} sites: expected {self.in_features}"
-            )
-        used, impl = self._apply_capacity(events)
-        if spikes is not None and used is not events:
+            x, spikes = Events.from_dense(dense), dense if dense.requires_grad else None
+        elif x.shape[2] != self.in_features:
+            raise ValueError(f"the events are of {x.shape[2]} sites: expected {self.in_features}")
+        used, impl = self._apply_capacity(x)
+        if spikes is not None and used is not x:
             spikes = spikes * used.to_dense(spikes.dtype)
         if self.neuron is not None:
             return self._fire(self.neuron, used, spikes, impl, call)
