@@ -212,7 +212,7 @@ def copy_weights(layers: nn.Sequential, dense: nn.Sequential) -> None:
     """Copy the weights `[I, O]` of layers on events to a dense network."""
     linears = [m for m in dense if isinstance(m, nn.Linear)]
     for linear, layer in zip(linears, layers, strict=True):
-        linear.load_state_dict({"weight": layer.weight.t(), "bias": layer.bias})
+        linear.load_state_dict({"weight": layer.weight, "bias": layer.bias})
 
 
 # Verification
@@ -297,18 +297,18 @@ class Deviation:
     def compare(self, layers: list[LayerTrace]) -> None:
         for i, (module, spikes, output) in enumerate(layers):
             inputs, weight = spikes.to_dense().detach().double(), module.weight.detach().double()
-            y = inputs @ weight + module.bias.detach().double()
+            y = inputs @ weight.t() + module.bias.detach().double()
             if isinstance(output, Events):
                 grad = self.current_gradient(y, output)
             else:
                 self.add("outputs", output.detach().reshape(y.shape), y)
                 grad = output.grad.reshape(y.shape).double()
-            expected = inputs.flatten(0, 1).t() @ grad.flatten(0, 1)
+            expected = grad.flatten(0, 1).t() @ inputs.flatten(0, 1)
             self.add("gradient of weights", module.weight.grad, expected)
             self.add("gradient of biases", module.bias.grad, grad.sum((0, 1)))
             if i:
                 listed = _listed(spikes)
-                expected = (grad @ weight.t())[listed]
+                expected = (grad @ weight)[listed]
                 self.add("gradient of spikes", _grad(spikes)[listed], expected)
 
     def current_gradient(self, y: Tensor, spikes: Events) -> Tensor:
@@ -398,7 +398,7 @@ class Streaming:
         """
         y, potentials = result
         spikes = self.x.double()
-        *hidden, last = [(m.weight.detach().double(), m.bias.detach().double())
+        *hidden, last = [(m.weight.detach().double().t(), m.bias.detach().double())
                          for m in self.layers]  # fmt: skip
         for (weight, bias), (before,), v in zip(hidden, self.states, potentials, strict=True):
             h = DECAY * before.view(-1).double() + spikes @ weight + bias

@@ -215,15 +215,13 @@ def _shard_layer(layer: nn.Module, group: Group) -> NeuronShard | Replicated:
         raise TypeError(f"{type(layer).__name__} in a network of EventLinear only")
     if layer.neuron is None:
         return Replicated(layer, group)
-    options = {
-        name: getattr(layer, name) for name in ("capacity", "overflow", "sparse_grad", "impl")
-    }
+    options = {name: getattr(layer, name) for name in ("capacity", "overflow", "impl")}
     options |= {"bias": layer.bias is not None, "device": layer.weight.device}
     shard = NeuronShard(layer.in_features, layer.out_features, layer.neuron, group, **options)
     with torch.no_grad():
         for name, whole in layer.named_parameters(recurse=False):
             own = getattr(shard.layer, name)
-            own.copy_(whole[..., shard.share]).requires_grad_(whole.requires_grad)
+            own.copy_(whole[shard.share]).requires_grad_(whole.requires_grad)
     return shard
 
 

@@ -1,9 +1,12 @@
-"""Differentiable products and layers on events."""
+"""Differentiable products and layers on events.
+
+Weights are those of `EventLinear`, `[O, I]`; kernels take the transpose, which is contiguous.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,86 +17,44 @@ from spikefuse.neurons.definition import Definition
 if TYPE_CHECKING:
     from spikefuse.events.layer_numba import FusedLayer
 
-# Rows of a sparse gradient of the weights, or None; gradients of weights, bias and values.
-Grads = tuple[Tensor | None, Tensor, Tensor, Tensor | None]
+
+def kernels_of(impl: str) -> Any:
+    """Return the module with the products of an implementation, "numba" or "triton"."""
+    if impl == "triton":
+        from spikefuse.events import products_triton
+
+        return products_triton
+    from spikefuse.events import products_numba
+
+    return products_numba
 
 
-class _Operation(Protocol):
-    """A function of the values of events, a weight and a bias."""
-
-    def forward(self, weight: Tensor, bias: Tensor | None) -> Tensor: ...
-
-    def saved(self) -> tuple[Tensor, ...]:
-        """Return what is saved for backward, so that `explain` and memory budgets count it."""
-        ...
-
-    def backward(self, weight: Tensor, grad: Tensor) -> Grads: ...
+def product(events: Events, weight: Tensor, bias: Tensor | None, kernels: Any) -> Tensor:
+    """Return `[R, O]`: the bias plus the weights of the inputs that fired; see `kernels_of`."""
+    y: Tensor = _Product.apply(events.values, weight, bias, events, kernels)
+    return y
 
 
-class _Apply(torch.autograd.Function):
+class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         values: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-        operation: _Operation,
+        events: Events,
+        kernels: Any,
     ) -> Tensor:
-        y = operation.forward(weight, bias)
-        ctx.save_for_backward(weight, *operation.saved())
-        ctx.operation, ctx.has_bias = operation, bias is not None
+        ctx.save_for_backward(weight, *events.lists)
+        ctx.events, ctx.kernels, ctx.has_bias = events, kernels, bias is not None
+        y: Tensor = kernels.currents(events, weight.t(), bias)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight = ctx.saved_tensors[0]  # raises an error if it was modified in place
-        rows, grad_weight, grad_bias, grad_values = ctx.operation.backward(weight, grad)
-        if rows is not None:
-            # PyTorch 2.11 and 2.12 warn even if the argument check_invariants= is given.
-            with torch.sparse.check_sparse_tensor_invariants(False):
-                grad_weight = torch.sparse_coo_tensor(
-                    rows[None], grad_weight, weight.shape, is_coalesced=True
-                )
-        return grad_values, grad_weight, grad_bias if ctx.has_bias else None, None
-
-
-@dataclass
-class _Product:
-    events: Events
-    sparse: bool
-    impl: str
-
-    @property
-    def _kernels(self) -> Any:
-        if self.impl == "triton":
-            from spikefuse.events import products_triton
-
-            return products_triton
-        from spikefuse.events import products_numba
-
-        return products_numba
-
-    def forward(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y: Tensor = self._kernels.currents(self.events, weight, bias)
-        return y
-
-    def saved(self) -> tuple[Tensor, ...]:
-        return self.events.lists
-
-    def backward(self, weight: Tensor, grad: Tensor) -> Grads:
-        found: Grads = self._kernels.gradients(self.events, grad, weight, self.sparse)
-        return found
-
-
-def product(events: Events, weight: Tensor, bias: Tensor | None, sparse: bool, impl: str) -> Tensor:
-    """Return `[R, O]`: the bias plus the rows of `weight [I, O]` of the inputs that fired.
-
-    Args:
-        impl: "numba" or "triton".
-        sparse: the gradient of the weight is a sparse tensor with the rows of inputs that fired.
-    """
-    y: Tensor = _Apply.apply(events.values, weight, bias, _Product(events, sparse, impl))
-    return y
+        found, bias, values = ctx.kernels.gradients(ctx.events, grad, weight.t())
+        return values, found.t(), bias if ctx.has_bias else None, None, None
 
 
 def can_fuse(neuron: Definition, weight: Tensor) -> bool:
@@ -106,40 +67,44 @@ def can_fuse(neuron: Definition, weight: Tensor) -> bool:
     )
 
 
-@dataclass
-class _Layer:
-    fused: FusedLayer
-    outputs: Events
-    sparse: bool
-
-    def forward(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.outputs.is_fired()
-
-    def saved(self) -> tuple[Tensor, ...]:
-        currents = torch.from_numpy(self.fused.currents)
-        return *self.fused.events.lists, *self.outputs.lists, currents
-
-    def backward(self, weight: Tensor, grad: Tensor) -> Grads:
-        return self.fused.backward(self.outputs, grad, self.sparse)
-
-
-def layer(
-    events: Events, neuron: Definition, weight: Tensor, bias: Tensor | None, sparse: bool
-) -> Events:
+def layer(events: Events, neuron: Definition, weight: Tensor, bias: Tensor | None) -> Events:
     """Return the events of neurons that receive `product`, computed in one kernel on a CPU.
 
     Args:
         neuron: made by `with_candidates`; see `can_fuse`.
-        sparse: as in `product`.
     """
     from spikefuse.events.layer_numba import FusedLayer
 
-    fused = FusedLayer(events, neuron, weight.detach(), None if bias is None else bias.detach())
+    matrix = weight.detach().t()
+    fused = FusedLayer(events, neuron, matrix, None if bias is None else bias.detach())
     outputs = fused.forward()
     inputs = events.values, weight, bias
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):
         return outputs
-    return replace(outputs, values=_Apply.apply(*inputs, _Layer(fused, outputs, sparse)))
+    return replace(outputs, values=_Layer.apply(*inputs, fused, outputs))
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        fused: FusedLayer,
+        outputs: Events,
+    ) -> Tensor:
+        # All that is saved goes through autograd, so that `explain` and memory budgets count it.
+        currents = torch.from_numpy(fused.currents)
+        ctx.save_for_backward(weight, *fused.events.lists, *outputs.lists, currents)
+        ctx.fused, ctx.outputs, ctx.has_bias = fused, outputs, bias is not None
+        return outputs.is_fired()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # raises an error if the weight was modified in place
+        weight, bias, values = ctx.fused.backward(ctx.outputs, grad)
+        return values, weight.t(), bias if ctx.has_bias else None, None, None
 
 
 def list_marks(marks: Tensor) -> Events:

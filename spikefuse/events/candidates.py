@@ -12,20 +12,13 @@ from spikefuse.neurons.surrogate import Surrogate
 
 _D = TypeVar("_D", bound=Definition)
 
-#: Attributes in which neurons cache what they derive from the others.
-_CACHES = ("_known", "_seen")
 
-
-def with_candidates(neuron: _D, previous: _D | None = None) -> _D:
+def with_candidates(neuron: _D) -> _D:
     """Return a copy of `neuron`, sharing its parameters, that outputs marks `s + c`.
 
     `s` is the spike. `c` is 1 where the surrogate's argument reaches its cutoff, `u >= cutoff`, and
     carries no gradient. The mark is FIRED for a spike, NEAR for a candidate that did not fire and 0
     elsewhere. Its gradient is that of the spike.
-
-    Args:
-        previous: the result of an earlier call; returned again, with its caches, if it is still a
-            copy of `neuron`.
 
     Raises:
         TypeError: `neuron` does not fire 0 or 1 through a single surrogate.
@@ -43,22 +36,13 @@ def with_candidates(neuron: _D, previous: _D | None = None) -> _D:
             "distance from the threshold down to which gradients flow, such as "
             "FastSigmoid(10.0, cutoff=-0.1)"
         )
-    cls: Any = type(neuron)
-    cls = _candidate_class(cls)
-    attributes = _attributes(neuron)
-    if previous is not None and type(previous) is cls:
-        before = _attributes(previous)
-        if before.keys() == attributes.keys() and all(
-            before[key] is attributes[key] for key in attributes
-        ):
-            return previous
-    copy: _D = object.__new__(cls)
-    copy.__dict__.update(attributes)
-    return copy
-
-
-def _attributes(neuron: Any) -> dict[str, Any]:
-    return {name: value for name, value in neuron.__dict__.items() if name not in _CACHES}
+    notes = neuron.description().notes  # valid until an attribute changes
+    if "candidates" not in notes:
+        copy = object.__new__(_candidate_class(type(neuron)))
+        copy.__dict__.update({k: v for k, v in neuron.__dict__.items() if k != "_known"})
+        notes["candidates"] = copy
+    found: _D = notes["candidates"]
+    return found
 
 
 @functools.cache

@@ -22,12 +22,7 @@ WARMUPS, REPETITIONS = 2, 5
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation that a layer runs on.
-
-    Attributes:
-        impl: "numba", "triton" or "dense".
-        reason: for display.
-    """
+    """The implementation that a layer runs on, "numba", "triton" or "dense", and why."""
 
     impl: str
     reason: str

@@ -91,7 +91,18 @@ class Events:
         Args:
             packed: uint8, S = ceil(width / 8); unused bits are 0.
             width: number of sites.
+
+        Raises:
+            ValueError: another dtype or shape, or an unused bit is 1.
         """
+        size = -(-width // 8)
+        if packed.dtype != torch.uint8 or packed.ndim != 3 or packed.shape[2] != size:
+            raise ValueError(
+                f"bits are {packed.dtype} of shape {list(packed.shape)}: expected uint8 "
+                f"[T, B, {size}] for {width} sites"
+            )
+        if width % 8 and (packed[..., -1] >> width % 8).any():
+            raise ValueError(f"a bit beyond the {width} sites is 1: expected 0 in unused bits")
         shape = packed.shape[0], packed.shape[1], width
         rows = packed.reshape(shape[0] * shape[1], packed.shape[2])
         if rows.is_cpu:
@@ -113,7 +124,8 @@ class Events:
 
     def rows(self) -> Tensor:
         """Return int64 `[E]`: the row of each entry."""
-        return _kernels(self.indices).rows(self.lists)
+        numbers = torch.arange(self.num_rows, device=self.device)
+        return numbers.repeat_interleave(self.offsets.diff(), output_size=len(self.indices))
 
     def is_fired(self) -> Tensor:
         """Return float32 `[E]`: 1 for entries that fired, else 0."""
@@ -136,7 +148,8 @@ class Events:
         if size == len(self.indices):
             return self
         offsets = F.pad(counts.cumsum(0), (1, 0))
-        entries = _kernels(self.indices).leading_entries(self.lists, offsets, size)
+        skipped = (self.offsets - offsets)[:-1].repeat_interleave(counts, output_size=size)
+        entries = torch.arange(size, device=self.device) + skipped
         return replace(
             self,
             offsets=offsets,
@@ -174,9 +187,24 @@ def merge_slices(
     Returns:
         The events, their `is_fired()`, and int64, the place of each entry of `part` among them.
     """
-    assert indices.shape[1] == counts.max_size
-    whole, values, places = _kernels(indices).merge_slices(indices, first, counts, part)
-    return Events(shape, counts.offsets, counts.fired, whole), values, places
+    spikes, entries = counts.rows.unbind(1)
+    others, total = entries - spikes, sum(counts.sizes)
+    # The (slice, row) of every entry, slice by slice, and its place there.
+    numbers = torch.arange(entries.numel(), device=entries.device)
+    pair = numbers.repeat_interleave(entries.flatten(), output_size=total)
+    begins = entries.flatten().cumsum(0) - entries.flatten()
+    place = torch.arange(total, device=entries.device) - begins[pair]
+    is_fired = place < spikes.flatten()[pair]
+    # The places in the result where the spikes and the other entries of a (slice, row) begin.
+    row = counts.offsets[:-1]
+    first_spike = row + spikes.cumsum(0) - spikes
+    first_other = row + counts.fired + others.cumsum(0) - entries
+    to = place + torch.where(is_fired, first_spike.flatten()[pair], first_other.flatten()[pair])
+    sites = [indices[k, :size] + first[k] for k, size in enumerate(counts.sizes)]
+    whole, values = indices.new_empty(total), torch.empty_like(place, dtype=torch.float32)
+    whole[to], values[to] = torch.cat(sites).to(whole.dtype), is_fired.float()
+    own = to.split(counts.sizes)[part]
+    return Events(shape, counts.offsets, counts.fired, whole), values, own
 
 
 def _kernels(x: Tensor) -> Any:

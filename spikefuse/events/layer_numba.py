@@ -205,12 +205,10 @@ class FusedLayer:
         self._run(self.module.layer, threads, copied, words, fired.ravel(), near.ravel())
         return Events((num_steps, batch, width), *PackedMarks(fired, near).lists())
 
-    def backward(
-        self, outputs: Events, grad: Tensor, sparse: bool
-    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    def backward(self, outputs: Events, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return `Gradients.finished` for the gradient `[E]` of the outputs' values."""
         num_steps, batch, _ = self.events.shape
-        work = Gradients(self.events, self.weight, sparse, (num_steps, batch), self.size)
+        work = Gradients(self.events, self.weight, (num_steps, batch), self.size)
         step = num_steps * batch * self.size if work.ranges > 1 else 0
         spilled = torch.empty(self.tiles * step, dtype=torch.float32)
         advise_huge_pages(spilled)

@@ -71,16 +71,17 @@ class EventLinear(nn.Module):
 
     Equation, for each step and sample, with s the spikes of the inputs::
 
-        y = bias + sum of weight[i] over the inputs i that fired (s[i] = 1)
+        y = bias + sum of weight[:, i] over the inputs i that fired (s[i] = 1)
 
     The cost is proportional to activity. Backward reads and writes the rows of inputs that fired,
     and of inputs whose potential reached the `cutoff` of their surrogate, the only ones with a
     gradient: docs/events.md derives it. Without dropped events, outputs and gradients equal those
     of nn.Linear and the same neuron, up to rounding.
 
-    `weight` is `[in_features, out_features]`, the transpose of nn.Linear's, so that the row of an
-    input is contiguous. It is initialized like nn.Linear's, with which neurons behind sparse spikes
-    may never fire and nothing is learned: call `spikefuse.nn.scale_to_rate` on the first batch.
+    `weight` is `[out_features, in_features]` as in nn.Linear, so that state dicts load both ways.
+    Its strides are (1, out_features): the weights of an input are contiguous in memory. It is
+    initialized like nn.Linear's, with which neurons behind sparse spikes may never fire and nothing
+    is learned: call `spikefuse.nn.scale_to_rate` on the first batch.
 
     With `neuron`, the layer returns the neurons' `Events` for the next layer. On a CPU, currents
     and potentials are then never stored. The surrogate of the neuron needs a cutoff. Without
@@ -99,8 +100,6 @@ class EventLinear(nn.Module):
         overflow: policy for a batch that exceeds the capacity. "drop" ignores the excess: dropped
             spikes have no effect on this layer, and dropped inputs get no gradient from it. "dense"
             computes the batch by dense products. "raise" raises a ValueError.
-        sparse_grad: make the gradient of `weight` a sparse tensor with the rows of inputs that
-            fired, for optimizers that support it, such as torch.optim.SGD and SparseAdam.
         impl: "numba" (event lists, CPU), "triton" (event lists, GPU), "dense" (matrix products) or
             "auto": on a CPU lists up to a certain activity, on a GPU the quicker of the two,
             measured when an activity first occurs. `spikefuse.explain` reports the choice.
@@ -112,9 +111,6 @@ class EventLinear(nn.Module):
         TypeError, ValueError: an argument or input is not as described.
     """
 
-    #: The neuron with candidates of the last call.
-    _marking: Neuron | None = None
-
     def __init__(
         self,
         in_features: int,
@@ -124,7 +120,6 @@ class EventLinear(nn.Module):
         bias: bool = True,
         capacity: float | None = None,
         overflow: str = "drop",
-        sparse_grad: bool = False,
         impl: str = "auto",
         device: torch.device | str | None = None,
     ) -> None:
@@ -143,8 +138,8 @@ class EventLinear(nn.Module):
             with_candidates(neuron)  # raises its errors early
         self.in_features, self.out_features, self.neuron = in_features, out_features, neuron
         self.capacity, self.overflow = capacity, overflow
-        self.sparse_grad, self.impl = sparse_grad, impl
-        self.weight = nn.Parameter(torch.empty(in_features, out_features, device=device))
+        self.impl = impl
+        self.weight = nn.Parameter(torch.empty(in_features, out_features, device=device).t())
         self.bias = nn.Parameter(torch.empty(out_features, device=device)) if bias else None
         self.activity: InputActivity | None = None
         self.reset_parameters()
@@ -166,9 +161,19 @@ class EventLinear(nn.Module):
         options = f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
         return f"{options}, capacity={self.capacity}, overflow={self.overflow!r}"
 
-    def __getstate__(self) -> dict[str, Any]:
-        # The class of the cached neuron is created at run time and can't be pickled.
-        return {name: value for name, value in self.__dict__.items() if name != "_marking"}
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        weight, expected, errors = state_dict.get(f"{prefix}weight"), self.weight.shape, args[-1]
+        if weight is not None and weight.shape == expected[::-1] != expected:
+            errors.append(
+                f"{prefix}weight is {list(weight.shape)}: expected {list(expected)}, as in "
+                "nn.Linear. Version 0.1 stored the transpose: transpose the weights of all "
+                "EventLinear layers in the state dict, square ones included"
+            )
+        # With assign=True, the weight is now the tensor of the state dict, with its strides.
+        self.weight.data = self.weight.t().contiguous().t()
 
     def forward(self, x: Events | Tensor) -> Events | Tensor:
         # Disabling `forward` itself would import all of Dynamo in the first call.
@@ -184,19 +189,13 @@ class EventLinear(nn.Module):
             call = None
         self._check_weights()
         spikes = None
-        if isinstance(x, Events):
-            events = x
-            if x.shape[2] != self.in_features:
-                raise ValueError(
-                    f"the events are of {x.shape[2]} sites: expected {self.in_features}"
-                )
-        else:
-            x = self._unfold(x, call)
-            events = Events.from_dense(x)
-            if x.requires_grad:
-                spikes = x
-        used, impl = self._apply_capacity(events)
-        if spikes is not None and used is not events:
+        if not isinstance(x, Events):
+            dense = self._unfold(x, call)
+            x, spikes = Events.from_dense(dense), dense if dense.requires_grad else None
+        elif x.shape[2] != self.in_features:
+            raise ValueError(f"the events are of {x.shape[2]} sites: expected {self.in_features}")
+        used, impl = self._apply_capacity(x)
+        if spikes is not None and used is not x:
             spikes = spikes * used.to_dense(spikes.dtype)
         if self.neuron is not None:
             return self._fire(self.neuron, used, spikes, impl, call)
@@ -210,10 +209,11 @@ class EventLinear(nn.Module):
                     f"the weights are {x.dtype}: layers on events compute in float32; convert them "
                     "with .float()"
                 )
-        if not self.weight.is_contiguous():
+        if not self.weight.t().is_contiguous():
             raise ValueError(
-                "the weights are not contiguous, but the kernels read whole rows: assign "
-                "weight.contiguous()"
+                f"the weight has strides {self.weight.stride()}, but kernels read the contiguous "
+                f"weights of an input, strides (1, {self.out_features}): assign "
+                "weight.data = weight.t().contiguous().t()"
             )
 
     def _unfold(self, x: Tensor, call: TemporalCall | None) -> Tensor:
@@ -265,9 +265,9 @@ class EventLinear(nn.Module):
         """Run forward and backward, to be timed."""
         with torch.enable_grad():
             y = self._currents(events, None, impl)
-            values = [] if events.values is None else [events.values]
-            leaves = [*values, *self.parameters(recurse=False)]
-            torch.autograd.grad(y, leaves, y.detach())
+            leaves = [events.values, *self.parameters(recurse=False)]
+            needed = [x for x in leaves if x is not None and x.requires_grad]
+            torch.autograd.grad(y, needed, y.detach())
 
     def _currents(self, events: Events, spikes: Tensor | None, impl: str) -> Tensor:
         """Return `[T, B, out_features]`.
@@ -276,9 +276,10 @@ class EventLinear(nn.Module):
             spikes: the dense spikes if they need a gradient; then impl is ignored.
         """
         if impl != "dense" and spikes is None:
-            y = autograd.product(events, self.weight, self.bias, self.sparse_grad, impl)
+            kernels = autograd.kernels_of(impl)
+            y = autograd.product(events, self.weight, self.bias, kernels)
             return y.view(*events.shape[:2], self.out_features)
-        y = (events.to_dense() if spikes is None else spikes.float()) @ self.weight
+        y = (events.to_dense() if spikes is None else spikes.float()) @ self.weight.t()
         return y if self.bias is None else y + self.bias
 
     def _fire(
@@ -289,7 +290,6 @@ class EventLinear(nn.Module):
         impl: str,
         call: TemporalCall | None,
     ) -> Events:
-        """Return the events of the neurons."""
         if call is not None and call.passing is not None:
             raise ValueError(NO_EVENTS)
         if events.shape[0] == 0:
@@ -297,8 +297,7 @@ class EventLinear(nn.Module):
                 f"the input has shape {list(events.shape)}: expected [T, B, {self.in_features}] "
                 "with T >= 1"
             )
-        marking = with_candidates(neuron, self._marking)
-        self.__dict__["_marking"] = marking  # not as a submodule
+        marking = with_candidates(neuron)
         state, final_wanted, backend = None, False, "auto"
         if call is not None:
             name = call.names[id(neuron)]
@@ -307,8 +306,7 @@ class EventLinear(nn.Module):
         stateless = state is None and not final_wanted and backend in ("auto", "numba")
         on_lists = impl == "numba" and spikes is None
         if on_lists and stateless and autograd.can_fuse(marking, self.weight):
-            bias, sparse = self.bias, self.sparse_grad
-            return self._from_events(autograd.layer(events, marking, self.weight, bias, sparse))
+            return self._from_events(autograd.layer(events, marking, self.weight, self.bias))
         currents = (self._currents(events, spikes, impl),)
         backend = backend_of(currents, backend)
         (marks,), final = marking._scan(Request(currents, state, backend, final_wanted))

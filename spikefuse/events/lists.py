@@ -26,15 +26,10 @@ class EventLists(NamedTuple):
 
 
 class CountedMarks(Protocol):
-    """Marks `[R, W]` whose entries have been counted but not yet listed.
+    """Marks `[R, W]` whose entries have been counted but not yet listed."""
 
-    Attributes:
-        fired: int32 `[R]`, spikes of each row.
-        entries: int32 `[R]`, all entries of each row.
-    """
-
-    fired: Tensor
-    entries: Tensor
+    fired: Tensor  # int32 [R], spikes of each row
+    entries: Tensor  # int32 [R], all entries of each row
 
     def sites(self, offsets: Tensor, size: int) -> Tensor:
         """Return int32 `[size]`: the sites of row r from `offsets[r]` on, spikes first.

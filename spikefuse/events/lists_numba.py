@@ -1,6 +1,6 @@
-"""Build, read and merge event lists on CPUs.
+"""Build and read event lists on CPUs.
 
-Shape legend: R rows, E entries, W sites of a row, K slices of the sites.
+Shape legend: R rows, E entries, W sites of a row.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from spikefuse.events.lists import FIRED, NEAR, EventLists, SliceCounts
+from spikefuse.events.lists import FIRED, NEAR, EventLists
 from spikefuse.events.vectors_numba import WORD, equal_bits
 from spikefuse.kernels.numba_runtime import flat, kernel
 from spikefuse.kernels.numba_threads import shared
@@ -70,7 +69,7 @@ def _fill_row(bits, first, words, indices, place, nonzero):
         w = nonzero[k]
         rest = bits[first + w]
         while rest:
-            indices[place] = w * WORD + _trailing_zeros(rest)
+            indices[place] = w * WORD + _popcount(~rest & (rest - np.uint32(1)))  # lowest one
             place += 1
             rest &= rest - np.uint32(1)
 
@@ -81,16 +80,6 @@ def _popcount(typing_context: Any, word: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.ctpop(args[0])
-
-    return types.int32(types.uint32), generate
-
-
-@_intrinsic
-def _trailing_zeros(typing_context: Any, word: Any) -> Any:
-    """Index of the lowest one in a word other than 0."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
 
     return types.int32(types.uint32), generate
 
@@ -156,60 +145,12 @@ def is_fired(lists: EventLists) -> Tensor:
     return torch.from_numpy(values)
 
 
-def rows(lists: EventLists) -> Tensor:
-    """Return int64 `[E]`: the row of each entry."""
-    numbers, counts = torch.arange(len(lists.fired)), lists.offsets.diff()
-    return torch.repeat_interleave(numbers, counts, output_size=len(lists.indices))
-
-
 def dense(lists: EventLists, width: int, values: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return `[R, width]`: `values` at the sites of the entries, or the spikes if it is None."""
     values = is_fired(lists) if values is None else values
-    out = torch.zeros(len(lists.fired), width, dtype=dtype)
-    return out.index_put_((rows(lists), lists.indices.long()), values.to(dtype))
-
-
-def leading_entries(lists: EventLists, offsets: Tensor, size: int) -> Tensor:
-    """Return int64 `[size]`: the first `offsets[r + 1] - offsets[r]` entries of every row r."""
-    skipped = (lists.offsets - offsets)[:-1]
-    return torch.arange(size) + torch.repeat_interleave(skipped, offsets.diff(), output_size=size)
-
-
-@kernel
-def _merge(first, last, indices, lowest, counts, starts, offsets, fired, part, whole, values, own):
-    for r in range(first, last):
-        spike = offsets[r]
-        near = spike + fired[r]
-        for k in range(len(counts)):
-            begin = starts[k, r]
-            for e in range(begin, starts[k, r + 1]):
-                if e < begin + counts[k, 0, r]:
-                    place = spike
-                    values[place] = np.float32(1.0)
-                    spike += 1
-                else:
-                    place = near
-                    values[place] = np.float32(0.0)
-                    near += 1
-                whole[place] = indices[k, e] + lowest[k]
-                if k == part:
-                    own[e] = place
-
-
-def merge_slices(
-    indices: Tensor, first: Tensor, counts: SliceCounts, part: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge event lists over adjacent slices of the sites; see `format.merge_slices`.
-
-    Returns:
-        int32 `[E]` sites, float32 `[E]` `is_fired`, and int64 places of the entries of one slice.
-    """
-    total = sum(counts.sizes)
-    whole, values = np.empty(total, np.int32), np.empty(total, np.float32)
-    own = np.empty(counts.sizes[part], np.int64)
-    inputs = (x.numpy() for x in (indices, first, *counts[:4]))
-    shared(_merge, len(counts.fired), 1, total, *inputs, part, whole, values, own)
-    return torch.from_numpy(whole), torch.from_numpy(values), torch.from_numpy(own)
+    out, rows = torch.zeros(len(lists.fired), width, dtype=dtype), torch.arange(len(lists.fired))
+    rows = rows.repeat_interleave(lists.offsets.diff(), output_size=len(lists.indices))
+    return out.index_put_((rows, lists.indices.long()), values.to(dtype))
 
 
 def arrays(lists: EventLists) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

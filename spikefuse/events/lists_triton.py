@@ -1,8 +1,8 @@
-"""Build, read and merge event lists on GPUs; a program of every kernel handles one row.
+"""Build and read event lists on GPUs; a program of every kernel handles one row.
 
 Nothing here synchronizes with the GPU: the caller finds out how long a list is.
 
-Shape legend: R rows, E entries, W sites of a row, K slices of the sites.
+Shape legend: R rows, E entries, W sites of a row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spikefuse.events.lists import EventLists, SliceCounts
+from spikefuse.events.lists import EventLists
 from spikefuse.kernels.triton_runtime import TritonLaunch
 
 # Most columns of a program: one warp reads 128 of them in one 16-byte access per thread.
@@ -106,59 +106,6 @@ def scatter(  # type: ignore[no-untyped-def]
         tl.store(out + row * width + site, value.to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit
-def leading(entries, before, offsets, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write which entries lead a row: as many as its range of `offsets` holds."""
-    row = tl.program_id(0)
-    begin, at = tl.load(before + row), tl.load(offsets + row)
-    number = tl.load(offsets + row + 1) - at
-    for first in range(0, number, BLOCK):
-        e = first + tl.arange(0, BLOCK)
-        tl.store(entries + at + e, begin + e, mask=e < number)
-
-
-@triton.jit(do_not_specialize=["slices", "rows", "part"])
-def merge(  # type: ignore[no-untyped-def]
-    whole,
-    values,
-    own,
-    indices,
-    firsts,
-    counts,
-    starts,
-    offsets,
-    fired,
-    slices,
-    rows,
-    part,
-    BLOCK: tl.constexpr,
-):
-    """Write the spikes of a row from all slices to `whole`, then their other entries, with their
-    values; and the places in `whole` of one slice's own entries."""
-    row = tl.program_id(0).to(tl.int64)
-    # Computed here: as an argument, each value would need a launch of its own.
-    longest = tl.cast(1, tl.int64)
-    for k in range(0, slices):
-        longest = tl.maximum(longest, tl.load(starts + k * (rows + 1) + rows))
-    spikes = tl.load(offsets + row)
-    nears = spikes + tl.load(fired + row)
-    for k in range(0, slices):
-        begin = tl.load(starts + k * (rows + 1) + row)
-        number = tl.load(starts + k * (rows + 1) + row + 1) - begin
-        fired_here = tl.load(counts + 2 * k * rows + row)
-        source, lowest = indices + k * longest + begin, tl.load(firsts + k).to(tl.int32)
-        for first in range(0, number, BLOCK):
-            e = first + tl.arange(0, BLOCK)
-            live, is_spike = e < number, e < fired_here
-            to = tl.where(is_spike, spikes + e, nears + e - fired_here)
-            tl.store(whole + to, tl.load(source + e, mask=live, other=0) + lowest, mask=live)
-            tl.store(values + to, is_spike.to(tl.float32), mask=live)
-            if k == part:
-                tl.store(own + begin + e, to, mask=live)
-        spikes += fired_here
-        nears += number - fired_here
-
-
 class DenseMarks:
     """Counted marks `[R, W]`; see `CountedMarks`."""
 
@@ -185,13 +132,6 @@ class DenseMarks:
 def count_marks(marks: Tensor) -> DenseMarks:
     """Count the entries of marks `[R, W]`, float32."""
     return DenseMarks(marks)
-
-
-def rows(lists: EventLists) -> Tensor:
-    """Return int64 `[E]`: the row of each entry."""
-    found = torch.empty_like(lists.indices, dtype=torch.int64)
-    _describe(lists, rows=found)
-    return found
 
 
 def is_fired(lists: EventLists) -> Tensor:
@@ -227,35 +167,6 @@ def dense(lists: EventLists, width: int, values: Tensor | None, dtype: torch.dty
         values = None if values is None else values.contiguous()
         launch(scatter, (len(out), 1, 1), (out, values, *lists), (width, ENTRIES), WARPS)
     return out
-
-
-def leading_entries(lists: EventLists, offsets: Tensor, size: int) -> Tensor:
-    """Return int64 `[size]`: the first `offsets[r + 1] - offsets[r]` entries of every row r."""
-    entries = torch.empty(size, dtype=torch.int64, device=offsets.device)
-    if size:
-        grid = len(lists.fired), 1, 1
-        tensors = entries, lists.offsets, offsets
-        launch(leading, grid, tensors, (ENTRIES,), WARPS, repeated=False)
-    return entries
-
-
-def merge_slices(
-    indices: Tensor, first: Tensor, counts: SliceCounts, part: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge event lists over adjacent slices of the sites; see `format.merge_slices`.
-
-    Returns:
-        int32 `[E]` sites, float32 `[E]` `is_fired`, and int64 places of the entries of one slice.
-    """
-    device, total = indices.device, sum(counts.sizes)
-    whole = torch.empty(total, dtype=torch.int32, device=device)
-    values = torch.empty(total, dtype=torch.float32, device=device)
-    own = torch.empty(counts.sizes[part], dtype=torch.int64, device=device)
-    if total:
-        tensors = whole, values, own, indices, first, *counts[:4]
-        slices, _, rows = counts.rows.shape
-        launch(merge, (rows, 1, 1), tensors, (slices, rows, part, ENTRIES), WARPS)
-    return whole, values, own
 
 
 def launch(

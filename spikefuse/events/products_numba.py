@@ -6,7 +6,7 @@ threads of a tile divide its rows of events, and in backward its inputs. Results
 the number of threads, except for the order of summation in the gradients of the events' values,
 which depends on the tiles. The gradient of the bias is summed in fixed blocks of rows.
 
-Shape legend: R rows of events, E entries, I inputs, O outputs, K inputs that fired.
+Shape legend: R rows of events, E entries, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from spikefuse.events.format import Events
 from spikefuse.events.lists import FIRED
 from spikefuse.events.lists_numba import arrays
-from spikefuse.events.transpose_numba import Grouping, InputLists, transpose
+from spikefuse.events.transpose_numba import transpose
 from spikefuse.events.vectors_numba import WORD, dots, prefetch, sum_rows
 from spikefuse.kernels.numba_runtime import (
     advise_huge_pages,
@@ -161,58 +161,50 @@ def add_group(
     target, streamed, partial, tile, weight, fresh, spikes, entries,
     width, column, m, grad, stride, place, group,
 ):  # fmt: skip
-    """Run `add_by_input`, and `dots_by_input` if `partial` has room for its results."""
-    add_by_input(target, streamed, width, column, m, fresh, grad, stride, place, group, spikes)
-    if partial.size:
-        out = partial[tile]
-        dots_by_input(out, weight, width, column, m, grad, stride, place, group, entries)
+    """Sum the gradients `grad[r, place + k]`, k < m, of one group of samples.
 
-
-@kernel
-def add_by_input(
-    target, streamed, width, column, m, fresh, grad, stride, place, group, by_input
-):  # fmt: skip
-    """`target[slot, column + k] += sum of grad[r, place + k]` for every input of a group that
-    fired, over the rows r in which it did. A fresh slot is uninitialized."""
-    _, bases, starts, slots, rows, _ = by_input
+    `target[i, column + k]` adds up those of the rows r in which input i fired; a fresh row of it is
+    uninitialized. `partial[tile, e]`, if there is room for it, adds up `weight[i, column + k]
+    grad[r, place + k]` over k for every entry e, with its input i and its row r.
+    """
+    _, bases, starts, inputs, rows, _ = spikes
     zeros, total = np.zeros(m, np.float32), np.empty(m, np.float32)
     for s in range(bases[group], bases[group + 1]):
-        at = slots[s] * width + column
+        i, at = inputs[s], inputs[s] * width + column
         begin, end = np.int64(starts[s]), np.int64(starts[s + 1])
+        # Rows are too far apart for the hardware prefetcher.
         if s + AHEAD < bases[group + 1] and not streamed:
-            prefetch(target, slots[s + AHEAD] * width + column, m)
+            prefetch(target, inputs[s + AHEAD] * width + column, m)
         if streamed:
-            fresh[slots[s]] = False
             sum_rows(total, 0, zeros, 0, grad, stride, place, m, rows, begin, end)
             stream(target, at, total, m)
-        elif fresh[slots[s]]:
-            fresh[slots[s]] = False
+        elif fresh[i]:
             sum_rows(target, at, zeros, 0, grad, stride, place, m, rows, begin, end)
         else:
             sum_rows(target, at, target, at, grad, stride, place, m, rows, begin, end)
-
-
-@kernel
-def dots_by_input(out, weight, width, column, m, grad, stride, place, group, by_input):
-    """`out[e] = sum over k < m of weight[i, column + k] grad[r, place + k]` for every entry e of a
-    group, with its input i and its row r."""
-    _, bases, starts, inputs, rows, entries = by_input
-    for s in range(bases[group], bases[group + 1]):
-        at, begin, end = inputs[s] * width + column, np.int64(starts[s]), np.int64(starts[s + 1])
-        # Rows are too far apart for the hardware prefetcher.
-        if s + AHEAD < bases[group + 1]:
-            prefetch(weight, inputs[s + AHEAD] * width + column, m)
-        dots(out, weight, at, m, grad, stride, place, rows, entries, begin, end)
+        fresh[i] = False
+    if partial.size:
+        out = partial[tile]
+        _, bases, starts, inputs, rows, numbers = entries
+        for s in range(bases[group], bases[group + 1]):
+            at, begin, end = (
+                inputs[s] * width + column,
+                np.int64(starts[s]),
+                np.int64(starts[s + 1]),
+            )
+            if s + AHEAD < bases[group + 1]:
+                prefetch(weight, inputs[s + AHEAD] * width + column, m)
+            dots(out, weight, at, m, grad, stride, place, rows, numbers, begin, end)
 
 
 @kernel
 def clear(target, streamed, width, column, m, fresh, first, last):
-    """`target[slot, column + k] = 0` for the slots from first to last that are still fresh. Makes
-    all streamed rows visible."""
+    """`target[i, column + k] = 0` for the inputs from first to last that are still fresh. Makes all
+    streamed rows visible."""
     zeros = np.zeros(m, np.float32)
-    for slot in range(first, last):
-        if fresh[slot]:
-            at = slot * width + column
+    for i in range(first, last):
+        if fresh[i]:
+            at = i * width + column
             if streamed:
                 stream(target, at, zeros, m)
             else:
@@ -229,13 +221,11 @@ def _add_rows(first, last, size, sums, grad, width):
             add_to(sums, block * width, width, grad, r * width)
 
 
-def gradients(
-    events: Events, grad: Tensor, weight: Tensor, sparse: bool
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+def gradients(events: Events, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the results of `Gradients.finished` for the gradient `[R, O]` of `currents`."""
     num_rows, width = events.num_rows, weight.shape[1]
     size, blocks, rows = tile_width(width, num_rows), -(-num_rows // BLOCK), flat(grad.contiguous())
-    work = Gradients(events, weight, sparse, (1, num_rows), size)
+    work = Gradients(events, weight, (1, num_rows), size)
     sums = np.zeros((blocks, width), np.float32)
     shared(_add_rows, blocks, 1, grad.numel(), BLOCK, sums.reshape(-1), rows, width)
     work.add(rows, width, size)
@@ -248,29 +238,22 @@ class Gradients:
     Args:
         events: inputs of the product.
         weight: `[I, O]`.
-        sparse: the gradient of the weights has only the rows of inputs that fired.
-        samples: (num_steps, batch); see `Grouping`.
+        samples: (num_steps, batch); see `transpose`.
         size: columns of a tile.
     """
 
-    def __init__(
-        self, events: Events, weight: Tensor, sparse: bool, samples: tuple[int, int], size: int
-    ) -> None:
+    def __init__(self, events: Events, weight: Tensor, samples: tuple[int, int], size: int) -> None:
         (num_steps, batch), (inputs, width) = samples, weight.shape
         self.tiles, threads = -(-width // size), threads_for(work_of(events, width))
         # Threads that share tiles divide the inputs. That costs more in total: with hardly more
         # threads than tiles it is quicker to leave some threads idle.
         self.ranges = threads if 3 * threads > 4 * self.tiles else 1
         self.group = max(1, min(batch, GROUPED // max(num_steps * size, 1)))
-        grouping = Grouping(num_steps, batch, self.group, self.ranges)
-        self.spikes = transpose(events, grouping)
+        grouping = samples, self.group, self.ranges
+        self.spikes = transpose(events, *grouping)
         needs_values = events.values is not None
         # A placeholder of the same type if they are not needed.
-        self.entries = transpose(events, grouping, near=True) if needs_values else self.spikes
-        self.touched = None
-        if sparse:
-            self.touched, self.spikes = _compacted(inputs, self.spikes)
-            inputs = len(self.touched)
+        self.entries = transpose(events, *grouping, near=True) if needs_values else self.spikes
         self.events, self.source, self.size = events, weight, size
         self.rows = self.group * num_steps
         self.weight = torch.empty(inputs, width, dtype=torch.float32)
@@ -296,19 +279,18 @@ class Gradients:
         sizes = self.tiles, self.ranges, self.ranges
         spread(_backward, *sizes, work, self.size, *rows, *self.arguments)
 
-    def finished(self, sums: np.ndarray) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    def finished(self, sums: np.ndarray) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the gradients.
 
         Args:
             sums: `[..., O]`, which add up to the gradient of the bias.
 
         Returns:
-            The rows of the weights' gradient, int64 `[K]`, or None for all; that gradient `[K, O]`;
-            that of the bias `[O]`; and that of the events' values `[E]`, or None if there are none.
+            Those of the weights `[I, O]`, of the bias `[O]`, and of the events' values `[E]` or
+            None if there are none.
         """
         values = None if self.events.values is None else torch.from_numpy(_total(self.partial))
-        rows = None if self.touched is None else torch.from_numpy(self.touched)
-        return rows, self.weight, torch.from_numpy(_total(sums)), values
+        return self.weight, torch.from_numpy(_total(sums)), values
 
 
 @kernel
@@ -319,13 +301,3 @@ def _total(rows):
         for k in range(len(total)):
             total[k] += rows[r, k]
     return total
-
-
-def _compacted(num_inputs: int, lists: InputLists) -> tuple[np.ndarray, InputLists]:
-    """Return the inputs that fired, int64, and the lists with inputs renumbered among these."""
-    seen = np.zeros(num_inputs, bool)
-    seen[lists.inputs] = True
-    touched = np.flatnonzero(seen)
-    slots = np.cumsum(seen, dtype=np.int32) - np.int32(1)
-    edges = np.searchsorted(touched, lists.edges)
-    return touched, lists._replace(edges=edges, inputs=slots[lists.inputs])

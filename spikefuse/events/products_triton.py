@@ -136,9 +136,7 @@ def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _sums(weight, bias, events.offsets[:-1], events.fired, events.indices)
 
 
-def gradients(
-    events: Events, grad: Tensor, weight: Tensor, sparse: bool
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+def gradients(events: Events, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return gradients from that of `currents`, `[R, O]`; see `products_numba.gradients`."""
     grad = grad.contiguous()
     rows, inputs = rows_and_inputs(events.lists, len(weight))
@@ -146,35 +144,22 @@ def gradients(
     inputs, order = torch.sort(inputs, stable=True)
     every = torch.arange(len(weight) + 1, dtype=inputs.dtype, device=inputs.device)
     bounds = torch.searchsorted(inputs, every)
-    begins, counts, touched = bounds[:-1], bounds.diff(), None
-    if sparse:
-        touched = counts.nonzero().flatten()
-        begins, counts = begins[touched], counts[touched]
-    grad_weight = _sums(grad, None, begins, counts, rows[order], repeated=not sparse)
+    grad_weight = _sums(grad, None, bounds[:-1], bounds.diff(), rows[order])
     values = None if events.values is None else _dots(weight, grad, events.indices, rows)
-    return touched, grad_weight, grad.sum(0), values
+    return grad_weight, grad.sum(0), values
 
 
 def _sums(
-    source: Tensor,
-    bias: Tensor | None,
-    begins: Tensor,
-    counts: Tensor,
-    indices: Tensor,
-    repeated: bool = True,
+    source: Tensor, bias: Tensor | None, begins: Tensor, counts: Tensor, indices: Tensor
 ) -> Tensor:
-    """Return `[L, O]`: the bias plus the rows of `source` `[..., O]` in each list.
-
-    Args:
-        repeated: later calls will have the same number of lists.
-    """
+    """Return `[L, O]`: the bias plus the rows of `source` `[..., O]` in each list."""
     width = source.shape[1]
     out = torch.empty(len(begins), width, dtype=torch.float32, device=source.device)
     if out.numel():
         block, warps = block_of(width)
         grid = len(begins), triton.cdiv(width, block), 1
         tensors = out, source, source if bias is None else bias, begins, counts, indices
-        launch(sum_rows, grid, tensors, (width, bias is not None, block), warps, repeated)
+        launch(sum_rows, grid, tensors, (width, bias is not None, block), warps)
     return out
 
 

@@ -17,9 +17,8 @@ LARGEST, HALVINGS = 8.0, 10
 def scale_to_rate(net: nn.Module, x: Events | Tensor, rate: float) -> dict[str, float]:
     """Scale the weights of each layer so that its neurons fire at `rate` on the input `x`.
 
-    Layers are scaled in order, each on the events of those before, by bisection: activity grows
-    with the scale of random weights. No fixed formula could do this, because the right scale
-    depends on how the spikes of a data set coincide in time.
+    Layers are scaled in order, each on the events of those before, by bisection. The scale depends
+    on how the spikes of a data set coincide in time, so that no formula gives it.
 
     Args:
         net: a sequence of `EventLinear`, such as `spikefuse.models.event_mlp` returns; modules

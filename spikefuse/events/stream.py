@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from spikefuse.events.autograd import kernels_of
 from spikefuse.events.linear import EventLinear
 from spikefuse.neurons.definition import States
 from spikefuse.nn.neuron import backend_of
@@ -59,24 +58,14 @@ class EventStream(nn.Module):
             raise ValueError(
                 f"the state has {len(state)} entries: expected {number}, one per layer with neurons"
             )
-        kernels, y, states = _kernels(x), x, iter(state or ())
+        backend = backend_of((x,), "auto")
+        kernels, y, states = kernels_of(backend), x, iter(state or ())
         final: list[States] = []
         for layer in self._layers:
-            y = kernels.listed_currents(layer.weight, layer.bias, *kernels.list_spikes(y))
+            y = kernels.listed_currents(layer.weight.t(), layer.bias, *kernels.list_spikes(y))
             if layer.neuron is not None:
-                currents = (y.view(1, 1, -1),)
-                backend, initial = backend_of(currents, "auto"), next(states, None)
-                (spikes,), after = layer.neuron._scan(Request(currents, initial, backend, True))
+                request = Request((y.view(1, 1, -1),), next(states, None), backend, final=True)
+                (spikes,), after = layer.neuron._scan(request)
                 final.append(after)
                 y = spikes.view(-1)
         return y, tuple(final)
-
-
-def _kernels(x: Tensor) -> Any:
-    if x.is_cpu:
-        from spikefuse.events import products_numba
-
-        return products_numba
-    from spikefuse.events import products_triton
-
-    return products_triton

@@ -1,4 +1,4 @@
-"""Transpose event lists on CPUs: the entries of each input, in place of the inputs of each row.
+"""Transpose event lists on CPUs: from the inputs of each row to the entries of each input.
 
 Shape legend: E entries, I inputs, G groups of samples, P ranges of inputs, C chunks of a group,
 S pairs of a group and an input with entries in it.
@@ -17,21 +17,6 @@ from spikefuse.kernels.numba_threads import shared, threads_for
 
 # Work per entry, which is read and written at scattered places, in neuron-steps.
 ENTRY = 2
-
-
-class Grouping(NamedTuple):
-    """How entries are grouped before they are sorted by input.
-
-    Attributes:
-        num_steps, batch: of the events; (1, R) makes each row a sample of its own.
-        size: samples of a group; the last group may have fewer.
-        ranges: number of ranges of inputs, with about as many entries each.
-    """
-
-    num_steps: int
-    batch: int
-    size: int
-    ranges: int
 
 
 class InputLists(NamedTuple):
@@ -70,13 +55,12 @@ def _count_inputs(first, last, T, B, cuts, offsets, stops, indices, counts):
 
 @kernel
 def _lay_out(counts, edges, bases, starts, inputs):
-    """Fill the other arrays from counts `[G, C, I]`, replace the counts by first places, and return
-    S."""
+    """Fill the other arrays from counts `[G, C, I]`, replace these by first places, return S."""
     s = at = 0
     for group in range(len(counts)):
-        for part in range(len(edges) - 1):
-            bases[group * (len(edges) - 1) + part] = s
-            for i in range(edges[part], edges[part + 1]):
+        for p in range(len(edges) - 1):
+            bases[group * (len(edges) - 1) + p] = s
+            for i in range(edges[p], edges[p + 1]):
                 begin = at
                 for k in range(counts.shape[1]):
                     count = counts[group, k, i]
@@ -102,16 +86,21 @@ def _sort(first, last, T, B, cuts, offsets, stops, indices, places, size, rows, 
                     own[indices[e]] = place + 1
 
 
-def transpose(events: Events, grouping: Grouping, near: bool = False) -> InputLists:
+def transpose(
+    events: Events, samples: tuple[int, int], size: int, ranges: int, near: bool = False
+) -> InputLists:
     """Sort the spikes of each group of samples by input.
 
     Args:
+        samples: (T, B) of the events; (1, R) makes each row a sample of its own.
+        size: samples of a group; the last group may have fewer.
+        ranges: number of ranges of inputs, with about as many entries each.
         near: include the candidates that did not fire.
 
     Raises:
         ValueError: there are 2^31 entries or more.
     """
-    num_steps, batch, size, ranges = grouping
+    num_steps, batch = samples
     offsets, fired, indices = arrays(events.lists)
     stops = offsets[1:] if near else offsets[:-1] + fired
     total, num_inputs = int(offsets[-1]) if near else int(fired.sum()), events.shape[2]

@@ -6,6 +6,7 @@ fewer columns and masks the others, which are neither read nor written.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ class _Block:
     def __init__(self, context: Any, builder: Any, lanes: int, count: Any = None) -> None:
         self.context, self.builder = context, builder
         self.type = ir.VectorType(_FLOAT, lanes)
-        self.zero = ir.Constant(self.type, [0.0] * lanes)
         self.mask = None
         if count is not None:
             lane = ir.Constant(ir.VectorType(_INT, lanes), list(range(lanes)))
@@ -53,7 +53,8 @@ class _Block:
         pointer = self._pointer(array_type, array, index)
         if self.mask is None:
             return self.builder.load(pointer, align=4)
-        return self._masked("load", self.type, [pointer, _INT(4), self.mask, self.zero])
+        zero = ir.Constant(self.type, [0.0] * self.type.count)
+        return self._masked("load", self.type, [pointer, _INT(4), self.mask, zero])
 
     def store(self, value: Any, array_type: Any, array: Any, index: Any) -> None:
         pointer = self._pointer(array_type, array, index)
@@ -89,83 +90,103 @@ def _element(context: Any, builder: Any, array_type: Any, array: Any, index: Any
     return builder.gep(data, [index], inbounds=True)
 
 
-def _row_start(context: Any, builder: Any, row: Any, stride: Any, column: Any) -> Any:
-    """Return `row * stride + column` for the address of a row number."""
-    number = builder.sext(builder.load(row), stride.type)
-    return builder.add(builder.mul(number, stride), column)
+def _blocks(context: Any, builder: Any, m: Any) -> Iterator[tuple[_Block, Any]]:
+    """Build code that covers m columns: yield each block and its first column, inside the branch or
+    loop in which the caller builds the code of the block."""
+
+    def below(lanes: int) -> Any:
+        return builder.and_(m, m.type(-lanes))
+
+    with cgutils.for_range_slice(builder, m.type(0), below(128), m.type(128)) as (k, _):
+        yield _Block(context, builder, 128), k
+    for lanes in (64, 32, 16):
+        there = builder.icmp_signed("!=", builder.and_(m, m.type(lanes)), m.type(0))
+        with builder.if_then(there):
+            yield _Block(context, builder, lanes), below(2 * lanes)
+    with builder.if_then(builder.icmp_signed("<", below(16), m)):
+        yield _Block(context, builder, 16, builder.sub(m, below(16))), below(16)
 
 
-def _make_sum(lanes: int, masked: bool) -> Any:
-    @_intrinsic
-    def sums(typing, out, at, first, start, source, stride, column, rows, begin, end, count):
-        """`out[at + k] = first[start + k] + sum of source[rows[e], column + k]` for k < lanes (or
-        k < count if masked) and begin <= e < end."""
-
-        def generate(context, builder, signature, args):
-            out_, at_, first_, start_, source_, stride_, column_, rows_, begin_, end_, count_ = args
-            block = _Block(context, builder, lanes, count_ if masked else None)
+@_intrinsic
+def _sum_rows(typing, out, at, first, start, source, stride, column, m, rows, begin, end):
+    def generate(context, builder, signature, args):
+        out_, at_, first_, start_, source_, stride_, column_, m_, rows_, begin_, end_ = args
+        for block, k in _blocks(context, builder, m_):
             total = cgutils.alloca_once(builder, block.type)
-            builder.store(block.load(first, first_, start_), total)
+            builder.store(block.load(first, first_, builder.add(start_, k)), total)
+            place = builder.add(column_, k)
             with cgutils.for_range_slice(builder, begin_, end_, begin_.type(1)) as (e, _):
-                row = _element(context, builder, rows, rows_, e)
-                place = _row_start(context, builder, row, stride_, column_)
-                value = block.load(source, source_, place)
+                row = builder.load(_element(context, builder, rows, rows_, e))
+                row = builder.mul(builder.sext(row, e.type), stride_)
+                value = block.load(source, source_, builder.add(row, place))
                 builder.store(builder.fadd(builder.load(total), value), total)
-            block.store(builder.load(total), out, out_, at_)
-            return context.get_dummy_value()
+            block.store(builder.load(total), out, out_, builder.add(at_, k))
+        return context.get_dummy_value()
 
-        n = types.intp
-        return types.void(out, n, first, n, source, n, n, rows, n, n, n), generate
-
-    return sums
+    n = types.intp
+    return types.void(out, n, first, n, source, n, n, n, rows, n, n), generate
 
 
-def _make_dots(lanes: int, masked: bool) -> Any:
-    @_intrinsic
-    def products(
-        typing, out, add, weight, at, source, stride, column, rows, entries, begin, end, count
-    ):
-        """`out[entries[e]] = sum over k of weight[at + k] source[rows[e], column + k]`, with k and
-        e as above; with `add`, the sum is added to `out[entries[e]]`."""
-
-        def generate(context, builder, signature, args):
-            (out_, add_, weight_, at_, source_, stride_, column_,
-             rows_, entries_, begin_, end_, count_) = args  # fmt: skip
-            block = _Block(context, builder, lanes, count_ if masked else None)
-            weights = block.load(weight, weight_, at_)
+@_intrinsic
+def _dots(typing, out, weight, at, m, source, stride, column, rows, entries, begin, end):
+    def generate(context, builder, signature, args):
+        out_, weight_, at_, m_, source_, stride_, column_, rows_, entries_, begin_, end_ = args
+        for block, k in _blocks(context, builder, m_):
+            weights = block.load(weight, weight_, builder.add(at_, k))
+            is_first = builder.icmp_signed("==", k, k.type(0))
+            place = builder.add(column_, k)
             with cgutils.for_range_slice(builder, begin_, end_, begin_.type(1)) as (e, _):
-                row = _element(context, builder, rows, rows_, e)
-                place = _row_start(context, builder, row, stride_, column_)
-                total = block.total(builder.fmul(weights, block.load(source, source_, place)))
+                row = builder.load(_element(context, builder, rows, rows_, e))
+                row = builder.mul(builder.sext(row, e.type), stride_)
+                value = block.load(source, source_, builder.add(row, place))
+                total = block.total(builder.fmul(weights, value))
                 entry = builder.load(_element(context, builder, entries, entries_, e))
                 target = _element(context, builder, out, out_, builder.sext(entry, e.type))
-                before = builder.select(add_, builder.load(target), _FLOAT(0.0))
+                before = builder.select(is_first, _FLOAT(0.0), builder.load(target))
                 builder.store(builder.fadd(before, total), target)
-            return context.get_dummy_value()
+        return context.get_dummy_value()
 
-        n, flag = types.intp, types.boolean
-        arguments = out, flag, weight, n, source, n, n, rows, entries, n, n, n
-        return types.void(*arguments), generate
-
-    return products
+    n = types.intp
+    return types.void(out, weight, n, n, source, n, n, rows, entries, n, n), generate
 
 
-def _make_equal(masked: bool) -> Any:
-    @_intrinsic
-    def bits(typing, array, at, value, count):
-        """A word whose bit k is `array[at + k] == value`, for k < WORD (or k < count if masked)."""
+# Compiled once for all kernels that call them.
 
-        def generate(context, builder, signature, args):
-            array_, at_, value_, count_ = args
-            block = _Block(context, builder, WORD, count_ if masked else None)
-            equal = builder.fcmp_ordered("==", block.load(array, array_, at_), block.filled(value_))
-            if block.mask is not None:
-                equal = builder.and_(equal, block.mask)
-            return builder.bitcast(equal, _INT)
 
-        return types.uint32(array, types.intp, types.float32, types.intp), generate
+@kernel
+def sum_rows(out, at, first, start, source, stride, column, m, rows, begin, end):
+    """`out[at + k] = first[start + k] + sum of source[r, column + k]` for k < m, over the rows r in
+    `rows[begin:end]`, in their order."""
+    _sum_rows(out, at, first, start, source, stride, column, m, rows, begin, end)
 
-    return bits
+
+@kernel
+def dots(out, weight, at, m, source, stride, column, rows, entries, begin, end):
+    """`out[entries[e]] = sum over k < m of weight[at + k] source[rows[e], column + k]` for
+    begin <= e < end."""
+    _dots(out, weight, at, m, source, stride, column, rows, entries, begin, end)
+
+
+@_intrinsic
+def equal_bits(typing, array, at, value, count):
+    """A word whose bit k is `array[at + k] == value`, for k < min(count, WORD)."""
+
+    def generate(context, builder, signature, args):
+        array_, at_, value_, count_ = args
+        word = cgutils.alloca_once(builder, _INT)
+        whole = builder.icmp_signed(">=", count_, count_.type(WORD))
+        with builder.if_else(whole) as branches:
+            for branch, limit in zip(branches, (None, count_), strict=True):
+                with branch:
+                    block = _Block(context, builder, WORD, limit)
+                    values = block.load(array, array_, at_)
+                    equal = builder.fcmp_ordered("==", values, block.filled(value_))
+                    if block.mask is not None:
+                        equal = builder.and_(equal, block.mask)
+                    builder.store(builder.bitcast(equal, _INT), word)
+        return builder.load(word)
+
+    return types.uint32(array, types.intp, types.float32, types.intp), generate
 
 
 @_intrinsic
@@ -190,73 +211,9 @@ def prefetch(array, at, m):
         _prefetch(array, at + k)
 
 
-_sum_128, _sum_64, _sum_32, _sum_16 = (_make_sum(lanes, False) for lanes in (128, 64, 32, 16))
-_sum_rest = _make_sum(16, True)
-_dots_128, _dots_64, _dots_32, _dots_16 = (_make_dots(lanes, False) for lanes in (128, 64, 32, 16))
-_dots_rest = _make_dots(16, True)
-_bits, _bits_rest = _make_equal(False), _make_equal(True)
-
-
-@kernel
-def equal_bits(array, at, value, count):
-    """Return a word whose bit k is `array[at + k] == value`, for k < min(count, WORD)."""
-    if count >= WORD:
-        return _bits(array, at, value, WORD)
-    return _bits_rest(array, at, value, count)
-
-
 @kernel
 def aligned(size):
     """Allocate `size` float32 values that begin at a cache line."""
     buffer = np.empty(size + LINE, np.float32)
     first = -(buffer.ctypes.data >> 2) % LINE
     return buffer[first : first + size]
-
-
-@kernel
-def sum_rows(out, at, first, start, source, stride, column, m, rows, begin, end):
-    """`out[at + k] = first[start + k] + sum of source[r, column + k]` for k < m, over the rows r in
-    `rows[begin:end]`, in their order."""
-    k = 0
-    while k + 128 <= m:
-        _sum_128(out, at + k, first, start + k, source, stride, column + k, rows, begin, end, 128)
-        k += 128
-    if k + 64 <= m:
-        _sum_64(out, at + k, first, start + k, source, stride, column + k, rows, begin, end, 64)
-        k += 64
-    if k + 32 <= m:
-        _sum_32(out, at + k, first, start + k, source, stride, column + k, rows, begin, end, 32)
-        k += 32
-    if k + 16 <= m:
-        _sum_16(out, at + k, first, start + k, source, stride, column + k, rows, begin, end, 16)
-        k += 16
-    if k < m:
-        _sum_rest(
-            out, at + k, first, start + k, source, stride, column + k, rows, begin, end, m - k
-        )
-
-
-@kernel
-def dots(out, weight, at, m, source, stride, column, rows, entries, begin, end):
-    """`out[entries[e]] = sum over k < m of weight[at + k] source[rows[e], column + k]` for
-    begin <= e < end."""
-    k = 0
-    while k + 128 <= m:
-        i, c = at + k, column + k
-        _dots_128(out, k > 0, weight, i, source, stride, c, rows, entries, begin, end, 128)
-        k += 128
-    if k + 64 <= m:
-        i, c = at + k, column + k
-        _dots_64(out, k > 0, weight, i, source, stride, c, rows, entries, begin, end, 64)
-        k += 64
-    if k + 32 <= m:
-        i, c = at + k, column + k
-        _dots_32(out, k > 0, weight, i, source, stride, c, rows, entries, begin, end, 32)
-        k += 32
-    if k + 16 <= m:
-        i, c = at + k, column + k
-        _dots_16(out, k > 0, weight, i, source, stride, c, rows, entries, begin, end, 16)
-        k += 16
-    if k < m:
-        i, c = at + k, column + k
-        _dots_rest(out, k > 0, weight, i, source, stride, c, rows, entries, begin, end, m - k)

@@ -60,7 +60,6 @@ def event_mlp(
     hidden: Sequence[int] = split_widths(3),
     capacity: float | None = None,
     overflow: str = "drop",
-    sparse_grad: bool = False,
 ) -> nn.Sequential:
     """Build a perceptron of `EventLinear` layers for spikes: `Events`, or zeros and ones.
 
@@ -71,7 +70,6 @@ def event_mlp(
             a cutoff.
         hidden: neurons of each hidden layer; by default the paper's 2,940 in three layers.
         capacity, overflow: see `EventLinear`; the first layer uses all of its input.
-        sparse_grad: see `EventLinear`.
     """
     widths = [in_channels * size[0] * size[1], *hidden, num_classes]
     layers = [
@@ -81,7 +79,6 @@ def event_mlp(
             neuron() if i < len(hidden) else None,  # type: ignore[arg-type]
             capacity=capacity if i else None,
             overflow=overflow,
-            sparse_grad=sparse_grad,
         )
         for i in range(len(widths) - 1)
     ]

@@ -25,15 +25,11 @@ def check(kernels: ModuleType, inputs: int, outputs: int, rate: float = 0.1) -> 
     close(kernels.currents(events, weight, bias), spikes @ weight.double() + bias)
     close(kernels.currents(events, weight, None), spikes @ weight.double())
     wanted = grad.double() @ weight.double().T
-    for sparse in (False, True):
-        rows, found, biases, values = kernels.gradients(events, grad, weight, sparse)
-        if sparse:
-            assert torch.equal(rows, spikes.any(0).nonzero().flatten())
-            found = torch.zeros(inputs, outputs).index_copy(0, rows, found)
-        close(found, spikes.T @ grad.double())
-        close(biases, grad.double().sum(0))
-        close(values, wanted[events.rows(), events.indices.long()])
-    assert kernels.gradients(replace(events, values=None), grad, weight, False)[3] is None
+    found, biases, values = kernels.gradients(events, grad, weight)
+    close(found, spikes.T @ grad.double())
+    close(biases, grad.double().sum(0))
+    close(values, wanted[events.rows(), events.indices.long()])
+    assert kernels.gradients(replace(events, values=None), grad, weight)[2] is None
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -49,8 +49,10 @@ def test_on_a_gpu_by_the_clock(winner: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(asked) == 4
 
 
-def test_a_trial_leaves_no_gradients() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_trial_leaves_no_gradients(frozen: bool) -> None:
     layer, x = EventLinear(200, 5), events(0.1)
+    layer.weight.requires_grad_(not frozen)
     x = replace(x, values=x.is_fired().requires_grad_())
     for impl in ("numba", "dense"):
         layer._try(impl, x)

@@ -24,8 +24,6 @@ HAS_BIAS=1 ROWS=32 BLOCK=64 | 4
 products_triton | list_sites | spikes=*fp32 indices=*i32 count=*i32 width=i32 BLOCK=16384 | 4
 lists_triton | describe | rows=*i32 values=None inputs=*i32 offsets=*i64 fired=*i32 \
 indices=*i32 none=i32 BLOCK=256 | 1
-lists_triton | describe | rows=*i64 values=None inputs=None offsets=*i64 fired=*i32 \
-indices=*i32 none=i32 BLOCK=256 | 1
 lists_triton | describe | rows=None values=*fp32 inputs=None offsets=*i64 fired=*i32 \
 indices=*i32 none=i32 BLOCK=256 | 1
 lists_triton | scatter | out=*fp32 values=*fp32 offsets=*i64 fired=*i32 indices=*i32 \
@@ -34,9 +32,6 @@ lists_triton | scatter | out=*bf16 values=*bf16 offsets=*i64 fired=*i32 indices=
 width=i32 BLOCK=256 | 1
 lists_triton | scatter | out=*fp16 values=None offsets=*i64 fired=*i32 indices=*i32 \
 width=i32 BLOCK=256 | 1
-lists_triton | leading | entries=*i64 before=*i64 offsets=*i64 BLOCK=256 | 1
-lists_triton | merge | whole=*i32 values=*fp32 own=*i64 indices=*i32 firsts=*i64 \
-counts=*i32 starts=*i64 offsets=*i64 fired=*i32 slices=i32 rows=i32 part=i32 BLOCK=256 | 1
 """
 
 

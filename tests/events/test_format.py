@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,6 +46,25 @@ def test_truncate() -> None:
 def test_a_flattened_sensor() -> None:
     x = (torch.rand(4, 2, 2, 6, 6) < 0.2).float()
     assert torch.equal(Events.from_dense(x).to_dense(), x.flatten(2))
+
+
+@pytest.mark.parametrize("width", [1, 8, 33, 257])
+def test_from_bits(width: int) -> None:
+    x = marks(width, 0.3) == FIRED
+    packed = torch.from_numpy(np.packbits(x.numpy(), axis=2, bitorder="little"))
+    assert torch.equal(Events.from_bits(packed, width).to_dense(), x.float())
+    assert Events.from_bits(packed[:, :0], width).shape == (5, 0, width)
+
+
+def test_wrong_bits() -> None:
+    packed = torch.zeros(2, 3, 2, dtype=torch.uint8)
+    packed[1, 2, 1] = 1 << 3
+    assert Events.from_bits(packed, 12).num_fired == 1
+    with pytest.raises(ValueError, match="a bit beyond the 11 sites is 1"):
+        Events.from_bits(packed, 11)
+    for wrong, width in ((packed, 17), (packed, 8), (packed[0], 12), (packed.int(), 12)):
+        with pytest.raises(ValueError, match=r"expected uint8 \[T, B, \d\] for \d+ sites"):
+            Events.from_bits(wrong, width)
 
 
 def test_wrong_spikes() -> None:

@@ -23,10 +23,8 @@ def some_marks(num_steps: int, batch: int) -> Tensor:
     return torch.randint(3, (num_steps, batch, INPUTS)).float()
 
 
-def results(
-    marks: Tensor, width: int, sparse: bool = False, threads: tuple[int, int] | None = None
-) -> list[Tensor | None]:
-    """Return events and gradients: offsets, fired, indices, rows, weight, bias, values.
+def results(marks: Tensor, width: int, threads: tuple[int, int] | None = None) -> list[Tensor]:
+    """Return events and gradients: offsets, fired, indices, weight, bias, values.
 
     Args:
         threads: of forward and backward; by default PyTorch's.
@@ -44,17 +42,16 @@ def results(
         assert 0 < outputs.num_fired < len(outputs.indices)
     grad = torch.randn(len(outputs.indices))
     torch.set_num_threads(backward)
-    found = layer.backward(outputs, grad, sparse)
+    found = layer.backward(outputs, grad)
     return [outputs.offsets, outputs.fired, outputs.indices, *found]
 
 
-def same(actual: list[Tensor | None], expected: list[Tensor | None], tiles: bool) -> None:
+def same(actual: list[Tensor], expected: list[Tensor], tiles: bool) -> None:
     """Bit for bit, except for the gradient of values if the tiles differ."""
     *actual, values = actual
     *expected, wanted = expected
     for one, other in zip(actual, expected, strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
+        assert torch.equal(one, other)
     if tiles:
         assert torch.equal(values, wanted)
     else:
@@ -91,12 +88,10 @@ SHAPES = {  # num_steps, batch, width
 
 @pytest.mark.usefixtures("any_threads")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=lambda x: "x".join(map(str, x)))
-@pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("saved", [0, 1 << 30])
 @pytest.mark.parametrize("copied", [0, 1 << 20])
 def test_threads(
     shape: tuple[int, int, int],
-    sparse: bool,
     saved: int,
     copied: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -107,29 +102,28 @@ def test_threads(
     *sizes, width = shape
     marks = some_marks(*sizes)
     marks[..., 5:9] = marks[..., -1] = 0.0  # Inputs that never fire, the last too.
-    expected = results(marks, width, sparse, (1, 1))
+    expected = results(marks, width, (1, 1))
     size = tile_width(width, sizes[1], 1)
     for threads in ((2, 2), (5, 5), (10, 10), (16, 16), (16, 2), (1, 5)):
-        found = results(marks, width, sparse, threads)
+        found = results(marks, width, threads)
         same(found, expected, tiles=tile_width(width, sizes[1], threads[0]) == size)
 
 
 @pytest.mark.usefixtures("any_threads")
-@pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("width", [1, 33, 600])
 @pytest.mark.parametrize("grouped", [1, 1 << 20])
 def test_streaming_changes_nothing(
-    width: int, sparse: bool, grouped: int, monkeypatch: pytest.MonkeyPatch
+    width: int, grouped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products_numba, "GROUPED", grouped)
     marks = some_marks(5, 11)
     marks[..., 5:9] = marks[..., -1] = 0.0
-    expected = results(marks, width, sparse, (1, 1))
+    expected = results(marks, width, (1, 1))
     monkeypatch.setattr(products_numba, "STREAMED", 0)
     for threads in (1, 2, 16):
-        same(results(marks, width, sparse, (threads, threads)), expected, tiles=threads == 1)
+        same(results(marks, width, (threads, threads)), expected, tiles=threads == 1)
     events = Events.from_marks(marks)
-    work = products_numba.Gradients(events, torch.zeros(INPUTS, width), sparse, (5, 11), 64)
+    work = products_numba.Gradients(events, torch.zeros(INPUTS, width), (5, 11), 64)
     assert work.streamed == (grouped > 1)
 
 
@@ -139,14 +133,13 @@ def tile_width(width: int, samples: int, threads: int) -> int:
 
 
 @pytest.mark.usefixtures("any_threads")
-@pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("mark", [0.0, 1.0])
-def test_threads_without_spikes(sparse: bool, mark: float) -> None:
+def test_threads_without_spikes(mark: float) -> None:
     """No events, or candidates only: only the bias makes neurons fire."""
-    expected = results(torch.full((20, 5, INPUTS), mark), 70, sparse, (1, 1))
-    assert not expected[4].any()
+    expected = results(torch.full((20, 5, INPUTS), mark), 70, (1, 1))
+    assert not expected[3].any()
     for threads in (2, 5, 16):
-        found = results(torch.full((20, 5, INPUTS), mark), 70, sparse, (threads, threads))
+        found = results(torch.full((20, 5, INPUTS), mark), 70, (threads, threads))
         same(found, expected, tiles=True)
 
 
@@ -161,7 +154,7 @@ def test_every_thread_has_work(threads: int, monkeypatch: pytest.MonkeyPatch) ->
         numba_threads.shared(kernel, count, unit, work, *arguments)
 
     monkeypatch.setattr(products_numba, "shared", shared)
-    results(some_marks(4, 32), 70, False, (threads, threads))
+    results(some_marks(4, 32), 70, (threads, threads))
     alone = {"layer": threads, "layer_backward": threads}
     wanted = alone if threads == 1 else {**alone, "_backward": threads}
     assert {name: tasks[name] for name in wanted} == wanted

@@ -25,11 +25,10 @@ def test_nothing_and_everything(rate: float) -> None:
 
 
 @pytest.mark.usefixtures("any_threads")
-@pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 @pytest.mark.parametrize("shape", [(40, 30, 700), (20, 7, 33), (1, 1, 300), (3, 0, 20)])
 def test_threads_change_no_weight(
-    shape: tuple[int, int, int], rate: float, sparse: bool, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int], rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products_numba, "GROUPED", 1 << 15)
     torch.manual_seed(0)
@@ -43,11 +42,11 @@ def test_threads_change_no_weight(
     for threads in (1, 2, 5, 16):
         torch.set_num_threads(threads)
         size = products_numba.tile_width(width, events.num_rows)
-        found = products_numba.gradients(events, grad, weight, sparse)
+        found = products_numba.gradients(events, grad, weight)
         results.append((size, products_numba.currents(events, weight, None), *found))
     for other in results[1:]:
         for one, two in zip(results[0][1:-1], other[1:-1], strict=True):
-            assert one is two is None or torch.equal(one, two)
+            assert torch.equal(one, two)
         torch.testing.assert_close(other[-1], results[0][-1], rtol=1e-5, atol=1e-4)
         assert other[0] != results[0][0] or torch.equal(other[-1], results[0][-1])
 

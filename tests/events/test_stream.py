@@ -33,7 +33,7 @@ def test_steps_equal_a_sequence(backend: str, monkeypatch: pytest.MonkeyPatch) -
             pytest.skip("needs the interpreter")
         from spikefuse.events import products_triton
 
-        monkeypatch.setattr(stream_module, "_kernels", lambda x: products_triton)
+        monkeypatch.setattr(stream_module, "kernels_of", lambda impl: products_triton)
         monkeypatch.setattr(products_triton, "LISTED", 32)  # several blocks
         monkeypatch.setattr(products_triton, "SUMMED", (4, 16))
     net = network()

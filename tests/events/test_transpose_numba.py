@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spikefuse.events.format import Events
-from spikefuse.events.transpose_numba import Grouping, transpose
+from spikefuse.events.transpose_numba import transpose
 
 
 @pytest.mark.usefixtures("any_threads")
@@ -21,7 +21,7 @@ def test_transpose(size: int, near: bool, parts: int, threads: int) -> None:
     torch.set_num_threads(threads)
     marks = torch.randint(3, (12, 4, 30)) * (torch.rand(12, 4, 30) < 0.3)
     events = Events.from_marks(marks.float())
-    lists = transpose(events, Grouping(12, 4, size, parts), near)
+    lists = transpose(events, (12, 4), size, parts, near)
     edges, bases, starts, inputs, rows, entries = lists
     wanted = marks > 0 if near else marks == 2
     assert starts[-1] == len(rows) == wanted.sum()

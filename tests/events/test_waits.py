@@ -55,14 +55,13 @@ def test_waits_are_found() -> None:
 
 
 # Each of the two layers with neurons reads the length of its list. Each of the three reads how many
-# events are within its capacity, or which rows a sparse gradient has.
+# events are within its capacity.
 @pytest.mark.parametrize(
     ("options", "number"),
     [
         ({"impl": "triton"}, 2),
         ({"impl": "triton", "capacity": 0.2}, 2 + 3),
         ({"impl": "triton", "capacity": 0.9, "overflow": "dense"}, 2 + 3),
-        ({"impl": "triton", "sparse_grad": True}, 2 + 3),
         ({"impl": "dense"}, 2),
     ],
 )
@@ -78,5 +77,5 @@ def test_training_step(options: dict[str, Any], number: int) -> None:
 
     seen = waits(step)
     assert len(seen) == number, seen
-    assert all(grad is not None and grad.to_dense().any() for grad in grads)
+    assert all(grad is not None and grad.any() for grad in grads)
     assert 0 < net.net[1].activity.fired < net.net[1].activity.candidates

@@ -51,8 +51,7 @@ def test_event_mlp_spikes_and_gradients() -> None:
 
 
 def test_event_mlp_passes_its_options_to_the_layers() -> None:
-    net = event_mlp(neuron, 1, 5, (4, 6), (30, 40), 0.1, "raise", sparse_grad=True)
+    net = event_mlp(neuron, 1, 5, (4, 6), (30, 40), 0.1, "raise")
     assert [layer.capacity for layer in net] == [None, 0.1, 0.1]
     assert {layer.overflow for layer in net} == {"raise"}
-    assert all(layer.sparse_grad for layer in net)
     assert [layer.out_features for layer in net] == [30, 40, 5]
