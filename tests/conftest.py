@@ -5,6 +5,7 @@ more on it. `pytest -m gpu` selects all that runs on the GPU: these cases, and t
 tests/gpu/ of what only a GPU does.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -33,6 +34,18 @@ from spikefuse.testing import Backends
 DEVICES = [pytest.param("cpu")]
 if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+def pytest_collection_finish():
+    """Collect garbage less often: Numba's compiler and Triton's interpreter allocate many small
+    objects, and each collection would also traverse all imported modules."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # or extension modules report leaks at exit
 
 
 @pytest.fixture(params=DEVICES)

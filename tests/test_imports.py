@@ -279,7 +279,7 @@ def check_planted(tmp_path: Path, file: str, source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("row", PLANTED.strip().splitlines())
-def test_the_checker_sees(tmp_path: Path, row: str) -> None:
+def test_the_checker_finds(tmp_path: Path, row: str) -> None:
     file, source, name = row.split(" | ")
     (found,) = check_planted(tmp_path, file, source)
     assert found.startswith(f"{file}:1: ")
@@ -287,7 +287,7 @@ def test_the_checker_sees(tmp_path: Path, row: str) -> None:
 
 
 @pytest.mark.parametrize("row", FINE.strip().splitlines())
-def test_the_checker_lets_pass(tmp_path: Path, row: str) -> None:
+def test_the_checker_accepts(tmp_path: Path, row: str) -> None:
     assert check_planted(tmp_path, *row.split(" | ")) == []
 
 

@@ -3,7 +3,6 @@
 import operator
 
 import hypothesis.strategies as st
-import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
@@ -83,31 +82,19 @@ EXAMPLES = settings(
 )
 
 
-def check(program, shape, dtype, seed, spiking, backends: Backends):
+def check(program, shape, seed, spiking, backends: Backends):
     neuron = Random(program, spiking).to(backends.device)
-    inputs = [make_input(shape, dtype, backends.device, seed + i) for i in range(2)]
+    inputs = [make_input(shape, device=backends.device, seed=seed + i) for i in range(2)]
     assert_matches_reference(neuron, inputs, backends.impls, exact=spiking)
 
 
 @EXAMPLES
 @given(programs([*BINARY, *UNARY]), SHAPES, st.integers(0, 99))
 def test_spiking_definitions_of_exact_operations(backends, program, shape, seed):
-    check(program, shape, torch.float32, seed, True, backends)
+    check(program, shape, seed, True, backends)
 
 
 @EXAMPLES
 @given(programs([*BINARY, *UNARY, *SMOOTH]), SHAPES, st.integers(0, 99))
 def test_smooth_definitions(backends, program, shape, seed):
-    check(program, shape, torch.float32, seed, False, backends)
-
-
-@pytest.mark.parametrize("name", sorted(SMOOTH))
-def test_smooth_operations(name, backends):
-    check(
-        ((name, 0, 1), (name, 3, 2), ("add", 5, 6)),
-        (9, 2, 3, 17),
-        torch.float32,
-        0,
-        False,
-        backends,
-    )
+    check(program, shape, seed, False, backends)

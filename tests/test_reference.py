@@ -75,7 +75,7 @@ def test_starts_from_rest_or_from_a_state() -> None:
     assert v.tolist() == [[1.0, -2.0]]
 
 
-def test_a_state_is_promoted() -> None:
+def test_a_state_of_lower_precision_is_promoted() -> None:
     x = torch.zeros(1, 1, 1)
     _, (v,) = reference.scan(Leaky(0.5), (x,), (torch.ones(1, 1, dtype=torch.bfloat16),))
     assert v.dtype == torch.float32

@@ -22,7 +22,7 @@ from spikefuse.distributed import (
     steps_of,
 )
 from spikefuse.testing import make_input
-from tests.distributed.processes import Group
+from tests.distributed.processes import SIZE, Group
 
 T = 7
 LABELS = torch.tensor([0, 1, 2, 1])
@@ -116,6 +116,24 @@ def test_data_and_time_together(group: Group, ddp: bool) -> None:
     F.cross_entropy(net(x).mean(0), LABELS).backward()
     expected = [p.grad for p in net.parameters()]
     for found in group(data_and_time, x, ddp):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def data_parallel(axis: DeviceMesh, x: Tensor) -> list[Tensor]:
+    """Gradients of the second step of a network without shared time."""
+    net, rank = make(), axis.get_local_rank()
+    model = DistributedDataParallel(net)
+    for _ in range(2):
+        net.zero_grad()
+        model(x[:, rank : rank + 1]).square().mean().backward()
+    return [p.grad for p in net.parameters()]
+
+
+def test_data_parallel_gradients_equal_those_of_one_process(group: Group) -> None:
+    x, net = make_input((T, SIZE, 6)), make()
+    net(x).square().mean().backward()
+    expected = [p.grad for p in net.parameters()]
+    for found in group(data_parallel, x):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 

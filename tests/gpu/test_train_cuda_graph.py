@@ -71,7 +71,7 @@ def test_resumed(tmp_path):
         assert torch.equal(value, resumed["state_dict"][key]), key
 
 
-def test_a_checkpoint_of_a_graph_goes_on_on_a_cpu(tmp_path):
+def test_a_checkpoint_of_a_graph_resumes_on_a_cpu(tmp_path):
     train("run", OPTIONS["conv, adamw, clipped"] + " --cuda-graph --epochs 1")
     resume = ["train", "--resume", "run/last.ckpt", "--device", "cpu", "--epochs", "2"]
     assert main(resume) == 2

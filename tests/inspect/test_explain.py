@@ -95,7 +95,7 @@ def test_layers_of_a_network(net):
 
 @pytest.mark.parametrize("neuron", [sf.LIF(), sf.ALIF(), sf.PLIF(channels=5)])
 @pytest.mark.parametrize("num_steps", [1, 2, 4, 5, 9])
-def test_the_loop_saves_as_much_as_measured_steps_predict(neuron, num_steps):
+def test_predicted_bytes_of_the_loop_equal_its_saved_bytes(neuron, num_steps):
     x = make_input((num_steps, B, 5)).requires_grad_()
     loop = saved(sf.explain(neuron, x, impl="reference"))
     assert saved(sf.explain(neuron, x)).eager == loop.eager == loop.now > 0

@@ -102,7 +102,7 @@ SOME = sorted(name for name in {*MODELS} - LARGE if not name.startswith("event-m
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_every_model_begins_once(name: str) -> None:
+def test_every_model_computes_its_first_layer_once(name: str) -> None:
     torch.manual_seed(0)
     net = sf.Temporal(MODELS[name](sf.LIF, 2, 5, (8, 8)))
     kind = nn.Linear if name.startswith("mlp") else nn.Conv2d
@@ -112,7 +112,7 @@ def test_every_model_begins_once(name: str) -> None:
     assert set(rows[1:]) == {2 * STEPS}
 
 
-def test_states_go_in_and_out() -> None:
+def test_states_are_passed_in_and_returned() -> None:
     net, x = convolutional().eval(), images()
     with torch.no_grad():
         y, state = net(x[:4], return_state=True)
@@ -163,7 +163,7 @@ NETWORKS = {
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_any_network_is_right(name: str, batch: int) -> None:
+def test_networks_of_any_structure(name: str, batch: int) -> None:
     rows, forward = NETWORKS[name]
     net = sf.Temporal(Wrapped(forward, *linears()))
     x = direct(torch.rand(batch, 6, generator=torch.Generator().manual_seed(1)), STEPS)
@@ -189,7 +189,7 @@ def test_a_changed_network_is_analysed_again() -> None:
     assert rows_seen(net, x) == [18]
 
 
-def test_what_asks_for_all_steps_gets_them() -> None:
+def test_gradients_and_hooks_receive_all_steps() -> None:
     net, x = convolutional(), images()
     assert rows_seen(net, images().requires_grad_()) == [18]
     assert rows_seen(net, x[:1]) == [3]  # one step is one step
@@ -235,7 +235,7 @@ def test_copies_have_plans_of_their_own(duplicate) -> None:
     assert list(other.state_dict()) == list(net.state_dict())
 
 
-def test_no_hooks_and_no_draws_remain() -> None:
+def test_analysis_leaves_hooks_and_random_state_unchanged() -> None:
     net, x = convolutional(), images()
     torch.manual_seed(3)
     expected = torch.rand(4)
@@ -277,7 +277,7 @@ def test_backends_agree(backends) -> None:
         assert torch.equal(net(x, impl=impl), expected)
 
 
-def test_less_work_and_less_memory() -> None:
+def test_saved_memory_does_not_grow_with_steps() -> None:
     """What autograd keeps of the layers before the first neuron does not grow with T."""
     torch.manual_seed(0)
     net = sf.Temporal(nn.Sequential(nn.Linear(6, 1000), nn.BatchNorm1d(1000), sf.LIF()))

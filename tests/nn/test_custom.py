@@ -89,9 +89,10 @@ def test_exact_terms(first, backends):
     compare(Terms(terms, spiking=True), backends, exact=True)
 
 
-@pytest.mark.parametrize("name", SMOOTH)
-def test_smooth_terms(name, backends):
-    compare(Terms([SMOOTH[name]], spiking=False), backends, exact=False)
+@pytest.mark.parametrize("first", range(0, len(SMOOTH), 3))
+def test_smooth_terms(first, backends):
+    terms = [*SMOOTH.values()][first : first + 3]
+    compare(Terms(terms, spiking=False), backends, exact=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -138,7 +138,7 @@ def test_chunks_equal_one_call(split, dtype, backends):
             assert torch.equal(s, e)
 
 
-def test_gradients_travel_through_the_state():
+def test_gradients_flow_through_the_state():
     x, y = (make_input((21, 2, 3), seed=seed).requires_grad_() for seed in range(2))
     whole = PAIR(x, y)
     loss = (whole[1] * torch.arange(21.0)[:, None, None]).sum()

@@ -79,7 +79,7 @@ def test_poolings_that_fuse_replaces():
         assert type(other.net.pool) is sf.nn.MaxPool2d
 
 
-def test_poolings_that_fuse_leaves():
+def test_poolings_that_fuse_does_not_replace():
     class Own(nn.MaxPool2d):
         def forward(self, x):
             return super().forward(-x)
@@ -219,7 +219,7 @@ class TwoReaders(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.MaxPool2d, sf.nn.MaxPool2d])
-def test_what_checkpoint_saves(backends, kind):
+def test_checkpoint_saves_maxima(backends, kind):
     x, found = make_input((3, 2, 3, 16, 16), device=backends.device), []
     for policy in (None, Checkpoint(1)):
         torch.manual_seed(0)

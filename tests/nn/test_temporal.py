@@ -108,7 +108,7 @@ def test_streaming_equals_one_call(sizes):
         assert_equal(list(state[name]), list(final[name]))
 
 
-def test_gradients_travel_from_chunk_to_chunk():
+def test_gradients_flow_between_chunks():
     net = linear()
     expected = gradients(net, X)
 
@@ -273,7 +273,7 @@ def test_type_errors(message):
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_are_apart(duplicate):
+def test_copies_are_independent(duplicate):
     net = convolutional().eval()
     expected = net(IMAGES)
     other = duplicate(net)
@@ -368,7 +368,7 @@ def test_checkpoint_inside_with_a_state(reentrant):
         y.sum().backward()
 
 
-def test_a_neuron_of_another_network_is_on_its_own():
+def test_a_neuron_outside_the_network_runs_alone():
     outside = sf.LIF(threshold=0.3)
     net = sf.Temporal(Mixes(lambda _, x: outside(x[None])[0]))
     assert torch.equal(net(X), outside(X.flatten(0, 1)[None]).view(X.shape))
@@ -398,7 +398,7 @@ def test_compiled_networks_of_several_shapes_and_modes():
             assert torch.equal(compiled(x), net(x))
 
 
-def test_what_is_measured_when():
+def test_auto_policy_measures_once_per_shape_and_mode():
     layers = nn.Conv2d(5, 8, 1), nn.BatchNorm2d(8), sf.LIF(), nn.Conv2d(8, 2, 1)
     net = sf.Temporal(nn.Sequential(*layers), "auto", budget=1.0)
     x = make_input((4, 2, 5, 4, 4))

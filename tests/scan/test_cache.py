@@ -125,7 +125,7 @@ PROGRAM = """
 import torch, spikefuse as sf
 from spikefuse.scan.program import _by_name
 x = torch.randn(20, 2, 6, requires_grad=True)
-sf.PLIF(channels=6)(x).sum().backward()
+sf.IF()(x).sum().backward()
 kernels = [
     kernel
     for program in _by_name.values()

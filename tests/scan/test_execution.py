@@ -36,7 +36,7 @@ def execution(
     return execution_of(prepare(neuron, backend, statics, kinds)[0], inputs)
 
 
-def test_values_make_no_other_call():
+def test_executions_are_shared_across_values():
     assert execution(X) is execution(2 * X)
     assert execution(X) is execution(X, neuron=sf.LIF(0.25, 2.0))
 
@@ -46,11 +46,11 @@ def test_values_make_no_other_call():
     [X[1:], X[:, 1:], X.bfloat16(), X.transpose(1, 2), X[:, :1].expand(20, 2, 6), X.to("meta")],
     ids=["steps", "batch", "dtype", "order", "strides", "device"],
 )
-def test_whatever_a_kernel_is_told_makes_another_call(other):
+def test_executions_differ_by_layout_dtype_and_device(other):
     assert execution(X) is not execution(other)
 
 
-def test_what_a_call_allocates():
+def test_allocations_of_a_call():
     made = execution(X.bfloat16())
     outputs, finals, saved, bits = made.new_results(Wanted(save=True, final=True))
     assert [(t.shape, t.dtype) for t in outputs] == [(X.shape, torch.bfloat16)]
@@ -95,7 +95,7 @@ def test_a_repair_ends_where_the_states_agree(backends, decay, most):
     assert bool(grads.inputs[0].all()) == (decay == 1.0)
 
 
-def test_gradients_of_one_call_may_lie_in_any_order(backends):
+def test_gradients_in_any_layout(backends):
     neuron = sf.PLIF(channels=6, threshold=0.3)
     x = X.to(backends.device).requires_grad_()
     leaves = [x, *neuron.to(backends.device).parameters()]
@@ -115,7 +115,7 @@ def test_gradients_of_one_call_may_lie_in_any_order(backends):
         assert all(map(torch.equal, sums, ones))
 
 
-def test_chunks_are_few_and_fill_a_sequence():
+def test_chunk_sizes():
     """A new T compiles at most one of LONGEST kernels."""
     for T in range(1, 200):
         K = chunk(T)

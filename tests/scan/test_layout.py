@@ -87,7 +87,7 @@ def test_sizes_of_one_have_any_stride():
     ],
     ids=["every other", "expanded", "window", "short groups"],
 )
-def test_what_is_not_dense_is_copied(x):
+def test_inputs_that_are_not_dense_are_copied(x):
     layout = layout_of([x])
     assert layout.order == tuple(range(x.ndim - 1))
     assert layout.inner == layout.num_neurons

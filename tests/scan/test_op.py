@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -259,7 +257,7 @@ def kept(call) -> list[Tensor]:
     return tensors
 
 
-def test_kept_for_backward():
+def test_tensors_saved_for_backward():
     steps, neuron = 3 * emit_numba.CHUNK + 1, Pair()
     x, y = (make_input((steps, 2, 6), seed=i).requires_grad_() for i in range(2))
     found = kept(lambda: neuron(x, y, return_state=True))
@@ -268,7 +266,7 @@ def test_kept_for_backward():
     assert [list(t.shape) for t in found if t.data_ptr() not in owned] == [[3, 12]] * 2
 
 
-def test_half_precision_is_kept_as_it_is():
+def test_half_precision_inputs_are_saved_unconverted():
     x = make_input((20, 2, 6), torch.bfloat16).requires_grad_()
     found = kept(lambda: sf.LIF()(x))
     assert [(t.dtype, list(t.shape)) for t in found] == [
@@ -277,14 +275,14 @@ def test_half_precision_is_kept_as_it_is():
     ]
 
 
-def test_a_short_sequence_keeps_its_input_alone(backends):
+def test_a_short_sequence_saves_only_its_input(backends):
     x = make_input((8, 2, 6), device=backends.device).requires_grad_()
     for impl in backends.impls:
         (found,) = kept(lambda impl=impl: sf.LIF()(x, impl=impl))
         assert found.data_ptr() == x.data_ptr()
 
 
-def test_nothing_is_kept_where_no_gradient_is_wanted():
+def test_nothing_is_saved_if_no_gradient_is_needed():
     x = X.clone().requires_grad_()
     assert kept(lambda: sf.LIF()(X)) == []
     with torch.no_grad():
@@ -339,7 +337,7 @@ def test_undefined_gradients(use, backends):
 
 
 @pytest.mark.parametrize("wanted", ["x", "decay", "gain"])
-def test_only_one_gradient_is_wanted(wanted):
+def test_only_one_gradient_is_needed(wanted):
     expected_of, neuron = Pair(), Pair()
     y = make_input(X.shape, seed=1)
     expected = dict(
@@ -407,52 +405,6 @@ def test_first_calls_from_several_threads():
     for thread in threads:
         thread.join()
     assert errors == []
-
-
-def python(code: str, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(*processes: subprocess.Popen[str]) -> None:
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=120)
-            assert process.returncode == 0, output
-    finally:
-        for process in processes:
-            process.kill()
-
-
-PARALLEL = """
-import sys
-import torch, spikefuse as sf
-import torch.distributed as dist
-from torch import nn
-
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
-torch.manual_seed(0)
-net = sf.Temporal(
-    nn.Sequential(nn.Linear(6, 5), sf.PLIF(channels=5, threshold=0.3), nn.Linear(5, 3))
-)
-x = torch.randn(7, 4, 6)
-parallel = nn.parallel.DistributedDataParallel(net)
-for _ in range(2):
-    net.zero_grad()
-    parallel(x[:, 2 * rank : 2 * rank + 2]).square().mean().backward()
-found = [p.grad.clone() for p in net.parameters()]
-net.zero_grad()
-net(x).square().mean().backward()
-for actual, parameter in zip(found, net.parameters(), strict=True):
-    torch.testing.assert_close(actual, parameter.grad)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-def test_data_parallel_gradients_are_those_of_one_process(tmp_path):
-    finish(*(python(PARALLEL, str(rank), str(tmp_path / "store")) for rank in range(2)))
 
 
 # PyTorch's own: jvp imports decompositions that it compiles with torch.jit.

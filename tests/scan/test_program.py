@@ -37,7 +37,7 @@ def test_equal_kernels_forward_but_not_backward() -> None:
     assert found == [0.0, 12.0]
 
 
-def test_what_is_not_learned_needs_no_kernel() -> None:
+def test_primals_of_fixed_parameters_are_not_compiled() -> None:
     def derivative(u: Tensor, width: Tensor) -> Tensor:
         return torch.exp(-width * u * u)
 

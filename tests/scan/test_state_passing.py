@@ -97,7 +97,7 @@ def in_one(neuron: sf.Neuron, x: Tensor, weights: Tensor, impl: str) -> list[Ten
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("count", "speculates"), [(1, False), (3, False), (1, True), (2, True)])
-def test_two_connected_scans_are_one(backends, layout, count, speculates):
+def test_two_connected_scans_equal_one(backends, layout, count, speculates):
     x = lay_out(make_input((37, 5, 2, 3, 4)), layout).to(backends.device)
     weights = make_input(x.shape, seed=1, device=backends.device)
     for impl in backends.impls:
@@ -109,15 +109,15 @@ def test_two_connected_scans_are_one(backends, layout, count, speculates):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("at", [1, 8, 30])
-def test_neurons_forget_where_they_began_or_are_followed(backends, at):
+@pytest.mark.parametrize("at", [1, 8, 18])
+def test_speculative_scans_of_every_model_equal_one_scan(backends, at):
     """Every model, those that never forget too: spikes to the last bit, and gradients, of which
     those of half precision are rounded twice."""
     for i, (name, make) in enumerate(DEFINITIONS.items()):
         if name == "Gated":  # of several inputs
             continue
         neuron, dtype = make(4, reset="hard").to(backends.device), DTYPES[(i + at) % 3]
-        x = make_input((31, 3, 4, 10), dtype, backends.device)
+        x = make_input((19, 3, 4, 10), dtype, backends.device)
         weights = make_input(x.shape, seed=1, device=backends.device)
         expected = in_one(neuron, x, weights, "triton")
         with poisoned():

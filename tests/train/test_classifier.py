@@ -126,7 +126,7 @@ def test_float16_scales_the_loss_and_clips_unscaled_gradients(
     monkeypatch.setattr(run, "_trainer", scaling_trainer)
     monkeypatch.setitem(run.LIGHTNING_PRECISION, "16", "32-true")
     monkeypatch.setattr(Classifier, "on_before_optimizer_step", watched)
-    options = shlex.split("--precision 16 --clip 0.01 --epochs 1 --out run")
+    options = shlex.split("--model mlp --precision 16 --clip 0.01 --epochs 1 --out run")
     assert spikefuse("train", *small, *options) == 0
     finite = [norm for norm in norms if np.isfinite(norm)]
     assert len(norms) == 10

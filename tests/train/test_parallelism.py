@@ -19,22 +19,29 @@ Spikefuse = Callable[..., int]
 SHARED = (*OPTIONS, "--time-ranks", "2")
 
 
-@pytest.mark.parametrize(("memory", "by_two"), [("recompute", True), ("checkpoint", False)])
 def test_time_and_data_ranks_match_one_process_and_resume_on_fewer(
-    alone: Spikefuse, tmp_path: Path, memory: str, by_two: bool
+    alone: Spikefuse, tmp_path: Path
 ) -> None:
-    """Resumed by two processes that share time, then by one."""
-    last = 2 + by_two
-    assert alone("train", *OPTIONS, "--epochs", str(last), "--out", "one") == 0
+    """Four share data and time; two that share time resume, and then one."""
+    assert alone("train", *OPTIONS, "--epochs", "3", "--out", "one") == 0
     output = finish(start(4, tmp_path, "train", *SHARED, "--data-ranks", "2", "--epochs", "1",
-                          "--memory", memory, "--out", "four"))  # fmt: skip
+                          "--out", "four"))  # fmt: skip
     assert output.count("epoch 1/1") == output.count("test accuracy") == 1
     resume = ("train", "--resume", "four/last.ckpt", "--device", "cpu", "--epochs")
-    if by_two:
-        assert with_another(alone, tmp_path, *resume, "2", "--time-ranks", "2") == 0
-        assert len(rows(tmp_path / "four")) == 2
-    assert alone(*resume, str(last)) == 0
+    assert with_another(alone, tmp_path, *resume, "2", "--time-ranks", "2") == 0
+    assert len(rows(tmp_path / "four")) == 2
+    assert alone(*resume, "3") == 0
     assert_same_curve(tmp_path / "one", tmp_path / "four")
+
+
+def test_checkpointed_training_with_shared_time_learns_as_one(
+    alone: Spikefuse, tmp_path: Path
+) -> None:
+    assert alone("train", *OPTIONS, "--epochs", "2", "--out", "one") == 0
+    command = "train", *SHARED, "--epochs", "1", "--memory", "checkpoint", "--out", "two"
+    assert with_another(alone, tmp_path, *command) == 0
+    assert alone("train", "--resume", "two/last.ckpt", "--device", "cpu", "--epochs", "2") == 0
+    assert_same_curve(tmp_path / "one", tmp_path / "two")
 
 
 def with_another(alone: Spikefuse, folder: Path, *arguments: str) -> int:
