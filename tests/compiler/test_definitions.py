@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import spikefuse as sf
+from spikefuse.compiler import emit_numba
+from spikefuse.kernels import numba_runtime
 from tests.compiler.definitions import differences, draw_definition, interpreted
 
 COUNT = int(os.environ.get("SPIKEFUSE_DEFINITIONS", "60"))
@@ -53,10 +55,30 @@ class Unselected(sf.Neuron):
         return torch.where(x > 0.0, torch.sqrt(x) + 1.0 / x, y), ()
 
 
+class Scalar(sf.Neuron):
+    """A condition on a parameter, combined with conditions on an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.level = 0.75
+
+    def step(self, x, y):
+        return ((x > 0.5) & (self.level > 0.5) | (y > self.level) ^ (self.level > y),), ()
+
+
+def test_conditions_on_parameters(backends):
+    x, y = torch.rand(2, 4, 2, 8, device=backends.device)
+    for impl in backends.impls:
+        assert torch.equal(Scalar()(x, y, impl=impl), Scalar()(x, y, impl="reference"))
+
+
 @pytest.mark.parametrize("kind", [Unread, Masked, Unselected])
 def test_gradients_are_not_finite_where_those_of_autograd_are_not(kind, backends):
     values = torch.tensor([0.0, 0.25, 1.0, -1.0, float("inf")])
-    x, y = (grid.expand(3, 5, 5).to(backends.device) for grid in torch.meshgrid(values, values))
+    x, y = (
+        grid.expand(3, 5, 5).to(backends.device)
+        for grid in torch.meshgrid(values, values, indexing="ij")
+    )
     inputs = [x.clone(), y.clone()][: len(kind.input_names)]
 
     def gradients(impl):
@@ -68,3 +90,7 @@ def test_gradients_are_not_finite_where_those_of_autograd_are_not(kind, backends
     for impl in backends.impls:
         for a, e in zip(gradients(impl), gradients("reference"), strict=True):
             torch.testing.assert_close(a, e, equal_nan=True)
+
+
+def test_the_compiler_and_the_runtime_agree_on_the_number_of_arrays():
+    assert emit_numba.MAX_SLOTS == numba_runtime.MAX_SLOTS
