@@ -149,6 +149,8 @@ class _Writer:
         """Return the template with random operands: `a`, `b` from `values`, `e`, `f` exact."""
         names = {key: self.pick(values) for key in "ab"}
         names |= {key: self.pick(self.exact) for key in "ef"}
+        if names["a"] == names["b"]:  # the gradient of x / x is the difference of equal terms
+            names["b"] = f"(0.7 * {names['a']})" if "/" not in template else "self.level"
         names |= {"n": self.draw.choice(NUMBERS), "t": self.draw.choice(("True", "False"))}
         if "{t}, {t}" in template:
             names["t"] = f"torch.tensor({names['t']})"
