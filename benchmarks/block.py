@@ -164,7 +164,7 @@ class BlockTruth:
         size = true[0].double().norm().item()  # of the terms in the sums over neurons, which cancel
         for name, a, e, t in zip(names, found, expected, true, strict=True):
             if contender.name == OURS:
-                within_budget(name, a, e, t, 8.0, 0.0 if a is gx else size)
+                within_budget(name, (a, e, t), 8.0, 0.0 if a is gx else size)
             error = difference([a], [t])
             assert error <= self.rounding, (
                 f"{name} differs by {error:.3g} of its norm, allowed is {self.rounding:g}"

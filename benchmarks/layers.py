@@ -447,7 +447,7 @@ class LayerTruth:
             *_series("gradient of input", grads, self.expected.grads, self.true.grads),
         ):
             a, e, t = (torch.where(compared, x, 0) for x in (actual, expected, true))
-            within_budget(name, a, e, t, share)
+            within_budget(name, (a, e, t), share)
         if len(self.ends) > 1:
             return
         # The terms of these sums cancel, and are about as large as the gradients of the inputs.
@@ -455,7 +455,7 @@ class LayerTruth:
         for name, a, e, t in _series(
             "gradient of parameter", result.params, self.expected.params, self.true.params
         ):
-            within_budget(name, a, e, t, share, scale)
+            within_budget(name, (a, e, t), share, scale)
 
     def _checked(self, found: Tensors, expected: Tensors, what: str) -> Tensors:
         assert len(found) == len(expected), f"{len(found)} {what}, not {len(expected)}"

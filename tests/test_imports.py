@@ -20,7 +20,7 @@ PACKAGES: dict[str, set[str]] = {
     "neurons": set(),
     "reference": {"neurons"},
     "compiler": {"neurons"},
-    "kernels": {"compiler.emit_numba", "neurons"},
+    "kernels": {"neurons"},
     "scan": {"compiler", "kernels", "neurons"},
     "memory": {"block", "nn", "scan", "kernels", "neurons"},
     "nn": {"scan", "reference", "kernels", "neurons"}

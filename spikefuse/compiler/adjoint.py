@@ -59,7 +59,7 @@ def has_gradient(definition: Definition, name: str) -> bool:
     return True
 
 
-def _gradients(total: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+def _gradients(total: Tensor, leaves: Sequence[Tensor], retain: bool) -> Sequence[Tensor | None]:
     """Compute what `torch.autograd.grad` does.
 
     `torch.autograd.grad` would disable the modes of `capture`, and import SymPy.
@@ -67,13 +67,39 @@ def _gradients(total: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | Non
     found: Sequence[Tensor | None] = torch.autograd.Variable._execution_engine.run_backward(
         (total,),
         (torch.ones_like(total),),
-        False,  # keep_graph
+        retain,  # keep_graph
         False,  # create_graph
         tuple(leaves),
         allow_unreachable=True,
         accumulate_grad=False,
     )
     return found
+
+
+def _transient(leaves: Sequence[Tensor], results: Sequence[Tensor], step: Step) -> list[int]:
+    """Return the indices of new states whose gradient is that of a final state, or none.
+
+    No later step passes a gradient to them: neither an output depends on them, nor a state that
+    receives gradients itself. In an eager loop, autograd does not follow such states.
+    """
+    states = leaves[len(step.inputs) : len(step.inputs) + len(step.states)]
+    if not states:
+        return []
+    reads = [
+        [g is not None for g in _gradients(result, states, True)] if result.requires_grad else []
+        for result in results
+    ]
+    transient: list[int] = []
+    while True:
+        others = [row for i, row in enumerate(reads) if i not in transient and row]
+        found = [
+            step.num_outputs + i
+            for i in range(len(states))
+            if not any(row[i] for row in others) and results[step.num_outputs + i].requires_grad
+        ]
+        if found == transient:
+            return found
+        transient = found
 
 
 def reverse_step(
@@ -96,18 +122,35 @@ def reverse_step(
         if (learned is None or name in learned) and has_gradient(definition, name)
     ]
 
-    def vjp(*args: Tensor) -> tuple[Tensor, ...]:
-        values = list(args[:num_all])
-        wanted = [*range(num_variables), *(num_variables + i for i in learnable)]
+    wanted = [*range(num_variables), *(num_variables + i for i in learnable)]
+
+    def run(args: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        """Return the variables as leaves, and the results of the step."""
+        values = list(args)
         for i in wanted:
             values[i] = values[i].detach().requires_grad_()
-        pairs = zip(function(*values), args[num_all:], strict=True)
-        products = [y * gradient for y, gradient in pairs if y.requires_grad]
-        leaves, zero = [values[i] for i in wanted], torch.zeros((), dtype=torch.float32)
-        if not products:  # no result depends on a variable
-            return tuple(zero for _ in leaves)
-        found = _gradients(sum(products[1:], products[0]), leaves)
-        return tuple(zero if g is None else g for g in found)
+        return [values[i] for i in wanted], function(*values)
+
+    transient = _transient(
+        *run([torch.full((), 0.5, dtype=torch.float32, device="cpu") for _ in range(num_all)]), step
+    )
+
+    def vjp(*args: Tensor) -> tuple[Tensor, ...]:
+        leaves, results = run(args[:num_all])
+        pairs = [*zip(results, args[num_all:], strict=True)]
+        lasting = [y * g for i, (y, g) in enumerate(pairs) if i not in transient]
+        products = [product for product in lasting if product.requires_grad]
+        totals = [torch.zeros((), dtype=torch.float32)] * len(leaves)
+        if products:
+            found = _gradients(sum(products[1:], products[0]), leaves, bool(transient))
+            totals = [z if g is None else g for z, g in zip(totals, found, strict=True)]
+        for y, gradient in (pairs[i] for i in transient):
+            # Where there is no gradient, its product with an infinite derivative must not be NaN.
+            found = _gradients(y * gradient, leaves, True)
+            for i, g in enumerate(found):
+                if g is not None:
+                    totals[i] = totals[i] + torch.where(gradient != 0, g, 0.0)
+        return tuple(totals)
 
     params = tuple(step.params[i] for i in learnable)
     return Reverse(step.inputs, params, capture(vjp, _variables(step), step.name, gradients=True))

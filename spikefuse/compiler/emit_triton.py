@@ -148,6 +148,10 @@ class _Emitter(Variables):
         body += [f"{p} = tl.load({p}_ptr)" for p in self.tensors]
         # The interpreter passes Python floats, which are in double precision.
         body += [f"{p} = tl.full([], {p}, tl.float32)" for p in floats]
+        if scalars := [*self.tensors, *floats]:
+            # The interpreter cannot combine a condition on a scalar with one on a block.
+            spread = [f"{p} = tl.broadcast_to({p}, [BLOCK])" for p in scalars]
+            body += ["if not FAST:", *indent(spread, 1)]
         return [
             f"@triton.jit(do_not_specialize={integers!r})",
             f"def {name}(",

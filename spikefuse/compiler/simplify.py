@@ -1,10 +1,9 @@
 """Rewrite traced graphs into fewer operations with the same results.
 
-For finite operands and results, all rules are exact up to the sign of zero. (`x - y >= 0` becomes
-`x >= y`, which differs for two equal infinities.) There are two exceptions. A hard reset,
+All rules are exact up to the sign of zero, with two exceptions for values that are not finite.
+`x - y >= 0` becomes `x >= y`, which differs for two equal infinities. A hard reset,
 `h * (1 - s) + v_reset * s`, becomes `where(fired, v_reset, h)`, which also resets an infinite
-potential, where the product would be NaN. In gradients, which are only exact to rounding, every
-product with a spike becomes a `where`.
+potential, where the product would be NaN.
 """
 
 from __future__ import annotations
@@ -19,13 +18,9 @@ from spikefuse.compiler.ops import TABLE, Operand
 COMPARISONS = ("ge", "gt", "le", "lt", "eq", "ne")
 
 
-def simplify(graph: Graph, gradients: bool = False) -> Graph:
-    """Return a graph with the same outputs and fewer nodes; equal nodes are merged.
-
-    Args:
-        gradients: whether the outputs are gradients.
-    """
-    builder = _Builder(graph.inputs, gradients)
+def simplify(graph: Graph) -> Graph:
+    """Return a graph with the same outputs and fewer nodes; equal nodes are merged."""
+    builder = _Builder(graph.inputs)
     values: dict[str, Operand] = {name: name for name in graph.inputs}
     for node in graph.nodes:
         operands = [values[o] if isinstance(o, str) else o for o in node.operands]
@@ -79,8 +74,8 @@ def _deciding(graph: Graph) -> set[str]:
 
 
 class _Builder:
-    def __init__(self, inputs: tuple[str, ...], gradients: bool) -> None:
-        self.graph, self.gradients = Graph(inputs), gradients
+    def __init__(self, inputs: tuple[str, ...]) -> None:
+        self.graph = Graph(inputs)
         self.known: dict[tuple[object, ...], Operand] = {}
         self.nodes: dict[Operand, Node] = {}
 
@@ -156,12 +151,7 @@ def _sub(b: _Builder, x: Operand, y: Operand) -> Operand | None:
 
 
 def _mul(b: _Builder, x: Operand, y: Operand) -> Operand | None:
-    for one, other in ((x, y), (y, x)):
-        if _is(other, 1.0):
-            return one
-        if b.gradients and (spike := b.match(other, "float")):
-            return b.make("where", spike[0], one, 0.0)
-    return None
+    return y if _is(x, 1.0) else x if _is(y, 1.0) else None
 
 
 def _involution(name: str) -> Rule:

@@ -122,7 +122,7 @@ def capture(
         ) from error
     graph = recorder.graph
     graph.outputs = tuple(graph.convert("f", recorder.operand(result)) for result in results)
-    return simplify(graph, gradients)
+    return simplify(graph)
 
 
 def _value_read(step: str) -> UnsupportedOperation:

@@ -22,7 +22,6 @@ from numba.core import cgutils
 from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
-from spikefuse.compiler.emit_numba import MAX_SLOTS
 from spikefuse.kernels.file_lock import locked
 from spikefuse.kernels.numba_math import exp, floor, fma, log, sigmoid, sqrt
 
@@ -64,6 +63,9 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     dispatcher.compile = compile_once
     return dispatcher
 
+
+# Maximum number of arrays of a kernel; the compiler refuses to emit more.
+MAX_SLOTS = 128
 
 # Kernels call intrinsics without the typing context, which type checkers do not understand.
 _intrinsic: Any = intrinsic

@@ -86,9 +86,8 @@ def assert_matches(block, inputs, impls, state=None, layouts=LAYOUTS[:1], exact=
         for name, gradient in found.items():
             scale = 0.0 if name.startswith(("input", "state")) else summed
             label, share = f"{where}: gradient of {name}", 4.0 if exact else 8.0
-            within_budget(
-                label, gradient, expected[name], truth[name], share, scale, impl == "triton"
-            )
+            results = gradient, expected[name], truth[name]
+            within_budget(label, results, share, scale, impl == "triton")
 
 
 def cases():

@@ -185,7 +185,8 @@ def assert_same_compiled(build: Build, seed: int, impl: str = "numba") -> None:
     for name, gradient in ours.gradients(weights).items():
         scale = 0.0 if name == "input" else summed
         # As for smooth models: their order of operations may err less.
-        within_budget(f"gradient of {name}", gradient, expected[name], true[name], 8.0, scale)
+        results = gradient, expected[name], true[name]
+        within_budget(f"gradient of {name}", results, 8.0, scale)
 
 
 @contextlib.contextmanager
