@@ -85,13 +85,6 @@ class TemporalCall:
         """Where neurons mark binary outputs; None if layers save spikes as they are."""
         return None if self.saving is None else self.saving.spikes
 
-    def unfold(self, x: Tensor) -> Tensor:
-        """`[T, B, ...]` of a folded tensor, or of one that stands for all steps."""
-        rows = x.shape[0]
-        if rows == self.constant_rows:
-            return x.unsqueeze(0).expand(self.num_steps, *x.shape)
-        return x.unflatten(0, (self.num_steps, rows // self.num_steps))
-
 
 class Observer(Protocol):
     """Sees every scan of a thread; see `observing`."""
@@ -176,7 +169,6 @@ class _Folding(NamedTuple):
     num_steps: int
     impl: str
     has_state: bool
-    constant_rows: int | None
 
 
 # By neuron and number of rows: its folding, None for a call outside Temporal, or `_AMBIGUOUS`.
@@ -191,7 +183,7 @@ def remember(neuron: nn.Module, inputs: tuple[Tensor, ...], call: TemporalCall |
     folding: Any = None
     if call is not None:
         has_state = call.initial is not None or call.passing is not None
-        folding = _Folding(call.num_steps, call.impl, has_state, call.constant_rows)
+        folding = _Folding(call.num_steps, call.impl, has_state)
     seen = _foldings.get(neuron)
     if seen is None:
         seen = _foldings[neuron] = {}
@@ -215,6 +207,4 @@ def recall(neuron: nn.Module, inputs: tuple[Tensor, ...]) -> TemporalCall | None
             "a neuron is recomputed for torch.utils.checkpoint, but its number of time steps or "
             "its state is not known any more: checkpoint the whole Temporal"
         )
-    return TemporalCall(
-        folding.num_steps, {id(neuron): ""}, folding.impl, constant_rows=folding.constant_rows
-    )
+    return TemporalCall(folding.num_steps, {id(neuron): ""}, folding.impl)

@@ -19,6 +19,7 @@ from spikefuse.nn.call import (
     remember,
     wants_bits,
 )
+from spikefuse.nn.constant_input import unfold
 from spikefuse.scan import op
 from spikefuse.scan.op import Request
 
@@ -96,7 +97,7 @@ class Neuron(Definition):
             raise ValueError("inside Temporal, pass state= and return_state= to the container")
         steps, name = call.num_steps, call.names[id(self)]
         for x in request.inputs:
-            if x.ndim == 0 or (x.shape[0] % steps and x.shape[0] != call.constant_rows):
+            if x.ndim == 0 or x.shape[0] % steps:
                 raise ValueError(
                     f"neuron '{name}' received shape {list(x.shape)} inside Temporal: "
                     f"expected [T*B, ...] with T = {steps}"
@@ -107,7 +108,7 @@ class Neuron(Definition):
                 "use one module per call"
             )
         state = None if call.initial is None else call.initial[name]
-        inputs = tuple(map(call.unfold, request.inputs))
+        inputs = tuple([unfold(x, steps) for x in request.inputs])
         call.current = name
         outputs, finals = scan(Request(inputs, state, call.impl, call.final, passing=call.passing))
         call.current = ""
