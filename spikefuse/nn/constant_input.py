@@ -108,7 +108,7 @@ class _Repeat(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.unflatten(0, (ctx.num_steps, -1)).sum(0), None
 
 
@@ -205,8 +205,7 @@ def _batch_norm(
     x: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    *args: Any,
-    momentum: float = 0.1,
+    momentum: float,
     **kwargs: Any,
 ) -> Tensor:
     """Normalize `x`, one step of several equal ones, and update the running variance for them all.
@@ -215,7 +214,7 @@ def _batch_norm(
     variance times n / (n - 1), with n the values per channel.
     """
     before = None if running_var is None else running_var.clone()
-    y = F.batch_norm(x, running_mean, running_var, *args, momentum=momentum, **kwargs)
+    y = F.batch_norm(x, running_mean, running_var, momentum=momentum, **kwargs)
     if running_var is not None and before is not None and kwargs.get("training"):
         values = x.numel() // x.shape[1]
         ratio = num_steps * (values - 1) / (num_steps * values - 1)
