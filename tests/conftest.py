@@ -28,7 +28,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from spikefuse.kernels import numba_threads
+from spikefuse.kernels import numba_host
 from spikefuse.testing import Backends
 
 DEVICES = [pytest.param("cpu")]
@@ -80,4 +80,4 @@ def two_threads(own_threads):
 @pytest.fixture
 def any_threads(own_threads, monkeypatch):
     """Split work of any size among the threads that the test sets."""
-    monkeypatch.setattr(numba_threads, "MIN_TASK", 1)
+    monkeypatch.setattr(numba_host, "MIN_TASK", 1)

@@ -91,7 +91,7 @@ ORDER = {
         "channels",
         "numba_math",
         "numba_runtime",
-        "numba_threads",
+        "numba_host",
         "triton_runtime",
         "bits_numba",
         "bits_triton",

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.block.batch_norm import RankedNorm, by_batch
+from spikefuse.block.batch_norm import by_batch
 from spikefuse.block.deferred import (
     DeferredNorm,
     Outcome,
@@ -19,7 +19,6 @@ from spikefuse.block.deferred import (
     outcomes,
     tensors_of,
 )
-from spikefuse.nn import constant_input
 from spikefuse.nn.call import active
 from spikefuse.nn.neuron import DTYPES
 
@@ -32,7 +31,6 @@ class FusedNorm(_BatchNorm):
     """
 
     is_leaf = True
-    counts_steps = True
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -49,17 +47,7 @@ class FusedNorm(_BatchNorm):
 
     def plain(self, x: Tensor) -> Tensor:
         """The norm of torch.nn, at once."""
-        temporal = active.call
-        if (
-            torch.compiler.is_compiling()
-            or temporal is None
-            or temporal.constant_rows is None
-            or temporal.constant_rows != x.shape[0]
-            or isinstance(self, RankedNorm)
-        ):
-            return super().forward(x)
-        with constant_input.repeated_statistics(self, x, temporal.num_steps):
-            return super().forward(x)
+        return super().forward(x)
 
     def _obstacle(self, x: Any, read: list[Tensor]) -> str:
         """Why the norm must be computed at once; empty if it can be deferred."""
@@ -101,7 +89,7 @@ class FusedNorm(_BatchNorm):
         rows, channels = x.shape[:2]
         if channels != self.num_features or (by_batch(self) and x.numel() == channels):
             return f"its input has shape {list(x.shape)}"
-        if temporal is None or rows == temporal.constant_rows or rows % temporal.num_steps == 0:
+        if temporal is None or rows % temporal.num_steps == 0:
             return ""
         return f"its input has {rows} rows, which is not T * B"
 

@@ -13,7 +13,6 @@ from spikefuse.block.batch_norm import RankedNorm, running_of
 from spikefuse.block.fused_norm import FusedNorm
 from spikefuse.distributed.links import AxisCollectives
 from spikefuse.kernels.norm import update_running_stats
-from spikefuse.nn.call import active
 
 # torch.batch_norm_stats returns 1 / sqrt(variance + eps).
 _EPS = 1e-5
@@ -40,11 +39,8 @@ class AxisNorm(RankedNorm):
         if not self.training and self.running_mean is not None:
             return super().forward(x)
         self._check_input_dim(x)
-        call, repeats = active.call, 1
-        if call is not None and x.shape[0] == call.constant_rows:
-            repeats = call.num_steps  # each row stands for all time steps
         y, mean, var, count = _NormalizeOverRanks.apply(
-            x, self.weight, self.bias, self.eps, repeats, self.ranks
+            x, self.weight, self.bias, self.eps, self.ranks
         )
         rate: Any = self.momentum
         if rate is None and self.num_batches_tracked is not None:
@@ -96,11 +92,11 @@ class _NormalizeOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-        bias, eps, repeats, ranks = args
-        mean, var, count = _moments(x, repeats, ranks)
+        bias, eps, ranks = args
+        mean, var, count = _moments(x, ranks)
         y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), count)
-        ctx.repeats, ctx.ranks = repeats, ranks
+        ctx.ranks = ranks
         ctx.mark_non_differentiable(mean, var, count)
         return y, mean, var, count
 
@@ -111,25 +107,24 @@ class _NormalizeOverRanks(torch.autograd.Function):
         sums, products = _sums(grad, x, mean, scale)
         total = torch.stack([sums, products])
         ctx.ranks.sum(total)
-        # The gradient of a row that stands for several steps is the sum of their gradients.
-        means = ctx.repeats * total / count
+        means = total / count
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         return (
             _grad_x(grad, x, weight, (mean, scale), means) if needs_x else None,
             products.to(weight.dtype) if needs_weight else None,
             sums.to(weight.dtype) if needs_bias else None,
-            *(None,) * 3,
+            *(None,) * 2,
         )
 
 
-def _moments(x: Tensor, repeats: int, ranks: AxisCollectives) -> tuple[Tensor, Tensor, Tensor]:
+def _moments(x: Tensor, ranks: AxisCollectives) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance per channel over all ranks, and the number of values."""
     if x.is_cuda:
         mean, scale = torch.batch_norm_stats(_dense(x), _EPS)
         var = (scale.pow(-2) - _EPS).clamp_min(0)
     else:
         var, mean = torch.var_mean(x.movedim(1, -1).float(), _leading(x), correction=0)
-    values = repeats * x.numel() // x.shape[1]
+    values = x.numel() // x.shape[1]
     mine = torch.cat([mean, var, mean.new_full((1,), values)])
     means, variances, counts = ranks.gather(mine).split([len(mean), len(var), 1], 1)
     count = counts.sum()

@@ -33,8 +33,7 @@ from spikefuse.events.products_numba import (
     tile_width,
     work_of,
 )
-from spikefuse.kernels.numba_runtime import advise_huge_pages, flat, move_to_huge_pages
-from spikefuse.kernels.numba_threads import threads_for
+from spikefuse.kernels.numba_host import advise_huge_pages, flat, move_to_huge_pages, threads_for
 from spikefuse.neurons.definition import Definition
 from spikefuse.scan import cache as sources
 from spikefuse.scan.op import choose

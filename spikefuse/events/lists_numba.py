@@ -16,8 +16,8 @@ from torch import Tensor
 
 from spikefuse.events.lists import FIRED, NEAR, EventLists
 from spikefuse.events.vectors_numba import WORD, equal_bits
-from spikefuse.kernels.numba_runtime import flat, kernel
-from spikefuse.kernels.numba_threads import shared
+from spikefuse.kernels.numba_host import flat, shared
+from spikefuse.kernels.numba_runtime import kernel
 
 _FIRED, _NEAR = np.float32(FIRED), np.float32(NEAR)
 

@@ -22,17 +22,14 @@ from spikefuse.events.lists import FIRED
 from spikefuse.events.lists_numba import arrays
 from spikefuse.events.transpose_numba import transpose
 from spikefuse.events.vectors_numba import WORD, dots, prefetch, sum_rows
-from spikefuse.kernels.numba_runtime import (
+from spikefuse.kernels.numba_host import (
     advise_huge_pages,
-    fence,
     flat,
-    kernel,
-    load,
     move_to_huge_pages,
-    store,
-    stream,
+    shared,
+    threads_for,
 )
-from spikefuse.kernels.numba_threads import shared, threads_for
+from spikefuse.kernels.numba_runtime import fence, kernel, load, store, stream
 
 # Most columns of a tile, whose weights have to fit a core's cache.
 WIDEST = 512

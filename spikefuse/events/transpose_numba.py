@@ -12,8 +12,8 @@ import numpy as np
 
 from spikefuse.events.format import Events
 from spikefuse.events.lists_numba import arrays
+from spikefuse.kernels.numba_host import shared, threads_for
 from spikefuse.kernels.numba_runtime import kernel
-from spikefuse.kernels.numba_threads import shared, threads_for
 
 # Work per entry, which is read and written at scattered places, in neuron-steps.
 ENTRY = 2

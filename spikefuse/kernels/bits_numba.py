@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from spikefuse.kernels.numba_runtime import arrays, f32, flat, kernel, load, store
-from spikefuse.kernels.numba_threads import LINE, shared
+from spikefuse.kernels.numba_host import LINE, arrays, flat, shared
+from spikefuse.kernels.numba_runtime import f32, kernel, load, store
 
 
 @kernel

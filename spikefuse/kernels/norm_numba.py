@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from spikefuse.kernels.numba_runtime import arrays, kernel, load
-from spikefuse.kernels.numba_threads import LINE, shared
+from spikefuse.kernels.numba_host import LINE, arrays, shared
+from spikefuse.kernels.numba_runtime import kernel, load
 
 # Columns of a tile, which are summed side by side, and the rows that are summed in float32 before
 # they are merged in double precision. The first HEAD rows give the origin of the sums.

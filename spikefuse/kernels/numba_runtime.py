@@ -7,15 +7,12 @@ Half precision is converted on access; bfloat16 is stored in uint16 arrays, floa
 
 from __future__ import annotations
 
-import ctypes
-import sys
-from collections.abc import Callable, Iterable
-from functools import lru_cache, partial
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numba
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -199,64 +196,3 @@ def channel_rows(row, count, values, first, inner):
     """Fill `row` with the channel values of neurons first ... first + count - 1."""
     for i in range(count):
         row[i] = values[((first + i) // inner) % values.size]
-
-
-def arrays(tensors: Iterable[torch.Tensor | None], are_large: bool = False) -> list[np.ndarray]:
-    """Return the memory of tensors, from their first elements to their last, as 1-d arrays.
-
-    None gives an empty array. With `are_large`, new memory is advised to use huge pages.
-    """
-    found = []
-    for x in tensors:
-        if x is None:
-            found.append(_EMPTY)
-            continue
-        if are_large and x.nbytes >= _LARGE:
-            advise_huge_pages(x)
-        span = 1
-        for size, stride in zip(x.shape, x.stride(), strict=True):
-            span += (size - 1) * stride
-        x = torch.as_strided(x.detach(), (span if x.numel() else 0,), (1,))
-        if x.dtype is torch.bfloat16:
-            x = x.view(torch.uint16)
-        elif x.dtype is torch.float16:
-            x = x.view(torch.int16)
-        found.append(x.numpy())
-    return found
-
-
-def flat(x: torch.Tensor) -> np.ndarray:
-    """Return the memory of one tensor; see `arrays`."""
-    return arrays((x,))[0]
-
-
-_EMPTY = np.empty(0, np.float32)
-
-# Bytes from which page faults of a new tensor cost more than its arithmetic; bytes per page.
-_LARGE, _PAGE = 1 << 22, 1 << 12
-_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
-_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
-
-
-def advise_huge_pages(x: torch.Tensor) -> None:
-    """Ask Linux to back a new, large tensor with 2 MiB pages; has no effect on other systems."""
-    memory = x.untyped_storage()
-    if memory.nbytes() >= _LARGE:
-        _advise(memory.data_ptr(), memory.nbytes(), _MADV_HUGEPAGE)
-
-
-def move_to_huge_pages(x: torch.Tensor) -> None:
-    """Ask Linux, once, to move a large tensor that is read in random order to 2 MiB pages."""
-    memory = x.untyped_storage()
-    if memory.nbytes() >= _LARGE:
-        _advise_once(memory.data_ptr(), memory.nbytes(), _MADV_COLLAPSE)
-
-
-def _advise(address: int, size: int, advice: int) -> None:
-    if _madvise is not None:
-        start = -(-address // _PAGE) * _PAGE
-        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - _PAGE), advice)
-
-
-# Keyed on address and size: memory that the allocator reuses has been moved already.
-_advise_once = lru_cache(maxsize=1024)(_advise)

@@ -1,7 +1,7 @@
-"""Training under `Checkpoint`: each segment of the network is computed again when backward comes
-to it, in parts of the batch where its working set would set the peak.
+"""Training under `Checkpoint`: backward recomputes the network segment by segment.
 
-Gradients, too, lie in parts: that of a segment's output goes as that of its inputs comes.
+A segment whose working set would set the peak runs in microbatches. Gradients are stored in
+microbatches, too, and freed as soon as a segment has used them.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ from spikefuse.memory.microbatch import (
     batch_size,
     empty_batch,
     split,
-    take,
-    unfolded,
 )
 from spikefuse.memory.policies import Checkpoint
 from spikefuse.memory.recompute import Gradients, RecomputedBlock, RecomputedNeuron, gradients
-from spikefuse.memory.segment_values import KeptValues, Store, Values, several
+from spikefuse.memory.segment_values import Store, Values, several
 from spikefuse.memory.segments import BlockCall, NeuronCall, Segment, Segments
 from spikefuse.memory.spikes import Spikes
 from spikefuse.nn import neuron
 from spikefuse.nn.call import Saving, TemporalCall, active, inside, mark_binary, wants_bits
+from spikefuse.nn.constant_input import ConstantSequence, unfold
 from spikefuse.scan import op
 from spikefuse.scan.execution import Wanted, execution_of
 from spikefuse.scan.op import Request
 from spikefuse.scan.state_passing import WHOLE, Channel, StateMemory, exchange
 
 
-def _applies(net: nn.Module, x: Tensor, impl: str) -> bool:
+def _is_recomputed_call(net: nn.Module, x: Tensor, impl: str) -> bool:
     """Whether a call saves something that could be recomputed: with gradients, by kernels."""
     return (
         torch.is_grad_enabled()
@@ -52,8 +51,8 @@ def _applies(net: nn.Module, x: Tensor, impl: str) -> bool:
 
 
 def _run(policy: Checkpoint, net: nn.Module, call: TemporalCall, x: Tensor) -> Any:
-    """Run a network on a folded input and save only what its segments begin from."""
-    if not _applies(net, x, call.impl):
+    """Run a network on a folded input, and save only the inputs of its segments."""
+    if not _is_recomputed_call(net, x, call.impl):
         return net(x)
     if call.initial is not None or call.final:
         raise ValueError(
@@ -90,14 +89,14 @@ class _Whole(torch.autograd.Function):
         if state is None:
             raise RuntimeError(
                 "backward a second time through a network with memory=Checkpoint(), which frees "
-                "what it has kept: use another policy"
+                "what it has saved: use another policy"
             )
         _ = ctx.saved_tensors  # refuses parameters that were changed since
         return (None, *state.backward(grads))
 
 
 class _Run(Store):
-    """One forward pass, what it keeps, and its backward pass."""
+    """One forward pass, what it saves, and its backward pass."""
 
     def __init__(
         self,
@@ -108,20 +107,20 @@ class _Run(Store):
         parameters: Sequence[nn.Parameter],
     ) -> None:
         assert call.spikes is not None
-        self.batch = call.constant_rows or x.shape[0] // call.num_steps
+        self.batch = x.shape[0] // call.num_steps
         whole = (0, self.batch)
-        kept: KeptValues = {segments.input: [(whole, (x.detach(), x._version))]}
         needs = {segments.input: x.requires_grad}
-        super().__init__(segments, call.num_steps, call.impl, kept, needs)
+        super().__init__(segments, call.num_steps, call.impl, {}, needs)
+        rows = self.stored(segments.input, x.detach())
+        self.saved[segments.input] = [(whole, (rows, rows._version))]
         self.policy, self.parameters = policy, parameters
         self.spikes, self.passing = call.spikes, call.passing or WHOLE
-        # What layers are told when they are computed again, without neurons.
-        rows = call.constant_rows
-        self.again = TemporalCall(self.steps, {}, self.impl, constant_rows=rows)
+        # The call in which layers without neurons are recomputed.
+        self.call = TemporalCall(self.steps, {}, self.impl)
         device = x.device.type
         self.cast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         self.kind = (x.shape, x.dtype, x.device, self.cast)
-        self.parts: dict[fx.Node, list[Microbatch]] = {segments.input: [whole]}
+        self.microbatches: dict[fx.Node, list[Microbatch]] = {segments.input: [whole]}
         # Saved by segments for backward: states received from the process before, training calls of
         # blocks with batch statistics, and graphs of segments that run once.
         self.states: dict[Segment, dict[Microbatch, list[Tensor]]] = {}
@@ -132,7 +131,7 @@ class _Run(Store):
         self.largest = 0
 
     def autocast(self) -> Any:
-        # A cast weight is not kept until all is over.
+        # The cache would hold cast weights until the whole pass has ended.
         device, dtype, enabled = self.cast
         return torch.autocast(device, dtype, enabled, cache_enabled=False)
 
@@ -143,23 +142,26 @@ class _Run(Store):
                 self.needs[target] = any(
                     (*map(self.needs.__getitem__, segment.inputs), *_wanted(segment.parameters))
                 )
-                self.parts[target] = self._divided(segment)
+                self.microbatches[target] = self._split(segment)
                 if segment.block is not None:
                     self._run_block(segment, segment.block)
                 elif segment.neuron is not None:
                     self._run_neuron(segment, segment.neuron)
-                elif segment.again:
-                    for part in self.parts[target]:
-                        self._keep(target, part, Values(self, segment, part)[target])
+                elif segment.is_recomputed:
+                    for microbatch in self.microbatches[target]:
+                        self._save(target, microbatch, Values(self, segment, microbatch)[target])
                 else:
                     self._run_once(segment)
-        # Not the kept tensors themselves: these would keep their own history alive.
+        # Not the saved tensors themselves, which would keep their own history alive.
         whole = (0, self.batch)
-        return tuple(take(self.kept[n], whole).detach() for n in self.segments.outputs)
+        return tuple(
+            unfold(self.take(n, whole), self.steps).flatten(0, 1).detach()
+            for n in self.segments.outputs
+        )
 
-    def _divided(self, segment: Segment) -> list[Microbatch]:
-        """Parts so small that, with the gradients around, the working set stays below that of the
-        largest segment so far, which has about as many parts as the policy says."""
+    def _split(self, segment: Segment) -> list[Microbatch]:
+        """Return microbatches so small that the working set, with gradients, stays below that of
+        the largest segment so far, which has about `policy.chunks` microbatches."""
         if not segment.by_sample:
             return [(0, self.batch)]
         key = (segment, *self.kind)
@@ -167,7 +169,7 @@ class _Run(Store):
         if sizes is None:
             values = Values(self, segment, (0, 1))
             sizes = self.segments.sizes[key] = values.num_bytes()
-        # Of a sample at a step, so that processes with other steps come to the same parts.
+        # Of a sample at a step, so that processes with other steps choose the same microbatches.
         inside, read = sizes
         most = max(inside, read)
         self.largest = max(self.largest, most)
@@ -176,41 +178,43 @@ class _Run(Store):
         return split(self.batch, 1 << (num - 1).bit_length())
 
     def _run_once(self, segment: Segment) -> None:
-        """What is random, or unknown."""
+        """Run a segment that is random or unknown once, with its graph for backward."""
         values = Values(self, segment, (0, self.batch), differentiable=True)
         with torch.enable_grad():
             y = values[segment.target]
+            if isinstance(y, ConstantSequence):
+                y = y.view(y.shape)
         if not isinstance(y, Tensor):
             raise ValueError(
                 f"memory=Checkpoint() can't run '{segment.target}', which gives a "
                 f"{type(y).__name__}: expected one tensor; use another policy"
             )
         self.graphs[segment] = values.leaves, y
-        self._keep(segment.target, (0, self.batch), y.detach())
+        self._save(segment.target, (0, self.batch), y.detach())
 
     def _run_neuron(self, segment: Segment, called: NeuronCall) -> None:
-        parts, target = self.parts[segment.target], segment.target
+        microbatches, target = self.microbatches[segment.target], segment.target
         # Norms, which wait for all processes, are in segments of a single microbatch only.
-        first = [Values(self, segment, parts[0]).sequences(called.inputs)]
+        first = [Values(self, segment, microbatches[0]).sequences(called.inputs)]
         memory = StateMemory.like(first[0][0], called.num_states)
 
-        def run(part: Microbatch, states: list[Tensor]) -> Sequence[Tensor]:
-            values = Values(self, segment, part)
+        def run(microbatch: Microbatch, states: list[Tensor]) -> Sequence[Tensor]:
+            values = Values(self, segment, microbatch)
             inputs = first.pop() if first else values.sequences(called.inputs)
             y, ends = values.fire(called, inputs, states, self._sends)
-            self._keep(target, part, y.flatten(0, 1))
+            self._save(target, microbatch, y.flatten(0, 1))
             return ends
 
-        self.states[segment] = self._forward(memory, parts, run)
+        self.states[segment] = self._forward(memory, microbatches, run)
 
     def _run_block(self, segment: Segment, called: BlockCall) -> None:
-        parts = self.parts[segment.target]
+        microbatches = self.microbatches[segment.target]
         first: list[Sequence[Tensor]] = []
-        if len(parts) == 1:
-            first = [Values(self, segment, parts[0]).sequences(called.inputs)]
+        if len(microbatches) == 1:
+            first = [Values(self, segment, microbatches[0]).sequences(called.inputs)]
             x = first[0][0]
         else:
-            x = self._whole(segment, called.inputs[0])
+            x = self._whole_batch(segment, called.inputs[0])
         block.check_norm(called.norm, called.neuron, x, batch=True)
         program, own = self.program(called, x)
         if len(program.binary) != 1:
@@ -218,9 +222,9 @@ class _Run(Store):
         call = self.calls[segment] = self._training_call(called, program, x)
         shift = shift_of(called.norm, x)
 
-        def run(part: Microbatch, states: list[Tensor]) -> Sequence[Tensor]:
-            values = Values(self, segment, part)
-            piece = x[:, slice(*part)]
+        def run(microbatch: Microbatch, states: list[Tensor]) -> Sequence[Tensor]:
+            values = Values(self, segment, microbatch)
+            piece = x[:, slice(*microbatch)]
             inputs = first.pop() if first else (piece, *values.sequences(called.inputs[1:]))
             names = block.NAMES[: len(inputs)]
             neuron.check(called.neuron, names, tuple(inputs), None, program.backend)
@@ -231,48 +235,53 @@ class _Run(Store):
             results = execution.forward(arguments, execution.new_results(wanted))
             if wanted.bits:
                 mark_binary(results, program.binary)
-            self._keep(segment.target, part, results.outputs[0].flatten(0, 1))
+            self._save(segment.target, microbatch, results.outputs[0].flatten(0, 1))
             return results.finals
 
         memory = StateMemory.like(x, program.num_states)
-        self.states[segment] = self._forward(memory, parts, run)
+        self.states[segment] = self._forward(memory, microbatches, run)
 
     def _forward(
         self,
         memory: StateMemory,
-        parts: Sequence[Microbatch],
+        microbatches: Sequence[Microbatch],
         run: Callable[[Microbatch, list[Tensor]], Sequence[Tensor]],
     ) -> dict[Microbatch, list[Tensor]]:
-        """Run a scan part by part: the states that arrived for each part."""
+        """Run a scan by microbatches, and return the initial states received for each."""
         buffers = [
-            [] if self.passing.is_first else memory.empty(batch_size(part)) for part in parts
+            [] if self.passing.is_first else memory.empty(batch_size(microbatch))
+            for microbatch in microbatches
         ]
         channel = self.passing.forward(buffers)
-        return _exchange(channel, memory, parts, run, self.passing.is_last)
+        return _exchange(channel, memory, microbatches, run, self.passing.is_last)
 
     def _backward(
         self,
         memory: StateMemory,
-        parts: Sequence[Microbatch],
+        microbatches: Sequence[Microbatch],
         run: Callable[[Microbatch, list[Tensor]], Sequence[Tensor]],
     ) -> dict[Microbatch, list[Tensor]]:
-        """The same against time, for gradients of states."""
-        buffers = [[] if self.passing.is_last else memory.empty(batch_size(part)) for part in parts]
+        """Run the backward pass of a scan by microbatches, and return the received gradients."""
+        buffers = [
+            [] if self.passing.is_last else memory.empty(batch_size(microbatch))
+            for microbatch in microbatches
+        ]
         channel = self.passing.backward(buffers)
-        return _exchange(channel, memory, parts, run, self.passing.is_first)
+        return _exchange(channel, memory, microbatches, run, self.passing.is_first)
 
     @property
     def _sends(self) -> bool:
-        """Whether final states are for another process."""
+        """Whether another process needs the final states."""
         return not self.passing.is_last
 
-    def _whole(self, segment: Segment, node: fx.Node) -> Tensor:
-        """What a node in a segment of several parts gives, `[T, B, ...]`."""
+    def _whole_batch(self, segment: Segment, node: fx.Node) -> Tensor:
+        """Return the value of a node in a segment of several microbatches, `[T, B, ...]`."""
         x: Tensor | None = None
-        for part in self.parts[segment.target]:
-            piece = unfolded(Values(self, segment, part)[node], batch_size(part))
+        for microbatch in self.microbatches[segment.target]:
+            piece = Values(self, segment, microbatch).sequences([node])[0]
+            piece = piece[: 1 if piece.stride(0) == 0 else self.steps]
             x = empty_batch(piece, self.batch) if x is None else x
-            x[:, slice(*part)].copy_(piece)
+            x[:, slice(*microbatch)].copy_(piece)
         assert x is not None
         return x.expand(self.steps, *x.shape[1:])
 
@@ -285,27 +294,33 @@ class _Run(Store):
         backend = neuron.backend_of((x,), self.impl)
         return block_program(called.neuron, backend, len(called.inputs) > 1, True)
 
-    def _keep(self, target: fx.Node, part: Microbatch, y: Tensor) -> None:
-        value = self.spikes.pack(y)
+    def _save(self, target: fx.Node, microbatch: Microbatch, y: Tensor) -> None:
+        value = self.spikes.pack(self.stored(target, y))
         if self.segments.is_pooled(target) and isinstance(value, tuple):
             (source,) = target.all_input_nodes
-            if all(isinstance(k, bits.Packed) for _, k in self.kept.get(source, [(part, value)])):
-                value = bits.pack(y)
+            if all(
+                isinstance(k, bits.Packed) for _, k in self.saved.get(source, [(microbatch, value)])
+            ):
+                value = bits.pack(self.stored(target, y))
         self.spikes.clear()
-        self.kept.setdefault(target, []).append((part, value))
+        self.saved.setdefault(target, []).append((microbatch, value))
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the input and of the parameters."""
+        """Return gradients of the input and of the parameters."""
         whole = (0, self.batch)
-        self.grads = {node: Gradient(parts) for node, parts in self.parts.items()}
+        self.grads = {
+            node: Gradient(microbatches) for node, microbatches in self.microbatches.items()
+        }
         for node, gradient in zip(self.segments.outputs, grads, strict=True):
             if gradient is not None:
+                if node in self.constant:
+                    gradient = gradient.unflatten(0, (self.steps, -1)).sum(0)
                 self.grads[node].add(whole, gradient)
         del grads
-        with self.autocast(), torch.enable_grad(), inside(self.again):
+        with self.autocast(), torch.enable_grad(), inside(self.call):
             for segment in reversed(self.segments):
-                # All that read it are done.
-                del self.kept[segment.target]
+                # All of its readers have been differentiated.
+                del self.saved[segment.target]
                 if self.grads[segment.target] and self.needs[segment.target]:
                     self._differentiate(segment)
                 del self.grads[segment.target]
@@ -318,87 +333,99 @@ class _Run(Store):
             self._differentiate_block(segment, segment.block, gradient)
         elif segment.neuron is not None:
             self._differentiate_neuron(segment, segment.neuron, gradient)
-        elif segment.again:
-            for part in gradient.microbatches:
-                values = Values(self, segment, part, differentiable=True)
-                y = values[segment.target]
-                self.differentiate(segment, part, values.leaves, [y], [gradient.pop(part)])
+        elif segment.is_recomputed:
+            for microbatch in gradient.microbatches:
+                values = Values(self, segment, microbatch, differentiable=True)
+                y = self.stored(segment.target, values[segment.target])
+                self.differentiate(
+                    segment, microbatch, values.leaves, [y], [gradient.pop(microbatch)]
+                )
         else:
-            part, (leaves, y) = (0, self.batch), self.graphs.pop(segment)
-            self.differentiate(segment, part, leaves, [y], [gradient.pop(part)])
+            microbatch, (leaves, y) = (0, self.batch), self.graphs.pop(segment)
+            self.differentiate(segment, microbatch, leaves, [y], [gradient.pop(microbatch)])
 
     def _differentiate_neuron(self, segment: Segment, called: NeuronCall, grad: Gradient) -> None:
-        parts, states = grad.microbatches, self.states.pop(segment)
+        microbatches, states = grad.microbatches, self.states.pop(segment)
         parameters = [p for m in called.modules for p in m.parameters() if p.requires_grad]
-        again: RecomputedNeuron | None = RecomputedNeuron(self, segment, called, parts[0])
-        assert again is not None
-        memory = StateMemory.like(again.inputs[0], called.num_states)
+        recomputed: RecomputedNeuron | None = RecomputedNeuron(
+            self, segment, called, microbatches[0]
+        )
+        assert recomputed is not None
+        memory = StateMemory.like(recomputed.inputs[0], called.num_states)
 
-        def go_on() -> None:
-            """To what the last part has read, when its gradients are on their way."""
-            nonlocal again
-            assert again is not None
-            values, inputs, grads = again.values, again.inputs, again.grads
-            again = None
-            self.differentiate(segment, values.part, values.leaves, inputs, grads)
+        def finish() -> None:
+            """Differentiate the layers before the neuron, after its gradients were sent."""
+            nonlocal recomputed
+            assert recomputed is not None
+            values, inputs, grads = recomputed.values, recomputed.inputs, recomputed.grads
+            recomputed = None
+            self.differentiate(segment, values.microbatch, values.leaves, inputs, grads)
 
-        def run(part: Microbatch, ends: list[Tensor]) -> Sequence[Tensor]:
-            nonlocal again
-            assert again is not None
-            if again.values.part != part:
-                go_on()
-                again = RecomputedNeuron(self, segment, called, part)
-            begins, found = again.differentiate(states[part], grad.pop(part), ends, parameters)
+        def run(microbatch: Microbatch, ends: list[Tensor]) -> Sequence[Tensor]:
+            nonlocal recomputed
+            assert recomputed is not None
+            if recomputed.values.microbatch != microbatch:
+                finish()
+                recomputed = RecomputedNeuron(self, segment, called, microbatch)
+            begins, found = recomputed.differentiate(
+                states[microbatch], grad.pop(microbatch), ends, parameters
+            )
             self.add(parameters, found)
             return begins
 
-        self._backward(memory, parts, run)
-        go_on()
+        self._backward(memory, microbatches, run)
+        finish()
 
     def _differentiate_block(self, segment: Segment, called: BlockCall, grad: Gradient) -> None:
-        """As `block` does, both passes part by part."""
-        call, states, parts = self.calls.pop(segment), self.states.pop(segment), grad.microbatches
+        """Run both passes of a block's backward by microbatches."""
+        call, states, microbatches = (
+            self.calls.pop(segment),
+            self.states.pop(segment),
+            grad.microbatches,
+        )
         own = self.program(called, call.statistics)[1]
         shift = shift_of(called.norm, call.statistics).detach()
         tensors = BlockTensors((), (), shift, [tensor.detach() for tensor in own])
         needs_own = [tensor.requires_grad for tensor in own]
         sums: dict[str, Tensor] = {}
 
-        def compute(part: Microbatch) -> RecomputedBlock:
-            given = tensors._replace(states=states[part])
-            return RecomputedBlock(self, segment, called, part, call, given)
+        def compute(microbatch: Microbatch) -> RecomputedBlock:
+            block_tensors = tensors._replace(states=states[microbatch])
+            return RecomputedBlock(self, segment, microbatch, call, block_tensors)
 
-        again: RecomputedBlock | None = compute(parts[0])
-        assert again is not None
-        memory = StateMemory.like(again.inputs[0], call.program.num_states)
+        recomputed: RecomputedBlock | None = compute(microbatches[0])
+        assert recomputed is not None
+        memory = StateMemory.like(recomputed.inputs[0], call.program.num_states)
 
-        def reduce(part: Microbatch, ends: list[Tensor]) -> Sequence[Tensor]:
-            nonlocal again
-            if again is None or again.values.part != part:
-                again = None  # before there is the next
-                again = compute(part)
-            return again.reduce(grad.get(part), ends, needs_own, sums)
+        def reduce(microbatch: Microbatch, ends: list[Tensor]) -> Sequence[Tensor]:
+            nonlocal recomputed
+            if recomputed is None or recomputed.values.microbatch != microbatch:
+                recomputed = None  # before there is the next
+                recomputed = compute(microbatch)
+            return recomputed.reduce(grad.get(microbatch), ends, needs_own, sums)
 
-        ends = self._backward(memory, parts, reduce)
+        ends = self._backward(memory, microbatches, reduce)
         correction, *by_norm = call.correct(call.totals(call.execution, sums))
         heads = [called.norm.weight, called.norm.bias, *own]
         by_own = call.own_gradients(call.execution, sums, own)
-        self._differentiate_heads(called, heads, [*by_norm, *by_own])
+        self._differentiate_parameters(called, heads, [*by_norm, *by_own])
         sums.clear()
-        for part in reversed(parts):
-            # The last part is still there.
-            again = again or compute(part)
-            found = again.write(grad.pop(part), ends[part], correction)
-            self.differentiate(segment, part, again.values.leaves, again.inputs, found)
-            again = None
+        for microbatch in reversed(microbatches):
+            # The last microbatch is still available.
+            recomputed = recomputed or compute(microbatch)
+            found = recomputed.write(grad.pop(microbatch), ends[microbatch], correction)
+            self.differentiate(
+                segment, microbatch, recomputed.values.leaves, recomputed.inputs, found
+            )
+            recomputed = None
 
-    def _differentiate_heads(
+    def _differentiate_parameters(
         self,
         called: BlockCall,
         heads: Sequence[Tensor | None],
         grads: Sequence[Tensor | None],
     ) -> None:
-        """From gradients of a block's tensors to those of the parameters that they are made of."""
+        """Add the gradients of parameters from those of the tensors computed from them."""
         modules = (called.norm, called.neuron)
         parameters = [p for m in modules for p in m.parameters() if p.requires_grad]
         pairs = [(y, g) for y, g in zip(heads, grads, strict=True) if y is not None]
@@ -407,19 +434,19 @@ class _Run(Store):
     def differentiate(
         self,
         segment: Segment,
-        part: Microbatch,
+        microbatch: Microbatch,
         leaves: Mapping[fx.Node, Tensor],
         results: Sequence[Tensor],
         grads: Gradients,
     ) -> None:
-        """Add the gradients of all that a segment reads, `leaves` among it."""
+        """Add the gradients of `leaves` and of the parameters of a segment."""
         nodes = [node for node, x in leaves.items() if x.requires_grad]
         parameters = [p for p in segment.parameters if p.requires_grad]
         wanted = [*map(leaves.__getitem__, nodes), *parameters]
         found = gradients(list(zip(results, grads, strict=True)), wanted)
         for node, gradient in zip(nodes, found, strict=False):
             if gradient is not None:
-                self.grads[node].add(part, gradient)
+                self.grads[node].add(microbatch, gradient)
         self.add(parameters, found[len(nodes) :])
 
     def add(self, parameters: Sequence[nn.Parameter], grads: Gradients) -> None:
@@ -435,18 +462,18 @@ def _wanted(tensors: Iterable[Tensor]) -> Iterator[bool]:
 def _exchange(
     channel: Channel,
     memory: StateMemory,
-    parts: Sequence[Microbatch],
+    microbatches: Sequence[Microbatch],
     run: Callable[[Microbatch, list[Tensor]], Sequence[Tensor]],
     ends_here: bool,
 ) -> dict[Microbatch, list[Tensor]]:
-    """Run each part on the states that arrive for it, and send what `run` returns."""
+    """Run each microbatch on the states received for it, and send the results of `run`."""
 
     def compute(i: int, states: list[Tensor]) -> Sequence[Tensor]:
-        results = run(parts[i], states)
+        results = run(microbatches[i], states)
         return results if ends_here else memory.conform(results)
 
-    exchange(channel, len(parts), compute, lambda i, results: results)
-    return dict(zip(parts, channel.buffers, strict=True))
+    exchange(channel, len(microbatches), compute, lambda i, results: results)
+    return dict(zip(microbatches, channel.buffers, strict=True))
 
 
-Checkpoint.run = _run  # type: ignore[assignment,method-assign]
+Checkpoint.run = _run

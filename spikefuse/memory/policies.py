@@ -7,11 +7,9 @@ that `Checkpoint` sums parameter gradients over microbatches.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
-
-from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -21,16 +19,15 @@ class Policy:
     Attributes:
         packs_spikes: layers save spikes as bits.
         saves_states: fused norms and neurons save their states instead of recomputing them.
-        recomputes_network: layers save nothing, and `run` recomputes them in backward.
+        recomputes_network: layers save nothing, and backward recomputes them.
+        run: runs the network of a `Temporal` call on the folded input, `run(net, call, x)`, and
+            returns its output; None to call the network as usual.
     """
 
     packs_spikes: ClassVar[bool] = True
     saves_states: ClassVar[bool] = False
     recomputes_network: ClassVar[bool] = False
-
-    def run(self, net: nn.Module, call: Any, x: Tensor) -> Any:
-        """Run the network of a `Temporal` call on the folded input `x`."""
-        return net(x)
+    run: ClassVar[Callable[..., Any] | None] = None
 
 
 @dataclass(frozen=True)

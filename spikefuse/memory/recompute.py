@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from spikefuse.block.training import BlockTensors, TrainingCall
 from spikefuse.memory.microbatch import Microbatch, batch_size, unfolded
 from spikefuse.memory.segment_values import Store, Values
-from spikefuse.memory.segments import BlockCall, NeuronCall, Segment
+from spikefuse.memory.segments import NeuronCall, Segment
 from spikefuse.scan.execution import Incoming, Wanted, execution_of
 from spikefuse.scan.state_passing import MicrobatchScan
 
@@ -54,7 +54,7 @@ class RecomputedNeuron:
         starts = [s.detach().requires_grad_() for s in states]
         y, finals = self.values.fire(self.called, inputs, starts, bool(grad_finals))
         differentiable = [x for x in inputs if x.requires_grad]
-        grads = (_unfolded(grad, self.values.part), *grad_finals)
+        grads = (_unfolded(grad, self.values.microbatch), *grad_finals)
         pairs = zip((y, *finals), grads, strict=True)
         results = iter(gradients(pairs, [*differentiable, *starts, *parameters]))
         self.grads = [next(results) if x.requires_grad else None for x in inputs]
@@ -74,14 +74,14 @@ class RecomputedBlock:
         self,
         store: Store,
         segment: Segment,
-        called: BlockCall,
         microbatch: Microbatch,
         call: TrainingCall,
         tensors: BlockTensors,
     ) -> None:
+        assert segment.block is not None
         self.call = call
         self.values = Values(store, segment, microbatch, differentiable=True)
-        self.inputs = self.values.sequences(called.inputs)
+        self.inputs = self.values.sequences(segment.block.inputs)
         self.tensors = tensors._replace(inputs=tuple(x.detach() for x in self.inputs))
         execution = execution_of(call.program.name, self.tensors.inputs)
         arguments = call.arguments(self.tensors)
@@ -110,7 +110,7 @@ class RecomputedBlock:
             sums: by name, one value per neuron of the whole batch.
         """
         call = self.call
-        incoming = Incoming([_unfolded(grad, self.values.part)], grad_finals)
+        incoming = Incoming([_unfolded(grad, self.values.microbatch)], grad_finals)
         found = call.reduce(self.scan, incoming, needs_own, self.rebuild)
         self.rebuild = False
         named = call.named(found, needs_own)
@@ -125,7 +125,7 @@ class RecomputedBlock:
                 x.as_strided(at.step_shape, at.step_strides)
                 for x, at in ((sums[name], whole_layout), (total, layout))
             )
-            whole[slice(*self.values.part)].copy_(piece)
+            whole[slice(*self.values.microbatch)].copy_(piece)
         return found.states
 
     def write(
@@ -135,7 +135,7 @@ class RecomputedBlock:
         needs = [x.requires_grad for x in self.inputs]
         if not any(needs):
             return [None for _ in needs]
-        incoming = Incoming([_unfolded(grad, self.values.part)], grad_finals)
+        incoming = Incoming([_unfolded(grad, self.values.microbatch)], grad_finals)
         scan = self.scan._replace(arguments=self.call.arguments(self.tensors, correction))
         written = iter(self.call.write(scan, incoming, needs, rebuild=self.rebuild))
         return [next(written) if needed else None for needed in needs]

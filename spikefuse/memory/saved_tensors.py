@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from spikefuse.kernels import bits
-from spikefuse.memory.spikes import RecordingHook, Saved, active_hook, save_as_is, unpack
+from spikefuse.memory.spikes import RecordingHook, Saved, Spikes, active_hook, unpack
 
 
 class SavedSize(NamedTuple):
@@ -35,8 +35,10 @@ class SavedTensors:
         self.layer = ""
         self._entries: list[weakref.ref[_Entry]] = []
 
-    def hooks(self, pack: Callable[[Tensor], Saved] = save_as_is) -> saved_tensors_hooks:
-        return saved_tensors_hooks(_Hook(self, pack), lambda entry: unpack(entry.saved))
+    def hooks(self, pack: Callable[[Tensor], Saved] | None = None) -> saved_tensors_hooks:
+        return saved_tensors_hooks(
+            _Hook(self, pack or Spikes().pack), lambda entry: unpack(entry.saved)
+        )
 
     def sizes(
         self, ignored: Container[int], layers: Container[str] | None = None

@@ -1,52 +1,66 @@
-"""The values of a segment, computed from those that are kept."""
+"""The values of a segment, computed from saved ones."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from spikefuse.block.deferred import materialized
-from spikefuse.memory.microbatch import Microbatch, batch_size, take, unfolded
+from spikefuse.memory.microbatch import Microbatch, take
 from spikefuse.memory.segments import NeuronCall, Segment, Segments
 from spikefuse.memory.spikes import Saved
 from spikefuse.neurons.definition import States
+from spikefuse.nn.constant_input import ConstantSequence, unfold
 from spikefuse.scan.op import Request
 
-#: By the node whose value it is, in parts of the batch.
-KeptValues = dict[fx.Node, list[tuple[Microbatch, Saved]]]
+#: By the node whose value it is, in microbatches of the batch.
+SavedValues = dict[fx.Node, list[tuple[Microbatch, Saved]]]
 
 
 @dataclass(eq=False)
 class Store:
-    """What is kept of a call of a network.
+    """The saved values of a call of a network.
 
     Attributes:
-        steps: those of the sequence that are here.
+        steps: the number of time steps in this process.
         needs: whether a value needs a gradient.
+        constant: values of which one step is saved, as all steps are equal.
     """
 
     segments: Segments
     steps: int
     impl: str
-    kept: KeptValues
+    saved: SavedValues
     needs: dict[fx.Node, bool]
+    constant: set[fx.Node] = field(default_factory=set)
+
+    def stored(self, node: fx.Node, y: Tensor) -> Tensor:
+        """Return what to save of a value: one step of a constant sequence."""
+        if not isinstance(y, ConstantSequence) or not y.is_constant:
+            return y
+        self.constant.add(node)
+        return y.rows
+
+    def take(self, node: fx.Node, microbatch: Microbatch) -> Tensor:
+        x = take(self.saved[node], microbatch)
+        return ConstantSequence.of(x, self.steps) if node in self.constant else x
 
 
 class Values:
-    """The values of a segment for a part of the batch, computed as they are asked for.
+    """The values of a segment for a microbatch of the batch, computed as they are asked for.
 
     Args:
-        differentiable: with a graph from `leaves`, the kept values that were read.
+        differentiable: record a graph from `leaves`, the saved values that were read.
     """
 
     def __init__(
-        self, store: Store, segment: Segment, part: Microbatch, differentiable: bool = False
+        self, store: Store, segment: Segment, microbatch: Microbatch, differentiable: bool = False
     ) -> None:
-        self.store, self.segment, self.part = store, segment, part
+        self.store, self.segment, self.microbatch = store, segment, microbatch
         self.differentiable = differentiable
         self.leaves: dict[fx.Node, Tensor] = {}
         self.found: dict[fx.Node, Any] = {}
@@ -60,16 +74,15 @@ class Values:
         return self.found[node]
 
     def _leaf(self, node: fx.Node) -> Tensor:
-        x = take(self.store.kept[node], self.part).detach()
+        x = take(self.store.saved[node], self.microbatch).detach()
         if self.differentiable:
             x.requires_grad_(self.store.needs[node])
         self.leaves[node] = x
-        return x
+        return ConstantSequence.of(x, self.store.steps) if node in self.store.constant else x
 
     def sequences(self, nodes: Iterable[fx.Node]) -> list[Tensor]:
         """`[T, B, ...]` of each."""
-        folded = [unfolded(self[node], batch_size(self.part)) for node in nodes]
-        return [x.expand(self.store.steps, *x.shape[1:]) for x in folded]
+        return [unfold(self[node], self.store.steps) for node in nodes]
 
     def fire(
         self, called: NeuronCall, inputs: Sequence[Tensor], states: Sequence[Tensor], final: bool
@@ -91,7 +104,7 @@ class Values:
             return self.fire(neuron, self.sequences(neuron.inputs), (), False)[0].flatten(0, 1)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.__getitem__)
         if module is not None:
-            with _still(module) if self.differentiable else contextlib.nullcontext():
+            with _frozen_statistics(module) if self.differentiable else contextlib.nullcontext():
                 return materialized(module(*args, **kwargs))
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -99,11 +112,12 @@ class Values:
         return node.target(*args, **kwargs)
 
     def num_bytes(self) -> tuple[int, int]:
-        """Of one sample at one step: (the largest value, the kept values that are read)."""
+        """Of one sample at one step: (the largest value, the saved values that are read)."""
         called = self.segment.block
         for node in (self.segment.target,) if called is None else called.inputs:
             self[node]
-        largest = max(x[0].nbytes for x in self.found.values())
+        values = (x.rows if isinstance(x, ConstantSequence) else x for x in self.found.values())
+        largest = max(x[0].nbytes for x in values)
         source = self.store.segments.input
         return largest, sum(x[0].nbytes for node, x in self.leaves.items() if node is not source)
 
@@ -116,8 +130,8 @@ def several(segment: Segment) -> ValueError:
 
 
 @contextlib.contextmanager
-def _still(module: nn.Module) -> Iterator[None]:
-    """Keep a batch norm from moving its running statistics on a second time."""
+def _frozen_statistics(module: nn.Module) -> Iterator[None]:
+    """Do not let a batch norm update its running statistics a second time."""
     tracks = getattr(module, "track_running_stats", False)
     if tracks:
         module.track_running_stats = False  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""A network cut into segments, which `Checkpoint` computes again one by one.
+"""A network split into segments, which `Checkpoint` recomputes one by one.
 
-A segment ends in a value that is kept: what a neuron gives, what several segments read, or an
-output of the network. It begins at values kept before.
+A segment ends in a saved value: the output of a neuron, a value that several segments read, or an
+output of the network. It begins at values saved before.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spikefuse.block.batch_norm import NORMS, RankedNorm, by_batch
 from spikefuse.block.block import NAMES, Block, scan
 from spikefuse.block.fused_norm import FusedNorm
+from spikefuse.memory.tracing import Untraceable, has_hooks, is_by_row, trace, works_in_place
 from spikefuse.nn.call import Scan
-from spikefuse.nn.constant_input import is_plain
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import max_pool2d
-from spikefuse.nn.tracing import Untraceable, has_hooks, trace, works_in_place
 
 _ADDS = (operator.add, torch.add, "add", "add_")
 
@@ -63,10 +62,10 @@ class Segment:
     """One segment.
 
     Attributes:
-        target: the value that is kept.
-        inputs: the kept values that it is computed from.
+        target: the saved value.
+        inputs: the saved values that it is computed from.
         parameters: all that it reads.
-        again: whether it can be computed again; if not, what PyTorch keeps is kept.
+        recomputed: whether backward recomputes it; otherwise its autograd graph is saved.
         by_sample: whether each sample is computed by itself, but for the statistics of `block`.
         block: what is at the end, if its norm uses the statistics of the batch.
         neuron: what is at the end, if it is another neuron.
@@ -75,7 +74,7 @@ class Segment:
     target: fx.Node
     inputs: tuple[fx.Node, ...]
     parameters: tuple[nn.Parameter, ...]
-    again: bool
+    is_recomputed: bool
     by_sample: bool
     block: BlockCall | None
     neuron: NeuronCall | None
@@ -109,7 +108,7 @@ class Segments:
         for node in nodes[:-1]:
             if works_in_place(node, self.called.get(node)):
                 raise ValueError(
-                    f"memory=Checkpoint() can't compute '{node.target}' again, which works in "
+                    f"memory=Checkpoint() can't recompute '{node.target}', which works in "
                     "place: pass inplace=False, or use another policy"
                 )
         self._segments = list(self._cut([n for n in nodes if n in varying], varying))
@@ -223,14 +222,14 @@ class Segments:
     def _fires(self, node: fx.Node) -> bool:
         return node in self.blocks or isinstance(self.called.get(node), Neuron)
 
-    def _again(self, node: fx.Node) -> bool:
-        return self._fires(node) or self.mixes(node) or is_plain(node, self.called.get(node))
+    def _is_recomputed(self, node: fx.Node) -> bool:
+        return self._fires(node) or self.mixes(node) or is_by_row(node, self.called.get(node))
 
     def _cut(self, nodes: list[fx.Node], varying: set[fx.Node]) -> Iterator[Segment]:
-        once = {n for n in nodes if n is not self.input and not self._again(n)}
+        once = {n for n in nodes if n is not self.input and not self._is_recomputed(n)}
         ends = {self.input, *self.outputs, *once, *filter(self._fires, nodes)}
         ends.update(i for n in once for i in n.all_input_nodes)
-        # The kept value in whose segment a node is.
+        # The saved value in whose segment a node is.
         home: dict[fx.Node, fx.Node] = {}
         for node in reversed(nodes):
             homes = {home[user] for user in node.users if user in home}
@@ -239,19 +238,19 @@ class Segments:
         for node in nodes:
             segments[home[node]].append(node)
         del segments[self.input]
-        loose: set[fx.Node] = set()  # kept values whose dim 0 may not be T*B any more
+        reshaped: set[fx.Node] = set()  # saved values whose dim 0 may not be T*B
         for target, inner in segments.items():
             inputs = dict.fromkeys(i for n in inner for i in n.all_input_nodes)
             read = tuple(i for i in inputs if i in varying and i not in inner)
-            again = once.isdisjoint(inner)
-            if not again or not (self._fires(target) or loose.isdisjoint(read)):
-                loose.add(target)
-            by_sample = again and loose.isdisjoint(read) and not any(map(self.mixes, inner))
+            recomputed = once.isdisjoint(inner)
+            if not recomputed or not (self._fires(target) or reshaped.isdisjoint(read)):
+                reshaped.add(target)
+            by_sample = recomputed and reshaped.isdisjoint(read) and not any(map(self.mixes, inner))
             block = self.blocks.get(target)
             block = block if block is not None and by_batch(block.norm) else None
             neuron = self.neuron(target) if block is None else None
             parameters = self._parameters(inner, varying)
-            yield Segment(target, read, parameters, again, by_sample, block, neuron)
+            yield Segment(target, read, parameters, recomputed, by_sample, block, neuron)
 
     def _parameters(self, inner: list[fx.Node], varying: set[fx.Node]) -> tuple[nn.Parameter, ...]:
         """All that these nodes read, by their layers or by attributes of the network."""

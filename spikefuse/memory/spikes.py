@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,8 @@ class Spikes:
         # Most saved tensors are parameters, whose type is not Tensor.
         binary = self._find(x) if self._registered and type(x) is Tensor else None
         if binary is None:
-            return save_as_is(x)
+            # A layer that saves its own output with its history would keep itself alive.
+            return x if x.is_leaf else x.detach(), x._version
         is_first = not binary.is_saved
         packed = binary.save(x)
         if is_first:
@@ -114,12 +115,6 @@ class Spikes:
         if binary is None or x._version != binary.version or x.dtype is not binary.dtype:
             return None
         return binary
-
-
-def save_as_is(x: Tensor) -> Saved:
-    """Save a tensor itself, with its version."""
-    # A layer that saves its own output with its history would keep itself alive.
-    return x if x.is_leaf else x.detach(), x._version
 
 
 def unpack(saved: Saved) -> Tensor:
@@ -145,26 +140,21 @@ class RecordingHook(ABC):
         """Return hooks that record what `pack` saves."""
 
 
-@contextlib.contextmanager
-def saving(policy: Policy) -> Iterator[Spikes | None]:
-    """Let layers save spikes as the policy says, inside the context.
+def saving(policy: Policy) -> tuple[Spikes | None, contextlib.AbstractContextManager[Any]]:
+    """Return the spikes that layers save as bits under a policy, and the hooks that save them.
 
     Nothing is packed without gradients, under torch.compile, or under other saved-tensor hooks than
     a `RecordingHook`: those hooks would no longer see the tensors, and the hooks of
-    torch.utils.checkpoint save nothing at all.
+    torch.utils.checkpoint save nothing at all. The graph keeps the hooks, so clear the spikes when
+    the forward pass has ended.
     """
     hook = active_hook() if policy.packs_spikes else _DISABLED
     if hook is not None and not isinstance(hook, RecordingHook):
-        yield None
-        return
+        return None, contextlib.nullcontext()
     spikes = Spikes()
-    hooks = saved_tensors_hooks(spikes.pack, unpack) if hook is None else hook.around(spikes.pack)
-    try:
-        with hooks:
-            yield spikes
-    finally:
-        # The graph holds a reference to the hooks, which must not keep the spikes alive.
-        spikes.clear()
+    if hook is None:
+        return spikes, saved_tensors_hooks(spikes.pack, unpack)
+    return spikes, hook.around(spikes.pack)
 
 
 _DISABLED = object()

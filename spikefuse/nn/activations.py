@@ -9,60 +9,40 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-ACTIVATIONS: tuple[type[nn.Module], ...] = (
-    nn.ReLU,
-    nn.ReLU6,
-    nn.LeakyReLU,
-    nn.PReLU,
-    nn.RReLU,
-    nn.ELU,
-    nn.CELU,
-    nn.SELU,
-    nn.GELU,
-    nn.SiLU,
-    nn.Mish,
-    nn.Softplus,
-    nn.Softsign,
-    nn.Sigmoid,
-    nn.Tanh,
-    nn.Hardtanh,
-    nn.Hardsigmoid,
-    nn.Hardswish,
-)
-
-_NAMES: dict[type[nn.Module], tuple[str, ...]] = {
-    nn.ReLU: ("relu", "relu_"),
-    nn.ReLU6: ("relu6",),
-    nn.LeakyReLU: ("leaky_relu", "leaky_relu_"),
-    nn.PReLU: ("prelu",),
-    nn.RReLU: ("rrelu", "rrelu_"),
-    nn.ELU: ("elu", "elu_"),
-    nn.CELU: ("celu", "celu_"),
-    nn.SELU: ("selu", "selu_"),
-    nn.GELU: ("gelu",),
-    nn.SiLU: ("silu",),
-    nn.Mish: ("mish",),
-    nn.Softplus: ("softplus",),
-    nn.Softsign: ("softsign",),
-    nn.Sigmoid: ("sigmoid", "sigmoid_"),
-    nn.Tanh: ("tanh", "tanh_"),
-    nn.Hardtanh: ("hardtanh", "hardtanh_"),
-    nn.Hardsigmoid: ("hardsigmoid",),
-    nn.Hardswish: ("hardswish",),
+_NAMES: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.ReLU6: "relu6",
+    nn.LeakyReLU: "leaky_relu",
+    nn.PReLU: "prelu",
+    nn.RReLU: "rrelu",
+    nn.ELU: "elu",
+    nn.CELU: "celu",
+    nn.SELU: "selu",
+    nn.GELU: "gelu",
+    nn.SiLU: "silu",
+    nn.Mish: "mish",
+    nn.Softplus: "softplus",
+    nn.Softsign: "softsign",
+    nn.Sigmoid: "sigmoid",
+    nn.Tanh: "tanh",
+    nn.Hardtanh: "hardtanh",
+    nn.Hardsigmoid: "hardsigmoid",
+    nn.Hardswish: "hardswish",
 }
+ACTIVATIONS: tuple[type[nn.Module], ...] = tuple(_NAMES)
 
-
-def _functions() -> dict[Callable[..., Any], type[nn.Module]]:
-    found = {}
-    for kind, names in _NAMES.items():
-        for name in names:
-            for module in (F, torch):
-                if hasattr(module, name):
-                    found[getattr(module, name)] = kind
-    return found
-
-
-FUNCTIONS = _functions()
+#: Activation classes by function, functions that work in place included.
+FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
+    getattr(namespace, name): kind
+    for kind, base in _NAMES.items()
+    for name in (base, f"{base}_")
+    for namespace in (F, torch)
+    if hasattr(namespace, name)
+}
+#: Activation classes by the name of a tensor method.
 METHODS: dict[str, type[nn.Module]] = {
-    name: kind for kind, names in _NAMES.items() for name in names if hasattr(torch.Tensor, name)
+    name: kind
+    for kind, base in _NAMES.items()
+    for name in (base, f"{base}_")
+    if hasattr(torch.Tensor, name)
 }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from spikefuse.memory.policies import Policy, Recompute
 from spikefuse.memory.spikes import MIN_VALUES, Spikes
 from spikefuse.neurons.definition import Outputs, States
+from spikefuse.nn.constant_input import unfold
 from spikefuse.scan.execution import Results
 from spikefuse.scan.op import Request
 from spikefuse.scan.state_passing import StatePassing
@@ -52,8 +53,6 @@ class TemporalCall:
         names: the neurons' names, by id.
         initial: the initial states by neuron, None to start from rest.
         final: whether neurons return their final states, which go to `finals` by name.
-        constant_rows: rows of a tensor `[B, ...]` that stands for all steps; None if every tensor
-            is folded, `[T*B, ...]`.
         passing: where first states come from if other processes hold the steps before and after.
         cache: what policies keep between the calls of a container.
         deferred: the tensors that layers have deferred, if any.
@@ -66,7 +65,6 @@ class TemporalCall:
     impl: str = "auto"
     initial: dict[str, States] | None = None
     final: bool = False
-    constant_rows: int | None = None
     passing: StatePassing | None = None
     finals: dict[str, States] = field(default_factory=dict)
     cache: dict[Any, Any] = field(default_factory=dict)
@@ -101,16 +99,15 @@ class TemporalCall:
             )
         inputs = []
         for x in request.inputs:
-            rows = x.shape[0] if x.ndim else -1
-            if rows == self.constant_rows:
-                inputs.append(x.unsqueeze(0).expand(steps, *x.shape))
-            elif rows % steps == 0 and x.ndim:
-                inputs.append(x.unflatten(0, (steps, rows // steps)))
-            else:
+            if x.ndim == 0 or x.shape[0] % steps:
                 raise ValueError(
                     f"neuron '{name}' received shape {list(x.shape)} inside Temporal: "
                     f"expected [T*B, ...] with T = {steps}"
                 )
+            if type(x) is Tensor:
+                inputs.append(x.unflatten(0, (steps, x.shape[0] // steps)))
+            else:
+                inputs.append(unfold(x, steps))
         state = None if self.initial is None else self.initial[name]
         return Request(tuple(inputs), state, self.impl, self.final, passing=self.passing)
 
@@ -196,7 +193,6 @@ class _Folding(NamedTuple):
     num_steps: int
     impl: str
     has_state: bool
-    constant_rows: int | None
 
 
 # By neuron and number of rows: its folding, None for a call outside Temporal, or `_AMBIGUOUS`.
@@ -211,7 +207,7 @@ def remember(neuron: nn.Module, inputs: tuple[Tensor, ...], call: TemporalCall |
     folding: Any = None
     if call is not None:
         has_state = call.initial is not None or call.passing is not None
-        folding = _Folding(call.num_steps, call.impl, has_state, call.constant_rows)
+        folding = _Folding(call.num_steps, call.impl, has_state)
     seen = _foldings.get(neuron)
     if seen is None:
         seen = _foldings[neuron] = {}
@@ -235,6 +231,4 @@ def recall(neuron: nn.Module, inputs: tuple[Tensor, ...]) -> TemporalCall | None
             "a neuron is recomputed for torch.utils.checkpoint, but its number of time steps or "
             "its state is not known any more: checkpoint the whole Temporal"
         )
-    return TemporalCall(
-        folding.num_steps, {id(neuron): ""}, folding.impl, constant_rows=folding.constant_rows
-    )
+    return TemporalCall(folding.num_steps, {id(neuron): ""}, folding.impl)

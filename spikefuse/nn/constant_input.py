@@ -1,215 +1,304 @@
-"""Input that does not change over time: the layers before the first neuron run on `[B, ...]`.
+"""Input that is the same at each step: layers before the first neuron compute one step.
 
-A network is analysed once, as a graph: what depends on the input and comes before every neuron is
-the same at all steps. Neurons read such a tensor T times where it lies, and what they give changes
-with time.
+`Temporal` passes such an input to its network as a `ConstantSequence`. Deterministic functions of
+single rows compute one step of it, a neuron reads that step T times, and any other operation gets
+all T*B rows.
 """
 
 from __future__ import annotations
 
-import contextlib
-import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch.nn.modules import batchnorm, conv, dropout, pooling
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from spikefuse.nn.activations import ACTIVATIONS, FUNCTIONS, METHODS
-from spikefuse.nn.call import TemporalCall, active
-from spikefuse.nn.neuron import Neuron
-from spikefuse.nn.pool import max_pool2d
-from spikefuse.nn.tracing import Untraceable, is_layer, trace
-
-# What is not random, treats repeated rows alike, and keeps dim 0 as it is.
-LAYERS = (
-    *(kind for kind in ACTIVATIONS if kind is not nn.RReLU),
-    conv._ConvNd,
-    batchnorm._BatchNorm,
-    dropout._DropoutNd,
-    pooling._MaxPoolNd,
-    pooling._AvgPoolNd,
-    pooling._AdaptiveAvgPoolNd,
-    pooling._AdaptiveMaxPoolNd,
-    nn.Linear,
-    nn.GroupNorm,
-    nn.LayerNorm,
-    nn.Identity,
-    nn.Flatten,
-)
-LAYER_FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    *(function for function, kind in FUNCTIONS.items() if kind is not nn.RReLU),
-    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.neg),
-    *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.layer_norm, F.group_norm),
-    *(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.max_pool1d, F.max_pool2d, F.max_pool3d),
-    max_pool2d,
-    *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
-)
-LAYER_METHODS = (*METHODS, "float", "contiguous", "add", "sub", "mul", "div")
+from spikefuse.nn.activations import FUNCTIONS
 
 
-@dataclass(frozen=True)
-class ConstantPlan:
-    """What the analysis of a network in one mode has found."""
+class ConstantSequence(Tensor):
+    """A folded sequence `[T*B, ...]` that stores one step, `rows` `[B, ...]`.
 
-    modules: tuple[nn.Module, ...]
-    training: tuple[bool, ...]
-    shared: bool  # whether anything can be computed once
-    norms: tuple[batchnorm._BatchNorm, ...]  # the ones among it whose statistics run
-
-    def fits(self, modules: tuple[nn.Module, ...]) -> bool:
-        """Whether the network is still made of the same modules in the same modes."""
-        return (
-            len(modules) == len(self.modules)
-            and all(map(operator.is_, modules, self.modules))
-            and tuple(m.training for m in modules) == self.training
-        )
-
-
-def make_plan(net: nn.Module, modules: tuple[nn.Module, ...]) -> ConstantPlan:
-    found: list[nn.Module] | None
-    try:
-        alone = isinstance(net, Neuron)
-        found = [] if alone else _layers_before_neurons(net, trace(net))
-    except Untraceable:
-        found = None
-    norms = tuple(
-        m
-        for m in dict.fromkeys(found or ())  # each once
-        if isinstance(m, batchnorm._BatchNorm) and m.training and m.running_var is not None
-    )
-    return ConstantPlan(modules, tuple(m.training for m in modules), found is not None, norms)
-
-
-def _layers_before_neurons(net: nn.Module, graph: fx.Graph) -> list[nn.Module] | None:
-    """The modules that can run on one step for all; None if not everything there can, or if what
-    they give meets something that changes with time elsewhere than in a neuron."""
-    constant: set[fx.Node] = set()
-    varying: set[fx.Node] = set()
-    layers: list[nn.Module] = []
-    for node in graph.nodes:
-        same = [n for n in node.all_input_nodes if n in constant]
-        changing = [n for n in node.all_input_nodes if n in varying]
-        module = net.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if node.op == "placeholder":
-            if constant:  # a further argument, whose default decides what forward does
-                return None
-            constant.add(node)
-        elif same and (changing or node.op == "output"):
-            return None
-        elif fires(module) or changing:
-            varying.add(node)
-        elif same:
-            if not is_plain(node, module):
-                return None
-            constant.add(node)
-            layers += [module] if module is not None else []
-    return layers if varying else None
-
-
-def fires(module: nn.Module | None) -> bool:
-    """Whether the module is a neuron, or a layer whose output is that of a neuron inside."""
-    if module is None or not is_layer(module):
-        return False
-    return isinstance(module, Neuron) or isinstance(getattr(module, "neuron", None), Neuron)
-
-
-def is_plain(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether it computes each row along dim 0 by itself and alike, but for the statistics of a
-    batch norm, and gives the same when called again."""
-    if module is None:
-        if node.target in (torch.flatten, "flatten"):
-            return len(node.args) > 1 and isinstance(node.args[1], int) and node.args[1] > 0
-        return node.target in (LAYER_METHODS if node.op == "call_method" else LAYER_FUNCTIONS)
-    if isinstance(module, nn.Flatten):
-        return module.start_dim > 0
-    if isinstance(module, nn.SyncBatchNorm):
-        return False
-    random = isinstance(module, dropout._DropoutNd) and module.training
-    return isinstance(module, LAYERS) and not random
-
-
-def is_constant(x: Tensor) -> bool:
-    """Whether `x` `[T, B, ...]` is one step T times, and nobody asks for its gradient per step."""
-    return (
-        x.stride(0) == 0
-        and x.shape[0] > 1
-        and x.shape[1] > 0
-        and not x.requires_grad
-        and not torch.compiler.is_compiling()
-    )
-
-
-def can_share(plan: ConstantPlan, batch: int) -> bool:
-    """Whether a call may follow the plan now."""
-    # One value per channel, which one sample may be, has no variance: T*B values have.
-    if not plan.shared or (plan.norms and batch == 1):
-        return False
-    # Hooks see the tensors of all steps, as without sharing.
-    return not any(
-        (m._forward_hooks or m._forward_pre_hooks) and not isinstance(m, Neuron)
-        for m in plan.modules
-    )
-
-
-@contextlib.contextmanager
-def same_statistics(plan: ConstantPlan, call: TemporalCall) -> Iterator[None]:
-    """Let batch norms that run on `[B, ...]` record the running variance of T times as many values.
-
-    Norms that see to it themselves, by `repeated_statistics`, say so by an attribute.
+    It is part of autograd's graph, as `rows` repeated T times, so that an operation that does not
+    know this class computes values and gradients as usual.
     """
-    corrections: dict[nn.Module, contextlib.AbstractContextManager[None]] = {}
 
-    def before(norm: nn.Module, args: tuple[Tensor]) -> None:
-        if active.call is call:
-            assert isinstance(norm, batchnorm._BatchNorm)
-            corrections[norm] = repeated_statistics(norm, args[0], call.num_steps)
-            corrections[norm].__enter__()
+    rows: Tensor
+    num_steps: int
+    _all_rows: Tensor | None
+    _is_shared: bool
+    _is_aliased: bool
 
-    def after(norm: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        if active.call is call:
-            corrections.pop(norm).__exit__(None, None, None)
+    @staticmethod
+    def of(rows: Tensor, num_steps: int) -> ConstantSequence:
+        x: ConstantSequence = _Repeat.apply(rows, num_steps)
+        x.rows, x.num_steps, x._all_rows = rows, num_steps, None
+        x._is_shared, x._is_aliased = True, False
+        return x
 
-    norms = [norm for norm in plan.norms if not getattr(norm, "counts_steps", False)]
-    handles = [
-        handle
-        for norm in norms
-        for handle in (
-            norm.register_forward_pre_hook(before),
-            norm.register_forward_hook(after),
+    @property
+    def is_constant(self) -> bool:
+        """Whether `rows` still gives the values, and gradients may bypass this tensor."""
+        # The forward of an autograd.Function computes rows without history.
+        return self._is_shared and self.rows.requires_grad == self.requires_grad
+
+    def all_rows(self) -> Tensor:
+        """Return the values `[T*B, ...]`, without history."""
+        if self._all_rows is None:
+            self._all_rows = torch.cat([self.rows.detach()] * self.num_steps)
+        return self._all_rows
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not all(t in (cls, Tensor, nn.Parameter) for t in types):
+            # Another subclass: it gets tensors of all rows.
+            with torch._C.DisableTorchFunctionSubclass():
+                args, kwargs = pytree.tree_map_only(cls, lambda x: x.view(x.shape), (args, kwargs))
+            return func(*args, **kwargs)
+        result = _compute_rows(func, args, kwargs)
+        if result is not None:
+            return result
+        if func in _READERS:
+            args[0]._is_shared = False
+            args = (args[0].all_rows(), *args[1:])
+        elif func in _GRADIENT_HOOKS:
+            args[0]._is_shared = False
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute `func` of all rows, below autograd."""
+        originals: dict[int, ConstantSequence] = {}
+
+        def all_rows(x: ConstantSequence) -> Tensor:
+            y = x.all_rows()
+            originals[id(y)] = x
+            return y
+
+        args, kwargs = pytree.tree_map_only(cls, all_rows, (args, kwargs or {}))
+        if any(argument.alias_info is not None for argument in func._schema.arguments):
+            # A view may be changed in place, too.
+            for x in originals.values():
+                if x._is_aliased and func._schema.is_mutable:
+                    raise RuntimeError(
+                        f"{func} changes a constant input, of which there is a view, in place: "
+                        "change a copy"
+                    )
+                x._is_shared = False
+        results = func(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, lambda y: originals.get(id(y), y), results)
+
+
+class _Repeat(torch.autograd.Function):
+    """A `ConstantSequence` of rows; its gradient is the sum over all steps."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, num_steps: int) -> Tensor:
+        ctx.num_steps = num_steps
+        shape = (num_steps * rows.shape[0], *rows.shape[1:])
+        return Tensor._make_wrapper_subclass(
+            ConstantSequence, shape, dtype=rows.dtype, device=rows.device
         )
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.unflatten(0, (ctx.num_steps, -1)).sum(0), None
 
 
-@contextlib.contextmanager
-def repeated_statistics(norm: batchnorm._BatchNorm, x: Tensor, num_steps: int) -> Iterator[None]:
-    """Correct the running variance that a norm records inside for `x`, one step for all.
+def fold(x: Tensor, net: nn.Module) -> Tensor:
+    """Return `x` `[T, B, ...]` as `[T*B, ...]`, a `ConstantSequence` if all steps share memory.
+
+    Gradients of single steps, compiled modules and tracers need an ordinary tensor.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or x.stride(0) != 0
+        or x.shape[0] == 1
+        or x.shape[1] == 0
+        or type(x) is not Tensor
+        or x.requires_grad
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(map(_is_compiled, net.modules()))
+    ):
+        return x.flatten(0, 1)
+    return ConstantSequence.of(x[0], x.shape[0])
+
+
+def unfold(x: Tensor, num_steps: int) -> Tensor:
+    """Return `[T, B, ...]` of a folded sequence, with T of stride 0 if all steps are the same."""
+    if isinstance(x, ConstantSequence) and x.is_constant and x.num_steps == num_steps:
+        return x.rows.unsqueeze(0).expand(num_steps, *x.rows.shape)
+    return x.unflatten(0, (num_steps, x.shape[0] // num_steps))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # Importing torch._dynamo is slow, and it is loaded if anything is compiled.
+    dynamo = sys.modules.get("torch._dynamo")
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or module._compiled_call_impl is not None
+        or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
+    )
+
+
+def _compute_rows(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ConstantSequence | None:
+    """Compute one step of a deterministic function that treats each row along dim 0 by itself and
+    alike; return None for any other call."""
+    applies = LAYERS.get(func)
+    if applies is None and func not in POINTWISE:
+        return None
+    sequences = [x for x in (*args, *kwargs.values()) if isinstance(x, ConstantSequence)]
+    first = sequences[0]
+    if kwargs.get("inplace") or "out" in kwargs or not all(x.is_constant for x in sequences):
+        return None
+    num_steps, rows = first.num_steps, first.rows
+    args = tuple([_rows(x) for x in args])
+    kwargs = {name: _rows(x) for name, x in kwargs.items()}
+    if applies is None:
+        # A tensor that is broadcast along dim 0 treats all rows alike.
+        own = [x.rows for x in sequences]
+        others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if not all(_same_rows(x, rows) if _is_in(x, own) else _broadcasts(x, rows) for x in others):
+            return None
+    else:
+        is_input = len(sequences) == 1 and bool(args) and args[0] is rows
+        if not is_input or rows.ndim < 2 or not applies(*args, **kwargs):
+            return None
+    y = _batch_norm(num_steps, *args, **kwargs) if func is F.batch_norm else func(*args, **kwargs)
+    for x in sequences:
+        if y is x.rows:
+            return x
+    result = ConstantSequence.of(y, num_steps)
+    if func in _VIEWS:
+        first._is_aliased = result._is_aliased = True
+    return result
+
+
+def _rows(x: Any) -> Any:
+    return x.rows if isinstance(x, ConstantSequence) else x
+
+
+def _is_in(x: Tensor, tensors: list[Tensor]) -> bool:
+    return any(x is y for y in tensors)
+
+
+def _same_rows(x: Tensor, like: Tensor) -> bool:
+    return x.ndim == like.ndim and len(x) == len(like)
+
+
+def _broadcasts(x: Tensor, like: Tensor) -> bool:
+    return x.ndim < like.ndim or (x.ndim == like.ndim and len(x) == 1)
+
+
+def _batch_norm(
+    num_steps: int,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    **kwargs: Any,
+) -> Tensor:
+    """Normalize `x`, one step of several equal ones, and update the running variance for them all.
 
     Mean and variance of a batch do not change when it is repeated, but the recorded value is the
-    variance times n / (n - 1), with n the values per channel: here B and not T*B times the size.
+    variance times n / (n - 1), with n the values per channel.
     """
-    if not norm.training or not norm.track_running_stats or norm.running_var is None:
-        yield
-        return
-    before = norm.running_var.clone()
-    yield
-    values = x.numel() // x.shape[1]
-    ratio = num_steps * (values - 1) / (num_steps * values - 1)
-    momentum: float | Tensor
-    if norm.momentum is not None:
-        momentum = norm.momentum
-    else:  # a plain mean over all batches
-        assert norm.num_batches_tracked is not None
-        momentum = 1 / norm.num_batches_tracked
-    # Not a change that autograd should see: backward in training does not use it.
-    variance = norm.running_var.data
-    added = variance - (1 - momentum) * before
-    variance.sub_((1 - ratio) * added)
+    before = None if running_var is None else running_var.clone()
+    y = F.batch_norm(x, running_mean, running_var, momentum=momentum, **kwargs)
+    if running_var is not None and before is not None and kwargs.get("training"):
+        values = x.numel() // x.shape[1]
+        ratio = num_steps * (values - 1) / (num_steps * values - 1)
+        # Not a change that autograd should see: backward in training does not use it.
+        variance = running_var.data
+        variance.sub_((1 - ratio) * (variance - (1 - momentum) * before))
+    return y
+
+
+def _always(x: Tensor, *args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+def _has_dims(num: int) -> Callable[..., bool]:
+    # With one dim less, dim 0 is the channels.
+    return lambda x, *args, **kwargs: x.ndim == num
+
+
+def _can_normalize(x: Tensor, *args: Any, training: bool = False, **kwargs: Any) -> bool:
+    # One value per channel has no variance; T of them have.
+    return not training or x.numel() > x.shape[1]
+
+
+def _keeps_rows(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> bool:
+    return start_dim % x.ndim > 0
+
+
+def _normalizes_rows(x: Tensor, shape: tuple[int, ...], *args: Any, **kwargs: Any) -> bool:
+    return len(shape) < x.ndim
+
+
+def _is_off(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    return not training
+
+
+#: Pooling functions over 1, 2 and 3 dims in turn.
+POOLS: tuple[Callable[..., Any], ...] = (
+    *(torch.max_pool1d, torch.max_pool2d, torch.max_pool3d),
+    *(F.max_pool1d, F.max_pool2d, F.max_pool3d),
+    *(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
+    *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
+)
+#: Layers on rows of their first argument, and when they are.
+LAYERS: dict[Callable[..., Any], Callable[..., bool]] = {
+    F.linear: _always,
+    **{conv: _has_dims(n + 3) for n, conv in enumerate((F.conv1d, F.conv2d, F.conv3d))},
+    F.batch_norm: _can_normalize,
+    F.group_norm: _always,
+    F.layer_norm: _normalizes_rows,
+    **{pool: _has_dims(n % 3 + 3) for n, pool in enumerate(POOLS)},
+    torch.flatten: _keeps_rows,
+    Tensor.flatten: _keeps_rows,
+    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), _is_off),
+}
+#: Functions of one or several tensors, value by value.
+POINTWISE = {
+    *(f for f, kind in FUNCTIONS.items() if kind is not nn.RReLU and f.__name__[-1] != "_"),
+    *(torch.add, torch.sub, torch.mul, torch.div, torch.neg),
+    *(
+        getattr(Tensor, name)
+        for name in (
+            *("relu", "sigmoid", "tanh", "add", "sub", "mul", "div", "neg", "__neg__"),
+            *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"),
+            *("__truediv__", "__rtruediv__", "float", "contiguous", "detach", "clone", "to"),
+        )
+    ),
+}
+_VIEWS = {torch.flatten, Tensor.flatten, Tensor.detach}
+# What accesses memory without a call of an operator.
+_READERS = {
+    Tensor.numpy,
+    Tensor.tolist,
+    Tensor.data_ptr,
+    Tensor.untyped_storage,
+    Tensor.storage,
+    Tensor.data.__get__,  # type: ignore[attr-defined]
+    Tensor.__array__,
+    Tensor.__deepcopy__,
+    Tensor.__dlpack__,
+    Tensor.__reduce_ex__,
+    Tensor.__repr__,
+}
+# What needs the gradient of this tensor.
+_GRADIENT_HOOKS = {
+    Tensor.register_hook,
+    Tensor.retain_grad,
+}

@@ -14,8 +14,8 @@ from spikefuse.memory.policies import Auto, Policy, Recompute
 from spikefuse.memory.saved_tensors import SavedTensors, can_measure
 from spikefuse.memory.spikes import saving
 from spikefuse.neurons.definition import States
-from spikefuse.nn import constant_input as constant
 from spikefuse.nn.call import Saving, TemporalCall, active
+from spikefuse.nn.constant_input import fold
 from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron
 from spikefuse.scan.state_passing import StatePassing
 
@@ -47,10 +47,10 @@ class Temporal(nn.Module):
     (their statistics run over T and B), and dropout draws anew at each step.
 
     An input that is the same at each step (its time has stride 0, as from `encode.direct`) and
-    needs no gradient goes through the layers before the first neuron once, as `[B, ...]`. The
-    result is the same up to rounding, running statistics included. It takes a network that
-    torch.fx can trace, in which these layers are ordinary, not random, and have no forward hooks,
-    and in which what they give reaches the rest through neurons only; else they run T times.
+    needs no gradient goes through deterministic layers before the first neuron once, as `[B, ...]`.
+    The result is the same up to rounding, running statistics included. The first operation that is
+    random, mixes samples, or is unknown (see `spikefuse.nn.constant_input`), and all that follow,
+    run on `[T*B, ...]`. Forward hooks and the code of the network see tensors `[T*B, ...]`.
 
     Args:
         net: the network.
@@ -106,7 +106,6 @@ class Temporal(nn.Module):
         self._cache: dict[Any, Any] = {}
         #: Connects the neurons to processes that hold other steps of a sequence.
         self.passing: StatePassing | None = None
-        self._plan: constant.ConstantPlan | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy may get another network, and measures anew.
@@ -151,24 +150,23 @@ class Temporal(nn.Module):
         call.passing = self.passing
         if call.passing is not None:
             self._begin(call.passing, x, call)
-        plan = self._sharing(x) if isinstance(x, Tensor) and x.stride(0) == 0 else None
         outer, active.call = active.call, call
         try:
             with self._saving(x, call):
                 if not isinstance(x, Tensor):
                     folded = self.net(x)
-                elif plan is None:
-                    folded = call.policy.run(self.net, call, x.flatten(0, 1))
                 else:
-                    call.constant_rows = batch
-                    with self._repeated(plan, call):
-                        folded = call.policy.run(self.net, call, x[0])
+                    rows = fold(x, self.net) if x.stride(0) == 0 else x.flatten(0, 1)
+                    run = call.policy.run
+                    folded = self.net(rows) if run is None else run(self.net, call, rows)
                 if call.deferred is not None:
                     call.deferred.finish()
         finally:
             active.call = outer
             if call.deferred is not None:
                 call.deferred.close()
+            if call.spikes is not None:
+                call.spikes.clear()
         if call.passing is not None:
             call.passing.end()
 
@@ -183,38 +181,37 @@ class Temporal(nn.Module):
         output = pytree.tree_map_only(torch.Tensor, unfold, folded)
         return (output, call.finals) if return_state else output
 
-    @contextlib.contextmanager
-    def _saving(self, x: Tensor | SparseSequence, call: TemporalCall) -> Iterator[None]:
-        """Let layers save what the policy says meanwhile."""
-        memory = self.memory
+    def _saving(
+        self, x: Tensor | SparseSequence, call: TemporalCall
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Decide what layers save in this call; return the hooks that save it."""
         if torch.compiler.is_compiling():
-            yield
-        elif not isinstance(memory, Auto):
-            with saving(memory) as spikes:
-                call.saving = Saving(memory, {}, spikes)
-                yield
-        else:
-            with self._within_budget(memory, x, call) as chosen, saving(chosen.policy) as spikes:
-                chosen.spikes, call.saving = spikes, chosen
-                yield
+            return contextlib.nullcontext()
+        if isinstance(self.memory, Auto):
+            return self._within_budget(self.memory, x, call)
+        spikes, hooks = saving(self.memory)
+        call.saving = Saving(self.memory, {}, spikes)
+        return hooks
 
     @contextlib.contextmanager
     def _within_budget(
         self, auto: Auto, x: Tensor | SparseSequence, call: TemporalCall
-    ) -> Iterator[Saving]:
-        """What a budget allows; the first call measures it."""
+    ) -> Iterator[None]:
+        """Save what a budget allows; the first call measures it."""
         description = auto, *_described(x), call.impl, self.training
-        if description in self._cache or not can_measure():
-            policy, policies = self._cache.get(description, (Recompute(), {}))
-            yield Saving(policy, policies)
-            return
-        saved, measured = SavedTensors(), Saving(Recompute())
-        with saved.hooks():
-            yield measured
-        own = {y.untyped_storage().data_ptr() for y in (*self.parameters(), *self.buffers())}
-        num_bytes = sum(size.now for size in saved.sizes(own))
-        packed = {} if measured.spikes is None else measured.spikes.reductions
-        self._cache[description] = auto.choose(num_bytes, measured.recomputed, packed)
+        is_known = description in self._cache or not can_measure()
+        policy, policies = self._cache.get(description, (Recompute(), {}))
+        saved = SavedTensors()
+        with contextlib.nullcontext() if is_known else saved.hooks():
+            spikes, hooks = saving(policy)
+            call.saving = Saving(policy, policies, spikes)
+            with hooks:
+                yield
+        if not is_known:
+            own = {y.untyped_storage().data_ptr() for y in (*self.parameters(), *self.buffers())}
+            num_bytes = sum(size.now for size in saved.sizes(own))
+            packed = {} if spikes is None else spikes.reductions
+            self._cache[description] = auto.choose(num_bytes, call.saving.recomputed, packed)
 
     def _begin(self, passing: StatePassing, x: Tensor | SparseSequence, call: TemporalCall) -> None:
         if not isinstance(x, Tensor):
@@ -232,24 +229,6 @@ class Temporal(nn.Module):
         memory = f", {self.memory}" if self._recomputes else ""
         about = f"{type(self.net).__name__} in {mode} {gradients} gradients{wanted}{memory}"
         passing.begin(x, about, call.initial is not None)
-
-    def _repeated(
-        self, plan: constant.ConstantPlan, call: TemporalCall
-    ) -> contextlib.AbstractContextManager[None]:
-        """For a call in which rows stand for all steps."""
-        if call.passing is not None and call.passing.statistics is not None:
-            return contextlib.nullcontext()  # batch norms count the steps themselves
-        return constant.same_statistics(plan, call)
-
-    def _sharing(self, x: Tensor) -> constant.ConstantPlan | None:
-        """The plan to compute once what does not change over time, if that is possible."""
-        # nn.DataParallel makes the network anew for every call.
-        if not constant.is_constant(x) or getattr(self.net, "_is_replica", False):
-            return None
-        modules, plan = tuple(self.net.modules()), self._plan
-        if plan is None or not plan.fits(modules):
-            plan = self._plan = constant.make_plan(self.net, modules)
-        return plan if constant.can_share(plan, x.shape[1]) else None
 
     def _check(
         self,

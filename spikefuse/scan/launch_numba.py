@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spikefuse.kernels.numba_runtime import arrays
-from spikefuse.kernels.numba_threads import LINE, shared
+from spikefuse.kernels.numba_host import LINE, arrays, shared
 from spikefuse.scan.layout import Layout
 from spikefuse.scan.program import Variant
 

@@ -1,21 +1,19 @@
-"""Any torch network with pointwise activations as a spiking one."""
+"""Replace the activations of a torch network by spiking neurons."""
 
 from __future__ import annotations
 
+import ast
 import copy as copying
-import functools
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import nn
 
 from spikefuse.nn.activations import ACTIVATIONS, FUNCTIONS, METHODS
-from spikefuse.nn.call import active
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.temporal import Temporal
-from spikefuse.nn.tracing import Untraceable, trace_modes
 
 MakeNeuron = Callable[[], Neuron]
 
@@ -26,83 +24,27 @@ def spiking(
     replace: tuple[type[nn.Module], ...] = ACTIVATIONS,
     copy: bool = True,
 ) -> nn.Module:
-    """`model` with a new neuron in place of each pointwise activation, for `Temporal` to run.
+    """Return `model` with a neuron in place of each activation module, to be run by `Temporal`.
 
-    An activation is a module of `replace`, or a call of a function or tensor method that does the
-    same (`F.relu`, `torch.relu`, `x.relu()`). A module that is called at several places gets a
-    neuron at each, and the first has its name. All other layers keep their names, so a state dict
-    of `model` loads, less what activations such as nn.PReLU had in it.
-
-    The model is traced with torch.fx. Where each activation is a module called once, the result is
-    the model with these modules exchanged; else an fx.GraphModule, which does what the model's
-    `forward` did, in training and evaluation alike. What layers of torch.nn compute inside, such as
-    nn.LSTM and nn.TransformerEncoderLayer, stays as it is.
+    Each name of an activation gets a neuron of its own, which keeps the name. A module that
+    `forward` calls at several places becomes one neuron that is called there, each time from rest;
+    such a neuron has no single state for `return_state=True`. All other layers keep their names, so
+    that a state dict of `model` loads, except for the parameters of activations such as nn.PReLU.
+    The code of the model runs as it is.
 
     Args:
         neuron: makes one neuron per call, such as `lambda: spikefuse.LIF(decay=0.5)`.
-        replace: which activations, by their modules; the rest stay. Leave out nn.Sigmoid and
-            nn.Tanh where they are gates.
-        copy: False: the result is made of the model's own layers, and the model is used up.
-
-    Warns:
-        UserWarning: torch.fx cannot trace the model, or traces it differently in training and in
-            evaluation. Then only modules are exchanged, not calls of functions, and a call that
-            reaches one neuron twice in a time step raises a ValueError.
+        replace: the activation classes to replace. Leave out nn.Sigmoid and nn.Tanh where they are
+            gates.
+        copy: if False, replace the activations of `model` itself.
 
     Raises:
         TypeError: `model` is not a module, or `neuron` does not make neurons.
-        ValueError: the model has no activation; `model` is a Temporal.
+        ValueError: the model has no activation module; it is or contains a Temporal; or its code
+            calls an activation as a function or tensor method (`F.relu`, `x.relu()`), which no
+            neuron can replace. Calls are found in the source of the model's classes, not in
+            functions that these call, nor in layers of torch.nn such as nn.LSTM.
     """
-    _check(model, neuron)
-    model = copying.deepcopy(model) if copy else model
-    make = functools.partial(_new, neuron, set())
-    try:
-        graph = trace_modes(model)
-    except Untraceable as error:
-        return _exchanged(model, make, replace, error)
-    sites = [_Site(node, *found) for node, found in _activations(model, graph, replace)]
-    if not sites:
-        raise ValueError(
-            "the model has no activation to replace: expected modules such as nn.ReLU, or calls "
-            "such as F.relu"
-        )
-    modules = {id(site.module) for site in sites}
-    if len(modules) == len(sites) and all(site.is_plain for site in sites):
-        for site in sites:
-            _set(model, site.name, make())
-        return model
-    return _rewritten(model, graph, sites, make)
-
-
-@dataclass(frozen=True)
-class _Site:
-    """A place where an activation is called."""
-
-    node: fx.Node
-    name: str  # for the neuron
-    module: nn.Module | None
-
-    @property
-    def in_place(self) -> bool:
-        node = self.node
-        inplace = node.kwargs.get("inplace", False) or getattr(self.module, "inplace", False)
-        name = node.target if isinstance(node.target, str) else node.target.__name__
-        return bool(inplace) or (self.module is None and name.endswith("_"))
-
-    def later_users(self) -> list[fx.Node]:
-        """Who reads the input after an activation in place: they mean its output."""
-        return [n for n in _input(self.node).users if n > self.node] if self.in_place else []
-
-    @property
-    def is_plain(self) -> bool:
-        return self.module is not None and not self.later_users()
-
-
-def _input(node: fx.Node) -> fx.Node:
-    return node.all_input_nodes[0]
-
-
-def _check(model: nn.Module, neuron: MakeNeuron) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
     if any(isinstance(m, Temporal) for m in model.modules()):
@@ -112,138 +54,82 @@ def _check(model: nn.Module, neuron: MakeNeuron) -> None:
             f"neuron is a {type(neuron).__name__}: expected a function that makes a new one at "
             "each call, such as lambda: spikefuse.LIF()"
         )
-
-
-def _new(neuron: MakeNeuron, made: set[Neuron]) -> Neuron:
-    found = neuron()
-    if not isinstance(found, Neuron):
-        raise TypeError(f"neuron makes a {type(found).__name__}: expected a spikefuse.Neuron")
-    if found in made:
-        raise ValueError("neuron makes the same module again: expected a new one at each call")
-    made.add(found)
-    return found
-
-
-def _activations(
-    model: nn.Module, graph: fx.Graph, replace: tuple[type[nn.Module], ...]
-) -> Iterator[tuple[fx.Node, tuple[str, nn.Module | None]]]:
-    """The calls of activations on what depends on the input, and a name for each."""
-    dependent: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder" or any(n in dependent for n in node.all_input_nodes):
-            dependent.add(node)
-        if node not in dependent:
-            continue  # such as the sigmoid of a parameter
-        if node.op == "call_module":
-            module = model.get_submodule(node.target)
-            if isinstance(module, replace):
-                yield node, (node.target, module)
-        elif node.op in ("call_function", "call_method"):
-            table: Mapping[Any, type[nn.Module]]
-            table = FUNCTIONS if node.op == "call_function" else METHODS
-            kind = table.get(node.target)
-            if kind is not None and issubclass(kind, replace):
-                stack = list(node.meta.get("nn_module_stack", {}).values())
-                where = stack[-1][0] if stack else ""
-                yield node, (f"{where}.neuron" if where else "neuron", None)
-
-
-def _rewritten(
-    model: nn.Module, graph: fx.Graph, sites: list[_Site], make: Callable[[], Neuron]
-) -> fx.GraphModule:
-    """The model as its graph, with a neuron at every site."""
-    dropped = {site.name for site in sites if site.module is not None}
-    kept = [
-        (name, tensor)
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if name.rpartition(".")[0] not in dropped
+    calls = list(dict.fromkeys(c for m in model.modules() for c in _functional_calls(m, replace)))
+    if calls:
+        raise ValueError(
+            f"the model calls activations as functions, which neurons can't replace: "
+            f"{'; '.join(calls)}. Make each a module, such as self.relu = nn.ReLU(), or leave its "
+            "class out of replace="
+        )
+    result = copying.deepcopy(model) if copy else model
+    activations = [
+        (parent, name, child)
+        for parent in result.modules()
+        for name, child in parent._modules.items()
+        if isinstance(child, replace)
     ]
-    taken = {name for name, _ in (*model.named_modules(), *kept)} - dropped
-    for site in sites:
-        name = _free(site.name, taken)
-        taken.add(name)
-        _set(model, name, make())
-        with graph.inserting_after(site.node):
-            neuron = graph.call_module(name, (_input(site.node),))
-        for user in site.later_users():
-            if user is not neuron:
-                user.replace_input_with(_input(site.node), neuron)
-        site.node.replace_all_uses_with(neuron)
-        graph.erase_node(site.node)
-    result = fx.GraphModule(model, graph, type(model).__name__)
-    _complete(result, model, kept)
+    if not activations:
+        raise ValueError(
+            "the model has no activation to replace: expected modules such as nn.ReLU in it"
+        )
+    made: set[Neuron] = set()
+    for parent, name, child in activations:
+        setattr(parent, name, _new(neuron, made).train(child.training))
     return result
 
 
-def _complete(result: nn.Module, model: nn.Module, kept: list[tuple[str, Tensor]]) -> None:
-    """Give `result` what the graph doesn't use, so that a state dict loads, and the modes."""
-    for name, tensor in kept:
-        path, _, last = name.rpartition(".")
-        if path not in dict(result.named_modules()):
-            assert isinstance(result, fx.GraphModule)
-            result.add_submodule(path, nn.Module())
-        owner = result.get_submodule(path)
-        if hasattr(owner, last):
+def _new(neuron: MakeNeuron, made: set[Neuron]) -> Neuron:
+    result = neuron()
+    if not isinstance(result, Neuron):
+        raise TypeError(f"neuron makes a {type(result).__name__}: expected a spikefuse.Neuron")
+    if result in made:
+        raise ValueError("neuron makes the same module again: expected a new one at each call")
+    made.add(result)
+    return result
+
+
+def _functional_calls(module: nn.Module, replace: tuple[type[nn.Module], ...]) -> Iterator[str]:
+    """Yield the calls of activation functions and methods in the code of a module's classes."""
+    if isinstance(module, (*replace, Neuron)):
+        return
+    kind = type(module).__name__
+    for name, value in vars(module).items():
+        if _is_activation(value, replace):
+            yield f"self.{name} of {kind}"
+    for base in type(module).__mro__:
+        if base.__module__.split(".")[0] in ("torch", "spikefuse", "builtins"):
             continue
-        if isinstance(tensor, nn.Parameter):
-            owner.register_parameter(last, tensor)
-        else:
-            temporary = last in model.get_submodule(path)._non_persistent_buffers_set
-            owner.register_buffer(last, tensor, persistent=not temporary)
-    modes = {name: m.training for name, m in model.named_modules()}
-    for name, module in result.named_modules():
-        module.training = modes.get(name, model.training)
+        for function in filter(inspect.isfunction, vars(base).values()):
+            try:
+                tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+            except (OSError, TypeError, SyntaxError):
+                continue  # without its source
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and _calls(node.func, function, replace):
+                    line = function.__code__.co_firstlineno + node.lineno - 1
+                    yield f"{ast.unparse(node.func)} in {function.__qualname__}, line {line}"
 
 
-def _free(name: str, taken: set[str]) -> str:
-    """The name, with a number after it if it is taken."""
-    found, number = name, 0
-    while found in taken:
-        number += 1
-        found = f"{name}_{number}"
-    return found
+def _calls(node: ast.expr, function: Any, replace: tuple[type[nn.Module], ...]) -> bool:
+    """Whether an expression that is called is an activation function or method."""
+    names: list[str] = []
+    root = node
+    while isinstance(root, ast.Attribute):
+        names.append(root.attr)
+        root = root.value
+    if isinstance(root, ast.Name):
+        value = function.__globals__.get(root.id)
+        for name in reversed(names):
+            value = getattr(value, name, None)
+        if _is_activation(value, replace):
+            return True
+        if root.id in ("self", "super") or root.id in function.__globals__:
+            return False
+    return bool(names) and issubclass(METHODS.get(names[0], object), replace)
 
 
-def _set(model: nn.Module, name: str, neuron: Neuron) -> None:
-    path, _, last = name.rpartition(".")
-    setattr(model.get_submodule(path), last, neuron.train(model.training))
-
-
-def _exchanged(
-    model: nn.Module,
-    make: Callable[[], Neuron],
-    replace: tuple[type[nn.Module], ...],
-    reason: Untraceable,
-) -> nn.Module:
-    """The model with its activation modules exchanged, wherever they are called."""
-    found = [
-        (parent, name)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, replace)
-    ]
-    if not found:
-        raise ValueError(
-            f"torch.fx cannot trace the model ({reason}), and it has no activation modules to "
-            "replace: write its activations as modules, such as nn.ReLU"
-        )
-    warnings.warn(
-        f"torch.fx cannot trace the model ({reason}): its activation modules are replaced, but "
-        "calls of functions such as F.relu, if it has any, are not",
-        stacklevel=3,
-    )
-    for parent, name in found:
-        neuron = make().train(model.training)
-        neuron.register_forward_pre_hook(_once)
-        setattr(parent, name, neuron)
-    return model
-
-
-def _once(neuron: nn.Module, args: Any) -> None:
-    call = active.call
-    name = None if call is None else call.names.get(id(neuron))
-    if call is not None and name in call.finals:
-        raise ValueError(
-            f"neuron '{name}' replaces an activation that is called twice in one step, and "
-            "torch.fx could not tell the calls apart: use one module per call"
-        )
+def _is_activation(value: Any, replace: tuple[type[nn.Module], ...]) -> bool:
+    try:
+        return issubclass(FUNCTIONS.get(value, object), replace)
+    except TypeError:  # not hashable
+        return False

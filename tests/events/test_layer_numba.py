@@ -12,7 +12,7 @@ import spikefuse as sf
 from spikefuse.events import layer_numba, products_numba
 from spikefuse.events.candidates import with_candidates
 from spikefuse.events.format import Events
-from spikefuse.kernels import numba_threads
+from spikefuse.kernels import numba_host
 
 INPUTS = 40
 
@@ -151,7 +151,7 @@ def test_every_thread_has_work(threads: int, monkeypatch: pytest.MonkeyPatch) ->
 
     def shared(kernel: Any, count: int, unit: int, work: int, *arguments: object) -> None:
         tasks[kernel.__name__] = -(-count // unit)
-        numba_threads.shared(kernel, count, unit, work, *arguments)
+        numba_host.shared(kernel, count, unit, work, *arguments)
 
     monkeypatch.setattr(products_numba, "shared", shared)
     results(some_marks(4, 32), 70, (threads, threads))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spikefuse.kernels import bits
-from spikefuse.kernels.numba_threads import MIN_TASK
+from spikefuse.kernels.numba_host import MIN_TASK
 from spikefuse.testing import DTYPES, LAYOUTS, lay_out, poisoned
 
 

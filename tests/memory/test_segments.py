@@ -36,7 +36,13 @@ def described(net):
     return {
         str(s.target): (
             [str(n) for n in s.inputs],
-            "block" if s.block else "once" if not s.again else "parts" if s.by_sample else "whole",
+            "block"
+            if s.block
+            else "once"
+            if not s.is_recomputed
+            else "parts"
+            if s.by_sample
+            else "whole",
         )
         for s in Segments(net)
     }
@@ -102,7 +108,7 @@ class Branching(nn.Sequential):
 REFUSED = {
     "fused": lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), sf.LIF()),
     "trace as a whole": lambda: Branching(nn.Conv2d(3, 4, 1), sf.LIF()),
-    "can't compute '1' again, which works in place": lambda: nn.Sequential(
+    "can't recompute '1', which works in place": lambda: nn.Sequential(
         sf.LIF(), nn.ReLU(inplace=True)
     ),
 }

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import spikefuse as sf
-from spikefuse.kernels import numba_runtime
+from spikefuse.kernels import numba_host
 from spikefuse.scan import launch_numba
 
 # Whole pieces and lines of memory, fractions of both, and rows that begin anywhere.
@@ -65,10 +65,10 @@ def calls():
 
 def test_a_large_tensor_is_moved_to_huge_pages_once(monkeypatch):
     advised = []
-    monkeypatch.setattr(numba_runtime, "_madvise", lambda *arguments: advised.append(arguments))
+    monkeypatch.setattr(numba_host, "_madvise", lambda *arguments: advised.append(arguments))
     large, small = torch.ones(1 << 21), torch.ones(1 << 10)
     for x in (large, small, large.view(2, -1)[1]):
-        numba_runtime.move_to_huge_pages(x)
+        numba_host.move_to_huge_pages(x)
     ((start, size, _),) = advised
     assert 0 <= start.value - large.data_ptr() < 4096
     assert start.value + size.value <= large.data_ptr() + large.nbytes

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from spikefuse.kernels import numba_threads
+from spikefuse.kernels import numba_host
+from spikefuse.kernels.numba_host import MIN_TASK, shared
 from spikefuse.kernels.numba_runtime import kernel
-from spikefuse.kernels.numba_threads import MIN_TASK, shared
 
 OPENMP = "openmp" in torch.__config__.parallel_info().lower() and sys.platform == "linux"
 WAYS = ["python", *["openmp"] * OPENMP]
@@ -19,7 +19,7 @@ WAYS = ["python", *["openmp"] * OPENMP]
 
 @pytest.fixture(params=WAYS, autouse=True)
 def way(request, monkeypatch):
-    monkeypatch.setattr(numba_threads, "_has_openmp", request.param == "openmp")
+    monkeypatch.setattr(numba_host, "_has_openmp", request.param == "openmp")
     return request.param
 
 
@@ -49,7 +49,7 @@ def claim(first, last, sums):
 
 
 def test_openmp_is_shared_with_torch():
-    assert numba_threads._register_openmp() == OPENMP
+    assert numba_host._register_openmp() == OPENMP
 
 
 @pytest.mark.usefixtures("five_threads")
@@ -101,8 +101,8 @@ def test_calls_from_several_python_threads():
 
 
 def test_small_work_stays_on_one_thread(monkeypatch):
-    monkeypatch.setattr(numba_threads, "_run", None)
-    monkeypatch.setattr(numba_threads, "_on_python_threads", None)
+    monkeypatch.setattr(numba_host, "_run", None)
+    monkeypatch.setattr(numba_host, "_on_python_threads", None)
     sums = np.zeros(100, np.float32)
     shared(add, 100, 1, MIN_TASK, sums, sums.copy(), 1.0, True, (sums.copy(), 1))
     np.testing.assert_array_equal(sums, 1)
@@ -116,8 +116,8 @@ def test_a_thread_out_of_memory():
 
 FEWER = """
 import numpy as np, torch
-from spikefuse.kernels.numba_threads import MIN_TASK, shared
-from tests.kernels.test_numba_threads import add
+from spikefuse.kernels.numba_host import MIN_TASK, shared
+from tests.kernels.test_numba_host import add
 
 torch.set_num_threads(4)
 sums = np.zeros(100, np.float32)
@@ -135,14 +135,14 @@ def test_fewer_threads_than_requested(way):
 FORK = """
 import os, sys, time
 import torch, spikefuse as sf
-from spikefuse.kernels import numba_threads
+from spikefuse.kernels import numba_host
 
-numba_threads._has_openmp = sys.argv[1] == "openmp"
+numba_host._has_openmp = sys.argv[1] == "openmp"
 torch.set_num_threads(2)
 x = torch.randn(8, 64, 1024)
 expected = sf.LIF()(x).numpy()
 # The child does not inherit these threads.
-assert numba_threads._has_openmp == (numba_threads._pool is None)
+assert numba_host._has_openmp == (numba_host._pool is None)
 child = os.fork()
 if child == 0:
     same = (sf.LIF()(x).numpy() == expected).all()

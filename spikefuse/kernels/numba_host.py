@@ -1,4 +1,4 @@
-"""Run Numba kernels over ranges, on PyTorch's own threads.
+"""The host side of Numba kernels: PyTorch's tensors as arrays, and PyTorch's own threads.
 
 Where PyTorch uses OpenMP, so do kernels: threads start without the interpreter's lock, and no two
 thread pools compete for the cores. Elsewhere, and in forked processes, which OpenMP does not
@@ -11,8 +11,9 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -201,3 +202,64 @@ def _on_python_threads(function: Callable[..., None], count: int, share: int, *a
     tasks = [pool.submit(function, a, min(a + share, count), *args) for a in starts]
     for task in tasks:
         task.result()
+
+
+def arrays(tensors: Iterable[torch.Tensor | None], are_large: bool = False) -> list[np.ndarray]:
+    """Return the memory of tensors, from their first elements to their last, as 1-d arrays.
+
+    None gives an empty array. With `are_large`, new memory is advised to use huge pages.
+    """
+    found = []
+    for x in tensors:
+        if x is None:
+            found.append(_EMPTY)
+            continue
+        if are_large and x.nbytes >= _LARGE:
+            advise_huge_pages(x)
+        span = 1
+        for size, stride in zip(x.shape, x.stride(), strict=True):
+            span += (size - 1) * stride
+        x = torch.as_strided(x.detach(), (span if x.numel() else 0,), (1,))
+        if x.dtype is torch.bfloat16:
+            x = x.view(torch.uint16)
+        elif x.dtype is torch.float16:
+            x = x.view(torch.int16)
+        found.append(x.numpy())
+    return found
+
+
+def flat(x: torch.Tensor) -> np.ndarray:
+    """Return the memory of one tensor; see `arrays`."""
+    return arrays((x,))[0]
+
+
+_EMPTY = np.empty(0, np.float32)
+
+# Bytes from which page faults of a new tensor cost more than its arithmetic; bytes per page.
+_LARGE, _PAGE = 1 << 22, 1 << 12
+_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+
+
+def advise_huge_pages(x: torch.Tensor) -> None:
+    """Ask Linux to back a new, large tensor with 2 MiB pages; has no effect on other systems."""
+    memory = x.untyped_storage()
+    if memory.nbytes() >= _LARGE:
+        _advise(memory.data_ptr(), memory.nbytes(), _MADV_HUGEPAGE)
+
+
+def move_to_huge_pages(x: torch.Tensor) -> None:
+    """Ask Linux, once, to move a large tensor that is read in random order to 2 MiB pages."""
+    memory = x.untyped_storage()
+    if memory.nbytes() >= _LARGE:
+        _advise_once(memory.data_ptr(), memory.nbytes(), _MADV_COLLAPSE)
+
+
+def _advise(address: int, size: int, advice: int) -> None:
+    if _madvise is not None:
+        start = -(-address // _PAGE) * _PAGE
+        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - _PAGE), advice)
+
+
+# Keyed on address and size: memory that the allocator reuses has been moved already.
+_advise_once = lru_cache(maxsize=1024)(_advise)
