@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+from spikefuse.train.cli import make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/**/*.md"))]
@@ -53,6 +57,24 @@ def test_how_to_pages_are_short(page: str) -> None:
     assert text.count("\n") < 50
     assert len(re.findall(r"^```python$", text, re.M)) == 1
     assert "\nassert " in text
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_and_options_exist(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Commands of the trainer in blocks parse, and options in the text are options of it."""
+    for arguments in re.findall(r"^\$ (?:.* )?spikefuse (.*)$", read(page), re.M):
+        make_parser().parse_args(shlex.split(arguments, comments=True))
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["train", "--help"])
+    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    mentioned = re.findall(r"(?:`|spikefuse train )(--[a-z-]+)", read(page))
+    assert set(mentioned) <= known
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_modules_exist(page: str) -> None:
+    names = set(re.findall(r"python -m (benchmarks\S*?)[`\s]", read(page)))
+    assert [name for name in names if importlib.util.find_spec(name) is None] == []
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
