@@ -360,14 +360,15 @@ class Streaming:
     def __init__(self, case: Case, rate: float, device: torch.device) -> None:
         self.device, task = device, EventTask(case, rate, device)
         self.layers, self.stream = task.initial, EventStream(task.initial)
-        self.rate, states = -1.0, None
+        self.rate = -1.0
         for x in task.x[:, 0].contiguous():
-            before = states
-            _, states = self.stream(x, before)
-            potentials = torch.cat([v.view(-1) for (v,) in states])
+            before = self.stream.state
+            self.stream(x)
+            potentials = torch.cat([v.view(-1) for (v,) in (self.stream.state or {}).values()])
             found = float((potentials == 0).float().mean())  # a neuron that fired was reset to 0
             if before is not None and abs(found - rate) < abs(self.rate - rate):
-                self.rate, self.x, self.states = found, x, before
+                self.rate, self.x, self.states = found, x, tuple(before.values())
+                self.before = before
         net = task.dense().net
         self.dense = sf.Temporal(net)
         names = [name for name, module in net.named_modules() if isinstance(module, sf.LIF)]
@@ -375,8 +376,9 @@ class Streaming:
 
     @torch.no_grad()
     def on_events(self) -> StreamResult:
-        y, states = self.stream(self.x, self.states)
-        return y, [v.view(-1) for (v,) in states]
+        self.stream.state = self.before
+        y = self.stream(self.x)
+        return y, [v.view(-1) for (v,) in (self.stream.state or {}).values()]
 
     @torch.no_grad()
     def on_dense(self) -> StreamResult:

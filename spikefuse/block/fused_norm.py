@@ -46,6 +46,15 @@ class FusedNorm(_BatchNorm):
             outcomes[self] = Outcome(None, reason=obstacle)
         return self.plain(input)
 
+    def extra_repr(self) -> str:
+        outcome, text = outcomes.get(self), super().extra_repr()
+        if outcome is None:
+            return text
+        if outcome.neuron is None:
+            return f"{text}, not fused: {outcome.reason}"
+        residual = "a residual and " if outcome.residual else ""
+        return f"{text}, fused with {residual}{type(outcome.neuron).__name__}"
+
     def plain(self, x: Tensor) -> Tensor:
         """The norm of torch.nn, at once."""
         return super().forward(x)

@@ -211,7 +211,7 @@ def shard_neurons(net: Network, group: Group = None) -> Network:
         layers[-1].is_last = True
     sharded: Any = nn.Sequential(*layers).train(whole.training)
     if isinstance(net, Temporal):
-        sharded = Temporal(sharded, net.memory).train(net.training)
+        sharded = Temporal(sharded, net.memory, batch_first=net.batch_first).train(net.training)
     return sharded
 
 

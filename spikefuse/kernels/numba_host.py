@@ -216,15 +216,17 @@ def arrays(tensors: Iterable[torch.Tensor | None], are_large: bool = False) -> l
             continue
         if are_large and x.nbytes >= _LARGE:
             advise_huge_pages(x)
-        span = 1
-        for size, stride in zip(x.shape, x.stride(), strict=True):
-            span += (size - 1) * stride
-        x = torch.as_strided(x.detach(), (span if x.numel() else 0,), (1,))
+        x = x.detach()
+        if not x.is_contiguous():
+            span = 1
+            for size, stride in zip(x.shape, x.stride(), strict=True):
+                span += (size - 1) * stride
+            x = torch.as_strided(x, (span if x.numel() else 0,), (1,))
         if x.dtype is torch.bfloat16:
             x = x.view(torch.uint16)
         elif x.dtype is torch.float16:
             x = x.view(torch.int16)
-        found.append(x.numpy())
+        found.append(x.numpy().reshape(-1))
     return found
 
 

@@ -8,6 +8,7 @@ from spikefuse.events.stream import EventStream
 from spikefuse.inspect.explain import explain
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import MaxPool2d
+from spikefuse.nn.stream import Stream
 from spikefuse.nn.temporal import Temporal
 from spikefuse.nn.zoo import (
     ALIF,
@@ -53,6 +54,7 @@ __all__ = [
     "MaxPool2d",
     "Neuron",
     "RefractoryLIF",
+    "Stream",
     "Temporal",
     "TernaryLIF",
     "TwoCompartmentLIF",

@@ -46,7 +46,7 @@ class Saving:
 
 @dataclass
 class TemporalCall:
-    """One call of a `Temporal`.
+    """One call of a `Temporal`, or a step of a `Stream`; in a `with` block, layers belong to it.
 
     Attributes:
         num_steps: T.
@@ -58,6 +58,7 @@ class TemporalCall:
         deferred: the tensors that layers have deferred, if any.
         saving: what layers save for backward; None for spikes as they are.
         current: the name of the neuron that runs.
+        outer: the call around this one.
     """
 
     num_steps: int
@@ -71,6 +72,21 @@ class TemporalCall:
     deferred: PendingResults | None = None
     saving: Saving | None = None
     current: str = ""
+    outer: TemporalCall | None = None
+
+    def __enter__(self) -> None:
+        self.outer, active.call = active.call, self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        try:
+            if self.deferred is not None and kind is None:
+                self.deferred.finish()
+        finally:
+            active.call = self.outer
+            if self.deferred is not None:
+                self.deferred.close()
+            if self.saving is not None and self.saving.spikes is not None:
+                self.saving.spikes.clear()
 
     @property
     def policy(self) -> Policy:
@@ -108,7 +124,7 @@ class TemporalCall:
                 inputs.append(x.unflatten(0, (steps, x.shape[0] // steps)))
             else:
                 inputs.append(unfold(x, steps))
-        state = None if self.initial is None else self.initial[name]
+        state = None if self.initial is None else self.initial.get(name)
         return Request(tuple(inputs), state, self.impl, self.final, passing=self.passing)
 
 

@@ -44,7 +44,9 @@ class Neuron(Definition):
     Call: `neuron(x, ..., state=None, return_state=False, impl="auto")`
 
     Args:
-        x: one or several inputs of one shape `[T, B, ...]`, float32, bfloat16 or float16.
+        x: one or several inputs of one shape `[T, B, ...]`, float32, bfloat16 or float16. Dim 0 is
+            time whatever the number of dims: `[B, F]` is read as B steps of F samples, and
+            `x.unsqueeze(0)` as one step of B samples.
         state: one tensor `[B, ...]` per declared state, or None to start from rest.
         return_state: also return the final state, as a tuple of float32 tensors.
         impl: "auto" (Triton on a GPU, Numba on a CPU), "triton", "numba", or "reference" (the
@@ -148,7 +150,8 @@ def check(
             )
         if x.ndim < 2 or x.shape[0] == 0:
             raise ValueError(
-                f"{name}: {label} has shape {list(x.shape)}: expected [T, B, ...] with T >= 1"
+                f"{name}: {label} has shape {list(x.shape)}: expected [T, B, ...] with T >= 1; "
+                f"for a single step use {label}.unsqueeze(0)"
             )
         if x is not inputs[0] and (x.shape, x.device) != (inputs[0].shape, inputs[0].device):
             raise ValueError(
@@ -166,5 +169,7 @@ def check(
         if list(s.shape) != expected or s.device != inputs[0].device:
             raise ValueError(
                 f"{name}: state {label} is {list(s.shape)} on {s.device}: expected {expected} "
-                f"on {inputs[0].device}, the shape of one time step"
+                f"on {inputs[0].device}, the shape of one time step, since {names[0]} "
+                f"{list(inputs[0].shape)} was read as T={len(inputs[0])}: for a single step use "
+                f"{names[0]}.unsqueeze(0)"
             )

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from spikefuse.memory.policies import Auto, Policy, Recompute
 from spikefuse.memory.saved_tensors import SavedTensors, can_measure
 from spikefuse.memory.spikes import saving
 from spikefuse.neurons.definition import States
-from spikefuse.nn.call import Saving, TemporalCall, active
+from spikefuse.nn.call import Saving, TemporalCall
 from spikefuse.nn.constant_input import fold
 from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron
 from spikefuse.scan.state_passing import StatePassing
+
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
 class SparseSequence(Protocol):
@@ -46,6 +49,14 @@ class Temporal(nn.Module):
     `[T*B, ...]`; the neurons inside are told T. Normalisation layers see all time steps at once
     (their statistics run over T and B), and dropout draws anew at each step.
 
+    With `batch_first=True`, inputs and outputs are `[B, T, ...]` and states are unchanged. Inputs
+    are transposed as views. Folding one of them into `[T*B, ...]` copies it once, unless T or B is
+    1 or its memory is time first; outputs are views whose memory is time first.
+
+    A layer that remembers something from one call to the next computes nonsense here, because it is
+    called once for all T steps: `torch.nn`'s recurrent layers are refused. Run them between two
+    containers, `nn.Sequential(Temporal(...), rnn, Temporal(...))`.
+
     An input that is the same at each step (its time has stride 0, as from `encode.direct`) and
     needs no gradient goes through deterministic layers before the first neuron once, as `[B, ...]`.
     The result is the same up to rounding, running statistics included. The first operation that is
@@ -57,12 +68,15 @@ class Temporal(nn.Module):
         memory: what is kept for backward, a policy of `spikefuse.memory`; None for `Recompute()`,
             "auto" for `Auto(budget)`.
         budget: in GB, with "auto".
+        batch_first: whether inputs and outputs are `[B, T, ...]` instead of `[T, B, ...]`.
 
-    Call: `Temporal(net)(x, state=None, return_state=False, impl="auto")`
+    Call: `Temporal(net)(*inputs, state=None, return_state=False, impl="auto", **kwargs)`
 
     Args:
-        x: input `[T, B, ...]`, or `Events` of T steps and B samples for a network that begins with
-            an `EventLinear`.
+        inputs, kwargs: the arguments of the network, in any nesting. Each tensor is `[T, B, ...]`,
+            with the same T and B; or `Events` of T steps and B samples for a network that begins
+            with an `EventLinear`. Other objects are passed on as they are. `Checkpoint` takes one
+            tensor and nothing else, and time sharding one tensor among the arguments.
         state: the state that an earlier call returned, or None to start from rest.
         return_state: also return the final state, a dict from each neuron's name in `net` to its
             tuple of states; passed as `state=` to the next call, it continues the sequence.
@@ -73,7 +87,9 @@ class Temporal(nn.Module):
         with `return_state` a pair (output, state).
 
     Raises:
-        TypeError, ValueError: wrong shapes, or states that do not belong to this network.
+        TypeError, ValueError: wrong shapes, states that do not belong to this network, or a layer
+            with a memory of its own. An error inside the network has a note that says how the
+            inputs were read.
     """
 
     def __init__(
@@ -81,6 +97,7 @@ class Temporal(nn.Module):
         net: nn.Module,
         memory: Policy | Auto | str | None = None,
         budget: float | None = None,
+        batch_first: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
@@ -102,6 +119,7 @@ class Temporal(nn.Module):
             )
         self.net = net
         self.memory: Policy | Auto = chosen
+        self.batch_first = batch_first
         # What policies keep between calls, such as the choices for a budget.
         self._cache: dict[Any, Any] = {}
         #: Connects the neurons to processes that hold other steps of a sequence.
@@ -115,93 +133,101 @@ class Temporal(nn.Module):
     def _recomputes(self) -> bool:
         return isinstance(self.memory, Policy) and self.memory.recomputes_network
 
+    def extra_repr(self) -> str:
+        shown = ["batch_first=True"] if self.batch_first else []
+        if self.memory != Recompute():
+            shown.append(f"memory={self.memory}")
+        return ", ".join(shown)
+
     def neurons(self) -> dict[str, Neuron]:
         """The neurons inside, by their qualified name in `net`."""
-        if torch.compiler.is_compiling():
-            return {name: m for name, m in self.net.named_modules() if isinstance(m, Neuron)}
-        # In the order of `named_modules`, in a fraction of its time.
-        found: dict[str, Neuron] = {}
-        seen: set[nn.Module] = set()
-        left: list[tuple[str, nn.Module]] = [("", self.net)]
-        while left:
-            name, module = left.pop()
-            if module in seen:
-                continue
-            seen.add(module)
-            if isinstance(module, Neuron):
-                found[name] = module
-            for key, child in reversed(module._modules.items()):
-                if child is not None:
-                    left.append((f"{name}.{key}" if name else key, child))
-        return found
+        return neurons_of(self.net)
 
     def forward(
         self,
-        x: Tensor | SparseSequence,
+        *inputs: Any,
         state: dict[str, States] | None = None,
         return_state: bool = False,
         impl: str = "auto",
+        **kwargs: Any,
     ) -> Any:
-        neurons = self.neurons()
-        self._check(x, state, impl, neurons)
-        num_steps, batch = x.shape[:2]
+        neurons = neurons_of(self.net)
+        leaves: Sequence[Any] = inputs
+        tree: pytree.TreeSpec | None = None
+        if kwargs or len(inputs) != 1 or not isinstance(inputs[0], Tensor):
+            leaves, tree = pytree.tree_flatten((inputs, kwargs))
+        sequences = self._sequences(leaves, tree)
+        if impl not in IMPLEMENTATIONS:
+            raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
+        if state is not None:
+            check_state(state, neurons)
+        num_steps, batch = sequences[0].shape[:2]
+        if self.batch_first:
+            num_steps, batch = batch, num_steps
         names = dict(zip(map(id, neurons.values()), neurons, strict=True))
         call = TemporalCall(num_steps, names, impl, state, return_state, cache=self._cache)
         call.passing = self.passing
         if call.passing is not None:
-            self._begin(call.passing, x, call)
-        outer, active.call = active.call, call
+            self._begin(call.passing, sequences, call)
         try:
-            with self._saving(x, call):
-                if not isinstance(x, Tensor):
-                    folded = self.net(x)
+            with self._saving(sequences, call), call:
+                rows = []
+                # Processes that share statistics must take the same way.
+                shares = call.passing is not None and call.passing.statistics is not None
+                for x in leaves:
+                    if isinstance(x, Tensor):
+                        x = x.transpose(0, 1) if self.batch_first else x
+                        is_constant = x.stride(0) == 0 and not shares
+                        x = fold(x, self.net) if is_constant else x.flatten(0, 1)
+                    rows.append(x)
+                run = None if isinstance(self.memory, Auto) else self.memory.run
+                if run is not None:
+                    folded = run(self.net, call, rows[0])
+                elif tree is None:
+                    folded = self.net(rows[0])
                 else:
-                    # Processes that share statistics must take the same way.
-                    shares = call.passing is not None and call.passing.statistics is not None
-                    is_constant = x.stride(0) == 0 and not shares
-                    rows = fold(x, self.net) if is_constant else x.flatten(0, 1)
-                    run = call.policy.run
-                    folded = self.net(rows) if run is None else run(self.net, call, rows)
-                if call.deferred is not None:
-                    call.deferred.finish()
-        finally:
-            active.call = outer
-            if call.deferred is not None:
-                call.deferred.close()
-            if call.spikes is not None:
-                call.spikes.clear()
+                    args, kwargs = pytree.tree_unflatten(rows, tree)
+                    folded = self.net(*args, **kwargs)
+        except Exception as error:
+            error.add_note(self._reading(sequences))
+            raise
         if call.passing is not None:
             call.passing.end()
 
-        def unfold(y: Tensor) -> Tensor:
+        def unfold(y: Any) -> Any:
+            if not isinstance(y, Tensor):
+                if self.batch_first and hasattr(y, "sequence_signature"):
+                    raise _time_first(y)
+                return y
             if y.ndim == 0 or y.shape[0] != num_steps * batch:
                 raise ValueError(
                     f"the network returned shape {list(y.shape)}: expected dim 0 to be "
                     f"T*B = {num_steps}*{batch}; a layer has mixed the batch with other dims"
                 )
-            return y.unflatten(0, (num_steps, batch))
+            y = y.unflatten(0, (num_steps, batch))
+            return y.transpose(0, 1) if self.batch_first else y
 
-        output = pytree.tree_map_only(torch.Tensor, unfold, folded)
+        output = pytree.tree_map(unfold, folded)
         return (output, call.finals) if return_state else output
 
     def _saving(
-        self, x: Tensor | SparseSequence, call: TemporalCall
+        self, sequences: Sequence[Tensor | SparseSequence], call: TemporalCall
     ) -> contextlib.AbstractContextManager[Any]:
         """Decide what layers save in this call; return the hooks that save it."""
         if torch.compiler.is_compiling():
             return contextlib.nullcontext()
         if isinstance(self.memory, Auto):
-            return self._within_budget(self.memory, x, call)
+            return self._within_budget(self.memory, sequences, call)
         spikes, hooks = saving(self.memory)
         call.saving = Saving(self.memory, {}, spikes)
         return hooks
 
     @contextlib.contextmanager
     def _within_budget(
-        self, auto: Auto, x: Tensor | SparseSequence, call: TemporalCall
+        self, auto: Auto, sequences: Sequence[Tensor | SparseSequence], call: TemporalCall
     ) -> Iterator[None]:
         """Save what a budget allows; the first call measures it."""
-        description = auto, *_described(x), call.impl, self.training
+        description = auto, *map(_described, sequences), call.impl, self.training
         is_known = description in self._cache or not can_measure()
         policy, policies = self._cache.get(description, (Recompute(), {}))
         saved = SavedTensors()
@@ -216,7 +242,18 @@ class Temporal(nn.Module):
             packed = {} if spikes is None else spikes.reductions
             self._cache[description] = auto.choose(num_bytes, call.saving.recomputed, packed)
 
-    def _begin(self, passing: StatePassing, x: Tensor | SparseSequence, call: TemporalCall) -> None:
+    def _begin(
+        self,
+        passing: StatePassing,
+        sequences: Sequence[Tensor | SparseSequence],
+        call: TemporalCall,
+    ) -> None:
+        x = sequences[0]
+        if len(sequences) > 1:
+            raise ValueError(
+                f"{len(sequences)} sequences are given to a network whose time is sharded: "
+                "expected one; concatenate them along the channels"
+            )
         if not isinstance(x, Tensor):
             raise ValueError(
                 f"x is {type(x).__name__}: the time of a network on events cannot be sharded"
@@ -231,38 +268,145 @@ class Temporal(nn.Module):
         wanted = ", x requires grad" if x.requires_grad else ""
         memory = f", {self.memory}" if self._recomputes else ""
         about = f"{type(self.net).__name__} in {mode} {gradients} gradients{wanted}{memory}"
+        x = x.transpose(0, 1) if self.batch_first else x
         passing.begin(x, about, call.initial is not None)
 
-    def _check(
-        self,
-        x: Tensor | SparseSequence,
-        state: dict[str, States] | None,
-        impl: str,
-        neurons: dict[str, Neuron],
-    ) -> None:
-        if impl not in IMPLEMENTATIONS:
-            raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
-        if not isinstance(x, Tensor) and not hasattr(x, "sequence_signature"):
-            raise TypeError(f"the input is a {type(x).__name__}: expected a tensor [T, B, ...]")
-        if not isinstance(x, Tensor) and self._recomputes:
-            name = type(x).__name__
-            raise ValueError(f"memory=Checkpoint() takes no {name}: use another policy")
-        if len(x.shape) < 2 or x.shape[0] == 0:
-            raise ValueError(
-                f"the input has shape {list(x.shape)}: expected [T, B, ...] with T >= 1; for a "
-                "single step use x.unsqueeze(0)"
+    def _sequences(
+        self, leaves: Sequence[Any], tree: pytree.TreeSpec | None
+    ) -> list[Tensor | SparseSequence]:
+        """The sequences among the arguments, after checking that they agree in T and B."""
+        found: list[Tensor | SparseSequence] = []
+        expected = "[B, T, ...]" if self.batch_first else "[T, B, ...]"
+        for i, x in enumerate(leaves):
+            if not isinstance(x, Tensor):
+                if not hasattr(x, "sequence_signature"):
+                    continue
+                if self.batch_first:
+                    raise _time_first(x)
+            if found and x.shape[:2] != found[0].shape[:2]:
+                raise ValueError(
+                    f"{_name(i, tree)} has shape {list(x.shape)}: expected {expected} with the "
+                    f"same T and B as the first tensor {list(found[0].shape)}; expand a tensor "
+                    "that is the same at each step, see spikefuse.nn.encode.direct, or make it an "
+                    "attribute of the network; state is a keyword argument"
+                )
+            if len(x.shape) < 2 or x.shape[self.batch_first] == 0:
+                raise ValueError(
+                    f"the input has shape {list(x.shape)}: expected {expected} with T >= 1; for a "
+                    f"single step use x.unsqueeze({int(self.batch_first)})"
+                )
+            found.append(x)
+        if not found:
+            args, kwargs = pytree.tree_unflatten(leaves, tree) if tree is not None else ((), {})
+            kinds = [f"a {type(x).__name__}" for x in (*args, *kwargs.values())]
+            given = " and ".join(kinds) or "missing"
+            raise TypeError(f"the input is {given}: expected a tensor {expected}")
+        if tree is not None and self._recomputes:
+            kind = type(leaves[0]).__name__ if len(leaves) == 1 else "several or nested arguments"
+            raise ValueError(f"memory=Checkpoint() takes no {kind}: use another policy")
+        return found
+
+    def _reading(self, sequences: Sequence[Tensor | SparseSequence]) -> str:
+        """How the arguments were read, for errors."""
+        num_steps, batch = sequences[0].shape[:2]
+        if self.batch_first:
+            num_steps, batch = batch, num_steps
+        shapes = ", ".join([str(list(x.shape)) for x in sequences])
+        if len(sequences) == 1:
+            steps = f" and steps of shape {list(sequences[0].shape[2:])}"
+            read = f"x {shapes} was read as T={num_steps}, B={batch}{steps}"
+        else:
+            read = f"the inputs {shapes} were read as T={num_steps}, B={batch}"
+        order, other = "for [B, T, ...] data use batch_first=True", "[T, B, ...]"
+        if self.batch_first:
+            order, other = "for [T, B, ...] data leave out batch_first=True", "[B, T, ...]"
+        return (
+            f"{read}, since sequences are {other}: for a static image use "
+            f"spikefuse.nn.encode.direct or unsqueeze; {order}"
+        )
+
+
+def neurons_of(net: nn.Module, one_step: bool = False) -> dict[str, Neuron]:
+    """The neurons in `net`, by their qualified name.
+
+    Args:
+        one_step: whether `net` runs a single step, where batch norms cannot take statistics.
+
+    Raises:
+        TypeError: a layer of torch.nn has a memory of its own.
+        ValueError: with `one_step`, a batch norm takes its statistics from its input.
+    """
+    found: dict[str, Neuron] = {}
+    for name, module in _named_modules(net):
+        if isinstance(module, Neuron):
+            found[name] = module
+        elif isinstance(module, _RECURRENT):
+            raise TypeError(
+                f"layer '{name}' ({type(module).__name__}) has a memory of its own, but the layers "
+                "here are called once for all time steps: run it outside, as in "
+                "nn.Sequential(Temporal(...), rnn, Temporal(...))"
             )
-        if state is not None and not isinstance(state, dict):
-            raise TypeError(f"state is a {type(state).__name__}: expected a dict, as returned")
-        if state is not None and state.keys() != neurons.keys():
+        elif one_step and _takes_statistics(module):
             raise ValueError(
-                f"state has entries for ({', '.join(state)}), the network has neurons "
-                f"({', '.join(neurons)}): pass what return_state=True returned"
+                f"batch norm '{name}' would take the statistics of a single step: call "
+                "net.eval(), and set track_running_stats=True"
             )
+    return found
+
+
+def _takes_statistics(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+
+
+def _named_modules(net: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What `named_modules` gives, in a fraction of its time."""
+    if torch.compiler.is_compiling():
+        return list(net.named_modules())
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+    left: list[tuple[str, nn.Module]] = [("", net)]
+    while left:
+        name, module = left.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        found.append((name, module))
+        for key, child in reversed(module._modules.items()):
+            if child is not None:
+                left.append((f"{name}.{key}" if name else key, child))
+    return found
+
+
+def check_state(state: dict[str, States], neurons: dict[str, Neuron]) -> None:
+    """Refuse states that are not those of all `neurons`."""
+    if not isinstance(state, dict):
+        raise TypeError(f"state is a {type(state).__name__}: expected a dict, as returned")
+    if state.keys() != neurons.keys():
+        raise ValueError(
+            f"state has entries for ({', '.join(state)}), the network has neurons "
+            f"({', '.join(neurons)}): pass what return_state=True returned"
+        )
+
+
+def _name(i: int, tree: pytree.TreeSpec | None) -> str:
+    """The name of leaf `i` of the arguments `tree`, such as "input 1" or "mask['key']"."""
+    assert tree is not None
+    arguments = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)
+    path, _ = pytree.tree_flatten_with_path(arguments)[0][i]
+    first: Any = path[1]  # after positional or keyword arguments
+    name = f"input {first.idx}" if isinstance(first, pytree.SequenceKey) else first.key
+    return name + pytree.keystr(path[2:])
+
+
+def _time_first(x: Any) -> ValueError:
+    return ValueError(
+        f"batch_first=True and {type(x).__name__}, which are time first: use a Temporal without "
+        "batch_first"
+    )
 
 
 def _described(x: Tensor | SparseSequence) -> tuple[Hashable, ...]:
-    """What decides how much a network keeps when it is called with `x`, but for its events."""
+    """What decides how much a network saves when it is called with `x`, but for its events."""
     device = x.device.type
     amp = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     if not isinstance(x, Tensor):

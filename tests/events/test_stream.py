@@ -40,14 +40,21 @@ def test_steps_equal_a_sequence(backend: str, monkeypatch: pytest.MonkeyPatch) -
     spikes = (torch.rand(6, 1, 30) < 0.2).float()
     spikes[3] = 0
     expected = sf.Temporal(net)(Events.from_dense(spikes))
-    stream, state, outputs = EventStream(net), None, []
-    for x in spikes[:, 0]:
-        y, state = stream(x, state)
-        outputs.append(y)
+    stream = EventStream(net)
+    outputs = [stream(x) for x in spikes[:, 0]]
     fired = net[2].activity
     assert fired is not None
     assert 0 < fired.fired < fired.sites
     torch.testing.assert_close(torch.stack(outputs)[:, None], expected)
+    stream.reset()
+    assert torch.equal(stream(spikes[0, 0]), outputs[0])
+    # The state is that of a Stream and of Temporal.
+    if backend == "numba":
+        _, stream.state = sf.Temporal(net)(Events.from_dense(spikes[:3]), return_state=True)
+        torch.testing.assert_close(stream(spikes[3, 0]), outputs[3])
+        other = sf.Stream(net)
+        other.state = stream.state
+        torch.testing.assert_close(other(spikes[4])[0], outputs[4])
 
 
 def test_wrong_layers_and_inputs() -> None:
@@ -59,6 +66,9 @@ def test_wrong_layers_and_inputs() -> None:
     stream = EventStream(net)
     with pytest.raises(ValueError, match=r"of shape \[1, 30\]: expected float32 \[30\]"):
         stream(torch.zeros(1, 30))
-    _, state = stream(torch.zeros(30))
-    with pytest.raises(ValueError, match="the state has 1 entries: expected 2"):
-        stream(torch.zeros(30), state[:1])
+    stream(torch.zeros(30))
+    assert stream.state is not None
+    assert list(stream.state) == ["0.neuron", "1.neuron"]
+    message = r"entries for \(0.neuron\), the network has neurons \(0.neuron, 1.neuron\)"
+    with pytest.raises(ValueError, match=message):
+        stream.state = {"0.neuron": stream.state["0.neuron"]}

@@ -165,20 +165,22 @@ def test_steps_of_one_sample_in_a_cuda_graph() -> None:
     expected = ours(Events.from_dense(spikes))[:, 0]
     stream = EventStream(ours.net)
     x = spikes[0, 0].clone()
-    y, state = stream(x)
-    torch.testing.assert_close(y, expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(stream(x), expected[0], rtol=1e-4, atol=1e-4)
+    state = stream.state
     with torch.cuda.stream(torch.cuda.Stream()):
-        stream(x, state)
+        stream(x)
     torch.cuda.synchronize()
+    stream.state = state
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # which refuses to synchronize
-        y, after = stream(x, state)
+        y = stream(x)
+    after = stream.state
     for spike, wanted in zip(spikes[1:, 0], expected[1:], strict=True):
         x.copy_(spike)
         graph.replay()
         torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
-        for old, new in zip(state, after, strict=True):
-            old[0].copy_(new[0])
+        for name in state:
+            state[name][0].copy_(after[name][0])
 
 
 def test_numba_on_a_gpu() -> None:

@@ -56,7 +56,9 @@ VALUE_ERRORS = {
         lambda: PAIR(X, X[:3])
     ),
     r"Pair: y is \[4, 2, 3\] on meta, x is": lambda: PAIR(X, X.to("meta")),
-    r"LIF: state v is \[3, 2\] on cpu: expected \[2, 3\]": lambda: LIF(X, state=(STATE[0].t(),)),
+    r"LIF: state v is \[3, 2\] on cpu: expected \[2, 3\].* read as T=.*use x.unsqueeze\(0\)": (
+        lambda: LIF(X, state=(STATE[0].t(),))
+    ),
     r"LIF: state v is \[2, 3\] on meta": lambda: LIF(X, state=(STATE[0].to("meta"),)),
     r"impl is 'cuda': expected one of auto, triton, numba, reference": lambda: LIF(X, impl="cuda"),
     r'no kernels for device \'meta\': move the input to cuda or cpu, or pass impl="reference"': (

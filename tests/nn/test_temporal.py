@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import spikefuse as sf
+from spikefuse.nn import EventLinear, Events
 from spikefuse.nn.call import active
+from spikefuse.scan.state_passing import StatePassing
 from spikefuse.testing import make_input
 
 
@@ -199,6 +201,145 @@ class Twice(nn.Module):
         return self.neuron(self.neuron(x))
 
 
+class Masked(nn.Module):
+    """Several inputs, one of them nested, and a keyword that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.neuron = nn.Linear(6, 6), sf.LIF(threshold=0.3)
+
+    def forward(self, x: Tensor, extra: dict, *, scale: float = 1.0, mask: Tensor) -> dict:
+        y = self.neuron(self.linear(x) * scale + extra["bias"][0])
+        return {"spikes": y, "pair": (y * mask, extra["name"])}
+
+
+@pytest.mark.parametrize("memory", [None, "auto"])
+def test_several_and_nested_arguments(memory):
+    torch.manual_seed(0)
+    model, mask = Masked(), (torch.rand(20, 2, 6) < 0.5).float()
+    net = sf.Temporal(model, memory, 1.0 if memory else None)
+    extra = {"bias": [make_input((20, 2, 6), seed=1)], "name": "extra"}
+    wanted = sf.LIF(threshold=0.3)(model.linear(X) * 2.0 + extra["bias"][0])
+    for _ in range(2):
+        result = net(X, extra, scale=2.0, mask=mask)
+        assert torch.equal(result["spikes"], wanted)
+        assert torch.equal(result["pair"][0], wanted * mask)
+        assert result["pair"][1] == "extra"
+    assert len(net._cache) == (memory is not None)
+    # A tensor that is the same at each step is expanded over time.
+    still = mask[0].expand(20, 2, 6)
+    assert torch.equal(
+        net(X, extra, mask=still)["pair"][0], net(X, extra, mask=still * 1)["pair"][0]
+    )
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(X, extra, scale=2.0, mask=mask)["spikes"], wanted)
+
+
+def test_one_nested_argument():
+    class Sum(nn.Module):
+        def forward(self, pair):
+            return pair[0] + pair[1]
+
+    assert torch.equal(sf.Temporal(Sum())((X, 2 * X)), 3 * X)
+
+
+def batch_first(net: sf.Temporal) -> sf.Temporal:
+    return sf.Temporal(net.net, net.memory, batch_first=True).train(net.training)
+
+
+@pytest.mark.parametrize(
+    "memory", [sf.memory.Recompute(), sf.memory.Checkpoint(2), sf.memory.Auto(1.0)], ids=str
+)
+def test_batch_first(memory):
+    net = sf.fuse(sf.Temporal(convolutional().eval().net, memory)).eval()
+    weights = torch.arange(12.0 * 2 * 5).view(12, 2, 5)
+
+    def run(net: sf.Temporal, x: Tensor, weights: Tensor) -> list[Tensor]:
+        net.zero_grad()
+        x = x.clone().requires_grad_()
+        y = net(x)
+        (y * weights).sum().backward()
+        return [y.detach(), x.grad, *(p.grad.clone() for p in net.parameters())]
+
+    y, grad, *grads = run(net, IMAGES, weights)
+    actual = run(batch_first(net), IMAGES.transpose(0, 1), weights.transpose(0, 1))
+    assert actual[0].shape == (2, 12, 5)
+    assert_equal(actual, [y.transpose(0, 1), grad.transpose(0, 1), *grads])
+
+
+def test_batch_first_with_states_and_constant_input():
+    net = convolutional().eval()
+    other = batch_first(net)
+    first, state = net(IMAGES[:5], return_state=True)
+    mine, mine_state = other(IMAGES[:5].transpose(0, 1), return_state=True)
+    assert torch.equal(mine, first.transpose(0, 1))
+    assert torch.equal(mine_state["2"][0], state["2"][0])
+    y = other(IMAGES[5:].transpose(0, 1), state=state)
+    assert torch.equal(y, net(IMAGES[5:], state=state).transpose(0, 1))
+    image, seen = IMAGES[0], []
+    net.net[1].register_forward_hook(lambda module, args, y: seen.append(type(args[0]).__name__))
+    y = other(image.unsqueeze(1).expand(2, 9, *image.shape[1:]))
+    assert torch.equal(y, net(image.expand(9, *image.shape)).transpose(0, 1))
+    assert seen == ["ConstantSequence"] * 2
+
+
+def test_batch_first_copies_nothing_that_is_time_first():
+    class Address(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.address = x.data_ptr()
+            return x
+
+    net = sf.Temporal(Address(), batch_first=True)
+    for x in (X.transpose(0, 1), X[:1].transpose(0, 1), X[:, :1].transpose(0, 1).contiguous()):
+        y = net(x)
+        assert torch.equal(y, x)
+        assert net.net.address == y.data_ptr() == x.data_ptr()
+
+
+def note_of(call) -> str:
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        call()
+    (note,) = caught.value.__notes__
+    assert active.call is None
+    return note
+
+
+def test_errors_name_how_the_input_was_read():
+    x = torch.rand(8, 1, 28, 28)
+    net = sf.Temporal(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), sf.LIF()))
+    assert note_of(lambda: net(x)) == (
+        "x [8, 1, 28, 28] was read as T=8, B=1 and steps of shape [28, 28], since sequences are "
+        "[T, B, ...]: for a static image use spikefuse.nn.encode.direct or unsqueeze; for "
+        "[B, T, ...] data use batch_first=True"
+    )
+    other = note_of(lambda: batch_first(net)(x))
+    assert "read as T=1, B=8 and steps of shape [28, 28], since sequences are [B, T, ...]" in other
+    assert "for [T, B, ...] data leave out batch_first=True" in other
+    note = note_of(lambda: sf.Temporal(Masked())(X[..., :5], {"bias": [X]}, mask=X))
+    assert note.startswith("the inputs [20, 2, 5], [20, 2, 6], [20, 2, 6] were read as T=20, B=2,")
+    # The exception itself is torch's.
+    with pytest.raises(RuntimeError, match="expected input"):
+        net(x)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_layers_are_refused(layer):
+    net = sf.Temporal(nn.Sequential(nn.Linear(6, 6), nn.ModuleDict({"rnn": layer(6, 6)})))
+    message = rf"layer '1.rnn' \({layer.__name__}\) has a memory of its own.*nn.Seq"
+    with pytest.raises(TypeError, match=message):
+        net(X)
+    with pytest.raises(TypeError, match=message):
+        torch.compile(net, backend="eager")(X)
+
+
+def test_the_printed_network():
+    assert str(sf.Temporal(sf.LIF())).startswith("Temporal(\n  (net)")
+    net = sf.Temporal(sf.LIF(), sf.memory.Bits(), batch_first=True)
+    assert "Temporal(\n  batch_first=True, memory=Bits()\n  (net)" in str(net)
+    net = sf.Temporal(sf.LIF(), "auto", 2.0)
+    assert "memory=Auto(budget=2.0)" in str(net)
+
+
 def test_a_neuron_called_twice():
     net, neuron = sf.Temporal(Twice()), sf.IF(0.5)
     assert torch.equal(net(X), neuron(neuron(X)))
@@ -207,6 +348,11 @@ def test_a_neuron_called_twice():
         net(X, return_state=True)
     with pytest.raises(ValueError, match=message):
         net(X, state={"neuron": (torch.zeros(2, 6),)})
+
+
+def sharded(net: sf.Temporal) -> sf.Temporal:
+    net.passing = StatePassing()
+    return net
 
 
 class Mixes(nn.Module):
@@ -218,7 +364,29 @@ class Mixes(nn.Module):
         return self.function(self.neuron, x)
 
 
+EVENTS = Events.from_dense((X > 0).float())
 VALUE_ERRORS = {
+    r"batch_first=True and Events, which are time first: use a Temporal without": (
+        lambda: sf.Temporal(EventLinear(6, 5), batch_first=True)(EVENTS)
+    ),
+    r"the input has shape \[6\]: expected \[B, T, ...\] with T >= 1.*x.unsqueeze\(1\)": (
+        lambda: batch_first(linear())(X[0, 0])
+    ),
+    r"the input has shape \[2, 0, 6\]: expected \[B, T, ...\]": (
+        lambda: batch_first(linear())(X[:0].transpose(0, 1))
+    ),
+    r"mask has shape \[\]: expected \[T, B, ...\] with the same T and B as .*; expand": (
+        lambda: sf.Temporal(Masked())(X, {"bias": [X]}, mask=torch.tensor(1.0))
+    ),
+    r"input 1\['bias'\]\[0\] has shape \[2, 6\]: expected .*make it an attribute of the network": (
+        lambda: sf.Temporal(Masked())(X, {"bias": [X[0]]}, mask=X)
+    ),
+    r"memory=Checkpoint\(\) takes no several or nested arguments: use another policy": (
+        lambda: sf.Temporal(Masked(), sf.memory.Checkpoint())(X, {"bias": [X]}, mask=X)
+    ),
+    r"3 sequences are given to a network whose time is sharded: expected one": (
+        lambda: sharded(sf.Temporal(Masked()))(X, {"bias": [X]}, mask=X)
+    ),
     r"the input has shape \[6\]: expected \[T, B, ...\] with T >= 1.*x.unsqueeze\(0\)": (
         lambda: linear()(X[0, 0])
     ),
@@ -250,6 +418,8 @@ VALUE_ERRORS = {
     ),
 }
 TYPE_ERRORS = {
+    r"the input is missing: expected a tensor": lambda: linear()(),
+    r"the input is a str and a dict: expected a tensor": lambda: linear()("x", y={"z": 1}),
     r"net is a \w+: expected a torch.nn.Module": lambda: sf.Temporal(torch.relu),
     r"the input is a list: expected a tensor": lambda: linear()([1.0]),
     r"state is a tuple: expected a dict": lambda: linear()(X, state=(torch.zeros(2, 5),)),

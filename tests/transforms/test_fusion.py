@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import spikefuse as sf
 from spikefuse.block.deferred import Outcome, outcomes
@@ -37,3 +38,26 @@ def test_the_table() -> None:
     ]
     for num, text in ((1, ", 1 max pooling replaced"), (2, ", 2 max poolings replaced")):
         assert Fusion(norms, neurons, fusion.unsupported, num).summary == fusion.summary + text
+
+
+def test_a_fused_norm_prints_what_it_was_fused_with() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn1, self.bn2, self.bn3 = (nn.BatchNorm1d(4) for _ in range(3))
+            self.lif1, self.lif2 = sf.LIF(), sf.LIF()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.bn3(self.lif2(self.bn2(self.lif1(self.bn1(x))) + x)).relu()
+
+    net = sf.fuse(sf.Temporal(Net()))
+    assert "fused with" not in str(net)
+    net(torch.rand(3, 2, 4))
+    lines = [line.strip() for line in str(net).splitlines()]
+    for name, text in {
+        "bn1": "fused with LIF",
+        "bn2": "fused with a residual and LIF",
+        "bn3": "not fused: its result was read by relu",
+    }.items():
+        (line,) = [line for line in lines if line.startswith(f"({name}): FusedBatchNorm1d(4, ")]
+        assert line.endswith(f", {text})")

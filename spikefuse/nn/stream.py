@@ -1,0 +1,86 @@
+"""Networks that run one time step at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from spikefuse.neurons.definition import States
+from spikefuse.nn.call import TemporalCall
+from spikefuse.nn.temporal import Temporal, check_state, neurons_of
+
+
+class Stream:
+    """Run a network one time step at a time, without gradients, and hold the states in between.
+
+    `stream(x[0])`, `stream(x[1])`, ... give the steps of `Temporal(net)(x)`, up to the rounding of
+    layers that see another batch. Steps may be of any number of samples, but of the same one until
+    `reset`. A step that raises an error leaves the state as it was.
+
+    Args:
+        net: a network for one time step, or the `Temporal` of one; it may be fused. The stream
+            calls it as it is: its device, dtype and mode remain the caller's.
+
+    Call: `y = stream(*inputs, **kwargs)`
+
+    Args:
+        inputs, kwargs: the arguments of the network for one step, tensors `[B, ...]`.
+
+    Returns:
+        What the network returns for this step, `[B, ...]`.
+
+    Raises:
+        TypeError, ValueError: a batch norm is in training mode or has no running statistics, so
+            that it would normalize by a single step; a layer of `torch.nn` has a memory of its own
+            (see `Temporal`); or an input does not fit the state.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        if not isinstance(net, nn.Module):
+            raise TypeError(f"net is a {type(net).__name__}: expected a torch.nn.Module")
+        if isinstance(net, Temporal):
+            if net.passing is not None:
+                raise ValueError("the time of the network is sharded: stream a copy that is not")
+            net = net.net
+        if any(isinstance(m, Temporal) for m in net.modules()):
+            raise ValueError("net contains a Temporal: stream the Temporal, or the network in it")
+        self.net = net
+        self._state: dict[str, States] | None = None
+
+    @property
+    def state(self) -> dict[str, States] | None:
+        """The states after the last step, a dict from each neuron's name to its tuple of states;
+        None at rest. It has the form of `Temporal`'s and can be exchanged with it.
+
+        A step does not change the tensors of the state before it.
+        """
+        return self._state
+
+    @state.setter
+    def state(self, state: dict[str, States] | None) -> None:
+        if state is not None:
+            check_state(state, neurons_of(self.net))
+        self._state = state
+
+    def reset(self) -> None:
+        """Begin a new sequence: the next step starts from rest."""
+        self._state = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.net})"
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        neurons = neurons_of(self.net, one_step=True)
+        names = dict(zip(map(id, neurons.values()), neurons, strict=True))
+        call = TemporalCall(1, names, initial=self._state, final=True)
+        try:
+            with torch.no_grad(), call:
+                y = self.net(*inputs, **kwargs)
+        except Exception as error:
+            error.add_note("a stream reads its inputs as one time step [B, ...], without T")
+            raise
+        # A network need not call all of its neurons at each step.
+        self._state = {**(self._state or {}), **call.finals}
+        return y
