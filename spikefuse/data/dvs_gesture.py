@@ -43,11 +43,14 @@ def find_dvs_gesture(directory: Path) -> tuple[RecordingSet, RecordingSet]:
 
 
 def _recordings(folder: Path, trials: str) -> RecordingSet:
-    names = (folder / trials).read_text().split()
+    try:
+        names = (folder / trials).read_text().split()
+        paths = [folder / name for name in names]
+        tables = [path.with_name(f"{path.stem}_labels.csv") for path in paths]
+    except ValueError as error:
+        raise damaged(folder / trials, f"not a list of files: {error}") from error
     if not names:
         raise damaged(folder / trials, "it lists no trial")
-    paths = [folder / name for name in names]
-    tables = [path.with_name(f"{path.stem}_labels.csv") for path in paths]
     for path in (*paths, *tables):
         if not path.is_file():
             raise DataError(
