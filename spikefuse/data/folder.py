@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spikefuse.data.files import DataError, class_files, damaged, find_folder, not_installed
+from spikefuse.data.files import DataError, class_files, find_folder, not_installed
 from spikefuse.data.images import Images, Index
 
 PAGE = "https://www.image-net.org/download.php"
@@ -150,7 +150,9 @@ def read_image(path: Path, size: int, channels: int = 3, margin: float = MARGIN)
     except FileNotFoundError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     except Exception as error:  # Pillow's decoders may raise anything
-        raise damaged(path, f"not an image: {error}") from error
+        raise DataError(
+            f"{path} is damaged (not an image: {error}): replace or remove it"
+        ) from error
     left, top = (width - size) // 2, (height - size) // 2
     crop = np.asarray(image.crop((left, top, left + size, top + size)))
     return crop.reshape(size, size, channels).transpose(2, 0, 1).copy()

@@ -45,11 +45,16 @@ def find_heidelberg(
     """
     names = (f"{name}_train.h5", f"{name}_test.h5")
     folder = find_folder(name, names, directory, PAGE)
-    train, test = (_recordings(folder / part, num_classes) for part in names)
+    train, test = (recordings_in(folder / part, num_classes) for part in names)
     return train, test
 
 
-def _recordings(path: Path, num_classes: int) -> RecordingSet:
+def recordings_in(path: Path, num_classes: int) -> RecordingSet:
+    """Check the labels and the layout of a file; `read` of the result checks each recording.
+
+    Raises:
+        DataError: the file is missing or damaged, or h5py is not installed.
+    """
     with _open(path) as file:
         try:
             shapes = [file[name].shape for name in ("labels", "spikes/times", "spikes/units")]

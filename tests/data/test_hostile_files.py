@@ -84,7 +84,7 @@ def frames() -> bytes:
 
 
 def read_speech(path: Path) -> None:
-    list(heidelberg._recordings(path, 20).read())
+    list(heidelberg.recordings_in(path, 20).read())
 
 
 def trials() -> bytes:

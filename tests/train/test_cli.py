@@ -51,6 +51,7 @@ def test_help_names_every_option_with_its_default(
         ([], "usage"),
         (["--help"], "COMMAND"),
         (["eval", "--help"], "CHECKPOINT"),
+        (["predict", "--help"], "FILE [FILE ...]"),
         (["--version"], "spikefuse 0."),
     ],
 )
