@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import difflib
 import json
 import os
 import shlex
@@ -81,7 +82,10 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, *arguments: Any, **keywords: Any) -> Any:
         namespace, unknown = super().parse_known_args(*arguments, **keywords)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            option = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(option, self._option_string_actions, 1, cutoff=0.75)
+            hint = f", did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return namespace, unknown
 
 
