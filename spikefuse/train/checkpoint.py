@@ -104,7 +104,7 @@ def load_weights(module: nn.Module, loaded: LoadedRun) -> None:
     """
     try:
         module.load_state_dict(loaded.weights)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(
             f"the weights in {loaded.path} do not fit the model {loaded.config.model}: they come "
             "from another version of spikefuse"
