@@ -1,5 +1,8 @@
 """spikefuse: spiking neural networks in PyTorch, fused over time."""
 
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
 from spikefuse import distributed, memory
 from spikefuse.compiler import UnsupportedOperation
 from spikefuse.memory import checkpoint as _checkpoint  # noqa: F401, implements its policy
@@ -68,11 +71,28 @@ __all__ = [
     "TwoCompartmentLIF",
     "UnsupportedOperation",
     "__version__",
+    "data",
     "decay_from_tau",
     "distributed",
     "explain",
     "fuse",
+    "load",
     "memory",
+    "models",
     "spiking",
     "surrogate",
+    "train",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    """Import `data`, `models`, `train` and `load` when they are first used."""
+    if name in ("data", "models", "train"):
+        return _import_module(f"spikefuse.{name}")
+    if name == "load":
+        return _import_module("spikefuse.train.predict").load
+    raise AttributeError(f"module 'spikefuse' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

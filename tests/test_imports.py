@@ -234,7 +234,15 @@ def test_the_public_face_only_re_exports() -> None:
     for node in tree.body[1:]:
         code = ast.unparse(node)
         assert "*" not in code
-        assert code.startswith(("from ", "import ", "__all__ = ", "__version__ = ")), code
+        face = (
+            "from ",
+            "import ",
+            "__all__ = ",
+            "__version__ = ",
+            "def __getattr__",
+            "def __dir__",
+        )
+        assert code.startswith(face), code
 
 
 # file | source | the import that may not be
@@ -318,3 +326,21 @@ def test_import_is_lazy() -> None:
     heavy = {"numba", "triton", "lightning", "sklearn", "matplotlib", "tonic", "h5py", "PIL"}
     loaded = f"loaded = {heavy} & set(sys.modules); assert not loaded, loaded"
     python(f"import sys, spikefuse, spikefuse.data; {loaded}")
+    python(f"import sys, spikefuse as sf; sf.data, sf.models, sf.train, sf.load; {loaded}")
+
+
+def test_packages_are_imported_when_they_are_used() -> None:
+    code = """
+import sys, spikefuse as sf
+packages = {"data", "models", "train"}
+assert not {f"spikefuse.{name}" for name in packages} & sys.modules.keys()
+assert {*packages, "load", "LIF"} <= set(dir(sf))
+assert sf.data.load and sf.models.MODELS and sf.train.TrainConfig and callable(sf.load)
+try:
+    sf.modles
+except AttributeError as error:
+    assert str(error) == "module 'spikefuse' has no attribute 'modles'"
+else:
+    raise AssertionError
+"""
+    python(code)

@@ -7,7 +7,7 @@ from spikefuse.data.frames import Frames, Slicing, expand, to_frames
 from spikefuse.data.images import Examples, Images, Subset, split
 from spikefuse.data.mnist import read_idx
 from spikefuse.data.recordings import Recording
-from spikefuse.data.registry import DATASETS, Dataset, load
+from spikefuse.data.registry import DATASETS, Dataset, load, read_file
 
 __all__ = [
     "DATASETS",
@@ -24,6 +24,7 @@ __all__ = [
     "load",
     "random_flip",
     "random_shift",
+    "read_file",
     "read_idx",
     "split",
     "to_frames",

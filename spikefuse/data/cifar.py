@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import tarfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ CLASSES = (
     *("dog", "frog", "horse", "ship", "truck"),
 )
 VALUES = 3 * 32 * 32
+MAX_BATCH_BYTES = 1 << 26  # twice that of the published batches
 # Folder inside the archive and ending of the files of each published form.
 FORMS = (
     ("cifar-10-batches-bin", ".bin"),
@@ -90,8 +92,10 @@ def _read_archive(archive: Path) -> Batches:
                 name = wanted.get(member.name.rpartition("/")[2])
                 file = tar.extractfile(member) if name and member.isfile() else None
                 if name and file:
+                    if member.size > MAX_BATCH_BYTES:
+                        raise damaged(archive, f"{member.name} has {member.size} bytes")
                     batches[name] = (archive, file.read())
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise damaged(archive, f"not a tar archive: {error}") from error
     if missing := [name for name in (*TRAIN, TEST) if name not in batches]:
         raise damaged(archive, f"it does not contain {missing[0]}")
@@ -113,18 +117,40 @@ def _parse(content: bytes, path: Path) -> Images:
     return Images(shaped, torch.from_numpy(labels))
 
 
-# The function that rebuilds an array; its module is named differently in NumPy 1, which wrote the
-# published files, and NumPy 2.
-REBUILD: Any = np.empty(0).__reduce__()[0]
+class _PickledDtype:
+    """A dtype of numbers; NumPy's own would take its flags from a damaged file."""
+
+    def __init__(self, code: str, *_: Any) -> None:
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state: tuple) -> None:
+        self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class _PickledArray:
+    """An array whose shape fits its content; NumPy would allocate any shape that a file has."""
+
+    def __init__(self, *_: Any) -> None:
+        self.array = np.empty(0)
+
+    def __setstate__(self, state: tuple) -> None:
+        _, shape, kind, fortran, content = state
+        self.array = np.frombuffer(content, kind.dtype).reshape(
+            shape, order="F" if fortran else "C"
+        )
+
+
+# The module has another name in NumPy 1, which wrote the published files, and NumPy 2.
 ALLOWED = {
-    ("numpy.core.multiarray", "_reconstruct"): REBUILD,
-    ("numpy._core.multiarray", "_reconstruct"): REBUILD,
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
+    ("numpy.core.multiarray", "_reconstruct"): _PickledArray,
+    ("numpy._core.multiarray", "_reconstruct"): _PickledArray,
+    ("numpy", "ndarray"): None,  # an argument of _reconstruct
+    ("numpy", "dtype"): _PickledDtype,
 }
 
 
-class _ArrayUnpickler(pickle.Unpickler):
+# Unpickles in Python: in C, a damaged index into the memo allocates gigabytes.
+class _ArrayUnpickler(pickle._Unpickler):
     """Unpickles NumPy arrays and built-in containers, and refuses to call anything else."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -139,12 +165,12 @@ def _unpickle(content: bytes, path: Path) -> tuple[np.ndarray, np.ndarray]:
         batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
         # The published files were written by Python 2 and have bytes as keys.
         batch = {k.decode() if isinstance(k, bytes) else k: v for k, v in batch.items()}
-        pixels, labels = batch["data"], np.asarray(batch["labels"], np.int64)
+        pixels, labels = batch["data"].array, batch["labels"]
+        labels = np.asarray(getattr(labels, "array", labels), np.int64)
     except Exception as error:  # a damaged pickle may raise anything
         raise damaged(path, f"not a CIFAR-10 batch: {error}") from error
     if (
-        not isinstance(pixels, np.ndarray)
-        or pixels.dtype != np.uint8
+        pixels.dtype != np.uint8
         or labels.ndim != 1
         or not len(labels)
         or pixels.shape != (len(labels), VALUES)

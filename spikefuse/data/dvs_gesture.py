@@ -13,7 +13,13 @@ import numpy as np
 
 from spikefuse.data.aedat import read_aedat3
 from spikefuse.data.files import DataError, damaged, find_folder
-from spikefuse.data.recordings import Recording, RecordingSet, check_sites, make_recording
+from spikefuse.data.recordings import (
+    TIME_LIMIT,
+    Recording,
+    RecordingSet,
+    check_sites,
+    make_recording,
+)
 
 PAGE = "https://research.ibm.com/interactive/dvsgesture/"
 SIZE = (2, 128, 128)
@@ -43,11 +49,14 @@ def find_dvs_gesture(directory: Path) -> tuple[RecordingSet, RecordingSet]:
 
 
 def _recordings(folder: Path, trials: str) -> RecordingSet:
-    names = (folder / trials).read_text().split()
+    try:
+        names = (folder / trials).read_text().split()
+        paths = [folder / name for name in names]
+        tables = [path.with_name(f"{path.stem}_labels.csv") for path in paths]
+    except ValueError as error:
+        raise damaged(folder / trials, f"not a list of files: {error}") from error
     if not names:
         raise damaged(folder / trials, "it lists no trial")
-    paths = [folder / name for name in names]
-    tables = [path.with_name(f"{path.stem}_labels.csv") for path in paths]
     for path in (*paths, *tables):
         if not path.is_file():
             raise DataError(
@@ -57,6 +66,20 @@ def _recordings(folder: Path, trials: str) -> RecordingSet:
     gestures = [_gestures(table) for table in tables]
     labels = np.concatenate([rows[:, 0] for rows in gestures])
     return RecordingSet(SIZE, labels, (*paths, *tables), partial(_read, paths, gestures))
+
+
+def read_gestures(path: Path) -> Iterator[Recording]:
+    """Read the gestures of a file by the table beside it, or all of it as one without a table.
+
+    Raises:
+        DataError: the file or its table is missing or damaged.
+    """
+    table = path.with_name(f"{path.stem}_labels.csv")
+    if table.is_file():
+        yield from _read([path], [_gestures(table)])
+    else:
+        x, y, p, t = read_aedat3(path)
+        yield make_recording((x, y, p, t - t.min(initial=TIME_LIMIT)), SIZE, path)
 
 
 def _gestures(path: Path) -> np.ndarray:

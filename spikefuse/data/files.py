@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gzip
+import io
+import itertools
 import os
 import sys
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ENVIRONMENT = "SPIKEFUSE_DATA"
+# Files are decompressed in chunks, to at most 1 GiB; the largest published one has 47 MB.
+CHUNK, MAX_CHUNKS = 1 << 20, 1 << 10
 # In an installed package this is site-packages, which has no pyproject.toml.
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -165,22 +170,29 @@ def read_bytes(path: Path) -> bytes:
     """Read a file, and decompress it if its content is gzip, whatever its name.
 
     Raises:
-        DataError: the file cannot be read, or its compression is damaged.
+        DataError: the file cannot be read, its compression is damaged, or it decompresses to more
+            than 1 GiB.
     """
     try:
         content = path.read_bytes()
-        return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+        if content[:2] != b"\x1f\x8b":
+            return content
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+            parts = list(itertools.islice(iter(partial(file.read, CHUNK), b""), MAX_CHUNKS + 1))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise damaged(path, f"gzip: {str(error).rstrip('.')}") from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    if len(parts) > MAX_CHUNKS:
+        raise damaged(path, "gzip: it has more than 1 GiB of content")
+    return b"".join(parts)
 
 
 def damaged(path: Path, what: str) -> DataError:
     """Return the error for a file that exists but is invalid."""
     return DataError(
-        f"{path} is damaged ({what}): delete it and get it again, with --download where the "
-        "dataset supports it"
+        f"{path} is damaged ({what}): replace it with an intact copy, or delete it and use "
+        "--download if the dataset supports it"
     )
 
 

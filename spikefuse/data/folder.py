@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spikefuse.data.files import DataError, class_files, damaged, find_folder, not_installed
+from spikefuse.data.files import DataError, class_files, find_folder, not_installed
 from spikefuse.data.images import Images, Index
 
 PAGE = "https://www.image-net.org/download.php"
@@ -23,6 +23,7 @@ MAX_CLASSES = 1000
 ENDINGS = {".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm"}
 # Shorter side before the crop, relative to the crop.
 MARGIN = 256 / 224
+MAX_ASPECT = 100
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,17 @@ def _image_folder(folder: Path, classes: list[str], size: int) -> ImageFolder:
     return ImageFolder(files, torch.tensor(labels), size)
 
 
-def read_image(path: Path, size: int) -> np.ndarray:
-    """Read an image, scale its shorter side to `size * 256 / 224`, and crop the centre.
+def read_image(path: Path, size: int, channels: int = 3, margin: float = MARGIN) -> np.ndarray:
+    """Read an image, scale its shorter side to `size * margin`, and crop the centre.
+
+    Args:
+        path: a file in a format of Pillow, with 8 or 16 bits per channel.
+        size: rows and columns of the result.
+        channels: 3 for RGB, 1 for grey.
+        margin: shorter side before the crop, relative to the crop.
 
     Returns:
-        uint8 `[3, size, size]`, RGB.
+        uint8 `[channels, size, size]`.
 
     Raises:
         DataError: the file is missing or damaged, or Pillow is not installed.
@@ -129,17 +136,26 @@ def read_image(path: Path, size: int) -> np.ndarray:
     pillow = _pillow()
     try:
         with pillow.open(path) as image:
-            scale = size * MARGIN / min(image.size)
+            if max(image.size) > MAX_ASPECT * min(image.size):  # would take gigabytes when scaled
+                raise ValueError(f"its size is {image.size}")
+            scale = size * margin / min(image.size)
             width, height = (max(size, round(side * scale)) for side in image.size)
-            image.draft("RGB", (width, height))  # decodes large JPEGs at reduced size
-            image = image.convert("RGB").resize((width, height), pillow.Resampling.BILINEAR)
+            mode = "L" if channels == 1 else "RGB"
+            image.draft(mode, (width, height))  # decodes large JPEGs at reduced size
+            if image.mode.startswith("I;16"):  # which Pillow would clip to 8 bits
+                image = pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            elif image.mode in ("I", "F"):
+                raise ValueError("its pixels have 32 bits, expected 8 or 16")
+            image = image.convert(mode).resize((width, height), pillow.Resampling.BILINEAR)
     except FileNotFoundError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    except (OSError, ValueError, SyntaxError) as error:
-        raise damaged(path, f"not an image: {error}") from error
+    except Exception as error:  # Pillow's decoders may raise anything
+        raise DataError(
+            f"{path} is damaged (not an image: {error}): replace or remove it"
+        ) from error
     left, top = (width - size) // 2, (height - size) // 2
-    crop = image.crop((left, top, left + size, top + size))
-    return np.asarray(crop).transpose(2, 0, 1).copy()
+    crop = np.asarray(image.crop((left, top, left + size, top + size)))
+    return crop.reshape(size, size, channels).transpose(2, 0, 1).copy()
 
 
 def _pillow() -> Any:

@@ -21,6 +21,8 @@ from spikefuse.data.recordings import Recording, RecordingSet, make_recording
 
 PAGE = "https://zenkelab.org/datasets/"
 SIZE = (700,)
+# What h5py raises for damaged content.
+READ_ERRORS = (KeyError, OSError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError)
 SHD_CLASSES = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
     *("null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"),
@@ -43,23 +45,29 @@ def find_heidelberg(
     """
     names = (f"{name}_train.h5", f"{name}_test.h5")
     folder = find_folder(name, names, directory, PAGE)
-    train, test = (_recordings(folder / part, num_classes) for part in names)
+    train, test = (recordings_in(folder / part, num_classes) for part in names)
     return train, test
 
 
-def _recordings(path: Path, num_classes: int) -> RecordingSet:
+def recordings_in(path: Path, num_classes: int) -> RecordingSet:
+    """Check the labels and the layout of a file; `read` of the result checks each recording.
+
+    Raises:
+        DataError: the file is missing or damaged, or h5py is not installed.
+    """
     with _open(path) as file:
         try:
+            shapes = [file[name].shape for name in ("labels", "spikes/times", "spikes/units")]
+            # A recording takes more than a byte; a damaged count may not fit in memory.
+            fits = len(shapes[0]) == 1 and 0 < shapes[0][0] <= path.stat().st_size
+            if not fits or shapes.count(shapes[0]) < 3:
+                counts = ("x".join(map(str, shape)) for shape in shapes)
+                raise ValueError("{} labels, {} times, {} units".format(*counts))
             labels = np.asarray(file["labels"][()])
-            lengths = len(file["spikes/times"]), len(file["spikes/units"])
-        except (KeyError, OSError, ValueError, TypeError) as error:
+        except READ_ERRORS as error:
             raise damaged(path, str(error)) from error
-    if lengths != (len(labels), len(labels)) or not len(labels):
-        raise damaged(path, f"{len(labels)} labels, {lengths[0]} times, {lengths[1]} units")
-    wrong = labels[~np.isin(labels, np.arange(num_classes))]
-    if labels.ndim != 1 or len(wrong):
-        found = f"a label {wrong[0]}" if len(wrong) else f"labels of shape {list(labels.shape)}"
-        raise damaged(path, f"{found}, expected one from 0 to {num_classes - 1} per recording")
+    if len(wrong := labels[~np.isin(labels, np.arange(num_classes))]):
+        raise damaged(path, f"a label {wrong[0]}, expected one from 0 to {num_classes - 1}")
     return RecordingSet(SIZE, labels.astype(np.int64), (path,), partial(_read, path))
 
 
@@ -69,10 +77,10 @@ def _read(path: Path) -> Iterator[Recording]:
         for i in range(len(times)):
             try:
                 t, x = np.asarray(times[i], np.float64), np.asarray(units[i])
-            except (OSError, ValueError) as error:
+            except READ_ERRORS as error:
                 raise damaged(path, f"recording {i}: {error}") from error
-            if t.shape != x.shape:
-                raise damaged(path, f"recording {i}: {len(t)} times, {len(x)} units")
+            if t.shape != x.shape or t.ndim != 1:
+                raise damaged(path, f"recording {i}: {t.size} times, {x.size} units")
             zeros = np.zeros(len(x), np.uint8)
             yield make_recording((x, zeros, zeros, np.rint(t * 1e6)), SIZE, path)
 

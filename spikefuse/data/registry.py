@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from spikefuse.data import cifar, dvs_gesture, heidelberg
 from spikefuse.data.cifar import load_cifar10
-from spikefuse.data.cifar10_dvs import find_cifar10_dvs
+from spikefuse.data.cifar10_dvs import find_cifar10_dvs, read_cifar10_dvs
 from spikefuse.data.digits import load_digits
 from spikefuse.data.dvs_gesture import find_dvs_gesture
 from spikefuse.data.files import DataError, default_directory
-from spikefuse.data.folder import MAX_CLASSES, load_imagenet
-from spikefuse.data.frames import Frames, Slicing
+from spikefuse.data.folder import ENDINGS, MARGIN, MAX_CLASSES, load_imagenet, read_image
+from spikefuse.data.frames import Frames, Slicing, to_frames
+from spikefuse.data.heidelberg import SHD_CLASSES, SSC_CLASSES
 from spikefuse.data.images import Examples
 from spikefuse.data.mnist import load_fashion_mnist, load_mnist
-from spikefuse.data.nmnist import find_nmnist
-from spikefuse.data.recordings import RecordingSet
+from spikefuse.data.nmnist import find_nmnist, read_nmnist
+from spikefuse.data.recordings import Recording, RecordingSet
 from spikefuse.data.store import load_frames
 
 DIGITS = tuple("0123456789")
@@ -80,8 +84,17 @@ DATASETS: dict[str, Dataset] = {
     "nmnist": _events("nmnist", find_nmnist, (2, 34, 34), DIGITS, SACCADES),
     "dvs_gesture": _events("dvs_gesture", find_dvs_gesture, CAMERA, dvs_gesture.CLASSES, GESTURES),
     "cifar10_dvs": _events("cifar10_dvs", find_cifar10_dvs, CAMERA, cifar.CLASSES, SCREEN),
-    "shd": _events("shd", heidelberg.find_shd, heidelberg.SIZE, heidelberg.SHD_CLASSES, SPEECH),
-    "ssc": _events("ssc", heidelberg.find_ssc, heidelberg.SIZE, heidelberg.SSC_CLASSES, SPEECH),
+    "shd": _events("shd", heidelberg.find_shd, heidelberg.SIZE, SHD_CLASSES, SPEECH),
+    "ssc": _events("ssc", heidelberg.find_ssc, heidelberg.SIZE, SSC_CLASSES, SPEECH),
+}
+
+# Ending and reader of the files of each event dataset.
+EVENT_FILES: dict[str, tuple[str, Callable[[Path], Iterator[Recording]]]] = {
+    "nmnist": (".bin", lambda path: iter([read_nmnist(path)])),
+    "dvs_gesture": (".aedat", dvs_gesture.read_gestures),
+    "cifar10_dvs": (".aedat", lambda path: iter([read_cifar10_dvs(path)])),
+    "shd": (".h5", lambda path: heidelberg.recordings_in(path, len(SHD_CLASSES)).read()),
+    "ssc": (".h5", lambda path: heidelberg.recordings_in(path, len(SSC_CLASSES)).read()),
 }
 
 
@@ -105,15 +118,56 @@ def load(
         DataError: the dataset or an option is unknown, a file is missing or damaged, or the
             download failed.
     """
+    options = _options(name, transform)
+    folder = default_directory() if directory is None else Path(directory).expanduser()
+    return DATASETS[name].read(folder, download, **options)
+
+
+def read_file(name: str, path: str | Path, **transform: Any) -> Iterator[np.ndarray]:
+    """Read the examples in one file, such as a user's own, in the form of a dataset.
+
+    An image is scaled so that its shorter side fits and cropped at the centre, with the margin of
+    `ImageFolder` for imagenet. Its colours are as in the file: digits are bright on black in the
+    datasets. Files of events have the dataset's own format. A file of DVS128 Gesture has the
+    gestures of the table beside it, `<stem>_labels.csv`, or is a single one without a table.
+
+    Args:
+        name: one of `DATASETS`.
+        path: the file.
+        transform: as for `load`.
+
+    Returns:
+        An iterator over uint8 images `[C, H, W]` or frames `[T, *shape]`.
+
+    Raises:
+        DataError: the dataset or an option is unknown, or the file is missing or damaged; some
+            damage is found only when an example is read.
+    """
+    path, options = Path(path).expanduser(), _options(name, transform)
+    if name in EVENT_FILES:
+        ending, read = EVENT_FILES[name]
+        if path.suffix.lower() != ending:
+            raise DataError(f"{path} is not a file of {name}: expected one that ends in {ending}")
+        return map(partial(to_frames, slicing=Slicing(**options)), read(path))
+    channels, size, _ = DATASETS[name].shape
+    margin = MARGIN if name == "imagenet" else 1.0
+    return iter([read_image(path, options.get("size", size), channels, margin)])
+
+
+def file_endings(name: str) -> set[str]:
+    """Return the endings of the files that `read_file` expects, in lower case."""
+    return {EVENT_FILES[name][0]} if name in EVENT_FILES else ENDINGS
+
+
+def _options(name: str, transform: dict[str, Any]) -> dict[str, Any]:
+    """Check and complete the options of a dataset."""
     if name not in DATASETS:
         raise DataError(f"unknown dataset {name!r}: choose one of {', '.join(DATASETS)}")
-    dataset = DATASETS[name]
+    own = dict(DATASETS[name].transform)
     for option in transform:
-        if option not in dataset.transform:
-            options = ", ".join(dataset.transform) or "none"
+        if option not in own:
+            options = ", ".join(own) or "none"
             raise DataError(f"{name} has no option {option!r}: its options are {options}")
-    own = dict(dataset.transform)
     if transform.get("by", own.get("by")) != own.get("by"):
         del own["dt"]  # it belongs to the default slicing
-    folder = default_directory() if directory is None else Path(directory).expanduser()
-    return dataset.read(folder, download, **{**own, **transform})
+    return {**own, **transform}

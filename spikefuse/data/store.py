@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import sys
 import tempfile
@@ -108,13 +109,16 @@ def _progress(events: Iterator[Recording], total: int, name: str) -> Iterator[Re
 def _map(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     """Map a file into memory after checking its header and size."""
     try:
-        # Copy-on-write, because torch expects writable arrays; nothing writes to this one.
-        content = np.load(path, mmap_mode="c")
-        whole = path.stat().st_size == content.offset + content.nbytes
-        if whole and (content.shape, content.dtype) == (shape, np.uint8):
-            return content
-    except (ValueError, EOFError):
-        pass
+        with path.open("rb") as file:
+            # Of other versions, np.load would allocate as many bytes as a damaged header claims.
+            if np.lib.format.read_magic(file) == (1, 0):
+                header = np.lib.format.read_array_header_1_0(file)
+                whole = path.stat().st_size == file.tell() + math.prod(shape)
+                if whole and header == (shape, False, np.dtype(np.uint8)):
+                    # Copy-on-write, because torch expects writable arrays; nothing writes here.
+                    return np.memmap(path, np.uint8, "c", file.tell(), shape)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except Exception:  # the parser of a damaged header may raise anything
+        pass
     raise DataError(f"{path} is damaged: delete it, and it will be recomputed")

@@ -14,11 +14,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from spikefuse.data import Examples, Frames
+from spikefuse.data import DATASETS, Examples, Frames
+from spikefuse.nn import Events
+from spikefuse.nn.encode import direct, poisson
+from spikefuse.train.config import TrainConfig
 from spikefuse.train.seeding import order
 
 Batch = tuple[Tensor, Tensor]
 CPU = torch.device("cpu")
+WHOLE = slice(None)
 # Largest fraction of a GPU's free memory that a dataset may take.
 MEMORY_FRACTION = 0.25
 PREFETCHED_BATCHES = 3
@@ -35,6 +39,24 @@ def place(examples: Examples, device: torch.device) -> Examples:
 def contents(batch: Examples, packed: bool) -> Tensor:
     """Return the inputs of a batch: bytes, or with `packed` the packed bits of event frames."""
     return batch.packed if packed and isinstance(batch, Frames) else batch.pixels
+
+
+def encode(inputs: Tensor, config: TrainConfig, share: slice = WHOLE) -> Tensor | Events:
+    """Convert a batch of bytes to the network's input `[T, B, ...]`.
+
+    Args:
+        inputs: images `[B, C, H, W]` or event frames `[B, T, ...]`.
+        config: settings of the run.
+        share: the samples to return; random numbers are drawn for the whole batch.
+    """
+    if DATASETS[config.dataset].kind == "events":
+        frames = inputs[share].transpose(0, 1)
+        if config.on_events:  # several events at a site within a step are one spike
+            return Events.from_dense(frames > 0)
+        return frames.to(torch.float32, memory_format=torch.contiguous_format)
+    encoding = poisson if config.encoding == "poisson" else direct
+    x = encoding(inputs / 255, config.num_steps)[:, share]
+    return Events.from_dense(x) if config.on_events else x
 
 
 class EvalBatches:

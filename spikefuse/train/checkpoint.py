@@ -13,10 +13,15 @@ from typing import Any
 from zipfile import BadZipFile
 
 import torch
+from torch import nn
 
-from spikefuse.train.classifier import KEY, EpochMetrics
+import spikefuse
 from spikefuse.train.config import ConfigError, TrainConfig
 
+# Key of this library's entry in a Lightning checkpoint.
+KEY = "spikefuse"
+# Stored in that entry: increase it when this version cannot read what the next one saves.
+FORMAT = 1
 LAST = "last.ckpt"
 BEST = "best.ckpt"
 # Errors of torch.load for files that are not checkpoints.
@@ -24,6 +29,8 @@ UNREADABLE = (
     *(RuntimeError, ValueError, LookupError, TypeError, EOFError, OSError),
     *(pickle.UnpicklingError, BadZipFile),
 )
+
+EpochMetrics = dict[str, float]
 
 
 @contextlib.contextmanager
@@ -60,7 +67,8 @@ def load(path: Path) -> LoadedRun:
     """Load a checkpoint without executing any code in it.
 
     Raises:
-        ConfigError: the file is missing, damaged, or not a checkpoint of spikefuse.
+        ConfigError: the file is missing, damaged, not a checkpoint of spikefuse, or saved by a
+            newer version.
     """
     hint = f"expected {LAST} or {BEST} from a run of spikefuse train"
     if not path.is_file():
@@ -75,9 +83,29 @@ def load(path: Path) -> LoadedRun:
         if not isinstance(content, dict):
             raise TypeError("not a checkpoint of Lightning")
         own = content[KEY]
+        if own.get("format", FORMAT) > FORMAT:
+            raise ConfigError(
+                f"it was saved by spikefuse {own['version']}, and this is {spikefuse.__version__}: "
+                "pip install --upgrade spikefuse"
+            )
         config, history = TrainConfig.from_dict(own["config"]), list(own["history"])
         return LoadedRun(path, config, history, content["state_dict"], "step" in own)
     except ConfigError as error:
         raise ConfigError(f"checkpoint {path}: {error}") from error
     except UNREADABLE as error:
         raise ConfigError(f"{path} is damaged or not a checkpoint of spikefuse: {hint}") from error
+
+
+def load_weights(module: nn.Module, loaded: LoadedRun) -> None:
+    """Copy the weights of a checkpoint into a module that has the network as `net`.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    try:
+        module.load_state_dict(loaded.weights)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"the weights in {loaded.path} do not fit the model {loaded.config.model}: they come "
+            "from another version of spikefuse"
+        ) from error

@@ -15,26 +15,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+import spikefuse
 from spikefuse.data import DATASETS, random_flip, random_shift
 from spikefuse.distributed import gather_steps, shard_time
 from spikefuse.nn import Events
-from spikefuse.nn.encode import direct, poisson
-from spikefuse.train import optimize
+from spikefuse.train import batches, optimize
 from spikefuse.train.activity import ActivityMonitor
-from spikefuse.train.batches import Batch
+from spikefuse.train.batches import WHOLE, Batch
+from spikefuse.train.checkpoint import FORMAT, KEY, EpochMetrics
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.cuda_graph import GraphedStep
 from spikefuse.train.optimize import learning_rate, readout
 from spikefuse.train.processes import Processes
 from spikefuse.train.seeding import Purpose, reseed
 
-# Key of this library's entry in a Lightning checkpoint.
-KEY = "spikefuse"
-
-EpochMetrics = dict[str, float]
 LOG_EVERY_STEPS = 10
 DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
-WHOLE = slice(None)
 
 
 class MetricTotals:
@@ -99,14 +95,10 @@ class Classifier(pl.LightningModule):
                 `[B, T, S]`, which event models take.
             share: the samples to return; random numbers are drawn for the whole batch.
         """
-        if DATASETS[self.config.dataset].kind == "events":
-            frames = inputs[share].transpose(0, 1)
-            if self.config.on_events:
-                return Events.from_bits(frames, math.prod(DATASETS[self.config.dataset].shape))
-            return frames.to(torch.float32, memory_format=torch.contiguous_format)
-        encoding = poisson if self.config.encoding == "poisson" else direct
-        x = encoding(inputs / 255, self.config.num_steps)[:, share]
-        return Events.from_dense(x) if self.config.on_events else x
+        dataset = DATASETS[self.config.dataset]
+        if self.config.on_events and dataset.kind == "events":
+            return Events.from_bits(inputs[share].transpose(0, 1), math.prod(dataset.shape))
+        return batches.encode(inputs, self.config, share)
 
     def augment(self, inputs: Tensor) -> Tensor:
         """Shift and mirror at random, using PyTorch's default generator of the device, whose state
@@ -252,14 +244,14 @@ class Classifier(pl.LightningModule):
         loss, accuracy = self.eval_totals.reduced(self.processes, self.device).mean()
         self.history.append({**self._row, "val_loss": loss, "val_accuracy": accuracy})
 
-    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, float]:
-        """Return loss and accuracy on `batches`, in evaluation mode and without Lightning."""
+    def evaluate(self, examples: Iterable[Batch]) -> tuple[float, float]:
+        """Return loss and accuracy on `examples`, in evaluation mode and without Lightning."""
         self.eval()
         self.eval_totals = MetricTotals()
         precision = self.config.precision
         autocast = torch.autocast(self.device.type, DTYPES[precision], enabled=precision != "32")
         with torch.no_grad(), autocast:
-            for index, batch in enumerate(batches):
+            for index, batch in enumerate(examples):
                 self.test_step(batch, index)
         return self.eval_totals.mean()
 
@@ -279,6 +271,8 @@ class Classifier(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         totals = self.totals.reduced(self.processes, self.device)
         checkpoint[KEY] = {
+            "format": FORMAT,
+            "version": spikefuse.__version__,
             "config": self.config.to_dict(),
             "history": self.history,
             "step": self.global_step,

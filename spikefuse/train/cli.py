@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import difflib
+import json
 import os
 import shlex
 import shutil
@@ -10,7 +13,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import spikefuse
@@ -52,6 +57,21 @@ The digits come with scikit-learn. All other datasets are read from --data-dir, 
 else the folder data/ of a source checkout of spikefuse, else the user's cache.
 """
 
+PREDICT_NOTES = """\
+examples:
+  spikefuse predict runs/digits-conv-1/best.ckpt three.png
+  spikefuse predict runs/digits-conv-1/best.ckpt --top 3 --csv photos > classes.csv
+  spikefuse predict runs/nmnist-conv-1/best.ckpt data/nmnist/Test/7
+
+Files are in the form of the data that the network was trained on: images (PNG, JPEG and others), or
+event recordings (nmnist .bin, dvs_gesture and cifar10_dvs .aedat, shd and ssc .h5). Images are
+converted to its size and channels: scaled so that the shorter side fits, and cropped at the centre.
+The network sees colours as they are; digits in mnist and digits are bright on black. Folders are
+searched recursively. A file with several recordings has a row for each, file[0], file[1] and so on.
+
+A file that cannot be read is reported, and the others are classified; the exit code is then 1.
+"""
+
 
 class _Parser(argparse.ArgumentParser):
     """Reports a wrong command line in one line, and unknown options with the subcommand's help."""
@@ -62,16 +82,20 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, *arguments: Any, **keywords: Any) -> Any:
         namespace, unknown = super().parse_known_args(*arguments, **keywords)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            option = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(option, self._option_string_actions, 1, cutoff=0.75)
+            hint = f", did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return namespace, unknown
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="spikefuse", description="Train spiking neural networks.")
+    parser = _Parser(prog="spikefuse", description="Train and use spiking neural networks.")
     parser.add_argument("--version", action="version", version=f"spikefuse {spikefuse.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_eval(commands)
+    _add_predict(commands)
     return parser
 
 
@@ -143,11 +167,42 @@ def _add_eval(commands: Any) -> None:
             _add_option(evaluate, f.name, f.metadata, f.default)
 
 
+def _add_predict(commands: Any) -> None:
+    predict = commands.add_parser(
+        "predict",
+        help="classify files with a trained network",
+        usage="%(prog)s [OPTION ...] CHECKPOINT FILE [FILE ...]",
+        description="Print the class of each image or event recording, and its probability.",
+        epilog=PREDICT_NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    predict.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="best.ckpt or last.ckpt of a run"
+    )
+    predict.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="files, and folders of files"
+    )
+    for name, default, text in (
+        ("--top", 1, "number of classes per example, the most probable first"),
+        ("--batch-size", 32, "examples that are computed at once"),
+    ):
+        text += f" (default: {default})"
+        predict.add_argument(name, type=int, default=default, metavar="N", help=text)
+    form = predict.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
+    form.add_argument("--csv", action="store_true", help="print CSV instead of a table")
+    for f in fields(RunOptions):
+        if f.name == "device":
+            _add_option(predict, f.name, f.metadata, f.default)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code."""
     arguments = make_parser().parse_args(argv)
     try:
-        return (_eval if arguments.command == "eval" else _train)(arguments)
+        commands = {"train": _train, "eval": _eval, "predict": _predict}
+        return commands[arguments.command](arguments)
     except (ConfigError, DataError) as error:
         if _main_process():
             print(f"spikefuse {arguments.command}: error: {error}", file=sys.stderr)
@@ -242,6 +297,44 @@ def _eval(arguments: argparse.Namespace) -> int:
     loss, accuracy = run.evaluate(loaded, options)
     print(f"test accuracy {100 * accuracy:.2f} %, loss {loss:.4f} ({loaded.config.dataset})")
     return 0
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    """Print the predictions as they are made, except JSON; return 1 if a file was not read."""
+    from tqdm import tqdm
+
+    from spikefuse.train import predict
+
+    for name in ("top", "batch_size"):
+        if (value := getattr(arguments, name)) < 1:
+            raise ConfigError(f"{name} is {value}: expected a whole number of at least 1")
+    network = predict.load(arguments.checkpoint, arguments.device)
+    failed = []
+
+    def report(error: str) -> None:
+        failed.append(error)
+        tqdm.write(f"spikefuse predict: error: {error}", file=sys.stderr)
+
+    files = predict.find_files(network, arguments.files)
+    # The bar is shown on terminals only.
+    bar = tqdm(files, "predict", unit="file", disable=None if len(files) > 1 else True, leave=False)
+    examples = predict.read_examples(network, bar, report)
+    rows = predict.classify(network, examples, arguments.batch_size, arguments.top)
+    if arguments.json:
+        keys = "file", "class", "probability"
+        tqdm.write(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1))
+    elif arguments.csv:
+        output = SimpleNamespace(write=partial(tqdm.write, end=""))
+        writer = csv.writer(output, lineterminator="\n")
+        writer.writerow(("file", "class", "probability"))
+        writer.writerows(rows)
+    else:
+        width, label_width = (max(map(len, map(str, w))) for w in (files, network.classes))
+        for i, (file, label, probability) in enumerate(rows):
+            if i == 0:
+                tqdm.write(f"{'file':<{width}}  {'class':<{label_width}}  probability")
+            tqdm.write(f"{file:<{width}}  {label:<{label_width}}  {probability:11.4f}")
+    return 1 if failed else 0
 
 
 def _how_to_resume(checkpoint: Path | None, arguments: argparse.Namespace) -> str:

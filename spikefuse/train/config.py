@@ -167,12 +167,16 @@ class TrainConfig:
     slicing: str | None = choice(
         None,
         "how events are cut into frames: equal numbers of events, equal shares of the recording's "
-        "time, or frames of slice_us microseconds",
+        "time, or frames of --slice-us microseconds",
         SLICINGS,
         "the dataset's own",
     )
     slice_us: int | None = number(
-        None, "microseconds per frame (slicing duration)", AT_LEAST_ONE, "the dataset's own", int
+        None,
+        "microseconds per frame, with --slicing duration",
+        AT_LEAST_ONE,
+        "the dataset's own",
+        int,
     )
     capacity: float | None = number(
         None,
@@ -252,7 +256,7 @@ class TrainConfig:
     fuse: bool = flag(True, "compute batch norm and the neuron after it as one operation", "yes")
     memory: str = choice("recompute", "what to save for the backward pass (docs/memory.md)", MEMORY)
     memory_budget: float | None = number(
-        None, "GB to save for the backward pass, with memory auto", POSITIVE, shown="none"
+        None, "GB to save for the backward pass, with --memory auto", POSITIVE, shown="none"
     )
     channels_last: bool | None = flag(None, "use the channels-last memory format", "on a GPU")
     cuda_graph: bool = flag(False, "record the training step as a CUDA graph and replay it", "no")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from spikefuse.data import DATASETS
 from spikefuse.nn import EventLinear, Events, Neuron
-from spikefuse.train.checkpoint import replacing
-from spikefuse.train.classifier import Classifier, EpochMetrics, best_epoch
+from spikefuse.train.checkpoint import EpochMetrics, replacing
+from spikefuse.train.classifier import Classifier, best_epoch
 
 MAX_NEURONS = 200
 PANEL = (3.6, 2.6)  # inches

@@ -32,10 +32,11 @@ from spikefuse.nn import scale_to_rate
 from spikefuse.train import batches
 from spikefuse.train.batches import EvalBatches, TrainBatches
 from spikefuse.train.callbacks import CheckpointSaver, MetricsWriter, ProgressReporter
-from spikefuse.train.checkpoint import BEST, LAST, LoadedRun, load, replacing
+from spikefuse.train.checkpoint import BEST, LAST, LoadedRun, load, load_weights, replacing
 from spikefuse.train.classifier import Classifier, best_epoch
 from spikefuse.train.config import ConfigError, RunOptions, TrainConfig
 from spikefuse.train.plots import plot_curves, plot_raster
+from spikefuse.train.predict import find_device
 from spikefuse.train.processes import Processes, is_connection_error
 from spikefuse.train.signals import RunInterrupted, SignalHandler
 
@@ -81,7 +82,7 @@ def train(
             )
         module = _make_module(config, device, processes)
         if resumed is not None:
-            _load_weights(module, resumed)  # an early check: Lightning loads them again
+            load_weights(module, resumed)  # an early check: Lightning loads them again
         if processes.time > 1:
             chunks = options.time_chunks or (1 if device.type == "cuda" else 4)
             module.share_time(make_mesh(None, processes.time, device.type), chunks)
@@ -129,7 +130,7 @@ def evaluate(loaded: LoadedRun, options: RunOptions) -> tuple[float, float]:
     device = _device(options.device, config.precision, Processes())
     _, test = _load_data(config, options)
     module = _make_module(config, device)
-    _load_weights(module, loaded)
+    load_weights(module, loaded)
     return _test(module, test, device)
 
 
@@ -137,13 +138,11 @@ def evaluate(loaded: LoadedRun, options: RunOptions) -> tuple[float, float]:
 
 
 def _device(name: str, precision: str, processes: Processes) -> torch.device:
-    cuda = torch.cuda.is_available()
-    if name == "cuda" and not cuda:
-        raise ConfigError("device is cuda, but PyTorch finds no CUDA GPU: choose auto or cpu")
-    if name == "cpu" or not cuda:
+    device = find_device(name)
+    if device.type == "cpu":
         if precision == "16":
             raise ConfigError("precision is 16, which needs a CUDA GPU: choose bf16 or 32")
-        return torch.device("cpu")
+        return device
     if processes.count == 1:
         return torch.device("cuda", torch.cuda.current_device())
     if processes.local_count > torch.cuda.device_count():
@@ -204,16 +203,6 @@ def _make_module(
     if config.channels_last or (config.channels_last is None and device.type == "cuda"):
         module.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return module
-
-
-def _load_weights(module: Classifier, loaded: LoadedRun) -> None:
-    try:
-        module.load_state_dict(loaded.weights)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"the weights in {loaded.path} do not fit the model {module.config.model}: they come "
-            "from another version of spikefuse"
-        ) from error
 
 
 def _scale_weights(module: Classifier, training: Examples) -> None:
@@ -401,7 +390,7 @@ def _finish(
             f"{loaded.path} is not from epoch {best['epoch']:.0f}, the best of this run: it "
             "belongs to another run or is outdated; start a new run"
         )
-    _load_weights(module, loaded)
+    load_weights(module, loaded)
     loss, accuracy = _test(module, test, device)
     result = {
         "test_accuracy": accuracy,

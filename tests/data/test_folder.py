@@ -76,6 +76,21 @@ def test_grey_images_become_colour(tmp_path: Path) -> None:
     assert (read_image(tmp_path / "a.png", 8) == 99).all()
 
 
+def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path) -> None:
+    Image.fromarray(np.full((9, 9), 99 * 256 + 5, np.uint16)).save(tmp_path / "a.png")
+    assert (read_image(tmp_path / "a.png", 8) == 99).all()
+    Image.fromarray(np.full((9, 9), 0.5, np.float32)).save(tmp_path / "a.tiff")
+    with pytest.raises(data.DataError, match=r"a\.tiff is damaged .*32 bits, expected 8 or 16"):
+        read_image(tmp_path / "a.tiff", 8)
+
+
+def test_grey_results_without_a_margin(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (28, 30), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    image = read_image(tmp_path / "a.png", 28, channels=1, margin=1.0)
+    np.testing.assert_array_equal(image, pixels[None, :, 1:29])
+
+
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match=r"imagenet: train is neither in .*image-net\.org"):
         data.load("imagenet", tmp_path)

@@ -51,6 +51,7 @@ def test_help_names_every_option_with_its_default(
         ([], "usage"),
         (["--help"], "COMMAND"),
         (["eval", "--help"], "CHECKPOINT"),
+        (["predict", "--help"], "FILE [FILE ...]"),
         (["--version"], "spikefuse 0."),
     ],
 )
@@ -77,7 +78,8 @@ def test_help_does_not_import_lightning() -> None:
 WRONG = [
     (["--epochs", "three"], "argument --epochs: invalid int value: 'three'"),
     (["--colour", "red"], "unrecognized arguments: --colour red (see spikefuse train --help)"),
-    (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
+    (["--epoch", "3"], "unrecognized arguments: --epoch 3, did you mean --epochs? (see spikefuse"),
+    (["--batchsize=3"], "unrecognized arguments: --batchsize=3, did you mean --batch-size? (see"),
     (["--dat", "shd"], "unrecognized arguments: --dat shd"),
     (["--dataset", "digit"], "unknown dataset 'digit': did you mean digits? choose one of"),
     (["--model", "vgg"], "unknown model 'vgg': did you mean vggsnn? choose one of mlp"),

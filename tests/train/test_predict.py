@@ -1,0 +1,187 @@
+"""Trained networks loaded from checkpoints, and the command `predict`."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import spikefuse as sf
+from spikefuse.data import DataError, Slicing, to_frames
+from spikefuse.data.nmnist import read_nmnist
+from spikefuse.train import predict
+from spikefuse.train.checkpoint import KEY
+from spikefuse.train.classifier import Classifier
+from spikefuse.train.cli import main
+from spikefuse.train.config import ConfigError, TrainConfig
+from tests.data.test_hostile_files import speech
+from tests.data.writing import nmnist_bytes, random_columns
+
+Spikefuse = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, small: list[str]) -> Path:
+    directory = tmp_path_factory.mktemp("trained")
+    assert main(["train", *small, "--model", "mlp", "--out", str(directory)]) == 0
+    return directory / "best.ckpt"
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> torch.Tensor:
+    """Write five test images below photos/; they are returned too."""
+    pixels = sf.data.load("digits")[1][:5].pixels
+    (tmp_path / "photos" / "more").mkdir(parents=True)
+    for i, image in enumerate(pixels):
+        Image.fromarray(image[0].numpy()).save(tmp_path / "photos" / "more" / f"{i}.png")
+    return pixels
+
+
+def save(path: Path, **settings: object) -> Path:
+    """Save an untrained checkpoint."""
+    module = Classifier(TrainConfig(**settings))
+    entry = {"config": module.config.to_dict(), "history": [], "step": 0}
+    torch.save({KEY: entry, "state_dict": module.state_dict()}, path)
+    return path
+
+
+def test_a_loaded_network_computes_as_in_evaluation(
+    spikefuse: Spikefuse, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = torch.random.get_rng_state()
+    net = sf.load(trained)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert isinstance(net.net, sf.Temporal)
+    assert not any(m.training for m in net.modules())
+    assert net.classes == tuple("0123456789")
+    _, test = sf.data.load("digits")
+    with torch.no_grad():
+        logits = net(test.pixels)
+    assert logits.shape == (359, 10)
+    accuracy = (logits.argmax(1) == test.labels).double().mean()
+    assert spikefuse("eval", trained, "--device", "cpu") == 0
+    assert f"test accuracy {100 * accuracy:.2f} %" in capsys.readouterr().out
+
+
+def test_inputs_are_bytes_of_the_dataset(trained: Path) -> None:
+    net = sf.load(str(trained))
+    for wrong in (torch.rand(2, 1, 8, 8), torch.zeros(1, 8, 8, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match=r"expected torch.uint8 \[B, 1, 8, 8\], as digits"):
+            net(wrong)
+
+
+def test_poisson_inputs_and_events(tmp_path: Path) -> None:
+    """Networks of every kind of input take what `read` returns."""
+    columns = random_columns(400, (34, 34), 0)
+    (tmp_path / "a.bin").write_bytes(nmnist_bytes(columns))
+    (tmp_path / "a.h5").write_bytes(speech())
+    Image.new("RGB", (40, 30), (255, 0, 0)).save(tmp_path / "a.png")
+    for name, settings, shape in (
+        ("a.png", {"dataset": "cifar10", "encoding": "poisson", "model": "mlp"}, (1, 3, 32, 32)),
+        ("a.bin", {"dataset": "nmnist", "model": "mlp"}, (1, 32, 2, 34, 34)),
+        ("a.bin", {"dataset": "nmnist", "model": "event-mlp"}, (1, 32, 2, 34, 34)),
+        ("a.h5", {"dataset": "shd", "model": "mlp", "num_steps": 20}, (3, 20, 700)),
+    ):
+        net = sf.load(save(tmp_path / "a.ckpt", **settings))
+        inputs = net.read(tmp_path / name)
+        assert inputs.shape == shape
+        with torch.no_grad():
+            assert net(inputs).shape == (shape[0], len(net.classes))
+    expected = to_frames(read_nmnist(tmp_path / "a.bin"), Slicing("number", 32, bits=4))
+    net = sf.load(save(tmp_path / "a.ckpt", dataset="nmnist", model="mlp"))
+    np.testing.assert_array_equal(net.read(tmp_path / "a.bin")[0], expected)
+    with pytest.raises(DataError, match=r"a\.png is not a file of nmnist: .* ends in \.bin"):
+        net.read(tmp_path / "a.png")
+
+
+def test_errors_of_load(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint .*none\.ckpt does not exist: expected"):
+        sf.load(tmp_path / "none.ckpt")
+    torch.save({"w": torch.ones(3)}, tmp_path / "other.ckpt")
+    with pytest.raises(ConfigError, match=r"other\.ckpt is damaged or not a checkpoint of spikef"):
+        sf.load(tmp_path / "other.ckpt")
+    content = torch.load(trained, weights_only=True)
+    content[KEY] = {"format": content[KEY]["format"] + 1, "version": "7.0"}
+    torch.save(content, tmp_path / "new.ckpt")
+    with pytest.raises(ConfigError, match=r"new\.ckpt: it was saved by spikefuse 7\.0, .*upgrade"):
+        sf.load(tmp_path / "new.ckpt")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_load_without_a_gpu(trained: Path) -> None:
+    with pytest.raises(ConfigError, match="finds no CUDA GPU: choose auto or cpu"):
+        sf.load(trained, "cuda")
+
+
+def test_predict(
+    spikefuse: Spikefuse,
+    trained: Path,
+    images: torch.Tensor,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["predict", trained, "photos", "--device", "cpu", "--batch-size", "2"]
+    with torch.no_grad():
+        probabilities, labels = sf.load(trained)(images).softmax(1).topk(3)
+    assert spikefuse(*arguments) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["file", "class", "probability"]
+    for i, line in enumerate(lines):
+        file, label, probability = line.split()
+        assert (file, label) == (f"photos/more/{i}.png", str(int(labels[i, 0])))
+        assert float(probability) == pytest.approx(float(probabilities[i, 0]), abs=1e-4)
+    assert len(lines) == 5
+
+    assert spikefuse(*arguments, "--csv", "--top", "3") == 0
+    table = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert [row["class"] for row in table] == [str(int(k)) for k in labels.flatten()]
+    assert spikefuse(*arguments, "--json", "--top", "3") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [{k: str(v) for k, v in row.items()} for row in rows] == table
+
+
+def test_files_that_cannot_be_read_are_reported(
+    spikefuse: Spikefuse,
+    trained: Path,
+    images: torch.Tensor,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("photos/bad.png").write_text("hello")
+    Path("empty").mkdir()
+    assert spikefuse("predict", trained, "none.png", "photos", "empty", "--device", "cpu") == 1
+    output, errors = capsys.readouterr()
+    assert len(output.splitlines()) == 1 + len(images)
+    none, bad, empty = errors.splitlines()
+    assert none == "spikefuse predict: error: cannot read none.png: No such file or directory"
+    assert bad.startswith("spikefuse predict: error: photos/bad.png is damaged (not an image")
+    assert empty.startswith("spikefuse predict: error: empty has no file that ends in .bmp, ")
+
+
+def test_several_examples_in_a_file_are_numbered(tmp_path: Path) -> None:
+    (tmp_path / "a.h5").write_bytes(speech())
+    net = sf.load(save(tmp_path / "a.ckpt", dataset="shd", model="mlp", num_steps=5))
+    examples = predict.read_examples(net, [tmp_path / "a.h5"], pytest.fail)
+    assert [name for name, _ in examples] == [f"{tmp_path / 'a.h5'}[{i}]" for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.ckpt", "a.png"], "checkpoint none.ckpt does not exist: expected last.ckpt"),
+        (["none.ckpt"], "the following arguments are required: FILE (see spikefuse predict"),
+        (["none.ckpt", "a.png", "--top", "0"], "top is 0: expected a whole number of at least 1"),
+    ],
+)
+def test_wrong_options(
+    spikefuse: Spikefuse,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    assert spikefuse("predict", *arguments) == 2
+    assert capsys.readouterr().err.startswith(f"spikefuse predict: error: {message}")
