@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spikefuse import reference
-from spikefuse.neurons.definition import Definition, Outputs, States
+from spikefuse.neurons.definition import Definition, Outputs, States, with_outputs
 from spikefuse.nn.call import (
     Scan,
     active,
@@ -41,7 +41,7 @@ class Neuron(Definition):
     `spikefuse.neurons.definition.Definition` for the contract. The model is then fused over all
     time steps, forward and backward, on GPU and CPU.
 
-    Call: `neuron(x, ..., state=None, return_state=False, impl="auto")`
+    Call: `neuron(x, ..., state=None, return_state=False, impl="auto", outputs=None)`
 
     Args:
         x: one or several inputs of one shape `[T, B, ...]`, float32, bfloat16 or float16.
@@ -49,13 +49,20 @@ class Neuron(Definition):
         return_state: also return the final state, as a tuple of float32 tensors.
         impl: "auto" (Triton on a GPU, Numba on a CPU), "triton", "numba", or "reference" (the
             eager loop, any device, also float64).
+        outputs: names of what to return over time, all of it differentiable: a declared state
+            (its value after the step, so a potential is one after the reset), "spikes" for what
+            `step` outputs, or "output0", "output1", ... if it outputs several tensors. An output
+            comes before a state of the same name. For example, a loss on the membrane::
+
+                spikes, v = sf.LIF()(x, outputs=("spikes", "v"))
 
     Returns:
-        The output `[T, B, ...]` in the dtype of the inputs (a tuple if `step` has several), and
-        with `return_state` a pair (output, state).
+        The output `[T, B, ...]` in the dtype of the inputs (a tuple if `step` has several, or with
+        `outputs`), and with `return_state` a pair (output, state).
 
     Raises:
-        TypeError, ValueError: inputs or states of the wrong dtype, shape or number.
+        TypeError, ValueError: inputs or states of the wrong dtype, shape or number, or `outputs`
+            that the neuron does not have.
         UnsupportedOperation: `step` uses an operation that no kernel can be made of.
     """
 
@@ -65,11 +72,13 @@ class Neuron(Definition):
         state: States | None = None,
         return_state: bool = False,
         impl: str = "auto",
+        outputs: tuple[str, ...] | None = None,
     ) -> Any:
+        names = output_names(outputs)
         scan: Scan = self._scan
         if len(inputs) == 1 and isinstance(inputs[0], Deferred):
             scan, inputs = inputs[0].block(self)
-        return self.call(scan, Request(inputs, state, impl, return_state))
+        return self.call(scan, Request(inputs, state, impl, return_state, outputs=names))
 
     def call(self, scan: Scan, request: Request) -> Any:
         """`forward`, by the scan of this neuron or of a block around it."""
@@ -89,24 +98,34 @@ class Neuron(Definition):
         outputs, finals = scan(request)
         if call is not None:
             call.finals[call.current], call.current = finals, ""
-            if len(outputs) == 1:
-                return outputs[0].flatten(0, 1)
-            return tuple([y.flatten(0, 1) for y in outputs])
-        result = outputs[0] if len(outputs) == 1 else outputs
-        return (result, finals) if request.final else result
+            outputs = tuple([y.flatten(0, 1) for y in outputs])
+        result = outputs[0] if len(outputs) == 1 and not request.outputs else outputs
+        return (result, finals) if request.final and call is None else result
 
     def _scan(self, request: Request) -> tuple[Outputs, States]:
         inputs, state = request.inputs, request.state
         backend = backend_of(inputs, request.backend)
         check(self, type(self).input_names, inputs, state, backend)
         if backend == "reference":
-            return reference.scan(self, inputs, state)
+            return reference.scan(with_outputs(self, request.outputs), inputs, state)
         bits = wants_bits(inputs[0])
-        request = Request(inputs, state, backend, request.final, bits, request.passing)
+        request = request._replace(backend=backend, bits=bits)
         results, binary = op.scan(self, request)
         if request.bits:
             mark_binary(results, binary)
         return tuple(results.outputs), tuple(results.finals)
+
+
+def output_names(outputs: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The names in the `outputs` of a call, none for the neuron's own outputs."""
+    if outputs is None:
+        return ()
+    names = isinstance(outputs, tuple | list) and all(isinstance(n, str) for n in outputs)
+    if not (names and outputs):
+        raise ValueError(
+            f"outputs is {outputs!r}: expected a tuple of names, such as ('spikes', 'v')"
+        )
+    return tuple(outputs)
 
 
 def backend_of(inputs: tuple[Tensor, ...], impl: str) -> str:
