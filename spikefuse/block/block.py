@@ -25,7 +25,7 @@ from spikefuse.kernels.norm import update_running_stats
 from spikefuse.memory.policies import Policy
 from spikefuse.neurons.definition import Outputs, States, with_outputs
 from spikefuse.nn.call import active, mark_binary, wants_bits
-from spikefuse.nn.neuron import Neuron, backend_of, check, output_names
+from spikefuse.nn.neuron import Neuron, backend_of, check, checked_names
 from spikefuse.scan import op
 from spikefuse.scan.execution import Arguments, Execution, Results, Wanted, execution_of
 from spikefuse.scan.op import Request
@@ -95,7 +95,7 @@ class Block(nn.Module):
         impl: str = "auto",
         outputs: tuple[str, ...] | None = None,
     ) -> Any:
-        names = output_names(outputs)
+        names = () if outputs is None else checked_names(outputs)
         inputs = (x,) if residual is None else (x, residual)
         run = partial(scan, self.norm, self.neuron, self.memory)
         return self.neuron.call(run, Request(inputs, state, impl, return_state, outputs=names))

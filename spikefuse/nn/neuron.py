@@ -50,9 +50,9 @@ class Neuron(Definition):
         impl: "auto" (Triton on a GPU, Numba on a CPU), "triton", "numba", or "reference" (the
             eager loop, any device, also float64).
         outputs: names of what to return over time, all of it differentiable: a declared state
-            (its value after the step, so a potential is one after the reset), "spikes" for what
-            `step` outputs, or "output0", "output1", ... if it outputs several tensors. An output
-            comes before a state of the same name. For example, a loss on the membrane::
+            (its value after the step, for `LIF` after the reset), "spikes" for the output of
+            `step`, or "output0", "output1", ... if it has several. An output takes precedence over
+            a state of the same name. For example, for a loss on the membrane::
 
                 spikes, v = sf.LIF()(x, outputs=("spikes", "v"))
 
@@ -74,7 +74,7 @@ class Neuron(Definition):
         impl: str = "auto",
         outputs: tuple[str, ...] | None = None,
     ) -> Any:
-        names = output_names(outputs)
+        names = () if outputs is None else checked_names(outputs)
         scan: Scan = self._scan
         if len(inputs) == 1 and isinstance(inputs[0], Deferred):
             scan, inputs = inputs[0].block(self)
@@ -96,11 +96,14 @@ class Neuron(Definition):
             request = call.unfolded(self, request)
             call.current = call.names[id(self)]
         outputs, finals = scan(request)
+        is_single = len(outputs) == 1 and not request.outputs
         if call is not None:
             call.finals[call.current], call.current = finals, ""
-            outputs = tuple([y.flatten(0, 1) for y in outputs])
-        result = outputs[0] if len(outputs) == 1 and not request.outputs else outputs
-        return (result, finals) if request.final and call is None else result
+            if is_single:
+                return outputs[0].flatten(0, 1)
+            return tuple([y.flatten(0, 1) for y in outputs])
+        result = outputs[0] if is_single else outputs
+        return (result, finals) if request.final else result
 
     def _scan(self, request: Request) -> tuple[Outputs, States]:
         inputs, state = request.inputs, request.state
@@ -109,17 +112,21 @@ class Neuron(Definition):
         if backend == "reference":
             return reference.scan(with_outputs(self, request.outputs), inputs, state)
         bits = wants_bits(inputs[0])
-        request = request._replace(backend=backend, bits=bits)
+        request = Request(
+            inputs, state, backend, request.final, bits, request.passing, request.outputs
+        )
         results, binary = op.scan(self, request)
         if request.bits:
             mark_binary(results, binary)
         return tuple(results.outputs), tuple(results.finals)
 
 
-def output_names(outputs: tuple[str, ...] | None) -> tuple[str, ...]:
-    """The names in the `outputs` of a call, none for the neuron's own outputs."""
-    if outputs is None:
-        return ()
+def checked_names(outputs: tuple[str, ...]) -> tuple[str, ...]:
+    """The names in the `outputs` of a call.
+
+    Raises:
+        ValueError: it is not a sequence of names.
+    """
     names = isinstance(outputs, tuple | list) and all(isinstance(n, str) for n in outputs)
     if not (names and outputs):
         raise ValueError(
