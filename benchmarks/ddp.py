@@ -134,13 +134,13 @@ def measure_step(task: Task, options: dict[str, Any], way: str, args: argparse.N
         steps["together"] = make_step(task, networks.spiking(task, **options, wrap=wrap), way)
     except Exception as error:
         reason = first_line(error)
-    if processes.highest(int(bool(reason))):
+    if highest(int(bool(reason))):
         return {"status": "unavailable", "reason": reason or "another process failed"}
     try:
         verify(task, **steps)
     except AssertionError as error:
         reason = str(error)
-    if processes.highest(int(bool(reason))):
+    if highest(int(bool(reason))):
         return {"status": "wrong", "reason": reason or "another process is wrong"}
     row: Record = {"status": "ok"}
     clock = GpuClock(device) if device.type == "cuda" else CpuClock()
@@ -155,7 +155,7 @@ def measure_step(task: Task, options: dict[str, Any], way: str, args: argparse.N
             if processes.main or name == "together":
                 taken = nanoseconds(one.step, device, repetitions)
             # `highest` lets the other processes wait for the first.
-            times[name].append(processes.highest(taken) / repetitions / 1e6)
+            times[name].append(highest(taken) / repetitions / 1e6)
     one_ms, all_ms = spread(times["alone"]), spread(times["together"])
     images = processes.count * task.workload.batch / all_ms["median"] * 1e3
     return row | {
@@ -215,6 +215,13 @@ def run_processes(
         else:
             deque(rows(args, device), maxlen=0)
     return path
+
+
+def highest(value: int) -> int:
+    """Return the largest value of all processes."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return max(values)
 
 
 def averaging(net: nn.Module, device: torch.device, **options: Any) -> nn.Module:

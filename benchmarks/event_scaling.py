@@ -190,7 +190,7 @@ def verify(device: torch.device) -> None:
         own = slice(None) if first is None else slice(*first[dist.get_rank() :][:2])
         for name in ("weight", "bias"):
             grad, expected = getattr(shard.layer, name).grad, getattr(layer, name).grad
-            errors[f"gradients of {name} {i}"] = _difference(grad, expected[..., own])
+            errors[f"gradients of {name} {i}"] = _difference(grad, expected[own])
     largest = torch.tensor(list(errors.values()), device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)  # all ranks have to agree on the outcome
     for what, error in zip(errors, largest.tolist(), strict=True):

@@ -45,7 +45,7 @@ class Block(nn.Module):
 
     Training and evaluation, running statistics, `momentum`, `affine` and `eps` are the norm's. For
     backward, x, the residual and the statistics are saved. Neither u nor the neuron's potential is
-    ever in memory, except for a potential in `outputs`.
+    stored, except for a potential in `outputs`.
 
     Call: `block(x, residual=None, state=None, return_state=False, impl="auto", outputs=None)`
 

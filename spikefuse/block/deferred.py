@@ -336,7 +336,14 @@ def copy_of(norm: _BatchNorm) -> _BatchNorm:
     copy.__dict__.update(norm.__dict__)
     copy.__dict__["_parameters"] = norm._parameters.copy()
     copy.__dict__["_buffers"] = norm._buffers.copy()
+    copy.__dict__["_original"] = norm.__dict__.get("_original", norm)
     return copy
+
+
+def original(norm: _BatchNorm) -> _BatchNorm:
+    """The module of which `norm` is a copy, or `norm` itself."""
+    found: _BatchNorm = norm.__dict__.get("_original", norm)
+    return found
 
 
 def tensors_of(norm: _BatchNorm, x: Tensor) -> list[Tensor]:

@@ -20,6 +20,7 @@ from spikefuse.block.deferred import (
     tensors_of,
 )
 from spikefuse.nn.call import active
+from spikefuse.nn.constant_input import ConstantSequence
 from spikefuse.nn.neuron import DTYPES
 
 
@@ -74,6 +75,8 @@ class FusedNorm(_BatchNorm):
             or (torch._C._len_torch_dispatch_stack() and _has_fake_mode())
         ):
             return "it is traced or transformed"
+        if isinstance(x, ConstantSequence):
+            return "its input is the same at each step, so it is computed once"
         for t in read:
             if type(t) not in _PLAIN or t.dtype not in DTYPES or t.device != x.device:
                 return f"it reads a {type(t).__name__} that a block does not take"

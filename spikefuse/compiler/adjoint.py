@@ -131,11 +131,8 @@ def reverse_step(
             values[i] = values[i].detach().requires_grad_()
         return [values[i] for i in wanted], function(*values)
 
-    transient = _transient(
-        *run([torch.full((), 0.5, dtype=torch.float32, device="cpu") for _ in range(num_all)]), step
-    )
-
     def vjp(*args: Tensor) -> tuple[Tensor, ...]:
+        transient = _transient(*run(args[:num_all]), step)
         leaves, results = run(args[:num_all])
         pairs = [*zip(results, args[num_all:], strict=True)]
         lasting = [y * g for i, (y, g) in enumerate(pairs) if i not in transient]

@@ -67,6 +67,9 @@ def split_batch(batch: int, chunks: int) -> list[slice]:
 def connect(backend: str) -> None:
     """Make the default process group from torchrun's variables.
 
+    Args:
+        backend: "nccl", which also selects this process's GPU, or "gloo".
+
     Raises:
         ValueError: torchrun did not start this process.
     """
@@ -90,6 +93,11 @@ def steps_of(num_steps: int, rank: int, size: int) -> slice:
     """Return the steps of a sequence that a rank holds: `rT/k` to `(r+1)T/k`, rounded down.
 
     T need not be a multiple of k; the numbers of steps differ by at most one.
+
+    Args:
+        num_steps: T, at least k.
+        rank: r, the position on the axis, from 0.
+        size: k, the number of ranks.
 
     Raises:
         ValueError: the rank is out of range, or there are fewer steps than ranks.

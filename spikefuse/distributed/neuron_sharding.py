@@ -37,9 +37,12 @@ class NeuronShard(nn.Module):
 
     Input and output events are the same on all ranks.
 
+    Call: `layer(x)` with `Events`, or dense spikes, 0 or 1, of all `in_features` inputs. It returns
+    the `Events` of all `out_features` neurons.
+
     Args:
         in_features, out_features: sizes of the whole layer.
-        neuron: copied to each rank, so it must have neither learnable nor per-channel values.
+        neuron: its values must be floats, not tensors.
         group: the ranks; None for all.
         options: of `EventLinear`. Weights are initialized randomly: seed the ranks differently.
 
@@ -150,6 +153,8 @@ class _ShardLinear(EventLinear):
 
 class Replicated(nn.Module):
     """A layer that is the same on all ranks; its gradient of the events counts once.
+
+    Call: `layer(x)`, with the inputs and outputs of `layer`.
 
     Args:
         layer: the layer, with the same weights on all ranks.

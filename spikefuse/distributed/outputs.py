@@ -19,7 +19,13 @@ from spikefuse.neurons.definition import States
 
 
 def mean_over_steps(y: Tensor, axis: DeviceMesh) -> Tensor:
-    """Return the mean over all steps: `[T_r, ...]` on each rank of `axis` to `[...]` on all."""
+    """Return the mean over all steps: `[T_r, ...]` on each rank of `axis` to `[...]` on all.
+
+    Sums are float32; the result has the dtype of `y`. Backward sums the gradients of all ranks.
+
+    Raises:
+        ValueError: `axis` is not one axis of a mesh.
+    """
     check_axis(axis)
     sums = torch.cat([y.sum(0, dtype=torch.float32).flatten(), y.new_full((1,), len(y)).float()])
     total: Tensor = _SumOverRanks.apply(sums, axis.get_group())
@@ -27,7 +33,13 @@ def mean_over_steps(y: Tensor, axis: DeviceMesh) -> Tensor:
 
 
 def last_step(y: Tensor, axis: DeviceMesh) -> Tensor:
-    """Return the last step: `[T_r, ...]` on each rank of `axis` to `[...]` on all."""
+    """Return the last step: `[T_r, ...]` on each rank of `axis` to `[...]` on all, in `y`'s dtype.
+
+    Backward sums the gradients of all ranks.
+
+    Raises:
+        ValueError: `axis` is not one axis of a mesh.
+    """
     check_axis(axis)
     # All ranks take part, so that backward passes through their layers too.
     is_last = axis.get_local_rank() == axis.size() - 1
@@ -35,12 +47,17 @@ def last_step(y: Tensor, axis: DeviceMesh) -> Tensor:
 
 
 def gather_steps(y: Tensor, axis: DeviceMesh, num_steps: int | None = None) -> Tensor:
-    """Return all steps: `[T_r, ...]` on each rank of `axis` to `[T, ...]` on all.
+    """Return all steps: `[T_r, ...]` on each rank of `axis` to `[T, ...]` on all, in `y`'s dtype.
+
+    Backward sums the gradients of all ranks.
 
     Args:
         y: this rank's steps, as many as `steps_of` assigns to it.
         axis: the ranks that share the sequence.
         num_steps: T; None sums the ranks' numbers of steps, for which the host waits.
+
+    Raises:
+        ValueError: `axis` is not one axis of a mesh.
     """
     check_axis(axis)
     if num_steps is None:
@@ -84,6 +101,9 @@ def carry_state(state: dict[str, States], axis: DeviceMesh) -> dict[str, States]
 
     Returns:
         The last rank's state, detached, on the first rank; None on the others.
+
+    Raises:
+        ValueError: `axis` is not one axis of a mesh.
     """
     check_axis(axis)
     group, rank, carried = axis.get_group(), axis.get_local_rank(), {}

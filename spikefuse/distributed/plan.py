@@ -54,14 +54,14 @@ class ScanCost(NamedTuple):
 
 
 class Option(NamedTuple):
-    """One way to share the work, and the predicted seconds of a training step."""
+    """One way to share the work, and the predicted time of a training step."""
 
-    data: int
-    time: int
+    data: int  # ranks that share a batch
+    time: int  # ranks that share a sequence
     chunks: int
     speculate: bool
     seconds: float
-    speedup: float
+    speedup: float  # over one rank
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,12 @@ def plan(model: nn.Module, example: Tensor, mesh: DeviceMesh, statistics: str = 
         mesh: at least two ranks.
         statistics: of batch norms in training, as in `shard_time`.
 
+    Returns:
+        The measurements. `best` is the fastest option; `print` shows a table of all `options`.
+
     Raises:
-        ValueError: the model is sharded, the example is not on a GPU, or it has fewer steps than
-            ranks, of which there must be two.
+        ValueError: the model is sharded already, the mesh has a single rank, the example has fewer
+            steps than there are ranks, or it is not on a GPU.
     """
     containers = [m for m in model.modules() if isinstance(m, Temporal)]
     if any(container.passing is not None for container in containers):

@@ -43,10 +43,12 @@ class Events:
 
     @property
     def lists(self) -> EventLists:
+        """The lists that kernels read."""
         return EventLists(self.offsets, self.fired, self.indices)
 
     @property
     def num_rows(self) -> int:
+        """T B."""
         return self.shape[0] * self.shape[1]
 
     @property
@@ -55,11 +57,12 @@ class Events:
 
     @property
     def num_fired(self) -> int:
+        """The number of spikes. Synchronizes with a GPU."""
         return int(self.fired.sum())
 
     @property
     def rate(self) -> float:
-        """Share of the sites that fired."""
+        """Share of the sites that fired, from 0 to 1. Synchronizes with a GPU."""
         return self.num_fired / max(self.num_rows * self.shape[2], 1)
 
     def sequence_signature(self) -> tuple[Hashable, ...]:
@@ -71,7 +74,7 @@ class Events:
 
     @classmethod
     def from_dense(cls, x: Tensor) -> Events:
-        """List spikes `[T, B, ...]`, 0 or 1; the dims after B become the sites.
+        """List spikes `[T, B, ...]`, 0 or 1, of any dtype; the dims after B become the sites.
 
         Raises:
             ValueError: a value is neither 0 nor 1, or there are fewer than two dims.
@@ -132,7 +135,7 @@ class Events:
         return _kernels(self.indices).is_fired(self.lists)
 
     def to_dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the spikes `[T, B, W]`, differentiable with respect to `values`."""
+        """Return the spikes as `[T, B, W]` of `dtype`, differentiable with respect to `values`."""
         values = self.values
         if values is None or not (values.requires_grad and torch.is_grad_enabled()):
             dense = _kernels(self.indices).dense(self.lists, self.shape[2], values, dtype)
@@ -160,6 +163,7 @@ class Events:
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Events:
+        """Return the same events on another device, as `torch.Tensor.to` does."""
         names = ("offsets", "fired", "indices", "values")
         tensors = {name: x for name in names if (x := getattr(self, name)) is not None}
         moved = {name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()}

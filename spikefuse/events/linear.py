@@ -73,27 +73,28 @@ class EventLinear(nn.Module):
 
         y = bias + sum of weight[:, i] over the inputs i that fired (s[i] = 1)
 
-    The cost is proportional to activity. Backward reads and writes the rows of inputs that fired,
-    and of inputs whose potential reached the `cutoff` of their surrogate, the only ones with a
-    gradient: docs/events.md derives it. Without dropped events, outputs and gradients equal those
+    The cost is proportional to activity. Backward reads and writes the weights of inputs that
+    fired, and of inputs whose potential reached the `cutoff` of their surrogate, the only ones with
+    a gradient: docs/events.md derives it. Without dropped events, outputs and gradients equal those
     of nn.Linear and the same neuron, up to rounding.
 
     `weight` is `[out_features, in_features]` as in nn.Linear, so that state dicts load both ways.
     Its strides are (1, out_features): the weights of an input are contiguous in memory. It is
-    initialized like nn.Linear's, with which neurons behind sparse spikes may never fire and nothing
-    is learned: call `spikefuse.nn.scale_to_rate` on the first batch.
+    initialized like nn.Linear's. Neurons that read sparse spikes may then never fire, and learn
+    nothing: call `spikefuse.nn.scale_to_rate` on the first batch.
 
     With `neuron`, the layer returns the neurons' `Events` for the next layer. On a CPU, currents
-    and potentials are then never stored. The surrogate of the neuron needs a cutoff. Without
-    `neuron`, the layer returns the currents y.
+    and potentials are then never stored. Without `neuron`, the layer returns the currents y.
 
-    Call: `layer(x)`. x is `Events` of T steps and B samples, or dense spikes, 0 or 1,
+    Call: `layer(x)`. x is `Events` of T steps and B samples, or dense spikes of any dtype, 0 or 1,
     `[T, B, in_features]` (inside `Temporal` `[T*B, in_features]`). Dense spikes that require a
-    gradient get the full gradient, by dense products. Currents are `[T, B, out_features]` (inside
-    `Temporal` `[T*B, out_features]`).
+    gradient get the full gradient, by dense products. Currents are float32 `[T, B, out_features]`
+    (inside `Temporal` `[T*B, out_features]`). Weights must be float32.
 
     Args:
-        neuron: the neurons that receive y, or None.
+        in_features, out_features, bias, device: as in nn.Linear.
+        neuron: the neurons that receive y, or None. Takes one input, returns one binary spike, and
+            its surrogate has a cutoff.
         capacity: for each step and sample, the largest share of inputs whose events are used, in
             (0, 1], or None for no limit. Spikes come first, then candidates, each in ascending
             order.

@@ -15,16 +15,16 @@ LARGEST, HALVINGS = 8.0, 10
 
 @torch.no_grad()
 def scale_to_rate(net: nn.Module, x: Events | Tensor, rate: float) -> dict[str, float]:
-    """Scale the weights of each layer so that its neurons fire at `rate` on the input `x`.
+    """Scale the weights of each layer, in place, so that its neurons fire at `rate` on `x`.
 
     Layers are scaled in order, each on the events of those before, by bisection. The scale depends
-    on how the spikes of a data set coincide in time, so that no formula gives it.
+    on how the spikes of a data set coincide in time, so no formula gives it.
 
     Args:
         net: a sequence of `EventLinear`, such as `spikefuse.models.event_mlp` returns; modules
             before and after them are ignored.
-        x: `Events`, or dense spikes `[T, B, ...]`.
-        rate: share of the neurons that fire in a step, in (0, 1).
+        x: `Events`, or dense spikes `[T, B, ...]`, 0 or 1.
+        rate: share of the neurons that fire in a time step, in (0, 1).
 
     Returns:
         The final rate of each layer's neurons, by the name of the layer.

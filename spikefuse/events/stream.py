@@ -29,7 +29,8 @@ class EventStream(nn.Module):
         state: from the previous call, or None to start from rest.
 
     Returns:
-        The spikes or currents `[out_features]` of the last layer, and the state.
+        The spikes or currents `[out_features]` of the last layer, float32, and the state: for each
+        layer with neurons, the tuple of its states, float32 `[1, out_features]`.
 
     Raises:
         TypeError, ValueError: a layer or an input is not as described.

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from spikefuse.block import block
 from spikefuse.block.batch_norm import by_batch
+from spikefuse.block.deferred import original
 from spikefuse.compiler import UnsupportedOperation
 from spikefuse.memory.policies import Policy, Recompute
 from spikefuse.memory.saved_tensors import SavedTensors
@@ -169,7 +170,7 @@ class CallObserver(Observer):
             recorded = NeuronScan(
                 name=self._names.get(neuron, OUTSIDE),
                 neuron=neuron,
-                norm=norm,
+                norm=None if norm is None else original(norm),
                 request=Request(
                     tuple(map(leaf, request.inputs)),
                     state,

@@ -21,8 +21,9 @@ Size = int | tuple[int, ...] | list[int]
 class MaxPool2d(nn.MaxPool2d):
     """`torch.nn.MaxPool2d` that saves one byte per output for backward on a GPU.
 
-    PyTorch saves its input and 8 bytes per output. Results are equal bit for bit. See `max_pool2d`
-    for the inputs that this applies to.
+    PyTorch saves its input and 8 bytes per output. Arguments, shapes and results are those of
+    `torch.nn.MaxPool2d`, bit for bit; the kernel sums gradients in float32 in a fixed order. See
+    `max_pool2d` for the inputs that it takes.
     """
 
     def forward(self, input: Tensor) -> Any:

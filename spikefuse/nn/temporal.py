@@ -156,7 +156,10 @@ class Temporal(nn.Module):
                 if not isinstance(x, Tensor):
                     folded = self.net(x)
                 else:
-                    rows = fold(x, self.net) if x.stride(0) == 0 else x.flatten(0, 1)
+                    # Processes that share statistics must take the same way.
+                    shares = call.passing is not None and call.passing.statistics is not None
+                    is_constant = x.stride(0) == 0 and not shares
+                    rows = fold(x, self.net) if is_constant else x.flatten(0, 1)
                     run = call.policy.run
                     folded = self.net(rows) if run is None else run(self.net, call, rows)
                 if call.deferred is not None:

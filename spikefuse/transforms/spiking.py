@@ -33,6 +33,7 @@ def spiking(
     The code of the model runs as it is.
 
     Args:
+        model: a network of one time step, `[B, ...]` to `[B, ...]`.
         neuron: makes one neuron per call, such as `lambda: spikefuse.LIF(decay=0.5)`.
         replace: the activation classes to replace. Leave out nn.Sigmoid and nn.Tanh where they are
             gates.
