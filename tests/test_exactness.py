@@ -65,6 +65,7 @@ ZOO = {
     "CLIF": lambda c, reset, **kw: sf.CLIF(0.7, 0.6, **kw),
     "GatedLIF": lambda c, reset, **kw: sf.GatedLIF(channels=c, **kw),
     "RefractoryLIF": lambda c, **kw: sf.RefractoryLIF(0.8, 0.6, 3, **kw),
+    "DelayedResetLIF": lambda c, **kw: sf.DelayedResetLIF(0.8, 0.6, v_reset=-0.1, **kw),
     "TernaryLIF": lambda c, **kw: sf.TernaryLIF(0.8, 0.6, **kw),
     "IntegerLIF": lambda c, reset, **kw: sf.IntegerLIF(0.7, 0.4, 3, **kw),
     "TwoCompartmentLIF": lambda c, **kw: sf.TwoCompartmentLIF(0.4, 0.6, channels=c, **kw),

@@ -23,9 +23,9 @@ from spikefuse.block.program import BlockProgram, block_program
 from spikefuse.block.training import BlockTensors, TrainingCall, train
 from spikefuse.kernels.norm import update_running_stats
 from spikefuse.memory.policies import Policy
-from spikefuse.neurons.definition import Outputs, States
+from spikefuse.neurons.definition import Outputs, States, with_outputs
 from spikefuse.nn.call import active, mark_binary, wants_bits
-from spikefuse.nn.neuron import Neuron, backend_of, check
+from spikefuse.nn.neuron import Neuron, backend_of, check, checked_names
 from spikefuse.scan import op
 from spikefuse.scan.execution import Arguments, Execution, Results, Wanted, execution_of
 from spikefuse.scan.op import Request
@@ -45,9 +45,9 @@ class Block(nn.Module):
 
     Training and evaluation, running statistics, `momentum`, `affine` and `eps` are the norm's. For
     backward, x, the residual and the statistics are saved. Neither u nor the neuron's potential is
-    stored.
+    stored, except for a potential in `outputs`.
 
-    Call: `block(x, residual=None, state=None, return_state=False, impl="auto")`
+    Call: `block(x, residual=None, state=None, return_state=False, impl="auto", outputs=None)`
 
     Args:
         norm: an `nn.BatchNorm1d`, `2d`, `3d` or `nn.SyncBatchNorm`.
@@ -93,10 +93,12 @@ class Block(nn.Module):
         state: States | None = None,
         return_state: bool = False,
         impl: str = "auto",
+        outputs: tuple[str, ...] | None = None,
     ) -> Any:
+        names = () if outputs is None else checked_names(outputs)
         inputs = (x,) if residual is None else (x, residual)
         run = partial(scan, self.norm, self.neuron, self.memory)
-        return self.neuron.call(run, Request(inputs, state, impl, return_state))
+        return self.neuron.call(run, Request(inputs, state, impl, return_state, outputs=names))
 
 
 def scan(
@@ -108,13 +110,13 @@ def scan(
     check(neuron, NAMES[: len(inputs)], inputs, state, backend)
     check_norm(norm, neuron, inputs[0], batch)
     if backend == "reference":
-        return _reference(norm, neuron, inputs, state)
+        return _reference(norm, neuron, request)
     if torch.compiler.is_compiling():
         u: Tensor = norm(inputs[0].flatten(0, 1)).unflatten(0, inputs[0].shape[:2])
         u = u if len(inputs) == 1 else u + inputs[1]
         return neuron._scan(request._replace(inputs=(u,)))
     op.check(backend, inputs[0])
-    program, own = block_program(neuron, backend, len(inputs) > 1, batch)
+    program, own = block_program(neuron, backend, len(inputs) > 1, batch, request.outputs)
     if wants_bits(inputs[0]):
         request = request._replace(bits=True)
     if batch:
@@ -176,9 +178,8 @@ def _evaluate(
     return op.run(program.name, arguments, wanted, request.passing)
 
 
-def _reference(
-    norm: _BatchNorm, neuron: Neuron, inputs: tuple[Tensor, ...], state: States | None
-) -> tuple[Outputs, States]:
+def _reference(norm: _BatchNorm, neuron: Neuron, request: Request) -> tuple[Outputs, States]:
+    inputs = request.inputs
     x = inputs[0].to(torch.promote_types(inputs[0].dtype, torch.float32))
     if by_batch(norm):
         variance, mean = torch.var_mean(x, [0, 1, *range(3, x.ndim)], correction=0)
@@ -194,8 +195,9 @@ def _reference(
     scale = inverse if norm.weight is None else inverse * norm.weight
     values = mean, scale, shift_of(norm, x)
     definition = with_batch_norm(neuron, values, len(inputs) > 1, by_batch=False)
+    definition = with_outputs(definition, request.outputs)
     # x in a single dtype, so that its gradient is rounded once.
-    outputs, finals = reference.scan(definition, (x, *inputs[1:]), state)
+    outputs, finals = reference.scan(definition, (x, *inputs[1:]), request.state)
     dtype = reduce(torch.promote_types, (x.dtype for x in inputs))
     return tuple(y.to(dtype) for y in outputs), finals
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spikefuse.block.definition import CORRECTION, NORM_VALUES, with_batch_norm
-from spikefuse.neurons.definition import Definition
+from spikefuse.block.definition import CORRECTION, NORM_VALUES, NormedNeuron, with_batch_norm
+from spikefuse.neurons.definition import Definition, with_outputs
 from spikefuse.scan.program import kind_of, prepare, program
 
 _kind = attrgetter("ndim")
@@ -81,24 +81,28 @@ class BlockProgram:
 
 
 def block_program(
-    neuron: Definition, backend: str, has_residual: bool, by_batch: bool
+    neuron: Definition,
+    backend: str,
+    has_residual: bool,
+    by_batch: bool,
+    outputs: tuple[str, ...] = (),
 ) -> tuple[BlockProgram, list[Tensor]]:
-    """The program of a neuron behind a norm, and the neuron's tensors that it reads."""
+    """The program of a neuron behind a norm, and the neuron's tensors that it reads; see
+    `Request.outputs`."""
     description = neuron.description()
     values = description.values()
     kinds = map(_kind, filter(torch.is_tensor, values.values()))
-    key = "block", backend, has_residual, by_batch, *kinds
+    key = "block", backend, has_residual, by_batch, outputs, *kinds
     made = description.notes.get(key)
     if made is None:
-        made = description.notes[key] = _make(neuron, backend, has_residual, by_batch)
+        norm = (torch.zeros(1),) * 3
+        definition = with_batch_norm(neuron, norm, has_residual, by_batch)
+        made = description.notes[key] = _make(with_outputs(definition, outputs), backend)
     own: list[Any] = list(map(values.__getitem__, made.own))
     return made, own
 
 
-def _make(neuron: Definition, backend: str, has_residual: bool, by_batch: bool) -> BlockProgram:
-    placeholder = torch.zeros(1)
-    norm = placeholder, placeholder, placeholder
-    definition = with_batch_norm(neuron, norm, has_residual, by_batch)
+def _make(definition: NormedNeuron, backend: str) -> BlockProgram:
     values, statics = definition.describe()
     kinds = tuple((name, kind_of(value)) for name, value in values.items())
     name, used = prepare(definition, backend, statics, kinds)
@@ -109,7 +113,7 @@ def _make(neuron: Definition, backend: str, has_residual: bool, by_batch: bool) 
         backend=backend,
         binary=made.step.binary,
         num_states=len(made.step.states),
-        by_batch=by_batch,
+        by_batch=definition.by_batch,
         rebuilds=made.rebuilds,
         scalars=[v for v in map(values.__getitem__, used) if isinstance(v, float)],
         tensors=tensors,

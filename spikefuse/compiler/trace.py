@@ -18,7 +18,7 @@ from spikefuse.compiler import ops
 from spikefuse.compiler.graph import Graph
 from spikefuse.compiler.ops import Operand, UnsupportedOperation
 from spikefuse.compiler.simplify import simplify
-from spikefuse.neurons.definition import Definition, WrongResult, call_step
+from spikefuse.neurons.definition import Definition, UnknownOutput, WrongResult, call_step
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def capture(
     try:
         with recorder, _ForbidReads(step):
             results = function(*inputs)
-    except (UnsupportedOperation, WrongResult):
+    except (UnsupportedOperation, WrongResult, UnknownOutput):
         raise
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         raise UnsupportedOperation(

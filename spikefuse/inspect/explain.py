@@ -193,10 +193,11 @@ def _layer(scan: NeuronScan, time: bool | None) -> Layer:
 
 @torch.no_grad()
 def _program_name(scan: NeuronScan) -> str:
-    inputs, backend, norm = scan.request.inputs, scan.request.backend, scan.norm
-    if norm is None:
-        return choose(scan.neuron, backend, inputs[0]).name
-    return block_program(scan.neuron, backend, len(inputs) > 1, by_batch(norm))[0].name
+    request, backend = scan.request, scan.request.backend
+    if scan.norm is None:
+        return choose(scan.neuron, backend, request.inputs[0], request.outputs).name
+    has_residual, batch = len(request.inputs) > 1, by_batch(scan.norm)
+    return block_program(scan.neuron, backend, has_residual, batch, request.outputs)[0].name
 
 
 def _forward_backward(scan: NeuronScan) -> None:

@@ -5,6 +5,7 @@ from spikefuse.neurons.alpha_lif import AlphaLIF
 from spikefuse.neurons.clif import CLIF
 from spikefuse.neurons.cuba_lif import CubaLIF
 from spikefuse.neurons.definition import Definition, State
+from spikefuse.neurons.delayed_reset_lif import DelayedResetLIF
 from spikefuse.neurons.eif import EIF
 from spikefuse.neurons.gated_lif import GatedLIF
 from spikefuse.neurons.if_ import IF
@@ -38,6 +39,7 @@ __all__ = [
     "AlphaLIF",
     "CubaLIF",
     "Definition",
+    "DelayedResetLIF",
     "GatedLIF",
     "IntegerLIF",
     "Izhikevich",

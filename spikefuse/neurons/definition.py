@@ -67,6 +67,8 @@ class Definition(Holder):
         """
         raise NotImplementedError(f"{type(self).__name__} does not define step(self, x, ...)")
 
+    #: Names of the outputs and new states that the step returns, none for its outputs.
+    _selected: tuple[str, ...] = ()
     #: The declared states by name, those of base classes first.
     states: ClassVar[dict[str, State]] = {}
     #: Names of the inputs: the arguments of `step` before the states.
@@ -308,6 +310,33 @@ class WrongResult(TypeError):
     """A step did not return a pair of outputs and new states."""
 
 
+class UnknownOutput(ValueError):
+    """A name is neither that of an output nor that of a state."""
+
+
+def with_outputs(definition: _D, names: tuple[str, ...]) -> _D:
+    """Return a copy, with the same tensors, whose step returns these outputs and new states;
+    without names, the definition itself."""
+    if not names:
+        return definition
+    clone = object.__new__(type(definition))
+    clone.__dict__.update(definition.__dict__, _known=None, _selected=names)
+    return clone
+
+
+def _select(definition: Definition, outputs: Outputs, states: States) -> Outputs:
+    """Return the selected outputs and new states."""
+    labels = ["spikes"] if len(outputs) == 1 else [f"output{i}" for i in range(len(outputs))]
+    known = dict(zip((*definition.states, *labels), (*states, *outputs), strict=True))
+    for name in definition._selected:
+        if name not in known:
+            valid = ", ".join(map(repr, dict.fromkeys((*labels, *definition.states))))
+            raise UnknownOutput(
+                f"no output or state is named {name!r}: expected names among {valid}"
+            )
+    return tuple(known[name] for name in definition._selected)
+
+
 def call_step(
     definition: Definition, inputs: tuple[Tensor, ...], states: States
 ) -> tuple[Outputs, States]:
@@ -336,6 +365,8 @@ def call_step(
             f"{name}.step returned {len(result[1])} new states, but {len(expected)} are declared "
             f"({', '.join(expected)})"
         )
+    if definition._selected:
+        outputs = _select(definition, outputs, result[1])
     like = inputs[0]
     return tuple(_like(y, like) for y in outputs), tuple(_like(s, like) for s in result[1])
 

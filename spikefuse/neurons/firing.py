@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from torch import Tensor
 
 from spikefuse.neurons.definition import Definition
-from spikefuse.neurons.parameters import Value, number
+from spikefuse.neurons.parameters import Value, number, options
 from spikefuse.neurons.surrogate import Sigmoid, Surrogate
 
 RESETS = ("hard", "soft")
@@ -65,14 +64,8 @@ class Firing(Definition):
 
 
 def _unknown_option(cls: type[Firing], name: str) -> TypeError:
-    names: dict[str, None] = {}
-    for base in cls.__mro__[: cls.__mro__.index(Firing) + 1]:
-        init = vars(base).get("__init__")
-        if init is not None:
-            parameters = list(inspect.signature(init).parameters.values())[1:]
-            names |= dict.fromkeys(p.name for p in parameters if p.kind != p.VAR_KEYWORD)
     return TypeError(
-        f"{cls.__name__} has no option '{name}'; its options are {', '.join(names)}. "
+        f"{cls.__name__} has no option '{name}'; its options are {', '.join(options(cls)[0])}. "
         "decay_from_tau(tau) converts a time constant to a decay; docs/differences.md lists the "
         "equivalents of other libraries' options"
     )

@@ -19,6 +19,11 @@ class Learnable(nn.Module):
     def forward(self) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} does not define forward(self)")
 
+    def extra_repr(self) -> str:
+        """Return the value, or the shape of several."""
+        with torch.no_grad():
+            return as_text(self())
+
 
 class LearnableFraction(Learnable):
     """A learnable value in (0, 1): `sigmoid(logit)`. Suits decays.
@@ -80,6 +85,12 @@ class LearnableTimeConstant(Learnable):
 
     def forward(self) -> Tensor:
         return torch.exp(-torch.exp(-self.log_tau))
+
+
+def as_text(value: Tensor) -> str:
+    """Return the value of a scalar, or the shape of any other tensor."""
+    known = type(value) in (Tensor, nn.Parameter) and not value.is_meta
+    return f"{value.item():g}" if known and value.ndim == 0 else f"shape={list(value.shape)}"
 
 
 def _log(name: str, value: float) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABCMeta
 from typing import Any
 
 from torch import Tensor, nn
 
-from spikefuse.neurons.learnable import Learnable
+from spikefuse.neurons.learnable import Learnable, as_text
 
 #: What a parameter may be.
 Value = float | Tensor | Learnable
@@ -44,6 +45,26 @@ class Holder(nn.Module, metaclass=_HolderType):
     them. A value of any kind may replace a value of another kind.
     """
 
+    def __repr__(self) -> str:
+        return f"{self._get_name()}({self.extra_repr()})"
+
+    def extra_repr(self) -> str:
+        """Return the parameters as `name=value`, in the order of the constructor's arguments.
+
+        Flags that are off are omitted, and so are defaults of base classes that the constructor
+        does not offer.
+        """
+        offered, inherited = options(type(self))
+        values = {**vars(self), **self._parameters, **self._buffers, **self._modules}
+        names = dict.fromkeys((*filter(values.__contains__, offered), *values))
+        shown = [
+            f"{name}={_as_text(value)}"
+            for name, value in ((n, values[n]) for n in names)
+            if not (name.startswith("_") or name == "training" or value is None or value is False)
+            and not (isinstance(value, float | str) and value == inherited.get(name))
+        ]
+        return ", ".join(shown)
+
     def __setattr__(self, name: str, value: Any) -> None:
         buffers = self.__dict__.get("_buffers")
         if buffers is None:
@@ -75,6 +96,30 @@ class Holder(nn.Module, metaclass=_HolderType):
     def add_module(self, *args: Any, **kwargs: Any) -> None:
         super().add_module(*args, **kwargs)
         _invalidate()
+
+
+def options(cls: type[Holder]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of a class's constructor, with those that it passes on to base classes,
+    and the other arguments of its base classes: their defaults by name."""
+    offered: dict[str, Any] = {}
+    inherited: dict[str, Any] = {}
+    found = offered
+    for base in cls.__mro__[: cls.__mro__.index(Holder)]:
+        init = vars(base).get("__init__")
+        if init is not None:
+            arguments = list(inspect.signature(init).parameters.values())[1:]
+            named = [a for a in arguments if a.kind != a.VAR_KEYWORD and a.name not in offered]
+            found.update({a.name: a.default for a in named})
+            if not any(a.kind == a.VAR_KEYWORD for a in arguments):
+                found = inherited
+    return offered, inherited
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        kind = "Parameter" if isinstance(value, nn.Parameter) else "tensor"
+        return f"{kind}({as_text(value)})"
+    return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
 def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> Any:

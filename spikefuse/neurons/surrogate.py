@@ -64,7 +64,9 @@ class Surrogate(Holder):
     Neural Networks", ICML 2023, but their smoothing of the forward pass is omitted.
 
     Shapes: `u`, the spike and the derivative have the same shape and floating-point dtype.
-    Units: `u` is in the unit of the potential, widths are in that unit or its inverse.
+    Units: `u` is in the unit of the potential, widths are in that unit or its inverse. Parameters
+    of the surrogates below are positive, except for the bounds of `Rectangle`, and each of those
+    surrogates takes a `cutoff`.
 
     Args:
         cutoff: where `u < cutoff`, `u` and the parameters receive no gradient; None disables it. It
@@ -105,22 +107,17 @@ class Surrogate(Holder):
     def forward(self, u: Tensor) -> Tensor:
         if any(not isinstance(child, Surrogate) for child in self._modules.values()):
             return self._evaluated().forward(u)
-        return _Spike.apply(u, self, self._learned(u))
-
-    def _learned(self, u: Tensor) -> Tensor | None:
-        if not torch.is_grad_enabled():
-            return None
-        wanted = [name for name, value in self._tensors() if value.requires_grad]
-        for name in wanted:
+        learned = list(self._learned()) if torch.is_grad_enabled() else []
+        for name in learned:
             if not self.learns(name):
                 raise no_gradient(name)
-        return self.tangent(u.detach()) if wanted else None
+        return _Spike.apply(u, self, self.tangent(u.detach()) if learned else None)
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _learned(self) -> Iterator[str]:
         for prefix, module in self.named_modules():
             for name, value in (*vars(module).items(), *module._parameters.items()):
-                if isinstance(value, Tensor):
-                    yield f"{prefix}.{name}".lstrip("."), value
+                if isinstance(value, Tensor) and value.requires_grad:
+                    yield f"{prefix}.{name}".lstrip(".")
 
     def _evaluated(self) -> Surrogate:
         """Return a copy with each `Learnable` evaluated, for use without a neuron."""
@@ -142,14 +139,10 @@ def no_gradient(name: str) -> ValueError:
 
 
 class Sigmoid(Surrogate):
-    """Derivative of a logistic function: `a s(au) (1 - s(au))`, `s` logistic, `a = width`.
+    """Derivative of a logistic function `s`: `a s(au) (1 - s(au))` with steepness `a = width`.
 
     Source: Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion",
     Eq. 6 (width 4), after Wu et al., Frontiers in Neuroscience 12, 2018.
-
-    Args:
-        width: steepness `a`, positive.
-        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
     def __init__(self, width: Value = 4.0, *, cutoff: Cutoff = None) -> None:
@@ -165,14 +158,10 @@ class Sigmoid(Surrogate):
 
 
 class Arctan(Surrogate):
-    """Derivative of an arctangent: `(a / 2) / (1 + (pi a u / 2)^2)` with `a = width`.
+    """Derivative of an arctangent: `(a / 2) / (1 + (pi a u / 2)^2)` with steepness `a = width`.
 
     Source: Fang et al., "Incorporating Learnable Membrane Time Constant to Enhance Learning of
     Spiking Neural Networks", ICCV 2021.
-
-    Args:
-        width: steepness `a`, positive.
-        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
     def __init__(self, width: Value = 2.0, *, cutoff: Cutoff = None) -> None:
@@ -192,15 +181,10 @@ class Arctan(Surrogate):
 
 
 class FastSigmoid(Surrogate):
-    """Derivative of a fast sigmoid: `height / (1 + a|u|)^2` with `a = width`.
+    """Derivative of a fast sigmoid: `height / (1 + a|u|)^2` with steepness `a = width`.
 
     Source: Zenke and Ganguli, "SuperSpike: Supervised Learning in Multilayer Spiking Neural
     Networks", Neural Computation 30, 2018.
-
-    Args:
-        width: steepness `a`, positive.
-        height: value at u = 0, positive.
-        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
     def __init__(self, width: Value = 10.0, height: Value = 1.0, *, cutoff: Cutoff = None) -> None:
@@ -216,14 +200,10 @@ class FastSigmoid(Surrogate):
 
 
 class PiecewiseQuadratic(Surrogate):
-    """Triangle of area 1: `a max(0, 1 - a|u|)` with `a = width`, equal to `Triangle(1 / a, a)`.
+    """Triangle of area 1 and steepness `a = width`: `a max(0, 1 - a|u|)`, or `Triangle(1 / a, a)`.
 
     Source: Esser et al., "Convolutional networks for fast, energy-efficient neuromorphic
     computing", PNAS 113, 2016 (a = 1).
-
-    Args:
-        width: steepness `a`, positive.
-        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
     def __init__(self, width: Value = 1.0, *, cutoff: Cutoff = None) -> None:
@@ -238,15 +218,10 @@ class PiecewiseQuadratic(Surrogate):
 
 
 class Triangle(Surrogate):
-    """Triangle: `height * max(0, 1 - |u| / width)`.
+    """Triangle: `height * max(0, 1 - |u| / width)`; `width` is half its base.
 
     Source: Bellec et al., "Long short-term memory and learning-to-learn in networks of spiking
     neurons", NeurIPS 2018 (height 0.3 there, width the threshold).
-
-    Args:
-        width: half the width of the support, positive.
-        height: value at u = 0, positive.
-        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
     def __init__(self, width: Value = 1.0, height: Value = 1.0, *, cutoff: Cutoff = None) -> None:
@@ -267,15 +242,10 @@ def _hat(z: Tensor) -> Tensor:
 
 
 class Rectangle(Surrogate):
-    """Rectangle: `height` where `left < u < right`, 0 elsewhere.
+    """Rectangle: `height` where `left < u < right`, 0 elsewhere; `left < right`.
 
     Source: Liang et al., "Accelerating Spatiotemporal Supervised Training of Large-Scale Spiking
     Neural Networks on GPU", Eq. 7 (`left` and `right` are its bounds minus the threshold).
-
-    Args:
-        left, right: bounds of the support, left < right.
-        height: value between the bounds, positive.
-        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
     def __init__(
@@ -299,16 +269,12 @@ class Rectangle(Surrogate):
 
 
 class Erf(Surrogate):
-    """Derivative of `erf(au) / 2`: `a / sqrt(pi) exp(-(au)^2)` with `a = width`.
+    """Derivative of `erf(au) / 2`: `a / sqrt(pi) exp(-(au)^2)` with steepness `a = width`.
 
-    It equals `Gaussian(1 / (sqrt(2) a))`: here a larger width is steeper.
+    It equals `Gaussian(1 / (sqrt(2) a))`.
 
     Source: Esser et al., "Backpropagation for Energy-Efficient Neuromorphic Computing", NeurIPS
     2015.
-
-    Args:
-        width: steepness `a`, positive.
-        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
     def __init__(self, width: Value = 2.0, *, cutoff: Cutoff = None) -> None:
@@ -330,13 +296,10 @@ class Erf(Surrogate):
 class Gaussian(Surrogate):
     """Normal density: `scale * N(u)`, with mean 0 and standard deviation `width`.
 
+    The scale cannot be learned.
+
     Source: Yin et al., "Accurate and efficient time-domain classification with adaptive spiking
     recurrent neural networks", Nature Machine Intelligence 3, 2021 (width 0.5, scale 0.5).
-
-    Args:
-        width: standard deviation, positive.
-        scale: factor of the density, positive; cannot be learned.
-        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
     def __init__(self, width: Value = 0.5, scale: Value = 1.0, *, cutoff: Cutoff = None) -> None:
@@ -359,18 +322,12 @@ class Gaussian(Surrogate):
 class MultiGaussian(Surrogate):
     """Mixture `scale * ((1 + p) N(u; 0, w) - p N(u; w, sw) - p N(u; -w, sw))`.
 
-    `N(u; m, d)` is the normal density with mean m and standard deviation d.
+    `N(u; m, d)` is the normal density with mean m and standard deviation d, `w` is `width`, `p` is
+    `share` and `s` is `spread`. The share and the scale cannot be learned.
 
     Source: Yin et al., "Accurate and efficient time-domain classification with adaptive spiking
     recurrent neural networks", Nature Machine Intelligence 3, 2021 (h = 0.15, s = 6, width 0.5;
     the authors' code has scale 0.5).
-
-    Args:
-        width: standard deviation `w` of the central density, positive.
-        share: weight `p` of the outer densities, positive; cannot be learned.
-        spread: ratio `s` of the outer to the central standard deviation, positive.
-        scale: factor of the sum, positive; cannot be learned.
-        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
     def __init__(
@@ -427,9 +384,6 @@ class StraightThrough(Surrogate):
 
     Source: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons for
     Conditional Computation", arXiv:1308.3432, 2013.
-
-    Args:
-        cutoff: see `Surrogate`, also for shapes, dtypes and errors.
     """
 
     def __init__(self, *, cutoff: Cutoff = None) -> None:

@@ -125,7 +125,9 @@ class TemporalCall:
             else:
                 inputs.append(unfold(x, steps))
         state = None if self.initial is None else self.initial.get(name)
-        return Request(tuple(inputs), state, self.impl, self.final, passing=self.passing)
+        return Request(
+            tuple(inputs), state, self.impl, self.final, False, self.passing, request.outputs
+        )
 
 
 class Observer:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spikefuse import reference
-from spikefuse.neurons.definition import Definition, Outputs, States
+from spikefuse.neurons.definition import Definition, Outputs, States, with_outputs
 from spikefuse.nn.call import (
     Scan,
     active,
@@ -41,7 +41,7 @@ class Neuron(Definition):
     `spikefuse.neurons.definition.Definition` for the contract. The model is then fused over all
     time steps, forward and backward, on GPU and CPU.
 
-    Call: `neuron(x, ..., state=None, return_state=False, impl="auto")`
+    Call: `neuron(x, ..., state=None, return_state=False, impl="auto", outputs=None)`
 
     Args:
         x: one or several inputs of one shape `[T, B, ...]`, float32, bfloat16 or float16. Dim 0 is
@@ -51,13 +51,20 @@ class Neuron(Definition):
         return_state: also return the final state, as a tuple of float32 tensors.
         impl: "auto" (Triton on a GPU, Numba on a CPU), "triton", "numba", or "reference" (the
             eager loop, any device, also float64).
+        outputs: names of what to return over time, all of it differentiable: a declared state
+            (its value after the step, for `LIF` after the reset), "spikes" for the output of
+            `step`, or "output0", "output1", ... if it has several. An output takes precedence over
+            a state of the same name. For example, for a loss on the membrane::
+
+                spikes, v = sf.LIF()(x, outputs=("spikes", "v"))
 
     Returns:
-        The output `[T, B, ...]` in the dtype of the inputs (a tuple if `step` has several), and
-        with `return_state` a pair (output, state).
+        The output `[T, B, ...]` in the dtype of the inputs (a tuple if `step` has several, or with
+        `outputs`), and with `return_state` a pair (output, state).
 
     Raises:
-        TypeError, ValueError: inputs or states of the wrong dtype, shape or number.
+        TypeError, ValueError: inputs or states of the wrong dtype, shape or number, or `outputs`
+            that the neuron does not have.
         UnsupportedOperation: `step` uses an operation that no kernel can be made of.
     """
 
@@ -67,11 +74,13 @@ class Neuron(Definition):
         state: States | None = None,
         return_state: bool = False,
         impl: str = "auto",
+        outputs: tuple[str, ...] | None = None,
     ) -> Any:
+        names = () if outputs is None else checked_names(outputs)
         scan: Scan = self._scan
         if len(inputs) == 1 and isinstance(inputs[0], Deferred):
             scan, inputs = inputs[0].block(self)
-        return self.call(scan, Request(inputs, state, impl, return_state))
+        return self.call(scan, Request(inputs, state, impl, return_state, outputs=names))
 
     def call(self, scan: Scan, request: Request) -> Any:
         """`forward`, by the scan of this neuron or of a block around it."""
@@ -89,12 +98,13 @@ class Neuron(Definition):
             request = call.unfolded(self, request)
             call.current = call.names[id(self)]
         outputs, finals = scan(request)
+        is_single = len(outputs) == 1 and not request.outputs
         if call is not None:
             call.finals[call.current], call.current = finals, ""
-            if len(outputs) == 1:
+            if is_single:
                 return outputs[0].flatten(0, 1)
             return tuple([y.flatten(0, 1) for y in outputs])
-        result = outputs[0] if len(outputs) == 1 else outputs
+        result = outputs[0] if is_single else outputs
         return (result, finals) if request.final else result
 
     def _scan(self, request: Request) -> tuple[Outputs, States]:
@@ -102,13 +112,29 @@ class Neuron(Definition):
         backend = backend_of(inputs, request.backend)
         check(self, type(self).input_names, inputs, state, backend)
         if backend == "reference":
-            return reference.scan(self, inputs, state)
+            return reference.scan(with_outputs(self, request.outputs), inputs, state)
         bits = wants_bits(inputs[0])
-        request = Request(inputs, state, backend, request.final, bits, request.passing)
+        request = Request(
+            inputs, state, backend, request.final, bits, request.passing, request.outputs
+        )
         results, binary = op.scan(self, request)
         if request.bits:
             mark_binary(results, binary)
         return tuple(results.outputs), tuple(results.finals)
+
+
+def checked_names(outputs: tuple[str, ...]) -> tuple[str, ...]:
+    """The names in the `outputs` of a call.
+
+    Raises:
+        ValueError: it is not a sequence of names.
+    """
+    names = isinstance(outputs, tuple | list) and all(isinstance(n, str) for n in outputs)
+    if not (names and outputs):
+        raise ValueError(
+            f"outputs is {outputs!r}: expected a tuple of names, such as ('spikes', 'v')"
+        )
+    return tuple(outputs)
 
 
 def backend_of(inputs: tuple[Tensor, ...], impl: str) -> str:

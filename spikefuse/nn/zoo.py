@@ -14,6 +14,7 @@ __all__ = [  # noqa: RUF022
     "CubaLIF",
     "AlphaLIF",
     "RefractoryLIF",
+    "DelayedResetLIF",
     "KLIF",
     "CLIF",
     "GatedLIF",
@@ -53,6 +54,10 @@ class AlphaLIF(Neuron, neurons.AlphaLIF):
 
 class RefractoryLIF(Neuron, neurons.RefractoryLIF):
     __doc__ = neurons.RefractoryLIF.__doc__
+
+
+class DelayedResetLIF(Neuron, neurons.DelayedResetLIF):
+    __doc__ = neurons.DelayedResetLIF.__doc__
 
 
 class KLIF(Neuron, neurons.KLIF):

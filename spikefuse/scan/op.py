@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 
 from spikefuse.compiler.adjoint import has_gradient
 from spikefuse.kernels.triton_runtime import interpreted
-from spikefuse.neurons.definition import Definition, States, channel_view
+from spikefuse.neurons.definition import Definition, States, channel_view, with_outputs
 from spikefuse.neurons.surrogate import no_gradient
 from spikefuse.scan import state_passing
 from spikefuse.scan.execution import (
@@ -62,6 +62,7 @@ class Request(NamedTuple):
         final: whether to return the final states.
         bits: whether to return binary outputs as bits, if the kernel can write them.
         passing: where the first state comes from, None for `state`.
+        outputs: names of the outputs and states to return over time; empty for all outputs.
     """
 
     inputs: tuple[Tensor, ...]
@@ -70,6 +71,7 @@ class Request(NamedTuple):
     final: bool = False
     bits: bool = False
     passing: StatePassing | None = None
+    outputs: tuple[str, ...] = ()
 
 
 class ProgramChoice(NamedTuple):
@@ -93,7 +95,7 @@ def scan(definition: Definition, request: Request) -> tuple[Results, tuple[bool,
     """
     inputs = request.inputs
     check(request.backend, inputs[0])
-    name, binary, scalars, params = choose(definition, request.backend, inputs[0])
+    name, binary, scalars, params = choose(definition, request.backend, inputs[0], request.outputs)
     arguments = Arguments(inputs, request.state or (), params, scalars)
     wanted = Wanted(False, request.final, request.bits)
     return run(name, arguments, wanted, request.passing), binary
@@ -268,19 +270,22 @@ def spread(found: Iterable[Tensor], needed: Iterable[bool]) -> list[Tensor | Non
     return result
 
 
-def choose(definition: Definition, backend: str, x: Tensor) -> ProgramChoice:
-    """The program of a definition on a backend, for inputs like `x`."""
+def choose(
+    definition: Definition, backend: str, x: Tensor, outputs: tuple[str, ...] = ()
+) -> ProgramChoice:
+    """The program of a definition on a backend, for inputs like `x`; see `Request.outputs`."""
     if torch.compiler.is_compiling():
         notes, values = None, definition.values()
-        name, used, binary = definition.evaluate(_prepare, backend, _kinds(values))
+        name, used, binary = definition.evaluate(_prepare, backend, _kinds(values), outputs)
     else:
         description = definition.description()
         notes = description.notes
-        if backend in notes:  # for definitions whose values are all floats
-            found: ProgramChoice = notes[backend]
+        found: ProgramChoice | None = notes.get((backend, outputs))
+        if found is not None:  # for definitions whose values are all floats
             return found
         values = description.values()
-        name, used = prepare(definition, backend, description.statics, _kinds(values))
+        selected, statics = with_outputs(definition, outputs), (*description.statics, outputs)
+        name, used = prepare(selected, backend, statics, _kinds(values))
         binary = program(name).step.binary
     scalars, params = [], []
     for label in used:
@@ -292,13 +297,17 @@ def choose(definition: Definition, backend: str, x: Tensor) -> ProgramChoice:
             params.append(value)
     chosen = ProgramChoice(name, binary, scalars, params)
     if notes is not None and all(isinstance(value, float) for value in values.values()):
-        notes[backend] = chosen
+        notes[backend, outputs] = chosen
     return chosen
 
 
 def _prepare(
-    definition: Definition, backend: str, kinds: tuple[tuple[str, str], ...]
+    definition: Definition,
+    backend: str,
+    kinds: tuple[tuple[str, str], ...],
+    outputs: tuple[str, ...],
 ) -> tuple[str, tuple[str, ...], tuple[bool, ...]]:
+    definition = with_outputs(definition, outputs)
     name, used = prepare(definition, backend, definition.describe()[1], kinds)
     return name, used, program(name).step.binary
 

@@ -175,6 +175,39 @@ def test_steps_repeat_bit_for_bit(backends):
     assert all(map(torch.equal, *results))
 
 
+class WithPotential(nn.Module):
+    """A block that also gives the neuron's potential."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block, self.norm = block, block.norm
+        self.neuron = block.neuron
+
+    def forward(self, *inputs, **options):
+        return self.block(*inputs, **options, outputs=("spikes", "v"))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_potentials(training, backends):
+    block = make_block("PLIF-channel", device=backends.device)
+    inputs = make_inputs(11, 2, device=backends.device)
+    plain = block(*inputs, impl=backends.impls[-1])
+    module = WithPotential(block).train(training)
+    for impl in backends.impls:
+        actual, expected = (run(module, inputs, None, how) for how in (impl, "reference"))
+        alike = (actual.outputs[0] == expected.outputs[0]).all(0)
+        assert alike.float().mean() > 0.97
+        assert not training or torch.equal(actual.outputs[0], plain)
+        v, (end,) = actual.outputs[1], actual.states
+        assert torch.equal(v[-1], end)
+        torch.testing.assert_close(v[:, alike], expected.outputs[1][:, alike])
+        weights = [make_input(plain.shape, device=backends.device, seed=i) * alike for i in (5, 6)]
+        weights.append(torch.zeros_like(end))
+        found, wanted = actual.backward(weights), expected.backward(weights)
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-3, msg=name)
+
+
 @pytest.mark.parametrize("policy", [sf.memory.Recompute(), sf.memory.Bits(), sf.memory.SaveAll()])
 def test_in_temporal(policy, backends):
     torch.manual_seed(0)

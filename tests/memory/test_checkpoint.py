@@ -389,6 +389,11 @@ def random_branch(n, x):
     return n.lif(n.bn(n.conv(x))) if torch.rand(1) < 2 else x
 
 
+def potential(n, x):
+    spikes, v = n.lif(n.bn(n.conv(x)), outputs=("spikes", "v"))
+    return spikes + v
+
+
 def cast_part(n, x):
     with torch.autocast("cpu", torch.bfloat16):
         y = n.conv(x)
@@ -402,6 +407,7 @@ def cast_part(n, x):
         (cast_part, "its forward switches gradients or autocast on or off"),
         (random_branch, "its forward draws random numbers"),
         (lambda n, x: n.lif(n.bn(x), impl="reference"), "called with more than its inputs"),
+        (potential, "called with more than its inputs"),
     ],
 )
 def test_what_can_not_be_recomputed_is_refused(forward, message):

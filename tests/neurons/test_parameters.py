@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import spikefuse
-from spikefuse import LearnableFraction
+from spikefuse import LearnableFraction, LearnablePositive
 from spikefuse.neurons.parameters import Holder, Learnable, number, positive
-from spikefuse.neurons.surrogate import Sigmoid, Surrogate
+from spikefuse.neurons.surrogate import Arctan, Sigmoid, Surrogate
 
 
 def test_number() -> None:
@@ -65,3 +65,60 @@ def test_the_base_constructor_must_run_first(base: type[Holder], value: Any) -> 
     hasty = type("Hasty", (base,), {"__init__": init})
     with pytest.raises(AttributeError, match=r"Hasty\.gain .*: call super\(\)\.__init__\(\) first"):
         hasty()
+
+
+class Own(spikefuse.Neuron):
+    """A user's neuron."""
+
+    v = spikefuse.State()
+
+    def __init__(self, tau: float) -> None:
+        super().__init__()
+        self.decay, self.steps, self.soft, self._private = 1 - 1 / tau, 3, True, 1.0
+
+
+class Fixed(spikefuse.LIF):
+    """A neuron whose constructor offers nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(0.9, surrogate=Arctan())
+
+
+SHOWN: dict[str, Any] = {
+    "LIF(decay=0.333333, threshold=1, v_reset=0, reset='soft', surrogate=Arctan(width=2))": (
+        lambda: spikefuse.LIF(1 / 3, reset="soft", surrogate=Arctan(2.0))
+    ),
+    "LIF(decay=Parameter(0.5), threshold=tensor(shape=[3]), decay_input=True, v_reset=0, "
+    "reset='hard', detach_reset=True, surrogate=Sigmoid(width=Parameter(4), cutoff=-0.5))": (
+        lambda: spikefuse.LIF(
+            nn.Parameter(torch.tensor(0.5)),
+            torch.ones(3),
+            decay_input=True,
+            detach_reset=True,
+            surrogate=Sigmoid(nn.Parameter(torch.tensor(4.0)), cutoff=-0.5),
+        )
+    ),
+    "PLIF(decay=LearnableFraction(0.75), threshold=LearnablePositive(shape=[3]), v_reset=0, "
+    "reset='hard', surrogate=Sigmoid(width=4))": (
+        lambda: spikefuse.PLIF(0.75, LearnablePositive(1.0, channels=3))
+    ),
+    "IntegerLIF(decay=0.25, threshold=1, levels=4)": spikefuse.IntegerLIF,
+    "CLIF(decay=0.5, threshold=1, surrogate=Sigmoid(width=4), reset='soft')": spikefuse.CLIF,
+    "LI(decay=Parameter(shape=[]))": (
+        lambda: spikefuse.LI(nn.Parameter(torch.tensor(0.5))).to("meta")
+    ),
+    "Own(decay=0.75, steps=3, soft=True)": lambda: Own(4.0),
+    "Fixed(decay=0.9, surrogate=Arctan(width=2))": Fixed,
+}
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_what_print_shows(text: str) -> None:
+    assert repr(SHOWN[text]()) == text
+    assert str(nn.Sequential(SHOWN[text]())) == f"Sequential(\n  (0): {text}\n)"
+
+
+def test_print_follows_changes() -> None:
+    neuron = spikefuse.LI()
+    neuron.decay = nn.Parameter(torch.tensor(0.25))
+    assert repr(neuron) == "LI(decay=Parameter(0.25))"

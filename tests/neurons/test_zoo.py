@@ -195,6 +195,36 @@ def test_refractory_lif_with_period_zero_is_lif() -> None:
     assert trace(sf.RefractoryLIF(0.5, refractory=0), *x)[0] == trace(sf.LIF(0.5), *x)[0]
 
 
+def test_delayed_reset_lif() -> None:
+    # v: 1.5 (fires), 0.75 + 1 - 1, 0.375 + 1 (fires), 0.6875 - 1
+    spikes, states = trace(sf.DelayedResetLIF(decay=0.5), 1.5, 1.0, 1.0, 0.0)
+    assert spikes == [1, 0, 1, 0]
+    assert states == [[1.5], [0.75], [1.375], [-0.3125]]
+    # v: 1.5 (fires), -0.25 + 1, 0.375 + 1 (fires), -0.25
+    spikes, states = trace(
+        sf.DelayedResetLIF(decay=0.5, reset="hard", v_reset=-0.5), 1.5, 1.0, 1.0, 0.0
+    )
+    assert spikes == [1, 0, 1, 0]
+    assert states == [[1.5], [0.75], [1.375], [-0.25]]
+
+
+def test_a_delayed_hard_reset_gives_the_spikes_and_gradients_of_lif() -> None:
+    x = (0.75, 0.75, 1.5, 0.5, 0.625, 0.0)
+    delayed = sf.DelayedResetLIF(0.5, reset="hard", v_reset=-0.25)
+    lif = sf.LIF(0.5, v_reset=-0.25, detach_reset=True)
+    assert trace(delayed, *x)[0] == trace(lif, *x)[0]
+    assert gradient(delayed, *x) == pytest.approx(gradient(lif, *x))
+
+
+def test_a_delayed_reset_is_detached_by_default() -> None:
+    box = sf.surrogate.Rectangle(-1.0, 1.0, height=0.5)
+    # dv_2/dv_1 is the decay, less the threshold times the derivative of the first spike.
+    found = gradient(sf.DelayedResetLIF(0.5, surrogate=box), 0.75, 0.25)
+    assert found == [pytest.approx(0.5 * (1 + 0.5)), 0.5]
+    found = gradient(sf.DelayedResetLIF(0.5, surrogate=box, detach_reset=False), 0.75, 0.25)
+    assert found == [pytest.approx(0.5 * (1 + 0.5 - 0.5)), 0.5]
+
+
 def test_ternary_lif() -> None:
     # h: -1 (fires below), 0.75, 1.125 (fires)
     spikes, states = trace(sf.TernaryLIF(decay=0.5, v_reset=0.0), -1.0, 0.75, 0.75)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import spikefuse as sf
-from spikefuse.testing import make_input
+from spikefuse.testing import assert_matches_reference, make_input
+from tests.test_exactness import DEFINITIONS, make
 
 
 class Pair(sf.Neuron):
@@ -60,6 +61,17 @@ VALUE_ERRORS = {
         lambda: LIF(X, state=(STATE[0].t(),))
     ),
     r"LIF: state v is \[2, 3\] on meta": lambda: LIF(X, state=(STATE[0].to("meta"),)),
+    "no output or state is named 'mem': expected names among 'spikes', 'v'": (
+        lambda: LIF(X, outputs=("spikes", "mem"))
+    ),
+    "is named 'spikes': expected names among 'output0', 'output1', 'u', 'w'": (
+        lambda: PAIR(X, X, outputs=("spikes",), impl="reference")
+    ),
+    r"outputs is 'v': expected a tuple of names, such as \('spikes', 'v'\)": (
+        lambda: LIF(X, outputs="v")
+    ),
+    r"outputs is \(\): expected a tuple of names": lambda: LIF(X, outputs=()),
+    r"outputs is \(0,\): expected a tuple of names": lambda: LIF(X, outputs=(0,)),
     r"impl is 'cuda': expected one of auto, triton, numba, reference": lambda: LIF(X, impl="cuda"),
     r'no kernels for device \'meta\': move the input to cuda or cpu, or pass impl="reference"': (
         lambda: LIF(X.to("meta"))
@@ -229,3 +241,116 @@ def test_attributes_that_kernels_depend_on(backends):
         neuron = Modes(decay, soft).train(training)
         for impl in backends.impls:
             assert torch.equal(neuron(x, impl=impl), neuron(x, impl="reference"))
+
+
+class WithOutputs(torch.nn.Module):
+    """A neuron that is called with `outputs`."""
+
+    def __init__(self, neuron, *outputs):
+        super().__init__()
+        self.neuron, self.outputs = neuron, outputs
+
+    def forward(self, *inputs, **options):
+        return self.neuron(*inputs, **options, outputs=self.outputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["LIF", "PLIF-channel", "Gated", "Izhikevich", "LI"])
+def test_states_over_time_equal_the_reference(name, dtype, backends):
+    neuron = make(name, "soft" if name == "LIF" else "hard", 2, backends.device)
+    own = ("output1", "output0") if name == "Gated" else ("spikes",)
+    module = WithOutputs(neuron, *neuron.states, *own)
+    xs = [make_input((19, 3, 2, 5), dtype, backends.device, i) for i in range(2)]
+    state = tuple(make_input((3, 2, 5), device=backends.device, seed=7) for _ in neuron.states)
+    assert_matches_reference(module, xs[: len(neuron.input_names)], backends.impls, state)
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_states_over_time_are_those_of_every_step(name):
+    neuron = make(name, "hard", 3, "cpu")
+    names = tuple(neuron.states)
+    xs = [make_input((5, 2, 3, 2), seed=i) for i in range(len(neuron.input_names))]
+    outputs, final = neuron(*xs, outputs=names, return_state=True, impl="reference")
+    assert len(outputs) == len(names)
+    assert all(torch.equal(y[-1], s) for y, s in zip(outputs, final, strict=True))
+    state = None
+    for t in range(5):
+        step = [x[t : t + 1] for x in xs]
+        _, state = neuron(*step, state=state, return_state=True, impl="reference")
+        assert all(torch.equal(y[t], s) for y, s in zip(outputs, state, strict=True))
+
+
+def test_outputs_are_returned_in_the_order_of_their_names():
+    s, v = LIF(X, outputs=("spikes", "v"))
+    assert torch.equal(s, LIF(X))
+    (only,) = LIF(X, outputs=["spikes"])
+    assert torch.equal(only, s)
+    first, second, third = LIF(X, outputs=("v", "spikes", "v"))
+    assert all(map(torch.equal, (first, second, third), (v, s, v)))
+    assert LIF(X.bfloat16(), outputs=("v",))[0].dtype == torch.bfloat16
+
+
+def test_outputs_follow_changed_attributes():
+    neuron = sf.LIF(0.75, 0.5)
+    for reset, threshold in (("hard", 0.5), ("soft", 0.5), ("soft", torch.tensor(0.7))):
+        neuron.reset, neuron.threshold = reset, threshold
+        expected = neuron(X, outputs=("spikes", "v"), impl="reference")
+        assert all(map(torch.equal, neuron(X, outputs=("spikes", "v")), expected))
+
+
+def test_an_output_comes_before_a_state_of_its_name():
+    class Counter(sf.Neuron):
+        spikes = sf.State()
+
+        def step(self, x, spikes):
+            return (x >= 0.5) * 1.0, (spikes + 1.0,)
+
+    for impl in ("numba", "reference"):
+        (y,) = Counter()(X, outputs=("spikes",), impl=impl)
+        assert torch.equal(y, (X >= 0.5).float())
+
+
+@pytest.mark.parametrize("neuron", [sf.LIF(0.75, 0.5), sf.PLIF(0.7, channels=3)])
+def test_compiled_with_outputs(neuron):
+    torch.compiler.reset()
+
+    def loss(x):
+        spikes, v = neuron(x, outputs=("spikes", "v"))
+        return spikes.mean() + (v - 0.5).square().mean()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (loss, compiled):
+        x = X.clone().requires_grad_()
+        y = function(x)
+        results.append((y.detach(), *torch.autograd.grad(y, [x, *neuron.parameters()])))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_loss_on_the_membrane():
+    """Cross-entropy on the potential at each step, as snnTorch's tutorials train."""
+    torch.manual_seed(0)
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.first = torch.nn.Linear(6, 16), sf.LIF(0.9)
+            self.readout, self.last = torch.nn.Linear(16, 3), sf.LIF(0.9, reset="soft")
+
+        def forward(self, x):
+            return self.last(self.readout(self.first(self.hidden(x))), outputs=("spikes", "v"))
+
+    net, x, y = sf.Temporal(Net()), torch.rand(8, 5, 6), torch.randint(3, (5,))
+    optimizer, losses = torch.optim.Adam(net.parameters(), 0.02), []
+    for _ in range(20):
+        _, v = net(x)
+        assert v.shape == (8, 5, 3)
+        loss = torch.nn.functional.cross_entropy(v.flatten(0, 1), y.repeat(8))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    expected, found = net(x, impl="reference"), net(x)
+    assert all(map(torch.equal, found, expected))

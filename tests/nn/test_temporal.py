@@ -184,6 +184,49 @@ def test_several_inputs_and_outputs_of_a_neuron():
         assert torch.equal(a, e)
 
 
+@pytest.mark.parametrize("policy", [sf.memory.SaveAll(), sf.memory.Bits()], ids=repr)
+def test_spikes_are_bits_and_potentials_are_not(policy, backends):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lif, self.one, self.two = sf.LIF(), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            spikes, v = self.lif(x, outputs=("spikes", "v"))
+            return self.one(spikes), self.two(v)
+
+    torch.manual_seed(0)
+    net = sf.Temporal(Net(), policy).to(backends.device)
+    x = 2 * make_input((8, 4, 4, 8, 8), device=backends.device)
+    for impl in backends.impls:
+        found = []
+        for how in (impl, "reference"):
+            leaf = x.clone().requires_grad_()
+            one, two = net(leaf, impl=how)
+            loss = (one * two.detach()).sum() + two.square().sum()
+            found.append([one, two, *torch.autograd.grad(loss, [leaf, *net.parameters()])])
+        for a, e in zip(*found, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4 * e.abs().max().item())
+
+
+def test_states_may_be_given_together_with_outputs():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lif = sf.LIF(0.9, 2.0)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return self.lif(x, outputs=("spikes", "v"))
+
+    net, x = sf.Temporal(Net()), torch.rand(6, 2, 3)
+    expected, final = net(x, return_state=True)
+    first, state = net(x[:2], return_state=True)
+    second = net(x[2:], state=state)
+    for e, a, b in zip(expected, first, second, strict=True):
+        assert torch.equal(e, torch.cat([a, b]))
+    assert torch.equal(expected[1][-1], final["lif"][0])
+
+
 def test_a_network_that_is_one_neuron():
     net = sf.Temporal(sf.ALIF(threshold=0.3))
     y, state = net(X, return_state=True)

@@ -33,21 +33,15 @@ OTHER_SURROGATES = {
 }
 
 
-class Late(sf.Neuron):
-    """Their default, `reset_mechanism="subtract"` one step late: the threshold that comes off has
-    not decayed, and no gradient of the spike flows through it."""
+class WithGain(sf.DelayedResetLIF):
+    """A neuron that scales its input."""
 
-    v, s = sf.State(), sf.State()
+    def __init__(self, decay, gain, **options):
+        super().__init__(decay, **options)
+        self.gain = gain
 
-    def __init__(self, decay, threshold, surrogate, gain=1.0):
-        super().__init__()
-        self.decay, self.gain = decay, gain
-        self.threshold, self.surrogate = threshold, surrogate
-
-    def step(self, x, v, s):
-        v = self.decay * v + self.gain * x - s.detach() * self.threshold
-        s = self.surrogate(v - self.threshold)
-        return s, (v, s)
+    def charge(self, x, v):
+        return super().charge(self.gain * x, v)
 
 
 def firing(draw, dtype):
@@ -97,12 +91,21 @@ def leaky(draw, dtype):
     )
 
 
-def leaky_subtracting_late(draw, dtype):
+def leaky_with_a_delayed_reset(draw, dtype):
+    """Their default is a soft reset; hard, ours and theirs learn through the same potential."""
+    soft = draw.flag()
     ours, theirs = firing(draw, dtype)
     decay = draw.between(0.3, 0.9)
     return Match(
-        Late(decay=learned(decay), **ours),
-        Unrolled(snntorch.Leaky(beta=decay, learn_beta=True, **theirs)),
+        sf.DelayedResetLIF(learned(decay), reset="soft" if soft else "hard", **ours),
+        Unrolled(
+            snntorch.Leaky(
+                beta=decay,
+                learn_beta=True,
+                reset_mechanism="subtract" if soft else "zero",
+                **theirs,
+            )
+        ),
         {"decay": ("cell.beta", 1.0), "threshold": ("cell.threshold", 1.0)},
     )
 
@@ -121,7 +124,7 @@ def lapicque(draw, dtype):
     ours, theirs = firing(draw, dtype)
     resistance, capacitance = draw.one_of(1.0, 1.5, 2.0), draw.one_of(1.25, 2.0, 3.0)
     return Match(
-        Late(1 - 1 / (resistance * capacitance), gain=1 / capacitance, **ours),
+        WithGain(1 - 1 / (resistance * capacitance), 1 / capacitance, **ours),
         Unrolled(snntorch.Lapicque(R=resistance, C=capacitance, **theirs)),
         {"threshold": ("cell.threshold", 1.0)},
         mean=0.6,
@@ -175,7 +178,7 @@ def alpha(draw, dtype):
 
 NEURONS = [
     leaky,
-    leaky_subtracting_late,
+    leaky_with_a_delayed_reset,
     integrating_subtracting_late,
     lapicque,
     synaptic,
@@ -193,6 +196,29 @@ def test_neurons_in_double(build, seed):
 @pytest.mark.parametrize("build", NEURONS)
 def test_neurons_compiled(build, seed):
     assert_same_compiled(build, seed)
+
+
+@pytest.mark.parametrize("mechanism", ["subtract", "zero"])
+@pytest.mark.parametrize("late", [True, False])
+def test_potentials(mechanism, late):
+    """A loss on the membrane has the same gradients."""
+    reset = {"reset": "soft" if mechanism == "subtract" else "hard", "surrogate": S.Arctan(2.0)}
+    ours = sf.DelayedResetLIF(0.8, **reset) if late else sf.LIF(0.8, **reset)
+    theirs = snntorch.Leaky(beta=0.8, reset_mechanism=mechanism, reset_delay=late)
+    # They lower a potential that is above the threshold after the reset a second time.
+    x = torch.randn(20, 4, 5, generator=torch.Generator().manual_seed(0)).clamp(max=0.9)
+    x.requires_grad_()
+    spikes, v = ours(x, outputs=("spikes", "v"))
+    expected, mem = [], torch.zeros(4, 5)
+    for now in x:
+        spike, mem = theirs(now, mem)
+        expected.append((spike, mem))
+    wanted, potential = map(torch.stack, zip(*expected, strict=True))
+    assert torch.equal(spikes, wanted)
+    assert 0.02 < spikes.mean() < 0.5
+    torch.testing.assert_close(v, potential)
+    found, other = (torch.autograd.grad((y - 0.3).square().mean(), x)[0] for y in (v, potential))
+    torch.testing.assert_close(found, other)
 
 
 @pytest.mark.parametrize("name", SURROGATES | OTHER_SURROGATES)

@@ -130,6 +130,29 @@ def test_speculative_scans_of_every_model_equal_one_scan(backends, at):
             close(actual, wanted, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.parametrize("speculates", [False, True])
+def test_two_connected_scans_with_potentials_equal_one(backends, speculates):
+    names, x = ("spikes", "v"), make_input((37, 5, 2, 3), device=backends.device)
+    for impl in backends.impls:
+        neuron = sf.LIF(0.9, 0.7)
+        whole = x.clone().requires_grad_()
+        expected = neuron(whole, impl=impl, outputs=names)
+        expected[1].square().sum().backward()
+        forth, back = deque[Tensor](), deque[Tensor]()
+        halves = [x[:20].clone().requires_grad_(), x[20:].clone().requires_grad_()]
+        found = []
+        for half, is_first in zip(halves, (True, False), strict=True):
+            passing = Queues(is_first, forth, back, 1, speculates)
+            request = op.Request((half,), None, impl, passing=passing, outputs=names)
+            found.append(op.scan(neuron, request)[0].outputs)
+        for y, pieces in zip(expected, zip(*found, strict=True), strict=True):
+            assert torch.equal(torch.cat(pieces), y)
+        for outputs in reversed(found):
+            outputs[1].square().sum().backward()
+        gradient = torch.cat([half.grad for half in halves])
+        torch.testing.assert_close(gradient, whole.grad, rtol=1e-5, atol=1e-4)
+
+
 def test_bits_are_repaired(backends):
     """Of the second half, whose first pass began from rest."""
     x = make_input((40, 4, 32), device=backends.device)

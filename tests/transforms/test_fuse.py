@@ -151,6 +151,11 @@ def statement(n: Net, x: Tensor) -> Tensor:
     return n.lif(y)
 
 
+def potential(n: Net, x: Tensor) -> Tensor:
+    spikes, v = n.lif(n.bn(n.first(x)) + x, outputs=("spikes", "v"))
+    return spikes + v.sigmoid()
+
+
 def chain(n: Net, x: Tensor) -> Tensor:
     y = n.lif(n.bn(n.first(x)) + n.other(x))
     return n.lif2(y + x)
@@ -173,6 +178,7 @@ FUSED = {
     "read again": (lambda n, x: n.lif(y := n.bn(n.first(x))) + y.sigmoid(), False),
     "sum read again": (lambda n, x: n.lif(y := n.bn(n.first(x)) + x) + y.sigmoid(), True),
     "sum and norm": (lambda n, x: n.lif((y := n.bn(n.first(x))) + x) + y.sigmoid(), True),
+    "potential": (potential, True),
     "two neurons": (lambda n, x: n.lif(y := n.bn(n.first(x))) + n.lif2(y), False),
 }
 
