@@ -33,6 +33,7 @@ from spikefuse.nn import (
     TernaryLIF,
     TwoCompartmentLIF,
     explain,
+    exportable,
     fuse,
     spiking,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "decay_from_tau",
     "distributed",
     "explain",
+    "exportable",
     "fuse",
     "memory",
     "spiking",

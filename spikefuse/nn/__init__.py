@@ -28,6 +28,7 @@ from spikefuse.nn.zoo import (
     TernaryLIF,
     TwoCompartmentLIF,
 )
+from spikefuse.transforms.export import exportable
 from spikefuse.transforms.fuse import fuse
 from spikefuse.transforms.spiking import spiking
 
@@ -57,6 +58,7 @@ __all__ = [
     "TernaryLIF",
     "TwoCompartmentLIF",
     "explain",
+    "exportable",
     "fuse",
     "scale_to_rate",
     "spiking",
