@@ -217,6 +217,11 @@ class EagerTemporal(nn.Module):
 
         def fold(x: Tensor) -> Tensor:
             nonlocal shape
+            if x.ndim < 2:
+                raise ValueError(
+                    f"an input has shape {list(x.shape)}: expected [T, B, ...]; for a single step "
+                    "use exportable(net, step=True), and with torch.onnx.export dynamo=True"
+                )
             x = x.transpose(0, 1) if self.dim else x
             # In a trace of torch.jit the length of a tuple is an integer, but T in a shape is not.
             shape = len(x.unbind(0)), x.shape[1]

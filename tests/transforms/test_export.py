@@ -318,6 +318,17 @@ def test_scripting_an_export_is_refused():
         torch.jit.script(sf.exportable(dense(sf.LIF())))
 
 
+@pytest.mark.filterwarnings("ignore:You are using the legacy:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The feature will be removed:DeprecationWarning")
+def test_a_missing_time_axis_is_refused():
+    plain = sf.exportable(dense(sf.LIF()))
+    with pytest.raises(ValueError, match=r"shape \[5\]: expected \[T, B, ...\]"):
+        plain(torch.rand(5))
+    # The exporter before torch.export passes the defaults of keyword arguments as tensors.
+    with pytest.raises(ValueError, match="dynamo=True"):
+        torch.onnx.export(plain, (sequence(5),), io.BytesIO(), dynamo=False)
+
+
 def test_data_parallel_would_split_time():
     # nn.parallel.replicate does this to every module of a network, but only if there are GPUs.
     with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
