@@ -329,8 +329,9 @@ def check(backend: str, x: Tensor) -> None:
         ImportError: Triton is not installed.
         ValueError: the input is on another device.
     """
-    refuse_export()
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        refuse_export()
+    else:
         interpreter = torch._C._functorch.peek_interpreter_stack()
         if forward_ad._current_level >= 0 or (
             interpreter is not None and interpreter.key().name in ("Grad", "Jvp", "Vmap")
