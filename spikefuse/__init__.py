@@ -38,6 +38,7 @@ from spikefuse.nn import (
     TernaryLIF,
     TwoCompartmentLIF,
     explain,
+    exportable,
     fuse,
     spiking,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "decay_from_tau",
     "distributed",
     "explain",
+    "exportable",
     "fuse",
     "load",
     "memory",

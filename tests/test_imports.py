@@ -27,7 +27,7 @@ PACKAGES: dict[str, set[str]] = {
     | {"memory.policies", "memory.spikes", "memory.saved_tensors"},
     "block": {"nn", "scan", "reference", "kernels", "neurons", "memory.policies"},
     "events": {"nn", "scan", "kernels", "neurons"},
-    "transforms": {"block", "nn", "neurons"},
+    "transforms": {"block", "nn", "reference", "neurons", "events.linear"},
     "distributed": {"transforms", "memory", "block", "events", "nn", "scan", "kernels", "neurons"},
     "inspect": {"memory", "block", "events", "nn", "scan", "compiler", "kernels", "neurons"},
     "spikefuse": {"distributed", "inspect", "transforms", "memory", "nn", "compiler", "neurons"},

@@ -18,7 +18,7 @@ from spikefuse.events.choice import Choice, choose
 from spikefuse.events.format import Events
 from spikefuse.nn.call import TemporalCall, active
 from spikefuse.nn.neuron import Neuron, backend_of
-from spikefuse.scan.op import Request
+from spikefuse.scan.op import Request, refuse_export
 from spikefuse.scan.op import check as check_backend
 
 IMPLEMENTATIONS = ("auto", "numba", "triton", "dense")
@@ -185,6 +185,7 @@ class EventLinear(nn.Module):
         return self._run(x)
 
     def _run(self, x: Events | Tensor) -> Events | Tensor:
+        refuse_export()
         call = active.call
         if call is not None and not (self.neuron is None or id(self.neuron) in call.names):
             call = None

@@ -374,7 +374,9 @@ def call_step(
 def _like(value: Tensor, like: Tensor) -> Tensor:
     """Convert a result, which may be a comparison or a parameter, to the step's dtype and shape."""
     value = value if value.dtype == like.dtype else value.to(like.dtype)
-    return value if value.shape == like.shape else value.expand(like.shape)
+    # Pointwise results have the shape of the inputs, or fewer dims. A trace of torch.jit knows the
+    # number of dims, but not the shape.
+    return value if value.ndim == like.ndim else value.expand(like.shape)
 
 
 def channel_view(name: str, value: Tensor, step_shape: torch.Size) -> Tensor:
@@ -385,7 +387,9 @@ def channel_view(name: str, value: Tensor, step_shape: torch.Size) -> Tensor:
     """
     if value.ndim == 0:
         return value
-    if value.ndim != 1 or len(step_shape) < 2 or value.shape[0] != step_shape[1]:
+    fits = value.ndim == 1 and len(step_shape) > 1
+    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if not fits or (not is_traced and value.shape[0] != step_shape[1]):
         channels = step_shape[1] if len(step_shape) > 1 else "none"
         raise ValueError(
             f"parameter '{name}' has shape {list(value.shape)}: expected a scalar, or one value "

@@ -30,6 +30,7 @@ from spikefuse.nn.zoo import (
     TernaryLIF,
     TwoCompartmentLIF,
 )
+from spikefuse.transforms.export import exportable
 from spikefuse.transforms.fuse import fuse
 from spikefuse.transforms.spiking import spiking
 
@@ -61,6 +62,7 @@ __all__ = [
     "TernaryLIF",
     "TwoCompartmentLIF",
     "explain",
+    "exportable",
     "fuse",
     "scale_to_rate",
     "spiking",

@@ -82,6 +82,15 @@ class Neuron(Definition):
             scan, inputs = inputs[0].block(self)
         return self.call(scan, Request(inputs, state, impl, return_state, outputs=names))
 
+    def __prepare_scriptable__(self) -> Any:
+        raise NotImplementedError(f"torch.jit.script does not compile neurons. {op.NO_EXPORT}")
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise NotImplementedError(
+            "nn.DataParallel splits dim 0 of its inputs, which is time: use "
+            "torch.nn.parallel.DistributedDataParallel, with a process for each GPU"
+        )
+
     def call(self, scan: Scan, request: Request) -> Any:
         """`forward`, by the scan of this neuron or of a block around it."""
         call = active.call

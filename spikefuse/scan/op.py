@@ -39,6 +39,13 @@ from spikefuse.scan.execution import (
 from spikefuse.scan.program import kind_of, prepare, program
 from spikefuse.scan.state_passing import StatePassing
 
+#: Kernels are compiled in this process, and an exported program would not find them in another.
+NO_EXPORT = (
+    "torch.export, ONNX and TorchScript can't contain fused kernels: pass "
+    "spikefuse.exportable(net), which computes the same with plain operators, to "
+    "torch.export.export, torch.onnx.export(..., dynamo=True) or torch.jit.trace"
+)
+
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 library = torch.library.Library("spikefuse", "DEF")
@@ -316,15 +323,24 @@ def _kinds(values: Mapping[str, float | Tensor]) -> tuple[tuple[str, str], ...]:
     return tuple([(name, kind_of(value)) for name, value in values.items()])
 
 
+def refuse_export() -> None:
+    """Raise NotImplementedError inside torch.export and torch.jit.trace."""
+    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+        raise NotImplementedError(NO_EXPORT)
+
+
 def check(backend: str, x: Tensor) -> None:
-    """Refuse transforms of functions, and tensors that are not on the backend's device.
+    """Refuse transforms of functions, exports, and tensors that are not on the backend's device.
 
     Raises:
-        NotImplementedError: inside a transform of torch.func, or forward-mode differentiation.
+        NotImplementedError: inside a transform of torch.func, forward-mode differentiation,
+            torch.export or torch.jit.trace.
         ImportError: Triton is not installed.
         ValueError: the input is on another device.
     """
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        refuse_export()
+    else:
         interpreter = torch._C._functorch.peek_interpreter_stack()
         if forward_ad._current_level >= 0 or (
             interpreter is not None and interpreter.key().name in ("Grad", "Jvp", "Vmap")

@@ -1,0 +1,380 @@
+"""Exports of networks in plain operators: equal to the networks, for other batch sizes too."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import spikefuse as sf
+from spikefuse.nn import Block, EventLinear, encode
+
+T, B = 3, 2
+BATCH = torch.export.Dim("B")
+
+pytestmark = [
+    # TorchScript is deprecated, but in use.
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    # PyTorch's own, when torch.onnx copies exported programs.
+    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)`:FutureWarning"),
+]
+
+NEURONS = {
+    "LIF": sf.LIF,
+    "LIF, soft reset": lambda: sf.LIF(reset="soft", decay_input=True),
+    "LIF, decay per channel": lambda: sf.LIF(decay=torch.linspace(0.1, 0.9, 6)),
+    "PLIF": sf.PLIF,
+    "ALIF": sf.ALIF,
+    "CubaLIF": sf.CubaLIF,
+    "IntegerLIF": sf.IntegerLIF,
+    "TernaryLIF": sf.TernaryLIF,
+    "GatedLIF": lambda: sf.GatedLIF(channels=6),
+    "Izhikevich": sf.Izhikevich,
+}
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.norm, self.lif = nn.BatchNorm2d(4), sf.LIF(threshold=0.5)
+
+    def forward(self, x):
+        return self.lif(self.norm(self.conv(x)) + x)
+
+
+def dense(neuron):
+    torch.manual_seed(0)
+    return sf.Temporal(nn.Sequential(nn.Linear(5, 6), neuron, nn.Linear(6, 3))).eval()
+
+
+def convolutional():
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(4)
+    norm.running_mean.uniform_()
+    norm.running_var.uniform_(0.5, 2)
+    layers = nn.Conv2d(1, 4, 3, padding=1, bias=False), norm, sf.LIF(threshold=0.3)
+    head = nn.MaxPool2d(2), Residual(), nn.Flatten(), nn.Linear(64, 3), sf.LI()
+    return sf.Temporal(nn.Sequential(*layers, *head)).eval()
+
+
+def sequence(*shape, batch=B):
+    return 3 * torch.randn(T, batch, *shape, generator=torch.Generator().manual_seed(1))
+
+
+def images(batch=B):
+    return sequence(1, 8, 8, batch=batch)
+
+
+def exported(net, *args, **options):
+    return torch.export.export(net, args, **options).module()
+
+
+def traced(net, *args):
+    """A trace, through a file."""
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(net, args), file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
+@pytest.mark.parametrize("neuron", NEURONS.values(), ids=NEURONS)
+def test_neurons_are_equal_at_another_batch_size(neuron):
+    net, x, larger = dense(neuron()), sequence(5), sequence(5, batch=5)
+    assert net.net[:2](x.flatten(0, 1).unflatten(0, (T, B))).any()
+    plain = sf.exportable(net)
+    for made in (
+        plain,
+        exported(plain, x, dynamic_shapes=({1: BATCH},)),
+        traced(plain, x),
+    ):
+        assert torch.equal(made(x), net(x))
+        assert torch.equal(made(larger), net(larger))
+
+
+def test_a_convolutional_network_is_equal():
+    net, x, larger = convolutional(), images(), images(batch=5)
+    plain = sf.exportable(net)
+    for made in (exported(plain, x, dynamic_shapes=({1: BATCH},)), traced(plain, x)):
+        assert torch.equal(made(x), net(x))
+        assert torch.equal(made(larger), net(larger))
+
+
+def test_a_fused_network_exports_the_network_before_fusing():
+    net, x = convolutional(), images()
+    fused = sf.fuse(net)
+    assert torch.equal(exported(sf.exportable(fused), x)(x), net(x))
+    torch.testing.assert_close(exported(sf.exportable(fused), x)(x), fused(x))
+
+
+def test_blocks_are_equal_up_to_rounding():
+    block = Block(nn.BatchNorm1d(6), sf.LIF())
+    net = sf.Temporal(nn.Sequential(nn.Linear(5, 6), block, nn.Linear(6, 3))).eval()
+    torch.testing.assert_close(
+        exported(sf.exportable(net), sequence(5))(sequence(5)), net(sequence(5))
+    )
+    alone = sf.exportable(block.eval())
+    torch.testing.assert_close(alone(sequence(6), sequence(6)), block(sequence(6), sequence(6)))
+
+
+@pytest.mark.parametrize("make", [exported, traced])
+def test_a_static_image_is_repeated_inside_the_export(make):
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = convolutional()
+
+        def forward(self, x):
+            return self.net(encode.direct(x, T)).mean(0)
+
+    model, x = Classifier().eval(), images()[0]
+    torch.testing.assert_close(make(sf.exportable(model), x)(x), model(x))
+
+
+def test_an_export_contains_plain_operators():
+    program = torch.export.export(sf.exportable(sf.fuse(convolutional())), (images(),))
+    names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert not [name for name in names if "spikefuse" in name or "autograd" in name]
+    assert "PythonOp" not in str(torch.jit.trace(sf.exportable(dense(sf.LIF())), sequence(5)).graph)
+
+
+def test_an_export_runs_without_spikefuse(tmp_path):
+    net, x = dense(sf.ALIF()), sequence(5)
+    torch.export.save(torch.export.export(sf.exportable(net), (x,)), tmp_path / "net.pt2")
+    torch.save((x, net(x).detach()), tmp_path / "expected.pt")
+    code = (
+        "import sys, torch; x, y = torch.load('expected.pt');"
+        "assert torch.equal(torch.export.load('net.pt2').module()(x), y);"
+        "assert 'spikefuse' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("make", [lambda step, *args: step, exported, traced])
+@pytest.mark.parametrize("net", [dense(sf.ALIF()), dense(sf.Izhikevich()), convolutional()])
+def test_steps_are_equal(net, make):
+    xs = images() if len(net.net) > 3 else sequence(5)
+    step, expected_state = sf.exportable(net, step=True), None
+    states = step.initial_states(xs[0])
+    made = make(step, xs[0], *states)
+    for t in range(T):
+        # Copied, because MKL's products depend on the alignment of the memory.
+        x = xs[t].clone()
+        expected, expected_state = net(x.unsqueeze(0), expected_state, return_state=True)
+        y, *states = made(x, *states)
+        assert torch.equal(y, expected[0])
+        flat = [s for finals in expected_state.values() for s in finals]
+        assert all(map(torch.equal, states, flat))
+        assert len(states) == len(flat)
+
+
+def test_a_step_names_its_states_and_starts_from_rest():
+    step = sf.exportable(dense(sf.Izhikevich()), step=True)
+    x = sequence(5)[0]
+    states = step.initial_states(x)
+    assert step.state_names == ("1.v", "1.w")
+    assert [s.shape for s in states] == [(B, 6), (B, 6)]
+    assert all(map(torch.equal, step(x), step(x, *states)))
+    with pytest.raises(TypeError, match=r"1 states are given: expected 2 \(1.v, 1.w\)"):
+        step(x, states[0])
+
+
+def test_a_step_refuses_neurons_without_a_single_state():
+    lif = sf.LIF()
+    step = sf.exportable(sf.Temporal(nn.Sequential(lif, lif)), step=True)
+    with pytest.raises(ValueError, match="'0' is called twice"):
+        step(torch.rand(B, 5))
+
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lif, self.other = sf.LIF(), sf.LIF()
+
+        def forward(self, x):
+            return self.lif(x)
+
+    with pytest.raises(ValueError, match="'other' is not called"):
+        sf.exportable(sf.Temporal(Unused()), step=True)(torch.rand(B, 5))
+
+
+def test_the_original_is_unchanged():
+    net = sf.fuse(convolutional()).train()
+    classes, before = list(map(type, net.modules())), copy.deepcopy(net.state_dict())
+    plain = sf.exportable(net)
+    plain(images())
+    assert list(map(type, net.modules())) == classes
+    assert all(module.training for module in net.modules())
+    assert not any(module.training for module in plain.modules())
+    assert all(map(torch.equal, before.values(), net.state_dict().values()))
+    assert all(p.requires_grad for p in net.parameters())
+    assert torch.equal(pickle.loads(pickle.dumps(plain))(images()), plain(images()))
+
+
+def test_modules_in_a_list_and_hooks_are_exported():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lif = sf.LIF()
+            self.layers = [self.lif]
+
+        def forward(self, x):
+            return self.layers[0](x)
+
+    net = sf.Temporal(Listed()).eval()
+    net.net.lif.register_forward_hook(lambda module, args, y: 2 * y)
+    x = sequence(5)
+    assert torch.equal(exported(sf.exportable(net), x)(x), net(x))
+
+
+class Wide(sf.Neuron):
+    """Its step reads a parameter of its surrogate, whose spikes are its own."""
+
+    v = sf.State(0.25)
+
+    def __init__(self):
+        super().__init__()
+        self.surrogate = sf.surrogate.Custom(
+            lambda u, width: width * torch.ones_like(u),
+            spike=lambda u, width: u > width,
+            primal=lambda u, width: width * u,
+            width=sf.LearnablePositive(0.5),
+        )
+
+    def step(self, x, v):
+        h = 0.5 * v + x
+        s = self.surrogate(h - self.surrogate.width)
+        return s, (h * (1 - s),)
+
+
+@pytest.mark.parametrize("make", [exported, traced])
+def test_steps_may_read_their_surrogate(make):
+    net, x = dense(Wide()), sequence(5)
+    assert torch.equal(make(sf.exportable(net), x)(x), net(x))
+
+
+def test_a_bare_neuron_exports_with_its_state():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lif = sf.LIF(decay=0.9)
+
+        def forward(self, x, v):
+            y, (v,) = self.lif(x, state=(v,), return_state=True)
+            return y, v
+
+    model, args = Model(), (sequence(5), torch.rand(B, 5))
+    assert all(map(torch.equal, exported(sf.exportable(model), *args)(*args), model(*args)))
+
+
+class Scaled(sf.LIF):
+    def forward(self, x):
+        return super().forward(2 * x)
+
+
+@pytest.mark.parametrize(
+    ("net", "step", "message"),
+    [
+        (3, False, "net is a int"),
+        (sf.LIF(), True, "expected a Temporal with step=True"),
+        (sf.Temporal(nn.Sequential(EventLinear(5, 3))), False, "'net.0' is a EventLinear"),
+        (sf.Temporal(Scaled()), False, "'net' is a Scaled, whose own forward would be lost"),
+        (torch.compile(dense(sf.LIF()), backend="eager"), False, "which is compiled"),
+    ],
+)
+def test_what_has_no_plain_operators_is_refused(net, step, message):
+    with pytest.raises(TypeError, match=message):
+        sf.exportable(net, step=step)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("net", [dense(sf.LIF()), sf.fuse(convolutional()), sf.LIF()])
+@pytest.mark.parametrize(
+    "export",
+    [
+        lambda net, x: torch.export.export(net, (x,)),
+        torch.jit.trace,
+        lambda net, x: torch.jit.script(net),
+    ],
+)
+def test_direct_exports_name_exportable(net, export):
+    x = images() if isinstance(net, sf.Temporal) and len(net.net) > 3 else sequence(5)
+    with pytest.raises(NotImplementedError, match=r"spikefuse\.exportable"):
+        export(net, x)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_direct_export_of_events_names_exportable():
+    net = sf.Temporal(EventLinear(5, 3))
+    with pytest.raises(NotImplementedError, match=r"spikefuse\.exportable"):
+        torch.jit.trace(net, sequence(5).round().clamp(0, 1))
+
+
+def test_scripting_an_export_is_refused():
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace"):
+        torch.jit.script(sf.exportable(dense(sf.LIF())))
+
+
+@pytest.mark.filterwarnings("ignore:You are using the legacy:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The feature will be removed:DeprecationWarning")
+def test_a_missing_time_axis_is_refused():
+    plain = sf.exportable(dense(sf.LIF()))
+    with pytest.raises(ValueError, match=r"shape \[5\]: expected \[T, B, ...\]"):
+        plain(torch.rand(5))
+    # The exporter before torch.export passes the defaults of keyword arguments as tensors.
+    with pytest.raises(ValueError, match="dynamo=True"):
+        torch.onnx.export(plain, (sequence(5),), io.BytesIO(), dynamo=False)
+
+
+def test_data_parallel_would_split_time():
+    # nn.parallel.replicate does this to every module of a network, but only if there are GPUs.
+    with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
+        [module._replicate_for_data_parallel() for module in dense(sf.LIF()).modules()]
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_copies_are_equal(make):
+    net, x = sf.fuse(convolutional()), images()
+    assert torch.equal(make(net)(x), net(x))
+    assert torch.equal(make(sf.exportable(net))(x), sf.exportable(net)(x))
+
+
+def test_onnx():
+    pytest.importorskip("onnxscript", reason="needs onnxscript, of the extra dev")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime, of the extra dev")
+
+    def session(net, *args, **options):
+        program = torch.onnx.export(net, args, dynamo=True, verbose=False, **options)
+        return onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+
+    net, x = convolutional(), images(batch=5)
+    made = session(sf.exportable(net), images(), dynamic_shapes=({1: BATCH},))
+    (y,) = made.run(None, {made.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), net(x).detach())
+
+    step = sf.exportable(dense(sf.ALIF()), step=True)
+    x = sequence(5)[0]
+    args = x, *step.initial_states(x)
+    names = "x", *step.state_names
+    made = session(step, *args, input_names=names)
+    found = made.run(None, {name: arg.numpy() for name, arg in zip(names, args, strict=True)})
+    for result, expected in zip(found, step(*args), strict=True):
+        torch.testing.assert_close(torch.from_numpy(result), expected)
+
+
+class Potentials(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lif = sf.LIF()
+
+    def forward(self, x: Tensor) -> Tensor:
+        spikes, v = self.lif(x, outputs=("spikes", "v"))
+        return spikes + v
+
+
+def test_chosen_outputs() -> None:
+    net, x = sf.Temporal(Potentials()), torch.rand(5, 2, 3)
+    assert torch.equal(sf.exportable(net)(x), net(x))
