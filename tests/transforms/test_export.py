@@ -370,7 +370,7 @@ class Potentials(nn.Module):
         super().__init__()
         self.lif = sf.LIF()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         spikes, v = self.lif(x, outputs=("spikes", "v"))
         return spikes + v
 
