@@ -18,6 +18,7 @@ from spikefuse.memory.spikes import MIN_VALUES, Spikes
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.constant_input import unfold
 from spikefuse.scan.execution import Results
+from spikefuse.scan.layout import unflatten_steps
 from spikefuse.scan.op import Request
 from spikefuse.scan.state_passing import StatePassing
 
@@ -105,7 +106,7 @@ class TemporalCall:
                     f"expected [T*B, ...] with T = {steps}"
                 )
             if type(x) is Tensor:
-                inputs.append(x.unflatten(0, (steps, x.shape[0] // steps)))
+                inputs.append(unflatten_steps(x, steps))
             else:
                 inputs.append(unfold(x, steps))
         state = None if self.initial is None else self.initial[name]

@@ -17,6 +17,7 @@ from spikefuse.neurons.definition import States
 from spikefuse.nn.call import Saving, TemporalCall, active
 from spikefuse.nn.constant_input import fold
 from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron
+from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.state_passing import StatePassing
 
 
@@ -156,7 +157,7 @@ class Temporal(nn.Module):
                 if not isinstance(x, Tensor):
                     folded = self.net(x)
                 else:
-                    rows = fold(x, self.net) if x.stride(0) == 0 else x.flatten(0, 1)
+                    rows = fold(x, self.net) if x.stride(0) == 0 else flatten_steps(x)
                     run = call.policy.run
                     folded = self.net(rows) if run is None else run(self.net, call, rows)
                 if call.deferred is not None:

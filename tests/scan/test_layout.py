@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor
+from torch import Tensor, nn
 
 import spikefuse as sf
 from spikefuse.scan.layout import MIN_INNER, Layout, layout_of
@@ -187,3 +187,27 @@ def test_any_view_of_input_and_gradient(data, num_dims, channels):
     wanted = torch.autograd.grad(expected, [plain, *neuron.parameters()], gradient)
     for a, e in zip(actual, wanted, strict=True):
         torch.testing.assert_close(a, e, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_batch_norm_behind_a_single_channels_last_sample(is_fused):
+    """Torch's batch norm computes a wrong gradient on a CPU from strides (8, 1, 48, 8)."""
+    layers = nn.BatchNorm2d(8), sf.LIF(), nn.BatchNorm2d(8), sf.LIF(), nn.BatchNorm2d(8)
+    net = sf.Temporal(nn.Sequential(*layers))
+    nets = [net]
+    if is_fused:
+        nets = [sf.fuse(net), sf.fuse(sf.Temporal(net.net, memory=sf.memory.Checkpoint()))]
+    image, weights = (make_input((1, 8, 6, 6), seed=i) for i in range(2))
+
+    def gradient(net, memory_format):
+        x = image.contiguous(memory_format=memory_format).unsqueeze(0).requires_grad_()
+        y = net(x)
+        y.backward(weights[None])
+        return y.detach(), x.grad
+
+    for net in nets:
+        actual, expected = (
+            gradient(net, f) for f in (torch.channels_last, torch.contiguous_format)
+        )
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
