@@ -214,6 +214,8 @@ def remember(neuron: nn.Module, inputs: tuple[Tensor, ...], call: TemporalCall |
         seen = _foldings[neuron] = {}
     x = inputs[0] if inputs else None
     rows = x.shape[0] if isinstance(x, Tensor) and x.ndim else 0
+    if rows not in seen and len(seen) >= 512:
+        del seen[next(iter(seen))]
     if seen.setdefault(rows, folding) != folding:
         seen[rows] = _AMBIGUOUS
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 # Below this many adjacent elements, a copy is cheaper than reading in place.
 MIN_INNER = 16
+# Caches by strides are emptied when they are as long as this.
+MAX_STRIDES = 64
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Layout:
         """Whether kernels can read or write a sequence where it lies."""
         strides = x.stride()
         if strides not in self.outer_strides:
+            if len(self.outer_strides) >= MAX_STRIDES:
+                self.outer_strides.clear()
             self.outer_strides[strides] = outer_stride(x.shape, strides, self.order, self.inner)
         return self.outer_strides[strides] is not None
 

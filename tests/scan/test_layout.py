@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 import spikefuse as sf
-from spikefuse.scan.layout import MIN_INNER, Layout, layout_of
+from spikefuse.scan import op
+from spikefuse.scan.execution import execution_for, execution_of
+from spikefuse.scan.layout import MAX_STRIDES, MIN_INNER, Layout, layout_of
 from spikefuse.testing import lay_out, make_input
 
 
@@ -211,3 +213,23 @@ def test_a_batch_norm_behind_a_single_channels_last_sample(is_fused):
         )
         for a, e in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
+def test_caches_by_strides_are_bounded():
+    x = make_input((4, 2, 32)).requires_grad_()
+    neuron = sf.LIF()
+    (expected,) = torch.autograd.grad(neuron(x).sum(), x)
+    execution = execution_of(op.choose(neuron, "numba", x).name, [x])
+    for padding in range(3 * MAX_STRIDES):
+        weights = torch.ones(4, 2, 32 + padding)[..., :32]
+        (gradient,) = torch.autograd.grad(neuron(x), x, weights)
+        assert torch.equal(gradient, expected)
+    assert 1 < len(execution._launches) <= MAX_STRIDES
+    assert 1 < len(execution.layout.outer_strides) <= MAX_STRIDES
+
+
+def test_caches_by_shape_are_bounded():
+    neuron, size = sf.LIF(), execution_for.cache_info().maxsize
+    for num in range(1, 700):
+        neuron(torch.ones(1, 1, num))
+    assert execution_for.cache_info().currsize <= size == 512
