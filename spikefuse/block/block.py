@@ -28,6 +28,7 @@ from spikefuse.nn.call import active, mark_binary, wants_bits
 from spikefuse.nn.neuron import Neuron, backend_of, check, checked_names
 from spikefuse.scan import op
 from spikefuse.scan.execution import Arguments, Execution, Results, Wanted, execution_of
+from spikefuse.scan.layout import flatten_steps, unflatten_steps
 from spikefuse.scan.op import Request
 from spikefuse.scan.state_passing import WHOLE
 
@@ -112,7 +113,7 @@ def scan(
     if backend == "reference":
         return _reference(norm, neuron, request)
     if torch.compiler.is_compiling():
-        u: Tensor = norm(inputs[0].flatten(0, 1)).unflatten(0, inputs[0].shape[:2])
+        u = unflatten_steps(norm(flatten_steps(inputs[0])), inputs[0].shape[0])
         u = u if len(inputs) == 1 else u + inputs[1]
         return neuron._scan(request._replace(inputs=(u,)))
     op.check(backend, inputs[0])

@@ -194,7 +194,7 @@ def launch(
         kernel[grid](*tensors, *integers, num_warps=warps)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=512)
 def _cached_launch(
     kernel: Any,
     grid: Grid,

@@ -74,7 +74,7 @@ def _kernels(x: Tensor) -> ModuleType:
     raise ValueError(f"no kernels for device '{x.device.type}': move x to cuda or cpu")
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     expected = 1
     for stride, size in sorted((b, a) for a, b in zip(shape, strides, strict=True) if a != 1):

@@ -55,7 +55,7 @@ def unpack(bits: Tensor, x: Tensor) -> None:
 _KERNELS = {"pack": pack_kernel, "unpack": unpack_kernel}
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _launch(name: str, num: int, dtype: torch.dtype, device: torch.device) -> TritonLaunch:
     grid = (-(-num // (8 * BLOCK)), 1, 1)
     return TritonLaunch(_KERNELS[name], grid, (num, BLOCK), WARPS, device)

@@ -27,7 +27,7 @@ def channel_layout(x: Tensor, dim: int) -> tuple[Tensor, ChannelLayout]:
     return x, layout
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _layout(shape: tuple[int, ...], strides: tuple[int, ...], dim: int) -> ChannelLayout | None:
     dims = [d for d in range(len(shape)) if shape[d] != 1 and d != dim]
     dense = 1

@@ -363,7 +363,7 @@ def _multiprocessors(device: torch.device) -> int:
 _KERNELS = {"statistics": statistics_kernel, "gradient_sums": gradient_sums_kernel}
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _launch(
     name: str,
     layout: ChannelLayout,
@@ -431,7 +431,7 @@ def merge_statistics(
     return results, number
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=512)
 def _merge_launch(
     count: int, channels: int, dtypes: tuple[torch.dtype | None, ...], device: torch.device
 ) -> TritonLaunch:

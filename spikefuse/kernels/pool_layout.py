@@ -60,7 +60,7 @@ def maps_of(x: Tensor, window: Window) -> Maps | None:
     return _maps(tuple(x.shape), x.stride(), window) if x.dtype in DTYPES else None
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _maps(shape: tuple[int, ...], strides: tuple[int, ...], window: Window) -> Maps | None:
     if len(shape) != 4 or 0 in shape or not window.is_valid():
         return None

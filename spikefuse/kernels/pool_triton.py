@@ -177,7 +177,7 @@ def _num_maps(shape: torch.Size, maps: Maps) -> int:
     return shape[0] * (shape[1] // maps.inner)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _launch(
     is_backward: bool, num: int, maps: Maps, dtype: torch.dtype, device: torch.device
 ) -> TritonLaunch:

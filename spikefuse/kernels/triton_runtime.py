@@ -83,6 +83,8 @@ class TritonLaunch:
         known = self.compiled.get(key)
         if known is None:
             compiled = self._first_launch(arguments)
+            if len(self.compiled) >= 64:
+                self.compiled.clear()
             if compiled is not None:
                 self.compiled[key] = compiled, _fast_launch(compiled)
             return

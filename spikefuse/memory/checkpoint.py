@@ -35,6 +35,7 @@ from spikefuse.nn.call import Saving, TemporalCall, active, inside, mark_binary,
 from spikefuse.nn.constant_input import ConstantSequence, unfold
 from spikefuse.scan import op
 from spikefuse.scan.execution import Wanted, execution_of
+from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import Request
 from spikefuse.scan.state_passing import WHOLE, Channel, StateMemory, exchange
 
@@ -155,7 +156,7 @@ class _Run(Store):
         # Not the saved tensors themselves, which would keep their own history alive.
         whole = (0, self.batch)
         return tuple(
-            unfold(self.take(n, whole), self.steps).flatten(0, 1).detach()
+            flatten_steps(unfold(self.take(n, whole), self.steps)).detach()
             for n in self.segments.outputs
         )
 
@@ -202,7 +203,7 @@ class _Run(Store):
             values = Values(self, segment, microbatch)
             inputs = first.pop() if first else values.sequences(called.inputs)
             y, ends = values.fire(called, inputs, states, self._sends)
-            self._save(target, microbatch, y.flatten(0, 1))
+            self._save(target, microbatch, flatten_steps(y))
             return ends
 
         self.states[segment] = self._forward(memory, microbatches, run)
@@ -235,7 +236,7 @@ class _Run(Store):
             results = execution.forward(arguments, execution.new_results(wanted))
             if wanted.bits:
                 mark_binary(results, program.binary)
-            self._save(segment.target, microbatch, results.outputs[0].flatten(0, 1))
+            self._save(segment.target, microbatch, flatten_steps(results.outputs[0]))
             return results.finals
 
         memory = StateMemory.like(x, program.num_states)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.memory.spikes import Saved, unpack
+from spikefuse.scan.layout import flatten_steps, unflatten_steps
 
 #: (first, end)
 Microbatch = tuple[int, int]
@@ -22,7 +23,7 @@ def split(batch: int, num: int) -> list[Microbatch]:
 
 def unfolded(x: Tensor, batch: int) -> Tensor:
     """Return `[T, B, ...]` for a folded `[T*B, ...]`, or `[1, B, ...]` if all steps share `x`."""
-    return x.unflatten(0, (-1, batch))
+    return unflatten_steps(x, x.shape[0] // batch)
 
 
 def batch_size(microbatch: Microbatch) -> int:
@@ -56,7 +57,7 @@ def take(saved: Sequence[tuple[Microbatch, Saved]], microbatch: Microbatch) -> T
             result = empty_batch(piece, end - first) if result is None else result
             result[:, a - first : b - first].copy_(piece)
     assert result is not None
-    return result.flatten(0, 1)
+    return flatten_steps(result)
 
 
 class Gradient:
@@ -95,7 +96,7 @@ class Gradient:
         size = batch_size(microbatch)
         if microbatch not in self._own:
             total, before = empty_batch(piece, size), self._sums.get(microbatch)
-            self._sums[microbatch] = total.flatten(0, 1)
+            self._sums[microbatch] = flatten_steps(total)
             self._own.add(microbatch)
             if before is not None:
                 total.copy_(unfolded(before, size))

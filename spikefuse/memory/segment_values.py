@@ -15,6 +15,7 @@ from spikefuse.memory.segments import NeuronCall, Segment, Segments
 from spikefuse.memory.spikes import Saved
 from spikefuse.neurons.definition import States
 from spikefuse.nn.constant_input import ConstantSequence, unfold
+from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import Request
 
 #: By the node whose value it is, in microbatches of the batch.
@@ -101,7 +102,7 @@ class Values:
     def _call(self, node: fx.Node) -> Any:
         module, neuron = self.store.segments.called.get(node), self.store.segments.neuron(node)
         if neuron is not None:
-            return self.fire(neuron, self.sequences(neuron.inputs), (), False)[0].flatten(0, 1)
+            return flatten_steps(self.fire(neuron, self.sequences(neuron.inputs), (), False)[0])
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.__getitem__)
         if module is not None:
             with _frozen_statistics(module) if self.differentiable else contextlib.nullcontext():

@@ -91,7 +91,9 @@ class Definition(Holder):
         Statics: everything else that the traced step depends on (types and constants); hashable.
         """
         if torch.compiler.is_compiling():
-            names, statics = self._inventory()
+            names, constants, _ = self._inventory()
+            # Reading the constants as arguments lets torch.compile guard on them.
+            statics = self.evaluate(_statics, *[_read(self, name) for name in constants])
             return {name: _read(self, name) for name in names}, statics
         description = self.description()
         return description.values(), description.statics
@@ -111,23 +113,28 @@ class Definition(Holder):
         self.__dict__["_known"] = description if _is_observed(self) else None
         return description
 
-    def _inventory(self) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Return (names of the values, statics)."""
+    def _inventory(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...]]:
+        """Return (names of the values, names of the constants, statics)."""
         names: list[str] = []
+        constants: list[str] = []
         statics: list[Any] = []
         for prefix, module in _owners(self):
-            statics.append((prefix, type(module)))
-            for name, value in _class_constants(module):
-                statics.append((name, _constant(type(module).__name__, name, value)))
+            found = list(_class_constants(module))
             for name, value in _attributes(module):
                 if isinstance(value, float | Tensor | Learnable):
                     names.append(prefix + name)
                 elif not isinstance(value, nn.Module):
-                    statics.append((name, _constant(type(module).__name__, name, value)))
-        return tuple(names), tuple(statics)
+                    found.append((name, value))
+            constants += [prefix + name for name, _ in found]
+            statics.append((prefix, type(module)))
+            statics += [(n, _constant(type(module).__name__, n, value)) for n, value in found]
+        return tuple(names), tuple(constants), tuple(statics)
 
     def evaluate(self, function: Callable[..., Any], *constants: Any) -> Any:
-        """Return `function(self, *constants)`, which torch.compile treats as a constant."""
+        """Return `function(self, *constants)`, which torch.compile treats as a constant.
+
+        It guards on the arguments only, not on what `function` reads of the definition.
+        """
         return function(self, *constants)
 
     # The effect of torch.compiler.assume_constant_result, which would import all of torch.compile.
@@ -166,7 +173,7 @@ class Description:
 
     def __init__(self, definition: Definition) -> None:
         self.epoch = parameters.epoch
-        names, self.statics = definition._inventory()
+        names, _, self.statics = definition._inventory()
         #: Results that depend only on the statics, the floats and the kinds of the tensors.
         self.notes: dict[Hashable, Any] = {}
         self._values: dict[str, Any] = {}
@@ -193,7 +200,11 @@ class Description:
         return type(None), ()  # copies of the definition start without a description
 
 
-def _read(definition: Definition, name: str) -> float | Tensor:
+def _statics(definition: Definition, *constants: Any) -> tuple[Any, ...]:
+    return definition._inventory()[2]
+
+
+def _read(definition: Definition, name: str) -> Any:
     value: Any = definition
     for part in name.split("."):
         value = getattr(value, part)
@@ -218,8 +229,8 @@ def _owners(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
             yield from _owners(child, f"{prefix}{name}.")
 
 
-# Attributes that no step reads: those of every nn.Module except `training`, and cached results.
-_INTERNAL = (set(vars(nn.Module())) - {"training"}) | {"_seen", "_known"}
+# Attributes that no step reads: those of every nn.Module except `training`, and the description.
+_INTERNAL = (set(vars(nn.Module())) - {"training"}) | {"_known"}
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -227,9 +238,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
         if name not in _INTERNAL:
             yield name, value
     for group in (module._parameters, module._buffers, module._modules):
-        for name, value in group.items():
-            if value is not None:
-                yield name, value
+        yield from group.items()
 
 
 _CONTAINERS = tuple, list, set, frozenset, dict
@@ -297,6 +306,7 @@ def _bind(module: Any, values: Mapping[str, Tensor], prefix: str) -> Any:
     clone.__dict__.update(module.__dict__)
     # Values become plain attributes, so that neither nn.Module nor autograd interferes.
     clone.__dict__.update(_parameters={}, _buffers={}, _modules={})
+    clone.__dict__.update((name, None) for name, value in _attributes(module) if value is None)
     for name, value in values.items():
         if name.startswith(prefix) and "." not in name[len(prefix) :]:
             clone.__dict__[name[len(prefix) :]] = value

@@ -18,6 +18,7 @@ from spikefuse.memory.spikes import MIN_VALUES, Spikes
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.constant_input import unfold
 from spikefuse.scan.execution import Results
+from spikefuse.scan.layout import unflatten_steps
 from spikefuse.scan.op import Request
 from spikefuse.scan.state_passing import StatePassing
 
@@ -121,7 +122,7 @@ class TemporalCall:
                     f"expected [T*B, ...] with T = {steps}"
                 )
             if type(x) is Tensor:
-                inputs.append(x.unflatten(0, (steps, x.shape[0] // steps)))
+                inputs.append(unflatten_steps(x, steps))
             else:
                 inputs.append(unfold(x, steps))
         state = None if self.initial is None else self.initial.get(name)
@@ -231,6 +232,8 @@ def remember(neuron: nn.Module, inputs: tuple[Tensor, ...], call: TemporalCall |
         seen = _foldings[neuron] = {}
     x = inputs[0] if inputs else None
     rows = x.shape[0] if isinstance(x, Tensor) and x.ndim else 0
+    if rows not in seen and len(seen) >= 512:
+        del seen[next(iter(seen))]
     if seen.setdefault(rows, folding) != folding:
         seen[rows] = _AMBIGUOUS
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from spikefuse.nn.activations import FUNCTIONS
+from spikefuse.scan.layout import flatten_steps, unflatten_steps
 
 
 class ConstantSequence(Tensor):
@@ -128,7 +129,7 @@ def fold(x: Tensor, net: nn.Module) -> Tensor:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or any(map(_is_compiled, net.modules()))
     ):
-        return x.flatten(0, 1)
+        return flatten_steps(x)
     return ConstantSequence.of(x[0], x.shape[0])
 
 
@@ -136,7 +137,7 @@ def unfold(x: Tensor, num_steps: int) -> Tensor:
     """Return `[T, B, ...]` of a folded sequence, with T of stride 0 if all steps are the same."""
     if isinstance(x, ConstantSequence) and x.is_constant and x.num_steps == num_steps:
         return x.rows.unsqueeze(0).expand(num_steps, *x.rows.shape)
-    return x.unflatten(0, (num_steps, x.shape[0] // num_steps))
+    return unflatten_steps(x, num_steps)
 
 
 def _is_compiled(module: nn.Module) -> bool:

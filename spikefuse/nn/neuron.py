@@ -19,6 +19,7 @@ from spikefuse.nn.call import (
     wants_bits,
 )
 from spikefuse.scan import op
+from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import Request
 
 
@@ -111,8 +112,8 @@ class Neuron(Definition):
         if call is not None:
             call.finals[call.current], call.current = finals, ""
             if is_single:
-                return outputs[0].flatten(0, 1)
-            return tuple([y.flatten(0, 1) for y in outputs])
+                return flatten_steps(outputs[0])
+            return tuple(map(flatten_steps, outputs))
         result = outputs[0] if is_single else outputs
         return (result, finals) if request.final else result
 

@@ -18,6 +18,7 @@ from spikefuse.neurons.definition import States
 from spikefuse.nn.call import Saving, TemporalCall
 from spikefuse.nn.constant_input import fold
 from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron
+from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.state_passing import StatePassing
 
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
@@ -178,7 +179,7 @@ class Temporal(nn.Module):
                     if isinstance(x, Tensor):
                         x = x.transpose(0, 1) if self.batch_first else x
                         is_constant = x.stride(0) == 0 and not shares
-                        x = fold(x, self.net) if is_constant else x.flatten(0, 1)
+                        x = fold(x, self.net) if is_constant else flatten_steps(x)
                     rows.append(x)
                 run = None if isinstance(self.memory, Auto) else self.memory.run
                 if run is not None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spikefuse.scan.layout import layout_from, outer_stride
+from spikefuse.scan.layout import MAX_STRIDES, layout_from, outer_stride
 from spikefuse.scan.program import FLOAT, Launch, Launcher, Variant, program
 
 Tensors = Sequence[Tensor]
@@ -264,6 +264,8 @@ class Execution:
     ) -> Launch:
         launcher = _launcher(self.program.backend)
         launch = launcher.prepare(kernel, self.layout, sequences, variant)
+        if len(self._launches) >= MAX_STRIDES:
+            self._launches.clear()
         self._launches[key] = launch
         return launch
 
@@ -334,7 +336,7 @@ def _copy_back(written: Tensors, targets: Tensors) -> None:
             target.copy_(x)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def execution_for(name: str, inputs: tuple[Spec, ...]) -> Execution:
     """The execution of a program, by its name, on inputs of these descriptions."""
     return Execution(name, inputs)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 # Below this many adjacent elements, a copy is cheaper than reading in place.
 MIN_INNER = 16
+# Caches by strides are emptied when they are as long as this.
+MAX_STRIDES = 64
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Layout:
         """Whether kernels can read or write a sequence where it lies."""
         strides = x.stride()
         if strides not in self.outer_strides:
+            if len(self.outer_strides) >= MAX_STRIDES:
+                self.outer_strides.clear()
             self.outer_strides[strides] = outer_stride(x.shape, strides, self.order, self.inner)
         return self.outer_strides[strides] is not None
 
@@ -113,7 +117,8 @@ def layout_from(tensors: Sequence[Strided]) -> Layout:
     """The same, from the (shape, strides) of each tensor."""
     shape, strides = tensors[0]
     step, dims = tuple(shape[1:]), range(len(shape) - 1)
-    order = tuple(sorted(dims, key=lambda d: (-strides[d + 1], d)))
+    # A batch of 1 is outermost whatever its stride, as in all memory formats of torch.
+    order = tuple(sorted(dims, key=lambda d: ((d, step[d]) != (0, 1), -strides[d + 1], d)))
     total = math.prod(step)
     inner = min(_inner(*x, order) for x in tensors)
     fits = all(outer_stride(*x, order, inner) is not None for x in tensors)
@@ -123,6 +128,22 @@ def layout_from(tensors: Sequence[Strided]) -> Layout:
         # Not dense: the usual order of dims, into which the tensors are copied.
         order = tuple(dims)
     return Layout(shape[0], step, order, total)
+
+
+def flatten_steps(x: Tensor) -> Tensor:
+    """`x.flatten(0, 1)`, in canonical strides where it has one step.
+
+    The strides that `flatten` and `unflatten` give a single sample in channels-last, (C, 1, ...),
+    are misread by torch's native batch norm on a CPU: its gradient is wrong.
+    """
+    return x.squeeze(0) if x.shape[0] == 1 else x.flatten(0, 1)
+
+
+def unflatten_steps(x: Tensor, num_steps: int) -> Tensor:
+    """`[T, B, ...]` of a sequence `[T * B, ...]`; see `flatten_steps`."""
+    if num_steps == 1:
+        return x.unsqueeze(0)
+    return x.unflatten(0, (num_steps, x.shape[0] // num_steps))
 
 
 def _inner(shape: Sequence[int], strides: Sequence[int], order: tuple[int, ...]) -> int:

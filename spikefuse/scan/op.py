@@ -464,7 +464,8 @@ def _op_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     tensors = ctx.saved_tensors
     needed = [t.requires_grad for t in tensors[: ctx.num_tensors]]
     found = _differentiate(ctx.call, tensors, grads[: ctx.end], needed)
-    return None, found, None, None, None, None
+    # PyTorch takes an empty list for one of tensors, and expects the gradients of its items.
+    return None, found, None, None if ctx.call.scalars else [], None, None
 
 
 def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -5,6 +5,7 @@ import torch
 
 from spikefuse.kernels import bits
 from spikefuse.memory.microbatch import Gradient, empty_batch, split, take, unfolded
+from spikefuse.scan.layout import flatten_steps
 from spikefuse.testing import make_input, poisoned
 
 BATCH = 6
@@ -20,7 +21,7 @@ def pieces_of(x, microbatches):
     """The same values as one tensor per microbatch."""
     whole = unfolded(x, BATCH)
     return [
-        empty_batch(whole, end - first).copy_(whole[:, first:end]).flatten(0, 1)
+        flatten_steps(empty_batch(whole, end - first).copy_(whole[:, first:end]))
         for first, end in microbatches
     ]
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 import spikefuse
 from spikefuse import LearnableFraction, State
@@ -549,3 +550,65 @@ def test_a_hidden_class_default_is_not_a_constant() -> None:
 def test_a_state_without_parentheses() -> None:
     with pytest.raises(TypeError, match=r"Wrong\.v is the class State: write State\(\)"):
         type("Wrong", (Definition,), {"v": State, "step": lambda self, x, v: (x, (v,))})
+
+
+class Learned(spikefuse.Neuron):
+    v = State()
+
+    def __init__(self):
+        super().__init__()
+        self.decay, self.threshold = torch.nn.Parameter(torch.tensor(0.5)), 1.0
+        self.surrogate = surrogate.Sigmoid(torch.nn.Parameter(torch.tensor(2.0)))
+
+    def step(self, x, v):
+        h = self.decay * v + x
+        s = self.surrogate(h - self.threshold)
+        return s, (h * (1 - s),)
+
+
+class Halved(torch.nn.Module):
+    def forward(self, value):
+        return 0.5 * value
+
+
+def _load(neuron, **options):
+    neuron.load_state_dict({k: 0.3 * v for k, v in neuron.state_dict().items()}, **options)
+
+
+def _set_data(neuron):
+    neuron.decay.data = torch.tensor(0.9)
+
+
+def _copied(copied):
+    copied.threshold, copied.surrogate.cutoff = 0.5, 0.0
+    return copied
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _load,
+        lambda neuron: _load(neuron, assign=True),
+        _set_data,
+        lambda neuron: neuron.to(torch.bfloat16),
+        lambda neuron: register_parametrization(neuron, "decay", Halved()),
+        lambda neuron: _copied(copy.deepcopy(neuron)),
+        lambda neuron: _copied(copy.copy(neuron)),
+        lambda neuron: _copied(pickle.loads(pickle.dumps(neuron))),
+    ],
+    ids=["load", "assign", "data", "to", "parametrize", "deepcopy", "copy", "pickle"],
+)
+def test_changes_by_torch_are_seen(change):
+    neuron, x = Learned(), 2 * torch.randn(5, 2, 3)
+    neuron(x)
+    changed = change(neuron) or neuron
+    for each in (changed, neuron):
+
+        def gradients(impl, each=each):
+            leaf = x.clone().requires_grad_()
+            y = each(leaf, impl=impl)
+            return y, *torch.autograd.grad(y.sum(), [leaf, *each.parameters()])
+
+        for a, e in zip(gradients("auto"), gradients("reference"), strict=True):
+            rtol = 1e-2 if a.dtype == torch.bfloat16 else 1e-4
+            torch.testing.assert_close(a, e, rtol=rtol, atol=1e-4)

@@ -6,10 +6,12 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor
+from torch import Tensor, nn
 
 import spikefuse as sf
-from spikefuse.scan.layout import MIN_INNER, Layout, layout_of
+from spikefuse.scan import op
+from spikefuse.scan.execution import execution_for, execution_of
+from spikefuse.scan.layout import MAX_STRIDES, MIN_INNER, Layout, layout_of
 from spikefuse.testing import lay_out, make_input
 
 
@@ -187,3 +189,47 @@ def test_any_view_of_input_and_gradient(data, num_dims, channels):
     wanted = torch.autograd.grad(expected, [plain, *neuron.parameters()], gradient)
     for a, e in zip(actual, wanted, strict=True):
         torch.testing.assert_close(a, e, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_batch_norm_behind_a_single_channels_last_sample(is_fused):
+    """Torch's batch norm computes a wrong gradient on a CPU from strides (8, 1, 48, 8)."""
+    layers = nn.BatchNorm2d(8), sf.LIF(), nn.BatchNorm2d(8), sf.LIF(), nn.BatchNorm2d(8)
+    net = sf.Temporal(nn.Sequential(*layers))
+    nets = [net]
+    if is_fused:
+        nets = [sf.fuse(net), sf.fuse(sf.Temporal(net.net, memory=sf.memory.Checkpoint()))]
+    image, weights = (make_input((1, 8, 6, 6), seed=i) for i in range(2))
+
+    def gradient(net, memory_format):
+        x = image.contiguous(memory_format=memory_format).unsqueeze(0).requires_grad_()
+        y = net(x)
+        y.backward(weights[None])
+        return y.detach(), x.grad
+
+    for net in nets:
+        actual, expected = (
+            gradient(net, f) for f in (torch.channels_last, torch.contiguous_format)
+        )
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
+def test_caches_by_strides_are_bounded():
+    x = make_input((4, 2, 32)).requires_grad_()
+    neuron = sf.LIF()
+    (expected,) = torch.autograd.grad(neuron(x).sum(), x)
+    execution = execution_of(op.choose(neuron, "numba", x).name, [x])
+    for padding in range(3 * MAX_STRIDES):
+        weights = torch.ones(4, 2, 32 + padding)[..., :32]
+        (gradient,) = torch.autograd.grad(neuron(x), x, weights)
+        assert torch.equal(gradient, expected)
+    assert 1 < len(execution._launches) <= MAX_STRIDES
+    assert 1 < len(execution.layout.outer_strides) <= MAX_STRIDES
+
+
+def test_caches_by_shape_are_bounded():
+    neuron, size = sf.LIF(), execution_for.cache_info().maxsize
+    for num in range(1, 700):
+        neuron(torch.ones(1, 1, num))
+    assert execution_for.cache_info().currsize <= size == 512

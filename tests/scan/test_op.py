@@ -133,6 +133,91 @@ def test_torch_compile_with_states():
     assert_equal(gradients(neuron, compiled, *inputs), gradients(neuron, call, *inputs))
 
 
+class Branching(sf.Neuron):
+    """Reads constants of every kind, and no float."""
+
+    v = sf.State()
+    offset = 1
+
+    def __init__(self):
+        super().__init__()
+        self.flag, self.count, self.kind, self.weights, self.function = (
+            True,
+            2,
+            "soft",
+            (1, 2),
+            None,
+        )
+        self.register_parameter("gain", None)
+        self.surrogate = sf.surrogate.StraightThrough()
+
+    def step(self, x, v):
+        h = v + x * self.count + self.weights[0] - self.offset
+        h = 0.5 * h if self.flag else h
+        h = h + 0.25 if self.training else h
+        h = h if self.function is None else self.function(h)
+        h = h if self.gain is None else self.gain * h
+        s = self.surrogate(h - 1.0)
+        return s, (h * (1 - s) if self.kind == "hard" else h - s,)
+
+
+def assign(name, value):
+    """A change of an attribute of a neuron or, in `surrogate.`, of its surrogate."""
+
+    def change(neuron):
+        *path, last = name.split(".")
+        setattr(neuron.get_submodule(".".join(path)), last, value)
+
+    change.__name__ = name
+    return change
+
+
+@pytest.mark.parametrize("make", [sf.Temporal, lambda neuron: neuron], ids=["Temporal", "alone"])
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (sf.LIF, assign("reset", "soft")),
+        (sf.LIF, assign("detach_reset", True)),
+        (sf.LIF, assign("surrogate.cutoff", 0.3)),
+        (Branching, assign("flag", False)),
+        (Branching, assign("count", 3)),
+        (Branching, assign("offset", 2)),
+        (Branching, assign("kind", "hard")),
+        (Branching, assign("weights", (2, 1))),
+        (Branching, assign("function", torch.tanh)),
+        (Branching, assign("gain", nn.Parameter(torch.tensor(0.4)))),
+        (Branching, assign("surrogate", sf.surrogate.Custom(torch.ones_like))),
+        (Branching, assign("surrogate.cutoff", 0.0)),
+        (Branching, nn.Module.eval),
+    ],
+    ids=lambda value: value.__name__,
+)
+def test_torch_compile_follows_changes(kind, change, make):
+    torch.compiler.reset()
+    neuron = kind()
+    module = make(neuron)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    x = 2 * X[:5]
+    assert_equal(gradients(module, compiled, x), gradients(module, module, x))
+    change(neuron)
+    assert_equal(gradients(module, compiled, x), gradients(module, module, x))
+
+
+def test_torch_compile_traces_each_mode_once():
+    torch.compiler.reset()
+    neuron, traced = Branching(), []
+
+    def backend(graph, inputs):
+        traced.append(graph)
+        return graph
+
+    compiled = torch.compile(neuron, fullgraph=True, backend=backend)
+    for _ in range(3):
+        for mode in (True, False):
+            assert torch.equal(compiled.train(mode)(X), neuron(X))
+    assert len(traced) == 2
+
+
 def test_torch_compile_without_gradients():
     torch.compiler.reset()
     neuron = sf.LIF()

@@ -641,3 +641,30 @@ def test_synchronized_norms() -> None:
     assert isinstance(fused.net.bn, nn.SyncBatchNorm)
     assert torch.equal(fused(x), net(x))
     assert len(fused.fusion.fused) == 1
+
+
+@pytest.mark.parametrize(
+    "residual",
+    [
+        lambda x, scale: x.mean((2, 3), keepdim=True),
+        lambda x, scale: scale[:, None, None] * 2,
+        lambda x, scale: scale.sum(),
+        lambda x, scale: F.embedding(torch.arange(len(x)) % 1, scale[None])[..., None, None],
+        lambda x, scale: x.expand(2, *x.shape),
+        lambda x, scale: x > 0,
+    ],
+    ids=["mean", "channels", "scalar", "embedding", "larger", "bool"],
+)
+def test_residuals_of_other_shapes_and_dtypes_than_a_map(residual) -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn, self.lif = nn.BatchNorm2d(3), sf.LIF(threshold=0.3)
+            self.scale = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.bn(x) + residual(x, self.scale)
+            return self.lif(y if y.ndim == 4 else y.sum(0))
+
+    torch.manual_seed(0)
+    compare(sf.Temporal(Sum()), torch.randn(4, 2, 3, 5, 5))
