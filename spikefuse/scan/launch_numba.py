@@ -42,13 +42,13 @@ class _Launch:
         params: Sequence[float | Tensor],
     ) -> None:
         layout = self.layout
-        arguments: list[Any] = [layout.num_steps, layout.num_neurons, layout.inner, self.streamed]
-        for memory, strides in zip(arrays(sequences, are_large=True), self.strides, strict=True):
-            arguments += (memory, *strides)
         tensors = filter(torch.is_tensor, params)
-        values = arrays((*states, *sums, *tensors))
-        split = len(states) + len(sums)
-        arguments += values[:split]
+        values = arrays((*sequences, *states, *sums, *tensors), are_large=True)
+        arguments: list[Any] = [layout.num_steps, layout.num_neurons, layout.inner, self.streamed]
+        for memory, strides in zip(values, self.strides, strict=False):
+            arguments += (memory, *strides)
+        first, split = len(sequences), len(sequences) + len(states) + len(sums)
+        arguments += values[first:split]
         tensor_values, has_channels = iter(values[split:]), False
         for p in params:
             if not isinstance(p, Tensor):
