@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from spikefuse.block.block import scan
-from spikefuse.nn.call import Scan, active, inside
+from spikefuse.nn.call import Scan, active
 from spikefuse.nn.neuron import Deferred, Neuron
 
 
@@ -46,6 +47,7 @@ outcomes: weakref.WeakKeyDictionary[nn.Module, Outcome] = weakref.WeakKeyDiction
 
 _call_numbers = count()
 _requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class NormCall:
@@ -65,7 +67,7 @@ class NormCall:
                 self.temporal.deferred = Deferrals()
             assert isinstance(self.temporal.deferred, Deferrals)
             self.deferrals = self.temporal.deferred
-        self.grad = torch.is_grad_enabled()
+        self.grad, self.hooks = torch.is_grad_enabled(), _top_hooks(False)
         device = self.x.device.type
         enabled = torch.is_autocast_enabled(device)
         self.autocast = device, torch.get_autocast_dtype(device) if enabled else None, enabled
@@ -82,6 +84,7 @@ class NormCall:
             not self.has_updated_stats
             and temporal is active.call
             and self.grad == torch.is_grad_enabled()
+            and _top_hooks(False) in (None, self.hooks)
             and (neuron is None or temporal is None or id(neuron) in temporal.names)
         )
 
@@ -111,7 +114,8 @@ class NormCall:
     def finish(self, outcome: Outcome) -> None:
         """Record that the running statistics are updated."""
         if not self.has_updated_stats:
-            self.has_updated_stats = True
+            # A gradient hook may hold this call, and the final states of `temporal` the hook.
+            self.has_updated_stats, self.temporal = True, None
             outcomes[self.module] = outcome
             if self.deferrals is not None:
                 self.deferrals.pending.pop(self.module, None)
@@ -144,7 +148,10 @@ class NormCall:
                 stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             stack.enter_context(torch.autocast(device, dtype, enabled))
-            stack.enter_context(inside(self.temporal))
+            if _top_hooks(False) not in (None, self.hooks):
+                # Such as those of torch.utils.checkpoint, which would expect the same tensors again
+                # when it recomputes a function that reads this result.
+                stack.enter_context(saved_tensors_hooks(_identity, _identity))
             yield
 
 
@@ -157,6 +164,7 @@ class DeferredNorm(Deferred, Tensor):
     total: tuple[Tensor, int] | None  # once computed, with its version
     needs_grad: bool
     is_routed: bool  # whether gradients that arrive here are passed on
+    has_history: bool  # whether `total` is connected to the autograd.Function that returned this
 
     @staticmethod
     def of(call: NormCall, residual: Tensor | None = None) -> DeferredNorm:
@@ -167,7 +175,7 @@ class DeferredNorm(Deferred, Tensor):
             DeferredNorm, x.shape, dtype=x.dtype, device=x.device, requires_grad=needed
         )
         deferred.call, deferred.needs_grad, deferred.is_routed = call, needed, False
-        deferred.residual, deferred.total = residual, None
+        deferred.residual, deferred.total, deferred.has_history = residual, None, False
         deferred.residual_version = 0 if residual is None else residual._version
         return deferred
 
@@ -177,7 +185,7 @@ class DeferredNorm(Deferred, Tensor):
             call.deferrals.read.append(weakref.ref(self))
         is_read = self.total is not None
         if is_read or not call.can_fuse(neuron) or len(type(neuron).input_names) != 1:
-            return neuron._scan, (self.value(type(neuron).__name__),)
+            return neuron._scan, (self._read(type(neuron).__name__),)
         self._check()
         run = partial(scan, call.norm, neuron, None)
         call.finish(Outcome(neuron, residual is not None))
@@ -185,7 +193,12 @@ class DeferredNorm(Deferred, Tensor):
 
     def value(self, reader: str) -> Tensor:
         """The values, computed if nothing has read them yet."""
-        if self.residual is None:
+        if not (self.call.grad or self.has_history) and torch.is_grad_enabled():
+            with torch._C.DisableTorchFunctionSubclass():
+                if self.grad_fn is not None:
+                    y: Tensor = _WithHistory.apply(self)
+                    self.total, self.has_history = (y, y._version), True
+        if self.total is None and self.residual is None:
             return self.call.value(reader)
         if self.total is None:
             value = self.call.unchanged_value(reader)
@@ -226,16 +239,15 @@ class DeferredNorm(Deferred, Tensor):
             raise _changed("a residual", self.residual)
 
     def _read(self, reader: str) -> Tensor:
-        """The values, for a reader that does not record an edge of autograd's graph to them."""
-        if self.needs_grad and not torch.is_grad_enabled():
+        """The values, for a reader that may have recorded an edge of autograd's graph to this
+        tensor instead of to them."""
+        if self.needs_grad and not (self.is_routed or torch.compiler.is_compiling()):
             self._route_gradient()
         return self.value(reader)
 
     def _route_gradient(self) -> None:
         """Pass a gradient that arrives here on to what the values are computed from. It arrives
         only if C++ code, such as the `apply` of an autograd.Function, took this tensor itself."""
-        if self.is_routed:
-            return
         self.is_routed, this = True, weakref.ref(self)
         call, residual = self.call, self.residual
 
@@ -250,7 +262,8 @@ class DeferredNorm(Deferred, Tensor):
             found = call.gradients(grad) if call.needs_grad else []
             if residual is not None and residual.requires_grad:
                 found.append((residual, grad))
-            torch.autograd.backward([t for t, _ in found], [g for _, g in found])
+            # Other readers' gradients may take the same way.
+            torch.autograd.backward([t for t, _ in found], [g for _, g in found], retain_graph=True)
 
         with torch._C.DisableTorchFunctionSubclass():
             self.register_hook(route)
@@ -282,6 +295,19 @@ class DeferredNorm(Deferred, Tensor):
             DeferredNorm, lambda d: d._read(str(func)).detach(), (args, kwargs or {})
         )
         return func(*args, **kwargs)
+
+
+class _WithHistory(torch.autograd.Function):
+    """The values of a `DeferredNorm` that an autograd.Function has returned. Its gradient goes to
+    that function."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: DeferredNorm) -> Tensor:
+        return deferred.value("an autograd.Function")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 class Deferrals:
@@ -382,6 +408,10 @@ def _add(first: Any, second: Any, in_place: bool) -> DeferredNorm | None:
         # What `other` was computed from may be this very call.
         other = other.value("add")
     return deferred.extended(other, in_place)
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
 
 
 def _changed(what: str, x: Tensor) -> RuntimeError:

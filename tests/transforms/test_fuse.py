@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import random
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -255,6 +258,49 @@ def stored(n: Net, x: Tensor) -> Tensor:
     return n.lif(n.last)
 
 
+def segment(function: Callable[[Tensor], Tensor], x: Tensor, reentrant: bool) -> Tensor:
+    if reentrant and not x.requires_grad:  # of which PyTorch warns
+        return function(x)
+    return checkpoint(function, x, use_reentrant=reentrant, preserve_rng_state=False)
+
+
+def closure(function: Callable[[Net, Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:
+    """A checkpointed function that reads a norm from the code around it."""
+
+    def forward(n: Net, x: Tensor) -> Tensor:
+        y = n.bn(n.first(x))
+        return segment(lambda a: function(n, y) + a, x, False)
+
+    return forward
+
+
+class Inner(torch.autograd.Function):
+    """Twice its input, differentiated by a graph of its own."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = 2 * ctx.x
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return torch.autograd.grad(ctx.y, ctx.x, grad)[0]
+
+
+class Neural(torch.autograd.Function):
+    """A neuron with a straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, neuron: sf.Neuron) -> Tensor:
+        return neuron(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
 LEFT = {
     "no_grad stem": no_grad_stem,
     "no_grad part": no_grad_part,
@@ -289,6 +335,21 @@ LEFT = {
     "autograd.Function": lambda n, x: n.lif(Double.apply(n.bn(n.first(x)))),
     "autograd.Function of a sum": lambda n, x: n.lif(Double.apply(n.bn(n.first(x)) + x)),
     "checkpoint": lambda n, x: checkpoint(lambda y: n.lif(n.bn(y)), x, use_reentrant=False),
+    "checkpoint of a reader": lambda n, x: segment(n.lif, n.bn(n.first(x)), False),
+    "checkpoint of a closure": closure(lambda n, y: n.first(y)),
+    "checkpoint of a neuron in a closure": closure(lambda n, y: n.first(n.lif(y))),
+    "reentrant checkpoint of a norm": lambda n, x: n.lif(segment(n.bn, n.first(x), True)),
+    "reentrant checkpoint of a summand": lambda n, x: n.lif(segment(n.bn, n.first(x), True) + x),
+    "reentrant checkpoint, added to": lambda n, x: n.lif(segment(n.bn, n.first(x), True).add_(x)),
+    "reentrant checkpoint and another reader": lambda n, x: (
+        segment(n.lif, (y := n.bn(n.first(x))), True) + y
+    ),
+    "autograd.Function and another reader": lambda n, x: Double.apply((y := n.bn(n.first(x)))) + y,
+    "autograd.Function and a neuron": lambda n, x: (
+        n.lif((y := n.bn(n.first(x))) + x) + Double.apply(y)
+    ),
+    "autograd.Function with gradients": lambda n, x: Inner.apply(n.bn(n.first(x))),
+    "autograd.Function that calls a neuron": lambda n, x: Neural.apply(n.bn(n.first(x)), n.lif),
     "detached": lambda n, x: n.lif(n.bn(n.first(x)).detach() + x),
     "gradient hook": lambda n, x: (
         (y := n.bn(n.first(x))).requires_grad and y.register_hook(lambda g: 2 * g),
@@ -408,6 +469,28 @@ def test_a_tensor_changed_in_between_is_refused() -> None:
     for function in (input_changed, residual_changed, weight_changed):
         with pytest.raises(RuntimeError, match="was changed in place after"):
             sf.fuse(sf.Temporal(Net(function)))(torch.randn(4, 3, 6))
+
+
+def test_nothing_of_a_training_step_survives() -> None:
+    """Also where a gradient hook on a deferred result holds its call, and the call's final states
+    the graph."""
+    inputs: list[weakref.ref[Tensor]] = []
+
+    def forward(n: Net, x: Tensor) -> Tensor:
+        y = n.first(x)
+        inputs.append(weakref.ref(y))
+        return n.lif(Double.apply(n.bn(y)) + x)
+
+    net = sf.fuse(sf.Temporal(Net(forward)))
+    gc.disable()
+    try:
+        y, state = net(torch.randn(4, 3, 6), return_state=True)
+        y.sum().backward()
+        assert inputs[0]() is not None
+        del y, state
+        assert inputs[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_mode_changed_in_between() -> None:
