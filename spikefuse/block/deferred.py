@@ -198,9 +198,9 @@ class DeferredNorm(Deferred, Tensor):
                 if self.grad_fn is not None:
                     y: Tensor = _WithHistory.apply(self)
                     self.total, self.has_history = (y, y._version), True
-        if self.total is None and self.residual is None:
-            return self.call.value(reader)
         if self.total is None:
+            if self.residual is None:
+                return self.call.value(reader)
             value = self.call.unchanged_value(reader)
             self._check()
             with self.call.modes():

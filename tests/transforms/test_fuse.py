@@ -344,7 +344,7 @@ LEFT = {
     "reentrant checkpoint and another reader": lambda n, x: (
         segment(n.lif, (y := n.bn(n.first(x))), True) + y
     ),
-    "autograd.Function and another reader": lambda n, x: Double.apply((y := n.bn(n.first(x)))) + y,
+    "autograd.Function and another reader": lambda n, x: Double.apply(y := n.bn(n.first(x))) + y,
     "autograd.Function and a neuron": lambda n, x: (
         n.lif((y := n.bn(n.first(x))) + x) + Double.apply(y)
     ),
