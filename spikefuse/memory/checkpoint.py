@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from spikefuse.block import block
 from spikefuse.block.batch_norm import shift_of
+from spikefuse.block.deferred import Outcome, outcomes
 from spikefuse.block.program import BlockProgram, block_program
 from spikefuse.block.training import BlockTensors, TrainingCall
 from spikefuse.kernels import bits
@@ -137,6 +138,8 @@ class _Run(Store):
         return torch.autocast(device, dtype, enabled, cache_enabled=False)
 
     def forward(self) -> tuple[Tensor, ...]:
+        for called in self.segments.blocks.values():
+            outcomes[called.norm] = Outcome(called.neuron, len(called.inputs) > 1)
         with self.autocast():
             for segment in self.segments:
                 target = segment.target
