@@ -114,8 +114,8 @@ class _Run(Store):
         self.cast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         self.kind = (x.shape, x.dtype, x.device, self.cast)
         self.microbatches: dict[fx.Node, list[Microbatch]] = {segments.input: [whole]}
-        # Saved for backward, by segment: states received from the previous rank, training calls of
-        # blocks with batch statistics, and autograd graphs of segments that are not recomputed.
+        # Saved for backward, by segment: states received from the previous process, training calls
+        # of blocks with batch statistics, and autograd graphs of segments that are not recomputed.
         self.states: dict[Segment, dict[Microbatch, list[Tensor]]] = {}
         self.calls: dict[Segment, TrainingCall] = {}
         self.graphs: dict[Segment, tuple[Mapping[fx.Node, Tensor], Tensor]] = {}
@@ -164,7 +164,7 @@ class _Run(Store):
         if sizes is None:
             values = Values(self, segment, (0, 1))
             sizes = self.segments.sizes[key] = values.num_bytes()
-        # Sizes are per sample and step: ranks with different numbers of steps must agree.
+        # Sizes are per sample and step: processes with different numbers of steps must agree.
         inside, read = sizes
         most = max(inside, read)
         self.largest = max(self.largest, most)
@@ -189,7 +189,7 @@ class _Run(Store):
 
     def _run_neuron(self, segment: Segment, called: NeuronCall) -> None:
         microbatches, target = self.microbatches[segment.target], segment.target
-        # Computing inputs early is safe: norms that synchronize ranks have a single microbatch.
+        # Computing inputs early is safe: norms that synchronize processes have a single microbatch.
         first = [Values(self, segment, microbatches[0]).sequences(called.inputs)]
         memory = StateMemory.like(first[0][0], called.num_states)
 
@@ -245,11 +245,11 @@ class _Run(Store):
         run: Callable[[Microbatch, list[Tensor]], Sequence[Tensor]],
         backward: bool = False,
     ) -> dict[Microbatch, list[Tensor]]:
-        """Run one pass of a scan by microbatches and exchange its states with other ranks.
+        """Run one pass of a scan by microbatches and exchange its states with other processes.
 
         Returns:
             The tensors received for each microbatch: initial states, or with `backward` gradients
-            of the final states. Empty lists where no rank sends any.
+            of the final states. Empty lists where no process sends any.
         """
         receives, sends = not self.passing.is_first, self._sends
         begin = self.passing.forward
@@ -266,7 +266,7 @@ class _Run(Store):
 
     @property
     def _sends(self) -> bool:
-        """Whether the next rank needs the final states."""
+        """Whether the next process needs the final states."""
         return not self.passing.is_last
 
     def _whole_batch(self, segment: Segment, node: fx.Node) -> Tensor:
@@ -337,27 +337,20 @@ class _Run(Store):
     def _differentiate_neuron(self, segment: Segment, called: NeuronCall, grad: Gradient) -> None:
         microbatches, states = grad.microbatches, self.states.pop(segment)
         parameters = [p for m in called.modules for p in m.parameters() if p.requires_grad]
-        recomputed: RecomputedNeuron | None = RecomputedNeuron(
-            self, segment, called, microbatches[0]
-        )
-        assert recomputed is not None
-        memory = StateMemory.like(recomputed.inputs[0], called.num_states)
+        pending = [RecomputedNeuron(self, segment, called, microbatches[0])]
+        memory = StateMemory.like(pending[0].inputs[0], called.num_states)
 
         def finish() -> None:
             """Differentiate the layers before the neuron, once its gradients have been sent."""
-            nonlocal recomputed
-            assert recomputed is not None
-            values, inputs, grads = recomputed.values, recomputed.inputs, recomputed.grads
-            recomputed = None
-            self.differentiate(segment, values.microbatch, values.leaves, inputs, grads)
+            done = pending.pop()
+            leaves = done.values.leaves
+            self.differentiate(segment, done.values.microbatch, leaves, done.inputs, done.grads)
 
         def run(microbatch: Microbatch, ends: list[Tensor]) -> Sequence[Tensor]:
-            nonlocal recomputed
-            assert recomputed is not None
-            if recomputed.values.microbatch != microbatch:
+            if pending[0].values.microbatch != microbatch:
                 finish()
-                recomputed = RecomputedNeuron(self, segment, called, microbatch)
-            begins, found = recomputed.differentiate(
+                pending.append(RecomputedNeuron(self, segment, called, microbatch))
+            begins, found = pending[0].differentiate(
                 states[microbatch], grad.pop(microbatch), ends, parameters
             )
             self.add(parameters, found)

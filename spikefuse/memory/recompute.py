@@ -20,8 +20,8 @@ Gradients = Sequence[Tensor | None]
 class RecomputedNeuron:
     """A neuron's inputs for a microbatch, recomputed, and their gradients.
 
-    Construction recomputes the inputs, for which layers may wait for other ranks. `differentiate`
-    is a separate step, after which ranks with earlier steps can continue.
+    Construction recomputes the inputs, for which layers may wait for other processes.
+    `differentiate` is a separate step, after which processes with earlier steps can continue.
 
     Attributes:
         inputs: `[T, B, ...]` each.
