@@ -1,4 +1,4 @@
-"""Trained networks for use: loading them from checkpoints, and classifying files."""
+"""Load trained networks from checkpoints, and classify files with them."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Prediction(NamedTuple):
 
 
 def find_files(network: TrainedNetwork, paths: Iterable[Path]) -> list[Path]:
-    """Replace folders by their files, searched recursively; an empty folder stays."""
+    """Replace folders by the files in them, recursively; folders without any are not replaced."""
     endings, files = file_endings(network.config.dataset), []
     for path in paths:
         inside = sorted(path.rglob("*")) if path.is_dir() else []
