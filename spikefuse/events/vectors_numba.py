@@ -171,7 +171,7 @@ def dots(out, weight, at, m, source, stride, column, rows, entries, begin, end):
 
 @_intrinsic
 def equal_bits(typing, array, at, value, count):
-    """A word whose bit k is `array[at + k] == value`, for k < min(count, WORD)."""
+    """Return a word whose bit k is `array[at + k] == value`, for k < min(count, WORD)."""
 
     def generate(context, builder, signature, args):
         array_, at_, value_, count_ = args

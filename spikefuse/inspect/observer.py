@@ -56,7 +56,7 @@ class NeuronScan:
         return " + ".join([*norm, *residual, type(self.neuron).__name__])
 
     def tensors(self) -> list[Tensor]:
-        """The parameters and buffers."""
+        """Return the parameters and buffers."""
         modules = [m for m in (self.neuron, self.norm) if m is not None]
         return [x for m in modules for x in (*m.parameters(), *m.buffers())]
 

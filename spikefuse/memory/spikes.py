@@ -54,7 +54,7 @@ class _BinaryTensor:
 
 
 class Spikes:
-    """The registered spikes of one call, by the address of their storage; see `saving`.
+    """The binary tensors registered in one call, by the address of their storage; see `saving`.
 
     Attributes:
         reductions: by neuron, the bytes by which packing has reduced what is saved.

@@ -19,8 +19,8 @@ from spikefuse.nn.activations import ACTIVATIONS, METHODS
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import MaxPool2d, max_pool2d
 
-# Layers and functions that are deterministic and compute each row along dim 0 by itself, except for
-# the statistics of a batch norm.
+# Layers and functions that are deterministic and, batch statistics aside, compute each row along dim
+# 0 alone.
 _LAYERS = (
     *(kind for kind in ACTIVATIONS if kind is not nn.RReLU),
     conv._ConvNd,
@@ -171,8 +171,7 @@ def works_in_place(node: fx.Node, module: nn.Module | None) -> bool:
 
 
 def is_by_row(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether a call is deterministic and computes each row along dim 0 by itself, except for the
-    statistics of a batch norm."""
+    """Whether a call is deterministic and, batch statistics aside, computes each row alone."""
     if module is None:
         if node.target in (torch.flatten, "flatten"):
             return len(node.args) > 1 and isinstance(node.args[1], int) and node.args[1] > 0

@@ -139,7 +139,7 @@ class Processes:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether an error means that the connection to another process broke."""
+    """Whether an error means that the connection to another process is lost."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and "gloo" in str(error).lower()
