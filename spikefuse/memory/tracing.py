@@ -19,8 +19,8 @@ from spikefuse.nn.activations import ACTIVATIONS, METHODS
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import MaxPool2d, max_pool2d
 
-# Layers and functions that are deterministic and, batch statistics aside, compute each row along dim
-# 0 alone.
+# Layers and functions that are deterministic and, batch statistics aside, compute each row along
+# dim 0 alone.
 _LAYERS = (
     *(kind for kind in ACTIVATIONS if kind is not nn.RReLU),
     conv._ConvNd,
