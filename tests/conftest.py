@@ -9,7 +9,9 @@ import gc
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
+from hypothesis import HealthCheck
 
 # Programs that tests start import the package and the helpers of the tests from this source tree.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -30,6 +32,10 @@ if not torch.cuda.is_available():
 
 from spikefuse.kernels import numba_host
 from spikefuse.testing import Backends
+
+# How long an example takes to make says nothing on a busy machine.
+hypothesis.settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
 
 DEVICES = [pytest.param("cpu")]
 if torch.cuda.is_available():

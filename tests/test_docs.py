@@ -64,8 +64,9 @@ def test_commands_and_options_exist(page: str, capsys: pytest.CaptureFixture[str
     """Commands of the trainer in blocks parse, and options in the text are options of it."""
     for arguments in re.findall(r"^\$ (?:.* )?spikefuse (.*)$", read(page), re.M):
         make_parser().parse_args(shlex.split(arguments, comments=True))
-    with pytest.raises(SystemExit):
-        make_parser().parse_args(["train", "--help"])
+    for command in ("train", "predict"):
+        with pytest.raises(SystemExit):
+            make_parser().parse_args([command, "--help"])
     known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     mentioned = re.findall(r"(?:`|spikefuse train )(--[a-z-]+)", read(page))
     assert set(mentioned) <= known

@@ -61,10 +61,10 @@ def load_cifar10(directory: Path, download: bool) -> tuple[Images, Images]:
         archives = (folder / name for name in ARCHIVES for folder in folders)
         archive = next((path for path in archives if path.is_file()), None)
         batches = _read_archive(archive or locate(CIFAR10, directory, download)[ARCHIVES[0]])
-    parts = {name: _parse(content, path) for name, (path, content) in batches.items()}
-    pixels = torch.cat([parts[name].pixels for name in TRAIN])
-    labels = torch.cat([parts[name].labels for name in TRAIN])
-    return Images(pixels, labels), parts[TEST]
+    images = {name: _parse(content, path) for name, (path, content) in batches.items()}
+    pixels = torch.cat([images[name].pixels for name in TRAIN])
+    labels = torch.cat([images[name].labels for name in TRAIN])
+    return Images(pixels, labels), images[TEST]
 
 
 def _find_batches(folders: tuple[Path, Path]) -> Batches | None:
@@ -103,7 +103,7 @@ def _read_archive(archive: Path) -> Batches:
 
 
 def _parse(content: bytes, path: Path) -> Images:
-    """Parse one batch; a pickle begins with byte 0x80, which is not a label of a binary one."""
+    """Parse one batch; byte 0x80 begins a pickle, and is never a label in a binary batch."""
     if content[:1] == b"\x80":
         pixels, labels = _unpickle(content, path)
     else:
@@ -118,7 +118,7 @@ def _parse(content: bytes, path: Path) -> Images:
 
 
 class _PickledDtype:
-    """A dtype of numbers; NumPy's own would take its flags from a damaged file."""
+    """A numeric dtype. NumPy's own unpickling would read its flags from a damaged file."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self.dtype = np.dtype(code)
@@ -128,7 +128,7 @@ class _PickledDtype:
 
 
 class _PickledArray:
-    """An array whose shape fits its content; NumPy would allocate any shape that a file has."""
+    """An array whose shape fits its content. NumPy would allocate any shape in a file."""
 
     def __init__(self, *_: Any) -> None:
         self.array = np.empty(0)
@@ -140,7 +140,7 @@ class _PickledArray:
         )
 
 
-# The module has another name in NumPy 1, which wrote the published files, and NumPy 2.
+# NumPy 1, which wrote the published files, and NumPy 2 name the module differently.
 ALLOWED = {
     ("numpy.core.multiarray", "_reconstruct"): _PickledArray,
     ("numpy._core.multiarray", "_reconstruct"): _PickledArray,
@@ -149,7 +149,7 @@ ALLOWED = {
 }
 
 
-# Unpickles in Python: in C, a damaged index into the memo allocates gigabytes.
+# The pure-Python unpickler: the one in C allocates gigabytes for a damaged memo index.
 class _ArrayUnpickler(pickle._Unpickler):
     """Unpickles NumPy arrays and built-in containers, and refuses to call anything else."""
 

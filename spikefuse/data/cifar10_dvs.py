@@ -30,7 +30,7 @@ def find_cifar10_dvs(directory: Path) -> tuple[RecordingSet, RecordingSet]:
     Normalization in Spiking Neural Networks", NeurIPS 2022).
 
     Raises:
-        DataError: a folder is missing or has no .aedat file of one of the parts.
+        DataError: a folder is missing, or has no .aedat file for training or for testing.
     """
     folder = find_folder("cifar10_dvs", CLASSES, directory, PAGE)
     how = f"get the zip file of the class from {PAGE} and unpack it there"
@@ -39,7 +39,7 @@ def find_cifar10_dvs(directory: Path) -> tuple[RecordingSet, RecordingSet]:
     train = [(file, label) for file, label in ordered if _number(file) >= NUM_TEST]
     test = [(file, label) for file, label in ordered if _number(file) < NUM_TEST]
     for label, name in enumerate(CLASSES):
-        counts = [sum(own == label for _, own in part) for part in (train, test)]
+        counts = [sum(own == label for _, own in chosen) for chosen in (train, test)]
         if not all(counts):
             raise DataError(
                 f"cifar10_dvs: {folder / name} has {counts[0]} recordings from number {NUM_TEST} "

@@ -69,7 +69,7 @@ def _recordings(folder: Path, trials: str) -> RecordingSet:
 
 
 def read_gestures(path: Path) -> Iterator[Recording]:
-    """Read the gestures of a file by the table beside it, or all of it as one without a table.
+    """Read the gestures that the table beside a file lists; without one, the file is one gesture.
 
     Raises:
         DataError: the file or its table is missing or damaged.
@@ -104,7 +104,7 @@ def _read(paths: list[Path], gestures: list[np.ndarray]) -> Iterator[Recording]:
         x, y, p, t = read_aedat3(path)
         check_sites((x, y, p, t), SIZE, path)
         for label, start, end in rows:
-            # A mask instead of bisection, because the clock of a trial may step back.
+            # A mask, not bisection: the clock of a trial may step back.
             k = (t >= start) & (t < end)
             if not k.any():
                 gesture = f"the gesture {CLASSES[label]!r} from {start} to {end} microseconds"

@@ -1,4 +1,4 @@
-"""Locating, downloading and reading the files of a dataset."""
+"""Locate, download and read the files of a dataset."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _find(name: str, folders: tuple[Path, ...]) -> Path | None:
 
 
 def _download(source: DownloadSource, name: str, folder: Path) -> Path:
-    """Download one file into `folder`, where it appears once its checksum has been verified."""
+    """Download one file into `folder`; it appears there only if its checksum is correct."""
     try:
         import pooch
     except ImportError as error:
@@ -178,14 +178,14 @@ def read_bytes(path: Path) -> bytes:
         if content[:2] != b"\x1f\x8b":
             return content
         with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
-            parts = list(itertools.islice(iter(partial(file.read, CHUNK), b""), MAX_CHUNKS + 1))
+            chunks = list(itertools.islice(iter(partial(file.read, CHUNK), b""), MAX_CHUNKS + 1))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise damaged(path, f"gzip: {str(error).rstrip('.')}") from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    if len(parts) > MAX_CHUNKS:
+    if len(chunks) > MAX_CHUNKS:
         raise damaged(path, "gzip: it has more than 1 GiB of content")
-    return b"".join(parts)
+    return b"".join(chunks)
 
 
 def damaged(path: Path, what: str) -> DataError:

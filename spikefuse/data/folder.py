@@ -1,4 +1,4 @@
-"""Image folders with one subfolder per class, as in ImageNet, decoded when they are indexed.
+"""Image folders with one subfolder per class, as in ImageNet; images are decoded when indexed.
 
 Russakovsky et al., "ImageNet Large Scale Visual Recognition Challenge", IJCV 115(3), 2015.
 """

@@ -21,7 +21,7 @@ from spikefuse.data.recordings import Recording, RecordingSet, make_recording
 
 PAGE = "https://zenkelab.org/datasets/"
 SIZE = (700,)
-# What h5py raises for damaged content.
+# Errors of h5py for damaged content.
 READ_ERRORS = (KeyError, OSError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError)
 SHD_CLASSES = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
@@ -58,7 +58,7 @@ def recordings_in(path: Path, num_classes: int) -> RecordingSet:
     with _open(path) as file:
         try:
             shapes = [file[name].shape for name in ("labels", "spikes/times", "spikes/units")]
-            # A recording takes more than a byte; a damaged count may not fit in memory.
+            # A recording takes more than a byte, so a larger count is damaged.
             fits = len(shapes[0]) == 1 and 0 < shapes[0][0] <= path.stat().st_size
             if not fits or shapes.count(shapes[0]) < 3:
                 counts = ("x".join(map(str, shape)) for shape in shapes)

@@ -108,10 +108,10 @@ class Subset:
 
 
 def split(images: Examples, fraction: float, seed: int) -> tuple[Examples, Examples]:
-    """Split into (rest, part), stratified by class; both keep the order of `images`.
+    """Split into (rest, part), stratified by class; both preserve the order of `images`.
 
-    The result depends on the labels and `seed` only. Datasets other than `Images` are not read:
-    their parts are `Subset`s.
+    The result depends only on the labels and `seed`. Datasets other than `Images` are not read, but
+    split into `Subset`s.
 
     Args:
         images: the dataset.

@@ -48,7 +48,7 @@ def read_nmnist(path: Path) -> Recording:
         raise not_installed("N-MNIST", "tonic", "events") from error
     try:
         size = path.stat().st_size
-        if not size or size % EVENT_BYTES:  # tonic would read a part of it, or fail later
+        if not size or size % EVENT_BYTES:  # tonic would read some of it, or fail later
             raise damaged(path, f"{size} bytes are not a multiple of 5, one event")
         events = read_mnist_file(path, FIELDS)
     except OSError as error:

@@ -13,7 +13,7 @@ import numpy as np
 
 from spikefuse.data.files import damaged
 
-# Microseconds, about 12 days: no recording is as long.
+# Microseconds, about 12 days: longer than any recording.
 TIME_LIMIT = 2**40
 
 # Coordinates x, y, polarity p and time t of events, each `[E]`.

@@ -59,17 +59,15 @@ def _events(
     name: str, find: Find, size: tuple[int, ...], classes: tuple[str, ...], slicing: Slicing
 ) -> Dataset:
     def read(directory: Path, download: bool, **options: Any) -> tuple[Frames, Frames]:
-        chosen = Slicing(**options)
-        train, test = find(directory)
-        return load_frames(f"{name}-train", train, chosen), load_frames(
-            f"{name}-test", test, chosen
-        )
+        chosen, (train, test) = Slicing(**options), find(directory)
+        train_frames = load_frames(f"{name}-train", train, chosen)
+        return train_frames, load_frames(f"{name}-test", test, chosen)
 
     return Dataset(size, classes, read, "events", vars(slicing))
 
 
 # T = 32 and SBE as in Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal
-# Fusion", section 5.2. Of speech, 1.4 seconds cover every recording.
+# Fusion", section 5.2. No recording of speech is longer than 1.4 seconds.
 SACCADES, GESTURES = Slicing("number", 32, bits=4), Slicing("number", 32, bits=8)
 SCREEN, SPEECH = Slicing("number", 10, bits=8), Slicing("duration", 100, dt=14_000, bits=4)
 CAMERA, IMAGE = (2, 128, 128), (3, 224, 224)
@@ -127,9 +125,9 @@ def read_file(name: str, path: str | Path, **transform: Any) -> Iterator[np.ndar
     """Read the examples in one file, such as a user's own, in the form of a dataset.
 
     An image is scaled so that its shorter side fits and cropped at the centre, with the margin of
-    `ImageFolder` for imagenet. Its colours are as in the file: digits are bright on black in the
-    datasets. Files of events have the dataset's own format. A file of DVS128 Gesture has the
-    gestures of the table beside it, `<stem>_labels.csv`, or is a single one without a table.
+    `ImageFolder` for imagenet. Its colours are not inverted: digits in the datasets are bright on
+    black. Event files must have the dataset's own format. A file of DVS128 Gesture is split into
+    the gestures listed in the table beside it, `<stem>_labels.csv`; without one it is one gesture.
 
     Args:
         name: one of `DATASETS`.

@@ -24,7 +24,7 @@ from spikefuse.data.files import DataError, user_cache
 from spikefuse.data.frames import Frames, Slicing, pack, to_frames
 from spikefuse.data.recordings import Recording, RecordingSet
 
-# Part of every key: increase it when the same recordings would give different frames.
+# Part of every key: increase it when the frames of the same recordings change.
 VERSION = 2
 ENVIRONMENT = "SPIKEFUSE_CACHE_DIR"
 
@@ -38,13 +38,11 @@ def cache_directory() -> Path:
 def load_frames(name: str, recordings: RecordingSet, slicing: Slicing) -> Frames:
     """Load the frames of `recordings` from the cache, computing them first if necessary.
 
-    The file's name contains a hash of the name, the slicing, the recordings' files with sizes and
-    dates, and a version, so that a change in any of them leads to new frames.
+    The file name contains a hash of the name, the slicing, the recordings' files with sizes and
+    dates, and a version: a change in any of them leads to new frames.
 
     Args:
-        name: name of the dataset and its part, such as "nmnist-train".
-        recordings: the recordings.
-        slicing: how to cut a recording.
+        name: name of the dataset with its split, such as "nmnist-train".
 
     Raises:
         DataError: a recording is damaged, or the cache cannot be written or is damaged.
@@ -110,7 +108,7 @@ def _map(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     """Map a file into memory after checking its header and size."""
     try:
         with path.open("rb") as file:
-            # Of other versions, np.load would allocate as many bytes as a damaged header claims.
+            # np.load would allocate as many bytes as a damaged header of another version claims.
             if np.lib.format.read_magic(file) == (1, 0):
                 header = np.lib.format.read_array_header_1_0(file)
                 whole = path.stat().st_size == file.tell() + math.prod(shape)

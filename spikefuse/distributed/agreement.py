@@ -37,7 +37,7 @@ class Agreement:
         """
         order = sorted(range(1, x.ndim), key=lambda d: (-x.stride()[d], d))
         dtype = str(x.dtype).removeprefix("torch.")
-        # The number of steps comes first, because ranks may differ in it as `steps_of` says.
+        # The number of steps comes first: it may differ between ranks, as in `steps_of`.
         call = f"{x.shape[0]} steps of [T, {', '.join(map(str, x.shape[1:]))}] {dtype}"
         call = f"{call} in memory order {order}, {about}"
         self._finish_comparison()

@@ -25,8 +25,7 @@ BEAT, LIFE = 0.5, 10.0
 
 
 def recording() -> bool:
-    """Return whether this thread records a CUDA graph. Recorded work does not run yet, so the host
-    cannot query whether it is complete."""
+    """Return whether this thread records a CUDA graph; the host cannot query recorded work."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -70,8 +69,10 @@ class RankWatchdog:
             raise RankLost(self.diagnose()) from error
 
     def expect(self, work: dist.Work) -> None:
-        """Track work that a GPU waits for; the process ends if it takes too long. Work of a
-        recording is not tracked: replays are not watched."""
+        """Track work that a GPU waits for; the process ends if it takes too long.
+
+        Recorded work is not tracked: replays are not watched.
+        """
         if recording():
             return
         with self._lock:
@@ -95,7 +96,7 @@ class RankWatchdog:
         return waited > self.timeout or (waited > LIFE and self._ended() is not None)
 
     def _drop_completed(self) -> None:
-        # Promptly, because work keeps its tensor alive.
+        # Called often, because work holds a reference to its tensor.
         while self.pending and self.pending[0][0].is_completed():
             self.pending.popleft()
 
@@ -112,7 +113,7 @@ class RankWatchdog:
         return self._describe(self._ended())
 
     def _ended(self) -> int | None:
-        """The rank that ended first."""
+        """Return the rank that ended first, or None."""
         since = time.monotonic() - LIFE
         silent = [(when, rank) for rank, (_, when) in self.seen.items() if when < since]
         return min(silent)[1] if silent else None

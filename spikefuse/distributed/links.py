@@ -54,7 +54,7 @@ class PeerLink:
 
     def __init__(self, peer: int, group: dist.ProcessGroup, watchdog: RankWatchdog) -> None:
         self.peer, self._group, self._watchdog = peer, group, watchdog
-        #: Whether waiting blocks the host. Then sends complete only once they are waited for.
+        #: Whether waiting blocks the host. Sends then complete only in `flush`.
         self.blocks = dist.get_backend(group) == "gloo"
         # Work, its tensor, and whether it was recorded.
         self._sent: deque[tuple[dist.Work, Tensor, bool]] = deque()
@@ -90,8 +90,10 @@ class PeerLink:
             self._sent.popleft()
 
     def flush(self) -> None:
-        """Wait until all sends are complete, and release their tensors. On a GPU the stream waits,
-        not the host."""
+        """Wait until all sends are complete, and release their tensors.
+
+        On a GPU the stream waits, not the host.
+        """
         recorded = not self.blocks and recording()
         # Recorded and eager work cannot wait for each other, and need not: a recording begins when
         # all previous work is complete.
@@ -104,6 +106,6 @@ class PeerLink:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """View the memory of a dense tensor as one row, whatever the order of its dimensions."""
+    """View a dense tensor as one row in memory order."""
     order = sorted(range(x.ndim), key=lambda d: (-x.stride()[d], d))
     return x.permute(order).view(-1)

@@ -120,8 +120,7 @@ class _ShardLinear(EventLinear):
         return self._gather_events(own, counts, events, events.values)
 
     def _gather_counts(self, fired: Tensor, entries: Tensor) -> SliceCounts:
-        """Gather the numbers of spikes and of all entries in each row, int32 `[R]`, from all ranks.
-        The host of a GPU waits for them."""
+        """Gather the counts of spikes and entries per row, int32 `[R]`; the host waits for them."""
         return SliceCounts.of(self._gather(torch.stack((fired, entries))))
 
     def _gather(self, x: Tensor) -> Tensor:

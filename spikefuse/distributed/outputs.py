@@ -123,7 +123,7 @@ def carry_state(state: dict[str, States], axis: DeviceMesh) -> dict[str, States]
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Every rank's loss depends on the sum, so backward sums the ranks' gradients."""
+    """Sum over ranks. Every rank's loss depends on the sum, so backward sums its gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

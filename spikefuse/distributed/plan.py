@@ -1,11 +1,12 @@
 """Choose how many ranks share a sequence, from measurements of the network and its connections.
 
 Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion", Eqs. 4 and 5,
-predict T_s / k + (k - 1) T_c seconds on k ranks, with T_s the time on one rank and T_c that of an
-exchange. In addition, part of a step's time here does not shrink with the number of time steps, and
-each rank lags behind the previous one: by the scan of one chunk of the batch and its exchange, or
-by a repair and an exchange if it scans speculatively. Where batch norms with exact statistics
-synchronize the ranks at each layer, the lags of layers add up; otherwise only the longest counts.
+predict T_s / k + (k - 1) T_c seconds on k ranks, where T_s is the time on one rank and T_c the time
+of an exchange. In addition, part of a step's time here does not shrink with the number of time
+steps, and each rank lags behind the previous one: by the scan of one chunk of the batch and its
+exchange, or by a repair and an exchange if it scans speculatively. If batch norms with exact
+statistics synchronize the ranks at each layer, the lags of layers add up; otherwise only the
+longest counts.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from spikefuse.scan.op import Request
 from spikefuse.scan.program import program
 from spikefuse.scan.state_passing import Buffers, Channel, StatePassing
 
-DEVICE = "cuda"  # only its steps can be recorded as graphs
+DEVICE = "cuda"  # steps are measured as CUDA graphs
 WARMUP, REPETITIONS = 2, 5
 TURNS = 8  # exchanges per measurement: the time of a single one is mostly host overhead
 CHUNKS = 4  # of the scan that measures the overhead of a chunk
@@ -224,7 +225,7 @@ def plan(model: nn.Module, example: Tensor, mesh: DeviceMesh, statistics: str = 
 
 
 class _NeuronInputs(Observer):
-    """Finds the neurons that a model calls, with inputs `[T, B, ...]` that occupy no memory."""
+    """Finds the neurons that a model calls, with stand-ins for their inputs `[T, B, ...]`."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -282,7 +283,7 @@ def _measure_scan(neuron: Neuron, inputs: list[Tensor], scale: float) -> ScanCos
 
 
 def _measure_link(num_bytes: int, device: torch.device) -> tuple[float, float]:
-    """Latency in seconds and bandwidth in bytes per second between pairs of ranks."""
+    """Measure latency in seconds and bandwidth in bytes per second between pairs of ranks."""
     rank = dist.get_rank()
     peer = rank ^ 1
     if peer >= dist.get_world_size():  # only the plan of rank 0 counts
@@ -298,10 +299,10 @@ def _measure_link(num_bytes: int, device: torch.device) -> tuple[float, float]:
 
 
 def _measure(run: Callable[[], object]) -> float:
-    """The median time in seconds of replays of a CUDA graph of `run`."""
+    """Return the median time in seconds of replays of a CUDA graph of `run`."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    torch.clear_autocast_cache()  # it keeps casts of weights with the stream that made them
+    torch.clear_autocast_cache()  # its casts of weights belong to the stream that made them
     with torch.cuda.stream(stream):
         for _ in range(WARMUP):
             run()

@@ -66,8 +66,7 @@ def share_statistics(net: nn.Module, ranks: AxisCollectives) -> None:
 
 
 def average_statistics(net: nn.Module, ranks: AxisCollectives) -> None:
-    """Average the running statistics of the batch norms in `net` over all ranks after each training
-    call."""
+    """Average running statistics of the norms in `net` over all ranks after each training call."""
 
     def average(net: nn.Module, *_: Any) -> None:
         norms = [m for m in net.modules() if isinstance(m, _BatchNorm) and m.training]
@@ -118,7 +117,7 @@ class _NormalizeOverRanks(torch.autograd.Function):
 
 
 def _moments(x: Tensor, ranks: AxisCollectives) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance per channel over all ranks, and the number of values."""
+    """Return mean and variance per channel over all ranks, and the number of values."""
     if x.is_cuda:
         mean, scale = torch.batch_norm_stats(_dense(x), _EPS)
         var = (scale.pow(-2) - _EPS).clamp_min(0)
@@ -134,7 +133,7 @@ def _moments(x: Tensor, ranks: AxisCollectives) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums per channel of the gradient, and of the gradient times the normalized x."""
+    """Sum the gradient, and the gradient times the normalized x, over each channel."""
     if x.is_cuda:
         arguments = _dense(grad), _dense(x), mean, scale, None, True, False, False
         sums, products, _, _ = torch.batch_norm_backward_reduce(*arguments)
@@ -146,7 +145,7 @@ def _sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor,
 def _grad_x(
     grad: Tensor, x: Tensor, weight: Tensor | None, moments: tuple[Tensor, Tensor], means: Tensor
 ) -> Tensor:
-    """weight * scale * (grad - means[0] - z * means[1]), with z the normalized x."""
+    """Return weight * scale * (grad - means[0] - z * means[1]), where z is the normalized x."""
     mean, scale = moments
     if x.is_cuda:
         one = torch.ones(1, dtype=torch.int32, device=x.device)
@@ -160,12 +159,12 @@ def _grad_x(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """A memory layout that PyTorch's batch norm kernels accept."""
+    """Return `x` in a memory layout that PyTorch's batch norm kernels accept."""
     if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
         return x
     return x.contiguous()
 
 
 def _leading(x: Tensor) -> list[int]:
-    """All dimensions but the channels, once these come last."""
+    """Return all dimensions but the last, to which the channels have been moved."""
     return list(range(x.ndim - 1))

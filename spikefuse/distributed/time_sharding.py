@@ -34,8 +34,8 @@ STATISTICS = ("exact", "shard")
 # Thread blocks that a link may occupy on a GPU. On H200s a 4 MB transfer takes 44 us with 16, and
 # 37 us with 32 or more.
 LINK_CTAS = 32
-# With this many steps the thread blocks of a scan run so long that a send would wait for one to
-# end. The next kernel waits for the send instead, as it does where a norm synchronizes the ranks.
+# With this many steps, the thread blocks of a scan run so long that a send would wait for one to
+# end. The next kernel then waits for the send, as it does if a norm synchronizes the ranks.
 LONG_SCAN = 128
 M = TypeVar("M", bound=nn.Module)
 
@@ -68,10 +68,10 @@ def shard_time(
             the rank's own steps, without communication; running statistics are averaged.
         timeout: seconds that a rank waits for another one.
         speculate: whether ranks on GPUs scan from rest before the state of the previous rank
-            arrives, and then repair the result: scan again from the arrived state until the
-            neurons' states match. This takes a few steps if inputs make neurons fire, and all steps
-            if neurons forget nothing. Spikes are the same; gradients smaller than 2^-32 of what
-            the next rank sends become 0. With `memory.Checkpoint` ranks do not speculate.
+            arrives, and then repair the result: rescan from the received state until the neurons'
+            states match. This takes a few steps if inputs make neurons fire, and all steps if
+            neurons do not leak. Spikes are the same; gradients smaller than 2^-32 of those that the
+            next rank sends become 0. With `memory.Checkpoint` ranks do not speculate.
 
     Returns:
         The model.
@@ -98,7 +98,7 @@ def shard_time(
 
 
 def _containers(model: nn.Module) -> list[Temporal]:
-    """The containers in a model, after checking that time sharding supports them."""
+    """Find the containers in a model, and check that time sharding supports them."""
     containers = [m for m in model.modules() if isinstance(m, Temporal)]
     if not containers:
         raise TypeError(f"{type(model).__name__} contains no Temporal: wrap the network in one")
@@ -206,15 +206,21 @@ class TimeShard(StatePassing):
 
 
 def _flush_recorded(link: PeerLink | None) -> None:
-    """While a CUDA graph is recorded, wait for all sends: before the recording ends, all streams
-    must have joined the one on which it began. Until then, sent tensors keep their memory."""
+    """Wait for all sends if a CUDA graph is recorded.
+
+    All streams must join the one that began the recording before it ends. Until then, sent tensors
+    stay allocated.
+    """
     if link is not None and recording():
         link.flush()
 
 
 def import_dynamo() -> None:
-    """Import `torch._dynamo` before the first call that needs it: an exception caught during the
-    import would keep that call's frames, and their tensors, alive until the next collection."""
+    """Import `torch._dynamo` before the first call that needs it.
+
+    An exception caught during the import would hold that call's frames, and their tensors, until
+    the next garbage collection.
+    """
     if "torch._dynamo" not in sys.modules:
         import torch._dynamo  # noqa: F401
 
@@ -222,8 +228,8 @@ def import_dynamo() -> None:
 
 
 def _groups(ranks: list[int], backend: str, timeout: timedelta) -> list[dist.ProcessGroup]:
-    """Make the groups of all ranks on their hosts, of all ranks on their devices, of this rank and
-    the previous one, and of this rank and the next one."""
+    """Make the groups of this rank: all ranks on hosts, all ranks on devices, and one per neighbour
+    in order."""
     # Every process of a job must make all of its groups in the same order.
     rows: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(rows, ranks)
@@ -240,7 +246,7 @@ def _groups(ranks: list[int], backend: str, timeout: timedelta) -> list[dist.Pro
 
 
 def _link_options(timeout: timedelta) -> Any:
-    """A high-priority stream on few multiprocessors, since it waits most of the time."""
+    """Request a high-priority stream on few multiprocessors, because it waits most of the time."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     options.config.max_ctas = LINK_CTAS
@@ -248,7 +254,7 @@ def _link_options(timeout: timedelta) -> Any:
 
 
 def _store(group: dist.ProcessGroup) -> Store:
-    """The job's store, for use by this group from a separate thread."""
+    """Return the job's store, for use by this group from a separate thread."""
     store = _get_default_store()
     # A client must not be used by two threads at a time.
     store = store.clone() if hasattr(store, "clone") else store

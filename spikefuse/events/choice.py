@@ -11,9 +11,9 @@ import torch
 from spikefuse.events.format import Events
 
 # On a CPU, the share of listed inputs (spikes and other candidates) above which dense products are
-# quicker. On lists, a training step took 92 % of the time of dense products with 60 % of the
-# neurons firing, and 131 % with 90 % (benchmarks.events, fixed activity). A constant, not a
-# measurement at run time, so that runs are reproducible.
+# faster. On lists, a training step took 92 % of the time of dense products with 60 % of the neurons
+# firing, and 131 % with 90 % (benchmarks.events, fixed activity). A measurement at run time would
+# make results irreproducible.
 CPU_CROSSOVER = 0.65
 # On a GPU, the ratio between levels of activity; each level is measured once, on first use.
 FACTOR = 2**0.25
@@ -32,7 +32,7 @@ _measured: dict[tuple[object, ...], Choice] = {}
 
 
 def choose(events: Events, out_features: int, run: Callable[[str, Events], None]) -> Choice:
-    """Return the quicker of event lists and dense products.
+    """Return the faster of event lists and dense products.
 
     Args:
         events: the input of the layer.
@@ -59,7 +59,7 @@ def choose(events: Events, out_features: int, run: Callable[[str, Events], None]
 
 
 def _milliseconds(run: Callable[[str, Events], None], impl: str, events: Events) -> float:
-    """Return the minimum of several times, which other processes can only lengthen."""
+    """Return the minimum of several times, because other processes can only add to a time."""
     for _ in range(WARMUPS):
         run(impl, events)
     times = []

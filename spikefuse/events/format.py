@@ -43,7 +43,6 @@ class Events:
 
     @property
     def lists(self) -> EventLists:
-        """The lists that kernels read."""
         return EventLists(self.offsets, self.fired, self.indices)
 
     @property
@@ -66,7 +65,7 @@ class Events:
         return self.num_fired / max(self.num_rows * self.shape[2], 1)
 
     def sequence_signature(self) -> tuple[Hashable, ...]:
-        """Return what determines the memory a network saves for these events, except their number.
+        """Return what determines, with the number of events, the memory that a network saves.
 
         `spikefuse.nn.Temporal` passes sequences with this method to its network unchanged.
         """
@@ -178,7 +177,7 @@ def count_marks(marks: Tensor) -> CountedMarks:
 
 
 def merge_slices(
-    shape: tuple[int, int, int], indices: Tensor, first: Tensor, counts: SliceCounts, part: int
+    shape: tuple[int, int, int], indices: Tensor, first: Tensor, counts: SliceCounts, index: int
 ) -> tuple[Events, Tensor, Tensor]:
     """Merge the events of K adjacent slices of the sites.
 
@@ -186,10 +185,11 @@ def merge_slices(
         shape: of the result.
         indices: int32 `[K, counts.max_size]`, the entries of each slice, padded.
         first: int64 `[K]` or longer, the first site of each slice.
-        part: the slice whose entries are located in the result.
+        index: the slice whose entries are located in the result.
 
     Returns:
-        The events, their `is_fired()`, and int64, the place of each entry of `part` among them.
+        The events, their `is_fired()`, and int64, the place of each entry of that slice among
+        them.
     """
     spikes, entries = counts.rows.unbind(1)
     others, total = entries - spikes, sum(counts.sizes)
@@ -199,7 +199,7 @@ def merge_slices(
     begins = entries.flatten().cumsum(0) - entries.flatten()
     place = torch.arange(total, device=entries.device) - begins[pair]
     is_fired = place < spikes.flatten()[pair]
-    # The places in the result where the spikes and the other entries of a (slice, row) begin.
+    # Where in the result the spikes and the other entries of a (slice, row) begin.
     row = counts.offsets[:-1]
     first_spike = row + spikes.cumsum(0) - spikes
     first_other = row + counts.fired + others.cumsum(0) - entries
@@ -207,7 +207,7 @@ def merge_slices(
     sites = [indices[k, :size] + first[k] for k, size in enumerate(counts.sizes)]
     whole, values = indices.new_empty(total), torch.empty_like(place, dtype=torch.float32)
     whole[to], values[to] = torch.cat(sites).to(whole.dtype), is_fired.float()
-    own = to.split(counts.sizes)[part]
+    own = to.split(counts.sizes)[index]
     return Events(shape, counts.offsets, counts.fired, whole), values, own
 
 

@@ -5,9 +5,9 @@ Potentials never leave a core's cache. Neither do currents if they are sums of f
 then recomputes them. Layers exchange event lists only. docs/events.md derives which entries carry a
 gradient, and so which rows of weights are read.
 
-If each thread has tiles of its own, the gradients of their currents stay in its cache too. With
-fewer tiles than threads, the threads divide the samples and those gradients go through memory; the
-inputs are then divided to sum them.
+If each thread has its own tiles, the gradients of their currents also stay in its cache. With fewer
+tiles than threads, the threads split the samples, and those gradients go through memory; to sum
+them, the threads split the inputs.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from spikefuse.scan import cache as sources
 from spikefuse.scan.op import choose
 from spikefuse.scan.program import program
 
-# From this many spikes per row, saving the currents is quicker than summing them again.
+# From this many spikes per row, saving the currents is faster than recomputing them.
 SAVED = 16
 
-# A thread that reads each row of weights this many times first copies the rows to cache lines of
-# their own. Rows of large layers are read too rarely for that.
+# A thread that reads each row of weights this many times first copies the rows to aligned memory.
+# Rows of large layers are read too rarely for that.
 COPIED = 64
 
 # Appended to the emitted kernels of a neuron. `none` stands for arguments that they don't need.
@@ -188,7 +188,7 @@ class FusedLayer:
         self.module = _module(name)
         self.currents = np.empty(0, np.float32)
         self.params = [np.float32(value) for value in scalars]
-        # The same in both passes, whatever their threads: saved currents are laid out by tile.
+        # The same in both passes for any number of threads: saved currents are laid out by tile.
         self.size = tile_width(weight.shape[1], events.shape[1])
         self.tiles = -(-weight.shape[1] // self.size)
 

@@ -52,7 +52,7 @@ class InputActivity:
     @cached_property
     def spikes(self) -> Tensor:
         """The number of spikes, int64, one value on the device of the input."""
-        # Lazy, because the next product of the layer would wait for it.
+        # Lazy, because the layer's next product would wait for the sum.
         return self.by_row.sum()
 
     @cached_property
@@ -102,7 +102,7 @@ class EventLinear(nn.Module):
             spikes have no effect on this layer, and dropped inputs get no gradient from it. "dense"
             computes the batch by dense products. "raise" raises a ValueError.
         impl: "numba" (event lists, CPU), "triton" (event lists, GPU), "dense" (matrix products) or
-            "auto": on a CPU lists up to a certain activity, on a GPU the quicker of the two,
+            "auto": on a CPU lists up to a certain activity, on a GPU the faster of the two,
             measured when an activity first occurs. `spikefuse.explain` reports the choice.
 
     Source: Finkbeiner and Neftci, "Drastically Improved SNN-Training Throughput on the IPU by
@@ -261,7 +261,7 @@ class EventLinear(nn.Module):
             return choose(events, self.out_features, self._try)
         if self.impl != "dense":
             check_backend(self.impl, events.indices)
-        return Choice(self.impl, "asked for")
+        return Choice(self.impl, "requested")
 
     def _try(self, impl: str, events: Events) -> None:
         """Run forward and backward, to be timed."""
@@ -316,12 +316,10 @@ class EventLinear(nn.Module):
             call.finals[name] = final
         return self._from_marks(marks)
 
-    # Hooks for layers whose output has more neurons than they compute.
+    # Overridden by layers whose output has more neurons than they compute.
 
     def _from_marks(self, marks: Tensor) -> Events:
-        """Return the output, from the marks of the layer's own neurons."""
         return autograd.list_marks(marks)
 
     def _from_events(self, events: Events) -> Events:
-        """Return the output, from the events of the layer's own neurons."""
         return events

@@ -60,7 +60,7 @@ def _fill(first, last, words, fired, near, offsets, spikes, indices):
 
 @kernel
 def _fill_row(bits, first, words, indices, place, nonzero):
-    # Without a branch: which words are 0 is hard to predict.
+    # Without a branch, because it is hard to predict which words are 0.
     count = 0
     for w in range(words):
         nonzero[count] = w
@@ -76,8 +76,6 @@ def _fill_row(bits, first, words, indices, place, nonzero):
 
 @_intrinsic
 def _popcount(typing_context: Any, word: Any) -> Any:
-    """Number of ones in a word."""
-
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.ctpop(args[0])
 
@@ -109,7 +107,7 @@ class PackedMarks:
 
 
 def num_words(width: int) -> int:
-    """Words that hold one bit per site."""
+    """Return the number of words that hold one bit per site."""
     return -(-width // WORD)
 
 
@@ -154,5 +152,4 @@ def dense(lists: EventLists, width: int, values: Tensor | None, dtype: torch.dty
 
 
 def arrays(lists: EventLists) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the lists as arrays."""
     return lists.offsets.numpy(), lists.fired.numpy(), lists.indices.numpy()

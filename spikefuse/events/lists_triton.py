@@ -1,6 +1,6 @@
 """Build and read event lists on GPUs; a program of every kernel handles one row.
 
-Nothing here synchronizes with the GPU: the caller finds out how long a list is.
+Nothing here synchronizes with the GPU: the caller determines the length of a list.
 
 Shape legend: R rows, E entries, W sites of a row.
 """
@@ -66,8 +66,8 @@ def fill(  # type: ignore[no-untyped-def]
 def describe(  # type: ignore[no-untyped-def]
     rows, values, inputs, offsets, fired, indices, none, BLOCK: tl.constexpr
 ):
-    """Write for the entries of a row what is wanted: the row, whether they fired (1 or 0), and the
-    site of those that fired (`none` for the others)."""
+    """Write, for each entry of a row and unless None: the row to `rows`, 1 or 0 for fired or not to
+    `values`, and the site if it fired, else `none`, to `inputs`."""
     row = tl.program_id(0)
     begin = tl.load(offsets + row)
     end, near = tl.load(offsets + row + 1), begin + tl.load(fired + row)
@@ -182,8 +182,7 @@ def launch(
     Args:
         tensors: the first arguments of the kernel.
         integers: its last arguments, constants included.
-        repeated: the kernel will run again on the same grid, integers and dtypes, so that the
-            launch is worth caching. False if they depend on the data.
+        repeated: cache the launch. False if grid, integers or dtypes depend on the data.
     """
     device = next(x.device for x in tensors if x is not None)
     if repeated:

@@ -2,7 +2,7 @@
 
 Weights are `[in, out]`, so that the row of an input is contiguous. A tile of their columns stays in
 a core's cache while all rows of events are processed. If there are more threads than tiles, the
-threads of a tile divide its rows of events, and in backward its inputs. Results do not depend on
+threads of a tile split its rows of events, and in backward its inputs. Results do not depend on
 the number of threads, except for the order of summation in the gradients of the events' values,
 which depends on the tiles. The gradient of the bias is summed in fixed blocks of rows.
 
@@ -33,7 +33,7 @@ from spikefuse.kernels.numba_runtime import fence, kernel, load, store, stream
 
 # Most columns of a tile, whose weights have to fit a core's cache.
 WIDEST = 512
-# Fewest columns if each thread has a tile of its own, since each row has a fixed cost; columns if
+# Fewest columns if each thread has its own tile, because each row has a fixed cost; columns if
 # threads share tiles; and fewest if there are not enough samples to share.
 OWN, TOGETHER, NARROWEST = 128, 256, 64
 # Rows of weights and of gradients are prefetched this many inputs ahead.
@@ -161,7 +161,7 @@ def add_group(
     """Sum the gradients `grad[r, place + k]`, k < m, of one group of samples.
 
     `target[i, column + k]` adds up those of the rows r in which input i fired; a fresh row of it is
-    uninitialized. `partial[tile, e]`, if there is room for it, adds up `weight[i, column + k]
+    uninitialized. `partial[tile, e]`, unless it is empty, adds up `weight[i, column + k]
     grad[r, place + k]` over k for every entry e, with its input i and its row r.
     """
     _, bases, starts, inputs, rows, _ = spikes
@@ -184,11 +184,8 @@ def add_group(
         out = partial[tile]
         _, bases, starts, inputs, rows, numbers = entries
         for s in range(bases[group], bases[group + 1]):
-            at, begin, end = (
-                inputs[s] * width + column,
-                np.int64(starts[s]),
-                np.int64(starts[s + 1]),
-            )
+            at = inputs[s] * width + column
+            begin, end = np.int64(starts[s]), np.int64(starts[s + 1])
             if s + AHEAD < bases[group + 1]:
                 prefetch(weight, inputs[s + AHEAD] * width + column, m)
             dots(out, weight, at, m, grad, stride, place, rows, numbers, begin, end)
@@ -242,14 +239,14 @@ class Gradients:
     def __init__(self, events: Events, weight: Tensor, samples: tuple[int, int], size: int) -> None:
         (num_steps, batch), (inputs, width) = samples, weight.shape
         self.tiles, threads = -(-width // size), threads_for(work_of(events, width))
-        # Threads that share tiles divide the inputs. That costs more in total: with hardly more
-        # threads than tiles it is quicker to leave some threads idle.
+        # Threads that share tiles split the inputs. That costs more in total: with hardly more
+        # threads than tiles, it is faster to leave some threads idle.
         self.ranges = threads if 3 * threads > 4 * self.tiles else 1
         self.group = max(1, min(batch, GROUPED // max(num_steps * size, 1)))
         grouping = samples, self.group, self.ranges
         self.spikes = transpose(events, *grouping)
         needs_values = events.values is not None
-        # A placeholder of the same type if they are not needed.
+        # Kernels need arrays of the same types even if they do not read them.
         self.entries = transpose(events, *grouping, near=True) if needs_values else self.spikes
         self.events, self.source, self.size = events, weight, size
         self.rows = self.group * num_steps
@@ -283,8 +280,7 @@ class Gradients:
             sums: `[..., O]`, which add up to the gradient of the bias.
 
         Returns:
-            Those of the weights `[I, O]`, of the bias `[O]`, and of the events' values `[E]` or
-            None if there are none.
+            Gradients of the weights `[I, O]`, the bias `[O]`, and the events' values `[E]` or None.
         """
         values = None if self.events.values is None else torch.from_numpy(_total(self.partial))
         return self.weight, torch.from_numpy(_total(sums)), values

@@ -137,10 +137,10 @@ def currents(events: Events, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gradients(events: Events, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return gradients from that of `currents`, `[R, O]`; see `products_numba.gradients`."""
+    """Return gradients as `products_numba.gradients` does, given `grad` `[R, O]` of `currents`."""
     grad = grad.contiguous()
     rows, inputs = rows_and_inputs(events.lists, len(weight))
-    # A stable sort keeps the order of the entries; those that did not fire come last.
+    # A stable sort preserves the order of the entries; those that did not fire come last.
     inputs, order = torch.sort(inputs, stable=True)
     every = torch.arange(len(weight) + 1, dtype=inputs.dtype, device=inputs.device)
     bounds = torch.searchsorted(inputs, every)

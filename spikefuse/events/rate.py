@@ -62,6 +62,6 @@ def _scale(name: str, layer: EventLinear, inputs: Events, rate: float) -> Events
         layer.weight.copy_(original)
         raise ValueError(
             f"the neurons of {name or 'the layer'} fire at {outputs.rate:.3g} at any scale of the "
-            f"weights, but the rate asked for is {rate:g}: check the layer's input and bias"
+            f"weights: expected about {rate:g}; check the layer's input and bias"
         )
     return outputs

@@ -17,10 +17,10 @@ from spikefuse.scan.op import Request
 class EventStream(Stream):
     """Run a sequence of `EventLinear` one time step at a time, for one sample.
 
-    It is a `Stream` whose layers exchange lists of spikes. The result is that of `Temporal(net)`
-    with a batch of one, without gradients, and the states are `[1, out_features]`. On a GPU, event
-    lists and their lengths stay there and are read by the kernels: a step never synchronizes, and
-    can be captured in a CUDA graph. All spikes are used, whatever the capacity.
+    It is a `Stream` whose layers exchange lists of spikes. The result equals that of
+    `Temporal(net)` with a batch of one, without gradients, and the states are `[1, out_features]`.
+    On a GPU, kernels read event lists and their lengths from device memory: a step never
+    synchronizes, and can be captured in a CUDA graph. All spikes are used, whatever the capacity.
 
     Call: `y = stream(x)`
 

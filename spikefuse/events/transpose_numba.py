@@ -31,8 +31,8 @@ class InputLists(NamedTuple):
         bases: int64 `[G P + 1]`.
         starts: int32 `[S + 1]`.
         inputs: int32 `[S]`.
-        rows: int32, of each place the row in its group, b T + t, b from the group's first sample.
-        entries: int32, of each place the entry in the event list.
+        rows: int32, for each place the row in its group, b T + t, b from the group's first sample.
+        entries: int32, for each place the entry in the event list.
     """
 
     edges: np.ndarray
@@ -92,7 +92,7 @@ def transpose(
     """Sort the spikes of each group of samples by input.
 
     Args:
-        samples: (T, B) of the events; (1, R) makes each row a sample of its own.
+        samples: (T, B) of the events; (1, R) makes each row a separate sample.
         size: samples of a group; the last group may have fewer.
         ranges: number of ranges of inputs, with about as many entries each.
         near: include the candidates that did not fire.

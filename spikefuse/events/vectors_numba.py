@@ -91,8 +91,10 @@ def _element(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 
 def _blocks(context: Any, builder: Any, m: Any) -> Iterator[tuple[_Block, Any]]:
-    """Build code that covers m columns: yield each block and its first column, inside the branch or
-    loop in which the caller builds the code of the block."""
+    """Yield the blocks that cover m columns, each with its first column.
+
+    The caller builds the code of a block inside the branch or loop that is open at the yield.
+    """
 
     def below(lanes: int) -> Any:
         return builder.and_(m, m.type(-lanes))
@@ -150,7 +152,7 @@ def _dots(typing, out, weight, at, m, source, stride, column, rows, entries, beg
     return types.void(out, weight, n, n, source, n, n, rows, entries, n, n), generate
 
 
-# Compiled once for all kernels that call them.
+# Wrapped in kernels, so that they are compiled once for all callers.
 
 
 @kernel
@@ -169,7 +171,7 @@ def dots(out, weight, at, m, source, stride, column, rows, entries, begin, end):
 
 @_intrinsic
 def equal_bits(typing, array, at, value, count):
-    """A word whose bit k is `array[at + k] == value`, for k < min(count, WORD)."""
+    """Return a word whose bit k is `array[at + k] == value`, for k < min(count, WORD)."""
 
     def generate(context, builder, signature, args):
         array_, at_, value_, count_ = args

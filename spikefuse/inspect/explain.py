@@ -80,7 +80,6 @@ def explain(
 
 
 def _describe_events(name: str, layer: EventLinear) -> str:
-    """Describe the last call of an `EventLinear`."""
     widths = f"{name or '(the model)'}: EventLinear, {layer.in_features} to {layer.out_features}"
     activity = layer.activity
     if activity is None:
@@ -145,8 +144,7 @@ def _saved_by_layers(model: nn.Module, call: CallObserver) -> tuple[SavedBytes, 
 
 
 def _saved_eagerly(scan: NeuronScan, num_steps: int) -> tuple[list[Tensor], int]:
-    """Return what PyTorch alone would save in the first steps: the inputs among it, and the bytes
-    of the rest."""
+    """Return what PyTorch alone would save for the first steps: (saved inputs, other bytes)."""
     saved = SavedTensors()
     with saved.hooks():
         outputs, _ = scan.forward(num_steps, eager=True)
@@ -167,7 +165,6 @@ def _is_timed(scan: NeuronScan, time: bool | None) -> bool:
 
 
 def _layer(scan: NeuronScan, time: bool | None) -> Layer:
-    """Return the row of a scan."""
     xs, backend = scan.request.inputs, scan.request.backend
     name, moved, least, achieved = None, _bytes_moved(scan), None, None
     if backend != "reference":
@@ -205,12 +202,12 @@ def _forward_backward(scan: NeuronScan) -> None:
     outputs, leaves = scan.forward()
     if leaves:
         ys = [y for y in outputs if y.requires_grad]
-        # The values of the gradients do not matter, and the outputs cost nothing to make.
+        # The values of the gradients do not matter, and the outputs exist already.
         torch.autograd.grad(ys, leaves, [y.detach() for y in ys], allow_unused=True)
 
 
 def _bytes_moved(scan: NeuronScan) -> int:
-    """Return the bytes that must move. Batch statistics take one more pass in each direction."""
+    """Return the bytes that must move; batch statistics take one more pass in each direction."""
     inputs = scan.request.inputs
     outputs, leaves = scan.forward()
     twice = scan.norm is not None and by_batch(scan.norm)

@@ -56,7 +56,7 @@ class NeuronScan:
         return " + ".join([*norm, *residual, type(self.neuron).__name__])
 
     def tensors(self) -> list[Tensor]:
-        """The parameters and buffers."""
+        """Return the parameters and buffers."""
         modules = [m for m in (self.neuron, self.norm) if m is not None]
         return [x for m in modules for x in (*m.parameters(), *m.buffers())]
 
@@ -121,14 +121,13 @@ class CallObserver(Observer):
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
-        """Observe the calls in this context."""
         # Compiled modules would not call the hooks.
         dynamo = "torch._dynamo" in sys.modules
         eager = torch.compiler.set_stance("force_eager") if dynamo else contextlib.nullcontext()
         with _lock, eager, observing(self), warnings.catch_warnings():
             # The hooks also run for the wrapper that torch.compile returns, which does no harm.
             warnings.filterwarnings("ignore", "Using `torch.compile.* global hooks")
-            # Global hooks: Temporal runs modules with hooks of their own differently.
+            # Global hooks, because Temporal runs modules with local hooks differently.
             enter = register_module_forward_pre_hook(self._enter)
             leave = register_module_forward_hook(self._leave, always_call=True)
             try:
@@ -139,7 +138,7 @@ class CallObserver(Observer):
                 leave.remove()
 
     def _enter(self, module: nn.Module, *_: object) -> None:
-        """Attribute saved tensors to `module`, or if it is no layer, to the layer around it."""
+        """Attribute saved tensors to `module` if it is a layer, else to the enclosing layer."""
         if threading.get_ident() == self._thread:
             self._outer.append(self.saved.layer)
             if module in self._names or isinstance(module, Neuron):

@@ -50,7 +50,7 @@ def shared(function: Callable[..., None], count: int, unit: int, work: int, *arg
         function(0, count, *args)
     elif not _has_openmp:
         _on_python_threads(function, count, share, *args)
-    # Always use all threads, as PyTorch does: OpenMP ends the threads that a call leaves out.
+    # Always use all threads, as PyTorch does: OpenMP ends threads that a call does not use.
     elif _run(_address(function, args), count, share, torch.get_num_threads(), args):
         raise MemoryError(f"{function.__name__} failed, most likely because it ran out of memory")
 
@@ -196,7 +196,7 @@ def _on_python_threads(function: Callable[..., None], count: int, share: int, *a
     starts = range(0, count, share)
     with _lock:
         if _pool is None or _pool_size < len(starts):
-            # The previous, smaller pool finishes its work and is collected.
+            # The previous, smaller pool finishes its work before it is garbage-collected.
             _pool, _pool_size = ThreadPoolExecutor(len(starts), "spikefuse"), len(starts)
         pool = _pool
     tasks = [pool.submit(function, a, min(a + share, count), *args) for a in starts]
@@ -263,5 +263,5 @@ def _advise(address: int, size: int, advice: int) -> None:
         _madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - _PAGE), advice)
 
 
-# Keyed on address and size: memory that the allocator reuses has been moved already.
+# Keyed on address and size: memory that the allocator reuses is already on huge pages.
 _advise_once = lru_cache(maxsize=1024)(_advise)

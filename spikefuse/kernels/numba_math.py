@@ -10,7 +10,7 @@ from numba import types
 from numba.extending import intrinsic
 
 f32 = np.float32
-# NumPy functions keep float32, where those of math would compute in double precision.
+# NumPy functions compute in float32, those of math in double precision.
 floor, log, sqrt = np.floor, np.log, np.sqrt
 
 _inline = numba.njit(inline="always", error_model="numpy")

@@ -44,7 +44,7 @@ f32 = np.float32
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Compile a function with Numba, with its on-disk cache.
 
-    A file lock keeps concurrent processes from compiling it twice and from writing Numba's cache
+    A file lock prevents concurrent processes from compiling it twice and from writing Numba's cache
     index at once. Fastmath is off, because contraction and reassociation would change spikes.
     """
     if function is None:

@@ -1,7 +1,7 @@
 """Max pooling on a GPU that saves one byte per output for backward: the position of the maximum.
 
-PyTorch writes 8 bytes per output, with and without gradients, and saves its input. On a CPU there
-is nothing to gain, because convolutions take the time there.
+PyTorch writes 8 bytes per output, with and without gradients, and saves its input. CPUs use
+PyTorch's pooling, because convolutions dominate their time.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class TritonLaunch:
     Args:
         kernel: a Triton kernel. Its last arguments are the integers.
         integers: integer arguments, including constants.
-        tight: compile the kernel again with fewer registers if it slightly exceeds the limit. The
-            first launch then runs it twice.
+        tight: recompile the kernel with fewer registers if it slightly exceeds the limit. The first
+            launch then runs it twice.
 
     Tensors must have the same dtypes in all calls.
     """
@@ -113,10 +113,10 @@ FastLaunch = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 def _fast_launch(compiled: Any) -> FastLaunch | None:
-    """Return how to start a compiled kernel directly; None if this version of Triton is unknown.
+    """Return the direct launch of a compiled kernel; None if this version of Triton is unknown.
 
     The direct launch skips the launch metadata and hooks of `CompiledKernel.__getitem__` and, where
-    possible, the look for scratch memory in Triton's launcher. Triton does not document these
+    possible, the scratch memory check of Triton's launcher. Triton does not document these
     internals, so each version is added here once it has been checked.
     """
     version, launcher = _triton_version(), compiled.run

@@ -1,13 +1,13 @@
 """Training under `Checkpoint`: backward recomputes the network segment by segment.
 
-A segment whose working set would set the peak runs in microbatches. Gradients are stored in
-microbatches, too, and freed as soon as a segment has used them.
+A segment whose working set would set the peak runs in microbatches. Gradients are also stored by
+microbatch, and freed as soon as a segment has used them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,19 +15,14 @@ from torch import Tensor, fx, nn
 
 from spikefuse.block import block
 from spikefuse.block.batch_norm import shift_of
+from spikefuse.block.deferred import Outcome, outcomes
 from spikefuse.block.program import BlockProgram, block_program
 from spikefuse.block.training import BlockTensors, TrainingCall
 from spikefuse.kernels import bits
-from spikefuse.memory.microbatch import (
-    Gradient,
-    Microbatch,
-    batch_size,
-    empty_batch,
-    split,
-)
+from spikefuse.memory.microbatch import Gradient, Microbatch, batch_size, empty_batch, split
 from spikefuse.memory.policies import Checkpoint
 from spikefuse.memory.recompute import Gradients, RecomputedBlock, RecomputedNeuron, gradients
-from spikefuse.memory.segment_values import Store, Values, several
+from spikefuse.memory.segment_values import Store, Values, multiple_outputs_error
 from spikefuse.memory.segments import BlockCall, NeuronCall, Segment, Segments
 from spikefuse.memory.spikes import Spikes
 from spikefuse.nn import neuron
@@ -37,11 +32,11 @@ from spikefuse.scan import op
 from spikefuse.scan.execution import Wanted, execution_of
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import Request
-from spikefuse.scan.state_passing import WHOLE, Channel, StateMemory, exchange
+from spikefuse.scan.state_passing import WHOLE, StateMemory, exchange
 
 
 def _is_recomputed_call(net: nn.Module, x: Tensor, impl: str) -> bool:
-    """Whether a call saves something that could be recomputed: with gradients, by kernels."""
+    """Whether backward can recompute a call: it needs gradients, and kernels run it."""
     return (
         torch.is_grad_enabled()
         and x.shape[0] > 0
@@ -52,7 +47,7 @@ def _is_recomputed_call(net: nn.Module, x: Tensor, impl: str) -> bool:
 
 
 def _run(policy: Checkpoint, net: nn.Module, call: TemporalCall, x: Tensor) -> Any:
-    """Run a network on a folded input, and save only the inputs of its segments."""
+    """Run a network on a folded input and save only the inputs of its segments."""
     if not _is_recomputed_call(net, x, call.impl):
         return net(x)
     if call.initial is not None or call.final:
@@ -75,8 +70,6 @@ def _run(policy: Checkpoint, net: nn.Module, call: TemporalCall, x: Tensor) -> A
 
 
 class _Whole(torch.autograd.Function):
-    """The whole network."""
-
     @staticmethod
     def forward(ctx: Any, state: _Run, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*parameters)
@@ -92,12 +85,12 @@ class _Whole(torch.autograd.Function):
                 "backward a second time through a network with memory=Checkpoint(), which frees "
                 "what it has saved: use another policy"
             )
-        _ = ctx.saved_tensors  # refuses parameters that were changed since
+        _ = ctx.saved_tensors  # raises an error if a parameter was modified in place
         return (None, *state.backward(grads))
 
 
 class _Run(Store):
-    """One forward pass, what it saves, and its backward pass."""
+    """One forward pass of a network, the values it saves, and its backward pass."""
 
     def __init__(
         self,
@@ -116,14 +109,14 @@ class _Run(Store):
         self.saved[segments.input] = [(whole, (rows, rows._version))]
         self.policy, self.parameters = policy, parameters
         self.spikes, self.passing = call.spikes, call.passing or WHOLE
-        # The call in which layers without neurons are recomputed.
+        # Active while backward recomputes layers without neurons.
         self.call = TemporalCall(self.steps, {}, self.impl)
         device = x.device.type
         self.cast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         self.kind = (x.shape, x.dtype, x.device, self.cast)
         self.microbatches: dict[fx.Node, list[Microbatch]] = {segments.input: [whole]}
-        # Saved by segments for backward: states received from the process before, training calls of
-        # blocks with batch statistics, and graphs of segments that run once.
+        # Saved for backward, by segment: states received from the previous process, training calls
+        # of blocks with batch statistics, and autograd graphs of segments that are not recomputed.
         self.states: dict[Segment, dict[Microbatch, list[Tensor]]] = {}
         self.calls: dict[Segment, TrainingCall] = {}
         self.graphs: dict[Segment, tuple[Mapping[fx.Node, Tensor], Tensor]] = {}
@@ -132,17 +125,18 @@ class _Run(Store):
         self.largest = 0
 
     def autocast(self) -> Any:
-        # The cache would hold cast weights until the whole pass has ended.
+        # The cache would hold cast weights until the end of the pass.
         device, dtype, enabled = self.cast
         return torch.autocast(device, dtype, enabled, cache_enabled=False)
 
     def forward(self) -> tuple[Tensor, ...]:
+        for called in self.segments.blocks.values():
+            outcomes[called.norm] = Outcome(called.neuron, len(called.inputs) > 1)
         with self.autocast():
             for segment in self.segments:
                 target = segment.target
-                self.needs[target] = any(
-                    (*map(self.needs.__getitem__, segment.inputs), *_wanted(segment.parameters))
-                )
+                needs = [self.needs[node] for node in segment.inputs]
+                self.needs[target] = any(needs) or any(p.requires_grad for p in segment.parameters)
                 self.microbatches[target] = self._split(segment)
                 if segment.block is not None:
                     self._run_block(segment, segment.block)
@@ -153,7 +147,7 @@ class _Run(Store):
                         self._save(target, microbatch, Values(self, segment, microbatch)[target])
                 else:
                     self._run_once(segment)
-        # Not the saved tensors themselves, which would keep their own history alive.
+        # Detached, because a saved tensor must not hold a reference to its own graph.
         whole = (0, self.batch)
         return tuple(
             flatten_steps(unfold(self.take(n, whole), self.steps)).detach()
@@ -161,8 +155,11 @@ class _Run(Store):
         )
 
     def _split(self, segment: Segment) -> list[Microbatch]:
-        """Return microbatches so small that the working set, with gradients, stays below that of
-        the largest segment so far, which has about `policy.chunks` microbatches."""
+        """Return the microbatches of a segment.
+
+        Its working set, with gradients, must not exceed the one of the largest segment so far,
+        which has about `policy.chunks` microbatches.
+        """
         if not segment.by_sample:
             return [(0, self.batch)]
         key = (segment, *self.kind)
@@ -170,7 +167,7 @@ class _Run(Store):
         if sizes is None:
             values = Values(self, segment, (0, 1))
             sizes = self.segments.sizes[key] = values.num_bytes()
-        # Of a sample at a step, so that processes with other steps choose the same microbatches.
+        # Sizes are per sample and step: processes with different numbers of steps must agree.
         inside, read = sizes
         most = max(inside, read)
         self.largest = max(self.largest, most)
@@ -179,7 +176,7 @@ class _Run(Store):
         return split(self.batch, 1 << (num - 1).bit_length())
 
     def _run_once(self, segment: Segment) -> None:
-        """Run a segment that is random or unknown once, with its graph for backward."""
+        """Run a segment that cannot be recomputed, and save its autograd graph."""
         values = Values(self, segment, (0, self.batch), differentiable=True)
         with torch.enable_grad():
             y = values[segment.target]
@@ -195,7 +192,7 @@ class _Run(Store):
 
     def _run_neuron(self, segment: Segment, called: NeuronCall) -> None:
         microbatches, target = self.microbatches[segment.target], segment.target
-        # Norms, which wait for all processes, are in segments of a single microbatch only.
+        # Computing inputs early is safe: norms that synchronize processes have a single microbatch.
         first = [Values(self, segment, microbatches[0]).sequences(called.inputs)]
         memory = StateMemory.like(first[0][0], called.num_states)
 
@@ -206,7 +203,7 @@ class _Run(Store):
             self._save(target, microbatch, flatten_steps(y))
             return ends
 
-        self.states[segment] = self._forward(memory, microbatches, run)
+        self.states[segment] = self._exchange(memory, microbatches, run)
 
     def _run_block(self, segment: Segment, called: BlockCall) -> None:
         microbatches = self.microbatches[segment.target]
@@ -219,8 +216,10 @@ class _Run(Store):
         block.check_norm(called.norm, called.neuron, x, batch=True)
         program, own = self.program(called, x)
         if len(program.binary) != 1:
-            raise several(segment)
-        call = self.calls[segment] = self._training_call(called, program, x)
+            raise multiple_outputs_error(segment)
+        request = Request((x,) * len(called.inputs), final=self._sends, passing=self.passing)
+        call = block.training_call(called.norm, program, not program.rebuilds, request)
+        self.calls[segment] = call
         shift = shift_of(called.norm, x)
 
         def run(microbatch: Microbatch, states: list[Tensor]) -> Sequence[Tensor]:
@@ -240,39 +239,37 @@ class _Run(Store):
             return results.finals
 
         memory = StateMemory.like(x, program.num_states)
-        self.states[segment] = self._forward(memory, microbatches, run)
+        self.states[segment] = self._exchange(memory, microbatches, run)
 
-    def _forward(
+    def _exchange(
         self,
         memory: StateMemory,
         microbatches: Sequence[Microbatch],
         run: Callable[[Microbatch, list[Tensor]], Sequence[Tensor]],
+        backward: bool = False,
     ) -> dict[Microbatch, list[Tensor]]:
-        """Run a scan by microbatches, and return the initial states received for each."""
-        buffers = [
-            [] if self.passing.is_first else memory.empty(batch_size(microbatch))
-            for microbatch in microbatches
-        ]
-        channel = self.passing.forward(buffers)
-        return _exchange(channel, memory, microbatches, run, self.passing.is_last)
+        """Run one pass of a scan by microbatches and exchange its states with other processes.
 
-    def _backward(
-        self,
-        memory: StateMemory,
-        microbatches: Sequence[Microbatch],
-        run: Callable[[Microbatch, list[Tensor]], Sequence[Tensor]],
-    ) -> dict[Microbatch, list[Tensor]]:
-        """Run the backward pass of a scan by microbatches, and return the received gradients."""
-        buffers = [
-            [] if self.passing.is_last else memory.empty(batch_size(microbatch))
-            for microbatch in microbatches
-        ]
-        channel = self.passing.backward(buffers)
-        return _exchange(channel, memory, microbatches, run, self.passing.is_first)
+        Returns:
+            The tensors received for each microbatch: initial states, or with `backward` gradients
+            of the final states. Empty lists where no process sends any.
+        """
+        receives, sends = not self.passing.is_first, self._sends
+        begin = self.passing.forward
+        if backward:
+            receives, sends, begin = sends, receives, self.passing.backward
+        channel = begin([memory.empty(batch_size(m)) if receives else [] for m in microbatches])
+
+        def compute(i: int, states: list[Tensor]) -> Sequence[Tensor]:
+            results = run(microbatches[i], states)
+            return memory.conform(results) if sends else results
+
+        exchange(channel, len(microbatches), compute, lambda i, results: results)
+        return dict(zip(microbatches, channel.buffers, strict=True))
 
     @property
     def _sends(self) -> bool:
-        """Whether another process needs the final states."""
+        """Whether the next process needs the final states."""
         return not self.passing.is_last
 
     def _whole_batch(self, segment: Segment, node: fx.Node) -> Tensor:
@@ -285,11 +282,6 @@ class _Run(Store):
             x[:, slice(*microbatch)].copy_(piece)
         assert x is not None
         return x.expand(self.steps, *x.shape[1:])
-
-    def _training_call(self, called: BlockCall, program: BlockProgram, x: Tensor) -> TrainingCall:
-        inputs = (x,) * len(called.inputs)
-        request = Request(inputs, final=self._sends, passing=self.passing)
-        return block.training_call(called.norm, program, not program.rebuilds, request)
 
     def program(self, called: BlockCall, x: Tensor) -> tuple[BlockProgram, list[Tensor]]:
         backend = neuron.backend_of((x,), self.impl)
@@ -307,7 +299,7 @@ class _Run(Store):
         self.saved.setdefault(target, []).append((microbatch, value))
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return gradients of the input and of the parameters."""
+        """Return the gradients of the input and the parameters."""
         whole = (0, self.batch)
         self.grads = {
             node: Gradient(microbatches) for node, microbatches in self.microbatches.items()
@@ -348,42 +340,32 @@ class _Run(Store):
     def _differentiate_neuron(self, segment: Segment, called: NeuronCall, grad: Gradient) -> None:
         microbatches, states = grad.microbatches, self.states.pop(segment)
         parameters = [p for m in called.modules for p in m.parameters() if p.requires_grad]
-        recomputed: RecomputedNeuron | None = RecomputedNeuron(
-            self, segment, called, microbatches[0]
-        )
-        assert recomputed is not None
-        memory = StateMemory.like(recomputed.inputs[0], called.num_states)
+        pending = [RecomputedNeuron(self, segment, called, microbatches[0])]
+        memory = StateMemory.like(pending[0].inputs[0], called.num_states)
 
         def finish() -> None:
-            """Differentiate the layers before the neuron, after its gradients were sent."""
-            nonlocal recomputed
-            assert recomputed is not None
-            values, inputs, grads = recomputed.values, recomputed.inputs, recomputed.grads
-            recomputed = None
-            self.differentiate(segment, values.microbatch, values.leaves, inputs, grads)
+            """Differentiate the layers before the neuron, once its gradients have been sent."""
+            done = pending.pop()
+            leaves = done.values.leaves
+            self.differentiate(segment, done.values.microbatch, leaves, done.inputs, done.grads)
 
         def run(microbatch: Microbatch, ends: list[Tensor]) -> Sequence[Tensor]:
-            nonlocal recomputed
-            assert recomputed is not None
-            if recomputed.values.microbatch != microbatch:
+            if pending[0].values.microbatch != microbatch:
                 finish()
-                recomputed = RecomputedNeuron(self, segment, called, microbatch)
-            begins, found = recomputed.differentiate(
+                pending.append(RecomputedNeuron(self, segment, called, microbatch))
+            begins, found = pending[0].differentiate(
                 states[microbatch], grad.pop(microbatch), ends, parameters
             )
             self.add(parameters, found)
             return begins
 
-        self._backward(memory, microbatches, run)
+        self._exchange(memory, microbatches, run, backward=True)
         finish()
 
     def _differentiate_block(self, segment: Segment, called: BlockCall, grad: Gradient) -> None:
         """Run both passes of a block's backward by microbatches."""
-        call, states, microbatches = (
-            self.calls.pop(segment),
-            self.states.pop(segment),
-            grad.microbatches,
-        )
+        call, states = self.calls.pop(segment), self.states.pop(segment)
+        microbatches = grad.microbatches
         own = self.program(called, call.statistics)[1]
         shift = shift_of(called.norm, call.statistics).detach()
         tensors = BlockTensors((), (), shift, [tensor.detach() for tensor in own])
@@ -401,18 +383,18 @@ class _Run(Store):
         def reduce(microbatch: Microbatch, ends: list[Tensor]) -> Sequence[Tensor]:
             nonlocal recomputed
             if recomputed is None or recomputed.values.microbatch != microbatch:
-                recomputed = None  # before there is the next
+                recomputed = None  # frees its memory before the next one is computed
                 recomputed = compute(microbatch)
             return recomputed.reduce(grad.get(microbatch), ends, needs_own, sums)
 
-        ends = self._backward(memory, microbatches, reduce)
+        ends = self._exchange(memory, microbatches, reduce, backward=True)
         correction, *by_norm = call.correct(call.totals(call.execution, sums))
         heads = [called.norm.weight, called.norm.bias, *own]
         by_own = call.own_gradients(call.execution, sums, own)
         self._differentiate_parameters(called, heads, [*by_norm, *by_own])
         sums.clear()
         for microbatch in reversed(microbatches):
-            # The last microbatch is still available.
+            # The last microbatch of the first pass is still in memory.
             recomputed = recomputed or compute(microbatch)
             found = recomputed.write(grad.pop(microbatch), ends[microbatch], correction)
             self.differentiate(
@@ -426,7 +408,7 @@ class _Run(Store):
         heads: Sequence[Tensor | None],
         grads: Sequence[Tensor | None],
     ) -> None:
-        """Add the gradients of parameters from those of the tensors computed from them."""
+        """Add the parameter gradients that follow from the gradients of `heads`."""
         modules = (called.norm, called.neuron)
         parameters = [p for m in modules for p in m.parameters() if p.requires_grad]
         pairs = [(y, g) for y, g in zip(heads, grads, strict=True) if y is not None]
@@ -440,7 +422,7 @@ class _Run(Store):
         results: Sequence[Tensor],
         grads: Gradients,
     ) -> None:
-        """Add the gradients of `leaves` and of the parameters of a segment."""
+        """Add the gradients of a segment's leaves and parameters."""
         nodes = [node for node, x in leaves.items() if x.requires_grad]
         parameters = [p for p in segment.parameters if p.requires_grad]
         wanted = [*map(leaves.__getitem__, nodes), *parameters]
@@ -454,27 +436,6 @@ class _Run(Store):
         for p, g in zip(parameters, grads, strict=True):
             if g is not None:
                 self.totals[p] = g if p not in self.totals else self.totals[p] + g
-
-
-def _wanted(tensors: Iterable[Tensor]) -> Iterator[bool]:
-    return (tensor.requires_grad for tensor in tensors)
-
-
-def _exchange(
-    channel: Channel,
-    memory: StateMemory,
-    microbatches: Sequence[Microbatch],
-    run: Callable[[Microbatch, list[Tensor]], Sequence[Tensor]],
-    ends_here: bool,
-) -> dict[Microbatch, list[Tensor]]:
-    """Run each microbatch on the states received for it, and send the results of `run`."""
-
-    def compute(i: int, states: list[Tensor]) -> Sequence[Tensor]:
-        results = run(microbatches[i], states)
-        return results if ends_here else memory.conform(results)
-
-    exchange(channel, len(microbatches), compute, lambda i, results: results)
-    return dict(zip(microbatches, channel.buffers, strict=True))
 
 
 Checkpoint.run = _run

@@ -1,4 +1,4 @@
-"""Values and gradients of a network in microbatches: the samples from `first` up to `end`."""
+"""Values and gradients of a network, split into microbatches along the batch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from spikefuse.memory.spikes import Saved, unpack
 from spikefuse.scan.layout import flatten_steps, unflatten_steps
 
-#: (first, end)
+#: The samples (first, end), without `end`.
 Microbatch = tuple[int, int]
 
 
 def split(batch: int, num: int) -> list[Microbatch]:
-    """Split a batch into `num` microbatches, or fewer so that none is empty."""
+    """Split a batch into at most `num` microbatches, none of them empty."""
     num = min(num, batch)
     return [(i * batch // num, (i + 1) * batch // num) for i in range(num)]
 
@@ -39,7 +39,7 @@ def empty_batch(like: Tensor, batch: int) -> Tensor:
 
 
 def sample_strides(x: Tensor) -> tuple[int, ...]:
-    """Return the strides of one step of `x` `[T, B, ...]` if its samples were contiguous."""
+    """Return the strides of one step of `x` `[T, B, ...]` with its samples packed densely."""
     inner = torch.empty_like(x[0, 0], device="meta").stride()
     return math.prod(x.shape[2:]), *inner
 
@@ -61,12 +61,12 @@ def take(saved: Sequence[tuple[Microbatch, Saved]], microbatch: Microbatch) -> T
 
 
 class Gradient:
-    """The gradient of a value, folded, in the microbatches in which it will be read."""
+    """The folded gradient of a value, split into the microbatches in which it is read."""
 
     def __init__(self, microbatches: Sequence[Microbatch]) -> None:
         self.microbatches = microbatches
         self._sums: dict[Microbatch, Tensor] = {}
-        # Microbatches whose memory may be written to.
+        # Microbatches whose sums were allocated here, so that they may be updated in place.
         self._own: set[Microbatch] = set()
 
     def __bool__(self) -> bool:
@@ -79,7 +79,7 @@ class Gradient:
         return self._sums.pop(microbatch, None)
 
     def add(self, microbatch: Microbatch, gradient: Tensor) -> None:
-        """Accumulate the gradient of one microbatch, which need not be one of `microbatches`."""
+        """Accumulate the gradient of any range of samples."""
         if microbatch in self.microbatches:
             before = self._sums.get(microbatch)
             self._sums[microbatch] = gradient if before is None else before + gradient

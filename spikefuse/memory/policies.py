@@ -32,7 +32,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class SaveAll(Policy):
-    """Save everything as it is: the most memory and no extra work.
+    """Save all tensors unpacked: the most memory and no extra work.
 
     Convolutions and linear layers save their input spikes, and neurons save their input and the
     states stored every few steps.
@@ -67,8 +67,8 @@ class Checkpoint(Policy):
     statistics over the whole batch.
 
     Args:
-        chunks: approximate number of microbatches of the largest segment. Other segments use as
-            many as keep their working set below that. With 1, the whole batch runs at once.
+        chunks: approximate number of microbatches of the largest segment. Other segments use
+            enough to stay below its working set. With 1, the whole batch runs at once.
 
     Raises:
         ValueError: `chunks` is not an integer of at least 1.

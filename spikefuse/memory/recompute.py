@@ -1,4 +1,4 @@
-"""Neurons at the end of segments, recomputed for backward one microbatch at a time."""
+"""Recompute the neurons at the end of segments for backward, one microbatch at a time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Gradients = Sequence[Tensor | None]
 class RecomputedNeuron:
     """A neuron's inputs for a microbatch, recomputed, and their gradients.
 
-    Layers before a neuron may need other processes for their inputs. `differentiate` is therefore
-    separate from recomputing the inputs: ranks with earlier steps can continue after it.
+    Construction recomputes the inputs, for which layers may wait for other processes.
+    `differentiate` is a separate step, after which processes with earlier steps can continue.
 
     Attributes:
         inputs: `[T, B, ...]` each.
@@ -48,7 +48,7 @@ class RecomputedNeuron:
         Args:
             states: the initial states, empty if the neuron starts from rest.
             grad: gradient of the output, folded.
-            grad_finals: gradients of the final states, if there are any.
+            grad_finals: gradients of the final states, or empty.
         """
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in self.inputs]
         starts = [s.detach().requires_grad_() for s in states]
@@ -67,7 +67,7 @@ class RecomputedBlock:
     """A block's inputs for a microbatch, recomputed, and the two passes of its backward.
 
     Args:
-        tensors: of the block, less its inputs; no states if the neuron starts from rest.
+        tensors: all tensors of the block but its inputs; no states if the neuron starts from rest.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class RecomputedBlock:
 
 
 def gradients(pairs: Iterable[tuple[Tensor, Tensor | None]], of: Sequence[Tensor]) -> Gradients:
-    """Return gradients of tensors from pairs of results and their gradients, where available."""
+    """Return the gradients of tensors, given pairs of a result and its gradient or None."""
     known = [(y, g.to(y.dtype)) for y, g in pairs if g is not None and y.requires_grad]
     if not (known and of):
         return [None for _ in of]

@@ -1,4 +1,4 @@
-"""Measuring what layers save for backward."""
+"""Measure what layers save for backward."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class SavedTensors:
     def sizes(
         self, ignored: Container[int], layers: Container[str] | None = None
     ) -> Iterator[SavedSize]:
-        """Return what graphs still hold; memory saved by several layers counts for the first.
+        """Yield the sizes of live saved tensors; shared memory counts for the first layer only.
 
         Args:
             ignored: addresses of memory that does not count, such as parameters.
             layers: the layers that count; None for all.
         """
         seen: set[int] = set()
-        left: dict[int, int] = {}  # by memory, the bytes that no view has counted yet
+        left: dict[int, int] = {}  # by address, the bytes that no view has counted yet
         for entry in filter(None, [reference() for reference in self._entries]):
             packed = entry.saved if isinstance(entry.saved, bits.Packed) else None
             x = packed.bits if packed else entry.saved[0]
@@ -89,11 +89,11 @@ class _Hook(RecordingHook):
 
 
 def num_bytes(x: Tensor) -> int:
-    """Return the bytes of memory that a tensor reads; dimensions of stride 0 count once."""
+    """Return the bytes of distinct elements; a dimension of stride 0 counts once."""
     sizes = [size for size, stride in zip(x.shape, x.stride(), strict=True) if stride or not size]
     return x.itemsize * functools.reduce(int.__mul__, sizes, 1)
 
 
 def can_measure() -> bool:
-    """Whether layers save tensors, and hooks of a `SavedTensors` would see them."""
+    """Whether layers save tensors, and the hooks of a `SavedTensors` would see all of them."""
     return active_hook() is None

@@ -1,4 +1,4 @@
-"""The values of a segment, computed from saved ones."""
+"""The values of a segment, computed on demand from saved values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spikefuse.nn.constant_input import ConstantSequence, unfold
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import Request
 
-#: By the node whose value it is, in microbatches of the batch.
+#: Saved values by node and microbatch.
 SavedValues = dict[fx.Node, list[tuple[Microbatch, Saved]]]
 
 
@@ -29,7 +29,7 @@ class Store:
     Attributes:
         steps: the number of time steps in this process.
         needs: whether a value needs a gradient.
-        constant: values of which one step is saved, as all steps are equal.
+        constant: values whose steps are all equal, so that only one is saved.
     """
 
     segments: Segments
@@ -40,7 +40,7 @@ class Store:
     constant: set[fx.Node] = field(default_factory=set)
 
     def stored(self, node: fx.Node, y: Tensor) -> Tensor:
-        """Return what to save of a value: one step of a constant sequence."""
+        """Return the tensor to save for a value: `y`, or one step of a constant sequence."""
         if not isinstance(y, ConstantSequence) or not y.is_constant:
             return y
         self.constant.add(node)
@@ -52,10 +52,10 @@ class Store:
 
 
 class Values:
-    """The values of a segment for a microbatch of the batch, computed as they are asked for.
+    """The values of a segment for one microbatch, computed on demand.
 
     Args:
-        differentiable: record a graph from `leaves`, the saved values that were read.
+        differentiable: record an autograd graph that begins at `leaves`, the saved values read.
     """
 
     def __init__(
@@ -82,21 +82,21 @@ class Values:
         return ConstantSequence.of(x, self.store.steps) if node in self.store.constant else x
 
     def sequences(self, nodes: Iterable[fx.Node]) -> list[Tensor]:
-        """`[T, B, ...]` of each."""
+        """Return the values of nodes as `[T, B, ...]`."""
         return [unfold(self[node], self.store.steps) for node in nodes]
 
     def fire(
         self, called: NeuronCall, inputs: Sequence[Tensor], states: Sequence[Tensor], final: bool
     ) -> tuple[Tensor, States]:
-        """What a neuron gives for sequences, and its final states if they are asked for.
+        """Run a neuron on sequences, and return its output and, if `final`, its final states.
 
         Args:
-            states: the initial ones, none to start from rest.
+            states: initial states, or empty to start from rest.
         """
         request = Request(tuple(inputs), tuple(states) or None, self.store.impl, final)
         outputs, ends = called.scan(request)
         if len(outputs) != 1:
-            raise several(self.segment)
+            raise multiple_outputs_error(self.segment)
         return outputs[0], ends
 
     def _call(self, node: fx.Node) -> Any:
@@ -113,7 +113,7 @@ class Values:
         return node.target(*args, **kwargs)
 
     def num_bytes(self) -> tuple[int, int]:
-        """Of one sample at one step: (the largest value, the saved values that are read)."""
+        """Return bytes per sample and step: (the largest value, all saved values read)."""
         called = self.segment.block
         for node in (self.segment.target,) if called is None else called.inputs:
             self[node]
@@ -123,7 +123,7 @@ class Values:
         return largest, sum(x[0].nbytes for node, x in self.leaves.items() if node is not source)
 
 
-def several(segment: Segment) -> ValueError:
+def multiple_outputs_error(segment: Segment) -> ValueError:
     return ValueError(
         f"memory=Checkpoint() can't run '{segment.target}', a neuron with several outputs: use "
         "another policy"
@@ -132,7 +132,7 @@ def several(segment: Segment) -> ValueError:
 
 @contextlib.contextmanager
 def _frozen_statistics(module: nn.Module) -> Iterator[None]:
-    """Do not let a batch norm update its running statistics a second time."""
+    """Prevent a recomputed batch norm from updating its running statistics a second time."""
     tracks = getattr(module, "track_running_stats", False)
     if tracks:
         module.track_running_stats = False  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""A network split into segments, which `Checkpoint` recomputes one by one.
+"""Split a network into segments, which `Checkpoint` recomputes one by one.
 
-A segment ends in a saved value: the output of a neuron, a value that several segments read, or an
-output of the network. It begins at values saved before.
+A segment computes one saved value from earlier ones: the output of a neuron, a value that several
+segments read, or an output of the network.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ADDS = (operator.add, torch.add, "add", "add_")
 
 @dataclass(frozen=True)
 class BlockCall:
-    """A norm and a neuron called as one, on (x,) or (x, residual)."""
+    """A call of a norm and a neuron as one block, on (x,) or (x, residual)."""
 
     norm: _BatchNorm
     neuron: Neuron
@@ -44,11 +44,11 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class NeuronCall:
-    """A neuron called alone, or behind a norm that uses no statistics of the batch.
+    """A call of a neuron, alone or after a norm that does not use batch statistics.
 
     Attributes:
-        scan: the call, on all inputs.
-        modules: the neuron, and the norm if there is one.
+        scan: runs the call on all inputs.
+        modules: the neuron, after its norm if there is one.
     """
 
     scan: Scan
@@ -59,16 +59,16 @@ class NeuronCall:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """One segment.
+    """The computation of one saved value from others.
 
     Attributes:
         target: the saved value.
-        inputs: the saved values that it is computed from.
-        parameters: all that it reads.
-        recomputed: whether backward recomputes it; otherwise its autograd graph is saved.
-        by_sample: whether each sample is computed by itself, but for the statistics of `block`.
-        block: what is at the end, if its norm uses the statistics of the batch.
-        neuron: what is at the end, if it is another neuron.
+        inputs: the saved values from which it is computed.
+        parameters: all parameters that it reads.
+        is_recomputed: whether backward recomputes it; otherwise its autograd graph is saved.
+        by_sample: whether samples are independent, except for the statistics of `block`.
+        block: the block that computes `target`, if its norm uses batch statistics.
+        neuron: any other neuron that computes `target`.
     """
 
     target: fx.Node
@@ -96,13 +96,13 @@ class Segments:
         _check_norms(net, bool(self.blocks))
         self.modules = tuple(net.modules())
         self.training = tuple(m.training for m in self.modules)
-        #: Bytes that a segment needs for one sample, by segment and kind of call.
+        #: `Values.num_bytes`, by segment and kind of call.
         self.sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
         nodes = list(self.graph.nodes)
         (self.input,) = (node for node in nodes if node.op == "placeholder")
-        #: What the network returns, a nesting of nodes.
+        #: The return value of the network, nodes in any nesting.
         self.output = nodes[-1].args[0]
-        #: The nodes in it, each once.
+        #: The nodes in `output`, each once.
         self.outputs = tuple(nodes[-1].all_input_nodes)
         varying = _varying(self.graph)
         for node in nodes[:-1]:
@@ -120,10 +120,10 @@ class Segments:
         return reversed(self._segments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copy of the network is cut anew
+        return type(None), ()  # a copied network computes its own segments
 
     def fits(self, net: nn.Module) -> bool:
-        """Whether the network is still made of the same modules in the same modes."""
+        """Whether the network still has the same modules in the same modes."""
         modules = tuple(net.modules())
         return (
             len(modules) == len(self.modules)
@@ -132,25 +132,25 @@ class Segments:
         )
 
     def attribute(self, node: fx.Node) -> Any:
-        """What a node stands for that reads an attribute of the network."""
+        """Return the attribute of the network that a `get_attr` node reads."""
         return operator.attrgetter(str(node.target))(self.net)
 
     def is_pooled(self, node: fx.Node) -> bool:
-        """Whether its values are some of those that it reads."""
+        """Whether a node is a max pooling, which only selects values."""
         return node.target is max_pool2d or isinstance(self.called.get(node), pooling._MaxPoolNd)
 
     def mixes(self, node: fx.Node) -> bool:
-        """Whether it is a norm by itself that uses the statistics of the batch."""
+        """Whether a node is a norm outside a block that uses batch statistics."""
         module = self.called.get(node)
         known = type(module) in NORMS or isinstance(module, RankedNorm | FusedNorm)
         return isinstance(module, _BatchNorm) and known and by_batch(module)
 
     def _find_blocks(self) -> dict[fx.Node, BlockCall]:
-        """The blocks by the node of their neuron, which reads their inputs from now on."""
+        """Find the blocks by the node of their neuron, and make that node read their inputs."""
         found: dict[fx.Node, BlockCall] = {}
         calls = Counter(self.called.values())
         varying = _varying(self.graph)
-        # From the end: of two norms in a sum, the one called last is fused.
+        # In reverse, because of two norms in a sum the last one is fused.
         for node in reversed(list(self.graph.nodes)):
             module = self.called.get(node)
             if isinstance(module, Block):
@@ -170,7 +170,7 @@ class Segments:
         varying: set[fx.Node],
         found: dict[fx.Node, BlockCall],
     ) -> None:
-        """Join a norm, perhaps a sum, and the neuron that alone reads it, if that is what it is."""
+        """Fuse the norm at `node`, an optional sum, and the only neuron that reads the result."""
         last, residual, between = node, None, []
         while len(last.users) == 1:
             (user,) = last.users
@@ -203,7 +203,7 @@ class Segments:
         found[user] = BlockCall(norm, neuron, inputs)
 
     def neuron(self, node: fx.Node) -> NeuronCall | None:
-        """The call of a neuron at a node, if there is one."""
+        """Return the call of a neuron at a node, or None."""
         module, block = self.called.get(node), self.blocks.get(node)
         if block is not None:
             norm, neuron = block.norm, block.neuron
@@ -213,8 +213,8 @@ class Segments:
             return None
         if type(module).forward is not Neuron.forward:
             raise ValueError(
-                f"memory=Checkpoint() can't run '{node.target}': {type(module).__name__} has a "
-                "forward of its own; use another policy"
+                f"memory=Checkpoint() can't run '{node.target}': {type(module).__name__} overrides "
+                "forward; use another policy"
             )
         inputs = _bound(node, type(module).input_names)
         return NeuronCall(module._scan, len(type(module).states), (module,), inputs)
@@ -229,7 +229,7 @@ class Segments:
         once = {n for n in nodes if n is not self.input and not self._is_recomputed(n)}
         ends = {self.input, *self.outputs, *once, *filter(self._fires, nodes)}
         ends.update(i for n in once for i in n.all_input_nodes)
-        # The saved value in whose segment a node is.
+        # The target of the segment that contains a node.
         home: dict[fx.Node, fx.Node] = {}
         for node in reversed(nodes):
             homes = {home[user] for user in node.users if user in home}
@@ -253,7 +253,7 @@ class Segments:
             yield Segment(target, read, parameters, recomputed, by_sample, block, neuron)
 
     def _parameters(self, inner: list[fx.Node], varying: set[fx.Node]) -> tuple[nn.Parameter, ...]:
-        """All that these nodes read, by their layers or by attributes of the network."""
+        """Return the parameters that nodes read through layers or attributes of the network."""
         found: dict[nn.Parameter, None] = {}
         left = list(inner)
         while left:
@@ -292,16 +292,16 @@ def _check_norms(net: nn.Module, has_blocks: bool) -> None:
 
 
 def _varying(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on the input."""
+    """Return the nodes that depend on the input."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
-    return found - {node}  # less the output
+    return found - {node}  # without the output node
 
 
 def _bound(node: fx.Node, names: tuple[str, ...]) -> tuple[fx.Node, ...]:
-    """The inputs of a neuron or a block in the order of `names`, given by position or keyword."""
+    """Return the inputs of a call of a neuron or block, in the order of `names`."""
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     given = {name: x for name, x in given.items() if x is not None}
     tensors = all(isinstance(x, fx.Node) for x in given.values())
@@ -314,7 +314,7 @@ def _bound(node: fx.Node, names: tuple[str, ...]) -> tuple[fx.Node, ...]:
 
 
 def _added(add: fx.Node, node: fx.Node, varying: set[fx.Node]) -> fx.Node | None:
-    """What `add` adds to `node`, if it is a plain sum with another tensor of the network."""
+    """Return the other operand if `add` is a plain sum of `node` and another activation."""
     if add.target not in _ADDS or len(add.args) != 2 or add.kwargs not in ({}, {"alpha": 1}):
         return None
     first, second = add.args

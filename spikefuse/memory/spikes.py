@@ -32,7 +32,7 @@ MIN_VALUES = 1 << 12
 class _BinaryTensor:
     """A binary tensor that fills its storage."""
 
-    # While this weak reference exists, no other storage can have the same address.
+    # While this weak reference exists, no other storage gets the same address.
     storage: StorageWeakRef
     neuron: str
     version: int
@@ -54,7 +54,7 @@ class _BinaryTensor:
 
 
 class Spikes:
-    """The registered spikes of one call, by the address of their storage; see `saving`.
+    """The binary tensors registered in one call, by the address of their storage; see `saving`.
 
     Attributes:
         reductions: by neuron, the bytes by which packing has reduced what is saved.
@@ -98,7 +98,7 @@ class Spikes:
         # Most saved tensors are parameters, whose type is not Tensor.
         binary = self._find(x) if self._registered and type(x) is Tensor else None
         if binary is None:
-            # A layer that saves its own output with its history would keep itself alive.
+            # Detached, because a layer that saves its own output would form a reference cycle.
             return x if x.is_leaf else x.detach(), x._version
         is_first = not binary.is_saved
         packed = binary.save(x)
@@ -108,7 +108,7 @@ class Spikes:
         return packed
 
     def _find(self, x: Tensor) -> _BinaryTensor | None:
-        """Return the registered tensor whose memory `x` views, if it is unchanged since then."""
+        """Return the registered tensor whose memory `x` views, unless it has changed since."""
         if not self._registered or type(x) is not Tensor or x.layout is not torch.strided:
             return None
         binary = self._registered.get(x.untyped_storage()._cdata)
@@ -133,7 +133,7 @@ def unpack(saved: Saved) -> Tensor:
 
 
 class RecordingHook(ABC):
-    """A saved-tensor hook that records what is saved, and lets another hook pack it."""
+    """A saved-tensor hook that records what is saved and delegates packing to another hook."""
 
     @abstractmethod
     def around(self, pack: Callable[[Tensor], Saved]) -> saved_tensors_hooks:
@@ -143,10 +143,10 @@ class RecordingHook(ABC):
 def saving(policy: Policy) -> tuple[Spikes | None, contextlib.AbstractContextManager[Any]]:
     """Return the spikes that layers save as bits under a policy, and the hooks that save them.
 
-    Nothing is packed without gradients, under torch.compile, or under other saved-tensor hooks than
+    Nothing is packed without gradients, under torch.compile, or under saved-tensor hooks other than
     a `RecordingHook`: those hooks would no longer see the tensors, and the hooks of
-    torch.utils.checkpoint save nothing at all. The graph keeps the hooks, so clear the spikes when
-    the forward pass has ended.
+    torch.utils.checkpoint save nothing at all. The graph holds a reference to the hooks, so clear
+    the spikes at the end of the forward pass.
     """
     hook = active_hook() if policy.packs_spikes else _DISABLED
     if hook is not None and not isinstance(hook, RecordingHook):
@@ -161,7 +161,7 @@ _DISABLED = object()
 
 
 def active_hook() -> Any:
-    """Return the active pack hook, None without one, `_DISABLED` if no hook would be called."""
+    """Return the active pack hook, None if there is none, or `_DISABLED` if none would run."""
     if (
         torch.compiler.is_compiling()
         or not torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""A network as a graph of its layers and functions, by torch.fx."""
+"""Trace a network to a torch.fx graph of its layers and functions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from spikefuse.nn.activations import ACTIVATIONS, METHODS
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import MaxPool2d, max_pool2d
 
-# Layers and functions that are deterministic and compute each row along dim 0 by itself, except for
-# the statistics of a batch norm.
+# Layers and functions that are deterministic and, batch statistics aside, compute each row along
+# dim 0 alone.
 _LAYERS = (
     *(kind for kind in ACTIVATIONS if kind is not nn.RReLU),
     conv._ConvNd,
@@ -52,7 +52,7 @@ class Untraceable(Exception):
 
 _FX = fx.Tracer()
 
-# A tracer patches nn.Module while it works: two at a time would not clean up.
+# A tracer patches nn.Module while it runs: two at a time would not restore it.
 _tracing = threading.Lock()
 
 
@@ -79,8 +79,10 @@ class _Proxy(fx.Proxy):
 
 
 class _Tracer(fx.Tracer):
-    """A tracer with neurons, blocks and the layers of torch.nn as leaves, which adds nothing to the
-    network and passes calls of other threads on."""
+    """A tracer whose leaves are neurons, blocks and the layers of torch.nn.
+
+    It does not modify the network, and does not trace calls from other threads.
+    """
 
     # Control flow that depends on a buffer's values cannot be traced.
     proxy_buffer_attributes = True
@@ -95,7 +97,7 @@ class _Tracer(fx.Tracer):
         return _Proxy(node, self)
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
-        # A graph cannot represent contexts.
+        # A graph cannot represent context managers.
         if _modes() != self.modes:
             raise Untraceable("its forward switches gradients or autocast on or off")
         return super().create_node(kind, *args, **kwargs)
@@ -128,7 +130,7 @@ class _Tracer(fx.Tracer):
 
 
 def trace(net: nn.Module) -> fx.Graph:
-    """Return the graph of `net` in its present mode.
+    """Return the graph of `net` in its current mode.
 
     `forward` runs once, without tensors. Random generators and attributes that it changes are
     restored.
@@ -144,7 +146,7 @@ def trace(net: nn.Module) -> fx.Graph:
     except Untraceable:
         raise
     except Exception as error:
-        # A proxy may be used by code of any kind, which may raise anything.
+        # User code may raise anything when it receives a proxy.
         raise Untraceable(f"{type(error).__name__}: {error}") from error
     for node, result in tracer.changed:
         if any(user > result for user in node.users):
@@ -169,8 +171,7 @@ def works_in_place(node: fx.Node, module: nn.Module | None) -> bool:
 
 
 def is_by_row(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether a call is deterministic and computes each row along dim 0 by itself, except for the
-    statistics of a batch norm."""
+    """Whether a call is deterministic and, batch statistics aside, computes each row alone."""
     if module is None:
         if node.target in (torch.flatten, "flatten"):
             return len(node.args) > 1 and isinstance(node.args[1], int) and node.args[1] > 0

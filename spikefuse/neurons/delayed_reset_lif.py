@@ -48,9 +48,9 @@ class DelayedResetLIF(LIF):
         *,
         reset: str = "soft",
         detach_reset: bool = True,
-        **options: Any,
+        **firing: Any,
     ) -> None:
-        super().__init__(decay, threshold, reset=reset, detach_reset=detach_reset, **options)
+        super().__init__(decay, threshold, reset=reset, detach_reset=detach_reset, **firing)
 
     def step(self, x: Tensor, v: Tensor) -> tuple[Tensor, States]:
         r = self.surrogate(v - self.threshold)

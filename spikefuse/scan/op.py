@@ -41,9 +41,8 @@ from spikefuse.scan.state_passing import StatePassing
 
 #: Kernels are compiled in this process, and an exported program would not find them in another.
 NO_EXPORT = (
-    "torch.export, ONNX and TorchScript can't contain fused kernels: pass "
-    "spikefuse.exportable(net), which computes the same with plain operators, to "
-    "torch.export.export, torch.onnx.export(..., dynamo=True) or torch.jit.trace"
+    "torch.export, ONNX and TorchScript can't contain fused kernels: pass spikefuse.exportable(net)"
+    " to torch.export.export, torch.onnx.export(..., dynamo=True) or torch.jit.trace"
 )
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -271,10 +270,8 @@ def _differentiate(
 
 def spread(found: Iterable[Tensor], needed: Iterable[bool]) -> list[Tensor | None]:
     """What was found, with None where nothing was needed."""
-    rest, result = iter(found), []
-    for need in needed:
-        result.append(next(rest) if need else None)
-    return result
+    rest = iter(found)
+    return [next(rest) if need else None for need in needed]
 
 
 def choose(

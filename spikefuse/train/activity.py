@@ -1,4 +1,4 @@
-"""Activity of event layers during training: its statistics and its penalty."""
+"""Statistics of the activity of event layers during training, and its penalty."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ class ActivityMonitor:
     """Record the activity of all `EventLinear` layers that have neurons.
 
     Args:
-        net: the network.
-        capacity: see `EventLinear`; None disables the penalty.
+        capacity: as in `EventLinear`; None disables the penalty.
     """
 
     def __init__(self, net: nn.Module, capacity: float | None) -> None:
@@ -32,8 +31,7 @@ class ActivityMonitor:
         return lambda layer, inputs, output: self.last.update({name: output})
 
     def restart(self) -> None:
-        """Reset the statistics."""
-        # Counts of spikes stay on the device until `row` reads them.
+        # Counts of spikes remain on the device until `row` reads them.
         self._fired: dict[str, int | Tensor] = {}
         self._sites: dict[str, int] = {}
         self._dropped = 0
@@ -55,8 +53,8 @@ class ActivityMonitor:
         """Return each layer's activity and the fraction of dropped spikes since `restart`.
 
         Args:
-            processes: sum over these processes, all of which must call this; None for one alone.
-            device: device of the run.
+            processes: sum over these processes, all of which must call this; None for one only.
+            device: device on which the processes sum.
         """
         if not self._sites:
             return {}

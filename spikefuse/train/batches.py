@@ -32,8 +32,8 @@ def place(examples: Examples, device: torch.device) -> Examples:
     """Move a dataset to a GPU if there is enough memory; otherwise return it unchanged."""
     if device.type != "cuda":
         return examples
-    room = MEMORY_FRACTION * torch.cuda.mem_get_info(device)[0]
-    return examples if examples.nbytes > room else examples.to(device)
+    limit = MEMORY_FRACTION * torch.cuda.mem_get_info(device)[0]
+    return examples if examples.nbytes > limit else examples.to(device)
 
 
 def contents(batch: Examples, packed: bool) -> Tensor:
@@ -46,7 +46,6 @@ def encode(inputs: Tensor, config: TrainConfig, share: slice = WHOLE) -> Tensor 
 
     Args:
         inputs: images `[B, C, H, W]` or event frames `[B, T, ...]`.
-        config: settings of the run.
         share: the samples to return; random numbers are drawn for the whole batch.
     """
     if DATASETS[config.dataset].kind == "events":
@@ -63,9 +62,6 @@ class EvalBatches:
     """All examples in order, in batches of at most `batch_size`.
 
     Args:
-        examples: the dataset.
-        batch_size: examples per batch.
-        device: device of the batches.
         packed: leave event frames packed.
     """
 
@@ -83,7 +79,7 @@ class EvalBatches:
         return self._load(slice(start, start + self.batch_size) for start in starts)
 
     def _load(self, chosen: Iterable[Tensor | slice]) -> Iterator[Batch]:
-        """Yield the batches with the chosen rows, prefetched if they must be moved."""
+        """Yield the batches of the chosen rows, prefetched if they are on another device."""
         if self.examples.labels.device.type == self.device.type:
             yield from map(self._fetch, chosen)
             return
@@ -106,15 +102,12 @@ class EvalBatches:
 class TrainBatches(EvalBatches):
     """One epoch of shuffled batches per iteration, from the current position of the run.
 
-    Epoch and batch follow from the number of optimizer steps done, so that a resumed run needs no
-    state of this object. An incomplete last batch is dropped; each epoch is reshuffled.
+    The number of optimizer steps done determines epoch and batch, so checkpoints need no state of
+    this object. An incomplete last batch is dropped; each epoch is reshuffled.
 
     Args:
-        examples: the training examples.
-        batch_size: examples per batch, at most `len(examples)`.
-        seed: seed of the run.
+        batch_size: at most `len(examples)`.
         steps_done: returns the number of optimizer steps done so far.
-        device: device of the batches.
         packed: leave event frames packed.
     """
 

@@ -18,9 +18,9 @@ from spikefuse.train.classifier import LOG_EVERY_STEPS, best_epoch
 from spikefuse.train.signals import SignalHandler
 
 REFRESH_SECONDS = 0.25
-# Within a long epoch, a checkpoint is saved this often.
+# Time between checkpoints within a long epoch.
 SAVE_SECONDS = 600.0
-# How often, in steps, several processes agree on whether to stop.
+# Steps after which several processes agree on whether to stop.
 AGREE_EVERY_STEPS = 10
 METRICS = "metrics.csv"
 TENSORBOARD = "tensorboard"
@@ -41,7 +41,7 @@ class ProgressReporter(Callback):
         )
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
-        if self._first:  # what was fused is known after the first call of the network
+        if self._first:  # the first call of the network reports what was fused
             self._first = False
             fusion = getattr(module.net, "fusion", None)
             if fusion is not None and fusion.fused:
@@ -96,8 +96,8 @@ class MetricsWriter(Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
         row = module.history[-1]
         for name, value in row.items():
-            part, _, quantity = name.partition("_")
-            tag = f"{quantity}/{part}" if part in ("train", "val") else name
+            stage, _, quantity = name.partition("_")
+            tag = f"{quantity}/{stage}" if stage in ("train", "val") else name
             if name not in ("epoch", "step"):
                 self.writer.add_scalar(tag, value, int(row["step"]))
         with replacing(self.directory / METRICS) as path, path.open("w", newline="") as file:
@@ -120,7 +120,6 @@ class CheckpointSaver(Checkpoint):
     has one, because saving is collective; only the main process writes.
 
     Args:
-        directory: folder of the run.
         signals: reports a request to stop.
     """
 
@@ -131,7 +130,7 @@ class CheckpointSaver(Checkpoint):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.signals.install()  # replaces Lightning's own handler
-        # When one of several processes dies, there is no time left to save anything.
+        # If one of several processes dies, the others cannot save: saving is collective.
         if self.processes.count > 1:
             self._save(trainer)
 
@@ -142,8 +141,8 @@ class CheckpointSaver(Checkpoint):
             return
         with replacing(self.directory / LAST) as path:
             trainer.save_checkpoint(path)
-            # BEST is replaced before LAST: a run resumed from LAST repeats what follows it, so
-            # BEST may be ahead of LAST but never behind.
+            # BEST is replaced before LAST: a run resumed from LAST repeats the steps after it, so
+            # BEST may be newer than LAST but never older.
             if best:
                 with replacing(self.directory / BEST) as copy:
                     shutil.copyfile(path, copy)

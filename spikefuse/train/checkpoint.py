@@ -49,11 +49,9 @@ class LoadedRun:
     """A checkpoint in memory.
 
     Args:
-        path: its file.
-        config: settings of the run.
         history: metrics of each finished epoch.
         weights: state dict of the Lightning module.
-        resumable: whether the file counts steps as this version does.
+        resumable: whether the file contains the step count that resuming needs.
     """
 
     path: Path
@@ -97,7 +95,7 @@ def load(path: Path) -> LoadedRun:
 
 
 def load_weights(module: nn.Module, loaded: LoadedRun) -> None:
-    """Copy the weights of a checkpoint into a module that has the network as `net`.
+    """Copy the weights of a checkpoint into a module whose attribute `net` is the network.
 
     Raises:
         ConfigError: they do not fit.

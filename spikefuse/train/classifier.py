@@ -55,20 +55,19 @@ class MetricTotals:
         if processes.count == 1:
             return self
         values = torch.tensor([*self.sums.tolist(), self.count], dtype=torch.float64, device=device)
-        # Processes that share sequences all count the same samples.
+        # Processes that share a sequence count the same samples.
         return MetricTotals(*(processes.sum(values) / processes.time).tolist())
 
 
 class Classifier(pl.LightningModule):
     """A spiking network that classifies images or event data by its output over time.
 
-    `history` has one entry per finished epoch. Besides what Lightning saves, a checkpoint holds the
-    history, the totals of the current epoch, and the configuration. All processes receive the same
-    batches and make the same random choices; each computes its share of a batch.
+    `history` has one entry per finished epoch. In addition to what Lightning saves, a checkpoint
+    holds the history, the totals of the current epoch, and the configuration. All processes receive
+    the same batches and make the same random choices; each computes its share of a batch.
 
     Args:
-        config: settings of the run.
-        processes: processes of the run; None for this one alone.
+        processes: processes of the run; None for this one only.
     """
 
     def __init__(self, config: TrainConfig, processes: Processes | None = None) -> None:
@@ -91,8 +90,8 @@ class Classifier(pl.LightningModule):
         """Convert the bytes of a batch to the network's input `[T, B, ...]`.
 
         Args:
-            inputs: images `[B, C, H, W]`, event frames `[B, T, ...]`, or packed event frames
-                `[B, T, S]`, which event models take.
+            inputs: images `[B, C, H, W]`, event frames `[B, T, ...]`, or for event models packed
+                event frames `[B, T, S]`.
             share: the samples to return; random numbers are drawn for the whole batch.
         """
         dataset = DATASETS[self.config.dataset]
@@ -101,8 +100,8 @@ class Classifier(pl.LightningModule):
         return batches.encode(inputs, self.config, share)
 
     def augment(self, inputs: Tensor) -> Tensor:
-        """Shift and mirror at random, using PyTorch's default generator of the device, whose state
-        a CUDA graph reads at each replay."""
+        """Shift and mirror a batch at random."""
+        # A CUDA graph reads the state of the device's default generator at each replay.
         generator = torch.default_generator
         if inputs.is_cuda:
             generator = torch.cuda.default_generators[inputs.get_device()]
@@ -147,7 +146,7 @@ class Classifier(pl.LightningModule):
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         now = time.perf_counter()
-        # Not in on_train_epoch_start, which a run resumed within an epoch does not call.
+        # A run resumed within an epoch does not call `on_train_epoch_start`.
         if not self._clock:
             self._clock, self._clock_count, self._waited = now, self.totals.count, 0.0
         else:
@@ -175,7 +174,7 @@ class Classifier(pl.LightningModule):
         return loss
 
     def _gradients(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return loss, logits and labels of this process's share of a batch."""
+        """Compute gradients of this process's share of a batch; return its loss, logits, labels."""
         self._optimizer().zero_grad()
         share = self.processes.share(len(labels))
         x = self.encode(self.augment(inputs), share)
@@ -217,7 +216,7 @@ class Classifier(pl.LightningModule):
         return (self.totals.count - self._clock_count) * self.processes.data / seconds
 
     def data_wait(self) -> float:
-        """Return the fraction of that time spent waiting for data."""
+        """Return the fraction of the training time spent waiting for data."""
         return self._waited / (time.perf_counter() - self._clock)
 
     # Validation and test

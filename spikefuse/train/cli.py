@@ -24,7 +24,7 @@ from spikefuse.data.files import ENVIRONMENT
 from spikefuse.train.config import ConfigError, RunOptions, TrainConfig
 
 USER_ERROR = 2
-# How long other processes wait for the main one to report a user's error.
+# Time for the main process to report a user's error before the others exit.
 PATIENCE_SECONDS = 10.0
 EXTRA = ("lightning", "tensorboard", "matplotlib", "tqdm", "yaml")
 # Settings that a resumed run may change without changing its result.
@@ -63,18 +63,18 @@ examples:
   spikefuse predict runs/digits-conv-1/best.ckpt --top 3 --csv photos > classes.csv
   spikefuse predict runs/nmnist-conv-1/best.ckpt data/nmnist/Test/7
 
-Files are in the form of the data that the network was trained on: images (PNG, JPEG and others), or
-event recordings (nmnist .bin, dvs_gesture and cifar10_dvs .aedat, shd and ssc .h5). Images are
-converted to its size and channels: scaled so that the shorter side fits, and cropped at the centre.
-The network sees colours as they are; digits in mnist and digits are bright on black. Folders are
-searched recursively. A file with several recordings has a row for each, file[0], file[1] and so on.
+Files must be of the kind that the network was trained on: images (PNG, JPEG and others) or event
+recordings (nmnist .bin, dvs_gesture and cifar10_dvs .aedat, shd and ssc .h5). Images are converted
+to the network's size and channels: scaled so that the shorter side fits, and cropped at the centre.
+Colours are not inverted: mnist and digits have bright digits on black. Folders are searched
+recursively. A file with several recordings has one row for each: file[0], file[1] and so on.
 
-A file that cannot be read is reported, and the others are classified; the exit code is then 1.
+A file that cannot be read is reported, the others are classified, and the exit code is 1.
 """
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line in one line, and unknown options with the subcommand's help."""
+    """Reports errors in one line, and suggests the nearest option for an unknown one."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USER_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -118,7 +118,7 @@ def _add_train(commands: Any) -> None:
         "--config",
         type=Path,
         metavar="YAML",
-        help="a file of options; options on the command line override it",
+        help="file of options; the command line overrides it",
     )
     group.add_argument(
         "--resume", type=Path, metavar="CKPT", help="checkpoint of the run to continue"
@@ -130,7 +130,7 @@ def _add_train(commands: Any) -> None:
 def _add_option(
     group: Any, name: str, option: Mapping[str, Any], default: Any = argparse.SUPPRESS
 ) -> None:
-    """Add an option, which is absent from the namespace if it has no default and is not given."""
+    """Add an option; without a default, the namespace lacks it unless it is given."""
     text, kind = option["help"], option["kind"]
     values: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     if kind is not bool:
@@ -180,12 +180,10 @@ def _add_predict(commands: Any) -> None:
     predict.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="best.ckpt or last.ckpt of a run"
     )
-    predict.add_argument(
-        "files", type=Path, nargs="+", metavar="FILE", help="files, and folders of files"
-    )
+    predict.add_argument("files", type=Path, nargs="+", metavar="FILE", help="files or folders")
     for name, default, text in (
         ("--top", 1, "number of classes per example, the most probable first"),
-        ("--batch-size", 32, "examples that are computed at once"),
+        ("--batch-size", 32, "examples per batch"),
     ):
         text += f" (default: {default})"
         predict.add_argument(name, type=int, default=default, metavar="N", help=text)
@@ -207,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _main_process():
             print(f"spikefuse {arguments.command}: error: {error}", file=sys.stderr)
         else:
-            # torchrun ends all processes with the first: let the main one report the error.
+            # torchrun stops all processes when one exits: let the main one report the error first.
             time.sleep(PATIENCE_SECONDS)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in EXTRA:
@@ -300,7 +298,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    """Print the predictions as they are made, except JSON; return 1 if a file was not read."""
+    """Print predictions as they are computed, JSON at the end; return 1 if a file failed."""
     from tqdm import tqdm
 
     from spikefuse.train import predict
@@ -349,7 +347,6 @@ def _how_to_resume(checkpoint: Path | None, arguments: argparse.Namespace) -> st
 
 
 def _main_process() -> bool:
-    """Whether this is the process that prints."""
     return os.environ.get("RANK", "0") == "0"
 
 

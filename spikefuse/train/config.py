@@ -57,7 +57,7 @@ class ConfigError(ValueError):
     """A setting is invalid; the one-line message names the setting and the fix."""
 
 
-# A description of the numbers that are allowed, and whether one of them is.
+# A description of the allowed numbers, and a function that checks one.
 Allowed = tuple[str, Callable[[float], bool]]
 POSITIVE: Allowed = "a positive {}", lambda value: value > 0
 NOT_NEGATIVE: Allowed = "a {} of at least 0", lambda value: value >= 0
@@ -77,15 +77,16 @@ def number(
 ) -> Any:
     """Return a field for a number.
 
-    `help` and `shown`, which replaces the default, are printed by `--help`; `kind` is the type
-    where `default` is None.
+    Args:
+        shown: what `--help` prints as the default, if it is not `default`.
+        kind: type of the number if `default` is None.
     """
     kind = kind if default is None else type(default)
     return field(default=default, metadata=describe(help, kind, shown or str(default), allowed))
 
 
 def choice(default: str | None, help: str, choices: Collection[str], shown: str = "") -> Any:
-    """Return a field for one of `choices`, which is read when a value is checked."""
+    """Return a field for one of `choices`, which are read when a value is checked."""
     return field(default=default, metadata=describe(help, str, shown or str(default), choices))
 
 
@@ -95,7 +96,6 @@ def flag(default: bool | None, help: str, shown: str) -> Any:
 
 
 def describe(help: str, kind: type, shown: str, allowed: Any = None) -> dict[str, Any]:
-    """Return the metadata of a field."""
     return {"help": help, "kind": kind, "shown": shown, "allowed": allowed}
 
 
@@ -108,20 +108,20 @@ class RunOptions:
     """
 
     out: Path | None = field(
-        default=None, metadata=describe("a new folder", Path, "runs/DATASET-MODEL-N")
+        default=None, metadata=describe("new folder of the run", Path, "runs/DATASET-MODEL-N")
     )
     time_ranks: int = number(1, "processes that share a sequence, under torchrun", AT_LEAST_ONE)
     data_ranks: int | None = number(
-        None, "processes that share a batch", AT_LEAST_ONE, "all processes over time-ranks", int
+        None, "processes that share a batch", AT_LEAST_ONE, "all processes / time-ranks", int
     )
     time_chunks: int | None = number(
         None,
-        "microbatches per batch between which states pass from one time rank to the next",
+        "microbatches in which states are sent from one time rank to the next",
         AT_LEAST_ONE,
-        "1 on GPUs, which do not wait for states, 4 on CPUs",
+        "1 on GPUs, which do not wait for states; 4 on CPUs",
         int,
     )
-    device: str = choice("auto", "auto uses CUDA if available", DEVICES)
+    device: str = choice("auto", "device; auto is CUDA if available", DEVICES)
     data_dir: Path | None = field(
         default=None, metadata=describe("folder of the datasets", Path, "see below")
     )
@@ -192,7 +192,7 @@ class TrainConfig:
     )
     activity: float | None = number(
         None,
-        "event-mlp: initial fraction of neurons that fire per step, to which weights are scaled",
+        "event-mlp: scale the initial weights so that this fraction of neurons fires per step",
         up_to(0.5),
         shown="half the capacity, or 0.01",
     )
@@ -229,7 +229,7 @@ class TrainConfig:
         between(0, 1),
     )
     clip: float | None = number(
-        None, "largest norm of the gradient of all parameters together", POSITIVE, shown="none"
+        None, "clip the gradient of all parameters to this norm", POSITIVE, shown="none"
     )
     shift: int = number(
         None,
@@ -253,7 +253,7 @@ class TrainConfig:
         shown="all",
         kind=int,
     )
-    fuse: bool = flag(True, "compute batch norm and the neuron after it as one operation", "yes")
+    fuse: bool = flag(True, "fuse each batch norm with the neurons that read it", "yes")
     memory: str = choice("recompute", "what to save for the backward pass (docs/memory.md)", MEMORY)
     memory_budget: float | None = number(
         None, "GB to save for the backward pass, with --memory auto", POSITIVE, shown="none"
@@ -357,15 +357,15 @@ class TrainConfig:
             ) from error
 
     def _training_conflicts(self) -> Iterator[str]:
-        parts, tbptt = f"accumulate is {self.accumulate}", self.tbptt
+        accumulate, tbptt = f"accumulate is {self.accumulate}", self.tbptt
         if self.accumulate > self.batch_size:
-            yield f"{parts}: expected at most batch_size, {self.batch_size}"
+            yield f"{accumulate}: expected at most batch_size, {self.batch_size}"
         steps = min(self.num_steps, tbptt or self.num_steps)
         last = self.num_steps % steps or steps
         if last * (self.batch_size // self.accumulate) < 2:
             cause = "num_steps and batch_size are both 1"
             if (self.accumulate, last) != (1, self.num_steps):
-                cause = f"{parts} and tbptt {tbptt}, which leaves one step of one example"
+                cause = f"{accumulate} and tbptt {tbptt}, which leaves one step of one example"
             yield f"{cause}: batch normalization needs at least two values, so change one of them"
         if (self.memory == "auto") != (self.memory_budget is not None):
             budget = "no memory_budget" if self.memory_budget is None else "a memory_budget"

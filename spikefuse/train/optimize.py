@@ -69,14 +69,13 @@ def gradients(
 
     The batch is split into `config.accumulate` microbatches. Each passes through the network in
     chunks of `config.tbptt` time steps; states cross chunk boundaries, gradients do not. The loss
-    of a chunk is that of its own outputs, weighted by its fraction of the steps. With loss "last"
-    only the last chunk has one.
+    of a chunk is computed from its own outputs and weighted by its fraction of the steps. With loss
+    "last", only the last chunk has a loss.
 
     Args:
         net: the network, a `Temporal` or a function that calls one.
         x: its input `[T, B, ...]`; `Events` are never split.
         labels: classes `[B]`.
-        config: settings of the run.
         backward: computes and accumulates the gradients of a loss.
         penalty: returns a term for the loss, computed from the most recent call of the network.
 
@@ -85,8 +84,8 @@ def gradients(
     """
     num_steps, batch = x.shape[0], x.shape[1]
     total, logits = torch.zeros((), device=x.device), []
-    for part in torch.arange(batch).tensor_split(config.accumulate):
-        rows = slice(int(part[0]), int(part[-1]) + 1)
+    for indices in torch.arange(batch).tensor_split(config.accumulate):
+        rows = slice(int(indices[0]), int(indices[-1]) + 1)
         outputs = []
         microbatch = x if isinstance(x, Events) else x[:, rows]
         for stop, output in _chunks(net, microbatch, config):
@@ -98,7 +97,7 @@ def gradients(
             if extra is not None:
                 value = value + extra
             weight = 1.0 if config.loss == "last" else len(output) / num_steps
-            weighted = value * (weight * len(part) / batch)
+            weighted = value * (weight * len(indices) / batch)
             backward(weighted, rows.stop == batch and stop == num_steps)
             total += weighted.detach()
         logits.append(readout(torch.cat(outputs), config.loss))
@@ -140,7 +139,7 @@ def make_optimizer(
 
 
 def adapt_state(optimizer: Optimizer) -> None:
-    """Convert restored optimizer state to this device, memory format and kind of step."""
+    """Convert restored optimizer state to the current device, memory format and kind of step."""
     for group in optimizer.param_groups:
         group["fused"] = fused = optimizer.defaults.get("fused")
         group["lr"] = float(group["lr"])  # a tensor if a CUDA graph saved it

@@ -43,7 +43,7 @@ def plot_curves(history: list[EpochMetrics], path: Path) -> None:
 
 
 def record(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Record what passes through the network for one example, the bytes of a batch of one.
+    """Record input, spikes and output of the network for one example, a batch of one.
 
     Returns:
         The encoded input `[T, C, H, W]` or `[T, units]`, the spikes `[T, ...]` of each neuron
@@ -117,8 +117,8 @@ def _plot_spikes(axes: Axes, name: str, layer: Tensor) -> None:
     axes.imshow(neurons[shown].numpy(), cmap="binary", **IMAGE)
     shape = " × ".join(map(str, layer.shape[1:]))
     axes.set_title(f"{name}: {shape} neurons, {100 * layer.mean():.1f} % firing", fontsize=8)
-    few = "neurons" if len(shown) == count else f"{len(shown)} of {count} neurons"
-    axes.set(xlabel="time step", ylabel=few)
+    neurons_shown = "neurons" if len(shown) == count else f"{len(shown)} of {count} neurons"
+    axes.set(xlabel="time step", ylabel=neurons_shown)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 

@@ -1,4 +1,4 @@
-"""Trained networks for use: loading them from checkpoints, and classifying files."""
+"""Load trained networks from checkpoints, and classify files with them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from spikefuse.train.seeding import Purpose, reseed
 
 
 class TrainedNetwork(nn.Module):
-    """A trained network with the preprocessing of its training, on bytes as the datasets have them.
+    """A trained network with the preprocessing of its training, for uint8 inputs of its dataset.
 
     Images are divided by 255 and encoded over T time steps, directly or by Poisson spikes, as in
-    training. Event frames enter as counts. The logits are the mean of the outputs over time or,
-    trained with the loss "last", the last output. Nothing is augmented. Poisson spikes come from
-    PyTorch's default generator.
+    training. Event frames are passed as counts. The logits are the mean of the outputs over time
+    or, after training with the loss "last", the last output. Nothing is augmented. Poisson spikes
+    are drawn from PyTorch's default generator.
 
     Attributes:
         net: the network without preprocessing, a `Temporal` `[T, B, ...] -> [T, B, classes]`.
@@ -126,7 +126,7 @@ class Prediction(NamedTuple):
 
 
 def find_files(network: TrainedNetwork, paths: Iterable[Path]) -> list[Path]:
-    """Replace folders by their files, searched recursively; an empty folder stays."""
+    """Replace folders by the files in them, recursively; folders without any are not replaced."""
     endings, files = file_endings(network.config.dataset), []
     for path in paths:
         inside = sorted(path.rglob("*")) if path.is_dir() else []

@@ -1,9 +1,9 @@
 """The processes of a run: one, or those that torchrun started.
 
-Of `data` × `time` processes, groups of `time` neighbours share the same samples of a batch and
-divide their time steps (see `spikefuse.distributed`). All processes hold the dataset and the
-network, and average gradients (PyTorch's DistributedDataParallel, over NCCL on GPUs and Gloo on
-CPUs).
+There are `data` × `time` processes. Groups of `time` neighbours share the samples of a batch and
+split their time steps (see `spikefuse.distributed`). All processes hold the dataset and the
+network, and average gradients with PyTorch's DistributedDataParallel, over NCCL on GPUs and Gloo on
+CPUs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PeerLost(Exception):
     Args:
         rank: rank of this process.
         checkpoint: the file to resume from, or None if nothing was saved.
-        why: what is known about the other process.
+        why: the cause, if it is known.
     """
 
     def __init__(self, rank: int, checkpoint: Path | None, why: str = "") -> None:
@@ -62,7 +62,7 @@ class Processes:
 
     @classmethod
     def started(cls, time: int = 1) -> Processes:
-        """Return the processes that torchrun started, or this one alone."""
+        """Return the processes that torchrun started, or this one only."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return cls(time=time)
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -139,7 +139,7 @@ class Processes:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether an error means that the connection to another process broke."""
+    """Whether an error means that the connection to another process is lost."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and "gloo" in str(error).lower()

@@ -11,7 +11,7 @@ import yaml
 
 from spikefuse.train.config import ConfigError, TrainConfig
 
-# Options that say where to run; only the command line takes them.
+# Options that depend on the machine; only the command line accepts them.
 PLACE = ("config", "data_dir", "device", "download", "out", "resume")
 
 
@@ -45,7 +45,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _convert(name: str, value: Any) -> Any:
-    """Convert as the command line does: YAML reads 1e-3 as a string and 32 as a number."""
+    """Convert a value to the type of its option: YAML reads 1e-3 as a string, 32 as a number."""
     kinds = {f.name: f.metadata["kind"] for f in fields(TrainConfig)}
     if name in PLACE:
         raise ConfigError(

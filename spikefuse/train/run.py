@@ -44,7 +44,7 @@ RUNS = Path("runs")
 VALIDATION_FRACTION = 0.1
 # Fixed, so that runs with different seeds are validated on the same examples.
 VALIDATION_SEED = 1
-# One CPU thread is used for this many input values per step (time steps × batch × input size).
+# Input values per CPU thread and training step (time steps × batch × input size).
 VALUES_PER_THREAD = 1 << 15
 LIGHTNING_PRECISION = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
@@ -55,8 +55,6 @@ def train(
     """Train, test the best epoch once, and write plots and the result into the run's folder.
 
     Args:
-        config: what to train.
-        options: where and how.
         resumed: the checkpoint to continue from, in its own folder.
 
     Returns:
@@ -82,7 +80,7 @@ def train(
             )
         module = _make_module(config, device, processes)
         if resumed is not None:
-            load_weights(module, resumed)  # an early check: Lightning loads them again
+            load_weights(module, resumed)  # only checks them early: Lightning loads them later
         if processes.time > 1:
             chunks = options.time_chunks or (1 if device.type == "cuda" else 4)
             module.share_time(make_mesh(None, processes.time, device.type), chunks)
@@ -292,7 +290,7 @@ def _new_directory(config: TrainConfig, options: RunOptions) -> Path:
 
 
 def _remove(directory: Path, existed: bool) -> None:
-    """Delete what a run without a checkpoint wrote, but keep a folder that existed before."""
+    """Delete what a run without a checkpoint wrote, except a folder that existed before it."""
     for path in directory.iterdir() if existed else [directory]:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -361,8 +359,8 @@ def _trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # Lightning would ask all processes about signals before each step and wait for the GPU;
-    # `CheckpointSaver` asks every few steps, on the host.
+    # Lightning would synchronize all processes and the GPU before each step to check for signals;
+    # `CheckpointSaver` does so every few steps, on the host.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = (  # type: ignore[method-assign]
         lambda: None
     )
@@ -419,10 +417,10 @@ def _finish(
 
 @contextlib.contextmanager
 def _threads(config: TrainConfig) -> Iterator[None]:
-    """Use no more CPU threads than a step has work for.
+    """Limit the number of CPU threads to the work of a step.
 
-    Small steps gain little from more threads, and become many times slower on a busy machine, where
-    threads wait for each other.
+    Small steps gain little from more threads. On a busy machine, where threads wait for each other,
+    they become many times slower.
     """
     before = torch.get_num_threads()
     values = config.num_steps * config.batch_size * math.prod(DATASETS[config.dataset].shape)

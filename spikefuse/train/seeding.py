@@ -1,6 +1,6 @@
-"""Random choices as pure functions of the seed and of the position in the run.
+"""Derive all random choices from the seed and the position in the run.
 
-A run that resumes at step n therefore continues exactly, without any saved generator state.
+A run resumed at step n therefore continues exactly, without any saved generator state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM that let the current step finish."""
+"""Handle Ctrl-C and SIGTERM after the current step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ PATIENCE_SECONDS = 20.0
 class RunInterrupted(BaseException):
     """A signal stopped the run.
 
-    Not an Exception, like KeyboardInterrupt, which Lightning would turn into an exit.
+    Like KeyboardInterrupt it is not an Exception, but Lightning does not turn it into an exit.
 
     Args:
-        signum: the signal.
         checkpoint: the file to resume from, or None if nothing was saved.
     """
 
@@ -37,11 +36,10 @@ class SignalHandler:
     """Context manager that records a first Ctrl-C (or SIGTERM) in `requested`.
 
     A second one raises `RunInterrupted` immediately. Use it in the main thread, as all signal
-    handlers. A process that lost another one does not wait for it: see `give_up`.
+    handlers. A process that lost another one calls `give_up` instead of waiting for it.
 
     Args:
         checkpoint: file in which the run saves its state.
-        processes: the processes of the run.
     """
 
     def __init__(self, checkpoint: Path, processes: Processes | None = None) -> None:

@@ -69,7 +69,7 @@ def test_explain(impl: str) -> None:
     found = sf.explain(sf.Temporal(nn.Sequential(*layers)), events(0.1))
     assert found.layers == found.not_called == ()
     lines = str(found).splitlines()
-    how = "numba (10." if impl == "auto" else "dense (asked for)"
+    how = "numba (10." if impl == "auto" else "dense (requested)"
     assert lines[0].startswith(f"net.0: EventLinear, 200 to 20, on {how}")
     assert lines[0].endswith(" 0 dropped")
     assert not lines[1].endswith(" 0 dropped")

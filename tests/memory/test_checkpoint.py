@@ -414,3 +414,12 @@ def test_what_can_not_be_recomputed_is_refused(forward, message):
     net = sf.fuse(sf.Temporal(Wired(forward), Checkpoint(2)))
     with pytest.raises(ValueError, match=message):
         net(make_input(SHAPE))
+
+
+def test_fusion_reports_the_last_call():
+    layers = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), sf.LIF(), nn.Conv2d(4, 4, 3)
+    net = sf.fuse(sf.Temporal(nn.Sequential(*layers), memory=sf.memory.Checkpoint()))
+    assert not net.fusion.called
+    net(torch.rand(3, 2, 2, 8, 8))
+    assert net.fusion.called
+    assert [place.neuron for place in net.fusion.fused] == ["net.2"]

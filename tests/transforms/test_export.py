@@ -164,7 +164,7 @@ def test_steps_are_equal(net, make):
     for t in range(T):
         # Copied, because MKL's products depend on the alignment of the memory.
         x = xs[t].clone()
-        expected, expected_state = net(x.unsqueeze(0), expected_state, return_state=True)
+        expected, expected_state = net(x.unsqueeze(0), state=expected_state, return_state=True)
         y, *states = made(x, *states)
         assert torch.equal(y, expected[0])
         flat = [s for finals in expected_state.values() for s in finals]
