@@ -11,7 +11,7 @@ the dispatcher, which costs several times a small kernel.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, NamedTuple
@@ -264,14 +264,9 @@ def _differentiate(
         inputs, states, params = found[:split], found[split:end], found[end:]
     if states:
         states = [g.to(s.dtype) for g, s in zip(states, arguments.states, strict=True)]
-    needed = (*needs.inputs, *(True,) * call.num_states, *needs.params)
-    return spread((*inputs, *states, *params), needed)
-
-
-def spread(found: Iterable[Tensor], needed: Iterable[bool]) -> list[Tensor | None]:
-    """What was found, with None where nothing was needed."""
-    rest = iter(found)
-    return [next(rest) if need else None for need in needed]
+    rest = iter((*inputs, *states, *params))
+    returned = (*needs.inputs, *(True,) * call.num_states, *needs.params)
+    return [next(rest) if need else None for need in returned]
 
 
 def choose(
