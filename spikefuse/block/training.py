@@ -154,7 +154,7 @@ class TrainingCall:
                 part = part._replace(arguments=part.arguments._replace(params=params))
                 into = [slice_of(g, part.rows) for g in inputs]
                 self.write(part, incoming_of(incoming, part.rows, ends), needs.inputs, into)
-        # ScanGradients of states that arrived from another process have gone back there.
+        # Gradients of states that arrived from another process have gone back there.
         states: list[Tensor] = []
         if tensors.states:
             states = [r[0] if len(r) == 1 else torch.cat(r) for r in zip(*starts, strict=True)]
@@ -212,7 +212,7 @@ class TrainingCall:
     def own_gradients(
         self, execution: Execution, sums: Mapping[str, Tensor], own: Tensors
     ) -> list[Tensor | None]:
-        """ScanGradients of the neuron's own tensors, None without a sum."""
+        """Gradients of the neuron's own tensors, None without a sum."""
         if not own:
             return []
         names, layout = (f"neuron.{name}" for name in self.program.own), execution.layout
@@ -283,6 +283,6 @@ def train(call: TrainingCall, tensors: BlockTensors, weight: Tensor | None, bits
         return call.forward(tensors, False, bits)[0]
     call.num_inputs, call.num_states = len(inputs), len(states)
     found, end = _apply(call, bits, *leaves), len(call.program.binary)
-    # The graph keeps `call` alive, but must not keep the bits.
+    # The graph keeps `call` alive, but must not hold the bits.
     written, call.bits = call.bits, []
     return Results(list(found[:end]), list(found[end:]), None, written)

@@ -66,7 +66,7 @@ class Temporal(nn.Module):
 
     Args:
         net: the network.
-        memory: what is kept for backward, a policy of `spikefuse.memory`; None for `Recompute()`,
+        memory: what is saved for backward, a policy of `spikefuse.memory`; None for `Recompute()`,
             "auto" for `Auto(budget)`.
         budget: in GB, with "auto".
         batch_first: whether inputs and outputs are `[B, T, ...]` instead of `[T, B, ...]`.

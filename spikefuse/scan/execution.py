@@ -70,7 +70,7 @@ class Results(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """ScanGradients of the results, None for a result without one."""
+    """Gradients of the results, None for a result without one."""
 
     outputs: Sequence[Tensor | None]
     finals: Sequence[Tensor | None]
@@ -228,7 +228,7 @@ class Execution:
         return bool(self._no_bits) and self.layout.num_neurons % 16 == 0
 
     def reduce(self, per_neuron: Tensors, params: Tensors) -> list[Tensor]:
-        """ScanGradients of parameters, from their gradients per neuron."""
+        """Gradients of parameters, from their gradients per neuron."""
         totals = map(self.layout.reduce_to, per_neuron, params)
         return [total.to(p.dtype) for total, p in zip(totals, params, strict=True)]
 

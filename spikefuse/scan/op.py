@@ -143,7 +143,7 @@ def _run_eager(
         return call.forward(arguments, wanted)[0]
     tensors = (*arguments.inputs, *arguments.states, *arguments.params)
     found, num_outputs = _apply(call, wanted, *tensors), call.num_outputs
-    # The graph keeps `call` alive, but must not keep the bits.
+    # The graph keeps `call` alive, but must not hold the bits.
     bits, call.bits = call.bits, []
     return Results(list(found[:num_outputs]), list(found[num_outputs:]), None, bits)
 
@@ -193,7 +193,7 @@ class ScanCall:
     def backward(
         self, arguments: Arguments, saved: Sequence[Tensor], incoming: Incoming, needs: Needs
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """ScanGradients of the inputs, the initial states and the parameters, as far as needed."""
+        """Gradients of the inputs, the initial states and the parameters, as far as needed."""
         execution = self.execution
         if self.passing is None:
             execution = execution or execution_of(self.name, arguments.inputs)
