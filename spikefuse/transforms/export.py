@@ -168,7 +168,8 @@ class EagerNeuron(nn.Module):
         outputs: tuple[str, ...] | None = None,
     ) -> Any:
         slot = self.slot
-        definition = with_outputs(self.definition, checked_names(outputs or ()))
+        names = () if outputs is None else checked_names(outputs)
+        definition = with_outputs(self.definition, names)
         if slot is None:
             found, final = reference.scan(definition, inputs, state)
             result = found[0] if outputs is None and len(found) == 1 else found
