@@ -6,6 +6,7 @@ from spikefuse.events.linear import EventLinear
 from spikefuse.events.rate import scale_to_rate
 from spikefuse.events.stream import EventStream
 from spikefuse.inspect.explain import explain
+from spikefuse.nn import encode
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import MaxPool2d
 from spikefuse.nn.stream import Stream
@@ -61,6 +62,7 @@ __all__ = [
     "Temporal",
     "TernaryLIF",
     "TwoCompartmentLIF",
+    "encode",
     "explain",
     "exportable",
     "fuse",

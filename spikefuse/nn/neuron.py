@@ -174,7 +174,10 @@ def check(
     """Refuse inputs, called `names` in errors, and states of the wrong number, dtype or shape."""
     name = type(neuron).__name__
     if len(inputs) != len(names):
-        raise TypeError(f"{name} takes {len(names)} inputs ({', '.join(names)}), not {len(inputs)}")
+        raise TypeError(
+            f"{name} takes {len(names)} inputs ({', '.join(names)}), not {len(inputs)}; pass a "
+            "state as state=(...), and all time steps at once"
+        )
     for label, x in zip(names, inputs, strict=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: {label} is a {type(x).__name__}: expected a tensor")

@@ -19,6 +19,7 @@ from spikefuse.nn.call import Saving, TemporalCall
 from spikefuse.nn.constant_input import fold
 from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron
 from spikefuse.scan.layout import flatten_steps
+from spikefuse.scan.op import refuse_export
 from spikefuse.scan.state_passing import StatePassing
 
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
@@ -285,6 +286,8 @@ class Temporal(nn.Module):
                 if self.batch_first:
                     raise _time_first(x)
             if found and x.shape[:2] != found[0].shape[:2]:
+                # The exporters before torch.export pass defaults of keyword arguments as tensors.
+                refuse_export()
                 raise ValueError(
                     f"{_name(i, tree)} has shape {list(x.shape)}: expected {expected} with the "
                     f"same T and B as the first tensor {list(found[0].shape)}; expand a tensor "

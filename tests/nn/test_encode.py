@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+import spikefuse as sf
 from spikefuse.nn.encode import direct, poisson
+
+
+def test_encodings_need_no_import_of_their_own() -> None:
+    assert sf.nn.encode.direct is direct
 
 
 def test_direct_repeats_without_a_copy() -> None:

@@ -320,11 +320,14 @@ def test_scripting_an_export_is_refused():
 
 @pytest.mark.filterwarnings("ignore:You are using the legacy:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The feature will be removed:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_a_missing_time_axis_is_refused():
     plain = sf.exportable(dense(sf.LIF()))
     with pytest.raises(ValueError, match=r"shape \[5\]: expected \[T, B, ...\]"):
         plain(torch.rand(5))
     # The exporter before torch.export passes the defaults of keyword arguments as tensors.
+    with pytest.raises(NotImplementedError, match=r"spikefuse\.exportable"):
+        torch.onnx.export(dense(sf.LIF()), (sequence(5),), io.BytesIO(), dynamo=False)
     with pytest.raises(ValueError, match="dynamo=True"):
         torch.onnx.export(plain, (sequence(5),), io.BytesIO(), dynamo=False)
 
