@@ -191,7 +191,8 @@ class Temporal(nn.Module):
                     args, kwargs = pytree.tree_unflatten(rows, tree)
                     folded = self.net(*args, **kwargs)
         except Exception as error:
-            error.add_note(self._reading(sequences))
+            if not torch.compiler.is_compiling():
+                error.add_note(self._reading(sequences))
             raise
         if call.passing is not None:
             call.passing.end()
