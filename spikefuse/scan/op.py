@@ -317,9 +317,8 @@ def _kinds(values: Mapping[str, float | Tensor]) -> tuple[tuple[str, str], ...]:
 
 def refuse_export() -> None:
     """Raise NotImplementedError inside torch.export and torch.jit.trace."""
-    # torch.compile, whose version 2.11 does not know the tracing state, does not run inside a trace.
-    is_traced = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
-    if torch.compiler.is_exporting() or is_traced:
+    # In torch 2.11, is_exporting() is True in every graph of torch.compile; its flag is not.
+    if torch.compiler._is_exporting_flag or torch._C._get_tracing_state() is not None:
         raise NotImplementedError(NO_EXPORT)
 
 
