@@ -91,13 +91,15 @@ def measure_ranks(args: argparse.Namespace, ranks: int, neurons: int) -> Record:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
     command += [str(ranks), "-m", "benchmarks.event_scaling", *["--quick"] * args.quick]
     command += ["--device", args.device, "--neurons", str(neurons), "--rounds", str(args.rounds)]
-    with tempfile.TemporaryDirectory() as folder:
-        code = subprocess.run([*command, "--out", folder], cwd=record.ROOT, check=False).returncode
-        paths = list(Path(folder).glob("*.json"))
-        if code or len(paths) != 1:  # the other rows are still measured
-            return {"ranks": ranks, "status": "failed", "reason": f"exit code {code}"}
-        (row,) = record.read(paths[0])["rows"]
-    return dict(row)
+    for _ in range(2):  # another program may take the port that torchrun has chosen
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run([*command, "--out", folder], cwd=record.ROOT, check=False)
+            paths = list(Path(folder).glob("*.json"))
+            if done.returncode == 0 and len(paths) == 1:
+                (row,) = record.read(paths[0])["rows"]
+                return dict(row)
+    # The other rows are still measured.
+    return {"ranks": ranks, "status": "failed", "reason": f"exit code {done.returncode}"}
 
 
 def milliseconds(row: Record) -> float | None:
