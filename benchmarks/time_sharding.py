@@ -108,7 +108,7 @@ def measure_parts(args: argparse.Namespace, device: torch.device) -> Iterator[Re
 def measure_step(setup: Setup, make: Callable[[], AnyStep], sharded: bool, way: str) -> Record:
     """Verify and time a step with each way to pass states; return the fastest.
 
-    Memory is that of the last way, on the rank that needs most.
+    The peak memory is measured for the last way, on the rank that needs the most.
     """
     row: Record = {"status": "ok"}
     found: dict[Passing, Record] = {}
@@ -162,7 +162,7 @@ def add_predictions(rows: Sequence[Record], made: Plan) -> None:
 
 
 def time_together(step: Callable[[], object], device: torch.device, rounds: int) -> Record:
-    """Return milliseconds of a step; in each round, those of the slowest rank."""
+    """Return the milliseconds of a step on the slowest rank of each round."""
     together = torch.zeros(1, device=device)
 
     def wait_for_all() -> None:

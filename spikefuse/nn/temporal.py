@@ -192,7 +192,7 @@ class Temporal(nn.Module):
                     folded = self.net(*args, **kwargs)
         except Exception as error:
             if not torch.compiler.is_compiling():
-                error.add_note(self._reading(sequences))
+                error.add_note(self._reading(sequences, num_steps, batch))
             raise
         if call.passing is not None:
             call.passing.end()
@@ -311,11 +311,10 @@ class Temporal(nn.Module):
             raise ValueError(f"memory=Checkpoint() takes no {kind}: use another policy")
         return found
 
-    def _reading(self, sequences: Sequence[Tensor | SparseSequence]) -> str:
+    def _reading(
+        self, sequences: Sequence[Tensor | SparseSequence], num_steps: int, batch: int
+    ) -> str:
         """How the arguments were read, for errors."""
-        num_steps, batch = sequences[0].shape[:2]
-        if self.batch_first:
-            num_steps, batch = batch, num_steps
         shapes = ", ".join([str(list(x.shape)) for x in sequences])
         if len(sequences) == 1:
             steps = f" and steps of shape {list(sequences[0].shape[2:])}"

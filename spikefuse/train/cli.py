@@ -89,6 +89,13 @@ class _Parser(argparse.ArgumentParser):
         return namespace, unknown
 
 
+# Texts keep their line breaks, and options have to be written in full.
+_EXACT: dict[str, Any] = {
+    "formatter_class": argparse.RawDescriptionHelpFormatter,
+    "allow_abbrev": False,
+}
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="spikefuse", description="Train and use spiking neural networks.")
     parser.add_argument("--version", action="version", version=f"spikefuse {spikefuse.__version__}")
@@ -106,8 +113,7 @@ def _add_train(commands: Any) -> None:
         usage="%(prog)s [OPTION ...]",
         description="Train a spiking neural network to classify images or event data.",
         epilog=TRAIN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        **_EXACT,
     )
     for f in fields(TrainConfig):
         if f.name in GROUPS:
@@ -154,8 +160,7 @@ def _add_eval(commands: Any) -> None:
         help="test a checkpoint",
         description="Print the loss and accuracy of a checkpoint on the test images.",
         epilog="example:\n  spikefuse eval runs/digits-conv-1/best.ckpt",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        **_EXACT,
     )
     evaluate.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="best.ckpt or last.ckpt of a run"
@@ -174,8 +179,7 @@ def _add_predict(commands: Any) -> None:
         usage="%(prog)s [OPTION ...] CHECKPOINT FILE [FILE ...]",
         description="Print the class of each image or event recording, and its probability.",
         epilog=PREDICT_NOTES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        **_EXACT,
     )
     predict.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="best.ckpt or last.ckpt of a run"
