@@ -24,6 +24,8 @@ from spikefuse.testing import Run, run, within_budget
 
 CHANNELS = 3
 SHAPE = (5, 2, CHANNELS, 4)
+# The relative error of a few operations, for values that lie far apart.
+ROUNDINGS = 4 * 2.0**-24
 
 EXACT = (
     "{a} + {b}",
@@ -67,7 +69,7 @@ SMOOTH = (
     "torch.rsqrt(torch.abs({a}))",
     "torch.sigmoid({a})",
     "torch.tanh({a})",
-    "torch.abs({a}) ** 1.7",
+    "torch.clamp(torch.abs({a}), max=8.0) ** 1.7",
     "2.0 ** torch.clamp({a}, -4.0, 4.0)",
     "torch.where({e} > 0.0, torch.log({e}), {a})",
     "torch.where({e} > 0.0, torch.sqrt({e}), {a})",
@@ -252,7 +254,7 @@ def differences(seed: int, impl: str, device: str = "cpu") -> list[str]:
         try:
             if exact:
                 assert torch.equal(a.nan_to_num(1.5e38), e.nan_to_num(1.5e38)), f"{name} differs"
-            else:
+            elif not torch.allclose(a, e, ROUNDINGS, 0.0, equal_nan=True):
                 within_budget(name, (a, e, t), 8.0, scale)
         except AssertionError as error:
             found.append(str(error))
@@ -271,9 +273,8 @@ def differences(seed: int, impl: str, device: str = "cpu") -> list[str]:
     scale = summed[summed.isfinite()].norm().item()
     for name, gradient in gradients.items():
         is_sum = name in ("gain", "bias") or name.startswith("surrogate")
-        pair = gradient, wanted[name]
-        if is_sum:  # which infinities cancel to NaN depends on the order of summation
-            pair = tuple(torch.where(g.isfinite(), g, torch.nan) for g in pair)
+        # Infinities have either sign, and cancel to NaN in one order of additions only.
+        pair = (torch.where(g.isfinite(), g, torch.nan) for g in (gradient, wanted[name]))
         check(f"gradient of {name}", *pair, true[name], False, is_sum * scale)
     return found
 
