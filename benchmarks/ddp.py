@@ -92,7 +92,7 @@ class RankStep:
 
 
 def make_step(task: Task, network: networks.Network, way: str) -> RankStep:
-    step, held = networks.training(task, network), 0
+    step, held = network.step(task, "training"), 0
     if way == GRAPH:
         step, held = record_graph(step)
     return RankStep(network.net, step, held)

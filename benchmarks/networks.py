@@ -10,8 +10,9 @@
         --workloads small-cifar10 medium-cifar10 --networks "spikefuse, fused" "eager loop"
 
 All networks have the same weights, input and layout (channels-last). Each runs eagerly, and as the
-replay of a CUDA graph of the whole step, which hides the cost of Python. A training step is
-forward, the cross entropy of the mean over time, backward, and a step of a fused optimizer; an
+replay of a CUDA graph of the whole step, which hides the cost of Python; ours also with
+`sf.graph_step`, which copies input and labels into its graph. A training step is forward, the cross
+entropy of the mean over time, backward, and a step of a fused optimizer; an
 evaluation step is forward without gradients, and the classes. float32 has TF32 convolutions,
 PyTorch's default; bfloat16 uses autocast, as in the trainer.
 
@@ -50,6 +51,7 @@ from benchmarks.layers import (
 )
 from benchmarks.runner import (
     EAGER,
+    GRAPH,
     NO_GRAPHS,
     WAYS,
     Contender,
@@ -63,6 +65,7 @@ from spikefuse import memory
 from spikefuse.models import MODELS
 
 FUSED = f"{OURS}, fused"
+GRAPH_STEP = "sf.graph_step"
 RELU, CONVOLUTIONS = "ReLU and batch norm", "convolutions alone"
 # So small that weights, and with them spikes, hardly change while a step is timed.
 LEARNING_RATE = 1e-5
@@ -90,6 +93,7 @@ class Workload:
     threshold: float = layers.THRESHOLD
     surrogate: str = "sigmoid"
     optimizer: str = "adam"
+    stem: str = "imagenet"  # of a ResNet
 
     def neuron(self, factor: float = 1.0) -> sf.LIF:
         """Make a neuron with its threshold multiplied by `factor`."""
@@ -98,7 +102,10 @@ class Workload:
 
     def network(self, activation: Callable[[], nn.Module]) -> nn.Module:
         """Make the network for one time step, `[B, C, H, W]` to `[B, classes]`."""
-        return MODELS[self.model](activation, self.shape[0], self.num_classes, self.shape[1:])
+        make = MODELS[self.model]
+        if self.stem != "imagenet":
+            make = partial(make, stem=self.stem)
+        return make(activation, self.shape[0], self.num_classes, self.shape[1:])
 
     def small(self) -> Workload:
         """Return a small one for quick runs."""
@@ -124,6 +131,7 @@ WORKLOADS: dict[str, Workload] = {
         f"{size}-cifar10": Workload(f"cifar_{size}", CIFAR, T=10, batch=64, **_BPTT)
         for size in ("small", "medium", "large")
     },
+    "resnet18-stem3": Workload("resnet18", CIFAR, T=4, batch=256, optimizer="sgd", stem="cifar"),
     "resnet18-gesture": Workload("resnet18", (2, 128, 128), num_classes=11, batch=10),
     "alexnet-imagenet": Workload("alexnet", IMAGENET, 1000, T=6, batch=16, **_BPTT),
     "resnet34-imagenet": Workload("ms_resnet34", IMAGENET, 1000, T=6, batch=16, **_BPTT),
@@ -182,6 +190,12 @@ class Task:
                 value.copy_(self.state[name])
 
 
+# A step takes input and labels, and returns logits and loss.
+Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+Wrapper = Callable[[Step], Step]
+Run = Callable[[], StepResult]
+
+
 @dataclass
 class Network:
     """A network to measure.
@@ -205,9 +219,15 @@ class Network:
     same_gradient: bool = True
     equivalent: Callable[[], Network] | None = None
 
-    def step(self, task: Task, kind: str) -> Callable[[], StepResult]:
-        """Return a function that runs a step of `kind`."""
-        return STEPS[kind](task, self)
+    def step(self, task: Task, kind: str, wrap: Wrapper = lambda step: step) -> Run:
+        """Return a function that runs a step of `kind` on the task's batch."""
+        step, parameters = wrap(STEPS[kind](task, self)), tuple(self.net.parameters())
+
+        def run() -> StepResult:
+            results = step(task.x, task.labels)
+            return StepResult(*results, tuple(p.grad for p in parameters if p.grad is not None))
+
+        return run
 
 
 def spiking(
@@ -308,7 +328,7 @@ NETWORKS: dict[str, Callable[[Task], Network]] = {
 }
 
 
-def training(task: Task, network: Network) -> Callable[[], StepResult]:
+def training(task: Task, network: Network) -> Step:
     """Return a training step: forward, loss, backward, optimizer."""
     network.net.train()
     parameters = tuple(network.net.parameters())
@@ -318,28 +338,27 @@ def training(task: Task, network: Network) -> Callable[[], StepResult]:
         capturable = task.device.type == "cuda"
         optimizer = torch.optim.Adam(parameters, LEARNING_RATE, fused=True, capturable=capturable)
 
-    def step() -> StepResult:
+    def step(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        optimizer.zero_grad()
         with task.autocast():  # around the whole step, as in the trainer
-            logits = network.call(task.x).mean(0, dtype=torch.float32)
-            loss = F.cross_entropy(logits, task.labels)
+            logits = network.call(x).mean(0, dtype=torch.float32)
+            loss = F.cross_entropy(logits, labels)
             loss.backward()
-            grads = tuple(p.grad for p in parameters if p.grad is not None)
             optimizer.step()
-            optimizer.zero_grad()
-        return StepResult(logits.detach(), loss.detach(), grads)
+        return logits.detach(), loss.detach()
 
     return step
 
 
-def evaluation(task: Task, network: Network) -> Callable[[], StepResult]:
+def evaluation(task: Task, network: Network) -> Step:
     """Return an evaluation step: forward without gradients, classes."""
     network.net.eval()
 
-    def step() -> StepResult:
+    def step(x: Tensor, labels: Tensor) -> tuple[Tensor, None]:
         with torch.no_grad(), task.autocast():
-            logits = network.call(task.x).mean(0, dtype=torch.float32)
+            logits = network.call(x).mean(0, dtype=torch.float32)
             logits.argmax(1)
-        return StepResult(logits)
+        return logits, None
 
     return step
 
@@ -410,14 +429,19 @@ def measure_network(
             agreements[name] = Agreement(task, kind, NETWORKS[name], own)
         except Exception as error:  # the others are still measured
             reason = first_line(error)
-        for way in WAYS:
+        for way in (*WAYS, GRAPH_STEP) if name.startswith(OURS) else WAYS:
             title = f"{name}, {way}"
             contender = Contender(title, unavailable=reason or NO_GRAPHS)
             if not reason and (way == EAGER or device.type == "cuda"):
                 network = NETWORKS[name](task)
-                step = network.step(task, kind)
-                run = Contender(title, step)
-                contender = run if way == EAGER else graph_contender(title, step, device)
+                wrap: Wrapper = sf.graph_step if way == GRAPH_STEP else lambda step: step
+                step = network.step(task, kind, wrap)
+                contender = Contender(title, step)
+                if way == GRAPH:
+                    contender = graph_contender(title, step, device)
+                elif way == GRAPH_STEP:
+                    for _ in range(4):  # until it is recorded
+                        step()
                 contender.note = network.note
                 networks.append(network)
             contenders[title] = name, way, contender

@@ -42,6 +42,7 @@ from spikefuse.nn import (
     fuse,
     spiking,
 )
+from spikefuse.transforms.graph_step import graph_step
 
 __version__ = "0.1.0"
 
@@ -80,6 +81,7 @@ __all__ = [
     "explain",
     "exportable",
     "fuse",
+    "graph_step",
     "load",
     "memory",
     "models",

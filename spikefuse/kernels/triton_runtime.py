@@ -68,18 +68,9 @@ class TritonLaunch:
                 self._launch(arguments)
 
     def _launch(self, arguments: Sequence[Any]) -> None:
-        raw: list[Any] = []
+        raw = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
         # What Triton specializes on, apart from the dtypes and integers, which never change.
-        alignments: list[int] = []
-        for x in arguments:
-            if isinstance(x, Tensor):
-                address = x.data_ptr()
-                raw.append(address)
-                alignments.append(address % 16)
-            else:
-                raw.append(x)
-                alignments.append(-1 if x is None else 0)
-        key = tuple(alignments)
+        key = tuple([x % 16 if x.__class__ is int else x is None for x in raw])
         known = self.compiled.get(key)
         if known is None:
             compiled = self._first_launch(arguments)

@@ -24,10 +24,10 @@ from spikefuse.train.activity import ActivityMonitor
 from spikefuse.train.batches import WHOLE, Batch
 from spikefuse.train.checkpoint import FORMAT, KEY, EpochMetrics
 from spikefuse.train.config import TrainConfig
-from spikefuse.train.cuda_graph import GraphedStep
 from spikefuse.train.optimize import learning_rate, readout
 from spikefuse.train.processes import Processes
 from spikefuse.train.seeding import Purpose, reseed
+from spikefuse.transforms.graph_step import DDP_WARMUP, GraphStep, graph_step
 
 LOG_EVERY_STEPS = 10
 DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
@@ -72,7 +72,7 @@ class Classifier(pl.LightningModule):
 
     def __init__(self, config: TrainConfig, processes: Processes | None = None) -> None:
         super().__init__()
-        # A training step may have several backward passes, or replay a CUDA graph.
+        # A training step may have several backward passes, or be the replay of a CUDA graph.
         self.automatic_optimization = False
         self.config = config
         self.processes = Processes() if processes is None else processes
@@ -84,7 +84,7 @@ class Classifier(pl.LightningModule):
         self._row: EpochMetrics = {}
         self.totals, self.eval_totals = MetricTotals(), MetricTotals()
         self._clock, self._clock_count, self._waited, self._batch_end = 0.0, 0, 0.0, 0.0
-        self._graph: GraphedStep | None = None
+        self.graph: GraphStep | None = None  # of the training step
 
     def encode(self, inputs: Tensor, share: slice = WHOLE) -> Tensor | Events:
         """Convert the bytes of a batch to the network's input `[T, B, ...]`.
@@ -134,11 +134,15 @@ class Classifier(pl.LightningModule):
 
     def on_train_start(self) -> None:
         optimize.adapt_state(self._optimizer())
-        if self.config.cuda_graph:
-            self._graph = GraphedStep(self._step, self._optimizer())
+        if self.config.uses_cuda_graph(self.device):
+            self.graph = graph_step(
+                self._step,
+                warmup=DDP_WARMUP if self.processes.count > 1 else 3,
+                fallback=self.config.cuda_graph is None,
+            )
 
     def on_train_end(self) -> None:
-        self._graph = None  # releases its memory
+        self.graph = None  # releases its memory
 
     def on_train_epoch_start(self) -> None:
         self.totals = MetricTotals()
@@ -162,12 +166,13 @@ class Classifier(pl.LightningModule):
         steps = int(self.trainer.num_training_batches)
         rate = learning_rate(self.config, self.global_step, steps)
         optimize.set_learning_rate(self._optimizer(), rate)
-        if self._graph is None:
+        if self.graph is None:
             loss, logits, shown = self._gradients(inputs, labels)
             optimizer.step()  # type: ignore[union-attr]
         else:
-            loss, logits, shown = self._graph(optimizer, inputs, labels)
-            loss = loss.clone()  # the next replay overwrites it
+            optimizer._on_before_step()  # type: ignore[union-attr]
+            loss, logits, shown = self.graph(inputs, labels)
+            optimizer._on_after_step()  # type: ignore[union-attr]
         self.totals.add(loss, logits, shown)
         if self.processes.count > 1 and (self.global_step % LOG_EVERY_STEPS) == 0:
             loss = self.processes.sum(loss) / self.processes.count

@@ -90,6 +90,10 @@ def choice(default: str | None, help: str, choices: Collection[str], shown: str 
     return field(default=default, metadata=describe(help, str, shown or str(default), choices))
 
 
+SIZES_VARY = f"the tensors of {EVENT_MODEL} vary in size"
+SCALED_LOSS = "the loss scaling of precision 16 may skip steps"
+
+
 def flag(default: bool | None, help: str, shown: str) -> Any:
     """Return a field for a boolean."""
     return field(default=default, metadata=describe(help, bool, shown))
@@ -259,7 +263,9 @@ class TrainConfig:
         None, "GB to save for the backward pass, with --memory auto", POSITIVE, shown="none"
     )
     channels_last: bool | None = flag(None, "use the channels-last memory format", "on a GPU")
-    cuda_graph: bool = flag(False, "record the training step as a CUDA graph and replay it", "no")
+    cuda_graph: bool | None = flag(
+        None, "record the training step as a CUDA graph and replay it", "on a GPU, where possible"
+    )
     sync_batch_norm: bool = flag(
         False, "synchronize batch norm statistics across GPUs, under torchrun", "no"
     )
@@ -329,7 +335,7 @@ class TrainConfig:
         if self.accumulate > 1:
             yield f"accumulate is given, but {EVENT_MODEL} computes whole batches: remove it"
         yield from self._given(f"{EVENT_MODEL} computes whole sequences", "tbptt")
-        yield from self._given(f"the tensors of {EVENT_MODEL} vary in size", "cuda_graph")
+        yield from self._given(SIZES_VARY, "cuda_graph")
         if self.precision != "32":
             yield f"precision is {self.precision}, but {EVENT_MODEL} computes in float32: choose 32"
         if self.memory == "checkpoint":
@@ -375,10 +381,20 @@ class TrainConfig:
         if self.label_smoothing == 1:
             yield "label_smoothing is 1, which leaves nothing to learn: lower it"
         if self.cuda_graph and self.precision == "16":
-            yield "cuda_graph needs precision bf16 or 32: the loss scaling of 16 may skip steps"
+            yield f"cuda_graph is given, but {SCALED_LOSS}: choose precision bf16 or 32"
         if self.memory == "checkpoint" and (tbptt is not None or not self.fuse):
             given = "fuse is false" if tbptt is None else f"tbptt is {tbptt}"
             yield f"memory is checkpoint and {given}: it needs fused networks and whole sequences"
+
+    def graph_obstacle(self) -> str:
+        """Why a training step cannot be recorded as a CUDA graph; empty if it can."""
+        if self.on_events:
+            return SIZES_VARY
+        return SCALED_LOSS if self.precision == "16" else ""
+
+    def uses_cuda_graph(self, device: torch.device) -> bool:
+        """Whether training steps on this device are recorded."""
+        return self.cuda_graph is not False and device.type == "cuda" and not self.graph_obstacle()
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:

@@ -67,7 +67,7 @@ def train(
     """
     processes = Processes.started(options.time_ranks)
     device = _device(options.device, config.precision, processes)
-    _check_device(config, device, processes)
+    _check_device(config, device)
     _check_processes(config, options, processes)
     with processes.connected(device):
         with processes.local_main_first():
@@ -151,11 +151,9 @@ def _device(name: str, precision: str, processes: Processes) -> torch.device:
     return torch.device("cuda", processes.local_rank)
 
 
-def _check_device(config: TrainConfig, device: torch.device, processes: Processes) -> None:
+def _check_device(config: TrainConfig, device: torch.device) -> None:
     if config.cuda_graph and device.type != "cuda":
         raise ConfigError("cuda_graph needs a CUDA GPU: add --no-cuda-graph")
-    if config.cuda_graph and processes.count > 1:
-        raise ConfigError("cuda_graph needs a single process: add --no-cuda-graph")
     if config.sync_batch_norm and device.type != "cuda":
         raise ConfigError("sync_batch_norm needs CUDA GPUs: add --no-sync-batch-norm")
 
@@ -223,11 +221,17 @@ def _introduction(module: Classifier, sizes: tuple[int, int, int], device: torch
     several = f", {processes.count} processes" if processes.count > 1 else ""
     events = DATASETS[config.dataset].kind == "events"
     encoding = "event frames" if events else f"{config.encoding} encoding"
+    graph = ""
+    if config.uses_cuda_graph(device):
+        graph = "\ntraining steps are recorded as a CUDA graph (--no-cuda-graph turns this off)"
+    elif device.type == "cuda":
+        obstacle = "--no-cuda-graph" if config.cuda_graph is False else config.graph_obstacle()
+        graph = f"\ntraining steps are not recorded as a CUDA graph: {obstacle}"
     return (
         f"{config.dataset}: {training:,} training, {validation:,} validation, "
         f"{test:,} test images\n"
         f"{config.model} with {config.neuron} neurons: {parameters:,} parameters, "
-        f"{config.num_steps} time steps, {encoding}, on {device.type}{several}"
+        f"{config.num_steps} time steps, {encoding}, on {device.type}{several}{graph}"
     )
 
 

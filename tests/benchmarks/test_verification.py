@@ -208,7 +208,7 @@ def test_wrong_neurons(
 def test_wrong_steps(task: Task, reference: NetworkReference) -> None:
     agreement = Agreement(task, "training", networks.spiking, reference)
     network = networks.spiking(task)
-    right = networks.training(task, network)()
+    right = network.step(task, "training")()
     agreement.verify(right)
     assert right.loss is not None
     for wrong, message in (

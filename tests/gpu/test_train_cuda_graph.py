@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from spikefuse.train.classifier import Classifier
 from spikefuse.train.cli import main
-from spikefuse.train.cuda_graph import EAGER_STEPS, GraphedStep
 
 OPTIONS = {
     "poisson, adam": "--model mlp --encoding poisson",
@@ -39,18 +39,15 @@ def train(out, options):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_same_run(name, monkeypatch):
-    replays = []
-    record = GraphedStep._record
-    monkeypatch.setattr(
-        GraphedStep, "_record", lambda self, *batch: (replays.append(self), record(self, *batch))
-    )
-    eager = train("eager", OPTIONS[name])
-    assert replays == []
-    graph = train("graph", OPTIONS[name] + " --cuda-graph")
-    (step,) = replays  # recorded once
-    assert step.done == 30
-    assert step.graph is not None
+def test_the_same_run(name, monkeypatch, capsys):
+    steps = []
+    monkeypatch.setattr(Classifier, "on_train_end", lambda self: steps.append(self.graph))
+    eager = train("eager", OPTIONS[name] + " --no-cuda-graph")
+    assert "not recorded as a CUDA graph: --no-cuda-graph" in capsys.readouterr().out
+    graph = train("graph", OPTIONS[name])
+    assert "training steps are recorded as a CUDA graph" in capsys.readouterr().out
+    assert steps[0] is None
+    assert (steps[1].num_eager, steps[1].num_graphs, steps[1].num_replays) == (3, 1, 27)
     assert graph["global_step"] == eager["global_step"] == 30
     assert eager["state_dict"].keys() == graph["state_dict"].keys()
     for key, value in eager["state_dict"].items():
@@ -62,7 +59,7 @@ def test_the_same_run(name, monkeypatch):
 
 
 def test_resumed(tmp_path):
-    options = OPTIONS["poisson, adam"] + " --cuda-graph"
+    options = OPTIONS["poisson, adam"]
     straight = train("straight", options)
     train("halves", options + " --epochs 2")
     assert main(["train", "--resume", "halves/last.ckpt", "--epochs", "3"]) == 0
@@ -72,45 +69,11 @@ def test_resumed(tmp_path):
 
 
 def test_a_checkpoint_of_a_graph_resumes_on_a_cpu(tmp_path):
-    train("run", OPTIONS["conv, adamw, clipped"] + " --cuda-graph --epochs 1")
-    resume = ["train", "--resume", "run/last.ckpt", "--device", "cpu", "--epochs", "2"]
-    assert main(resume) == 2
-    assert main([*resume, "--no-cuda-graph"]) == 0
+    train("run", OPTIONS["conv, adamw, clipped"] + " --epochs 1")
+    assert main(["train", "--resume", "run/last.ckpt", "--device", "cpu", "--epochs", "2"]) == 0
     assert main(["eval", "run/last.ckpt", "--device", "cpu"]) == 0
 
 
-class Counted:
-    """Stands in for Lightning's wrapper of an optimizer."""
-
-    def __init__(self):
-        self.calls = []
-
-    def _on_before_step(self):
-        self.calls.append("before")
-
-    def _on_after_step(self):
-        self.calls.append("after")
-
-
-def test_a_batch_of_another_shape_runs_eagerly():
-    weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
-    optimizer = torch.optim.SGD([weight], 0.1, fused=True)
-
-    def step(inputs, labels):
-        optimizer.zero_grad()
-        loss = (weight * inputs.float()).sum() + labels.sum()
-        loss.backward()
-        optimizer.step()
-        return loss.detach(), inputs, labels
-
-    graphed, counted = GraphedStep(step, optimizer), Counted()
-    expected = torch.ones(3)
-    for count in [4] * (EAGER_STEPS + 3) + [2] + [4] * 2:
-        inputs = torch.randint(0, 9, (count, 3), dtype=torch.uint8, device="cuda")
-        loss, _, _ = graphed(counted, inputs, torch.zeros(count, device="cuda"))
-        total = inputs.sum(0).cpu().float()
-        assert loss.item() == pytest.approx((expected * total).sum().item(), rel=1e-5)
-        expected = expected - 0.1 * total
-        torch.testing.assert_close(weight.detach().cpu(), expected)
-    assert graphed.graph is not None
-    assert counted.calls == ["before", "after"] * (EAGER_STEPS + 6)
+def test_loss_scaling_runs_eagerly(capsys):
+    train("run", OPTIONS["bf16, parts"].replace("bf16", "16"))
+    assert "the loss scaling of precision 16 may skip steps" in capsys.readouterr().out

@@ -46,7 +46,10 @@ WRONG = [
         {"accumulate": 32, "tbptt": 7},
         "accumulate is 32 and tbptt 7, which leaves one step of one example: batch normalization",
     ),
-    ({"cuda_graph": True, "precision": "16"}, "cuda_graph needs precision bf16 or 32"),
+    (
+        {"cuda_graph": True, "precision": "16"},
+        "cuda_graph is given, but the loss scaling of precision 16",
+    ),
     ({"memory": "checkpoint", "fuse": False}, "memory is checkpoint and fuse is false"),
     ({"memory": "checkpoint", "tbptt": 2}, "memory is checkpoint and tbptt is 2"),
     ({"surrogate": "sigmod"}, "unknown surrogate 'sigmod': did you mean sigmoid? choose one of"),

@@ -1,0 +1,475 @@
+"""A whole step as one CUDA graph, in any training loop.
+
+A short step of many layers is bound by the host, which takes longer to start the kernels than the
+GPU to run them. A recorded step starts with one launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from spikefuse.transforms.learning_rates import LearningRates
+
+#: `DistributedDataParallel` rearranges its buckets in its first steps.
+DDP_WARMUP = 11
+
+
+class NotRecordable(RuntimeError):
+    """A step does something that a CUDA graph cannot repeat."""
+
+
+def graph_step(
+    step: Callable[..., Any], *, warmup: int = 3, max_graphs: int = 8, fallback: bool = False
+) -> GraphStep:
+    """Record a training or inference step as a CUDA graph, and replay it from then on.
+
+    The first `warmup` calls run `step` as it is, the next one records it. Further calls copy their
+    inputs into the graph, launch it once, and return copies of its results. Example::
+
+        @sf.graph_step
+        def train_step(x, y):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = F.cross_entropy(net(x).mean(0), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        for x, y in loader:
+            loss = train_step(x.cuda(), y.cuda())
+
+    A graph is recorded for each set of input shapes, dtypes and other arguments, and again where
+    `train()`, `eval()`, autocast, the mode of gradients or a setting of an optimizer changed. Where
+    parameters were moved or replaced, all graphs are recorded anew.
+
+    - Learning rates of fused and of capturable optimizers may change at each call; assign them, or
+      call `scheduler.step()`, outside the step. Optimizers with the setting `capturable` get it
+      set. Of other optimizers, such as `SGD` without `fused=True`, the learning rate is recorded
+      like any setting, so that each value takes a graph of its own.
+    - Gradients are as after a call of `step`; a step without `zero_grad` accumulates.
+    - Random numbers of PyTorch's generator on the GPU equal those of an eager step.
+    - Python code runs during warm-up and recording only: values that it computes, and what it
+      prints or counts, are not repeated.
+
+    On a CPU, the step is called.
+
+    Args:
+        step: takes tensors on one GPU, in any nesting of tuples, lists and dicts, and constants.
+        warmup: calls before the first recording, at least 2; 11 or more if the step calls a
+            `DistributedDataParallel`. Each further graph takes 2.
+        max_graphs: how many graphs to keep. Calls that would need more run eagerly, with a warning.
+        fallback: run a step that cannot be recorded eagerly, with a warning, in place of an error.
+
+    Returns:
+        A function of the same arguments. Its results are those of `step`, detached.
+
+    Raises:
+        NotRecordable: the step reads a value of the GPU on the host (`item()`, a condition on a
+            tensor, a `GradScaler`), draws random numbers on the CPU, or cannot be recorded for
+            another reason. The error names the line.
+        TypeError, ValueError: arguments that no graph can take.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+    """
+    return GraphStep(step, warmup, max_graphs, fallback)
+
+
+class GraphStep:
+    """The result of `graph_step`.
+
+    Attributes:
+        num_graphs, num_replays, num_eager: what the calls so far have done.
+        obstacle: why all calls run eagerly; empty if they need not.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], warmup: int, max_graphs: int, fallback: bool
+    ) -> None:
+        if not callable(step):
+            raise TypeError(f"step is a {type(step).__name__}: expected a function")
+        if warmup < 2 or max_graphs < 1:
+            raise ValueError(
+                f"warmup is {warmup}, max_graphs {max_graphs}: expected at least 2 and 1"
+            )
+        functools.update_wrapper(self, step)
+        self.step, self.warmup, self.max_graphs, self.fallback = step, warmup, max_graphs, fallback
+        self.num_replays = self.num_eager = 0
+        self.obstacle = ""
+        self._modules: dict[nn.Module, None] = {}
+        self._rates: dict[Optimizer, LearningRates] = {}
+        self._eager_calls: dict[Any, int] = {}
+        self._graphs: dict[Any, _Graph] = {}
+        self._addresses: list[tuple[dict[str, Any], str, Tensor, int]] = []
+        self._with_gradient: set[Tensor] = set()
+        self._changes_rates = False
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def __repr__(self) -> str:
+        name = getattr(self.step, "__qualname__", type(self.step).__name__)
+        counts = f"{self.num_graphs} graphs, {self.num_replays} replays, {self.num_eager} eager"
+        return f"graph_step({name}): {counts}" + (f"; {self.obstacle}" if self.obstacle else "")
+
+    def reset(self) -> None:
+        """Drop all graphs and release their memory. Further calls record new ones."""
+        self._graphs.clear()
+        self._eager_calls.clear()
+        self._addresses, self._pool = [], None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if self.obstacle or not any(x.is_cuda for x in tensors):
+            if tensors and not self.obstacle and torch.cuda.is_initialized():
+                self._run_always("its arguments are on the CPU: move them to the GPU first")
+            self.num_eager += 1
+            return _detached(self.step(*args, **kwargs))
+        if self._have_moved():
+            self.reset()
+        inputs = structure, tuple(map(_spec, leaves))
+        with torch.cuda.device(tensors[0].device):
+            key = inputs, self._settings()
+            graph = self._graphs.get(key)
+            if graph is None:
+                eager_calls = self._eager_calls.get(key, 0)
+                needed = self._needed_calls()
+                if eager_calls < needed:
+                    return self._run(inputs, args, kwargs, is_checked=eager_calls == needed - 1)
+                if len(self._graphs) >= self.max_graphs:
+                    self._warn_of_limit()
+                    return self._run(inputs, args, kwargs)
+                try:
+                    graph = self._record(leaves, structure)
+                except NotRecordable as error:
+                    if not self.fallback:
+                        raise
+                    self._run_always(str(error))
+                    return self._run(inputs, args, kwargs)
+                self._graphs[key] = graph
+            self.num_replays += 1
+            for rates in self._rates.values():
+                rates.update()
+            return graph.replay(tensors)
+
+    # Eager calls
+
+    def _needed_calls(self) -> int:
+        """How many eager calls precede a recording."""
+        if self._graphs:
+            return 2
+        is_ddp = any(isinstance(m, DistributedDataParallel) for m in self._modules)
+        return max(self.warmup, DDP_WARMUP if is_ddp else 0)
+
+    def _run(self, inputs: Any, args: Any, kwargs: Any, is_checked: bool = False) -> Any:
+        """Run the step as it is, on the stream of recordings, to which autograd ties gradients."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        problems: list[str] = []
+        self._stream.wait_stream(torch.cuda.current_stream())
+        watch = _watch(problems) if is_checked else contextlib.nullcontext()
+        with torch.cuda.stream(self._stream), self._observed(), watch:
+            result = _detached(self.step(*args, **kwargs))
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self.num_eager += 1
+        if self._changes_rates:
+            problems.append("it changes a learning rate: call scheduler.step() after the step")
+        if is_checked and problems:
+            if not self.fallback:
+                raise NotRecordable(f"graph_step cannot record the step: {problems[0]}")
+            self._run_always(problems[0])
+        self._with_gradient = {p for p in self._parameters() if p.grad is not None}
+        if len(self._eager_calls) >= 16 * self.max_graphs:
+            self._warn_of_limit()
+            self._eager_calls.clear()
+        key = inputs, self._settings()
+        self._eager_calls[key] = self._eager_calls.get(key, 0) + 1
+        return result
+
+    def _run_always(self, obstacle: str) -> None:
+        self.obstacle = obstacle
+        warnings.warn(f"graph_step runs the step eagerly: {obstacle}", stacklevel=3)
+
+    def _warn_of_limit(self) -> None:
+        warnings.warn(
+            f"graph_step keeps {self.max_graphs} graphs (max_graphs) and runs other shapes, "
+            "arguments and settings eagerly: pad the inputs to fewer shapes, give numbers that "
+            "change as tensors, make optimizers outside the step, or allow more graphs",
+            stacklevel=3,
+        )
+
+    @contextlib.contextmanager
+    def _observed(self) -> Iterator[None]:
+        """Note the modules and optimizers that the step calls; learning rates are tensors."""
+
+        def call(module: nn.Module, _: Any) -> None:
+            self._modules[module] = None
+
+        def update(optimizer: Optimizer, *_: Any) -> None:
+            if optimizer not in self._rates:
+                self._rates[optimizer] = rates = LearningRates(optimizer)
+                rates.install()
+                optimizer.register_load_state_dict_post_hook(lambda _: self.reset())
+
+        handles = register_module_forward_pre_hook(call), register_optimizer_step_pre_hook(update)
+        for rates in self._rates.values():
+            rates.install()
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for rates in self._rates.values():
+                self._changes_rates |= rates.restore()
+
+    def _parameters(self) -> list[Tensor]:
+        """The parameters of all modules and optimizers that the step has called."""
+        found = {p: None for m in self._modules for p in m._parameters.values() if p is not None}
+        groups = (group for optimizer in self._rates for group in optimizer.param_groups)
+        return list(found | {p: None for group in groups for p in group["params"]})
+
+    # What a graph depends on
+
+    def _settings(self) -> Any:
+        """All that a graph depends on, apart from its inputs."""
+        autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+        training = tuple([m.training for m in self._modules])
+        return modes, training, tuple([rates.settings() for rates in self._rates.values()])
+
+    def _have_moved(self) -> bool:
+        """Whether a parameter or buffer has another address than in the graphs."""
+        return any(
+            owner.get(name) is not x or x.data_ptr() != address
+            for owner, name, x, address in self._addresses
+        )
+
+    def _note_addresses(self) -> None:
+        self._addresses = [
+            (owner, name, x, x.data_ptr())
+            for module in self._modules
+            for owner in (module._parameters, module._buffers)
+            for name, x in owner.items()
+            if x is not None
+        ]
+
+    # Recording
+
+    def _record(self, leaves: list[Any], structure: Any) -> _Graph:
+        """Record the step on copies of its arguments. Nothing runs on the GPU."""
+        assert self._stream is not None
+        static = [_static_copy(x) if isinstance(x, Tensor) else x for x in leaves]
+        args, kwargs = pytree.tree_unflatten(static, structure)
+        parameters = self._parameters()
+        before = [p.grad for p in parameters]
+        for p in parameters:
+            if p.grad is None and p in self._with_gradient:
+                # Otherwise a step that accumulates gradients would be recorded as one that assigns.
+                p.grad = torch.zeros_like(p)
+        grads = [p.grad for p in parameters]
+        versions = [None if grad is None else grad._version for grad in grads]
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        cuda_graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.clear_autocast_cache()  # casts of the weights, which a replay would not repeat
+        with torch.cuda.stream(self._stream), self._observed():
+            # Other threads may load batches meanwhile.
+            cuda_graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                result = _detached(self.step(*args, **kwargs))
+            except Exception as error:
+                self._abandon(cuda_graph)
+                for p, grad in zip(parameters, before, strict=True):
+                    p.grad = grad
+                where = _line(traceback.extract_tb(error.__traceback__))
+                raise NotRecordable(
+                    f"graph_step cannot record the step: {where}: {error}"
+                ) from error
+            cuda_graph.capture_end()
+        torch.clear_autocast_cache()
+        self._note_addresses()
+        gradients = []
+        for i, p in enumerate(parameters):
+            accumulates = p.grad is grads[i] and _version(p.grad) != versions[i]
+            if accumulates or p.grad is not grads[i]:
+                gradients.append((p, p.grad, accumulates))
+            else:
+                p.grad = before[i]
+        inputs = [_stored(x) for x in static if isinstance(x, Tensor)]
+        return _Graph(cuda_graph, inputs, result, gradients)
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a recording that has failed."""
+        with contextlib.suppress(RuntimeError):  # which says that it has failed
+            graph.capture_end()
+        self._pool = None
+        # PyTorch's generator is left in the state of a recording, which another one ends.
+        other = torch.cuda.CUDAGraph()
+        other.capture_begin(capture_error_mode="thread_local")
+        torch.zeros((), device="cuda")
+        other.capture_end()
+
+
+class _Graph:
+    """A recorded step.
+
+    Args:
+        inputs: the tensors that the graph reads in place of the arguments.
+        result: the results of the step, which each replay overwrites.
+        gradients: parameters, their gradients after the step, and whether the step adds to these.
+    """
+
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        inputs: list[Tensor],
+        result: Any,
+        gradients: list[tuple[Tensor, Tensor | None, bool]],
+    ) -> None:
+        self.graph, self.inputs, self.gradients = graph, inputs, gradients
+        self.results, self.structure = pytree.tree_flatten(result)
+
+    def replay(self, arguments: list[Tensor]) -> Any:
+        torch._foreach_copy_(self.inputs, [_stored(x) for x in arguments])
+        for p, grad, accumulates in self.gradients:
+            if p.grad is not grad:
+                if accumulates:
+                    assert grad is not None
+                    grad.zero_() if p.grad is None else grad.copy_(p.grad)
+                p.grad = grad
+        self.graph.replay()
+        results = [x.clone() if isinstance(x, Tensor) else x for x in self.results]
+        return pytree.tree_unflatten(results, self.structure)
+
+
+def _version(x: Tensor | None) -> int | None:
+    return None if x is None else x._version
+
+
+def _detached(result: Any) -> Any:
+    return pytree.tree_map_only(Tensor, Tensor.detach, result)
+
+
+def _spec(x: Any) -> Any:
+    """What a recorded step depends on of one of its arguments.
+
+    Raises:
+        TypeError, ValueError: no graph can take it.
+    """
+    if isinstance(x, Tensor):
+        if type(x) is not Tensor or x.layout is not torch.strided:
+            raise TypeError(
+                f"an argument is a {type(x).__name__} of layout {x.layout}: graph_step takes dense "
+                "tensors; let the step use other objects itself"
+            )
+        if not x.is_cuda:
+            raise ValueError(
+                f"an argument {list(x.shape)} is on the CPU and another on a GPU: move both to "
+                "the GPU before the call"
+            )
+        if x.requires_grad:
+            raise ValueError(
+                f"an argument {list(x.shape)} requires a gradient, which graph_step does not "
+                "return: compute it inside the step with torch.autograd.grad, from x.detach()"
+            )
+        broadcast = tuple(stride == 0 for stride in x.stride())
+        return x.shape, x.dtype, x.device, broadcast
+    if isinstance(x, _CONSTANTS):
+        return type(x), x
+    raise TypeError(
+        f"an argument is a {type(x).__name__}: graph_step takes tensors, numbers, strings, modules "
+        "and optimizers, in tuples, lists and dicts; let the step use other objects itself"
+    )
+
+
+_CONSTANTS = (
+    *(bool, int, float, complex, str, bytes, type(None), Enum),
+    *(torch.dtype, torch.device, nn.Module, Optimizer),
+)
+
+
+def _static_copy(x: Tensor) -> Tensor:
+    """A copy with the same dimensions of stride 0."""
+    return _stored(x).clone().expand(x.shape)
+
+
+def _stored(x: Tensor) -> Tensor:
+    """The part of `x` that is in memory: dimensions of stride 0 have one element."""
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0 and x.shape[dim] > 1:
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
+@contextlib.contextmanager
+def _watch(problems: list[str]) -> Iterator[None]:
+    """Note what the step does that a graph cannot repeat."""
+
+    def note(message: Warning | str, *rest: Any) -> None:
+        if SYNCHRONIZES not in str(message):
+            return show(message, *rest)
+        frames = traceback.extract_stack()
+        what = "reads a value of the GPU on the host"
+        if any(Path(f.filename).name == "grad_scaler.py" for f in frames):
+            what = (
+                "a GradScaler reads on the host whether the gradients are finite: use bfloat16, "
+                "which needs none"
+            )
+        problems.append(f"{_line(frames)} {what}")
+
+    mode, numbers = torch.cuda.get_sync_debug_mode(), _random_states()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        warnings.filterwarnings("always", f".*{SYNCHRONIZES}")
+        warnings.showwarning = note  # type: ignore[assignment]
+        try:
+            torch.cuda.set_sync_debug_mode("warn")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    if _random_states() != numbers:
+        problems.append(
+            "it draws random numbers on the CPU, which each replay would repeat: draw them on the "
+            "GPU (device=), or outside the step"
+        )
+
+
+SYNCHRONIZES = "called a synchronizing CUDA operation"
+
+
+def _random_states() -> tuple[Any, ...]:
+    state: Any = np.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), state[1].tolist(), state[2]
+
+
+def _line(frames: traceback.StackSummary) -> str:
+    """The innermost line outside PyTorch and this package."""
+    others = Path(torch.__file__).parent, Path(__file__).parents[1], Path(warnings.__file__)
+    for frame in reversed(frames):
+        path = Path(frame.filename)
+        if not any(other in (path, *path.parents) for other in others):
+            return f'{frame.filename}:{frame.lineno}: "{frame.line}"'
+    return "the step"
