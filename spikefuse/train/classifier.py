@@ -134,7 +134,7 @@ class Classifier(pl.LightningModule):
 
     def on_train_start(self) -> None:
         optimize.adapt_state(self._optimizer())
-        if self.config.uses_cuda_graph(self.device):
+        if not self.config.graph_obstacle(self.device, self.processes.count):
             self.graph = graph_step(
                 self._step,
                 warmup=DDP_WARMUP if self.processes.count > 1 else 3,

@@ -386,15 +386,20 @@ class TrainConfig:
             given = "fuse is false" if tbptt is None else f"tbptt is {tbptt}"
             yield f"memory is checkpoint and {given}: it needs fused networks and whole sequences"
 
-    def graph_obstacle(self) -> str:
-        """Why a training step cannot be recorded as a CUDA graph; empty if it can."""
+    def graph_obstacle(self, device: torch.device, num_processes: int) -> str:
+        """Why training steps are not recorded as a CUDA graph; empty if they are."""
+        if self.cuda_graph is False:
+            return "--no-cuda-graph"
+        if device.type != "cuda":
+            return f"the device is {device.type}"
         if self.on_events:
             return SIZES_VARY
-        return SCALED_LOSS if self.precision == "16" else ""
-
-    def uses_cuda_graph(self, device: torch.device) -> bool:
-        """Whether training steps on this device are recorded."""
-        return self.cuda_graph is not False and device.type == "cuda" and not self.graph_obstacle()
+        if self.precision == "16":
+            return SCALED_LOSS
+        if num_processes > 1 and self.cuda_graph is None:
+            # NCCL reports neither errors nor timeouts of what a graph sends.
+            return "a replay would wait for a process that has ended (--cuda-graph records it)"
+        return ""
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:

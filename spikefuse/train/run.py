@@ -221,12 +221,12 @@ def _introduction(module: Classifier, sizes: tuple[int, int, int], device: torch
     several = f", {processes.count} processes" if processes.count > 1 else ""
     events = DATASETS[config.dataset].kind == "events"
     encoding = "event frames" if events else f"{config.encoding} encoding"
-    graph = ""
-    if config.uses_cuda_graph(device):
-        graph = "\ntraining steps are recorded as a CUDA graph (--no-cuda-graph turns this off)"
-    elif device.type == "cuda":
-        obstacle = "--no-cuda-graph" if config.cuda_graph is False else config.graph_obstacle()
+    obstacle = config.graph_obstacle(device, processes.count)
+    graph = "\ntraining steps are recorded as a CUDA graph (--no-cuda-graph turns this off)"
+    if obstacle:
         graph = f"\ntraining steps are not recorded as a CUDA graph: {obstacle}"
+    if device.type != "cuda":
+        graph = ""
     return (
         f"{config.dataset}: {training:,} training, {validation:,} validation, "
         f"{test:,} test images\n"

@@ -17,10 +17,11 @@ ON_GPUS = [*OPTIONS, "--device", "cuda"]  # the last one given counts
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
-def test_two_gpus_learn_as_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--no-cuda-graph", "--cuda-graph"])
+def test_two_gpus_learn_as_one(tmp_path: Path, option: str) -> None:
     """Up to rounding, which flips spikes: cuBLAS adds in another order for half a batch."""
     for count, name in ((1, "one"), (2, "two")):
-        finish(start(count, tmp_path, "train", *ON_GPUS, "--epochs", "3", "--out", name))
+        finish(start(count, tmp_path, "train", *ON_GPUS, option, "--epochs", "3", "--out", name))
     one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
     assert len(one) == len(two) == 3
     for a, b in zip(one, two, strict=True):
