@@ -7,6 +7,7 @@ microbatch, and freed as soon as a segment has used them.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from spikefuse.memory.recompute import Gradients, RecomputedBlock, RecomputedNeu
 from spikefuse.memory.segment_values import Store, Values, multiple_outputs_error
 from spikefuse.memory.segments import BlockCall, NeuronCall, Segment, Segments
 from spikefuse.memory.spikes import Spikes
+from spikefuse.memory.tracing import has_hooks
 from spikefuse.nn import neuron
 from spikefuse.nn.call import Saving, TemporalCall, active, inside, mark_binary, wants_bits
 from spikefuse.nn.constant_input import ConstantSequence, unfold
@@ -49,6 +51,13 @@ def _is_recomputed_call(net: nn.Module, x: Tensor, impl: str) -> bool:
 def _run(policy: Checkpoint, net: nn.Module, call: TemporalCall, x: Tensor) -> Any:
     """Run a network on a folded input and save only the inputs of its segments."""
     if not _is_recomputed_call(net, x, call.impl):
+        return net(x)
+    if has_hooks(net):
+        warnings.warn(
+            f"memory=Checkpoint() recomputes nothing, because {type(net).__name__}, the network "
+            "inside Temporal, has hooks: register them on the Temporal or on a layer",
+            stacklevel=2,
+        )
         return net(x)
     if call.initial is not None or call.final:
         raise ValueError(

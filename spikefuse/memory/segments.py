@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -95,7 +95,7 @@ class Segments:
         self.blocks = self._find_blocks()
         _check_norms(net, bool(self.blocks))
         self.modules = tuple(net.modules())
-        self.training = tuple(m.training for m in self.modules)
+        self.modes = _modes(self.modules)
         #: `Values.num_bytes`, by segment and kind of call.
         self.sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
         nodes = list(self.graph.nodes)
@@ -123,12 +123,12 @@ class Segments:
         return type(None), ()  # a copied network computes its own segments
 
     def fits(self, net: nn.Module) -> bool:
-        """Whether the network still has the same modules in the same modes."""
+        """Whether the network still has the same modules in the same modes, with or without hooks."""
         modules = tuple(net.modules())
         return (
             len(modules) == len(self.modules)
             and all(map(operator.is_, modules, self.modules))
-            and tuple(m.training for m in modules) == self.training
+            and _modes(modules) == self.modes
         )
 
     def attribute(self, node: fx.Node) -> Any:
@@ -153,7 +153,7 @@ class Segments:
         # In reverse, because of two norms in a sum the last one is fused.
         for node in reversed(list(self.graph.nodes)):
             module = self.called.get(node)
-            if isinstance(module, Block):
+            if isinstance(module, Block) and not has_hooks(module):
                 inputs = _bound(node, NAMES)
                 found[node] = BlockCall(module.norm, module.neuron, inputs)
             elif isinstance(module, FusedNorm) and calls[module] == 1 and not has_hooks(module):
@@ -209,7 +209,7 @@ class Segments:
             norm, neuron = block.norm, block.neuron
             call = partial(scan, norm, neuron, None)
             return NeuronCall(call, len(type(neuron).states), block.modules, block.inputs)
-        if not isinstance(module, Neuron):
+        if not isinstance(module, Neuron) or not self._fires(node):
             return None
         if type(module).forward is not Neuron.forward:
             raise ValueError(
@@ -220,7 +220,9 @@ class Segments:
         return NeuronCall(module._scan, len(type(module).states), (module,), inputs)
 
     def _fires(self, node: fx.Node) -> bool:
-        return node in self.blocks or isinstance(self.called.get(node), Neuron)
+        """Whether a node is a block or neuron that is recomputed; one with hooks runs once."""
+        module = self.called.get(node)
+        return node in self.blocks or (isinstance(module, Neuron) and not has_hooks(module))
 
     def _is_recomputed(self, node: fx.Node) -> bool:
         return self._fires(node) or self.mixes(node) or is_by_row(node, self.called.get(node))
@@ -280,6 +282,10 @@ def _traced(net: nn.Module) -> fx.Graph:
     if sum(node.op == "placeholder" for node in graph.nodes) != 1:
         raise ValueError("memory=Checkpoint() needs a network with one input: use another policy")
     return graph
+
+
+def _modes(modules: Iterable[nn.Module]) -> list[tuple[bool, bool]]:
+    return [(m.training, has_hooks(m)) for m in modules]
 
 
 def _check_norms(net: nn.Module, has_blocks: bool) -> None:
