@@ -207,7 +207,8 @@ class Temporal(nn.Module):
                     f"the network returned shape {list(y.shape)}: expected dim 0 to be "
                     f"T*B = {num_steps}*{batch}; a layer has mixed the batch with other dims"
                 )
-            y = y.unflatten(0, (num_steps, batch))
+            # As in `unflatten_steps`, without a call more on the way of every network.
+            y = y.unsqueeze(0) if num_steps == 1 else y.unflatten(0, (num_steps, batch))
             return y.transpose(0, 1) if self.batch_first else y
 
         output = pytree.tree_map(unfold, folded)
