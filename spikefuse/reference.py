@@ -53,5 +53,5 @@ def scan(
 
 
 def _stack(series: tuple[Tensor, ...]) -> Tensor:
-    """`torch.stack(series)`, whose strides are ambiguous for one channels-last step of one sample."""
+    """`torch.stack(series)`, but its strides are ambiguous for one channels-last sample."""
     return torch.stack(series) if len(series) > 1 else series[0].clone().unsqueeze(0)

@@ -123,7 +123,7 @@ class Segments:
         return type(None), ()  # a copied network computes its own segments
 
     def fits(self, net: nn.Module) -> bool:
-        """Whether the network still has the same modules in the same modes, with or without hooks."""
+        """Whether the network still has the same modules in the same modes, hooks included."""
         modules = tuple(net.modules())
         return (
             len(modules) == len(self.modules)

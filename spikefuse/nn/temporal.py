@@ -203,9 +203,12 @@ class Temporal(nn.Module):
                     raise _time_first(y)
                 return y
             if y.ndim == 0 or y.shape[0] != num_steps * batch:
+                reason = "a layer has mixed the batch with other dims"
+                if y.ndim == 0:
+                    reason = "compute a number for the whole call from the outputs, outside"
                 raise ValueError(
-                    f"the network returned shape {list(y.shape)}: expected dim 0 to be "
-                    f"T*B = {num_steps}*{batch}; a layer has mixed the batch with other dims"
+                    f"the network returned shape {list(y.shape)}{_place(y, folded)}: expected "
+                    f"dim 0 to be T*B = {num_steps}*{batch}; {reason}"
                 )
             # As in `unflatten_steps`, without a call more on the way of every network.
             y = y.unsqueeze(0) if num_steps == 1 else y.unflatten(0, (num_steps, batch))
@@ -401,6 +404,13 @@ def _name(i: int, tree: pytree.TreeSpec | None) -> str:
     first: Any = path[1]  # after positional or keyword arguments
     name = f"input {first.idx}" if isinstance(first, pytree.SequenceKey) else first.key
     return name + pytree.keystr(path[2:])
+
+
+def _place(y: Tensor, output: Any) -> str:
+    """Where a tensor is in a nested output, such as " as output['loss']"; empty for a single one."""
+    leaves, _ = pytree.tree_flatten_with_path(output)
+    (path, *_) = (path for path, leaf in leaves if leaf is y)
+    return f" as output{pytree.keystr(path)}" if path else ""
 
 
 def _time_first(x: Any) -> ValueError:
