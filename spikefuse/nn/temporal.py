@@ -407,7 +407,7 @@ def _name(i: int, tree: pytree.TreeSpec | None) -> str:
 
 
 def _place(y: Tensor, output: Any) -> str:
-    """Where a tensor is in a nested output, such as " as output['loss']"; empty for a single one."""
+    """Where a tensor is in a nested output, as " as output['loss']"; empty for a single one."""
     leaves, _ = pytree.tree_flatten_with_path(output)
     (path, *_) = (path for path, leaf in leaves if leaf is y)
     return f" as output{pytree.keystr(path)}" if path else ""
