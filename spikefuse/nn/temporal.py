@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from spikefuse.kernels.norm import by_batch
 from spikefuse.memory.policies import Auto, Policy, Recompute
 from spikefuse.memory.saved_tensors import SavedTensors, can_measure
 from spikefuse.memory.spikes import saving
@@ -282,7 +283,7 @@ class Temporal(nn.Module):
         self, leaves: Sequence[Any], tree: pytree.TreeSpec | None
     ) -> list[Tensor | SparseSequence]:
         """The sequences among the arguments, after checking that they agree in T and B."""
-        found: list[Tensor | SparseSequence] = []
+        sequences: list[Tensor | SparseSequence] = []
         expected = "[B, T, ...]" if self.batch_first else "[T, B, ...]"
         for i, x in enumerate(leaves):
             if not isinstance(x, Tensor):
@@ -290,12 +291,12 @@ class Temporal(nn.Module):
                     continue
                 if self.batch_first:
                     raise _time_first(x)
-            if found and x.shape[:2] != found[0].shape[:2]:
+            if sequences and x.shape[:2] != sequences[0].shape[:2]:
                 # The exporters before torch.export pass defaults of keyword arguments as tensors.
                 refuse_export()
                 raise ValueError(
                     f"{_name(i, tree)} has shape {list(x.shape)}: expected {expected} with the "
-                    f"same T and B as the first tensor {list(found[0].shape)}; expand a tensor "
+                    f"same T and B as the first tensor {list(sequences[0].shape)}; expand a tensor "
                     "that is the same at each step, see spikefuse.nn.encode.direct, or make it an "
                     "attribute of the network; state is a keyword argument"
                 )
@@ -304,16 +305,16 @@ class Temporal(nn.Module):
                     f"the input has shape {list(x.shape)}: expected {expected} with T >= 1; for a "
                     f"single step use x.unsqueeze({int(self.batch_first)})"
                 )
-            found.append(x)
-        if not found:
+            sequences.append(x)
+        if not sequences:
             args, kwargs = pytree.tree_unflatten(leaves, tree) if tree is not None else ((), {})
             kinds = [f"a {type(x).__name__}" for x in (*args, *kwargs.values())]
-            given = " and ".join(kinds) or "missing"
-            raise TypeError(f"the input is {given}: expected a tensor {expected}")
+            description = " and ".join(kinds) or "missing"
+            raise TypeError(f"the input is {description}: expected a tensor {expected}")
         if tree is not None and self._recomputes:
             kind = type(leaves[0]).__name__ if len(leaves) == 1 else "several or nested arguments"
             raise ValueError(f"memory=Checkpoint() takes no {kind}: use another policy")
-        return found
+        return sequences
 
     def _reading(
         self, sequences: Sequence[Tensor | SparseSequence], num_steps: int, batch: int
@@ -344,33 +345,29 @@ def neurons_of(net: nn.Module, one_step: bool = False) -> dict[str, Neuron]:
         TypeError: a layer of torch.nn has a memory of its own.
         ValueError: with `one_step`, a batch norm takes its statistics from its input.
     """
-    found: dict[str, Neuron] = {}
+    neurons: dict[str, Neuron] = {}
     for name, module in _named_modules(net):
         if isinstance(module, Neuron):
-            found[name] = module
+            neurons[name] = module
         elif isinstance(module, _RECURRENT):
             raise TypeError(
                 f"layer '{name}' ({type(module).__name__}) has a memory of its own, but the layers "
                 "here are called once for all time steps: run it outside, as in "
                 "nn.Sequential(Temporal(...), rnn, Temporal(...))"
             )
-        elif one_step and _takes_statistics(module):
+        elif one_step and isinstance(module, _BatchNorm) and by_batch(module):
             raise ValueError(
                 f"batch norm '{name}' would take the statistics of a single step: call "
                 "net.eval(), and set track_running_stats=True"
             )
-    return found
-
-
-def _takes_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+    return neurons
 
 
 def _named_modules(net: nn.Module) -> list[tuple[str, nn.Module]]:
     """What `named_modules` gives, in a fraction of its time."""
     if torch.compiler.is_compiling():
         return list(net.named_modules())
-    found: list[tuple[str, nn.Module]] = []
+    named: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
     left: list[tuple[str, nn.Module]] = [("", net)]
     while left:
@@ -378,11 +375,11 @@ def _named_modules(net: nn.Module) -> list[tuple[str, nn.Module]]:
         if module in seen:
             continue
         seen.add(module)
-        found.append((name, module))
+        named.append((name, module))
         for key, child in reversed(module._modules.items()):
             if child is not None:
                 left.append((f"{name}.{key}" if name else key, child))
-    return found
+    return named
 
 
 def check_state(state: dict[str, States], neurons: dict[str, Neuron]) -> None:
