@@ -49,4 +49,9 @@ def scan(
     for now in zip(*(x.unbind(0) for x in inputs), strict=True):
         outputs, states = call_step(bound, tuple(x.to(compute) for x in now), states)
         steps.append(outputs)
-    return tuple(torch.stack(series).to(dtype) for series in zip(*steps, strict=True)), states
+    return tuple(_stack(series).to(dtype) for series in zip(*steps, strict=True)), states
+
+
+def _stack(series: tuple[Tensor, ...]) -> Tensor:
+    """`torch.stack(series)`, but its strides are ambiguous for one channels-last sample."""
+    return torch.stack(series) if len(series) > 1 else series[0].clone().unsqueeze(0)

@@ -43,11 +43,6 @@ class GroupCollectives:
         return rows
 
 
-def by_batch(norm: _BatchNorm) -> bool:
-    """Whether the norm uses the statistics of the batch."""
-    return norm.training or norm.running_mean is None
-
-
 def shift_of(norm: _BatchNorm, x: Tensor) -> Tensor:
     """The norm's bias, or zeros."""
     shift = norm.bias
@@ -89,8 +84,8 @@ def batch_statistics(
     running, weight = running_of(norm), norm.weight
     if collectives is None:
         momentum = momentum_of(norm)
-        found = statistics(x, weight, running, momentum, norm.eps, backend)
-        return found, number, None
+        values = statistics(x, weight, running, momentum, norm.eps, backend)
+        return values, number, None
     own = statistics(x, None, (None, None, None), 0.0, norm.eps, backend)
     share = torch.cat((own[0], own[3], own.new_full((1,), number)))
     settings = weight, running, momentum_of(norm), norm.eps, backend

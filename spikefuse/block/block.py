@@ -13,7 +13,6 @@ from spikefuse import reference
 from spikefuse.block.batch_norm import (
     NORMS,
     batch_statistics,
-    by_batch,
     momentum_of,
     running_of,
     shift_of,
@@ -21,7 +20,7 @@ from spikefuse.block.batch_norm import (
 from spikefuse.block.definition import with_batch_norm
 from spikefuse.block.program import BlockProgram, block_program
 from spikefuse.block.training import BlockTensors, TrainingCall, train
-from spikefuse.kernels.norm import update_running_stats
+from spikefuse.kernels.norm import by_batch, update_running_stats
 from spikefuse.memory.policies import Policy
 from spikefuse.neurons.definition import Outputs, States, with_outputs
 from spikefuse.nn.call import active, mark_binary, wants_bits
@@ -149,9 +148,9 @@ def training_call(
 ) -> TrainingCall:
     """Take the statistics of the batch, and note all that does not change in this call."""
     passing, inputs = request.passing or WHOLE, request.inputs
-    found = batch_statistics(norm, inputs[0], program.backend, passing.statistics)
+    statistics = batch_statistics(norm, inputs[0], program.backend, passing.statistics)
     execution = execution_of(program.name, inputs)
-    return TrainingCall(program, execution, *found, saves_states, request.final, passing)
+    return TrainingCall(program, execution, *statistics, saves_states, request.final, passing)
 
 
 def _saves_states(memory: Policy | None, execution: Execution) -> bool:

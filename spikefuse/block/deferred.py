@@ -131,8 +131,8 @@ class NormCall:
                 norm._parameters[name] = leaves.get(p, p)  # type: ignore[assignment]
         with self.modes():
             y = norm.plain(x)  # type: ignore[operator]
-        found = torch.autograd.grad(y, list(leaves.values()), grad)
-        return list(zip(leaves, found, strict=True))
+        grads = torch.autograd.grad(y, list(leaves.values()), grad)
+        return list(zip(leaves, grads, strict=True))
 
     def check(self) -> None:
         """Refuse tensors that were changed after the call."""
@@ -259,11 +259,13 @@ class DeferredNorm(Deferred, Tensor):
                     "the result of a fused batch norm was changed in place and given to an "
                     "autograd.Function: change a copy"
                 )
-            found = call.gradients(grad) if call.needs_grad else []
+            gradients = call.gradients(grad) if call.needs_grad else []
             if residual is not None and residual.requires_grad:
-                found.append((residual, grad))
+                gradients.append((residual, grad))
             # Other readers' gradients may take the same way.
-            torch.autograd.backward([t for t, _ in found], [g for _, g in found], retain_graph=True)
+            torch.autograd.backward(
+                [t for t, _ in gradients], [g for _, g in gradients], retain_graph=True
+            )
 
         with torch._C.DisableTorchFunctionSubclass():
             self.register_hook(route)
@@ -275,9 +277,9 @@ class DeferredNorm(Deferred, Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _ADDITIONS and len(args) == 2 and kwargs in ({}, {"alpha": 1}):
-            found = _add(args[0], args[1], func in _IN_PLACE)
-            if found is not None:
-                return found
+            total = _add(args[0], args[1], func in _IN_PLACE)
+            if total is not None:
+                return total
         name = _name(func)
         args, kwargs = pytree.tree_map_only(DeferredNorm, lambda d: d._read(name), (args, kwargs))
         return func(*args, **kwargs)
@@ -368,21 +370,21 @@ def copy_of(norm: _BatchNorm) -> _BatchNorm:
 
 def original(norm: _BatchNorm) -> _BatchNorm:
     """The module of which `norm` is a copy, or `norm` itself."""
-    found: _BatchNorm = norm.__dict__.get("_original", norm)
-    return found
+    module: _BatchNorm = norm.__dict__.get("_original", norm)
+    return module
 
 
 def tensors_of(norm: _BatchNorm, x: Tensor) -> list[Tensor]:
     """All that the result of the norm depends on, `x` first."""
-    found = [x]
+    tensors = [x]
     own, buffers = norm._parameters, norm._buffers
     read: list[Tensor | None] = [own.get("weight"), own.get("bias")]
     if not norm.training:
         read += [buffers.get("running_mean"), buffers.get("running_var")]
     for t in read:
         if t is not None:
-            found.append(t)
-    return found
+            tensors.append(t)
+    return tensors
 
 
 def is_ordinary(x: Any) -> bool:

@@ -10,7 +10,6 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.block.batch_norm import by_batch
 from spikefuse.block.deferred import (
     DeferredNorm,
     Outcome,
@@ -19,6 +18,7 @@ from spikefuse.block.deferred import (
     outcomes,
     tensors_of,
 )
+from spikefuse.kernels.norm import by_batch
 from spikefuse.nn.call import active
 from spikefuse.nn.constant_input import ConstantSequence
 from spikefuse.nn.neuron import DTYPES

@@ -69,15 +69,15 @@ class BlockProgram:
     def sums(self, needs_own: Sequence[bool]) -> Sums:
         """What the first backward pass sums if these of the neuron's tensors need gradients."""
         key = tuple(needs_own)
-        found = self._sums.get(key)
-        if found is None:
+        sums = self._sums.get(key)
+        if sums is None:
             own = iter(key)
             needed = tuple(
                 [name in NORM_VALUES[1:] or (name.startswith("neuron.") and next(own))
                  for name in self.tensors]
             )  # fmt: skip
-            found = self._sums[key] = Sums(needed, tuple(compress(self.tensors, needed)))
-        return found
+            sums = self._sums[key] = Sums(needed, tuple(compress(self.tensors, needed)))
+        return sums
 
 
 def block_program(
@@ -93,13 +93,13 @@ def block_program(
     values = description.values()
     kinds = map(_kind, filter(torch.is_tensor, values.values()))
     key = "block", backend, has_residual, by_batch, outputs, *kinds
-    made = description.notes.get(key)
-    if made is None:
+    program = description.notes.get(key)
+    if program is None:
         norm = (torch.zeros(1),) * 3
         definition = with_batch_norm(neuron, norm, has_residual, by_batch)
-        made = description.notes[key] = _make(with_outputs(definition, outputs), backend)
-    own: list[Any] = list(map(values.__getitem__, made.own))
-    return made, own
+        program = description.notes[key] = _make(with_outputs(definition, outputs), backend)
+    own: list[Any] = list(map(values.__getitem__, program.own))
+    return program, own
 
 
 def _make(definition: NormedNeuron, backend: str) -> BlockProgram:
@@ -107,14 +107,14 @@ def _make(definition: NormedNeuron, backend: str) -> BlockProgram:
     kinds = tuple((name, kind_of(value)) for name, value in values.items())
     name, used = prepare(definition, backend, statics, kinds)
     tensors = tuple(label for label in used if isinstance(values[label], Tensor))
-    made = program(name)
+    compiled = program(name)
     return BlockProgram(
         name=name,
         backend=backend,
-        binary=made.step.binary,
-        num_states=len(made.step.states),
+        binary=compiled.step.binary,
+        num_states=len(compiled.step.states),
         by_batch=definition.by_batch,
-        rebuilds=made.rebuilds,
+        rebuilds=compiled.rebuilds,
         scalars=[v for v in map(values.__getitem__, used) if isinstance(v, float)],
         tensors=tensors,
         own=tuple(n.removeprefix("neuron.") for n in tensors if n.startswith("neuron.")),

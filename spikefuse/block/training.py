@@ -137,12 +137,12 @@ class TrainingCall:
                 parts[i] = part = part._replace(saved=part.execution.new_saved())
             return self.reduce(part, incoming_of(incoming, part.rows, ends), needs.params, rebuild)
 
-        def finish(i: int, found: ScanGradients) -> list[Tensor]:
-            execution, sums = parts[i].execution, self.named(found, needs.params)
+        def finish(i: int, gradients: ScanGradients) -> list[Tensor]:
+            execution, sums = parts[i].execution, self.named(gradients, needs.params)
             totals.append(self.totals(execution, sums))
             by_own.append(self.own_gradients(execution, sums, tensors.own))
-            starts.append(found.states)
-            return found.states
+            starts.append(gradients.states)
+            return gradients.states
 
         buffers = exchange_gradients(self.passing, parts, (compute, finish))
         correction, weight, shift = self.correct(reduce(add, totals))
@@ -168,9 +168,9 @@ class TrainingCall:
         states = bool(part.arguments.states)
         needed = self.program.sums(needs_own).needed
         needs = Needs((False,) * len(part.arguments.inputs), states, needed)
-        found = part.execution.new_gradients(needs)
+        gradients = part.execution.new_gradients(needs)
         variant = REBUILD if rebuild else PLAIN
-        return part.execution.backward(part.arguments, part.saved, incoming, found, variant)
+        return part.execution.backward(part.arguments, part.saved, incoming, gradients, variant)
 
     def write(
         self,
@@ -184,14 +184,14 @@ class TrainingCall:
         none = (False,) * len(self.program.tensors)
         # The gradients of the initial states come again, but nobody reads them.
         needs = Needs(tuple(needs_inputs), bool(part.arguments.states), none)
-        found = part.execution.new_gradients(needs, into)
+        gradients = part.execution.new_gradients(needs, into)
         variant = REBUILD if rebuild else PLAIN
-        part.execution.backward(part.arguments, part.saved, incoming, found, variant)
-        return found.inputs
+        part.execution.backward(part.arguments, part.saved, incoming, gradients, variant)
+        return gradients.inputs
 
-    def named(self, found: ScanGradients, needs_own: Sequence[bool]) -> dict[str, Tensor]:
+    def named(self, gradients: ScanGradients, needs_own: Sequence[bool]) -> dict[str, Tensor]:
         """The sums of the first pass, by the tensor whose gradient they make."""
-        return dict(zip(self.program.sums(needs_own).names, found.params, strict=True))
+        return dict(zip(self.program.sums(needs_own).names, gradients.params, strict=True))
 
     def totals(self, execution: Execution, sums: Mapping[str, Tensor]) -> Tensor:
         """The result of `gradient_sums` for the sums of a first pass."""
@@ -229,16 +229,16 @@ class _Training(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: TrainingCall, bits: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         split, end = call.num_inputs, call.num_inputs + call.num_states
-        given = BlockTensors(
+        block = BlockTensors(
             tensors[:split], tensors[split:end], tensors[end + 1], tensors[end + 2 :]
         )
-        results, parts = call.forward(given, True, bits)
+        results, parts = call.forward(block, True, bits)
         saved: Tensors = results.saved or ()
         if call.passing is not WHOLE:
             saved, call.counts = state_passing.flatten(parts)
-        ctx.save_for_backward(*given.inputs, *given.states, given.shift, *given.own, *saved)
+        ctx.save_for_backward(*block.inputs, *block.states, block.shift, *block.own, *saved)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.num_own, call.bits = call, len(given.own), results.bits
+        ctx.call, ctx.num_own, call.bits = call, len(block.own), results.bits
         return (*results.outputs, *results.finals)
 
     @staticmethod
@@ -246,7 +246,7 @@ class _Training(torch.autograd.Function):
         call, tensors = ctx.call, ctx.saved_tensors
         split, end = call.num_inputs, call.num_inputs + call.num_states
         last = end + 1 + ctx.num_own
-        given = BlockTensors(
+        block = BlockTensors(
             tensors[:split], tensors[split:end], tensors[end], tensors[end + 1 : last]
         )
         needed = ctx.needs_input_grad[2:]
@@ -254,15 +254,15 @@ class _Training(torch.autograd.Function):
         num_outputs = len(call.program.binary)
         incoming = Incoming(grads[:num_outputs], grads[num_outputs:])
         with torch.no_grad():
-            found = call.backward(given, tensors[last:], incoming, needs)
-        inputs, dtype = iter(found.inputs), given.shift.dtype
+            results = call.backward(block, tensors[last:], incoming, needs)
+        inputs, dtype = iter(results.inputs), block.shift.dtype
         gradients = (
             *(None, None),
             *[next(inputs) if need else None for need in needs.inputs],
-            *[g.to(s.dtype) for g, s in zip(found.states, given.states, strict=True)],
-            found.weight.to(dtype) if needed[end] else None,
-            found.shift.to(dtype) if needed[end + 1] else None,
-            *found.own,
+            *[g.to(s.dtype) for g, s in zip(results.states, block.states, strict=True)],
+            results.weight.to(dtype) if needed[end] else None,
+            results.shift.to(dtype) if needed[end + 1] else None,
+            *results.own,
         )
         if not torch.is_grad_enabled():
             return gradients
@@ -282,7 +282,7 @@ def train(call: TrainingCall, tensors: BlockTensors, weight: Tensor | None, bits
     if not (torch.is_grad_enabled() and True in needs):
         return call.forward(tensors, False, bits)[0]
     call.num_inputs, call.num_states = len(inputs), len(states)
-    found, end = _apply(call, bits, *leaves), len(call.program.binary)
+    results, end = _apply(call, bits, *leaves), len(call.program.binary)
     # The graph keeps `call` alive, but must not hold the bits.
     written, call.bits = call.bits, []
-    return Results(list(found[:end]), list(found[end:]), None, written)
+    return Results(list(results[:end]), list(results[end:]), None, written)

@@ -85,7 +85,15 @@ def step_function(
 
     def function(*args: Tensor) -> tuple[Tensor, ...]:
         bound = definition.bind(dict(zip(params, args[end:], strict=True)))
+        before = {**vars(bound), **bound._buffers}
         outputs, new = call_step(bound, args[:split], args[split:end])
+        for name, value in {**vars(bound), **bound._buffers}.items():
+            if name not in before or value is not before[name]:
+                raise UnsupportedOperation(
+                    f"{type(definition).__name__}.step assigns self.{name}, which a kernel would "
+                    f"forget after each step: declare {name} = State() on the class, take it as "
+                    "an argument and return its new value"
+                )
         return outputs + new
 
     return function

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spikefuse.block.batch_norm import by_batch
 from spikefuse.block.block import NAMES
 from spikefuse.block.program import block_program
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import LOOP_STEPS, Explanation, Layer, SavedBytes
 from spikefuse.inspect.observer import CallObserver, NeuronScan
 from spikefuse.inspect.timing import copy_bandwidth, seconds
+from spikefuse.kernels.norm import by_batch
 from spikefuse.memory.saved_tensors import SavedTensors, num_bytes
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.temporal import Temporal

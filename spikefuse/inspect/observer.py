@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from spikefuse.block import block
-from spikefuse.block.batch_norm import by_batch
 from spikefuse.block.deferred import original
 from spikefuse.compiler import UnsupportedOperation
+from spikefuse.kernels.norm import by_batch
 from spikefuse.memory.policies import Policy, Recompute
 from spikefuse.memory.saved_tensors import SavedTensors
 from spikefuse.neurons.definition import Outputs, States

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.kernels.channels import ChannelLayout, channel_layout
 
 #: Running mean and variance `[C]`, and the number of batches; None where they are not tracked.
 Running = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def by_batch(norm: _BatchNorm) -> bool:
+    """Whether the norm uses the statistics of the batch."""
+    return norm.training or norm.running_mean is None
 
 
 def statistics(

@@ -7,6 +7,7 @@ microbatch, and freed as soon as a segment has used them.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from spikefuse.memory.recompute import Gradients, RecomputedBlock, RecomputedNeu
 from spikefuse.memory.segment_values import Store, Values, multiple_outputs_error
 from spikefuse.memory.segments import BlockCall, NeuronCall, Segment, Segments
 from spikefuse.memory.spikes import Spikes
+from spikefuse.memory.tracing import has_hooks
 from spikefuse.nn import neuron
 from spikefuse.nn.call import Saving, TemporalCall, active, inside, mark_binary, wants_bits
 from spikefuse.nn.constant_input import ConstantSequence, unfold
@@ -49,6 +51,13 @@ def _is_recomputed_call(net: nn.Module, x: Tensor, impl: str) -> bool:
 def _run(policy: Checkpoint, net: nn.Module, call: TemporalCall, x: Tensor) -> Any:
     """Run a network on a folded input and save only the inputs of its segments."""
     if not _is_recomputed_call(net, x, call.impl):
+        return net(x)
+    if has_hooks(net):
+        warnings.warn(
+            f"memory=Checkpoint() recomputes nothing, because {type(net).__name__}, the network "
+            "inside Temporal, has hooks: register them on the Temporal or on a layer",
+            stacklevel=2,
+        )
         return net(x)
     if call.initial is not None or call.final:
         raise ValueError(
@@ -317,8 +326,8 @@ class _Run(Store):
                 if self.grads[segment.target] and self.needs[segment.target]:
                     self._differentiate(segment)
                 del self.grads[segment.target]
-        found = self.grads[self.segments.input].pop(whole)
-        return [found, *map(self.totals.get, self.parameters)]
+        input_grad = self.grads[self.segments.input].pop(whole)
+        return [input_grad, *map(self.totals.get, self.parameters)]
 
     def _differentiate(self, segment: Segment) -> None:
         gradient = self.grads[segment.target]
@@ -353,10 +362,10 @@ class _Run(Store):
             if pending[0].values.microbatch != microbatch:
                 finish()
                 pending.append(RecomputedNeuron(self, segment, called, microbatch))
-            begins, found = pending[0].differentiate(
+            begins, parameter_grads = pending[0].differentiate(
                 states[microbatch], grad.pop(microbatch), ends, parameters
             )
-            self.add(parameters, found)
+            self.add(parameters, parameter_grads)
             return begins
 
         self._exchange(memory, microbatches, run, backward=True)
@@ -396,9 +405,9 @@ class _Run(Store):
         for microbatch in reversed(microbatches):
             # The last microbatch of the first pass is still in memory.
             recomputed = recomputed or compute(microbatch)
-            found = recomputed.write(grad.pop(microbatch), ends[microbatch], correction)
+            input_grads = recomputed.write(grad.pop(microbatch), ends[microbatch], correction)
             self.differentiate(
-                segment, microbatch, recomputed.values.leaves, recomputed.inputs, found
+                segment, microbatch, recomputed.values.leaves, recomputed.inputs, input_grads
             )
             recomputed = None
 
@@ -426,11 +435,11 @@ class _Run(Store):
         nodes = [node for node, x in leaves.items() if x.requires_grad]
         parameters = [p for p in segment.parameters if p.requires_grad]
         wanted = [*map(leaves.__getitem__, nodes), *parameters]
-        found = gradients(list(zip(results, grads, strict=True)), wanted)
-        for node, gradient in zip(nodes, found, strict=False):
+        by_tensor = gradients(list(zip(results, grads, strict=True)), wanted)
+        for node, gradient in zip(nodes, by_tensor, strict=False):
             if gradient is not None:
                 self.grads[node].add(microbatch, gradient)
-        self.add(parameters, found[len(nodes) :])
+        self.add(parameters, by_tensor[len(nodes) :])
 
     def add(self, parameters: Sequence[nn.Parameter], grads: Gradients) -> None:
         for p, g in zip(parameters, grads, strict=True):

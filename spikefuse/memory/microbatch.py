@@ -32,16 +32,9 @@ def batch_size(microbatch: Microbatch) -> int:
 
 def empty_batch(like: Tensor, batch: int) -> Tensor:
     """Return an empty `[T, batch, ...]` whose samples have the layout of `like` `[T, B, ...]`."""
-    strides = sample_strides(like)
-    return like.new_empty_strided(
-        (len(like), batch, *like.shape[2:]), (batch * strides[0], *strides)
-    )
-
-
-def sample_strides(x: Tensor) -> tuple[int, ...]:
-    """Return the strides of one step of `x` `[T, B, ...]` with its samples packed densely."""
-    inner = torch.empty_like(x[0, 0], device="meta").stride()
-    return math.prod(x.shape[2:]), *inner
+    shape, size = like.shape[2:], math.prod(like.shape[2:])
+    inner = torch.empty_like(like[0, 0], device="meta").stride()
+    return like.new_empty_strided((len(like), batch, *shape), (batch * size, size, *inner))
 
 
 def take(saved: Sequence[tuple[Microbatch, Saved]], microbatch: Microbatch) -> Tensor:

@@ -111,13 +111,13 @@ class RecomputedBlock:
         """
         call = self.call
         incoming = Incoming([_unfolded(grad, self.values.microbatch)], grad_finals)
-        found = call.reduce(self.scan, incoming, needs_own, self.rebuild)
+        results = call.reduce(self.scan, incoming, needs_own, self.rebuild)
         self.rebuild = False
-        named = call.named(found, needs_own)
+        named = call.named(results, needs_own)
         layout, whole_layout = self.scan.execution.layout, call.execution.layout
         if layout == whole_layout:
             sums |= named
-            return found.states
+            return results.states
         for name, total in named.items():
             if name not in sums:
                 sums[name] = total.new_empty(whole_layout.num_neurons)
@@ -126,7 +126,7 @@ class RecomputedBlock:
                 for x, at in ((sums[name], whole_layout), (total, layout))
             )
             whole[slice(*self.values.microbatch)].copy_(piece)
-        return found.states
+        return results.states
 
     def write(
         self, grad: Tensor | None, grad_finals: Sequence[Tensor], correction: Sequence[Tensor]

@@ -64,15 +64,15 @@ class Values:
         self.store, self.segment, self.microbatch = store, segment, microbatch
         self.differentiable = differentiable
         self.leaves: dict[fx.Node, Tensor] = {}
-        self.found: dict[fx.Node, Any] = {}
+        self.known: dict[fx.Node, Any] = {}
 
     def __getitem__(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
             return self.store.segments.attribute(node)
-        if node not in self.found:
+        if node not in self.known:
             read = node in self.segment.inputs
-            self.found[node] = self._leaf(node) if read else self._call(node)
-        return self.found[node]
+            self.known[node] = self._leaf(node) if read else self._call(node)
+        return self.known[node]
 
     def _leaf(self, node: fx.Node) -> Tensor:
         x = take(self.store.saved[node], self.microbatch).detach()
@@ -117,7 +117,7 @@ class Values:
         called = self.segment.block
         for node in (self.segment.target,) if called is None else called.inputs:
             self[node]
-        values = (x.rows if isinstance(x, ConstantSequence) else x for x in self.found.values())
+        values = (x.rows if isinstance(x, ConstantSequence) else x for x in self.known.values())
         largest = max(x[0].nbytes for x in values)
         source = self.store.segments.input
         return largest, sum(x[0].nbytes for node, x in self.leaves.items() if node is not source)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,9 +18,10 @@ from torch import fx, nn
 from torch.nn.modules import pooling
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.block.batch_norm import NORMS, RankedNorm, by_batch
+from spikefuse.block.batch_norm import NORMS, RankedNorm
 from spikefuse.block.block import NAMES, Block, scan
 from spikefuse.block.fused_norm import FusedNorm
+from spikefuse.kernels.norm import by_batch
 from spikefuse.memory.tracing import Untraceable, has_hooks, is_by_row, trace, works_in_place
 from spikefuse.nn.call import Scan
 from spikefuse.nn.neuron import Neuron
@@ -95,7 +96,7 @@ class Segments:
         self.blocks = self._find_blocks()
         _check_norms(net, bool(self.blocks))
         self.modules = tuple(net.modules())
-        self.training = tuple(m.training for m in self.modules)
+        self.modes = _modes(self.modules)
         #: `Values.num_bytes`, by segment and kind of call.
         self.sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
         nodes = list(self.graph.nodes)
@@ -123,12 +124,12 @@ class Segments:
         return type(None), ()  # a copied network computes its own segments
 
     def fits(self, net: nn.Module) -> bool:
-        """Whether the network still has the same modules in the same modes."""
+        """Whether the network still has the same modules in the same modes, hooks included."""
         modules = tuple(net.modules())
         return (
             len(modules) == len(self.modules)
             and all(map(operator.is_, modules, self.modules))
-            and tuple(m.training for m in modules) == self.training
+            and _modes(modules) == self.modes
         )
 
     def attribute(self, node: fx.Node) -> Any:
@@ -147,20 +148,20 @@ class Segments:
 
     def _find_blocks(self) -> dict[fx.Node, BlockCall]:
         """Find the blocks by the node of their neuron, and make that node read their inputs."""
-        found: dict[fx.Node, BlockCall] = {}
+        blocks: dict[fx.Node, BlockCall] = {}
         calls = Counter(self.called.values())
         varying = _varying(self.graph)
         # In reverse, because of two norms in a sum the last one is fused.
         for node in reversed(list(self.graph.nodes)):
             module = self.called.get(node)
-            if isinstance(module, Block):
+            if isinstance(module, Block) and not has_hooks(module):
                 inputs = _bound(node, NAMES)
-                found[node] = BlockCall(module.norm, module.neuron, inputs)
+                blocks[node] = BlockCall(module.norm, module.neuron, inputs)
             elif isinstance(module, FusedNorm) and calls[module] == 1 and not has_hooks(module):
-                self._join(node, module, calls, varying, found)
-        for node in found:
+                self._join(node, module, calls, varying, blocks)
+        for node in blocks:
             self.called.setdefault(node, self.net.get_submodule(str(node.target)))
-        return found
+        return blocks
 
     def _join(
         self,
@@ -168,7 +169,7 @@ class Segments:
         norm: FusedNorm,
         calls: Counter[nn.Module],
         varying: set[fx.Node],
-        found: dict[fx.Node, BlockCall],
+        blocks: dict[fx.Node, BlockCall],
     ) -> None:
         """Fuse the norm at `node`, an optional sum, and the only neuron that reads the result."""
         last, residual, between = node, None, []
@@ -183,7 +184,7 @@ class Segments:
             between.append(user)
             last = user
         user, neuron = next(iter(last.users), node), None
-        if len(last.users) == 1 and user not in found:
+        if len(last.users) == 1 and user not in blocks:
             neuron = self.called.get(user)
         if (
             not isinstance(neuron, Neuron)
@@ -200,7 +201,7 @@ class Segments:
         for old in (*reversed(between), node):
             self.graph.erase_node(old)
             self.called.pop(old, None)
-        found[user] = BlockCall(norm, neuron, inputs)
+        blocks[user] = BlockCall(norm, neuron, inputs)
 
     def neuron(self, node: fx.Node) -> NeuronCall | None:
         """Return the call of a neuron at a node, or None."""
@@ -209,7 +210,7 @@ class Segments:
             norm, neuron = block.norm, block.neuron
             call = partial(scan, norm, neuron, None)
             return NeuronCall(call, len(type(neuron).states), block.modules, block.inputs)
-        if not isinstance(module, Neuron):
+        if not isinstance(module, Neuron) or not self._fires(node):
             return None
         if type(module).forward is not Neuron.forward:
             raise ValueError(
@@ -220,7 +221,9 @@ class Segments:
         return NeuronCall(module._scan, len(type(module).states), (module,), inputs)
 
     def _fires(self, node: fx.Node) -> bool:
-        return node in self.blocks or isinstance(self.called.get(node), Neuron)
+        """Whether a node is a block or neuron that is recomputed; one with hooks runs once."""
+        module = self.called.get(node)
+        return node in self.blocks or (isinstance(module, Neuron) and not has_hooks(module))
 
     def _is_recomputed(self, node: fx.Node) -> bool:
         return self._fires(node) or self.mixes(node) or is_by_row(node, self.called.get(node))
@@ -254,19 +257,19 @@ class Segments:
 
     def _parameters(self, inner: list[fx.Node], varying: set[fx.Node]) -> tuple[nn.Parameter, ...]:
         """Return the parameters that nodes read through layers or attributes of the network."""
-        found: dict[nn.Parameter, None] = {}
+        parameters: dict[nn.Parameter, None] = {}
         left = list(inner)
         while left:
             node = left.pop()
             value = self.attribute(node) if node.op == "get_attr" else self.called.get(node)
             if node in self.blocks:
-                found |= dict.fromkeys(self.blocks[node].norm.parameters())
+                parameters |= dict.fromkeys(self.blocks[node].norm.parameters())
             if isinstance(value, nn.Parameter):
-                found[value] = None
+                parameters[value] = None
             elif isinstance(value, nn.Module):
-                found |= dict.fromkeys(value.parameters())
+                parameters |= dict.fromkeys(value.parameters())
             left += [i for i in node.all_input_nodes if i not in varying]
-        return tuple(found)
+        return tuple(parameters)
 
 
 def _traced(net: nn.Module) -> fx.Graph:
@@ -282,6 +285,10 @@ def _traced(net: nn.Module) -> fx.Graph:
     return graph
 
 
+def _modes(modules: Iterable[nn.Module]) -> list[tuple[bool, bool]]:
+    return [(m.training, has_hooks(m)) for m in modules]
+
+
 def _check_norms(net: nn.Module, has_blocks: bool) -> None:
     norms = [m for m in net.modules() if isinstance(m, _BatchNorm)]
     if norms and not has_blocks and not any(isinstance(m, FusedNorm) for m in norms):
@@ -293,24 +300,24 @@ def _check_norms(net: nn.Module, has_blocks: bool) -> None:
 
 def _varying(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that depend on the input."""
-    found: set[fx.Node] = set()
+    varying: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder" or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found - {node}  # without the output node
+        if node.op == "placeholder" or not varying.isdisjoint(node.all_input_nodes):
+            varying.add(node)
+    return varying - {node}  # without the output node
 
 
 def _bound(node: fx.Node, names: tuple[str, ...]) -> tuple[fx.Node, ...]:
     """Return the inputs of a call of a neuron or block, in the order of `names`."""
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    given = {name: x for name, x in given.items() if x is not None}
-    tensors = all(isinstance(x, fx.Node) for x in given.values())
-    if len(node.args) > len(names) or not tensors or list(given.keys() - set(names)):
+    inputs = dict(zip(names, node.args, strict=False)) | node.kwargs
+    inputs = {name: x for name, x in inputs.items() if x is not None}
+    tensors = all(isinstance(x, fx.Node) for x in inputs.values())
+    if len(node.args) > len(names) or not tensors or list(inputs.keys() - set(names)):
         raise ValueError(
             f"memory=Checkpoint() can't run '{node.target}', which is called with more than its "
             f"inputs ({', '.join(names)}): use another policy"
         )
-    return tuple(x for name in names if isinstance(x := given.get(name), fx.Node))
+    return tuple(x for name in names if isinstance(x := inputs.get(name), fx.Node))
 
 
 def _added(add: fx.Node, node: fx.Node, varying: set[fx.Node]) -> fx.Node | None:
@@ -321,5 +328,5 @@ def _added(add: fx.Node, node: fx.Node, varying: set[fx.Node]) -> fx.Node | None
     if add.target == "add_" and first is not node:
         return None
     other = second if first is node else first
-    found = isinstance(other, fx.Node) and other is not node and other in varying
-    return other if found else None  # type: ignore[return-value]
+    is_sum = isinstance(other, fx.Node) and other is not node and other in varying
+    return other if is_sum else None  # type: ignore[return-value]

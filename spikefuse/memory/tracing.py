@@ -79,7 +79,7 @@ class _Proxy(fx.Proxy):
 
 
 class _Tracer(fx.Tracer):
-    """A tracer whose leaves are neurons, blocks and the layers of torch.nn.
+    """A tracer whose leaves are neurons, blocks, the layers of torch.nn and modules with hooks.
 
     It does not modify the network, and does not trace calls from other threads.
     """
@@ -104,7 +104,8 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         leaf = isinstance(m, Neuron | MaxPool2d) or getattr(type(m), "is_leaf", False)
-        return leaf or _FX.is_leaf_module(m, "")
+        # Hooks must see tensors, and run in every call.
+        return leaf or has_hooks(m) or _FX.is_leaf_module(m, "")
 
     def call_module(
         self,

@@ -84,6 +84,15 @@ class Definition(Holder):
         if cls.step is not Definition.step:
             cls.input_names = _input_names(cls)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in type(self).states:
+            raise AttributeError(
+                f"{type(self).__name__}.{name} is a state, which starts at its initial value in "
+                "every call: pass another value as state=(...), and get the last one by "
+                "return_state=True"
+            )
+        super().__setattr__(name, value)
+
     def describe(self) -> tuple[dict[str, float | Tensor], tuple[Any, ...]]:
         """Return (values, statics); treat both as read-only, since later calls share them.
 

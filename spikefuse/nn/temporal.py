@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from spikefuse.kernels.norm import by_batch
 from spikefuse.memory.policies import Auto, Policy, Recompute
 from spikefuse.memory.saved_tensors import SavedTensors, can_measure
 from spikefuse.memory.spikes import saving
@@ -203,11 +204,15 @@ class Temporal(nn.Module):
                     raise _time_first(y)
                 return y
             if y.ndim == 0 or y.shape[0] != num_steps * batch:
+                reason = "a layer has mixed the batch with other dims"
+                if y.ndim == 0:
+                    reason = "compute a number for the whole call from the outputs, outside"
                 raise ValueError(
-                    f"the network returned shape {list(y.shape)}: expected dim 0 to be "
-                    f"T*B = {num_steps}*{batch}; a layer has mixed the batch with other dims"
+                    f"the network returned shape {list(y.shape)}{_place(y, folded)}: expected "
+                    f"dim 0 to be T*B = {num_steps}*{batch}; {reason}"
                 )
-            y = y.unflatten(0, (num_steps, batch))
+            # As in `unflatten_steps`, without a call more on the way of every network.
+            y = y.unsqueeze(0) if num_steps == 1 else y.unflatten(0, (num_steps, batch))
             return y.transpose(0, 1) if self.batch_first else y
 
         output = pytree.tree_map(unfold, folded)
@@ -278,7 +283,7 @@ class Temporal(nn.Module):
         self, leaves: Sequence[Any], tree: pytree.TreeSpec | None
     ) -> list[Tensor | SparseSequence]:
         """The sequences among the arguments, after checking that they agree in T and B."""
-        found: list[Tensor | SparseSequence] = []
+        sequences: list[Tensor | SparseSequence] = []
         expected = "[B, T, ...]" if self.batch_first else "[T, B, ...]"
         for i, x in enumerate(leaves):
             if not isinstance(x, Tensor):
@@ -286,12 +291,12 @@ class Temporal(nn.Module):
                     continue
                 if self.batch_first:
                     raise _time_first(x)
-            if found and x.shape[:2] != found[0].shape[:2]:
+            if sequences and x.shape[:2] != sequences[0].shape[:2]:
                 # The exporters before torch.export pass defaults of keyword arguments as tensors.
                 refuse_export()
                 raise ValueError(
                     f"{_name(i, tree)} has shape {list(x.shape)}: expected {expected} with the "
-                    f"same T and B as the first tensor {list(found[0].shape)}; expand a tensor "
+                    f"same T and B as the first tensor {list(sequences[0].shape)}; expand a tensor "
                     "that is the same at each step, see spikefuse.nn.encode.direct, or make it an "
                     "attribute of the network; state is a keyword argument"
                 )
@@ -300,16 +305,16 @@ class Temporal(nn.Module):
                     f"the input has shape {list(x.shape)}: expected {expected} with T >= 1; for a "
                     f"single step use x.unsqueeze({int(self.batch_first)})"
                 )
-            found.append(x)
-        if not found:
+            sequences.append(x)
+        if not sequences:
             args, kwargs = pytree.tree_unflatten(leaves, tree) if tree is not None else ((), {})
             kinds = [f"a {type(x).__name__}" for x in (*args, *kwargs.values())]
-            given = " and ".join(kinds) or "missing"
-            raise TypeError(f"the input is {given}: expected a tensor {expected}")
+            description = " and ".join(kinds) or "missing"
+            raise TypeError(f"the input is {description}: expected a tensor {expected}")
         if tree is not None and self._recomputes:
             kind = type(leaves[0]).__name__ if len(leaves) == 1 else "several or nested arguments"
             raise ValueError(f"memory=Checkpoint() takes no {kind}: use another policy")
-        return found
+        return sequences
 
     def _reading(
         self, sequences: Sequence[Tensor | SparseSequence], num_steps: int, batch: int
@@ -340,33 +345,29 @@ def neurons_of(net: nn.Module, one_step: bool = False) -> dict[str, Neuron]:
         TypeError: a layer of torch.nn has a memory of its own.
         ValueError: with `one_step`, a batch norm takes its statistics from its input.
     """
-    found: dict[str, Neuron] = {}
+    neurons: dict[str, Neuron] = {}
     for name, module in _named_modules(net):
         if isinstance(module, Neuron):
-            found[name] = module
+            neurons[name] = module
         elif isinstance(module, _RECURRENT):
             raise TypeError(
                 f"layer '{name}' ({type(module).__name__}) has a memory of its own, but the layers "
                 "here are called once for all time steps: run it outside, as in "
                 "nn.Sequential(Temporal(...), rnn, Temporal(...))"
             )
-        elif one_step and _takes_statistics(module):
+        elif one_step and isinstance(module, _BatchNorm) and by_batch(module):
             raise ValueError(
                 f"batch norm '{name}' would take the statistics of a single step: call "
                 "net.eval(), and set track_running_stats=True"
             )
-    return found
-
-
-def _takes_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+    return neurons
 
 
 def _named_modules(net: nn.Module) -> list[tuple[str, nn.Module]]:
     """What `named_modules` gives, in a fraction of its time."""
     if torch.compiler.is_compiling():
         return list(net.named_modules())
-    found: list[tuple[str, nn.Module]] = []
+    named: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
     left: list[tuple[str, nn.Module]] = [("", net)]
     while left:
@@ -374,11 +375,11 @@ def _named_modules(net: nn.Module) -> list[tuple[str, nn.Module]]:
         if module in seen:
             continue
         seen.add(module)
-        found.append((name, module))
+        named.append((name, module))
         for key, child in reversed(module._modules.items()):
             if child is not None:
                 left.append((f"{name}.{key}" if name else key, child))
-    return found
+    return named
 
 
 def check_state(state: dict[str, States], neurons: dict[str, Neuron]) -> None:
@@ -400,6 +401,13 @@ def _name(i: int, tree: pytree.TreeSpec | None) -> str:
     first: Any = path[1]  # after positional or keyword arguments
     name = f"input {first.idx}" if isinstance(first, pytree.SequenceKey) else first.key
     return name + pytree.keystr(path[2:])
+
+
+def _place(y: Tensor, output: Any) -> str:
+    """Where a tensor is in a nested output, as " as output['loss']"; empty for a single one."""
+    leaves, _ = pytree.tree_flatten_with_path(output)
+    (path, *_) = (path for path, leaf in leaves if leaf is y)
+    return f" as output{pytree.keystr(path)}" if path else ""
 
 
 def _time_first(x: Any) -> ValueError:

@@ -6,6 +6,7 @@ device. It depends on no values, so neurons, threads and passes share it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property, lru_cache, reduce
 from itertools import compress
@@ -177,6 +178,13 @@ class Execution:
         key = (variant, needs, *map(Tensor.stride, sequences), *map(_dtype, sequences))
         launch = self._launches.get(key)
         if launch is None:
+            if not self.program.is_differentiable:
+                warnings.warn(
+                    f"no output of {self.program.step.name}.step has a gradient, so nothing before "
+                    "it learns from its outputs: make spikes with a surrogate, as in "
+                    "self.surrogate(v - threshold), not with a comparison",
+                    stacklevel=2,
+                )
             kernel = self.program.module(*self._names(needs)).backward
             launch = self._prepare(key, kernel, sequences, variant)
         by_state = self._by_state(

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -89,6 +90,11 @@ class Program:
     def rebuilds(self) -> bool:
         """Whether backward can do without saved states. Numba's kernels save few."""
         return self.backend == "triton" and bool(self.step.states)
+
+    @cached_property
+    def is_differentiable(self) -> bool:
+        """Whether an output of the step passes gradients on."""
+        return not self.reverse.graph.used().isdisjoint(f"g{y}" for y in self.step.outputs)
 
     @property
     def repairs(self) -> bool:

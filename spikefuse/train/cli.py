@@ -97,7 +97,8 @@ _EXACT: dict[str, Any] = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="spikefuse", description="Train and use spiking neural networks.")
+    text = "Train and use spiking neural networks."
+    parser = _Parser(prog="spikefuse", description=text, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"spikefuse {spikefuse.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -470,6 +471,8 @@ def _check(name: str, value: Any, kind: type, allowed: Any) -> None:
         if value not in allowed:
             near = difflib.get_close_matches(str(value), allowed, 1)
             hint = f"did you mean {near[0]}? " if near else ""
+            if name == "dataset" and os.sep in str(value):
+                hint = "data_dir names the folder of the files, and dataset what they hold: "
             raise ConfigError(f"unknown {name} {value!r}: {hint}choose one of {', '.join(allowed)}")
     elif kind is bool:
         if not isinstance(value, bool):

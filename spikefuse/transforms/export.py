@@ -45,7 +45,8 @@ def exportable(net: nn.Module, step: bool = False) -> nn.Module:
             `Temporal` with one input.
 
     Returns:
-        An `nn.Module` that is independent of `net` and called like it, with `step` a `Step`.
+        An `nn.Module` that is independent of `net` and called like it; with `step` an
+        `ExportedStep`.
 
     Raises:
         TypeError: `net` is not a module, is not a `Temporal` with `step`, or has a layer without
@@ -69,10 +70,10 @@ def exportable(net: nn.Module, step: bool = False) -> nn.Module:
     if not step:
         return result
     assert isinstance(result, EagerTemporal)
-    return Step(result).eval()
+    return ExportedStep(result).eval()
 
 
-class Step(nn.Module):
+class ExportedStep(nn.Module):
     """One time step of a network, made by `exportable(net, step=True)`.
 
     Call: `y, *new_states = step(x, *states)`, without states from rest.

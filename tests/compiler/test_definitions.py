@@ -17,6 +17,7 @@ COUNT = int(os.environ.get("SPIKEFUSE_DEFINITIONS", "60"))
 GROUPS = 4
 
 
+@pytest.mark.filterwarnings("ignore:no output of Drawn.step has a gradient")
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_random_definitions(group):
     with interpreted():

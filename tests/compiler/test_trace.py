@@ -167,6 +167,23 @@ class Branching(sf.surrogate.Surrogate):
         return torch.ones_like(u) if self.width > 0.5 else u
 
 
+@pytest.mark.parametrize("initial", [None, 0.0, 3, torch.zeros(())])
+def test_steps_that_remember_in_attributes_are_refused(initial):
+    class Remembers(sf.Neuron):
+        v = sf.State()
+
+        def __init__(self):
+            super().__init__()
+            self.trace = initial
+
+        def step(self, x, v):
+            self.trace = x if self.trace is None else self.trace + x
+            return x, (v,)
+
+    with pytest.raises(UnsupportedOperation, match=r"step assigns self.trace.*trace = State\(\)"):
+        Remembers()(torch.ones(2, 3))
+
+
 def test_python_control_flow_in_a_surrogate():
     message = complaint(sf.LIF(surrogate=Branching()))
     assert f"{__file__}, line {Branching.derivative.__code__.co_firstlineno + 1}: " in message

@@ -141,6 +141,51 @@ def test_parts_of_a_batch(backends):
         seen.clear()
 
 
+@pytest.mark.parametrize("name", ["join", "stem.2", "stem.1", "stem", "deep"])
+def test_hooks_run_as_in_the_default(backends, name):
+    """On neurons, norms and containers; registered and removed between calls, or from the start."""
+    x = make_input(SHAPE, device=backends.device).requires_grad_()
+
+    def steps(policy):
+        net, seen = fused(Mixed, policy, x.device), []
+
+        def calls():
+            train(net, x)
+            return {kind: shapes for kind, *shapes in seen}
+
+        module = net.net.get_submodule(name)
+        yield calls()
+        handles = [
+            module.register_forward_pre_hook(lambda m, given: seen.append(("pre", given[0].shape))),
+            module.register_forward_hook(lambda m, given, y: seen.append(("forward", y.shape))),
+            module.register_full_backward_hook(
+                lambda m, into, out: seen.append(("backward", out[0].shape))
+            ),
+            module.register_forward_hook(lambda m, given, y: 2 * y),
+        ]
+        yield calls()
+        yield train(net, x)
+        for handle in handles:
+            handle.remove()
+        seen.clear()
+        yield calls()
+
+    for found, expected in zip(steps(Checkpoint(1)), steps(None), strict=True):
+        if isinstance(found, dict):
+            assert found == expected
+        else:
+            assert_same(found, expected)
+
+
+def test_hooks_on_the_whole_network(device):
+    net = fused(Mixed, Checkpoint(), device)
+    seen = []
+    net.net.register_forward_hook(lambda *given: seen.append(given[2].shape))
+    with pytest.warns(UserWarning, match=r"recomputes nothing, because Mixed, .* has hooks"):
+        train(net, make_input(SHAPE, device=device))
+    assert seen == [(SHAPE[0] * SHAPE[1], 5)]
+
+
 def test_parts_are_the_same_for_any_number_of_steps(backends, monkeypatch):
     """Processes that share a sequence have each its own."""
 

@@ -612,3 +612,11 @@ def test_changes_by_torch_are_seen(change):
         for a, e in zip(gradients("auto"), gradients("reference"), strict=True):
             rtol = 1e-2 if a.dtype == torch.bfloat16 else 1e-4
             torch.testing.assert_close(a, e, rtol=rtol, atol=1e-4)
+
+
+def test_states_are_not_assigned() -> None:
+    """As users of other libraries reset neurons."""
+    neuron = LIF()
+    with pytest.raises(AttributeError, match=r"LIF.v is a state.*pass another value as state="):
+        neuron.v = 0.5
+    neuron.v_reset = 0.5

@@ -170,3 +170,19 @@ def test_noise_as_an_input(backends):
             return s, (h * (1 - s),)
 
     compare(Noisy(), backends, exact=True)
+
+
+def test_spikes_without_a_gradient(backends):
+    class Compares(sf.Neuron):
+        v = sf.State()
+
+        def step(self, x, v):
+            v = 0.5 * v + x
+            return (v >= 1.0).to(v.dtype), (v,)
+
+    x = torch.ones(3, 2, 4, device=backends.device, requires_grad=True)
+    y, v = Compares()(x, outputs=("spikes", "v"))
+    v.sum().backward()
+    y = Compares()(x)
+    with pytest.warns(UserWarning, match=r"no output of Compares.step has a gradient.*surrogate"):
+        y.sum().backward()

@@ -444,8 +444,11 @@ VALUE_ERRORS = {
     r"LIF: state v is \[3, 5\] on cpu: expected \[2, 5\] on cpu": (
         lambda: linear()(X, state={"1": (torch.zeros(3, 5),)})
     ),
-    r"the network returned shape \[\]: expected dim 0 to be T\*B = 20\*2": (
+    r"the network returned shape \[\]: expected dim 0 to be T\*B = 20\*2; compute a number": (
         lambda: sf.Temporal(Mixes(lambda n, x: n(x).sum()))(X)
+    ),
+    r"the network returned shape \[\] as output\['aux'\]\[1\]: expected dim 0 to be T\*B": (
+        lambda: sf.Temporal(Mixes(lambda n, x: {"y": n(x), "aux": [x, x.sum()]}))(X)
     ),
     r"the network returned shape \[240\]: expected dim 0 to be T\*B = 20\*2; a layer has mixed": (
         lambda: sf.Temporal(Mixes(lambda n, x: n(x).flatten()))(X)

@@ -81,6 +81,7 @@ WRONG = [
     (["--epoch", "3"], "unrecognized arguments: --epoch 3, did you mean --epochs? (see spikefuse"),
     (["--batchsize=3"], "unrecognized arguments: --batchsize=3, did you mean --batch-size? (see"),
     (["--dat", "shd"], "unrecognized arguments: --dat shd"),
+    (["--data", "data/mnist"], "unknown dataset 'data/mnist': data_dir names the folder of the"),
     (["--dataset", "digit"], "unknown dataset 'digit': did you mean digits? choose one of"),
     (["--model", "vgg"], "unknown model 'vgg': did you mean vggsnn? choose one of mlp"),
     (["--neuron", "if", "--decay", "0.5"], "decay is given, but the neuron if has none"),
@@ -117,6 +118,7 @@ def test_user_errors_without_a_command_and_in_eval(
     for arguments, message in (
         (["eval", "a", "b"], "spikefuse eval: error: unrecognized arguments: b (see spikefuse ev"),
         (["--colour"], "spikefuse: error: the following arguments are required: COMMAND (see s"),
+        (["--vers", "train"], "spikefuse: error: unrecognized arguments: --vers, did you mean"),
     ):
         assert spikefuse(*arguments) == 2
         assert capsys.readouterr().err.startswith(message)
