@@ -306,6 +306,17 @@ def _jelly(task: Task) -> tuple[Jelly, dict[str, Any]]:
     return jelly, {"note": jelly.note + ("" if same else missing), "same_gradient": same}
 
 
+def compiled(net: nn.Module) -> Callable[..., Tensor]:
+    """Compile a network, whose forward and backward are then recorded as CUDA graphs."""
+    run = torch.compile(net, mode="reduce-overhead")
+
+    def call(x: Tensor, **options: Any) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return run(x, **options)
+
+    return call
+
+
 # The fused network with each memory policy but the default.
 POLICIES = {
     f"{FUSED}, {name}": policy
@@ -323,6 +334,7 @@ USUAL: dict[str, Callable[[Task], Network]] = {
 # A network that cannot be made raises an exception with the reason.
 NETWORKS: dict[str, Callable[[Task], Network]] = {
     **USUAL,
+    f"{FUSED}, torch.compile": partial(spiking, fused=True, wrap=compiled),
     LOOP: partial(spiking, impl="reference"),
     **{name: partial(spiking, fused=True, policy=p) for name, p in POLICIES.items()},
 }

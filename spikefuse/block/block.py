@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse import reference
+from spikefuse.block import library
 from spikefuse.block.batch_norm import (
     NORMS,
     batch_statistics,
@@ -27,7 +28,6 @@ from spikefuse.nn.call import active, mark_binary, wants_bits
 from spikefuse.nn.neuron import Neuron, backend_of, check, checked_names
 from spikefuse.scan import op
 from spikefuse.scan.execution import Arguments, Execution, Results, Wanted, execution_of
-from spikefuse.scan.layout import flatten_steps, unflatten_steps
 from spikefuse.scan.op import Request
 from spikefuse.scan.state_passing import WHOLE
 
@@ -111,11 +111,9 @@ def scan(
     check_norm(norm, neuron, inputs[0], batch)
     if backend == "reference":
         return _reference(norm, neuron, request)
-    if torch.compiler.is_compiling():
-        u = unflatten_steps(norm(flatten_steps(inputs[0])), inputs[0].shape[0])
-        u = u if len(inputs) == 1 else u + inputs[1]
-        return neuron._scan(request._replace(inputs=(u,)))
     op.check(backend, inputs[0])
+    if torch.compiler.is_compiling():
+        return _trace(norm, neuron, memory, request._replace(backend=backend))
     program, own = block_program(neuron, backend, len(inputs) > 1, batch, request.outputs)
     if wants_bits(inputs[0]):
         request = request._replace(bits=True)
@@ -125,6 +123,20 @@ def scan(
         results = _evaluate(norm, program, own, request)
     if request.bits:
         mark_binary(results, program.binary)
+    return tuple(results.outputs), tuple(results.finals)
+
+
+def _trace(
+    norm: _BatchNorm, neuron: Neuron, memory: Policy | None, request: Request
+) -> tuple[Outputs, States]:
+    """In a graph of torch.compile."""
+    batch, has_residual = by_batch(norm), len(request.inputs) > 1
+    program = library.traced_program(neuron, has_residual, batch, request)
+    if batch:
+        saves = memory is not None and memory.saves_states
+        results = library.train(norm, program, saves, request)
+    else:
+        results = library.evaluate(norm, program, _running_scale(norm), request)
     return tuple(results.outputs), tuple(results.finals)
 
 
@@ -168,14 +180,20 @@ def _evaluate(
     norm: _BatchNorm, program: BlockProgram, own: list[Tensor], request: Request
 ) -> Results:
     """With running statistics: the norm is an affine map."""
-    assert norm.running_mean is not None and norm.running_var is not None
-    scale = torch.rsqrt(norm.running_var + norm.eps)
-    scale = scale if norm.weight is None else scale * norm.weight
+    assert norm.running_mean is not None
+    scale = _running_scale(norm)
     shift = shift_of(norm, request.inputs[0])
     params = program.params((norm.running_mean, scale, shift), own)
     arguments = Arguments(request.inputs, request.state or (), params, program.scalars)
     wanted = Wanted(False, request.final, request.bits)
     return op.run(program.name, arguments, wanted, request.passing)
+
+
+def _running_scale(norm: _BatchNorm) -> Tensor:
+    """The factor of the affine map, by running statistics."""
+    assert norm.running_var is not None
+    scale = torch.rsqrt(norm.running_var + norm.eps)
+    return scale if norm.weight is None else scale * norm.weight
 
 
 def _reference(norm: _BatchNorm, neuron: Neuron, request: Request) -> tuple[Outputs, States]:

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from spikefuse.block import traced
 from spikefuse.block.deferred import (
     DeferredNorm,
     Outcome,
@@ -27,15 +28,15 @@ from spikefuse.nn.neuron import DTYPES
 class FusedNorm(_BatchNorm):
     """A batch norm that defers its result inside `Temporal`; a mixin over a class of torch.nn.
 
-    Outside `Temporal`, with hooks on its output, in a graph of torch.compile or another tracer, in
-    inference mode, and on inputs that a block does not take, it is the norm of torch.nn.
+    Outside `Temporal`, with hooks on its output, in inference mode, under tracers other than
+    torch.compile, and on inputs that a block does not take, it is the norm of torch.nn.
     """
 
     is_leaf = True
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return self.plain(input)
+            return traced.normalize(self, input)
         if isinstance(input, DeferredNorm):
             input = materialized(input)
         read = tensors_of(self, input)

@@ -36,6 +36,7 @@ class BlockProgram:
         by_batch: whether the norm uses the statistics of the batch.
         rebuilds: whether backward can do without saved states.
         scalars: the values of its float parameters.
+        floats: the names of these, without "neuron.".
         tensors: the names of its tensor parameters, in its order.
         own: the names of the neuron's tensors among them, without "neuron.".
     """
@@ -47,6 +48,7 @@ class BlockProgram:
     by_batch: bool
     rebuilds: bool
     scalars: list[float]
+    floats: tuple[str, ...]
     tensors: tuple[str, ...]
     own: tuple[str, ...]
     _sums: dict[tuple[bool, ...], Sums] = field(default_factory=dict, compare=False, repr=False)
@@ -107,6 +109,7 @@ def _make(definition: NormedNeuron, backend: str) -> BlockProgram:
     kinds = tuple((name, kind_of(value)) for name, value in values.items())
     name, used = prepare(definition, backend, statics, kinds)
     tensors = tuple(label for label in used if isinstance(values[label], Tensor))
+    floats = {label: v for label in used if isinstance(v := values[label], float)}
     compiled = program(name)
     return BlockProgram(
         name=name,
@@ -115,7 +118,8 @@ def _make(definition: NormedNeuron, backend: str) -> BlockProgram:
         num_states=len(compiled.step.states),
         by_batch=definition.by_batch,
         rebuilds=compiled.rebuilds,
-        scalars=[v for v in map(values.__getitem__, used) if isinstance(v, float)],
+        scalars=list(floats.values()),
+        floats=tuple(label.removeprefix("neuron.") for label in floats),
         tensors=tensors,
         own=tuple(n.removeprefix("neuron.") for n in tensors if n.startswith("neuron.")),
     )

@@ -79,6 +79,7 @@ class TrainingCall:
         collectives: over which the statistics were taken.
         saves_states: whether forward saves states; otherwise backward rebuilds them.
         final: whether forward returns the final states.
+        scalars: the values of the program's float parameters; None for those that it holds.
         counts: the numbers of initial and saved states of each microbatch.
     """
 
@@ -90,6 +91,7 @@ class TrainingCall:
     saves_states: bool
     final: bool
     passing: StatePassing = WHOLE
+    scalars: Sequence[float] | None = None
     num_inputs: int = 0
     num_states: int = 0
     counts: list[tuple[int, int]] = field(default_factory=list)
@@ -103,7 +105,8 @@ class TrainingCall:
         mean, scale = self._mean_and_scale
         norm = mean, scale, tensors.shift, *(correction or (mean, mean))
         params = self.program.params(norm, tensors.own)
-        return Arguments(tensors.inputs, tensors.states, params, self.program.scalars)
+        scalars = self.program.scalars if self.scalars is None else self.scalars
+        return Arguments(tensors.inputs, tensors.states, params, scalars)
 
     def forward(
         self, tensors: BlockTensors, save: bool, bits: bool

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from spikefuse.memory.policies import Policy, Recompute
 from spikefuse.memory.spikes import MIN_VALUES, Spikes
@@ -57,6 +58,8 @@ class TemporalCall:
         passing: where first states come from if other processes hold the steps before and after.
         cache: what policies keep between the calls of a container.
         deferred: the tensors that layers have deferred, if any.
+        sums: in a traced graph, the results of norms and their sums with residuals, and what they
+            were computed from.
         saving: what layers save for backward; None for spikes as they are.
         current: the name of the neuron that runs.
         outer: the call around this one.
@@ -71,6 +74,7 @@ class TemporalCall:
     finals: dict[str, States] = field(default_factory=dict)
     cache: dict[Any, Any] = field(default_factory=dict)
     deferred: PendingResults | None = None
+    sums: list[tuple[Tensor, Any]] = field(default_factory=list)
     saving: Saving | None = None
     current: str = ""
     outer: TemporalCall | None = None
@@ -129,6 +133,36 @@ class TemporalCall:
         return Request(
             tuple(inputs), state, self.impl, self.final, False, self.passing, request.outputs
         )
+
+
+class NotingSums(TorchFunctionMode):
+    """Notes the sums of norms and residuals in the graph of a call, see `TemporalCall.sums`."""
+
+    def __init__(self, call: TemporalCall) -> None:
+        super().__init__()
+        self.call = call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.unflatten:
+            func = torch.unflatten  # the method calls super(), which Dynamo does not trace here
+        y, sums = func(*args, **(kwargs or {})), self.call.sums
+        if func in _ADDITIONS and len(args) == 2 and not kwargs:
+            # Of two norms the one called last is fused.
+            for value, norm in reversed(sums):
+                if value is args[0] or value is args[1]:
+                    extended = norm.extended(args[1] if value is args[0] else args[0])
+                    if extended is not None:
+                        sums.append((y, extended))
+                    break
+        elif func not in _METADATA:
+            # It may change them in place.
+            read = [*args, *(kwargs or {}).values()]
+            self.call.sums = [s for s in sums if not any(s[0] is x for x in read)]
+        return y
+
+
+_ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
+_METADATA = {Tensor.size, Tensor.dim, Tensor.shape.__get__, Tensor.ndim.__get__}  # type: ignore[attr-defined]
 
 
 class Observer:

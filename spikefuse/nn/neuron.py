@@ -81,6 +81,10 @@ class Neuron(Definition):
         scan: Scan = self._scan
         if len(inputs) == 1 and isinstance(inputs[0], Deferred):
             scan, inputs = inputs[0].block(self)
+        elif torch.compiler.is_compiling() and active.call is not None:
+            for value, norm in active.call.sums:
+                if value is inputs[0] and norm.can_fuse(self):
+                    scan, inputs = norm.block(self)
         return self.call(scan, Request(inputs, state, impl, return_state, outputs=names))
 
     def __prepare_scriptable__(self) -> Any:

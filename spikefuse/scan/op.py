@@ -36,7 +36,7 @@ from spikefuse.scan.execution import (
     Wanted,
     execution_of,
 )
-from spikefuse.scan.program import kind_of, prepare, program
+from spikefuse.scan.program import kind_of, prepare, program, sizes_of
 from spikefuse.scan.state_passing import StatePassing
 
 #: Kernels are compiled in this process, and an exported program would not find them in another.
@@ -126,13 +126,18 @@ def run(
 
 def _run_op(name: str, arguments: Arguments, wanted: Wanted) -> Results:
     inputs, states, params, scalars = arguments
-    counts, step = [len(inputs), len(states)], program(name).step
+    counts = [len(inputs), len(states)]
     tensors = [*inputs, *states, *params]
     found = torch.ops.spikefuse.scan(
         name, tensors, counts, list(scalars), wanted.save, wanted.final
     )
-    end = step.num_outputs + (len(step.states) if wanted.final else 0)
-    return Results(found[: step.num_outputs], found[step.num_outputs : end], None, [])
+    return split_results(name, found, wanted.final)
+
+
+def split_results(name: str, found: list[Tensor], final: bool) -> Results:
+    num_outputs, num_states = sizes_of(name)
+    end = num_outputs + (num_states if final else 0)
+    return Results(found[:num_outputs], found[num_outputs:end], None, [])
 
 
 def _run_eager(
@@ -403,7 +408,7 @@ def _scan_fake(
     save: bool,
     final: bool,
 ) -> list[Tensor]:
-    results = _fake_execution(name, tensors[: counts[0]]).new_results(Wanted(save, final))
+    results = fake_execution(name, tensors[: counts[0]]).new_results(Wanted(save, final))
     return [*results.outputs, *results.finals, *(results.saved or ())]
 
 
@@ -433,22 +438,21 @@ def _scan_backward_fake(
 ) -> list[Tensor]:
     call = ScanCall(name, scalars, counts[0], counts[1])
     arguments, needs = call.arguments(tensors[: len(needed)]), call.needs(needed)
-    found = _fake_execution(name, arguments.inputs).new_gradients(needs._replace(params=()))
+    found = fake_execution(name, arguments.inputs).new_gradients(needs._replace(params=()))
     params = compress(arguments.params, needs.params)
     return [*found.inputs, *found.states, *map(torch.empty_like, params)]
 
 
-def _fake_execution(name: str, inputs: Sequence[Tensor]) -> Execution:
+def fake_execution(name: str, inputs: Sequence[Tensor]) -> Execution:
     # Not cached: sizes may be symbols.
     return Execution(name, [(x.shape, x.stride(), x.dtype, x.device) for x in inputs])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     name, tensors, counts, scalars, _, final = inputs
-    step = program(name).step
-    ctx.call = ScanCall(name, scalars, counts[0], counts[1], num_outputs=step.num_outputs)
-    ctx.num_tensors = len(tensors)
-    ctx.end = step.num_outputs + (len(step.states) if final else 0)
+    num_outputs, num_states = sizes_of(name)
+    ctx.call = ScanCall(name, scalars, counts[0], counts[1], num_outputs=num_outputs)
+    ctx.num_tensors, ctx.end = len(tensors), num_outputs + (num_states if final else 0)
     ctx.save_for_backward(*tensors, *output[ctx.end :])
     ctx.set_materialize_grads(False)
 
@@ -461,11 +465,11 @@ def _op_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     return None, found, None, None if ctx.call.scalars else [], None, None
 
 
-def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     pass
 
 
-def _no_double_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+def no_double_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     raise RuntimeError(
         "double backward through a spikefuse neuron is not supported: the surrogate's derivative "
         'has no derivative of its own; impl="reference" differentiates the eager loop twice'
@@ -479,7 +483,7 @@ class NoDoubleBackward(torch.autograd.Function):
     def forward(ctx: Any, grad: Tensor, *tensors: Tensor) -> Tensor:
         return grad.view_as(grad)
 
-    backward = staticmethod(_no_double_backward)
+    backward = staticmethod(no_double_backward)
 
 
 for _key in ("CPU", "CUDA"):
@@ -492,5 +496,5 @@ torch.library.register_autograd(
     "spikefuse::scan", _op_backward, setup_context=_setup_context, lib=library
 )
 torch.library.register_autograd(
-    "spikefuse::scan_backward", _no_double_backward, setup_context=_setup_nothing, lib=library
+    "spikefuse::scan_backward", no_double_backward, setup_context=setup_nothing, lib=library
 )

@@ -140,6 +140,16 @@ def program(name: str) -> Program:
     return _by_name[name]
 
 
+def sizes_of(name: str) -> tuple[int, int]:
+    """The numbers of outputs and states of a program."""
+    step = program(name).step
+    return step.num_outputs, len(step.states)
+
+
+# Constant for torch.compile, which would not see a program that is added while it traces.
+setattr(sizes_of, "_dynamo_marked_constant", True)  # noqa: B010
+
+
 def prepare(
     definition: Definition,
     backend: str,

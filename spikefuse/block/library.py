@@ -1,0 +1,303 @@
+"""Blocks as PyTorch library ops, with their fakes and autograd, for torch.compile.
+
+`spikefuse::norm_statistics` returns the results of `kernels.norm.statistics`, and the unbiased
+variance. `spikefuse::block` runs a block in training on the inputs, the initial states, the weight
+of the norm if it has one, the shift, and the neuron's own tensors; `counts` counts the first three.
+It returns outputs, final states (if asked) and saved states (if asked).
+`spikefuse::block_backward` also takes the saved states, and the gradients of outputs and final
+states. It returns the gradients of the needed inputs, of all initial states, of weight and shift,
+and of the neuron's needed tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from spikefuse.block.batch_norm import momentum_of, running_of, shift_of
+from spikefuse.block.program import BlockProgram, block_program
+from spikefuse.block.training import BlockTensors, TrainingCall
+from spikefuse.kernels.norm import statistics, update_running_stats
+from spikefuse.neurons.definition import Definition
+from spikefuse.scan import op
+from spikefuse.scan.execution import (
+    Arguments,
+    Execution,
+    Incoming,
+    Needs,
+    Results,
+    Wanted,
+    execution_of,
+)
+from spikefuse.scan.op import Request
+from spikefuse.scan.program import kind_of, sizes_of
+
+op.library.define(
+    "norm_statistics(Tensor x, Tensor? weight, float eps, str backend) -> (Tensor, Tensor)"
+)
+op.library.define(
+    "block(str program, Tensor[] tensors, int[] counts, float[] scalars, Tensor statistics, "
+    "bool save, bool saves_states, bool final) -> Tensor[]"
+)
+op.library.define(
+    "block_backward(str program, Tensor[] tensors, int[] counts, float[] scalars, "
+    "Tensor statistics, bool saves_states, Tensor?[] grads, bool[] needed) -> Tensor[]"
+)
+
+_programs: dict[str, BlockProgram] = {}
+
+
+class TracedProgram(NamedTuple):
+    """What a traced graph knows of a `BlockProgram`.
+
+    Attributes:
+        scalars, own: the values of the neuron that the program reads.
+        rebuilds: whether backward can do without saved states.
+        tensors: the names of the program's tensor parameters.
+        own_names: those of `own`.
+    """
+
+    name: str
+    scalars: list[float]
+    own: list[Tensor]
+    rebuilds: bool
+    tensors: tuple[str, ...]
+    own_names: tuple[str, ...]
+
+
+def traced_program(
+    neuron: Definition, has_residual: bool, by_batch: bool, request: Request
+) -> TracedProgram:
+    """`block_program` inside torch.compile."""
+    values: dict[str, Any] = neuron.values()
+    kinds = tuple([(name, kind_of(value)) for name, value in values.items()])
+    name, scalars, own, rebuilds, tensors = neuron.evaluate(
+        _prepare, request.backend, has_residual, by_batch, request.outputs, kinds
+    )
+    read = [values[n] for n in scalars], [values[n] for n in own]
+    return TracedProgram(name, *read, rebuilds, tensors, own)
+
+
+def _prepare(
+    neuron: Definition,
+    backend: str,
+    has_residual: bool,
+    by_batch: bool,
+    outputs: tuple[str, ...],
+    kinds: tuple[tuple[str, str], ...],
+) -> tuple[Any, ...]:
+    program, _ = block_program(neuron, backend, has_residual, by_batch, outputs)
+    _programs[program.name] = program
+    return program.name, program.floats, program.own, program.rebuilds, program.tensors
+
+
+def train(
+    norm: _BatchNorm, program: TracedProgram, saves_states: bool, request: Request
+) -> Results:
+    """A block with the statistics of the batch, in a traced graph."""
+    x, weight, states = request.inputs[0], norm.weight, request.state or ()
+    with torch.no_grad():
+        values, unbiased = torch.ops.spikefuse.norm_statistics(
+            x.detach(), None if weight is None else weight.detach(), norm.eps, request.backend
+        )
+        update_running_stats(running_of(norm), values[0], unbiased, momentum_of(norm))
+    weights = [] if weight is None else [weight]
+    tensors = [*request.inputs, *states, *weights, shift_of(norm, x), *program.own]
+    counts = [len(request.inputs), len(states), len(weights)]
+    results = torch.ops.spikefuse.block(
+        program.name, tensors, counts, program.scalars, values, _need_gradients(tensors),
+        saves_states or not program.rebuilds, request.final,
+    )  # fmt: skip
+    return op.split_results(program.name, results, request.final)
+
+
+def evaluate(norm: _BatchNorm, program: TracedProgram, scale: Tensor, request: Request) -> Results:
+    """A block with running statistics, in a traced graph."""
+    values: dict[str, Any] = dict(
+        zip([f"neuron.{name}" for name in program.own_names], program.own, strict=True)
+    )
+    values["mean"], values["scale"] = norm.running_mean, scale
+    values["shift"] = shift_of(norm, request.inputs[0])
+    params = [values[name] for name in program.tensors]
+    arguments = Arguments(request.inputs, request.state or (), params, program.scalars)
+    return op.run(program.name, arguments, Wanted(False, request.final))
+
+
+def _need_gradients(tensors: list[Tensor]) -> bool:
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t.requires_grad:
+                return True
+    return False
+
+
+def _statistics(
+    x: Tensor, weight: Tensor | None, eps: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    values = statistics(x, weight, (None, None, None), 0.0, eps, backend)
+    number = x.numel() / x.shape[2]
+    return values, values[3] * (number / (number - 1))
+
+
+def _statistics_fake(
+    x: Tensor, weight: Tensor | None, eps: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    values = x.new_empty((4, x.shape[2]), dtype=torch.float32)
+    return values, values.new_empty((x.shape[2],))
+
+
+class _Split(NamedTuple):
+    tensors: BlockTensors
+    saved: Sequence[Tensor]
+
+
+def _split(tensors: Sequence[Tensor], counts: Sequence[int], num_own: int) -> _Split:
+    inputs, states, weights = counts
+    begin, shift = inputs + states, inputs + states + weights
+    end = shift + 1 + num_own
+    own = tensors[shift + 1 : end]
+    block = BlockTensors(tensors[:inputs], tensors[inputs:begin], tensors[shift], own)
+    return _Split(block, tensors[end:])
+
+
+def _call(
+    name: str,
+    execution: Execution,
+    inputs: Sequence[Tensor],
+    scalars: Sequence[float],
+    statistics: Tensor,
+    saves_states: bool,
+    final: bool,
+) -> TrainingCall:
+    program, number = _programs[name], inputs[0].numel() / inputs[0].shape[2]
+    return TrainingCall(
+        program, execution, statistics, number, None, saves_states, final, scalars=scalars
+    )
+
+
+def _block(
+    name: str,
+    tensors: list[Tensor],
+    counts: list[int],
+    scalars: list[float],
+    statistics: Tensor,
+    save: bool,
+    saves_states: bool,
+    final: bool,
+) -> list[Tensor]:
+    block, _ = _split(tensors, counts, len(_programs[name].own))
+    execution = execution_of(name, block.inputs)
+    call = _call(name, execution, block.inputs, scalars, statistics, saves_states, final)
+    results, _ = call.forward(block, save, False)
+    return [*results.outputs, *results.finals, *(results.saved or ())]
+
+
+def _block_fake(
+    name: str,
+    tensors: list[Tensor],
+    counts: list[int],
+    scalars: list[float],
+    statistics: Tensor,
+    save: bool,
+    saves_states: bool,
+    final: bool,
+) -> list[Tensor]:
+    execution = op.fake_execution(name, tensors[: counts[0]])
+    results = execution.new_results(Wanted(save and saves_states, final))
+    return [*results.outputs, *results.finals, *(results.saved or ())]
+
+
+def _block_backward(
+    name: str,
+    tensors: list[Tensor],
+    counts: list[int],
+    scalars: list[float],
+    statistics: Tensor,
+    saves_states: bool,
+    grads: list[Tensor | None],
+    needed: list[bool],
+) -> list[Tensor]:
+    program = _programs[name]
+    block, saved = _split(tensors, counts, len(program.own))
+    execution, outputs = execution_of(name, block.inputs), len(program.binary)
+    call = _call(name, execution, block.inputs, scalars, statistics, saves_states, False)
+    needs = Needs(tuple(needed[: counts[0]]), False, tuple(needed[len(needed) - len(block.own) :]))
+    found = call.backward(block, saved, Incoming(grads[:outputs], grads[outputs:]), needs)
+    dtype = block.shift.dtype
+    states = [g.to(s.dtype) for g, s in zip(found.states, block.states, strict=True)]
+    own = [g for g in found.own if g is not None]
+    # The rows of one tensor, which an op must not return as they are.
+    return [*found.inputs, *states, found.weight.to(dtype, copy=True),
+            found.shift.to(dtype, copy=True), *own]  # fmt: skip
+
+
+def _block_backward_fake(
+    name: str,
+    tensors: list[Tensor],
+    counts: list[int],
+    scalars: list[float],
+    statistics: Tensor,
+    saves_states: bool,
+    grads: list[Tensor | None],
+    needed: list[bool],
+) -> list[Tensor]:
+    num_own = len(_programs[name].own)
+    block, _ = _split(tensors, counts, num_own)
+    needs = Needs(tuple(needed[: counts[0]]), False, ())
+    inputs = op.fake_execution(name, block.inputs).new_gradients(needs).inputs
+    own = compress(block.own, needed[len(needed) - num_own :])
+    return [*inputs, *map(torch.empty_like, (*block.states, block.shift, block.shift, *own))]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    name, tensors, counts, scalars, statistics, _, saves_states, final = inputs
+    num_outputs, num_states = sizes_of(name)
+    ctx.settings = name, counts, scalars, saves_states
+    ctx.num_tensors = len(tensors)
+    ctx.end = num_outputs + (num_states if final else 0)
+    ctx.save_for_backward(*tensors, *output[ctx.end :], statistics)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    name, counts, scalars, saves_states = ctx.settings
+    *tensors, statistics = ctx.saved_tensors
+    needed = [t.requires_grad for t in tensors[: ctx.num_tensors]]
+    found = iter(
+        torch.ops.spikefuse.block_backward(
+            name, tensors, counts, scalars, statistics, saves_states, list(grads[: ctx.end]), needed
+        )
+    )
+    begin, weights = counts[0] + counts[1], counts[2]
+    gradients = [next(found) if need else None for need in needed[: counts[0]]]
+    gradients += [next(found) for _ in range(counts[1])]
+    weight, shift = next(found), next(found)
+    gradients += [weight] * weights + [shift]
+    gradients += [next(found) if need else None for need in needed[begin + weights + 1 :]]
+    return None, gradients, None, None if scalars else [], None, None, None, None
+
+
+for _key in ("CPU", "CUDA"):
+    # torch.compile must call these, not trace them.
+    for _name, _function in (
+        ("norm_statistics", _statistics), ("block", _block), ("block_backward", _block_backward)
+    ):  # fmt: skip
+        op.library.impl(_name, _disable_dynamo(_function), _key)
+for _name, _fake in (
+    ("norm_statistics", _statistics_fake), ("block", _block_fake),
+    ("block_backward", _block_backward_fake),
+):  # fmt: skip
+    torch.library.register_fake(f"spikefuse::{_name}", _fake, lib=op.library)
+torch.library.register_autograd(
+    "spikefuse::block", _backward, setup_context=_setup_context, lib=op.library
+)
+torch.library.register_autograd(
+    "spikefuse::block_backward", op.no_double_backward, setup_context=op.setup_nothing,
+    lib=op.library,
+)  # fmt: skip

@@ -1,0 +1,127 @@
+"""Batch norms inside torch.compile, which become blocks with the neurons that read them.
+
+While a network is traced, a fused norm returns the plain normalized tensor and notes what it was
+computed from. If a neuron reads that tensor, or its sum with a residual, a block takes the place of
+both in the graph, and the compiler removes the plain norm, which nothing reads any more.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from spikefuse.block.batch_norm import momentum_of, running_of
+from spikefuse.block.block import scan
+from spikefuse.kernels.norm import by_batch, update_running_stats
+from spikefuse.nn.call import Scan, active
+from spikefuse.nn.neuron import DTYPES, Neuron
+
+
+class TracedNorm:
+    """The call of a norm in a traced graph, perhaps with a residual.
+
+    Attributes:
+        x: what the norm reads, `[T*B, C, ...]`.
+        statistics: mean and inverse deviation of the batch; None with running statistics.
+        pending: the calls that no neuron has read yet.
+    """
+
+    def __init__(
+        self,
+        norm: _BatchNorm,
+        x: Tensor,
+        statistics: tuple[Tensor, Tensor] | None,
+        pending: list[TracedNorm],
+    ) -> None:
+        self.norm, self.x, self.statistics, self.pending = norm, x, statistics, pending
+        self.residual: Tensor | None = None
+        self.origin = self
+
+    def block(self, neuron: Neuron) -> tuple[Scan, tuple[Tensor, ...]]:
+        self.pending[:] = [call for call in self.pending if call is not self.origin]
+        inputs = (self.x,) if self.residual is None else (self.x, self.residual)
+        return partial(scan, self.norm, neuron, None), inputs
+
+    def can_fuse(self, neuron: Neuron) -> bool:
+        is_single = len(type(neuron).input_names) == 1
+        return is_single and any(call is self.origin for call in self.pending)
+
+    def extended(self, other: Any) -> TracedNorm | None:
+        x = self.x
+        if (
+            self.residual is not None
+            or not isinstance(other, Tensor)
+            or (other.shape, other.dtype, other.device) != (x.shape, x.dtype, x.device)
+        ):
+            return None
+        call = TracedNorm(self.norm, x, self.statistics, self.pending)
+        call.residual, call.origin = other, self.origin
+        return call
+
+
+class TracedNorms:
+    """The norms of one call of `Temporal`, in the place of `deferred.Deferrals`."""
+
+    def __init__(self) -> None:
+        self.pending: list[TracedNorm] = []
+
+    def finish(self, norm: _BatchNorm | None = None) -> None:
+        """Update the running statistics of calls that no block has read, of `norm` or of all."""
+        left = []
+        for call in self.pending:
+            if norm is not None and call.norm is not norm:
+                left.append(call)
+            elif call.statistics is not None:
+                mean, inverse = call.statistics
+                number = call.x.numel() / call.x.shape[1]
+                variance = (1 / inverse.square() - call.norm.eps) * (number / (number - 1))
+                running, momentum = running_of(call.norm), momentum_of(call.norm)
+                with torch.no_grad():
+                    update_running_stats(running, mean, variance, momentum)
+        self.pending[:] = left
+
+    def close(self) -> None:
+        self.pending.clear()
+
+
+def normalize(norm: Any, x: Tensor) -> Tensor:
+    """The result of a `FusedNorm` in a traced graph."""
+    call = active.call
+    if call is None or not call.names or not _can_trace(norm, x):
+        return norm.plain(x)
+    if call.deferred is None:
+        call.deferred = TracedNorms()
+    assert isinstance(call.deferred, TracedNorms)
+    call.deferred.finish(norm)  # an earlier call of it
+    pending, statistics = call.deferred.pending, None
+    if by_batch(norm):
+        # Without running statistics: these are updated by a block, or at the end.
+        y, mean, inverse = torch.native_batch_norm(
+            x, norm.weight, norm.bias, None, None, True, 0.0, norm.eps
+        )
+        statistics = mean.detach(), inverse.detach()
+    else:
+        y = norm.plain(x)
+    traced = TracedNorm(norm, x, statistics, pending)
+    pending.append(traced)
+    call.sums.append((y, traced))
+    return y
+
+
+def _can_trace(norm: Any, x: Tensor) -> bool:
+    return not (
+        norm._forward_hooks
+        or norm._backward_hooks
+        or norm._backward_pre_hooks
+        or x.dtype not in DTYPES
+        or x.ndim < 2
+        or "weight" not in norm._parameters
+        or (norm.weight is not None and norm.weight.dtype != torch.float32)
+        or not isinstance(norm.momentum, float)
+        or (isinstance(norm, nn.SyncBatchNorm) and dist.is_initialized())
+    )

@@ -1,0 +1,231 @@
+"""Fused networks inside torch.compile: blocks in the graph, and results of the eager network."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
+
+import spikefuse as sf
+from spikefuse.models import MODELS
+
+
+@pytest.fixture(autouse=True)
+def reset():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Residual(nn.Module):
+    """Norms before a neuron, in an addition with another norm, and before a ReLU."""
+
+    def __init__(self):
+        super().__init__()
+        self.c1, self.c2 = (nn.Conv2d(c, 4, 3, padding=1, bias=False) for c in (3, 4))
+        self.down = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4))
+        self.n1, self.n2, self.n3 = (nn.BatchNorm2d(4, affine=i != 0) for i in range(3))
+        self.l1, self.l2 = sf.LIF(0.5, 0.5), sf.PLIF(0.5, threshold=0.5)
+
+    def forward(self, x):
+        y = self.l1(self.n1(self.c1(x)))
+        y = self.l2(self.down(x) + self.n2(self.c2(y)))
+        return y + torch.relu(self.n3(y))
+
+
+class Wrapped(nn.Module):
+    """A network of one norm and one neuron, with a function between them."""
+
+    def __init__(self, function, norm=None):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6) if norm is None else norm
+        self.neuron, self.other, self.function = sf.LIF(0.5, 0.5), sf.ALIF(), function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+class Graphs:
+    """A backend that keeps what AOTAutograd makes of the graphs."""
+
+    def __init__(self):
+        self.forward, self.backward = [], []
+
+    def __call__(self, graph, inputs):
+        compilers = (self._keeping(graphs) for graphs in (self.forward, self.backward))
+        forward, backward = compilers
+        compiled = aot_autograd(fw_compiler=forward, bw_compiler=backward)
+        return compiled(graph, inputs)
+
+    def _keeping(self, graphs):
+        def compiler(graph, inputs):
+            graphs.append([str(node.target) for node in graph.graph.nodes])
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+
+def check(net, inputs, graphs=None, tolerance=None, **options):
+    """Compare training steps, running statistics and evaluation with those of the eager network."""
+    close = functools.partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
+    torch.manual_seed(0)
+    eager = sf.fuse(sf.Temporal(net))
+    compiled_net = sf.fuse(sf.Temporal(copy.deepcopy(net)))
+    compiled = torch.compile(compiled_net, fullgraph=True, backend=graphs or "aot_eager", **options)
+    for x in inputs:
+        expected, actual = eager(x), compiled(x)
+        close(actual, expected)
+        grad = torch.randn_like(expected)
+        for network, y in ((eager, expected), (compiled_net, actual)):
+            network.zero_grad()
+            y.backward(grad)
+        for p, q in zip(eager.parameters(), compiled_net.parameters(), strict=True):
+            close(q.grad, p.grad)
+        for (name, p), q in zip(eager.named_buffers(), compiled_net.buffers(), strict=True):
+            close(q, p, msg=name)
+    eager.eval()
+    compiled_net.eval()
+    with torch.no_grad():
+        close(compiled(inputs[-1]), eager(inputs[-1]))
+    return eager
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_residual_network(layout):
+    graphs = Graphs()
+    inputs = [
+        torch.randn(4 * b, 3, 6, 6).to(memory_format=layout).unflatten(0, (4, b)) for b in (2, 3, 5)
+    ]
+    eager = check(Residual(), inputs, graphs)
+    assert len(eager.fusion.fused) == 2
+    *steps, evaluation = graphs.forward
+    assert len(steps) <= 3  # of three batch sizes
+    for training in steps:
+        assert training.count("spikefuse.block.default") == 2
+        # The others have no readers: one is a residual, one is read by a ReLU.
+        assert sum("native_batch_norm" in target for target in training) == 2
+    assert evaluation.count("spikefuse.scan.default") == 2
+    assert graphs.backward[0].count("spikefuse.block_backward.default") == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "blocks"),
+    [
+        (lambda net, x: net.neuron(net.norm(x)), 1),
+        (lambda net, x: net.neuron(net.norm(x) + x), 1),
+        (lambda net, x: net.neuron(x + net.norm(x)), 1),
+        (lambda net, x: net.neuron(torch.add(net.norm(x), x, alpha=2.0)), 0),
+        (lambda net, x: net.neuron(net.norm(x) + 1.0), 0),
+        (lambda net, x: net.neuron(net.norm(x) + x.mean(0, keepdim=True)), 0),
+        (lambda net, x: net.neuron(net.norm(x) + x + x), 0),
+        (lambda net, x: net.neuron(net.norm(x).relu_()), 0),
+        (lambda net, x: net.neuron(net.norm(x).add_(x)), 0),
+        (lambda net, x: net.neuron(torch.nn.functional.relu(net.norm(x), inplace=True)), 0),
+        (lambda net, x: net.neuron(net.norm(x).unflatten(1, (2, 3)).flatten(1)), 0),
+        (lambda net, x: (lambda y: net.neuron(y) + y)(net.norm(x)), 1),
+        (lambda net, x: (lambda y: net.neuron(y) + net.other(y))(net.norm(x)), 1),
+        (lambda net, x: (lambda y: y.relu_() + net.neuron(y))(net.norm(x)), 0),
+        (lambda net, x: net.norm(x).sum(-1, keepdim=True) + net.neuron(x), 0),
+        (lambda net, x: net.neuron(net.norm(net.norm(x))), 1),
+    ],
+)
+def test_what_becomes_a_block(function, blocks):
+    graphs = Graphs()
+    check(Wrapped(function), [torch.randn(5, 4, 6)] * 2, graphs)
+    assert graphs.forward[0].count("spikefuse.block.default") == blocks
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm1d(6, momentum=0.3, eps=0.1),
+        nn.BatchNorm1d(6, track_running_stats=False),
+        nn.SyncBatchNorm(6),
+    ],
+)
+def test_settings_of_norms(norm):
+    if isinstance(norm, nn.SyncBatchNorm):  # refuses CPU tensors, alone
+        norm.eval()
+        net = sf.fuse(sf.Temporal(Wrapped(lambda net, x: net.neuron(net.norm(x)), norm)))
+        net.eval()
+        compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+        x = torch.randn(5, 4, 6)
+        torch.testing.assert_close(compiled(x), net(x))
+        return
+    check(Wrapped(lambda net, x: net.neuron(net.norm(x)), norm), [torch.randn(5, 4, 6)] * 2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of modules that Inductor imports
+def test_inductor():
+    check(Residual(), [torch.randn(4, 2, 3, 6, 6)], "inductor", 1e-3, dynamic=False)
+
+
+@pytest.mark.parametrize("model", ["resnet18", "sew_resnet18", "cifar_small", "spikformer"])
+def test_models(model):
+    torch.manual_seed(0)
+    net = MODELS[model](lambda: sf.LIF(0.5, 0.5), 3, 10, (32, 32))
+    graphs = Graphs()
+    eager = check(net, [torch.rand(2, 2, 3, 32, 32)], graphs)
+    assert graphs.forward[0].count("spikefuse.block.default") == len(eager.fusion.fused)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_explicit_blocks(residual):
+    block = sf.nn.Block(nn.BatchNorm1d(6), sf.PLIF(0.5, channels=6, threshold=0.5))
+    other = copy.deepcopy(block)
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    x, state = torch.randn(5, 4, 6), (torch.randn(4, 6),)
+    results = []
+    for run in (block, compiled):
+        leaves = [t.clone().requires_grad_() for t in (x, x + 1, *state)]
+        args = leaves[:2] if residual else leaves[:1]
+        y, (v,) = run(*args, state=(leaves[2],), return_state=True)
+        (y.sum() + (v * v).sum()).backward()
+        results.append([y, v, leaves[0].grad, leaves[2].grad, *(p.grad for p in leaves[1:2])])
+    for p, q in zip(block.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad)
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_assigned_settings_and_hooks():
+    net = sf.fuse(sf.Temporal(nn.Sequential(nn.BatchNorm1d(6), sf.LIF(0.5, 0.5))))
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    x, seen = torch.randn(5, 4, 6), []
+    for change in (
+        lambda: None,
+        lambda: setattr(net.net[1], "decay", 0.25),
+        lambda: setattr(net.net[0], "eps", 0.5),
+        lambda: setattr(net.net[1], "reset", "soft"),
+    ):
+        change()
+        torch.testing.assert_close(compiled(x), net(x))
+    net.net[0].register_forward_hook(lambda module, args, y: seen.append(y.shape))
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(net, backend="aot_eager")(x), net(x))
+    assert seen == [(20, 6)] * 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo reads
+def test_recomputed_functions():
+    """A block inside torch.utils.checkpoint inside a compiled network."""
+    layers = nn.Sequential(nn.BatchNorm1d(6), sf.LIF(0.5, 0.5))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x):
+            return checkpoint(self.layers, x, use_reentrant=False)
+
+    net = sf.fuse(sf.Temporal(Net()))
+    x = torch.randn(5, 4, 6, requires_grad=True)
+    expected = torch.autograd.grad(net(x).sum(), x)[0]
+    other = sf.fuse(sf.Temporal(Net()))
+    y = torch.compile(other, backend="aot_eager")(x)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected)
