@@ -34,6 +34,11 @@ MIN_TASK = 1 << 14
 LINE = 16
 
 
+def share_of(count: int, unit: int, work: int) -> int:
+    """Return the number of items in each range of `shared`; the last range may be shorter."""
+    return -(-count // (threads_for(work) * unit)) * unit
+
+
 def shared(function: Callable[..., None], count: int, unit: int, work: int, *args: Any) -> None:
     """Run `function(first, last, *args)` over `count` items on PyTorch's number of threads.
 
@@ -45,7 +50,7 @@ def shared(function: Callable[..., None], count: int, unit: int, work: int, *arg
     Raises:
         MemoryError: a kernel failed. On Python threads, the kernel's own exception.
     """
-    share = -(-count // (threads_for(work) * unit)) * unit
+    share = share_of(count, unit, work)
     if share >= count:
         function(0, count, *args)
     elif not _has_openmp:

@@ -107,7 +107,7 @@ class RecomputedBlock:
         Args:
             grad: gradient of the output, folded.
             grad_finals: gradients of the final states.
-            sums: by name, one value per neuron of the whole batch.
+            sums: by name, one value per neuron of the whole batch, or per channel.
         """
         call = self.call
         incoming = Incoming([_unfolded(grad, self.values.microbatch)], grad_finals)
@@ -119,6 +119,9 @@ class RecomputedBlock:
             sums |= named
             return found.states
         for name, total in named.items():
+            if self.scan.execution.program.sums_channels:
+                sums[name] = sums[name] + total if name in sums else total
+                continue
             if name not in sums:
                 sums[name] = total.new_empty(whole_layout.num_neurons)
             whole, piece = (

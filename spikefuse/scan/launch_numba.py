@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spikefuse.kernels.numba_host import LINE, arrays, shared
+from spikefuse.kernels.numba_host import LINE, arrays, share_of, shared
 from spikefuse.scan.layout import Layout
 from spikefuse.scan.program import Variant
 
@@ -42,14 +42,20 @@ class _Launch:
         params: Sequence[float | Tensor],
     ) -> None:
         layout = self.layout
+        work = layout.num_neurons * layout.num_steps
+        share = share_of(layout.num_neurons, LINE, work)
+        # Sums of each range of neurons.
+        shape = -(-layout.num_neurons // share), layout.channels
+        partial = [torch.zeros(shape, dtype=torch.float64) for _ in sums]
         tensors = filter(torch.is_tensor, params)
-        values = arrays((*sequences, *states, *sums, *tensors), are_large=True)
-        arguments: list[Any] = [layout.num_steps, layout.num_neurons, layout.inner, self.streamed]
+        values = arrays((*sequences, *states, *partial, *tensors), are_large=True)
+        arguments: list[Any] = [share, layout.num_steps, layout.num_neurons, layout.inner]
+        arguments += (layout.channels, layout.channel_inner, self.streamed)
         for memory, strides in zip(values, self.strides, strict=False):
             arguments += (memory, *strides)
         first, split = len(sequences), len(sequences) + len(states) + len(sums)
         arguments += values[first:split]
-        tensor_values, has_channels = iter(values[split:]), False
+        tensor_values = iter(values[split:])
         for p in params:
             if not isinstance(p, Tensor):
                 arguments.append(np.float32(p))
@@ -57,8 +63,6 @@ class _Launch:
                 arguments.append(next(tensor_values)[0])
             else:
                 arguments.append(next(tensor_values))
-                if not has_channels:
-                    arguments.append(layout.channel_inner)
-                has_channels = True
-        work = layout.num_neurons * layout.num_steps
         shared(self.kernel, layout.num_neurons, LINE, work, *arguments)
+        for total, ranges in zip(sums, partial, strict=True):
+            torch.sum(ranges, 0, out=total)

@@ -52,7 +52,8 @@ class Launch(Protocol):
         Args:
             sequences: inputs, then what is written; all fit the layout.
             states: one step each, or None where the kernel may do without.
-            sums: backward: gradients of parameters per neuron; forward: outputs as bits.
+            sums: backward: gradients of parameters per neuron or channel; forward: outputs as
+                bits.
             params: floats, and contiguous float32 tensors.
         """
         ...
@@ -89,6 +90,12 @@ class Program:
     def rebuilds(self) -> bool:
         """Whether backward can do without saved states. Numba's kernels save few."""
         return self.backend == "triton" and bool(self.step.states)
+
+    @property
+    def sums_channels(self) -> bool:
+        """Whether backward sums the gradients of parameters over each channel; otherwise over time
+        only."""
+        return self.backend == "numba"
 
     @property
     def repairs(self) -> bool:
