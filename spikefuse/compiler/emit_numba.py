@@ -9,8 +9,10 @@ from spikefuse.compiler.ops import UnsupportedOperation
 from spikefuse.compiler.trace import Step
 from spikefuse.compiler.variables import Variables, indent
 
-# Neurons that a thread processes at a time: their states and CHUNK past steps stay in its cache.
+# Neurons that a thread processes at a time: their states and CHUNK past steps stay in its second
+# cache. Over few steps, SHORT_BLOCK neurons stay in its first, which is faster up to SHORT steps.
 BLOCK = 4096
+SHORT_BLOCK, SHORT = 512, 8
 # Steps between stored states.
 CHUNK = 16
 # Neurons whose results are streamed to memory at a time, while those of the next are computed.
@@ -24,7 +26,8 @@ import numpy as np
 
 from spikefuse.kernels.numba_runtime import *
 
-BLOCK = 4096
+BLOCK = {BLOCK}
+SHORT_BLOCK, SHORT = {SHORT_BLOCK}, {SHORT}
 CHUNK = {CHUNK}
 PIECE = {PIECE}
 '''
@@ -104,7 +107,8 @@ class _Emitter(Variables):
         lines = [
             *indent(_rows(self.rows), 1),
             "    period, phase = channels * channel_inner, -1",
-            "    block = BLOCK - BLOCK % period if period <= BLOCK else BLOCK",
+            "    block = SHORT_BLOCK if T <= SHORT else BLOCK",
+            "    block -= block % period if period <= block else 0",
             "    base = first",
             "    while base < last:",
             "        group, place = base // inner, base % inner",
