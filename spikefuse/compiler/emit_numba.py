@@ -36,8 +36,8 @@ PIECE = {PIECE}
 def source(step: Step, reverse: Reverse, channel_params: Sequence[str]) -> str:
     """Return a module with kernels `forward` and `backward`.
 
-    Each range of `share` neurons adds its gradients of parameters to sums of its own, one per
-    channel.
+    Backward adds gradients of parameters to sums per channel. A range of neurons has sums of its
+    own: there are `rows` of them, of which it takes the one at its first neuron's share.
 
     Args:
         channel_params: parameters with one value per channel; the others are scalars.
@@ -90,7 +90,7 @@ class _Emitter(Variables):
         graph = self.step.graph if name == "forward" else self.reverse
         used = graph.used() | self.advance.used()
         self.rows = [p for p in self.channel if p in used]
-        names = ["first", "last", "share", "T", "N", "inner", "channels", "channel_inner"]
+        names = ["first", "last", "rows", "T", "N", "inner", "channels", "channel_inner"]
         names.append("streamed")
         for s in sequences:
             names += [f"{s}_data", f"{s}_time", f"{s}_outer"]
@@ -181,8 +181,10 @@ class _Emitter(Variables):
         for v, g in zip(self.vs, self.gvs, strict=True):
             lines += indent(_store_optional(f"{v}_gstart", f"{g}_row"), 2)
         for g in self.grads:
-            row = f"{g}_row, m, {g}_data, first // share * channels, base, channels, channel_inner"
-            lines.append(f"        add_by_channel({row})")
+            into = f"{g}_data, first * rows // N * channels"
+            lines.append(
+                f"        add_by_channel({g}_row, m, {into}, base, channels, channel_inner)"
+            )
         return [*lines, "        base += m", "    if streamed: fence()"]
 
     def recompute(self) -> list[str]:

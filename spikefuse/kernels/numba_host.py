@@ -34,11 +34,6 @@ MIN_TASK = 1 << 14
 LINE = 16
 
 
-def share_of(count: int, unit: int, work: int) -> int:
-    """Return the number of items in each range of `shared`; the last range may be shorter."""
-    return -(-count // (threads_for(work) * unit)) * unit
-
-
 def shared(function: Callable[..., None], count: int, unit: int, work: int, *args: Any) -> None:
     """Run `function(first, last, *args)` over `count` items on PyTorch's number of threads.
 
@@ -50,7 +45,7 @@ def shared(function: Callable[..., None], count: int, unit: int, work: int, *arg
     Raises:
         MemoryError: a kernel failed. On Python threads, the kernel's own exception.
     """
-    share = share_of(count, unit, work)
+    share = -(-count // (threads_for(work) * unit)) * unit
     if share >= count:
         function(0, count, *args)
     elif not _has_openmp:
@@ -221,7 +216,8 @@ def arrays(tensors: Iterable[torch.Tensor | None], are_large: bool = False) -> l
             continue
         if are_large and x.nbytes >= _LARGE:
             advise_huge_pages(x)
-        x = x.detach()
+        if x.requires_grad:
+            x = x.detach()
         if not x.is_contiguous():
             span = 1
             for size, stride in zip(x.shape, x.stride(), strict=True):

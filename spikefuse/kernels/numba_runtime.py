@@ -68,6 +68,7 @@ MAX_SLOTS = 128
 # Kernels call intrinsics without the typing context, which type checkers do not understand.
 _intrinsic: Any = intrinsic
 _inline = numba.njit(inline="always", error_model="numpy")
+_reassociated: Any = partial(numba.njit, error_model="numpy", fastmath={"reassoc"})
 
 
 def _annotate(builder: Any, instruction: Any, slot: int) -> None:
@@ -243,7 +244,7 @@ def add_by_channel(row, count, sums, start, first, channels, inner):
         at = end
 
 
-@partial(numba.njit, error_model="numpy", fastmath={"reassoc"})
+@_reassociated
 def _total(values, first, end):
     """Sum values[first:end] in double precision, in the order that vectorises best."""
     total = 0.0

@@ -132,15 +132,15 @@ class RecomputedBlock:
         return found.states
 
     def write(
-        self, grad: Tensor | None, grad_finals: Sequence[Tensor], correction: Sequence[Tensor]
+        self, grad: Tensor | None, grad_finals: Sequence[Tensor], correction: tuple[Tensor, Tensor]
     ) -> Gradients:
         """Run the second pass: return gradients of the inputs, None where not needed."""
         needs = [x.requires_grad for x in self.inputs]
         if not any(needs):
             return [None for _ in needs]
         incoming = Incoming([_unfolded(grad, self.values.microbatch)], grad_finals)
-        scan = self.scan._replace(arguments=self.call.arguments(self.tensors, correction))
-        written = iter(self.call.write(scan, incoming, needs, rebuild=self.rebuild))
+        values = self.tensors, correction
+        written = iter(self.call.write(self.scan, incoming, needs, values, rebuild=self.rebuild))
         return [next(written) if needed else None for needed in needs]
 
 

@@ -207,11 +207,12 @@ class Execution:
             inputs = self._new_sequences(compress(self.dtypes, needs.inputs))
         starts = self.new_steps() if needs.states else []
         params: list[Tensor] = []
-        if self.program.sums_channels:
-            shape, dtype = self.layout.channels, torch.float64
-            params = [torch.empty(shape, dtype=dtype) for need in needs.params if need]
-        elif True in needs.params:
-            params = self._new_rows(sum(needs.params))
+        if True in needs.params:
+            num = sum(needs.params)
+            if self.program.sums_channels:
+                params = [*torch.empty((num, self.layout.channels), dtype=torch.float64)]
+            else:
+                params = self._new_rows(num)
         return ScanGradients(needs, inputs, starts, params)
 
     def new_steps(self) -> list[Tensor]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spikefuse.kernels.numba_host import LINE, arrays, share_of, shared
+from spikefuse.kernels.numba_host import LINE, arrays, shared
 from spikefuse.scan.layout import Layout
 from spikefuse.scan.program import Variant
 
@@ -32,7 +33,11 @@ class _Launch:
         self.kernel, self.layout = kernel, layout
         self.strides = [layout.strides(x) for x in sequences]
         size = layout.num_steps * layout.num_neurons * sequences[-1].itemsize
-        self.streamed = size >= _STREAMED and layout.inner >= _MIN_ROW
+        streamed = size >= _STREAMED and layout.inner >= _MIN_ROW
+        self.sizes = (
+            *(layout.num_steps, layout.num_neurons, layout.inner, layout.channels),
+            *(layout.channel_inner, streamed),
+        )
 
     def __call__(
         self,
@@ -41,28 +46,26 @@ class _Launch:
         sums: Sequence[Tensor | None],
         params: Sequence[float | Tensor],
     ) -> None:
-        layout = self.layout
-        work = layout.num_neurons * layout.num_steps
-        share = share_of(layout.num_neurons, LINE, work)
-        # Sums of each range of neurons.
-        shape = -(-layout.num_neurons // share), layout.channels
-        partial = [torch.zeros(shape, dtype=torch.float64) for _ in sums]
+        num_steps, count, _, channels = self.sizes[:4]
+        partial, rows = None, 1
+        if sums:
+            # Each thread's range of neurons has sums of its own.
+            rows = torch.get_num_threads()
+            partial = torch.zeros((len(sums), rows, channels), dtype=torch.float64)
         tensors = filter(torch.is_tensor, params)
-        values = arrays((*sequences, *states, *partial, *tensors), are_large=True)
-        arguments: list[Any] = [share, layout.num_steps, layout.num_neurons, layout.inner]
-        arguments += (layout.channels, layout.channel_inner, self.streamed)
-        for memory, strides in zip(values, self.strides, strict=False):
-            arguments += (memory, *strides)
-        first, split = len(sequences), len(sequences) + len(states) + len(sums)
-        arguments += values[first:split]
-        tensor_values = iter(values[split:])
+        totals = () if partial is None else partial.unbind(0)
+        values = iter(arrays((*sequences, *states, *totals, *tensors), are_large=True))
+        arguments: list[Any] = [rows, *self.sizes]
+        for strides in self.strides:
+            arguments += (next(values), *strides)
+        arguments += islice(values, len(states) + len(sums))
         for p in params:
             if not isinstance(p, Tensor):
                 arguments.append(np.float32(p))
-            elif p.ndim == 0:
-                arguments.append(next(tensor_values)[0])
             else:
-                arguments.append(next(tensor_values))
-        shared(self.kernel, layout.num_neurons, LINE, work, *arguments)
-        for total, ranges in zip(sums, partial, strict=True):
-            torch.sum(ranges, 0, out=total)
+                arguments.append(next(values) if p.ndim else next(values)[0])
+        shared(self.kernel, count, LINE, count * num_steps, *arguments)
+        if partial is not None:
+            for total, found in zip(sums, partial.sum(1), strict=True):
+                assert total is not None
+                total.copy_(found)
