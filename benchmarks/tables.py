@@ -235,7 +235,7 @@ def cpu(result: Result) -> Parts:
 
 def cpu_steps(result: Result) -> Parts:
     """Yield a table of whole steps: each contender's time, and the first contender's over it."""
-    yield f"{result['machine']['threads']} threads, times in ms."
+    yield f"Number of threads: {result['machine']['threads']}. Times are in ms."
     lines = []
     for row in result["rows"]:
         found = by_name(row)
