@@ -18,7 +18,7 @@ import torch
 from benchmarks import record
 
 ON_GPU = ("neurons steps", "neurons", "block", "networks")
-ANYWHERE = ("events --streaming", "first_call", "neurons cpu", "tables")
+ANYWHERE = ("events --streaming", "first_call", "neurons cpu", "cpu", "tables")
 
 
 def commands(gpus: int) -> list[list[str]]:

@@ -20,7 +20,7 @@ import spikefuse
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SCHEMA = 1
-PACKAGES = ("triton", "numba", "numpy", "spikingjelly")
+PACKAGES = ("triton", "numba", "numpy", "spikingjelly", "snntorch")
 
 
 def document(

@@ -107,8 +107,10 @@ def origin(result: Result) -> str:
     """Return where and when a result was measured, and with which versions."""
     versions = result["versions"]
     names = {"torch": "PyTorch", "triton": "Triton", "numba": "Numba",
-             "spikingjelly": "SpikingJelly"}  # fmt: skip
+             "spikingjelly": "SpikingJelly", "snntorch": "snnTorch"}  # fmt: skip
     shown = ["torch", "triton" if "gpu" in result["machine"] else "numba", "spikingjelly"]
+    if result["benchmark"] == "cpu":
+        shown.append("snntorch")
     if result["benchmark"] == "first_call":
         shown = ["torch", "triton", "numba"]
     listed = ", ".join(f"{names[n]} {versions[n]}" for n in shown if n in versions)
@@ -229,6 +231,20 @@ def cpu(result: Result) -> Parts:
         copied = number(row["copies"][0]["wall_ms"]["median"])
         lines.append([row["memory"], "the copy", copied, "", "100%"])
     yield markdown(["memory", "", "ms", "eager loop / this", "copy / this"], lines)
+
+
+def cpu_steps(result: Result) -> Parts:
+    """Yield a table of whole steps: each contender's time, and the first contender's over it."""
+    yield f"Number of threads: {result['machine']['threads']}. Times are in ms."
+    lines = []
+    for row in result["rows"]:
+        found = by_name(row)
+        first = median(next(iter(found.values())))
+        for name, c in found.items():
+            taken = median(c)
+            ratio = first / taken if first and taken else None
+            lines.append([row["row"], name, number(taken), times(ratio)])
+    yield markdown(["", "", "ms", "first of the row / this"], lines)
 
 
 def neurons(result: Result) -> Parts:
@@ -528,6 +544,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "event-accuracy": ("event_accuracy", each(event_accuracy), SCRIPT.format("event_accuracy")),
     "first-call": ("first_call", each(first_call), BENCH),
     "cpu": ("cpu_neuron", each(cpu), BENCH),
+    "cpu-steps": ("cpu", each(cpu_steps), BENCH),
     "training": ("training_*", training, SCRIPT.format("training digits")),
     "papers": ("reproduce_*", papers, SCRIPT.format("training RECIPE")),
     "convergence": ("convergence", each(converging), SCRIPT.format("training convergence")),

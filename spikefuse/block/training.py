@@ -123,6 +123,8 @@ class TrainingCall:
         self, tensors: BlockTensors, saved: Tensors, incoming: Incoming, needs: Needs
     ) -> BlockGradients:
         """Both passes. `needs.params` are those of the neuron's own tensors."""
+        if self.passing is WHOLE and self._adds_correction(needs.inputs, tensors.inputs[0]):
+            return self._scan_once(tensors, saved, incoming, needs)
         arguments = self.arguments(tensors)
         if self.passing is WHOLE:
             parts = [MicrobatchScan(None, self.execution, arguments, saved)]
@@ -152,17 +154,56 @@ class TrainingCall:
         inputs: list[Tensor] = []
         if True in needs.inputs:
             inputs = self.execution.new_gradients(Needs(needs.inputs, False, ())).inputs
-            params = self.arguments(tensors, correction).params
             for part, ends in zip(parts, buffers, strict=True):
-                part = part._replace(arguments=part.arguments._replace(params=params))
                 into = [slice_of(g, part.rows) for g in inputs]
-                self.write(part, incoming_of(incoming, part.rows, ends), needs.inputs, into)
+                arriving = incoming_of(incoming, part.rows, ends)
+                self.write(part, arriving, needs.inputs, (tensors, correction), into)
         # Gradients of states that arrived from another process have gone back there.
         states: list[Tensor] = []
         if tensors.states:
             states = [r[0] if len(r) == 1 else torch.cat(r) for r in zip(*starts, strict=True)]
         own = [None if g[0] is None else reduce(add, g) for g in zip(*by_own, strict=True)]
         return BlockGradients(inputs, states, weight, shift, own)
+
+    def _scan_once(
+        self, tensors: BlockTensors, saved: Tensors, incoming: Incoming, needs: Needs
+    ) -> BlockGradients:
+        """Backward whose first pass also writes the gradient of the input as if the statistics
+        were constants; the second adds what flows through them."""
+        execution = self.execution
+        arguments = self.arguments(tensors, self._no_correction)
+        needed = self.program.sums(needs.params).needed
+        found = execution.new_gradients(Needs(needs.inputs, bool(arguments.states), needed))
+        execution.backward(arguments, saved, incoming, found)
+        sums = self.named(found, needs.params)
+        correction, weight, shift = self.correct(self.totals(execution, sums))
+        self._add_correction(found.inputs[0], tensors.inputs[0], correction, execution)
+        own = self.own_gradients(execution, sums, tensors.own)
+        return BlockGradients(found.inputs, found.states, weight, shift, own)
+
+    @property
+    def _no_correction(self) -> tuple[Tensor, Tensor]:
+        zero = torch.zeros_like(self.statistics[0])
+        return zero, zero
+
+    def _adds_correction(self, needs_inputs: Sequence[bool], x: Tensor) -> bool:
+        """Whether a scan leaves the correction to `_add_correction`. In half precision, the
+        gradient before it would be rounded."""
+        return self.program.adds_correction and needs_inputs[0] and x.dtype is torch.float32
+
+    def _add_correction(
+        self, grad: Tensor, x: Tensor, correction: Tensors, execution: Execution
+    ) -> None:
+        # Only a process with Numba kernels imports Numba.
+        from spikefuse.kernels.norm_numba import add_correction
+
+        layout, mean = execution.layout, self._mean_and_scale[0]
+        x, written = layout.conform(x), layout.conform(grad)
+        strides = *layout.strides(x), *layout.strides(written)
+        grouping = layout.inner, layout.channel_inner
+        add_correction(x, written, strides, grouping, (mean, correction[0], correction[1]))
+        if written is not grad:
+            grad.copy_(written)
 
     def reduce(
         self, part: MicrobatchScan, incoming: Incoming, needs_own: Sequence[bool], rebuild: bool
@@ -180,16 +221,27 @@ class TrainingCall:
         part: MicrobatchScan,
         incoming: Incoming,
         needs_inputs: Sequence[bool],
+        values: tuple[BlockTensors, tuple[Tensor, Tensor]],
         into: list[Tensor] | None = None,
         rebuild: bool = False,
     ) -> list[Tensor]:
-        """The second pass: gradients of the needed inputs. The arguments contain the correction."""
+        """The second pass: gradients of the needed inputs.
+
+        Args:
+            values: the block's tensors, of which only the parameters are read, and the correction.
+        """
+        (tensors, correction), x = values, part.arguments.inputs[0]
+        adds = self._adds_correction(needs_inputs, x)
+        params = self.arguments(tensors, self._no_correction if adds else correction).params
+        part = part._replace(arguments=part.arguments._replace(params=params))
         none = (False,) * len(self.program.tensors)
         # The gradients of the initial states come again, but nobody reads them.
         needs = Needs(tuple(needs_inputs), bool(part.arguments.states), none)
         gradients = part.execution.new_gradients(needs, into)
         variant = REBUILD if rebuild else PLAIN
         part.execution.backward(part.arguments, part.saved, incoming, gradients, variant)
+        if adds:
+            self._add_correction(gradients.inputs[0], x, correction, part.execution)
         return gradients.inputs
 
     def named(self, gradients: ScanGradients, needs_own: Sequence[bool]) -> dict[str, Tensor]:

@@ -9,8 +9,10 @@ from spikefuse.compiler.ops import UnsupportedOperation
 from spikefuse.compiler.trace import Step
 from spikefuse.compiler.variables import Variables, indent
 
-# Neurons that a thread processes at a time: their states and CHUNK past steps stay in its cache.
+# Neurons that a thread processes at a time: their states and CHUNK past steps stay in its second
+# cache. Over few steps, SHORT_BLOCK neurons stay in its first, which is faster up to SHORT steps.
 BLOCK = 4096
+SHORT_BLOCK, SHORT = 512, 8
 # Steps between stored states.
 CHUNK = 16
 # Neurons whose results are streamed to memory at a time, while those of the next are computed.
@@ -25,6 +27,7 @@ import numpy as np
 from spikefuse.kernels.numba_runtime import *
 
 BLOCK = {BLOCK}
+SHORT_BLOCK, SHORT = {SHORT_BLOCK}, {SHORT}
 CHUNK = {CHUNK}
 PIECE = {PIECE}
 '''
@@ -32,6 +35,9 @@ PIECE = {PIECE}
 
 def source(step: Step, reverse: Reverse, channel_params: Sequence[str]) -> str:
     """Return a module with kernels `forward` and `backward`.
+
+    Backward adds gradients of parameters to sums per channel. A range of neurons has sums of its
+    own: there are `rows` of them, of which it takes the one at its first neuron's share.
 
     Args:
         channel_params: parameters with one value per channel; the others are scalars.
@@ -45,6 +51,8 @@ def source(step: Step, reverse: Reverse, channel_params: Sequence[str]) -> str:
 class _Emitter(Variables):
     #: Numbers of a kernel's arrays.
     slots: dict[str, int]
+    #: Parameters with one value per channel that a kernel reads.
+    rows: list[str]
 
     def slot(self, array: str) -> int:
         """Return the number of an array in the alias metadata."""
@@ -72,34 +80,47 @@ class _Emitter(Variables):
         return [self.store(name + suffix, index.format(name), value) for name, value in pairs]
 
     def load_params(self) -> list[str]:
-        return self.load_all(self.channel, "_row", "i")
+        return self.load_all(self.rows, "_row", "i")
 
     def head(
         self, name: str, sequences: Sequence[str], pointers: Sequence[str], buffers: Sequence[str]
     ) -> list[str]:
         """Emit the signature, and the allocation of a thread's `buffers`."""
         self.slots = {}
-        names = ["first", "last", "T", "N", "inner", "streamed"]
+        graph = self.step.graph if name == "forward" else self.reverse
+        used = graph.used() | self.advance.used()
+        self.rows = [p for p in self.channel if p in used]
+        names = ["first", "last", "rows", "T", "N", "inner", "channels", "channel_inner"]
+        names.append("streamed")
         for s in sequences:
             names += [f"{s}_data", f"{s}_time", f"{s}_outer"]
         names += pointers
-        for p in self.params.values():
-            names += [f"{p}_data", "channel_inner"] if p in self.channel else [p]
-        lines = ["@kernel", f"def {name}({', '.join(dict.fromkeys(names))}):"]
+        names += [f"{p}_data" if p in self.channel else p for p in self.params.values()]
+        lines = ["@kernel", f"def {name}({', '.join(names)}):"]
         return [*lines, *indent(buffers, 1)]
 
     def block(self, sequences: Sequence[str]) -> list[str]:
-        """Emit the head of the loop over blocks of neurons that are adjacent in all sequences."""
-        lines = [f"    {p}_row = np.empty(BLOCK, np.float32)" for p in self.channel]
-        lines += [
+        """Emit the head of the loop over blocks of neurons that are adjacent in all sequences.
+
+        Blocks of whole samples have the same rows of channel values, which are filled once.
+        """
+        lines = [
+            *indent(_rows(self.rows), 1),
+            "    period, phase = channels * channel_inner, -1",
+            "    block = SHORT_BLOCK if T <= SHORT else BLOCK",
+            "    block -= block % period if period <= block else 0",
             "    base = first",
             "    while base < last:",
             "        group, place = base // inner, base % inner",
-            "        m = min(BLOCK, last - base, inner - place)",
+            "        m = min(block, last - base, inner - place)",
         ]
         lines += [f"        {x}_base = group * {x}_outer + place" for x in sequences]
-        for p in self.channel:
-            lines.append(f"        channel_rows({p}_row, m, {p}_data, base, channel_inner)")
+        if self.rows:
+            lines.append("        if phase != base % period:")
+            lines.append("            phase = base % period")
+        for p in self.rows:
+            row = f"{p}_row, min(block, last - base), {p}_data, base, channel_inner"
+            lines.append(f"            channel_rows({row})")
         return lines
 
     def forward(self) -> list[str]:
@@ -141,7 +162,7 @@ class _Emitter(Variables):
         roles = ("start", "saved", "gfinal", "gstart")
         pointers = [f"{v}_{role}" for v in self.vs for role in roles]
         pointers += [f"{g}_data" for g in self.grads]
-        buffers = [f"{v}_past = np.empty(CHUNK * BLOCK, np.float32)" for v in self.vs]
+        buffers = [f"{v}_past = np.empty(min(T, CHUNK) * BLOCK, np.float32)" for v in self.vs]
         buffers += _rows([*self.gvs, *self.grads]) + _stream_buffers(self.gxs)
         lines = [*self.head("backward", sequences, pointers, buffers), *self.block(sequences)]
         for v, g in zip(self.vs, self.gvs, strict=True):
@@ -160,7 +181,10 @@ class _Emitter(Variables):
         for v, g in zip(self.vs, self.gvs, strict=True):
             lines += indent(_store_optional(f"{v}_gstart", f"{g}_row"), 2)
         for g in self.grads:
-            lines += ["        for i in range(m):", f"            {g}_data[base + i] = {g}_row[i]"]
+            into = f"{g}_data, first * rows // N * channels"
+            lines.append(
+                f"        add_by_channel({g}_row, m, {into}, base, channels, channel_inner)"
+            )
         return [*lines, "        base += m", "    if streamed: fence()"]
 
     def recompute(self) -> list[str]:

@@ -131,8 +131,9 @@ def gradient_sums(
     is `G * scale + offset + slope * (x - mean)`. The last two terms flow through the statistics.
 
     Args:
-        scale_sums, shift_sums: sums of `G * (x - mean)` and of `G` over time, float32, one per
-            neuron, in the memory order of `layout`.
+        scale_sums, shift_sums: sums of `G * (x - mean)` and of `G`: with "triton" over time,
+            float32, one per neuron, in the memory order of `layout`; with "numba" one per channel,
+            float64.
         statistics: the result of `statistics`.
         number: values per channel. Ranks that share their statistics pass 1, add up their results,
             and divide offset and slope by the total number.
@@ -145,8 +146,6 @@ def gradient_sums(
         from spikefuse.kernels import norm_triton
 
         return norm_triton.gradient_sums(scale_sums, shift_sums, statistics, layout, number)
-    grad_weight = scale_sums.view(layout).sum((0, 2)) * statistics[2]
-    grad_shift = shift_sums.view(layout).sum((0, 2))
-    share = -statistics[1] / number
-    offset, slope = share * grad_shift, share * statistics[2] * grad_weight
-    return torch.stack((offset, slope, grad_weight, grad_shift))
+    grad_weight, share = scale_sums * statistics[2], -statistics[1] / number
+    offset, slope = share * shift_sums, share * statistics[2] * grad_weight
+    return torch.stack((offset, slope, grad_weight, shift_sums)).float()

@@ -1,4 +1,4 @@
-"""Per-channel mean and variance on a CPU."""
+"""Statistics of a batch norm on a CPU, and what flows through them in backward."""
 
 # mypy: disable-error-code="call-arg"
 from __future__ import annotations
@@ -7,12 +7,14 @@ import numpy as np
 from torch import Tensor
 
 from spikefuse.kernels.numba_host import LINE, arrays, shared
-from spikefuse.kernels.numba_runtime import kernel, load
+from spikefuse.kernels.numba_runtime import channel_rows, kernel, load, store
 
 # Columns of a tile, which are summed side by side, and the rows that are summed in float32 before
 # they are merged in double precision. The first HEAD rows give the origin of the sums.
 WIDTH = 256
 ROWS, HEAD = 256, 16
+# Neurons that share rows of channel values.
+BLOCK = 512
 
 
 def moments(
@@ -68,3 +70,63 @@ def _moments(first, last, x, outer, channels, inner, mean, variance):
     for c in range(last - first):
         mean[first + c] = center[c]
         variance[first + c] = max(spread[c], 0.0) / count[c]
+
+
+def add_correction(
+    x: Tensor,
+    grad: Tensor,
+    strides: tuple[int, int, int, int],
+    grouping: tuple[int, int],
+    coefficients: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Add `offset + slope * (x - mean)` to the gradient of `x` before the statistics.
+
+    Args:
+        x, grad: `[T, B, C, ...]`, float32; `grad` is changed.
+        strides: of time and of groups of adjacent neurons, of `x` and then of `grad`.
+        grouping: the number of adjacent neurons, and of neighbours that share a channel.
+        coefficients: mean, offset and slope, `[C]` each.
+    """
+    num_steps, number = len(grad), grad[0].numel()
+    sizes = num_steps, *grouping, *strides
+    memory = arrays((x, grad, *coefficients))
+    shared(_add_correction, number, LINE, grad.numel(), *sizes, *memory)
+
+
+@kernel
+def _add_correction(
+    first,
+    last,
+    T,
+    inner,
+    channel_inner,
+    x_time,
+    x_outer,
+    grad_time,
+    grad_outer,
+    x,
+    grad,
+    mean,
+    offset,
+    slope,
+):
+    means, offsets, slopes = np.empty((3, BLOCK), np.float32)
+    period, phase = mean.size * channel_inner, -1
+    block = BLOCK - BLOCK % period if period <= BLOCK else BLOCK
+    for t in range(T):
+        base = first
+        while base < last:
+            group, place = base // inner, base % inner
+            m = min(block, last - base, inner - place)
+            if phase != base % period:
+                phase, count = base % period, min(block, last - base)
+                channel_rows(means, count, mean, base, channel_inner)
+                channel_rows(offsets, count, offset, base, channel_inner)
+                channel_rows(slopes, count, slope, base, channel_inner)
+            x_at = t * x_time + group * x_outer + place
+            at = t * grad_time + group * grad_outer + place
+            for i in range(m):
+                deviation = load(x, x_at + i, 0) - load(means, i, 1)
+                total = load(grad, at + i, 2) + load(offsets, i, 3)
+                store(grad, at + i, total + load(slopes, i, 4) * deviation, 2)
+            base += m

@@ -216,7 +216,8 @@ def arrays(tensors: Iterable[torch.Tensor | None], are_large: bool = False) -> l
             continue
         if are_large and x.nbytes >= _LARGE:
             advise_huge_pages(x)
-        x = x.detach()
+        if x.requires_grad:
+            x = x.detach()
         if not x.is_contiguous():
             span = 1
             for size, stride in zip(x.shape, x.stride(), strict=True):

@@ -23,6 +23,7 @@ from spikefuse.kernels.file_lock import locked
 from spikefuse.kernels.numba_math import exp, floor, fma, log, sigmoid, sqrt
 
 __all__ = [
+    "add_by_channel",
     "channel_rows",
     "exp",
     "f32",
@@ -67,6 +68,7 @@ MAX_SLOTS = 128
 # Kernels call intrinsics without the typing context, which type checkers do not understand.
 _intrinsic: Any = intrinsic
 _inline = numba.njit(inline="always", error_model="numpy")
+_reassociated: Any = partial(numba.njit, error_model="numpy", fastmath={"reassoc"})
 
 
 def _annotate(builder: Any, instruction: Any, slot: int) -> None:
@@ -191,8 +193,61 @@ def _to_bfloat16(builder: Any, number: Any) -> Any:
     return builder.trunc(builder.lshr(result, constant(16)), ir.IntType(16))
 
 
+# Signed indices may count from the end, for which Numba adds a branch that prevents vectorisation.
+_index = np.uintp
+
+
 @_inline
 def channel_rows(row, count, values, first, inner):
     """Fill `row` with the channel values of neurons first ... first + count - 1."""
-    for i in range(count):
-        row[i] = values[((first + i) // inner) % values.size]
+    channel, at, left = (first // inner) % values.size, 0, inner - first % inner
+    while at < count:
+        if inner == 1:
+            end = min(at + values.size - channel, count)
+            shift = _index(channel - at)
+            for i in range(_index(at), _index(end)):
+                row[i] = values[shift + i]
+            channel = 0
+        else:
+            end, value = min(at + left, count), values[channel]
+            for i in range(_index(at), _index(end)):
+                row[i] = value
+            channel, left = (channel + 1) % values.size, inner
+        at = end
+
+
+@_inline
+def add_by_channel(row, count, sums, start, first, channels, inner):
+    """Add `row`, values of neurons first ... first + count - 1, to `sums[start + channel]`.
+
+    Changes `row`: whole samples are first added up pairwise.
+    """
+    period = channels * inner
+    while count >= 2 * period:
+        half = count // period // 2 * period
+        rest = _index(count - half)
+        for i in range(_index(half)):
+            row[i] += row[rest + i]
+        count -= half
+    channel, at, left = (first // inner) % channels, 0, inner - first % inner
+    while at < count:
+        if inner == 1:
+            end = min(at + channels - channel, count)
+            shift = _index(start + channel - at)
+            for i in range(_index(at), _index(end)):
+                sums[shift + i] += row[i]
+            channel = 0
+        else:
+            end = min(at + left, count)
+            sums[start + channel] += _total(row, _index(at), _index(end))
+            channel, left = (channel + 1) % channels, inner
+        at = end
+
+
+@_reassociated
+def _total(values, first, end):
+    """Sum values[first:end] in double precision, in the order that vectorises best."""
+    total = 0.0
+    for i in range(first, end):
+        total += values[i]
+    return total

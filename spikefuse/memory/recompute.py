@@ -107,7 +107,7 @@ class RecomputedBlock:
         Args:
             grad: gradient of the output, folded.
             grad_finals: gradients of the final states.
-            sums: by name, one value per neuron of the whole batch.
+            sums: by name, one value per neuron of the whole batch, or per channel.
         """
         call = self.call
         incoming = Incoming([_unfolded(grad, self.values.microbatch)], grad_finals)
@@ -119,6 +119,9 @@ class RecomputedBlock:
             sums |= named
             return results.states
         for name, total in named.items():
+            if self.scan.execution.program.sums_channels:
+                sums[name] = sums[name] + total if name in sums else total
+                continue
             if name not in sums:
                 sums[name] = total.new_empty(whole_layout.num_neurons)
             whole, piece = (
@@ -129,15 +132,15 @@ class RecomputedBlock:
         return results.states
 
     def write(
-        self, grad: Tensor | None, grad_finals: Sequence[Tensor], correction: Sequence[Tensor]
+        self, grad: Tensor | None, grad_finals: Sequence[Tensor], correction: tuple[Tensor, Tensor]
     ) -> Gradients:
         """Run the second pass: return gradients of the inputs, None where not needed."""
         needs = [x.requires_grad for x in self.inputs]
         if not any(needs):
             return [None for _ in needs]
         incoming = Incoming([_unfolded(grad, self.values.microbatch)], grad_finals)
-        scan = self.scan._replace(arguments=self.call.arguments(self.tensors, correction))
-        written = iter(self.call.write(scan, incoming, needs, rebuild=self.rebuild))
+        values = self.tensors, correction
+        written = iter(self.call.write(self.scan, incoming, needs, values, rebuild=self.rebuild))
         return [next(written) if needed else None for needed in needs]
 
 

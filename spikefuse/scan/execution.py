@@ -86,7 +86,8 @@ class Needs(NamedTuple):
 
 
 class ScanGradients(NamedTuple):
-    """What a backward pass writes: the needed gradients, those of parameters per neuron `[N]`."""
+    """What a backward pass writes: the needed gradients. Those of parameters are sums per neuron
+    `[N]`, or per channel `[C]` in double precision, see `Program.sums_channels`."""
 
     needs: Needs
     inputs: list[Tensor]
@@ -213,7 +214,13 @@ class Execution:
         if inputs is None:
             inputs = self._new_sequences(compress(self.dtypes, needs.inputs))
         starts = self.new_steps() if needs.states else []
-        params = self._new_rows(sum(needs.params)) if True in needs.params else []
+        params: list[Tensor] = []
+        if True in needs.params:
+            num = sum(needs.params)
+            if self.program.sums_channels:
+                params = [*torch.empty((num, self.layout.channels), dtype=torch.float64)]
+            else:
+                params = self._new_rows(num)
         return ScanGradients(needs, inputs, starts, params)
 
     def new_steps(self) -> list[Tensor]:
@@ -235,9 +242,9 @@ class Execution:
         Triton can tell because their number is a multiple of 16."""
         return bool(self._no_bits) and self.layout.num_neurons % 16 == 0
 
-    def reduce(self, per_neuron: Tensors, params: Tensors) -> list[Tensor]:
-        """Gradients of parameters, from their gradients per neuron."""
-        totals = map(self.layout.reduce_to, per_neuron, params)
+    def reduce(self, sums: Tensors, params: Tensors) -> list[Tensor]:
+        """Gradients of parameters, from their sums per neuron or channel."""
+        totals = map(self.layout.reduce_to, sums, params)
         return [total.to(p.dtype) for total, p in zip(totals, params, strict=True)]
 
     def _new_sequences(self, dtypes: Iterable[torch.dtype]) -> list[Tensor]:

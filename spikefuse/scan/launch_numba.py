@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,11 @@ class _Launch:
         self.kernel, self.layout = kernel, layout
         self.strides = [layout.strides(x) for x in sequences]
         size = layout.num_steps * layout.num_neurons * sequences[-1].itemsize
-        self.streamed = size >= _STREAMED and layout.inner >= _MIN_ROW
+        streamed = size >= _STREAMED and layout.inner >= _MIN_ROW
+        self.sizes = (
+            *(layout.num_steps, layout.num_neurons, layout.inner, layout.channels),
+            *(layout.channel_inner, streamed),
+        )
 
     def __call__(
         self,
@@ -41,24 +46,26 @@ class _Launch:
         sums: Sequence[Tensor | None],
         params: Sequence[float | Tensor],
     ) -> None:
-        layout = self.layout
+        num_steps, count, _, channels = self.sizes[:4]
+        partial, rows = None, 1
+        if sums:
+            # Each thread's range of neurons has sums of its own.
+            rows = torch.get_num_threads()
+            partial = torch.zeros((len(sums), rows, channels), dtype=torch.float64)
         tensors = filter(torch.is_tensor, params)
-        values = arrays((*sequences, *states, *sums, *tensors), are_large=True)
-        arguments: list[Any] = [layout.num_steps, layout.num_neurons, layout.inner, self.streamed]
-        for memory, strides in zip(values, self.strides, strict=False):
-            arguments += (memory, *strides)
-        first, split = len(sequences), len(sequences) + len(states) + len(sums)
-        arguments += values[first:split]
-        tensor_values, has_channels = iter(values[split:]), False
+        totals = () if partial is None else partial.unbind(0)
+        values = iter(arrays((*sequences, *states, *totals, *tensors), are_large=True))
+        arguments: list[Any] = [rows, *self.sizes]
+        for strides in self.strides:
+            arguments += (next(values), *strides)
+        arguments += islice(values, len(states) + len(sums))
         for p in params:
             if not isinstance(p, Tensor):
                 arguments.append(np.float32(p))
-            elif p.ndim == 0:
-                arguments.append(next(tensor_values)[0])
             else:
-                arguments.append(next(tensor_values))
-                if not has_channels:
-                    arguments.append(layout.channel_inner)
-                has_channels = True
-        work = layout.num_neurons * layout.num_steps
-        shared(self.kernel, layout.num_neurons, LINE, work, *arguments)
+                arguments.append(next(values) if p.ndim else next(values)[0])
+        shared(self.kernel, count, LINE, count * num_steps, *arguments)
+        if partial is not None:
+            for total, found in zip(sums, partial.sum(1), strict=True):
+                assert total is not None
+                total.copy_(found)

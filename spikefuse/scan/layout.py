@@ -97,12 +97,14 @@ class Layout:
         assert outer is not None
         return (x.stride(0) if self.num_steps > 1 else 0), outer
 
-    def reduce_to(self, per_neuron: Tensor, like: Tensor) -> Tensor:
-        """Sum a flat [N] gradient to a parameter's shape: a scalar, or one value per channel."""
+    def reduce_to(self, sums: Tensor, like: Tensor) -> Tensor:
+        """Sum gradients per neuron, flat [N], or per channel [C] to a parameter's shape: a scalar,
+        or one value per channel."""
         if like.ndim == 0:
-            return per_neuron.sum()
-        rows = per_neuron.view(-1, self.channels, self.channel_inner)
-        return rows.sum((0, 2))
+            return sums.sum()
+        if len(sums) == self.channels:
+            return sums
+        return sums.view(self.by_channel).sum((0, 2))
 
 
 Strided = tuple[Sequence[int], Sequence[int]]

@@ -53,7 +53,8 @@ class Launch(Protocol):
         Args:
             sequences: inputs, then what is written; all fit the layout.
             states: one step each, or None where the kernel may do without.
-            sums: backward: gradients of parameters per neuron; forward: outputs as bits.
+            sums: backward: gradients of parameters per neuron or channel; forward: outputs as
+                bits.
             params: floats, and contiguous float32 tensors.
         """
         ...
@@ -95,6 +96,12 @@ class Program:
     def is_differentiable(self) -> bool:
         """Whether an output of the step passes gradients on."""
         return not self.reverse.graph.used().isdisjoint(f"g{y}" for y in self.step.outputs)
+
+    @property
+    def sums_channels(self) -> bool:
+        """Whether backward sums the gradients of parameters over each channel; otherwise over time
+        only."""
+        return self.backend == "numba"
 
     @property
     def repairs(self) -> bool:

@@ -263,7 +263,7 @@ class TrainConfig:
     memory_budget: float | None = number(
         None, "GB to save for the backward pass, with --memory auto", POSITIVE, shown="none"
     )
-    channels_last: bool | None = flag(None, "use the channels-last memory format", "on a GPU")
+    channels_last: bool | None = flag(True, "use the channels-last memory format", "yes")
     cuda_graph: bool | None = flag(
         None, "record the training step as a CUDA graph and replay it", "on a GPU, where possible"
     )

@@ -196,7 +196,7 @@ def _make_module(
     config: TrainConfig, device: torch.device, processes: Processes | None = None
 ) -> Classifier:
     module = Classifier(config, processes)
-    if config.channels_last or (config.channels_last is None and device.type == "cuda"):
+    if config.channels_last is not False:  # None in older checkpoints
         module.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return module
 

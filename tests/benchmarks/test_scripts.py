@@ -21,6 +21,7 @@ SCRIPTS = (
     "neurons steps --dtype float32 --T 2",
     "neurons --groups lif inference layout custom --dtype bfloat16 float32",
     "neurons cpu",
+    "cpu --T 1 4",
     "block --layout channels-last",
     "networks --steps training --dtype bfloat16",
     "events --streaming",
@@ -137,7 +138,7 @@ def test_everything_is_run_and_failures_are_named(monkeypatch: pytest.MonkeyPatc
     assert seen[-1].endswith("benchmarks.tables")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     everything.main([])
-    assert "benchmarks.events --streaming" in seen[-4]
+    assert "benchmarks.events --streaming" in seen[-5]
     with pytest.raises(SystemExit):
         everything.main(["--gpus"])
 
