@@ -77,8 +77,9 @@ def traced_program(
     """`block_program` inside torch.compile."""
     values: dict[str, Any] = neuron.values()
     kinds = tuple([(name, kind_of(value)) for name, value in values.items()])
+    kind = has_residual, by_batch, request.outputs
     name, scalars, own, rebuilds, tensors = neuron.evaluate(
-        _prepare, request.backend, has_residual, by_batch, request.outputs, kinds
+        _prepare, request.backend, request.inputs[0].device, kind, kinds
     )
     read = [values[n] for n in scalars], [values[n] for n in own]
     return TracedProgram(name, *read, rebuilds, tensors, own)
@@ -87,12 +88,15 @@ def traced_program(
 def _prepare(
     neuron: Definition,
     backend: str,
-    has_residual: bool,
-    by_batch: bool,
-    outputs: tuple[str, ...],
+    device: torch.device,
+    kind: tuple[bool, bool, tuple[str, ...]],
     kinds: tuple[tuple[str, str], ...],
 ) -> tuple[Any, ...]:
-    program, _ = block_program(neuron, backend, has_residual, by_batch, outputs)
+    program, _ = block_program(neuron, backend, *kind)
+    if backend == "triton":
+        from spikefuse.kernels.norm_triton import reserve_counters
+
+        reserve_counters(device)  # before Inductor records a graph
     _programs[program.name] = program
     return program.name, program.floats, program.own, program.rebuilds, program.tensors
 

@@ -340,7 +340,7 @@ class ReductionLaunch:
         # Shapes of the results and of the scratch memory.
         self.sizes = (4, channels), (2 * shares, channels)
         self.strides, self.device = (channels, 1), device
-        self.arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
+        self.arrived = _take_counters(tiles, device)
 
     def __call__(self, *arguments: Any, numbers: tuple[float, ...]) -> Tensor:
         """Return the four rows of results."""
@@ -350,6 +350,24 @@ class ReductionLaunch:
         ]
         self.launch((*arguments, results, scratch, self.arrived), params=numbers)
         return results
+
+
+# By device: counters, which are 0 between kernels, and how many of them are in use.
+_counters: dict[torch.device, tuple[Tensor, int]] = {}
+
+
+def reserve_counters(device: torch.device, number: int = 1 << 16) -> None:
+    """Allocate counters, if there are fewer left, outside of a CUDA graph that is to use them."""
+    counters, used = _counters.get(device, (None, 0))
+    if counters is None or used + number > len(counters):
+        _counters[device] = torch.zeros(2 * number, dtype=torch.int32, device=device), 0
+
+
+def _take_counters(number: int, device: torch.device) -> Tensor:
+    reserve_counters(device, number)
+    counters, used = _counters[device]
+    _counters[device] = counters, used + number
+    return counters[used : used + number]
 
 
 @cache
