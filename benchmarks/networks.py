@@ -452,8 +452,11 @@ def measure_network(
                 if way == GRAPH:
                     contender = graph_contender(title, step, device)
                 elif way == GRAPH_STEP:
+                    before = torch.cuda.memory_reserved()
                     for _ in range(4):  # until it is recorded
                         step()
+                    torch.cuda.empty_cache()
+                    contender.held_bytes = torch.cuda.memory_reserved() - before
                 contender.note = network.note
                 networks.append(network)
             contenders[title] = name, way, contender

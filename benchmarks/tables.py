@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from benchmarks import record
 from benchmarks.block import RECOMPUTED, RIVAL, SEPARATE
 from benchmarks.events import DENSE, EVENTS, LISTS, PRODUCTS, REPLAY
 from benchmarks.layers import LOOP, OURS
+from benchmarks.runner import WAYS
 from benchmarks.training import PAPERS
 
 Result = dict[str, Any]
@@ -307,11 +308,12 @@ def networks(result: Result) -> Parts:
     """Yield a table of times per kind of step, and one of memory in training."""
     for kind in dict.fromkeys(row["steps"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["steps"] == kind]
-        yield f"A whole {kind} step, wall-clock milliseconds, eager / CUDA graph:"
-        yield _network_table(rows, lambda c: number(median(c)))
+        ways = list(dict.fromkeys(c["way"] for row in rows for c in row["contenders"]))
+        yield f"A whole {kind} step, wall-clock milliseconds, {' / '.join(ways)}:"
+        yield _network_table(rows, ways, lambda c: number(median(c)))
         if kind == "training" and any("peak_bytes" in c for r in rows for c in r["contenders"]):
-            yield "Memory of a training step in MiB, eager / CUDA graph:"
-            yield _network_table(rows, lambda c: mebibytes(c["peak_bytes"]))
+            yield f"Memory of a training step in MiB, {' / '.join(WAYS)}:"
+            yield _network_table(rows, WAYS, lambda c: mebibytes(c["peak_bytes"]))
     notes = {
         c["network"]: c["note"] for r in result["rows"] for c in r["contenders"] if "note" in c
     }
@@ -319,7 +321,7 @@ def networks(result: Result) -> Parts:
         yield f"{name}: {note}."
 
 
-def _network_table(rows: list[Result], value: Callable[[Result], str]) -> str:
+def _network_table(rows: list[Result], ways: Sequence[str], value: Callable[[Result], str]) -> str:
     """A line for each workload and dtype, a column for each network."""
     contenders = [c for row in rows for c in row["contenders"]]
     names = list(dict.fromkeys(c["network"] for c in contenders if c["status"] == "ok"))
@@ -327,7 +329,7 @@ def _network_table(rows: list[Result], value: Callable[[Result], str]) -> str:
     for row in rows:
         cells = []
         for name in names:
-            found = [c for c in row["contenders"] if c["network"] == name]
+            found = [c for c in row["contenders"] if c["network"] == name and c["way"] in ways]
             shown = [value(c) if c["status"] == "ok" else "–" for c in found]
             cells.append(" / ".join(shown) if set(shown) - {"–"} else "–")
         lines.append([row["workload"], row["dtype"], *cells])
