@@ -1,6 +1,7 @@
 """Recorded steps equal eager ones bit for bit."""
 
 import copy
+import functools
 import random
 import warnings
 
@@ -296,12 +297,13 @@ def python_draws(x):
     return x * random.random()
 
 
-scaler = torch.amp.GradScaler()
-weight = torch.zeros(3, requires_grad=True)
-optimizer = torch.optim.SGD([weight], 0.1)
+@functools.cache
+def scaler_and_optimizer():
+    return torch.amp.GradScaler(), torch.optim.SGD([torch.zeros(3, requires_grad=True)], 0.1)
 
 
 def scales(x):
+    scaler, optimizer = scaler_and_optimizer()
     optimizer.param_groups[0]["params"] = [w := x.detach().requires_grad_()]
     scaler.scale(w.sum()).backward()
     scaler.step(optimizer)
