@@ -1,7 +1,12 @@
 """spikefuse: spiking neural networks in PyTorch, fused over time."""
 
+import os as _os
 from importlib import import_module as _import_module
 from typing import Any as _Any
+
+# PyTorch then asks Linux for pages of 2 MiB for large tensors on the CPU, whose page faults take
+# up to half of a training step otherwise. It reads this when it first allocates a tensor.
+_os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 from spikefuse import distributed, memory
 from spikefuse.compiler import UnsupportedOperation

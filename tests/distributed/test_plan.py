@@ -168,7 +168,7 @@ def predicted_and_measured(axis: DeviceMesh) -> list[tuple[float, float]]:
 
 
 def test_predictions_match_measurements(group: Group) -> None:
-    for attempts_left in (2, 1, 0):  # a busy machine may spoil a measurement
+    for attempts_left in (5, 4, 3, 2, 1, 0):  # a busy machine may spoil a measurement
         rows = group(predicted_and_measured, size=4)[0]
         wrong = [row for row in rows if row[0] != pytest.approx(row[1], rel=0.15)]
         assert not wrong or attempts_left, wrong

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,3 +161,31 @@ raise SystemExit("the child hangs")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_process_has_its_own_threads(way):
     subprocess.run([sys.executable, "-c", FORK, way], check=True, timeout=120)
+
+
+FAULTS = """
+import resource
+import torch
+import spikefuse
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+torch.zeros(1 << 24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.is_file() or "[madvise]" not in HUGE_PAGES.read_text(),
+    reason="needs Linux with huge pages on request",
+)
+def test_large_tensors_of_pytorch_have_huge_pages():
+    def faults(setting):
+        environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": setting}
+        if not setting:
+            del environment["THP_MEM_ALLOC_ENABLE"]
+        command = [sys.executable, "-c", FAULTS]
+        return int(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+
+    assert faults("0") > 10_000  # pages of 4 KiB
+    assert faults("") < 5_000
