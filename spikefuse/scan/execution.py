@@ -218,7 +218,8 @@ class Execution:
         if True in needs.params:
             num = sum(needs.params)
             if self.program.sums_channels:
-                params = [*torch.empty((num, self.layout.channels), dtype=torch.float64)]
+                # Zeros for a scan of no neurons, which launches no kernel.
+                params = [*torch.zeros((num, self.layout.channels), dtype=torch.float64)]
             else:
                 params = self._new_rows(num)
         return ScanGradients(needs, inputs, starts, params)
