@@ -40,7 +40,7 @@ class TracedNorm:
     ) -> None:
         self.norm, self.x, self.statistics, self.pending = norm, x, statistics, pending
         self.residual: Tensor | None = None
-        self.origin = self
+        self.origin, self.grad = self, torch.is_grad_enabled()
 
     def block(self, neuron: Neuron) -> tuple[Scan, tuple[Tensor, ...]]:
         self.pending[:] = [call for call in self.pending if call is not self.origin]
@@ -48,8 +48,14 @@ class TracedNorm:
         return partial(scan, self.norm, neuron, None), inputs
 
     def can_fuse(self, neuron: Neuron) -> bool:
-        is_single = len(type(neuron).input_names) == 1
-        return is_single and any(call is self.origin for call in self.pending)
+        call = active.call
+        return (
+            len(type(neuron).input_names) == 1
+            and call is not None
+            and id(neuron) in call.names
+            and self.grad == torch.is_grad_enabled()
+            and any(pending is self.origin for pending in self.pending)
+        )
 
     def extended(self, other: Any) -> TracedNorm | None:
         x = self.x
@@ -60,7 +66,7 @@ class TracedNorm:
         ):
             return None
         call = TracedNorm(self.norm, x, self.statistics, self.pending)
-        call.residual, call.origin = other, self.origin
+        call.residual, call.origin, call.grad = other, self.origin, self.grad
         return call
 
 
@@ -79,7 +85,11 @@ class TracedNorms:
             elif call.statistics is not None:
                 mean, inverse = call.statistics
                 number = call.x.numel() / call.x.shape[1]
-                variance = (1 / inverse.square() - call.norm.eps) * (number / (number - 1))
+                variance = 1 / inverse.square() - call.norm.eps
+                if call.x.dtype != torch.float32:  # in which PyTorch may round them
+                    dims = [0, *range(2, call.x.ndim)]
+                    variance, mean = torch.var_mean(call.x.detach().float(), dims, correction=0)
+                variance = variance * (number / (number - 1))
                 running, momentum = running_of(call.norm), momentum_of(call.norm)
                 with torch.no_grad():
                     update_running_stats(running, mean, variance, momentum)

@@ -155,10 +155,27 @@ class NotingSums(TorchFunctionMode):
                         sums.append((y, extended))
                     break
         elif func not in _METADATA:
-            # It may change them in place.
-            read = [*args, *(kwargs or {}).values()]
-            self.call.sums = [s for s in sums if not any(s[0] is x for x in read)]
+            # It may change the sums in place, or what they are computed from.
+            read: list[Any] = []
+            for x in (*args, *(kwargs or {}).values()):
+                read += x if isinstance(x, list | tuple) else [x]
+            changes = _changes(func, kwargs or {})
+            self.call.sums = [
+                (value, norm)
+                for value, norm in sums
+                if not any(
+                    value is x or (changes and (norm.x is x or norm.residual is x)) for x in read
+                )
+            ]
         return y
+
+
+def _changes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function changes one of its arguments."""
+    name = func.__name__
+    in_place = name[-1] == "_" and name[-2:] != "__"
+    assigns = name[:3] == "__i" or name == "__setitem__"
+    return in_place or assigns or "out" in kwargs or bool(kwargs.get("inplace"))
 
 
 _ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}

@@ -142,7 +142,9 @@ class Classifier(pl.LightningModule):
             )
 
     def on_train_end(self) -> None:
-        self.graph = None  # releases its memory
+        if self.graph is not None:
+            self.graph.reset()  # releases its memory
+            self.graph = None
 
     def on_train_epoch_start(self) -> None:
         self.totals = MetricTotals()

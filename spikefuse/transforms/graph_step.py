@@ -7,12 +7,14 @@ GPU to run them. A recorded step starts with one launch.
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import partial, update_wrapper
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,8 @@ def graph_step(
       set. Of other optimizers, such as `SGD` without `fused=True`, the learning rate is recorded
       like any setting, so that each value takes a graph of its own.
     - Gradients are as after a call of `step`; a step without `zero_grad` accumulates.
+    - Pass what one call hands to the next, such as the states of truncated BPTT, as arguments and
+      results: variables that the step assigns keep their recorded tensors.
     - Random numbers of PyTorch's generator on the GPU equal those of an eager step.
     - Python code runs during warm-up and recording only: values that it computes, and what it
       prints or counts, are not repeated.
@@ -108,7 +112,7 @@ class GraphStep:
             raise ValueError(
                 f"warmup is {warmup}, max_graphs {max_graphs}: expected at least 2 and 1"
             )
-        functools.update_wrapper(self, step)
+        update_wrapper(self, step)
         self.step, self.warmup, self.max_graphs, self.fallback = step, warmup, max_graphs, fallback
         self.num_replays = self.num_eager = 0
         self.obstacle = ""
@@ -117,7 +121,7 @@ class GraphStep:
         self._eager_calls: dict[Any, int] = {}
         self._graphs: dict[Any, _Graph] = {}
         self._addresses: list[tuple[dict[str, Any], str, Tensor, int]] = []
-        self._with_gradient: set[Tensor] = set()
+        self._parameters: list[Tensor] = []
         self._changes_rates = False
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
@@ -140,16 +144,17 @@ class GraphStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        if self.obstacle or not any(x.is_cuda for x in tensors):
-            if tensors and not self.obstacle and torch.cuda.is_initialized():
-                self._run_always("its arguments are on the CPU: move them to the GPU first")
+        if self.obstacle or not any(map(_is_cuda, tensors)):
+            if not self.obstacle and torch.cuda.is_initialized():
+                self._run_always("no argument is on a GPU: pass the batch, moved to the GPU")
             self.num_eager += 1
             return _detached(self.step(*args, **kwargs))
         if self._have_moved():
             self.reset()
         inputs = structure, tuple(map(_spec, leaves))
         with torch.cuda.device(tensors[0].device):
-            key = inputs, self._settings()
+            gradients = self._gradients()
+            key = inputs, gradients, self._settings()
             graph = self._graphs.get(key)
             if graph is None:
                 eager_calls = self._eager_calls.get(key, 0)
@@ -186,6 +191,8 @@ class GraphStep:
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         problems: list[str] = []
+        gradients = self._gradients()
+        known = [len(self._modules), len(self._rates), len(self._parameters)]
         self._stream.wait_stream(torch.cuda.current_stream())
         watch = _watch(problems) if is_checked else contextlib.nullcontext()
         with torch.cuda.stream(self._stream), self._observed(), watch:
@@ -198,11 +205,14 @@ class GraphStep:
             if not self.fallback:
                 raise NotRecordable(f"graph_step cannot record the step: {problems[0]}")
             self._run_always(problems[0])
-        self._with_gradient = {p for p in self._parameters() if p.grad is not None}
+        self._parameters = self._found_parameters()
+        if known != [len(self._modules), len(self._rates), len(self._parameters)]:
+            self._graphs.clear()  # they know nothing of the new ones
+            gradients = self._gradients()
         if len(self._eager_calls) >= 16 * self.max_graphs:
             self._warn_of_limit()
             self._eager_calls.clear()
-        key = inputs, self._settings()
+        key = inputs, gradients, self._settings()
         self._eager_calls[key] = self._eager_calls.get(key, 0) + 1
         return result
 
@@ -229,7 +239,7 @@ class GraphStep:
             if optimizer not in self._rates:
                 self._rates[optimizer] = rates = LearningRates(optimizer)
                 rates.install()
-                optimizer.register_load_state_dict_post_hook(lambda _: self.reset())
+                optimizer.register_load_state_dict_post_hook(partial(_reset, weakref.ref(self)))
 
         handles = register_module_forward_pre_hook(call), register_optimizer_step_pre_hook(update)
         for rates in self._rates.values():
@@ -242,7 +252,7 @@ class GraphStep:
             for rates in self._rates.values():
                 self._changes_rates |= rates.restore()
 
-    def _parameters(self) -> list[Tensor]:
+    def _found_parameters(self) -> list[Tensor]:
         """The parameters of all modules and optimizers that the step has called."""
         found = {p: None for m in self._modules for p in m._parameters.values() if p is not None}
         groups = (group for optimizer in self._rates for group in optimizer.param_groups)
@@ -256,6 +266,10 @@ class GraphStep:
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
         training = tuple([m.training for m in self._modules])
         return modes, training, tuple([rates.settings() for rates in self._rates.values()])
+
+    def _gradients(self) -> tuple[int, ...]:
+        """Which parameters have gradients before the step, and which require them."""
+        return tuple([2 * (p.grad is None) + p.requires_grad for p in self._parameters])
 
     def _have_moved(self) -> bool:
         """Whether a parameter or buffer has another address than in the graphs."""
@@ -280,14 +294,11 @@ class GraphStep:
         assert self._stream is not None
         static = [_static_copy(x) if isinstance(x, Tensor) else x for x in leaves]
         args, kwargs = pytree.tree_unflatten(static, structure)
-        parameters = self._parameters()
+        parameters = self._parameters
         before = [p.grad for p in parameters]
-        for p in parameters:
-            if p.grad is None and p in self._with_gradient:
-                # Otherwise a step that accumulates gradients would be recorded as one that assigns.
-                p.grad = torch.zeros_like(p)
-        grads = [p.grad for p in parameters]
-        versions = [None if grad is None else grad._version for grad in grads]
+        versions = [None if grad is None else grad._version for grad in before]
+        inputs = [x for x in static if isinstance(x, Tensor)]
+        input_versions = [x._version for x in inputs]
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         cuda_graph = torch.cuda.CUDAGraph()
@@ -310,15 +321,20 @@ class GraphStep:
             cuda_graph.capture_end()
         torch.clear_autocast_cache()
         self._note_addresses()
+        problem = _unrepeatable(result)
+        if [x._version for x in inputs] != input_versions:
+            problem = "it changes an argument in place: change a copy, and return it"
         gradients = []
-        for i, p in enumerate(parameters):
-            accumulates = p.grad is grads[i] and _version(p.grad) != versions[i]
-            if accumulates or p.grad is not grads[i]:
-                gradients.append((p, p.grad, accumulates))
-            else:
-                p.grad = before[i]
-        inputs = [_stored(x) for x in static if isinstance(x, Tensor)]
-        return _Graph(cuda_graph, inputs, result, gradients)
+        for p, grad, version in zip(parameters, before, versions, strict=True):
+            is_new = p.grad is not None and p.grad is not grad
+            # After zero_grad(), a step does not read the gradients before it.
+            is_read = grad is not None and not (is_new and grad._version == version)
+            gradients.append((p, grad if is_read else None, p.grad))
+            if problem:
+                p.grad = grad
+        if problem:
+            raise NotRecordable(f"graph_step cannot record the step: {problem}")
+        return _Graph(cuda_graph, list(map(_stored, inputs)), result, gradients)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a recording that has failed."""
@@ -332,13 +348,20 @@ class GraphStep:
         other.capture_end()
 
 
+def _reset(reference: weakref.ref[GraphStep], _: Optimizer) -> None:
+    step = reference()
+    if step is not None:
+        step.reset()
+
+
 class _Graph:
     """A recorded step.
 
     Args:
         inputs: the tensors that the graph reads in place of the arguments.
         result: the results of the step, which each replay overwrites.
-        gradients: parameters, their gradients after the step, and whether the step adds to these.
+        gradients: parameters, the gradients that the graph reads (None if it reads none), and those
+            after the step.
     """
 
     def __init__(
@@ -346,30 +369,33 @@ class _Graph:
         graph: torch.cuda.CUDAGraph,
         inputs: list[Tensor],
         result: Any,
-        gradients: list[tuple[Tensor, Tensor | None, bool]],
+        gradients: list[tuple[Tensor, Tensor | None, Tensor | None]],
     ) -> None:
         self.graph, self.inputs, self.gradients = graph, inputs, gradients
         self.results, self.structure = pytree.tree_flatten(result)
 
     def replay(self, arguments: list[Tensor]) -> Any:
         torch._foreach_copy_(self.inputs, [_stored(x) for x in arguments])
-        for p, grad, accumulates in self.gradients:
-            if p.grad is not grad:
-                if accumulates:
-                    assert grad is not None
-                    grad.zero_() if p.grad is None else grad.copy_(p.grad)
-                p.grad = grad
+        for p, read, after in self.gradients:
+            current = p.grad
+            if read is not None and current is not None and current is not read:
+                read.copy_(current)
+            if current is not after:
+                p.grad = after
         self.graph.replay()
         results = [x.clone() if isinstance(x, Tensor) else x for x in self.results]
         return pytree.tree_unflatten(results, self.structure)
 
 
-def _version(x: Tensor | None) -> int | None:
-    return None if x is None else x._version
-
-
 def _detached(result: Any) -> Any:
     return pytree.tree_map_only(Tensor, Tensor.detach, result)
+
+
+def _unrepeatable(result: Any) -> str:
+    for x in pytree.tree_leaves(result):
+        if not isinstance(x, (Tensor, *_CONSTANTS)):
+            return f"it returns a {type(x).__name__}: return tensors, in tuples, lists and dicts"
+    return ""
 
 
 def _spec(x: Any) -> Any:
@@ -384,7 +410,7 @@ def _spec(x: Any) -> Any:
                 f"an argument is a {type(x).__name__} of layout {x.layout}: graph_step takes dense "
                 "tensors; let the step use other objects itself"
             )
-        if not x.is_cuda:
+        if not _is_cuda(x):
             raise ValueError(
                 f"an argument {list(x.shape)} is on the CPU and another on a GPU: move both to "
                 "the GPU before the call"
@@ -404,6 +430,7 @@ def _spec(x: Any) -> Any:
     )
 
 
+_is_cuda = attrgetter("is_cuda")
 _CONSTANTS = (
     *(bool, int, float, complex, str, bytes, type(None), Enum),
     *(torch.dtype, torch.device, nn.Module, Optimizer),
@@ -460,13 +487,11 @@ def _watch(problems: list[str]) -> Iterator[None]:
 SYNCHRONIZES = "called a synchronizing CUDA operation"
 
 
-def _random_states() -> tuple[Any, ...]:
-    state: Any = np.random.get_state()
-    return torch.get_rng_state().tolist(), random.getstate(), state[1].tolist(), state[2]
+def _random_states() -> Any:
+    return torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())
 
 
 def _line(frames: traceback.StackSummary) -> str:
-    """The innermost line outside PyTorch and this package."""
     others = Path(torch.__file__).parent, Path(__file__).parents[1], Path(warnings.__file__)
     for frame in reversed(frames):
         path = Path(frame.filename)

@@ -16,12 +16,14 @@ class LearningRates:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.tensors: dict[int, Tensor] = {}  # by the position of the group
+        self.rates: dict[int, float | Tensor] = {}  # the user's
         self.values: dict[int, float] = {}
         self.versions: dict[int, int] = {}
 
     def install(self) -> None:
         for i, group in enumerate(self.optimizer.param_groups):
-            if isinstance(group["lr"], Tensor) or not _takes_tensors(group):
+            rate = group["lr"]
+            if (isinstance(rate, Tensor) and rate.is_cuda) or not _takes_tensors(group):
                 continue
             if not group.get("capturable", True):
                 self._make_capturable(group)
@@ -37,7 +39,8 @@ class LearningRates:
     def update(self) -> None:
         """Copy rates that have changed to the GPU."""
         for i, tensor in self.tensors.items():
-            value = self.optimizer.param_groups[i]["lr"]
+            self.rates[i] = self.optimizer.param_groups[i]["lr"]
+            value = float(self.rates[i])
             if self.values.get(i) != value:
                 tensor.fill_(value)
                 self.values[i] = value
@@ -46,10 +49,10 @@ class LearningRates:
         """Return to numbers; whether the step has changed a rate."""
         changed = False
         for i, tensor in self.tensors.items():
-            group, value = self.optimizer.param_groups[i], self.values[i]
+            group, rate = self.optimizer.param_groups[i], self.rates[i]
             if group["lr"] is not tensor or tensor._version != self.versions[i]:
-                value, changed = float(group["lr"]), True
-            group["lr"] = value
+                rate, changed = float(group["lr"]), True
+            group["lr"] = rate
         return changed
 
     def settings(self) -> Any:
@@ -80,4 +83,7 @@ def _takes_tensors(group: dict[str, Any]) -> bool:
 
 
 def _constant(value: Any) -> Any:
-    return id(value) if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        # A graph reads a tensor on the GPU, and has recorded the value of another.
+        return value.data_ptr() if value.is_cuda else value.tolist()
+    return value

@@ -112,9 +112,23 @@ def test_residual_network(layout):
     assert graphs.backward[0].count("spikefuse.block_backward.default") == 2
 
 
+def changed_residual(net, x):
+    residual = x + 1
+    total = net.norm(x) + residual
+    residual.mul_(2)
+    return net.neuron(total)
+
+
+def norm_without_gradients(net, x):
+    with torch.no_grad():
+        y = net.norm(x)
+    return net.neuron(y) + 0 * net.norm.weight
+
+
 @pytest.mark.parametrize(
     ("function", "blocks"),
     [
+        (norm_without_gradients, 0),
         (lambda net, x: net.neuron(net.norm(x)), 1),
         (lambda net, x: net.neuron(net.norm(x) + x), 1),
         (lambda net, x: net.neuron(x + net.norm(x)), 1),
@@ -137,6 +151,15 @@ def test_what_becomes_a_block(function, blocks):
     graphs = Graphs()
     check(Wrapped(function), [torch.randn(5, 4, 6)] * 2, graphs)
     assert graphs.forward[0].count("spikefuse.block.default") == blocks
+
+
+def test_a_residual_that_changes():
+    """The eager network raises an error."""
+    net = Wrapped(changed_residual)
+    expected = sf.Temporal(copy.deepcopy(net))
+    compiled = torch.compile(sf.fuse(sf.Temporal(net)), fullgraph=True, backend="aot_eager")
+    x = torch.randn(5, 4, 6)
+    torch.testing.assert_close(compiled(x), expected(x))
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,18 @@
-"""On a CPU the step is called; `tests/gpu/test_graph_step.py` has recordings."""
+"""What `graph_step` does on a CPU, and its bookkeeping with a stand-in for CUDA graphs.
+
+`tests/gpu/test_graph_step.py` has real recordings.
+"""
+
+import contextlib
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils import _pytree as pytree
 
 import spikefuse as sf
+from spikefuse.transforms import graph_step as module
+from spikefuse.transforms.graph_step import GraphStep, NotRecordable
 
 
 def test_a_cpu_calls_the_step():
@@ -35,3 +44,211 @@ def test_wrong_options():
         sf.graph_step(torch.nn.Linear(1, 1).weight)
     with pytest.raises(ValueError, match="warmup is 1"):
         sf.graph_step(lambda x: x, warmup=1)
+
+
+class Stream:
+    def wait_stream(self, other):
+        pass
+
+
+class Graph:
+    """Runs the step again on the recorded tensors where CUDA would launch its kernels."""
+
+    def capture_begin(self, *args, **options):
+        pass
+
+    def capture_end(self):
+        pass
+
+    def replay(self):
+        for p, read, _ in self.recorded.gradients:
+            p.grad = read
+        results = pytree.tree_leaves(self.step())
+        for p, _, after in self.recorded.gradients:
+            if after is not None and p.grad is not after:
+                after.copy_(p.grad)
+            p.grad = after
+        for kept, new in zip(self.recorded.results, results, strict=True):
+            if isinstance(kept, torch.Tensor):
+                kept.copy_(new)
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """Recording runs no kernels, so that it leaves parameters, gradients and states as they are."""
+    for name, value in {
+        **dict.fromkeys(("Stream", "current_stream"), Stream),
+        **dict.fromkeys(("stream", "device"), lambda _: contextlib.nullcontext()),
+        **dict.fromkeys(("synchronize", "empty_cache", "graph_pool_handle"), lambda: None),
+        "CUDAGraph": Graph,
+        "is_initialized": lambda: True,
+        "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": lambda mode: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(module, "_is_cuda", lambda x: True)
+    record = GraphStep._record
+
+    def recorded(self, leaves, structure):
+        states = [s for o in self._rates for s in o.state.values()]
+        tensors = [
+            *self._parameters,
+            *(p.grad for p in self._parameters),
+            *pytree.tree_leaves(states),
+        ]
+        tensors = [x for x in tensors if isinstance(x, torch.Tensor)]
+        copies, step, seen = [x.detach().clone() for x in tensors], self.step, []
+
+        def observed(*args, **kwargs):
+            seen.append((args, kwargs))
+            return step(*args, **kwargs)
+
+        self.step = observed
+        try:
+            graph = record(self, leaves, structure)
+        finally:
+            self.step = step
+        with torch.no_grad():
+            for x, copy in zip(tensors, copies, strict=True):
+                x.copy_(copy)
+        ((args, kwargs),) = seen
+        graph.graph.recorded, graph.graph.step = graph, lambda: step(*args, **kwargs)
+        return graph
+
+    monkeypatch.setattr(GraphStep, "_record", recorded)
+
+
+def make_training():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    return net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+
+
+def usual(wrap, net, optimizer):
+    @wrap
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return lambda i, x, y: step(x, y)
+
+
+def zero_grad_at_the_end(wrap, net, optimizer):
+    @wrap
+    def step(x, y):
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return lambda i, x, y: step(x, y)
+
+
+def accumulation_with_a_flag(wrap, net, optimizer):
+    @wrap
+    def step(x, y, last):
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    return lambda i, x, y: step(x, y, i % 4 == 3)
+
+
+def accumulation_outside(wrap, net, optimizer, set_to_none=True):
+    @wrap
+    def step(x, y):
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        return loss
+
+    def run(i, x, y):
+        loss = step(x, y)
+        if i % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none)
+        return loss
+
+    return run
+
+
+def accumulation_of_zeros(wrap, net, optimizer):
+    return accumulation_outside(wrap, net, optimizer, set_to_none=False)
+
+
+def update_alone(wrap, net, optimizer):
+    @wrap
+    def update(scale):
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        return 2 * scale
+
+    def run(i, x, y):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        update(torch.ones(()))
+        return loss
+
+    return run
+
+
+def frozen_for_a_while(wrap, net, optimizer):
+    run = usual(wrap, net, optimizer)
+
+    def frozen(i, x, y):
+        net[0].weight.requires_grad_(not 12 <= i < 24)
+        return run(i, x, y)
+
+    return frozen
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        usual,
+        zero_grad_at_the_end,
+        accumulation_with_a_flag,
+        accumulation_outside,
+        accumulation_of_zeros,
+        update_alone,
+        frozen_for_a_while,
+    ],
+)
+def test_loops(loop, fake_cuda):
+    results, steps = [], []
+
+    def recorded(step):
+        steps.append(sf.graph_step(step))
+        return steps[-1]
+
+    for wrap in (lambda step: step, recorded):
+        net, optimizer = make_training()
+        run, generator = loop(wrap, net, optimizer), torch.Generator().manual_seed(1)
+        losses = []
+        for i in range(40):
+            x = torch.randn(5, 4, generator=generator)
+            y = torch.randint(0, 3, (5,), generator=generator)
+            losses.append(run(i, x, y).detach())
+        results.append([*losses, *net.parameters()])
+    assert steps[0].num_replays > 20
+    for expected, actual in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_changed_arguments_and_unknown_results(fake_cuda):
+    for function, message in (
+        (lambda total, x: total.add_(x), "changes an argument in place"),
+        (lambda total, x: object(), "returns a object: return tensors"),
+    ):
+        step = sf.graph_step(function)
+        for _ in range(3):
+            step(torch.zeros(2), torch.ones(2))
+        with pytest.raises(NotRecordable, match=message):
+            step(torch.zeros(2), torch.ones(2))
