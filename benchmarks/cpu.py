@@ -36,7 +36,7 @@ from benchmarks.runner import Contender, Record, Timing, first_line, measure
 FUSED, LAST = f"{OURS}, fused", ", channels-last"
 JELLY, SNNTORCH = "SpikingJelly", "snnTorch"
 BATCH, STEPS = 128, (1, 4, 8, 32)
-# Of all first losses to that of the first contender: a few spikes differ by rounding.
+# Allowed relative difference of the first losses, since a few spikes differ by rounding.
 TOLERANCE = 0.01
 
 Case = tuple[str, Callable[[], Record]]

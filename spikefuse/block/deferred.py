@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from spikefuse.block.block import scan
-from spikefuse.nn.call import Scan, active
+from spikefuse.nn.call import ADDITIONS, METADATA, Scan, active
 from spikefuse.nn.neuron import Deferred, Neuron
 
 
@@ -273,7 +273,7 @@ class DeferredNorm(Deferred, Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA and (args[0].total or args[0].call.result) is None:
+        if func in METADATA and (args[0].total or args[0].call.result) is None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _ADDITIONS and len(args) == 2 and kwargs in ({}, {"alpha": 1}):
@@ -428,20 +428,5 @@ def _name(func: Any) -> str:
     return func.__self__.__name__ if name == "__get__" else name
 
 
-_ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
 _IN_PLACE = {Tensor.add_, Tensor.__iadd__}
-# What is known without the values.
-_METADATA = {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.ndimension,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.__len__,
-    Tensor.is_floating_point,
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "ndim", "dtype", "device", "layout", "is_cuda", "is_cpu")
-    ),
-    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-}
+_ADDITIONS = ADDITIONS | _IN_PLACE

@@ -1,9 +1,10 @@
 """Blocks as PyTorch library ops, with their fakes and autograd, for torch.compile.
 
 `spikefuse::norm_statistics` returns the results of `kernels.norm.statistics`, and the unbiased
-variance. `spikefuse::block` runs a block in training on the inputs, the initial states, the weight
-of the norm if it has one, the shift, and the neuron's own tensors; `counts` counts the first three.
-It returns outputs, final states (if asked) and saved states (if asked).
+variance. `spikefuse::block` runs a block in training on the statistics, the inputs, the initial
+states, the weight of the norm if it has one, the shift, and the neuron's own tensors; `counts`
+counts inputs, states and weights. It returns outputs, final states (if asked) and saved states (if
+asked).
 `spikefuse::block_backward` also takes the saved states, and the gradients of outputs and final
 states. It returns the gradients of the needed inputs, of all initial states, of weight and shift,
 and of the neuron's needed tensors.
@@ -28,7 +29,6 @@ from spikefuse.neurons.definition import Definition
 from spikefuse.scan import op
 from spikefuse.scan.execution import (
     Arguments,
-    Execution,
     Incoming,
     Needs,
     Results,
@@ -42,12 +42,12 @@ op.library.define(
     "norm_statistics(Tensor x, Tensor? weight, float eps, str backend) -> (Tensor, Tensor)"
 )
 op.library.define(
-    "block(str program, Tensor[] tensors, int[] counts, float[] scalars, Tensor statistics, "
-    "bool save, bool saves_states, bool final) -> Tensor[]"
+    "block(str program, Tensor[] tensors, int[] counts, float[] scalars, bool save, bool final) "
+    "-> Tensor[]"
 )
 op.library.define(
     "block_backward(str program, Tensor[] tensors, int[] counts, float[] scalars, "
-    "Tensor statistics, bool saves_states, Tensor?[] grads, bool[] needed) -> Tensor[]"
+    "Tensor?[] grads, bool[] needed) -> Tensor[]"
 )
 
 _programs: dict[str, BlockProgram] = {}
@@ -60,7 +60,7 @@ class TracedProgram(NamedTuple):
         scalars, own: the values of the neuron that the program reads.
         rebuilds: whether backward can do without saved states.
         tensors: the names of the program's tensor parameters.
-        own_names: those of `own`.
+        own_names: the names of the tensors in `own`.
     """
 
     name: str
@@ -112,12 +112,13 @@ def train(
         )
         update_running_stats(running_of(norm), values[0], unbiased, momentum_of(norm))
     weights = [] if weight is None else [weight]
-    tensors = [*request.inputs, *states, *weights, shift_of(norm, x), *program.own]
+    tensors = [values, *request.inputs, *states, *weights, shift_of(norm, x), *program.own]
     counts = [len(request.inputs), len(states), len(weights)]
+    save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    save = save and (saves_states or not program.rebuilds)
     results = torch.ops.spikefuse.block(
-        program.name, tensors, counts, program.scalars, values, _need_gradients(tensors),
-        saves_states or not program.rebuilds, request.final,
-    )  # fmt: skip
+        program.name, tensors, counts, program.scalars, save, request.final
+    )
     return op.split_results(program.name, results, request.final)
 
 
@@ -131,14 +132,6 @@ def evaluate(norm: _BatchNorm, program: TracedProgram, scale: Tensor, request: R
     params = [values[name] for name in program.tensors]
     arguments = Arguments(request.inputs, request.state or (), params, program.scalars)
     return op.run(program.name, arguments, Wanted(False, request.final))
-
-
-def _need_gradients(tensors: list[Tensor]) -> bool:
-    if torch.is_grad_enabled():
-        for t in tensors:
-            if t.requires_grad:
-                return True
-    return False
 
 
 def _statistics(
@@ -157,32 +150,27 @@ def _statistics_fake(
 
 
 class _Split(NamedTuple):
-    tensors: BlockTensors
+    statistics: Tensor
+    block: BlockTensors
     saved: Sequence[Tensor]
 
 
-def _split(tensors: Sequence[Tensor], counts: Sequence[int], num_own: int) -> _Split:
+def _split(name: str, tensors: Sequence[Tensor], counts: Sequence[int]) -> _Split:
     inputs, states, weights = counts
+    statistics, *rest = tensors
     begin, shift = inputs + states, inputs + states + weights
-    end = shift + 1 + num_own
-    own = tensors[shift + 1 : end]
-    block = BlockTensors(tensors[:inputs], tensors[inputs:begin], tensors[shift], own)
-    return _Split(block, tensors[end:])
+    end = shift + 1 + len(_programs[name].own)
+    block = BlockTensors(rest[:inputs], rest[inputs:begin], rest[shift], rest[shift + 1 : end])
+    return _Split(statistics, block, rest[end:])
 
 
 def _call(
-    name: str,
-    execution: Execution,
-    inputs: Sequence[Tensor],
-    scalars: Sequence[float],
-    statistics: Tensor,
-    saves_states: bool,
-    final: bool,
+    name: str, split: _Split, scalars: Sequence[float], saves_states: bool, final: bool
 ) -> TrainingCall:
-    program, number = _programs[name], inputs[0].numel() / inputs[0].shape[2]
-    return TrainingCall(
-        program, execution, statistics, number, None, saves_states, final, scalars=scalars
-    )
+    inputs = split.block.inputs
+    execution, number = execution_of(name, inputs), inputs[0].numel() / inputs[0].shape[2]
+    sizes = split.statistics, number, None
+    return TrainingCall(_programs[name], execution, *sizes, saves_states, final, scalars=scalars)
 
 
 def _block(
@@ -190,15 +178,11 @@ def _block(
     tensors: list[Tensor],
     counts: list[int],
     scalars: list[float],
-    statistics: Tensor,
     save: bool,
-    saves_states: bool,
     final: bool,
 ) -> list[Tensor]:
-    block, _ = _split(tensors, counts, len(_programs[name].own))
-    execution = execution_of(name, block.inputs)
-    call = _call(name, execution, block.inputs, scalars, statistics, saves_states, final)
-    results, _ = call.forward(block, save, False)
+    split = _split(name, tensors, counts)
+    results, _ = _call(name, split, scalars, save, final).forward(split.block, save, False)
     return [*results.outputs, *results.finals, *(results.saved or ())]
 
 
@@ -207,13 +191,11 @@ def _block_fake(
     tensors: list[Tensor],
     counts: list[int],
     scalars: list[float],
-    statistics: Tensor,
     save: bool,
-    saves_states: bool,
     final: bool,
 ) -> list[Tensor]:
-    execution = op.fake_execution(name, tensors[: counts[0]])
-    results = execution.new_results(Wanted(save and saves_states, final))
+    execution = op.fake_execution(name, tensors[1 : 1 + counts[0]])
+    results = execution.new_results(Wanted(save, final))
     return [*results.outputs, *results.finals, *(results.saved or ())]
 
 
@@ -222,23 +204,20 @@ def _block_backward(
     tensors: list[Tensor],
     counts: list[int],
     scalars: list[float],
-    statistics: Tensor,
-    saves_states: bool,
     grads: list[Tensor | None],
     needed: list[bool],
 ) -> list[Tensor]:
-    program = _programs[name]
-    block, saved = _split(tensors, counts, len(program.own))
-    execution, outputs = execution_of(name, block.inputs), len(program.binary)
-    call = _call(name, execution, block.inputs, scalars, statistics, saves_states, False)
-    needs = Needs(tuple(needed[: counts[0]]), False, tuple(needed[len(needed) - len(block.own) :]))
-    found = call.backward(block, saved, Incoming(grads[:outputs], grads[outputs:]), needs)
+    split, num_outputs = _split(name, tensors, counts), sizes_of(name)[0]
+    block, saved = split.block, split.saved
+    incoming = Incoming(grads[:num_outputs], grads[num_outputs:])
+    call = _call(name, split, scalars, bool(saved), False)
+    results = call.backward(block, saved, incoming, _needs(block, needed))
     dtype = block.shift.dtype
-    states = [g.to(s.dtype) for g, s in zip(found.states, block.states, strict=True)]
-    own = [g for g in found.own if g is not None]
+    states = [g.to(s.dtype) for g, s in zip(results.states, block.states, strict=True)]
+    own = [g for g in results.own if g is not None]
     # The rows of one tensor, which an op must not return as they are.
-    return [*found.inputs, *states, found.weight.to(dtype, copy=True),
-            found.shift.to(dtype, copy=True), *own]  # fmt: skip
+    return [*results.inputs, *states, results.weight.to(dtype, copy=True),
+            results.shift.to(dtype, copy=True), *own]  # fmt: skip
 
 
 def _block_backward_fake(
@@ -246,45 +225,47 @@ def _block_backward_fake(
     tensors: list[Tensor],
     counts: list[int],
     scalars: list[float],
-    statistics: Tensor,
-    saves_states: bool,
     grads: list[Tensor | None],
     needed: list[bool],
 ) -> list[Tensor]:
-    num_own = len(_programs[name].own)
-    block, _ = _split(tensors, counts, num_own)
-    needs = Needs(tuple(needed[: counts[0]]), False, ())
-    inputs = op.fake_execution(name, block.inputs).new_gradients(needs).inputs
-    own = compress(block.own, needed[len(needed) - num_own :])
+    block = _split(name, tensors, counts).block
+    needs = _needs(block, needed)
+    execution = op.fake_execution(name, block.inputs)
+    inputs = execution.new_gradients(needs._replace(params=())).inputs
+    own = compress(block.own, needs.params)
     return [*inputs, *map(torch.empty_like, (*block.states, block.shift, block.shift, *own))]
 
 
+def _needs(block: BlockTensors, needed: Sequence[bool]) -> Needs:
+    """What backward computes; `needed` says so of each tensor but the saved ones."""
+    inputs = tuple(needed[1 : 1 + len(block.inputs)])
+    return Needs(inputs, False, tuple(needed[len(needed) - len(block.own) :]))
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    name, tensors, counts, scalars, statistics, _, saves_states, final = inputs
+    name, tensors, counts, scalars, _, final = inputs
     num_outputs, num_states = sizes_of(name)
-    ctx.settings = name, counts, scalars, saves_states
-    ctx.num_tensors = len(tensors)
-    ctx.end = num_outputs + (num_states if final else 0)
-    ctx.save_for_backward(*tensors, *output[ctx.end :], statistics)
+    ctx.settings = name, counts, scalars
+    ctx.num_tensors, ctx.end = len(tensors), num_outputs + (num_states if final else 0)
+    ctx.save_for_backward(*tensors, *output[ctx.end :])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    name, counts, scalars, saves_states = ctx.settings
-    *tensors, statistics = ctx.saved_tensors
+    (name, counts, scalars), tensors = ctx.settings, ctx.saved_tensors
     needed = [t.requires_grad for t in tensors[: ctx.num_tensors]]
     found = iter(
         torch.ops.spikefuse.block_backward(
-            name, tensors, counts, scalars, statistics, saves_states, list(grads[: ctx.end]), needed
+            name, list(tensors), counts, scalars, list(grads[: ctx.end]), needed
         )
     )
-    begin, weights = counts[0] + counts[1], counts[2]
-    gradients = [next(found) if need else None for need in needed[: counts[0]]]
-    gradients += [next(found) for _ in range(counts[1])]
+    inputs, states, weights = counts
+    gradients = [None, *(next(found) if need else None for need in needed[1 : 1 + inputs])]
+    gradients += [next(found) for _ in range(states)]
     weight, shift = next(found), next(found)
     gradients += [weight] * weights + [shift]
-    gradients += [next(found) if need else None for need in needed[begin + weights + 1 :]]
-    return None, gradients, None, None if scalars else [], None, None, None, None
+    gradients += [next(found) if need else None for need in needed[len(gradients) :]]
+    return None, gradients, None, None if scalars else [], None, None
 
 
 for _key in ("CPU", "CUDA"):

@@ -146,7 +146,7 @@ class NotingSums(TorchFunctionMode):
         if func is Tensor.unflatten:
             func = torch.unflatten  # the method calls super(), which Dynamo does not trace here
         y, sums = func(*args, **(kwargs or {})), self.call.sums
-        if func in _ADDITIONS and len(args) == 2 and not kwargs:
+        if func in ADDITIONS and len(args) == 2 and not kwargs:
             # Of two norms the one called last is fused.
             for value, norm in reversed(sums):
                 if value is args[0] or value is args[1]:
@@ -154,7 +154,7 @@ class NotingSums(TorchFunctionMode):
                     if extended is not None:
                         sums.append((y, extended))
                     break
-        elif func not in _METADATA:
+        elif func not in METADATA:
             # It may change the sums in place, or what they are computed from.
             read: list[Any] = []
             for x in (*args, *(kwargs or {}).values()):
@@ -178,8 +178,22 @@ def _changes(func: Any, kwargs: dict[str, Any]) -> bool:
     return in_place or assigns or "out" in kwargs or bool(kwargs.get("inplace"))
 
 
-_ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
-_METADATA = {Tensor.size, Tensor.dim, Tensor.shape.__get__, Tensor.ndim.__get__}  # type: ignore[attr-defined]
+ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
+#: Functions that read no values.
+METADATA = {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.__len__,
+    Tensor.is_floating_point,
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "ndim", "dtype", "device", "layout", "is_cuda", "is_cpu")
+    ),
+    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+}
 
 
 class Observer:

@@ -42,8 +42,8 @@ def graph_step(
 ) -> GraphStep:
     """Record a training or inference step as a CUDA graph, and replay it from then on.
 
-    The first `warmup` calls run `step` as it is, the next one records it. Further calls copy their
-    inputs into the graph, launch it once, and return copies of its results. Example::
+    The first `warmup` calls run `step` eagerly, and the next call records it. Each further call
+    copies its inputs into the graph, launches it once, and returns copies of the results. Example::
 
         @sf.graph_step
         def train_step(x, y):

@@ -57,13 +57,12 @@ class LearningRates:
 
     def settings(self) -> Any:
         """All else that the recorded step of the optimizer depends on."""
-        groups = self.optimizer.param_groups
-        return tuple(
-            (len(group["params"]), *(_constant(group[k]) for k in group if k != "params"))
-            if i not in self.tensors
-            else (len(group["params"]), *(_constant(group[k]) for k in group if k not in _RATES))
-            for i, group in enumerate(groups)
-        )
+        settings = []
+        for i, group in enumerate(self.optimizer.param_groups):
+            left_out = _RATES if i in self.tensors else ("params",)
+            values = [_constant(value) for name, value in group.items() if name not in left_out]
+            settings.append((len(group["params"]), *values))
+        return tuple(settings)
 
     def _make_capturable(self, group: dict[str, Any]) -> None:
         group["capturable"] = True
