@@ -1,11 +1,12 @@
 """Batch norm and LIF neurons as one block on one GPU, against the roofline and SpikingJelly.
 
     python -m benchmarks.block
-    python -m benchmarks.block --dtype bfloat16 --layout contiguous
+    python -m benchmarks.block --dtype bfloat16 --layout contiguous --shapes T=4
 
 Forward and backward in training, with gradients of the input and of the norm's weight and bias:
-64 channels at 56 x 56, T = 32, batch 100. The block is compared with torch's batch norm followed by
-our neuron, and followed by SpikingJelly's function with a float32 state on a view of its result.
+64 channels at 56 x 56, T = 32, batch 100; and 1,024 images of 32 x 32 in 1 to 32 time steps. The
+block is compared with torch's batch norm followed by our neuron, and followed by SpikingJelly's
+function with a float32 state on a view of its result.
 
 The roofline is the time in which this GPU copies the bytes that must move, measured in the same
 row: x is read for the statistics, by forward, and by each of two backward passes; the gradient of
@@ -42,7 +43,9 @@ from benchmarks.runner import Contender, Record, Timing, first_line, measure
 from spikefuse.nn import Block
 from spikefuse.testing import within_budget
 
-SHAPE, QUICK = (32, 100, 64, 56, 56), (4, 3, 4, 5, 5)
+SHAPES = {"large": (32, 100, 64, 56, 56)}
+SHAPES |= {f"T={T}": (T, 1024 // T, 64, 32, 32) for T in (1, 4, 8, 32)}
+QUICK = (4, 3, 4, 5, 5)
 LAYOUTS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
 RECOMPUTED = f"{OURS}, recomputed states"
 SEPARATE = f"batch norm, then {OURS}"
@@ -59,12 +62,19 @@ def main(argv: list[str] | None = None) -> Path:
     parser = runner.make_parser("block", __doc__)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     args = runner.parse(parser, argv)
     timing, device = Timing.of(args, COPY_BYTES), torch.device(args.device)
-    given = {d: LayerInput(QUICK if args.quick else SHAPE, DTYPES[d], device) for d in args.dtype}
+
+    def case(shape: str, dtype: str, layout: str) -> Record:
+        sizes = QUICK if args.quick else SHAPES[shape]
+        given = LayerInput(sizes, DTYPES[dtype], device)
+        return measure_block(timing, given, dtype, layout)
+
     return runner.run_cases(args, (
-        (f"{dtype}, {layout}", partial(measure_block, timing, given[dtype], dtype, layout))
+        (f"{shape}, {dtype}, {layout}", partial(case, shape, dtype, layout))
         for layout in args.layout
+        for shape in args.shapes
         for dtype in args.dtype
     ))  # fmt: skip
 

@@ -248,6 +248,21 @@ def cpu_steps(result: Result) -> Parts:
     yield markdown(["", "", "ms", "first of the row / this"], lines)
 
 
+def recurrent(result: Result) -> Parts:
+    """Yield the times of each contender and its peak memory in MB."""
+    names = measured_names(result["rows"])
+    times_, memory = [], []
+    for row in result["rows"]:
+        found = by_name(row)
+        times_.append([row["row"], *(number(median(found.get(name))) for name in names)])
+        peaks = [found[name].get("peak_bytes") if name in found else None for name in names]
+        memory.append([row["row"], *("–" if p is None else f"{p / 1e6:.0f}" for p in peaks)])
+    yield "Forward and backward, wall-clock milliseconds:"
+    yield markdown(["", *names], times_)
+    yield "Peak memory in MB:"
+    yield markdown(["", *names], memory)
+
+
 def neurons(result: Result) -> Parts:
     """Yield device times against the roofline, and wall-clock times of rows bound by the host."""
     long = [row for row in result["rows"] if row["group"] not in HOST_GROUPS]
@@ -528,6 +543,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "neurons": ("neurons", each(neurons), BENCH),
     "networks": ("networks*", each(networks), BENCH),
     "block": ("block", each(block), BENCH),
+    "recurrent": ("recurrent", each(recurrent), SCRIPT.format("recurrent")),
     "bptt-figures": (
         "bptt_figures", each(networks), SCRIPT.format("networks --name bptt_figures")
     ),

@@ -30,6 +30,7 @@ from spikefuse.nn import (
     LIF,
     PLIF,
     QIF,
+    AdLIF,
     AlphaLIF,
     CubaLIF,
     DelayedResetLIF,
@@ -37,7 +38,9 @@ from spikefuse.nn import (
     IntegerLIF,
     Izhikevich,
     Neuron,
+    Recurrent,
     RefractoryLIF,
+    SEAdLIF,
     Stream,
     Temporal,
     TernaryLIF,
@@ -45,6 +48,8 @@ from spikefuse.nn import (
     explain,
     exportable,
     fuse,
+    record,
+    report,
     spiking,
 )
 from spikefuse.transforms.graph_step import graph_step
@@ -61,6 +66,7 @@ __all__ = [
     "LIF",
     "PLIF",
     "QIF",
+    "AdLIF",
     "AlphaLIF",
     "CubaLIF",
     "DelayedResetLIF",
@@ -72,7 +78,9 @@ __all__ = [
     "LearnablePositive",
     "LearnableTimeConstant",
     "Neuron",
+    "Recurrent",
     "RefractoryLIF",
+    "SEAdLIF",
     "State",
     "Stream",
     "Temporal",
@@ -80,6 +88,7 @@ __all__ = [
     "TwoCompartmentLIF",
     "UnsupportedOperation",
     "__version__",
+    "convert",
     "data",
     "decay_from_tau",
     "distributed",
@@ -90,6 +99,9 @@ __all__ = [
     "load",
     "memory",
     "models",
+    "plots",
+    "record",
+    "report",
     "spiking",
     "surrogate",
     "train",
@@ -97,9 +109,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    """Import `data`, `models`, `train` and `load` when they are first used."""
+    """Import `convert`, `data`, `load`, `models`, `plots` and `train` when they are first used."""
     if name in ("data", "models", "train"):
         return _import_module(f"spikefuse.{name}")
+    if name == "convert":
+        return _import_module("spikefuse.transforms.convert").convert
+    if name == "plots":
+        return _import_module("spikefuse.inspect.plots")
     if name == "load":
         return _import_module("spikefuse.train.predict").load
     raise AttributeError(f"module 'spikefuse' has no attribute {name!r}")

@@ -13,13 +13,19 @@ from spikefuse.neurons.definition import Definition, Outputs, States, call_step,
 
 
 def scan(
-    definition: Definition, inputs: tuple[Tensor, ...], state: States | None = None
+    definition: Definition,
+    inputs: tuple[Tensor, ...],
+    state: States | None = None,
+    weight: Tensor | None = None,
 ) -> tuple[Outputs, States]:
     """Run `definition` over dim 0 of `inputs` and return (outputs, final states).
 
     Args:
         inputs: tensors of the same shape `[T, B, ...]`, T >= 1.
         state: one tensor `[B, ...]` per declared state, or None to start from rest.
+        weight: recurrent weights `[N, N]`, or `[heads, N / heads, N / heads]`. Each step adds
+            `recurrent_current` of the first output of the previous step to the first input, which
+            is `[T, B, N]`. The state has one more tensor at its end, that output.
 
     Returns:
         Outputs `[T, B, ...]` in the dtype of the inputs, states `[B, ...]` in that of the
@@ -43,13 +49,31 @@ def scan(
     if state is None:
         rest = [s.initial for s in definition.states.values()]
         state = tuple(torch.full_like(like, value, dtype=compute) for value in rest)
+        if weight is not None:
+            state = (*state, torch.zeros_like(like))
     states = tuple(s.to(compute) for s in state)
+    recurrent = None if weight is None else weight.to(compute)
 
     steps = []
     for now in zip(*(x.unbind(0) for x in inputs), strict=True):
-        outputs, states = call_step(bound, tuple(x.to(compute) for x in now), states)
+        xs = tuple(x.to(compute) for x in now)
+        if recurrent is not None:
+            # What is fed back is rounded to the dtype of the outputs.
+            states, fed_back = states[:-1], states[-1].to(dtype).to(compute)
+            xs = (xs[0] + recurrent_current(fed_back, recurrent), *xs[1:])
+        outputs, states = call_step(bound, xs, states)
+        if recurrent is not None:
+            states = (*states, outputs[0].to(dtype).to(compute))
         steps.append(outputs)
     return tuple(_stack(series).to(dtype) for series in zip(*steps, strict=True)), states
+
+
+def recurrent_current(spikes: Tensor, weight: Tensor) -> Tensor:
+    """Return `spikes @ weight.T` for spikes `[B, N]`, head by head if there are heads."""
+    if weight.ndim == 2:
+        return spikes @ weight.t()
+    heads = spikes.unflatten(1, (len(weight), -1))
+    return torch.einsum("bhj,hij->bhi", heads, weight).flatten(1)
 
 
 def _stack(series: tuple[Tensor, ...]) -> Tensor:

@@ -57,6 +57,12 @@ ZOO = {
         torch.nn.Parameter(torch.linspace(0.3, 0.8, c)), 0.8, 0.6, v_reset=-0.1, **kw
     ),
     "AlphaLIF": lambda c, **kw: sf.AlphaLIF(0.9, 0.7, 0.4, **kw),
+    "AdLIF": lambda c, **kw: sf.AdLIF(
+        0.7, 0.3, torch.nn.Parameter(torch.linspace(0.9, 0.98, c)), 0.2, 0.4, **kw
+    ),
+    "SEAdLIF": lambda c, **kw: sf.SEAdLIF(
+        0.7, 0.3, 0.95, 2.0, torch.nn.Parameter(torch.linspace(2.0, 5.0, c)), **kw
+    ),
     "QIF": lambda c, **kw: sf.QIF(3.0, -0.1, 0.7, 0.2, 0.6, v_reset=-0.2, **kw),
     "EIF": lambda c, **kw: sf.EIF(3.0, -0.1, 0.7, 0.8, 0.6, v_reset=-0.2, **kw),
     "Izhikevich": lambda c, **kw: sf.Izhikevich(3.0, -0.1, 0.7, 0.2, 3.0, 0.3, 0.4, 0.6, **kw),

@@ -58,7 +58,9 @@ ORDER = {
         "launch_triton",
         "execution",
         "state_passing",
+        "double_backward",
         "op",
+        "recurrent",
     ],
     "block": [
         "definition",
@@ -74,7 +76,6 @@ ORDER = {
     "events": [
         "lists",
         "candidates",
-        "vectors_numba",
         "lists_numba",
         "lists_triton",
         "format",
@@ -90,9 +91,12 @@ ORDER = {
     ],
     "kernels": [
         "file_lock",
+        "cache_folder",
         "channels",
         "numba_math",
+        "numba_cache",
         "numba_runtime",
+        "vectors_numba",
         "numba_host",
         "triton_runtime",
         "bits_numba",
@@ -108,7 +112,11 @@ ORDER = {
 }
 
 # Pairs of modules that must not know each other.
-STRANGERS = [("compiler.emit_triton", "compiler.emit_numba")]
+STRANGERS = [
+    (f"compiler.emit_{a}triton", f"compiler.emit_{b}numba")
+    for a in ("", "recurrent_")
+    for b in ("", "recurrent_")
+]
 
 # External packages, and the packages that may import them.
 EXTERNAL = {
@@ -116,7 +124,7 @@ EXTERNAL = {
     "numba": {"kernels", "scan", "events", "testing"},
     "lightning": {"train"},
     "tensorboard": {"train"},
-    "matplotlib": {"train"},
+    "matplotlib": {"train", "inspect"},
     "tqdm": {"train", "data"},
     "yaml": {"train"},
     "sklearn": {"data"},

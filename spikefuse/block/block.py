@@ -108,7 +108,7 @@ def scan(
     inputs, state = request.inputs, request.state
     backend, batch = backend_of(inputs, request.backend), by_batch(norm)
     check(neuron, NAMES[: len(inputs)], inputs, state, backend)
-    check_norm(norm, neuron, inputs[0], batch)
+    check_norm(norm, neuron, inputs[0], batch and not _shares(request))
     if backend == "reference":
         return _reference(norm, neuron, request)
     op.check(backend, inputs[0])
@@ -220,9 +220,14 @@ def _reference(norm: _BatchNorm, neuron: Neuron, request: Request) -> tuple[Outp
     return tuple(y.to(dtype) for y in outputs), finals
 
 
-def check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor, batch: bool) -> None:
-    """Refuse what a block does not take; `batch` says whether the norm's statistics are the
-    batch's."""
+def _shares(request: Request) -> bool:
+    """Whether other processes hold further values of the statistics of the batch."""
+    return request.passing is not None and request.passing.statistics is not None
+
+
+def check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor, alone: bool) -> None:
+    """Refuse what a block does not take; `alone` says whether the norm's statistics are those of
+    `x` alone."""
     if len(type(neuron).input_names) != 1:
         raise TypeError(f"{type(neuron).__name__} takes several inputs: a block gives it one")
     shape = x.shape
@@ -231,7 +236,7 @@ def check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor, batch: bool) -> None
             f"x has shape {list(shape)}: expected [T, B, C, ...] with C = {norm.num_features}, "
             "the number of features of the norm"
         )
-    if batch and x.numel() == shape[2]:
+    if alone and x.numel() == shape[2]:
         raise ValueError(
             f"x has shape {list(shape)}: one value per channel has no variance, so that batch "
             "norm can't be trained on it"

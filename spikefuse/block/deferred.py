@@ -336,6 +336,17 @@ class Deferrals:
         self.read.clear()
 
 
+def compute_earlier(norm: _BatchNorm) -> None:
+    """Prepare a call of a norm that is computed at once: earlier calls update the running
+    statistics before it, and later ones are not deferred."""
+    if active.call is not None:
+        deferrals = active.call.deferred = active.call.deferred or Deferrals()
+        assert isinstance(deferrals, Deferrals)
+        if norm in deferrals.pending:
+            deferrals.pending[norm].value("a second call of the norm")
+        deferrals.computed.add(norm)
+
+
 def defer(norm: _BatchNorm, read: list[Tensor]) -> Tensor:
     """The result of a norm, computed when it is needed, from `tensors_of(norm, x)`."""
     call = NormCall(norm, read)

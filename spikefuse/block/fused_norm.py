@@ -14,6 +14,7 @@ from spikefuse.block import traced
 from spikefuse.block.deferred import (
     DeferredNorm,
     Outcome,
+    compute_earlier,
     defer,
     materialized,
     outcomes,
@@ -45,6 +46,7 @@ class FusedNorm(_BatchNorm):
             return defer(self, read)
         if active.call is not None:
             outcomes[self] = Outcome(None, reason=obstacle)
+            compute_earlier(self)
         return self.plain(input)
 
     def extra_repr(self) -> str:
@@ -100,7 +102,9 @@ class FusedNorm(_BatchNorm):
             return f"its momentum is {self.momentum!r}"
         self._check_input_dim(x)
         rows, channels = x.shape[:2]
-        if channels != self.num_features or (by_batch(self) and x.numel() == channels):
+        passing = None if temporal is None else temporal.passing
+        alone = passing is None or passing.statistics is None
+        if channels != self.num_features or (alone and x.numel() == channels and by_batch(self)):
             return f"its input has shape {list(x.shape)}"
         if temporal is None or rows % temporal.num_steps == 0:
             return ""

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.batch_norm import momentum_of, running_of, shift_of
@@ -268,21 +267,6 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     return None, gradients, None, None if scalars else [], None, None
 
 
-for _key in ("CPU", "CUDA"):
-    # torch.compile must call these, not trace them.
-    for _name, _function in (
-        ("norm_statistics", _statistics), ("block", _block), ("block_backward", _block_backward)
-    ):  # fmt: skip
-        op.library.impl(_name, _disable_dynamo(_function), _key)
-for _name, _fake in (
-    ("norm_statistics", _statistics_fake), ("block", _block_fake),
-    ("block_backward", _block_backward_fake),
-):  # fmt: skip
-    torch.library.register_fake(f"spikefuse::{_name}", _fake, lib=op.library)
-torch.library.register_autograd(
-    "spikefuse::block", _backward, setup_context=_setup_context, lib=op.library
-)
-torch.library.register_autograd(
-    "spikefuse::block_backward", op.no_double_backward, setup_context=op.setup_nothing,
-    lib=op.library,
-)  # fmt: skip
+op.implement("norm_statistics", _statistics, _statistics_fake, None)
+op.implement("block", _block, _block_fake, (_backward, _setup_context))
+op.implement("block_backward", _block_backward, _block_backward_fake, op.ONCE)

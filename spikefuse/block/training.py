@@ -21,6 +21,7 @@ from spikefuse.block.program import BlockProgram
 from spikefuse.kernels.channels import ChannelLayout
 from spikefuse.kernels.norm import gradient_sums
 from spikefuse.scan import state_passing
+from spikefuse.scan.double_backward import once
 from spikefuse.scan.execution import (
     PLAIN,
     REBUILD,
@@ -33,7 +34,6 @@ from spikefuse.scan.execution import (
     Tensors,
     Wanted,
 )
-from spikefuse.scan.op import NoDoubleBackward
 from spikefuse.scan.state_passing import (
     WHOLE,
     Collectives,
@@ -251,7 +251,8 @@ class TrainingCall:
     def totals(self, execution: Execution, sums: Mapping[str, Tensor]) -> Tensor:
         """The result of `gradient_sums` for the sums of a first pass."""
         _, scale, shift = NORM_VALUES
-        place, backend = ChannelLayout(*execution.layout.by_channel), self.program.backend
+        place = ChannelLayout(*execution.layout.by_channel(sums[scale]))
+        backend = self.program.backend
         number = self.number if isinstance(self.number, float) else 1.0
         return gradient_sums(sums[scale], sums[shift], self.statistics, place, number, backend)
 
@@ -319,10 +320,7 @@ class _Training(torch.autograd.Function):
             results.shift.to(dtype) if needed[end + 1] else None,
             *results.own,
         )
-        if not torch.is_grad_enabled():
-            return gradients
-        read = (*tensors, *filter(torch.is_tensor, grads))
-        return tuple(g if g is None else NoDoubleBackward.apply(g, *read) for g in gradients)
+        return once(gradients, *tensors, *grads) if torch.is_grad_enabled() else gradients
 
 
 # That of torch.autograd.Function first looks for transforms, which `scan.op.check` has refused.

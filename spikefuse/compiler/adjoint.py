@@ -27,8 +27,31 @@ class Reverse:
     params: tuple[str, ...]
     graph: Graph
 
-    def select(self, step: Step, inputs: Sequence[str], params: Sequence[str]) -> Reverse:
-        """Return the reverse that computes the gradients of `inputs` and of all states.
+    def absent(self, step: Step, missing: Sequence[bool]) -> tuple[str, ...]:
+        """Return the variables of gradients that are absent at all steps.
+
+        Args:
+            missing: for each output, whether it has no gradient, then for each final state.
+        """
+        outputs = tuple(f"g{y}" for y in step.outputs)
+        states, first = identifiers("gv", step.states), len(step.inputs)
+        known = zip((*outputs, *states), missing, strict=True)
+        present = {name for name, is_missing in known if not is_missing}
+        reads = [self.graph.select([o]).used() for o in self.graph.outputs[first:][: len(states)]]
+        # The gradient of a state goes to the step before.
+        while new := {n for n, r in zip(states, reads, strict=True) if r & present} - present:
+            present |= new
+        return tuple(name for name in (*outputs, *states) if name not in present)
+
+    def select(
+        self,
+        step: Step,
+        inputs: Sequence[str],
+        params: Sequence[str],
+        absent: Sequence[str] = (),
+    ) -> Reverse:
+        """Return the reverse that computes the gradients of `inputs` and of all states, without
+        the terms of `absent` gradients.
 
         It adds the gradients of `params` to further variables `g<parameter>`, the running sums.
         """
@@ -38,8 +61,10 @@ class Reverse:
         chosen += [num_inputs + num_states + self.params.index(name) for name in params]
         names = dict(zip(step.params, step.graph.inputs[num_inputs + num_states :], strict=True))
         sums = tuple(f"g{names[name]}" for name in params)
-        graph = replace(self.graph, inputs=(*_variables(step), *sums))
-        graph = contracted(graph.accumulate([self.graph.outputs[i] for i in chosen], sums))
+        graph = self.graph.without(absent) if absent else self.graph
+        outputs = [graph.outputs[i] for i in chosen]
+        graph = replace(graph, inputs=(*_variables(step), *sums))
+        graph = contracted(graph.accumulate(outputs, sums))
         return Reverse(tuple(inputs), tuple(params), graph)
 
 

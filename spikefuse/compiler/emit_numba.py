@@ -42,13 +42,13 @@ def source(step: Step, reverse: Reverse, channel_params: Sequence[str]) -> str:
     Args:
         channel_params: parameters with one value per channel; the others are scalars.
     """
-    emitter = _Emitter(step, reverse, channel_params)
+    emitter = Emitter(step, reverse, channel_params)
     return "\n".join(
         [HEADER.format(name=step.name), *emitter.forward(), "", "", *emitter.backward()]
     )
 
 
-class _Emitter(Variables):
+class Emitter(Variables):
     #: Numbers of a kernel's arrays.
     slots: dict[str, int]
     #: Parameters with one value per channel that a kernel reads.
@@ -64,7 +64,10 @@ class _Emitter(Variables):
         return self.slots.setdefault(array, len(self.slots))
 
     def load(self, name: str, array: str, index: str) -> str:
-        return f"{name} = load({array}, {index}, {self.slot(array)})"
+        return f"{name} = {self.value(array, index)}"
+
+    def value(self, array: str, index: str) -> str:
+        return f"load({array}, {index}, {self.slot(array)})"
 
     def store(self, array: str, index: str, value: str) -> str:
         return f"store({array}, {index}, {value}, {self.slot(array)})"

@@ -53,21 +53,26 @@ def sigmoid(x):
     return reciprocal(1.0 + e)
 '''
 
-# Every thread block owns BLOCK neighbouring neurons and walks through time. 64-bit integers are
-# scalars here and cost nothing; offsets within a block are 32-bit. N and the strides are passed in
-# units of UNIT, which lets Triton prove that accesses can be 16 bytes wide.
+# A program takes every `num_programs`-th block of BLOCK neighbouring neurons and walks through time
+# with each. All its blocks have the same channels, so it reads their values once. 64-bit integers
+# are scalars here and cost nothing; offsets within a block are 32-bit. N and the strides are passed
+# in units of UNIT, which lets Triton prove that accesses can be 16 bytes wide.
 PROLOGUE = """\
-first = tl.program_id(0).to(tl.int64) * BLOCK
 lane = tl.arange(0, BLOCK)
-count = tl.multiple_of(tl.minimum(N - first, BLOCK).to(tl.int32), UNIT)
-live = lane < count
-group = (first + lane) // inner
-place = (first + lane) % inner
+own = tl.program_id(0).to(tl.int64) * BLOCK + lane
+""".splitlines()
+EACH_BLOCK = """\
+for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(N, BLOCK), tl.num_programs(0)):
+    first = block * BLOCK
+    count = tl.multiple_of(tl.minimum(N - first, BLOCK).to(tl.int32), UNIT)
+    live = lane < count
+    group = (first + lane) // inner
+    place = (first + lane) % inner
 """.splitlines()
 
 # The mask of step `start + k` in a partial chunk.
 PARTIAL = "live_k = lane < tl.multiple_of(tl.where(start + k < T, count, 0), UNIT)"
-FLAGS = {"forward": ["BLOCK", "CHUNK", "FLAT", "UNIT", "REPAIR"]}
+FLAGS = {"forward": ["BLOCK", "CHUNK", "SINGLE", "RAGGED", "FLAT", "UNIT", "REPAIR"]}
 FLAGS["backward"] = [*FLAGS["forward"], "REBUILD"]
 EACH_STEP = "for k in tl.static_range(CHUNK):"
 EACH_STEP_BACK = "for k in tl.static_range(CHUNK - 1, -1, -1):"
@@ -97,20 +102,20 @@ def source(
         channel_params: parameters with one value per channel, read from memory.
         tensor_params: parameters with a single value, read from memory; the others are floats.
     """
-    emitter = _Emitter(step, reverse, channel_params)
+    emitter = Emitter(step, reverse, channel_params)
     emitter.tensors = [emitter.params[name] for name in tensor_params]
     parts = [
         HEADER.format(name=step.name).splitlines(),
-        _function("step", step.graph),
-        _function("advance", emitter.advance) if emitter.vs else [],
-        _function("reverse", emitter.reverse),
+        function("step", step.graph),
+        function("advance", emitter.advance) if emitter.vs else [],
+        function("reverse", emitter.reverse),
         emitter.forward(),
         emitter.backward(),
     ]
     return "\n\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
-class _Emitter(Variables):
+class Emitter(Variables):
     tensors: list[str]
 
     def __init__(self, step: Step, reverse: Reverse, channel_params: Sequence[str]) -> None:
@@ -122,8 +127,22 @@ class _Emitter(Variables):
         # Converted where used: until then, half precision needs half the registers.
         self.inputs_k = [f"{x}[k].to(tl.float32)" for x in self.xs]
 
-    def head(self, name: str, sequences: Sequence[str], pointers: Sequence[str]) -> list[str]:
-        """Emit the signature, the position of the block, addresses and parameters."""
+    def kernel(
+        self,
+        name: str,
+        sequences: Sequence[str],
+        pointers: Sequence[str],
+        body: Sequence[str],
+        sums: Sequence[str] = (),
+    ) -> list[str]:
+        """Emit a kernel.
+
+        Args:
+            sequences: the names of its sequences.
+            pointers: its other pointers.
+            body: what it does with each block of neurons.
+            sums: accumulators, each with a pointer to where the program stores its value.
+        """
         integers = [f"{s}_{kind}" for s in sequences for kind in ("time", "outer")]
         integers += ["N", "inner", "T", "channels", "channel_inner"]
         in_memory = [*self.channel, *self.tensors]
@@ -134,30 +153,43 @@ class _Emitter(Variables):
         ]
         arguments += [f"{i}: tl.int64" for i in integers]
         arguments += [f"{flag}: tl.constexpr" for flag in FLAGS[name]]
-        body = [f"{i} = {i} * UNIT" for i in integers[:-3]] + PROLOGUE
+        before = [f"{i} = {i} * UNIT" for i in integers[:-3]] + PROLOGUE
+        if self.channel:
+            before.append("channel = (own // channel_inner) % channels")
+        before += [f"{p} = tl.load({p}_ptr + channel)" for p in self.channel]
+        before += [f"{p} = tl.load({p}_ptr)" for p in self.tensors]
+        # The interpreter passes Python floats, which are in double precision.
+        before += [f"{p} = tl.full([], {p}, tl.float32)" for p in floats]
+        if scalars := [*self.tensors, *floats]:
+            # The interpreter cannot combine a condition on a scalar with one on a block.
+            spread = [f"{p} = tl.broadcast_to({p}, [BLOCK])" for p in scalars]
+            before += ["if not FAST:", *indent(spread, 1)]
+        before += [f"total_{g} = tl.zeros([BLOCK], tl.float32)" for g in sums]
+        block = [f"{g} = tl.zeros([BLOCK], tl.float32)" for g in sums]
         for s in sequences:
-            body += [
+            block += [
                 "if FLAT:",
                 f"    {s}_base, {s}_at = {s}_ptr + first, lane",
                 "else:",
                 f"    {s}_base, {s}_at = {s}_ptr, group * {s}_outer + place",
             ]
-        if self.channel:
-            body.append("channel = ((first + lane) // channel_inner) % channels")
-        body += [f"{p} = tl.load({p}_ptr + channel, mask=live, other=0.0)" for p in self.channel]
-        body += [f"{p} = tl.load({p}_ptr)" for p in self.tensors]
-        # The interpreter passes Python floats, which are in double precision.
-        body += [f"{p} = tl.full([], {p}, tl.float32)" for p in floats]
-        if scalars := [*self.tensors, *floats]:
-            # The interpreter cannot combine a condition on a scalar with one on a block.
-            spread = [f"{p} = tl.broadcast_to({p}, [BLOCK])" for p in scalars]
-            body += ["if not FAST:", *indent(spread, 1)]
+        block += [*body, *(f"total_{g} += tl.where(live, {g}, 0.0)" for g in sums)]
+        after = []
+        for g in sums:
+            after += [
+                "if REPAIR:",
+                *indent(_add(f"{g}_ptr + own", f"total_{g}", "own < N"), 1),
+                "else:",
+                f"    tl.store({g}_ptr + own, total_{g}, mask=own < N)",
+            ]
         return [
             f"@triton.jit(do_not_specialize={integers!r})",
             f"def {name}(",
             *(f"    {argument}," for argument in arguments),
             "):",
-            *indent([*body, "whole = T // CHUNK * CHUNK"], 1),
+            *indent([*before, "whole = T // CHUNK * CHUNK", *EACH_BLOCK], 1),
+            *indent(block, 2),
+            *indent(after, 1),
         ]
 
     def load_chunk(
@@ -188,12 +220,13 @@ class _Emitter(Variables):
     def forward(self) -> list[str]:
         pointers = [f"{v}_{role}" for v in self.vs for role in ("start", "final", "saved")]
         pointers += [f"{y}_bits" for y in self.bits]
-        scan = ["for start in range(0, whole, CHUNK):", *indent(self.forward_chunk("live"), 1)]
-        scan += ["start = whole", "if whole < T:", *indent(self.forward_chunk("live_k"), 1)]
+        chunks = ["for start in range(0, whole, CHUNK):", *indent(self.forward_chunk("live"), 1)]
+        chunks += ["if RAGGED:", "    start = whole", *indent(self.forward_chunk("live_k"), 1)]
+        scan = _single_or(["start = 0", *self.forward_steps("live")], chunks)
         for v in self.vs:
             scan += _store_optional(f"{v}_final", v)
         body = [*self.initial_states(), *self.with_repair(scan, self.repair_forward())]
-        return self.head("forward", [*self.xs, *self.ys], pointers) + indent(body, 1)
+        return self.kernel("forward", [*self.xs, *self.ys], pointers, body)
 
     def repair_forward(self) -> list[str]:
         """Recompute from other initial states until the states equal those of the first scan.
@@ -228,6 +261,9 @@ class _Emitter(Variables):
         return lines
 
     def forward_chunk(self, mask: str) -> list[str]:
+        return [*self.save_states("start"), *self.forward_steps(mask)]
+
+    def forward_steps(self, mask: str) -> list[str]:
         steps = [self.call("step", [*self.ys, *self.vs], [*self.inputs_k, *self.vs])]
         steps += [_store(y, y) for y in self.ys]
         for y in self.bits:
@@ -240,8 +276,8 @@ class _Emitter(Variables):
                 f"    row = {y}_bits + ((start + k) * N + first) // 8",
                 "    tl.store(row + byte, packed, mask=byte < count // 8)",
             ]
-        lines = [*self.save_states("start"), *self.load_chunk(self.xs, "start", mask)]
-        return [*lines, EACH_STEP, *indent(_within_sequence(mask, steps), 1)]
+        steps = _within_sequence(mask, steps)
+        return [*self.load_chunk(self.xs, "start", mask), EACH_STEP, *indent(steps, 1)]
 
     def backward(self) -> list[str]:
         roles = ("start", "saved", "gfinal", "gstart")
@@ -250,27 +286,29 @@ class _Emitter(Variables):
         body = ["if REBUILD:", *indent(self.rebuild(), 1)] if self.vs else []
         for v, g in zip(self.vs, self.gvs, strict=True):
             body += _load_or_fill(g, f"{v}_gfinal", 0.0)
-        body += [f"{g} = tl.zeros([BLOCK], tl.float32)" for g in self.grads]
         body += self.with_repair(self.scan_backward(), self.repair_backward())
-        head = self.head("backward", [*self.xs, *self.gys, *self.gxs], pointers)
-        return head + indent(body, 1)
+        sequences = [*self.xs, *self.gys, *self.gxs]
+        return self.kernel("backward", sequences, pointers, body, self.grads)
 
     def scan_backward(self) -> list[str]:
+        single = ["start = 0", *self.load_chunk(self.read_backward, "start", "live")]
+        single += [*self.initial_states(), *self.reverse_steps("live")]
         # Sequences are loaded one chunk ahead of their use.
-        body = [
-            "start = whole",
-            *self.load_chunk(self.read_backward, "start", "live_k"),
-            "if whole < T:",
-            *indent(self.backward_chunk("live_k"), 1),
+        ragged = ["start = whole", *self.load_chunk(self.read_backward, "start", "live_k")]
+        last = ["start = whole - CHUNK", *self.load_chunk(self.read_backward, "start", "live")]
+        chunks = [
+            "if RAGGED:",
+            *indent([*ragged, *self.backward_chunk("live_k")], 1),
             "else:",
-            *indent([*self.prefetch(), *self.use_prefetched()], 1),
+            *indent(last, 1),
             "for back in range(0, whole, CHUNK):",
             "    start = whole - CHUNK - back",
             *indent(self.backward_chunk("live"), 1),
         ]
+        body = _single_or(single, chunks)
         for v, g in zip(self.vs, self.gvs, strict=True):
             body += _store_optional(f"{v}_gstart", g)
-        return body + [f"tl.store({g}_ptr + first + lane, {g}, mask=live)" for g in self.grads]
+        return body
 
     def repair_backward(self) -> list[str]:
         """Add the contribution of the final states' gradients to the results of the first scan.
@@ -281,9 +319,8 @@ class _Emitter(Variables):
         lines += [f"limit += tl.abs({g})" for g in self.gvs]
         lines.append(f'limit = tl.where(limit < float("inf"), limit * {NEGLIGIBLE!r}, 0.0)')
         lines += [DIVERGED, "start = tl.full([], 0, tl.int64) + (T - 1) // CHUNK * CHUNK"]
-        chunk = [*self.load_chunk(self.xs, "start", "live_k"), *self.past("live_k")]
-        steps = _within_sequence("live_k", self.reverse_step(repairs=True))
-        chunk += [EACH_STEP_BACK, *indent(steps, 1), "start -= CHUNK"]
+        chunk = [*self.load_chunk(self.xs, "start", "live_k"), *self.saved_states()]
+        chunk += [*self.reverse_steps("live_k", repairs=True), "start -= CHUNK"]
         chunk.append("left = tl.zeros([BLOCK], tl.int32)")
         # Written so that NaN counts as left.
         chunk += [f"left = tl.where(tl.abs({g}) <= limit, left, 1)" for g in self.gvs]
@@ -295,8 +332,6 @@ class _Emitter(Variables):
                 "    reached = lane < tl.where(start < 0, count, 0)",
                 *indent(_add(f"{v}_gstart + first + lane", g, "reached"), 1),
             ]
-        for g in self.grads:
-            lines += _add(f"{g}_ptr + first + lane", g, "live")
         return lines
 
     def rebuild(self) -> list[str]:
@@ -317,13 +352,12 @@ class _Emitter(Variables):
         return [f"{name} = before_{name}" for name in self.read_backward]
 
     def backward_chunk(self, mask: str) -> list[str]:
-        """Recompute the states of the chunk at `start`, and walk back through it."""
-        steps = _within_sequence(mask, self.reverse_step())
-        back = [EACH_STEP_BACK, *indent(steps, 1)]
-        return [*self.prefetch(), *self.past(mask), *back, *self.use_prefetched()]
+        """Walk back through the chunk at `start`, while the one before it is loaded."""
+        states = self.saved_states()
+        return [*self.prefetch(), *states, *self.reverse_steps(mask), *self.use_prefetched()]
 
-    def past(self, mask: str) -> list[str]:
-        """Recompute the states before each step of the chunk at `start`."""
+    def saved_states(self) -> list[str]:
+        """Load the states at the start of a chunk."""
         lines = []
         for v, rest in self.initial:
             lines += [
@@ -333,13 +367,19 @@ class _Emitter(Variables):
                 f"        saved = {v}_saved + (start // CHUNK - 1) * N + first + lane",
                 f"        {v} = tl.load(saved, mask=live, other=0.0)",
             ]
+        return lines
+
+    def reverse_steps(self, mask: str, repairs: bool = False) -> list[str]:
+        """Recompute the states before each step of a chunk, and walk back through it."""
+        lines = []
         if self.vs:
             lines += [f"past_{v} = ({v},)" for v in self.vs]
             walk = [self.call("advance", self.vs, [*self.inputs_k, *self.vs])]
             walk = _within_sequence(mask, walk)
             walk += [f"past_{v} = past_{v} + ({v},)" for v in self.vs]
             lines += ["for k in tl.static_range(CHUNK - 1):", *indent(walk, 1)]
-        return lines
+        steps = _within_sequence(mask, self.reverse_step(repairs))
+        return [*lines, EACH_STEP_BACK, *indent(steps, 1)]
 
     def reverse_step(self, repairs: bool = False) -> list[str]:
         zero = "tl.zeros([BLOCK], tl.float32)"
@@ -361,7 +401,7 @@ class _Emitter(Variables):
         return lines
 
 
-def _function(name: str, graph: Graph) -> list[str]:
+def function(name: str, graph: Graph) -> list[str]:
     results = [
         value
         if isinstance(output, str)
@@ -398,6 +438,11 @@ def _store_optional(pointer: str, value: str, mask: str = "live") -> list[str]:
         f"if {pointer} is not None:",
         f"    tl.store({pointer} + first + lane, {value}, mask={mask})",
     ]
+
+
+def _single_or(single: list[str], chunks: list[str]) -> list[str]:
+    """Emit separate code for a sequence of one whole chunk."""
+    return ["if SINGLE:", *indent(single, 1), "else:", *indent(chunks, 1)]
 
 
 def _within_sequence(mask: str, lines: list[str]) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from spikefuse.compiler import ops
 from spikefuse.compiler.ops import Operand
@@ -69,6 +69,36 @@ class Graph:
         totals = [Node(f"{name}_next", "add", (name, term)) for name, term in terms]
         graph = Graph(self.inputs, [*self.nodes, *totals], (), self.kinds)
         return graph.select([*outputs[:split], *(node.name for node in totals)])
+
+    def without(self, absent: Collection[str]) -> Graph:
+        """Return a graph of gradients without the terms of gradients that are absent.
+
+        The graph is linear in them. Zeros in their place would give NaN where a factor is infinite.
+        """
+        gone: set[Operand] = set(absent)
+        values: dict[Operand, Operand] = {}
+        nodes: list[Node] = []
+        for node in self.nodes:
+            missing = [o in gone for o in node.operands]
+            operands = tuple([values.get(o, o) for o in node.operands])
+            if not any(missing):
+                nodes.append(replace(node, operands=operands))
+            elif node.op in ("add", "sub") and not all(missing):
+                other = operands[missing.index(False)]
+                if node.op == "sub" and missing[0]:
+                    nodes.append(Node(node.name, "neg", (other,)))
+                else:
+                    values[node.name] = other
+            elif node.op == "where" and not missing[0]:
+                branches = [0.0 if out else o for o, out in zip(operands, missing, strict=True)]
+                if branches[1:] == [0.0, 0.0]:
+                    gone.add(node.name)
+                else:
+                    nodes.append(replace(node, operands=tuple(branches)))
+            else:
+                gone.add(node.name)
+        outputs = [0.0 if o in gone else values.get(o, o) for o in self.outputs]
+        return Graph(self.inputs, nodes, tuple(outputs), self.kinds)
 
     def is_binary(self, operand: Operand) -> bool:
         """Return whether an operand is 0 or 1 for all inputs."""

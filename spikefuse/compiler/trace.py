@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +21,15 @@ from spikefuse.compiler import ops
 from spikefuse.compiler.graph import Graph
 from spikefuse.compiler.ops import Operand, UnsupportedOperation
 from spikefuse.compiler.simplify import simplify
-from spikefuse.neurons.definition import Definition, UnknownOutput, WrongResult, call_step
+from spikefuse.neurons.definition import (
+    INTERNAL,
+    Definition,
+    UnknownOutput,
+    WrongResult,
+    call_step,
+    class_constants,
+    owners,
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,14 @@ def trace_step(definition: Definition) -> Step:
     inputs, states = cls.input_names, cls.states
     params = tuple(definition.values())
     names = identifiers("x", inputs) + identifiers("v", tuple(states)) + identifiers("p", params)
-    graph = capture(step_function(definition, params), names, cls.__name__)
+    function = step_function(definition, params)
+    graph, again = (capture(function, names, cls.__name__) for _ in range(2))
+    if repr(graph) != repr(again):
+        raise UnsupportedOperation(
+            f"{cls.__name__}.step computes something else each time it is called, which a kernel "
+            "does not: keep what changes in a State(), in an attribute that is assigned between "
+            "calls, or in an input"
+        )
     initial = tuple(s.initial for s in states.values())
     num_outputs = len(graph.outputs) - len(states)
     return Step(cls.__name__, inputs, tuple(states), initial, params, num_outputs, graph)
@@ -85,18 +103,37 @@ def step_function(
 
     def function(*args: Tensor) -> tuple[Tensor, ...]:
         bound = definition.bind(dict(zip(params, args[end:], strict=True)))
-        before = {**vars(bound), **bound._buffers}
+        before = dict(_memory(bound))
         outputs, new = call_step(bound, args[:split], args[split:end])
-        for name, value in {**vars(bound), **bound._buffers}.items():
-            if name not in before or value is not before[name]:
+        for name, values in _memory(bound):
+            known = before.get(name, [])
+            if len(values) != len(known) or not all(map(operator.is_, values, known)):
                 raise UnsupportedOperation(
-                    f"{type(definition).__name__}.step assigns self.{name}, which a kernel would "
+                    f"{type(definition).__name__}.step changes self.{name}, which a kernel would "
                     f"forget after each step: declare {name} = State() on the class, take it as "
                     "an argument and return its new value"
                 )
         return outputs + new
 
     return function
+
+
+def _memory(bound: Definition) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the attributes of a definition and its surrogates, containers with their contents."""
+    for prefix, module in owners(bound):
+        own = {**vars(module), **module._buffers}
+        for name, value in (*class_constants(module), *own.items()):
+            if name not in INTERNAL:
+                yield prefix + name, list(_contents(value))
+
+
+def _contents(value: Any) -> Iterator[Any]:
+    yield value
+    if isinstance(value, dict):
+        value = [x for item in value.items() for x in item]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        for item in value:
+            yield from _contents(item)
 
 
 def capture(
@@ -146,7 +183,37 @@ _READS = {
     *(Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.item),
     *(Tensor.__len__, Tensor.numel, Tensor.nelement),
 }
+# What differs between a neuron's value in a kernel and a time step in the eager loop.
+_DESCRIPTIONS = {
+    *(Tensor.dim, Tensor.ndimension, Tensor.size, Tensor.stride, Tensor.storage_offset),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("ndim", "shape", "requires_grad", "is_leaf", "grad_fn", "nbytes")
+    ),
+}
 _TORCH = os.path.dirname(torch.__file__)
+_HERE = os.path.dirname(__file__)
+_OWN = _TORCH, _HERE, os.path.join(os.path.dirname(_HERE), "neurons")
+
+
+def _description_read(step: str, name: str) -> UnsupportedOperation:
+    return UnsupportedOperation(
+        f"{step} reads a tensor's '{name}' at {_user_line()}: a kernel computes single values, "
+        "without dimensions and autograd. Make what depends on it an attribute of the neuron, such "
+        "as a bool or an int"
+    )
+
+
+class _Shape(tuple[int, ...]):
+    """A shape to create other tensors with, as in `torch.ones(x.shape)`; rejects other reads."""
+
+    step: str
+    name: str
+
+    def _refuse(self, *args: Any) -> Any:
+        raise _description_read(self.step, self.name)
+
+    __len__ = __getitem__ = __iter__ = __contains__ = __bool__ = numel = _refuse
 
 
 class _ForbidReads(TorchFunctionMode):
@@ -159,6 +226,14 @@ class _ForbidReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS:
             raise _value_read(self.step)
+        # PyTorch and we read them where they make no difference.
+        if func in _DESCRIPTIONS and not sys._getframe(1).f_code.co_filename.startswith(_OWN):
+            name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+            if name not in ("shape", "size") or len(args) > 1 or kwargs:
+                raise _description_read(self.step, name)
+            shape = _Shape(func(*args))
+            shape.step, shape.name = self.step, name
+            return shape
         return func(*args, **(kwargs or {}))
 
 
@@ -260,11 +335,10 @@ def _user_line() -> str:
 
 def _frames() -> list[traceback.FrameSummary]:
     """Return the innermost frames outside the compiler, out to a neuron, surrogate or user."""
-    here = os.path.dirname(__file__)
-    others = _TORCH, os.path.join(os.path.dirname(here), "nn")
+    others = _TORCH, os.path.join(os.path.dirname(_HERE), "nn")
     frames = []
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(here):
+        if not frame.filename.startswith(_HERE):
             frames.append(frame)
             if not frame.filename.startswith(others):
                 return frames

@@ -9,7 +9,6 @@ Shape legend: K ranks, R rows of events, E entries.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from spikefuse.block.batch_norm import GroupCollectives
 from spikefuse.events.format import Events, count_marks, merge_slices
-from spikefuse.events.lists import SliceCounts
+from spikefuse.events.lists import EventLists, SliceCounts
 from spikefuse.nn import EventLinear, Neuron, Temporal
 
 Group = dist.ProcessGroup | None
@@ -109,7 +108,8 @@ class _ShardLinear(EventLinear):
         offsets = counts.starts[rank]
         own = counted.sites(offsets, counts.max_size)
         shape = marks.shape[0], marks.shape[1], marks.shape[2]
-        share = Events(shape, offsets, counted.fired, own[: counts.sizes[rank]])
+        lists = EventLists(offsets, counted.fired, own[: counts.sizes[rank]])
+        share = Events.trusted(shape, lists)
         return self._gather_events(own, counts, share, marks if marks.requires_grad else None)
 
     def _from_events(self, events: Events) -> Events:
@@ -145,9 +145,7 @@ class _ShardLinear(EventLinear):
         whole, values, places = merge_slices(shape, gathered, self._bounds_on_device, counts, rank)
         if source is None:
             return whole
-        return replace(
-            whole, values=_GatheredValues.apply(source, values, places, share, self.group)
-        )
+        return whole.with_values(_GatheredValues.apply(source, values, places, share, self.group))
 
 
 class Replicated(nn.Module):
@@ -176,7 +174,7 @@ def _first_rank_gradient(events: Events, group: Group) -> Events:
     values = events.values.view_as(events.values)
     if values.requires_grad:
         values.register_hook(torch.zeros_like)
-    return replace(events, values=values)
+    return events.with_values(values)
 
 
 def shard_neurons(net: Network, group: Group = None) -> Network:
@@ -247,5 +245,5 @@ class _GatheredValues(torch.autograd.Function):
         dist.all_reduce(total, group=ctx.group)
         values = total.index_select(0, places)
         if ctx.is_dense:
-            values = replace(ctx.share, values=values).to_dense(values.dtype)
+            values = ctx.share.with_values(values).to_dense(values.dtype)
         return values, None, None, None, None

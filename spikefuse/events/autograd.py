@@ -5,7 +5,6 @@ Weights are those of `EventLinear`, `[O, I]`; kernels take the transpose, which 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from spikefuse.events.format import Events
 from spikefuse.neurons.definition import Definition
+from spikefuse.scan.double_backward import once
 
 if TYPE_CHECKING:
     from spikefuse.events.layer_numba import FusedLayer
@@ -53,8 +53,10 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight = ctx.saved_tensors[0]  # raises an error if it was modified in place
-        found, bias, values = ctx.kernels.gradients(ctx.events, grad, weight.t())
-        return values, found.t(), bias if ctx.has_bias else None, None, None
+        with torch.no_grad():
+            found, bias, values = ctx.kernels.gradients(ctx.events, grad, weight.t())
+        gradients = values, found.t(), bias if ctx.has_bias else None, None, None
+        return once(gradients, grad, weight, ctx.events.values)
 
 
 def can_fuse(neuron: Definition, weight: Tensor) -> bool:
@@ -81,7 +83,7 @@ def layer(events: Events, neuron: Definition, weight: Tensor, bias: Tensor | Non
     inputs = events.values, weight, bias
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):
         return outputs
-    return replace(outputs, values=_Layer.apply(*inputs, fused, outputs))
+    return outputs.with_values(_Layer.apply(*inputs, fused, outputs))
 
 
 class _Layer(torch.autograd.Function):
@@ -96,15 +98,18 @@ class _Layer(torch.autograd.Function):
     ) -> Tensor:
         # All that is saved goes through autograd, so that `explain` and memory budgets count it.
         currents = torch.from_numpy(fused.currents)
-        ctx.save_for_backward(weight, *fused.events.lists, *outputs.lists, currents)
-        ctx.fused, ctx.outputs, ctx.has_bias = fused, outputs, bias is not None
+        ctx.save_for_backward(weight, bias, *fused.events.lists, *outputs.lists, currents)
+        ctx.fused, ctx.outputs = fused, outputs
         return outputs.is_fired()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors  # raises an error if the weight was modified in place
-        weight, bias, values = ctx.fused.backward(ctx.outputs, grad)
-        return values, weight.t(), bias if ctx.has_bias else None, None, None
+        # Raises an error if weight or bias were modified in place: currents may be recomputed.
+        weight, bias, *_ = ctx.saved_tensors
+        with torch.no_grad():
+            found, by_bias, values = ctx.fused.backward(ctx.outputs, grad)
+        gradients = values, found.t(), None if bias is None else by_bias, None, None
+        return once(gradients, grad, weight, bias, ctx.fused.events.values)
 
 
 def list_marks(marks: Tensor) -> Events:
@@ -112,7 +117,7 @@ def list_marks(marks: Tensor) -> Events:
     events = Events.from_marks(marks.detach())
     if not marks.requires_grad:
         return events
-    return replace(events, values=_ListMarks.apply(marks, events))
+    return events.with_values(_ListMarks.apply(marks, events))
 
 
 class _ListMarks(torch.autograd.Function):
@@ -124,4 +129,4 @@ class _ListMarks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return replace(ctx.events, values=grad).to_dense(grad.dtype), None
+        return ctx.events.with_values(grad).to_dense(grad.dtype), None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -50,7 +50,7 @@ def choose(events: Events, out_features: int, run: Callable[[str, Events], None]
     if key not in _measured:
         if len(_measured) >= 4096:
             _measured.clear()
-        leaf = replace(events, values=events.is_fired().requires_grad_())
+        leaf = events.with_values(events.is_fired().requires_grad_())
         times = {impl: _milliseconds(run, impl, leaf) for impl in ("triton", "dense")}
         listed = ", ".join(f"{impl} {time:.3g} ms" for impl, time in times.items())
         best = min(times, key=times.__getitem__)

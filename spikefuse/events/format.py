@@ -6,7 +6,7 @@ Shape legend: T time steps, B samples, R = T B rows, W sites of a row, E entries
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,10 @@ class Events:
 
     Row r = t B + b has its entries in `indices[offsets[r] : offsets[r + 1]]`: first the `fired[r]`
     sites that fired, then the candidates, which carry a gradient but did not fire. Each of the two
-    is in ascending order.
+    is in ascending order, and no site is in both.
+
+    Kernels trust the lists: the constructor checks them, which synchronizes with a GPU, and their
+    tensors must not be changed afterwards.
 
     Args:
         shape: (T, B, W).
@@ -32,6 +35,10 @@ class Events:
         values: float32 `[E]`, 1 for entries that fired and 0 for the others, through which
             gradients flow. None if there are no gradients.
         dropped: number of spikes left out of rows that exceeded a capacity.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a shape, a device or the content is not as described.
     """
 
     shape: tuple[int, int, int]
@@ -40,6 +47,28 @@ class Events:
     indices: Tensor
     values: Tensor | None = None
     dropped: int = 0
+
+    def __post_init__(self) -> None:
+        _check_tensors(self)
+        _check_lists(self)
+
+    @classmethod
+    def trusted(
+        cls, shape: tuple[int, int, int], lists: EventLists, values: Tensor | None = None
+    ) -> Events:
+        """Return the events of lists that this library made, unchecked."""
+        events = object.__new__(cls)
+        events.__dict__.update(shape=shape, values=values, dropped=0, **lists._asdict())
+        return events
+
+    def with_values(self, values: Tensor | None) -> Events:
+        """Return the same events with other values, unchecked."""
+        return self._with(values=values)
+
+    def _with(self, **fields: Any) -> Events:
+        events = object.__new__(type(self))
+        events.__dict__.update(self.__dict__ | fields)
+        return events
 
     @property
     def lists(self) -> EventLists:
@@ -110,7 +139,7 @@ class Events:
         if rows.is_cpu:
             from spikefuse.events import lists_numba
 
-            return cls(shape, *lists_numba.unpack(rows))
+            return cls.trusted(shape, lists_numba.unpack(rows))
         shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
         bits = (rows.unsqueeze(-1) >> shifts & 1).flatten(1)[:, :width]
         return cls.from_marks((bits * FIRED).view(shape))
@@ -122,7 +151,8 @@ class Events:
         offsets = torch.zeros(len(counted.entries) + 1, dtype=torch.int64, device=marks.device)
         torch.cumsum(counted.entries, 0, out=offsets[1:])
         shape = marks.shape[0], marks.shape[1], marks.shape[2]
-        return cls(shape, offsets, counted.fired, counted.sites(offsets, int(offsets[-1])))
+        sites = counted.sites(offsets, int(offsets[-1]))
+        return cls.trusted(shape, EventLists(offsets, counted.fired, sites))
 
     def rows(self) -> Tensor:
         """Return int64 `[E]`: the row of each entry."""
@@ -152,8 +182,7 @@ class Events:
         offsets = F.pad(counts.cumsum(0), (1, 0))
         skipped = (self.offsets - offsets)[:-1].repeat_interleave(counts, output_size=size)
         entries = torch.arange(size, device=self.device) + skipped
-        return replace(
-            self,
+        return self._with(
             offsets=offsets,
             fired=self.fired.clamp(max=limit),
             indices=self.indices.index_select(0, entries),
@@ -166,7 +195,7 @@ class Events:
         names = ("offsets", "fired", "indices", "values")
         tensors = {name: x for name in names if (x := getattr(self, name)) is not None}
         moved = {name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()}
-        return replace(self, **moved)
+        return self._with(**moved)
 
 
 def count_marks(marks: Tensor) -> CountedMarks:
@@ -208,7 +237,77 @@ def merge_slices(
     whole, values = indices.new_empty(total), torch.empty_like(place, dtype=torch.float32)
     whole[to], values[to] = torch.cat(sites).to(whole.dtype), is_fired.float()
     own = to.split(counts.sizes)[index]
-    return Events(shape, counts.offsets, counts.fired, whole), values, own
+    lists = EventLists(counts.offsets, counts.fired, whole)
+    return Events.trusted(shape, lists), values, own
+
+
+def _check_tensors(events: Events) -> None:
+    """Check shapes, dtypes and devices, without reading the tensors."""
+    shape = events.shape
+    if len(shape) != 3 or any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"shape is {shape}: expected (T, B, W), three sizes of at least 0")
+    rows, entries = events.num_rows, events.indices.numel()
+    expected = {
+        "offsets": (torch.int64, rows + 1),
+        "fired": (torch.int32, rows),
+        "indices": (torch.int32, entries),
+        "values": (torch.float32, entries),
+    }
+    for name, (dtype, size) in expected.items():
+        x = getattr(events, name)
+        if x is None and name == "values":
+            continue
+        if not isinstance(x, Tensor) or x.dtype != dtype:
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name} is {kind}: expected a tensor of {dtype}")
+        if x.shape != (size,) or not x.is_contiguous():
+            raise ValueError(
+                f"{name} has shape {list(x.shape)} and strides {list(x.stride())}: expected "
+                f"contiguous [{size}] for shape {tuple(shape)} and {entries} indices"
+            )
+        if x.device != events.device:
+            raise ValueError(
+                f"{name} is on {x.device}, but indices is on {events.device}: expected one device"
+            )
+
+
+def _check_lists(events: Events) -> None:
+    """Check the content, with two synchronizations, or four if there are candidates."""
+    offsets, fired, indices = events.lists
+    width, entries = events.shape[2], len(indices)
+    sizes = offsets.diff()
+    rules = {
+        "offsets don't begin with 0": offsets[0] != 0,
+        f"offsets don't end with {entries}, the number of indices": offsets[-1] != entries,
+        "offsets decrease": (sizes < 0).any(),
+        "fired is below 0 or above the number of a row's entries": (
+            (fired < 0) | (fired > sizes)
+        ).any(),
+        f"indices are below 0 or not below {width}": ((indices < 0) | (indices >= width)).any(),
+    }
+    _raise_first(rules)
+    # Where a row's spikes and its candidates begin, the order begins anew.
+    begins = torch.zeros(entries + 1, dtype=torch.bool, device=events.device)
+    begins[offsets[:-1]] = True
+    begins[offsets[:-1] + fired] = True
+    descends = (indices[1:] <= indices[:-1]) & ~begins[1:entries]
+    rules = {"indices of a row's spikes or candidates are not in ascending order": descends.any()}
+    if events.values is not None:
+        rules["values are not 1 for spikes and 0 for candidates"] = (
+            events.values.detach() != events.is_fired()
+        ).any()
+    _raise_first(rules)
+    if entries > events.num_fired:
+        places = (events.rows() * width + indices).sort().values
+        _raise_first({"a site is a spike and a candidate": (places.diff() == 0).any()})
+
+
+def _raise_first(rules: dict[str, Tensor]) -> None:
+    """Raise for the first rule that is broken. Synchronizes with a GPU."""
+    broken = torch.stack(list(rules.values())).tolist()
+    for rule, is_broken in zip(rules, broken, strict=True):
+        if is_broken:
+            raise ValueError(f"{rule}: expected lists as the docstring of Events describes them")
 
 
 def _kernels(x: Tensor) -> Any:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spikefuse.events import lists_numba, products_numba, vectors_numba
+from spikefuse.events import lists_numba, products_numba
 from spikefuse.events.format import Events
 from spikefuse.events.lists_numba import PackedMarks, arrays, num_words
 from spikefuse.events.products_numba import (
@@ -33,6 +33,7 @@ from spikefuse.events.products_numba import (
     tile_width,
     work_of,
 )
+from spikefuse.kernels import vectors_numba
 from spikefuse.kernels.numba_host import advise_huge_pages, flat, move_to_huge_pages, threads_for
 from spikefuse.neurons.definition import Definition
 from spikefuse.scan import cache as sources
@@ -52,7 +53,7 @@ SOURCE = """
 # Built on kernels with this digest: {digest}
 from spikefuse.events.lists_numba import pack
 from spikefuse.events.products_numba import add_group, add_to, clear, part_of
-from spikefuse.events.vectors_numba import LINE, WORD, aligned, sum_rows
+from spikefuse.kernels.vectors_numba import LINE, WORD, aligned, sum_rows
 
 
 @kernel
@@ -202,7 +203,7 @@ class FusedLayer:
         threads = threads_for(work_of(self.events, width))
         copied = num_fired >= COPIED * num_inputs * -(-threads // max(self.tiles, 1))
         self._run(self.module.layer, threads, copied, words, fired.ravel(), near.ravel())
-        return Events((num_steps, batch, width), *PackedMarks(fired, near).lists())
+        return Events.trusted((num_steps, batch, width), PackedMarks(fired, near).lists())
 
     def backward(self, outputs: Events, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return `Gradients.finished` for the gradient `[E]` of the outputs' values."""

@@ -304,7 +304,7 @@ class EventLinear(nn.Module):
         if call is not None:
             name = call.names[id(neuron)]
             final_wanted, backend = call.final, call.impl
-            state = None if call.initial is None else call.initial.get(name)
+            state = None if call.initial is None else call.initial.get(name) or None
         stateless = state is None and not final_wanted and backend in ("auto", "numba")
         on_lists = impl == "numba" and spikes is None
         if on_lists and stateless and autograd.can_fuse(marking, self.weight):

@@ -15,9 +15,9 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from spikefuse.events.lists import FIRED, NEAR, EventLists
-from spikefuse.events.vectors_numba import WORD, equal_bits
 from spikefuse.kernels.numba_host import flat, shared
 from spikefuse.kernels.numba_runtime import kernel
+from spikefuse.kernels.vectors_numba import WORD, equal_bits
 
 _FIRED, _NEAR = np.float32(FIRED), np.float32(NEAR)
 

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from spikefuse.events.format import Events
-from spikefuse.events.lists import FIRED
+from spikefuse.events.lists import FIRED, EventLists
 from spikefuse.events.lists_numba import arrays
 from spikefuse.events.transpose_numba import transpose
-from spikefuse.events.vectors_numba import WORD, dots, prefetch, sum_rows
 from spikefuse.kernels.numba_host import (
     advise_huge_pages,
     flat,
@@ -30,6 +29,7 @@ from spikefuse.kernels.numba_host import (
     threads_for,
 )
 from spikefuse.kernels.numba_runtime import fence, kernel, load, store, stream
+from spikefuse.kernels.vectors_numba import WORD, dots, prefetch, sum_rows
 
 # Most columns of a tile, whose weights have to fit a core's cache.
 WIDEST = 512
@@ -129,7 +129,8 @@ def listed_currents(weight: Tensor, bias: Tensor | None, indices: Tensor, count:
     """Return `[O]`: the bias plus the rows of `weight [I, O]` of the first `count` indices."""
     offsets = torch.zeros(2, dtype=torch.int64)
     offsets[1:] = count
-    return currents(Events((1, 1, len(weight)), offsets, count, indices), weight, bias)[0]
+    lists = EventLists(offsets, count, indices)
+    return currents(Events.trusted((1, 1, len(weight)), lists), weight, bias)[0]
 
 
 @kernel

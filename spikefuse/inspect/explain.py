@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from spikefuse.block.block import NAMES
 from spikefuse.block.program import block_program
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import LOOP_STEPS, Explanation, Layer, SavedBytes
-from spikefuse.inspect.observer import CallObserver, NeuronScan
+from spikefuse.inspect.observer import CallObserver, NeuronScan, unchanged
 from spikefuse.inspect.timing import copy_bandwidth, seconds
 from spikefuse.kernels.norm import by_batch
 from spikefuse.memory.saved_tensors import SavedTensors, num_bytes
@@ -49,12 +48,8 @@ def explain(
         TypeError: `model` is not a module.
         Any exception of the call itself, except UnsupportedOperation.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
-    tensors = [x for x in (*inputs, *model.parameters()) if isinstance(x, Tensor)]
-    devices = list({x.device for x in tensors if x.device.type == "cuda"})
     call = CallObserver(model)
-    with _buffers_restored(model), torch.random.fork_rng(devices):
+    with unchanged(model, inputs):
         with call.observing():
             outputs = model(*inputs, **keywords)
         saved = _saved_by_layers(model, call)
@@ -90,19 +85,6 @@ def _describe_events(name: str, layer: EventLinear) -> str:
         f"{widths}, on {activity.choice.impl} ({activity.choice.reason}): {activity.rate:.2%} of "
         f"the inputs fired, {candidates:.2%} listed, {dropped} dropped"
     )
-
-
-@contextlib.contextmanager
-def _buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers, such as the running statistics of norms, on exit."""
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
 
 
 def _saved_by_layers(model: nn.Module, call: CallObserver) -> tuple[SavedBytes, ...]:

@@ -103,11 +103,11 @@ class Explanation:
     def __str__(self) -> str:
         lines = _table(self.layers) if self.layers else []
         for layer in self.layers:
-            lines += [f"{_label(layer.name)}: {note}" for note in layer.notes]
+            lines += [f"{label(layer.name)}: {note}" for note in layer.notes]
         lines += self.events
         for name in self.recomputed:
             lines.append(
-                f"{_label(name)}: memory=Checkpoint() recomputes its layers in backward; they and "
+                f"{label(name)}: memory=Checkpoint() recomputes its layers in backward; they and "
                 "what it saves are not shown: explain it with Recompute()"
             )
         if self.not_called:
@@ -118,7 +118,8 @@ class Explanation:
     __repr__ = __str__
 
 
-def _label(name: str) -> str:
+def label(name: str) -> str:
+    """Return what a table shows for the name of a layer."""
     return name or "(the model)"
 
 
@@ -129,13 +130,13 @@ def _table(layers: Sequence[Layer]) -> list[str]:
     for layer in layers:
         times = f"{len(layer.dtypes)} × " if len(layer.dtypes) > 1 else ""
         dtypes = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in layer.dtypes)
-        row = [_label(layer.name), layer.module, f"{times}{list(layer.shape)}", ", ".join(dtypes)]
+        row = [label(layer.name), layer.module, f"{times}{list(layer.shape)}", ", ".join(dtypes)]
         row += [layer.program or layer.implementation, type(layer.memory).__name__]
         row.append(str(layer.chunk or "–"))
         if layer.least is not None and layer.achieved is not None:
             row += [_time(layer.least), _time(layer.achieved), f"{layer.fraction:.1%}"]
         rows.append(row + [""] * (len(rows[0]) - len(row)))
-    return _aligned(rows, numbers_from=6)
+    return aligned(rows, numbers_from=6)
 
 
 def _saved_table(layers: Sequence[SavedBytes], are_all: bool) -> list[str]:
@@ -144,12 +145,13 @@ def _saved_table(layers: Sequence[SavedBytes], are_all: bool) -> list[str]:
     total = [SavedBytes("total", "", sum(x.now for x in layers), eager)] if are_all else []
     rows = [["layer", "module", "saved", "by eager PyTorch"]]
     for row in (*layers, *total):
-        shown = "–" if row.eager is None else _bytes(row.eager)
-        rows.append([_label(row.name), row.module, _bytes(row.now), shown])
-    return _aligned(rows, numbers_from=2)
+        shown = "–" if row.eager is None else in_bytes(row.eager)
+        rows.append([label(row.name), row.module, in_bytes(row.now), shown])
+    return aligned(rows, numbers_from=2)
 
 
-def _aligned(rows: list[list[str]], numbers_from: int) -> list[str]:
+def aligned(rows: list[list[str]], numbers_from: int) -> list[str]:
+    """Return the lines of a table; columns from `numbers_from` on are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def pad(i: int, cell: str) -> str:
@@ -176,7 +178,8 @@ def _legend(explanation: Explanation) -> Iterator[str]:
         )
 
 
-def _bytes(number: int) -> str:
+def in_bytes(number: int) -> str:
+    """Return a size in the largest fitting unit."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= 0.9995 * size:  # 1 MB, not 1000 kB
             return f"{number / size:.3g} {unit}"

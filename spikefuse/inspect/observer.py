@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from spikefuse.memory.saved_tensors import SavedTensors
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.call import Observer, Scan, active, observing
 from spikefuse.nn.neuron import Neuron, backend_of
+from spikefuse.nn.recurrent import Recurrent
 from spikefuse.scan.op import Request
 
 OUTSIDE = "(not in the model)"
@@ -35,6 +37,7 @@ class NeuronScan:
 
     Attributes:
         name: the neuron's qualified name in the model.
+        owner: the module that ran: the neuron, or the recurrent layer around it.
         request: the inputs `[T, B, ...]` and the state as leaves, and the implementation that ran.
         memory: the policy in effect.
         reason: why it ran on the reference, or "".
@@ -43,6 +46,7 @@ class NeuronScan:
 
     name: str
     neuron: Neuron
+    owner: Neuron | Recurrent
     norm: _BatchNorm | None
     request: Request
     memory: Policy
@@ -53,11 +57,12 @@ class NeuronScan:
     def module(self) -> str:
         norm = [type(self.norm).__name__] if self.norm else []
         residual = ["residual"] if self.norm and len(self.request.inputs) > 1 else []
-        return " + ".join([*norm, *residual, type(self.neuron).__name__])
+        layer = [type(self.owner).__name__] if self.owner is not self.neuron else []
+        return " + ".join([*norm, *residual, *layer, type(self.neuron).__name__])
 
     def tensors(self) -> list[Tensor]:
         """Return the parameters and buffers."""
-        modules = [m for m in (self.neuron, self.norm) if m is not None]
+        modules = [m for m in (self.owner, self.norm) if m is not None]
         return [x for m in modules for x in (*m.parameters(), *m.buffers())]
 
     def forward(
@@ -79,7 +84,7 @@ class NeuronScan:
                 request = request._replace(backend="reference")
             request = request._replace(inputs=inputs, state=state)
             if eager or self.norm is None:
-                outputs, _ = self.neuron._scan(request)
+                outputs, _ = self.owner._scan(request)
             else:
                 outputs, _ = block.scan(self.norm, self.neuron, self.memory, request)
         return outputs, leaves if any(y.requires_grad for y in outputs) else []
@@ -96,28 +101,23 @@ def _normalize(norm: _BatchNorm, x: Tensor, *residual: Tensor) -> Tensor:
 _lock = threading.RLock()
 
 
-class CallObserver(Observer):
-    """Records what happens in one call of a model, in the thread that created the observer.
+class ModuleObserver(Observer):
+    """Follows which layer of a model runs, in the thread that created the observer.
 
     Attributes:
-        saved: what layers save for backward.
-        layers: the type of each layer by name, in the order of the calls.
-        scans: the scans of neurons and blocks.
-        pooled: (layer, input, number of outputs) of each differentiable max pooling by our kernels.
-        recomputed: modules that `Checkpoint` recomputes, and the name of their network.
+        names: the qualified name of each module in the model, without the modules inside neurons.
+        layer: name of the running layer, "" outside.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
         neurons = [m for m in model.modules() if isinstance(m, Neuron)]
         inner = {m for neuron in neurons for m in neuron.modules()}.difference(neurons)
-        self._names = {m: name for name, m in model.named_modules() if m not in inner}
+        self.names = {m: name for name, m in model.named_modules() if m not in inner}
+        self.layer = ""
         self._thread = threading.get_ident()
         self._outer: list[str] = []
-        self.saved = SavedTensors()
-        self.layers: dict[str, str] = {}
-        self.scans: list[NeuronScan] = []
-        self.pooled: list[tuple[str, Tensor, int]] = []
-        self.recomputed: dict[nn.Module, str] = {}
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
@@ -131,44 +131,79 @@ class CallObserver(Observer):
             enter = register_module_forward_pre_hook(self._enter)
             leave = register_module_forward_hook(self._leave, always_call=True)
             try:
-                with self.saved.hooks():
-                    yield
+                yield
             finally:
                 enter.remove()
                 leave.remove()
 
-    def _enter(self, module: nn.Module, *_: object) -> None:
-        """Attribute saved tensors to `module` if it is a layer, else to the enclosing layer."""
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
         if threading.get_ident() == self._thread:
-            self._outer.append(self.saved.layer)
-            if module in self._names or isinstance(module, Neuron):
-                self.saved.layer = self._names.get(module, OUTSIDE)
-                self.layers[self.saved.layer] = type(module).__name__
+            self._outer.append(self.layer)
+            if module in self.names or isinstance(module, Neuron):
+                self.layer = self.names.get(module, OUTSIDE)
+                self.enter(module, inputs)
 
-    def _leave(self, *_: object) -> None:
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if threading.get_ident() == self._thread:
-            self.saved.layer = self._outer.pop()
+            if module in self.names and output is not None:  # None after an exception
+                self.leave(module, output)
+            self.layer = self._outer.pop()
+
+    def enter(self, module: nn.Module, inputs: Any) -> None:
+        """See that a layer is called, with positional arguments `inputs`."""
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """See the output of a layer."""
+
+
+class CallObserver(ModuleObserver):
+    """Records what happens in one call of a model, in the thread that created the observer.
+
+    Attributes:
+        saved: what layers save for backward.
+        layers: the type of each layer by name, in the order of the calls.
+        scans: the scans of neurons and blocks.
+        pooled: (layer, input, number of outputs) of each differentiable max pooling by our kernels.
+        recomputed: modules that `Checkpoint` recomputes, and the name of their network.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.saved = SavedTensors(lambda: self.layer)
+        self.layers: dict[str, str] = {}
+        self.scans: list[NeuronScan] = []
+        self.pooled: list[tuple[str, Tensor, int]] = []
+        self.recomputed: dict[nn.Module, str] = {}
+
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        with super().observing(), self.saved.hooks():
+            yield
+
+    def enter(self, module: nn.Module, inputs: Any) -> None:
+        self.layers[self.layer] = type(module).__name__
 
     def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
         """Run a scan, on the reference if the neuron cannot be compiled, and record it."""
         assert isinstance(neuron, Neuron)
-        self._enter(neuron)
+        self._enter(neuron, ())  # a block does not call the module
         try:
             backend, call = backend_of(request.inputs, request.backend), active.call
             who = "the neuron" if call is None or id(neuron) not in call.names else "Temporal"
             reason = f'on the reference: impl="reference" was passed to {who}'
             try:
-                results = scan(request._replace(backend=backend))
+                results = super().scan(neuron, scan, request._replace(backend=backend))
             except UnsupportedOperation as error:
                 backend = "reference"
                 reason = f"not compiled, which a call raises as an error: {error}"
-                results = scan(request._replace(backend=backend))
+                results = super().scan(neuron, scan, request._replace(backend=backend))
             state = None if request.state is None else tuple(map(leaf, request.state))
             # A block passes a partial of `block.scan` on (norm, neuron, memory).
             norm, memory = scan.args[::2] if isinstance(scan, functools.partial) else (None, None)
             recorded = NeuronScan(
-                name=self._names.get(neuron, OUTSIDE),
+                name=self.names.get(neuron, OUTSIDE),
                 neuron=neuron,
+                owner=getattr(scan, "__self__", neuron),
                 norm=None if norm is None else original(norm),
                 request=Request(
                     tuple(map(leaf, request.inputs)),
@@ -184,17 +219,36 @@ class CallObserver(Observer):
             self.layers[recorded.name] = recorded.module
             self.scans.append(recorded)
         finally:
-            self._leave()
+            self._leave(neuron, (), None)
         return results
 
     def pool(self, x: Tensor, y: Tensor) -> None:
         """Record a max pooling by our kernels."""
+        super().pool(x, y)
         if y.requires_grad:
-            self.pooled.append((self.saved.layer, x.detach(), y.numel()))
+            self.pooled.append((self.layer, x.detach(), y.numel()))
 
     def checkpoint(self, modules: Iterable[nn.Module]) -> None:
         """Record the modules that `Checkpoint` runs and recomputes in backward."""
-        self.recomputed |= dict.fromkeys(modules, self.saved.layer)
+        super().checkpoint(modules)
+        self.recomputed |= dict.fromkeys(modules, self.layer)
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, inputs: Iterable[Any]) -> Iterator[None]:
+    """Restore the model's buffers, such as the running statistics of norms, and the state of
+    PyTorch's random number generators on exit."""
+    tensors = [x for x in (*inputs, *model.parameters()) if isinstance(x, Tensor)]
+    devices = list({x.device for x in tensors if x.device.type == "cuda"})
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 def leaf(x: Tensor, num_steps: int | None = None) -> Tensor:

@@ -48,7 +48,9 @@ def statistics(
     results = torch.empty((4, layout.channels), dtype=torch.float32)
     moments(x, *layout, results[0], results[3])
     number = repeats * layout.outer * layout.inner
-    _finish(results, weight, running, number / (number - 1), (momentum, eps))
+    # The only value of a process that shares its statistics with others.
+    correction = number / max(number - 1, 1)
+    _finish(results, weight, running, correction, (momentum, eps))
     return results
 
 

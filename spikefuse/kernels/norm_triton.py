@@ -8,7 +8,7 @@ them in the order of the shares, so results are deterministic.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spikefuse.kernels.channels import ChannelLayout
-from spikefuse.kernels.triton_runtime import TritonLaunch
+from spikefuse.kernels.triton_runtime import TritonLaunch, multiprocessors
 
 #: Running mean and variance, and the number of batches.
 _Running = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -326,7 +326,7 @@ class ReductionLaunch:
         width = min(triton.next_power_of_2(length), WIDTH if is_last else 1024)
         height = max(1, WARPS * 32 * 16 // itemsize // width)
         tiles = -(-layout.channels // width) if is_last else layout.channels
-        wanted = max(1, BLOCKS * _multiprocessors(device) // tiles)
+        wanted = max(1, BLOCKS * multiprocessors(device) // tiles)
         rows = -(-layout.outer // min(wanted, MAX_SHARES))
         rows = -(-rows // (height * TILES)) * height * TILES
         shares = -(-layout.outer // rows)
@@ -368,13 +368,6 @@ def _take_counters(number: int, device: torch.device) -> Tensor:
     counters, used = _counters[device]
     _counters[device] = counters, used + number
     return counters[used : used + number]
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 1  # The interpreter runs thread blocks one after another.
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 # Keyed by name, because a kernel is slow to hash.

@@ -20,6 +20,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 from spikefuse.kernels.file_lock import locked
+from spikefuse.kernels.numba_cache import cache_of
 from spikefuse.kernels.numba_math import exp, floor, fma, log, sigmoid, sqrt
 
 __all__ = [
@@ -43,14 +44,15 @@ f32 = np.float32
 
 
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Compile a function with Numba, with its on-disk cache.
+    """Compile a function with Numba, with an on-disk cache.
 
     A file lock prevents concurrent processes from compiling it twice and from writing Numba's cache
     index at once. Fastmath is off, because contraction and reassociation would change spikes.
     """
     if function is None:
         return partial(kernel, **options)
-    dispatcher: Any = numba.njit(nogil=True, cache=True, error_model="numpy", **options)(function)
+    dispatcher: Any = numba.njit(nogil=True, error_model="numpy", **options)(function)
+    dispatcher._cache = cache_of(function)  # as enable_caching() does, with a cache of our own
     compile_, path = dispatcher.compile, function.__code__.co_filename
 
     def compile_once(signature: Any) -> Any:

@@ -27,6 +27,7 @@ class TritonLaunch:
         integers: integer arguments, including constants.
         tight: recompile the kernel with fewer registers if it slightly exceeds the limit. The first
             launch then runs it twice.
+        cooperative: launch only if all programs of the grid run at the same time.
 
     Tensors must have the same dtypes in all calls.
     """
@@ -39,10 +40,13 @@ class TritonLaunch:
         num_warps: int,
         device: torch.device,
         tight: bool = False,
+        cooperative: bool = False,
     ) -> None:
         self.kernel, self.grid, self.integers, self.tight = kernel, grid, integers, tight
         # Fused multiply-adds would change spikes.
         self.options = {"num_warps": num_warps, "enable_fp_fusion": False}
+        if cooperative:
+            self.options["launch_cooperative_grid"] = True
         self.device = device
         # Attributes of torch.device are slow to read.
         self.is_cpu, self.index = device.type == "cpu", device.index
@@ -152,6 +156,15 @@ def _runtime() -> Any:
     from triton import knobs
 
     return knobs.runtime
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU; 1 for the interpreter, which runs thread
+    blocks one after another."""
+    if device.type == "cpu":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def interpreted() -> bool:

@@ -25,12 +25,14 @@ from spikefuse.memory.policies import Checkpoint
 from spikefuse.memory.recompute import Gradients, RecomputedBlock, RecomputedNeuron, gradients
 from spikefuse.memory.segment_values import Store, Values, multiple_outputs_error
 from spikefuse.memory.segments import BlockCall, NeuronCall, Segment, Segments
+from spikefuse.memory.snapshot import Snapshot
 from spikefuse.memory.spikes import Spikes
 from spikefuse.memory.tracing import has_hooks
 from spikefuse.nn import neuron
 from spikefuse.nn.call import Saving, TemporalCall, active, inside, mark_binary, wants_bits
 from spikefuse.nn.constant_input import ConstantSequence, unfold
 from spikefuse.scan import op
+from spikefuse.scan.double_backward import once
 from spikefuse.scan.execution import Wanted, execution_of
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import Request
@@ -72,7 +74,7 @@ def _run(policy: Checkpoint, net: nn.Module, call: TemporalCall, x: Tensor) -> A
     parameters = [p for p in segments.net.parameters() if p.requires_grad]
     if active.observer is not None:
         called = [s.block or s.neuron for s in segments]
-        active.observer.checkpoint(m for x in called if x is not None for m in x.modules)
+        active.observer.checkpoint([m for x in called if x is not None for m in x.modules])
     state = _Run(segments, policy, call, x, parameters)
     results = dict(zip(segments.outputs, _Whole.apply(state, x, *parameters), strict=True))
     return fx.node.map_arg(segments.output, results.__getitem__)
@@ -95,7 +97,10 @@ class _Whole(torch.autograd.Function):
                 "what it has saved: use another policy"
             )
         _ = ctx.saved_tensors  # raises an error if a parameter was modified in place
-        return (None, *state.backward(grads))
+        # A new leaf, since the input is not saved as it was given.
+        leaf = torch.empty(0, requires_grad=True)
+        state.snapshot.check()
+        return once((None, *state.backward(grads)), leaf)
 
 
 class _Run(Store):
@@ -117,6 +122,7 @@ class _Run(Store):
         rows = self.stored(segments.input, x.detach())
         self.saved[segments.input] = [(whole, (rows, rows._version))]
         self.policy, self.parameters = policy, parameters
+        self.snapshot = Snapshot(segments.modules_read, segments.attributes_read)
         self.spikes, self.passing = call.spikes, call.passing or WHOLE
         # Active while backward recomputes layers without neurons.
         self.call = TemporalCall(self.steps, {}, self.impl)
@@ -222,7 +228,7 @@ class _Run(Store):
             x = first[0][0]
         else:
             x = self._whole_batch(segment, called.inputs[0])
-        block.check_norm(called.norm, called.neuron, x, batch=True)
+        block.check_norm(called.norm, called.neuron, x, alone=self.passing.statistics is None)
         program, own = self.program(called, x)
         if len(program.binary) != 1:
             raise multiple_outputs_error(segment)
@@ -319,7 +325,7 @@ class _Run(Store):
                     gradient = gradient.unflatten(0, (self.steps, -1)).sum(0)
                 self.grads[node].add(whole, gradient)
         del grads
-        with self.autocast(), torch.enable_grad(), inside(self.call):
+        with self.autocast(), torch.enable_grad(), inside(self.call), self.snapshot.modes():
             for segment in reversed(self.segments):
                 # All of its readers have been differentiated.
                 del self.saved[segment.target]

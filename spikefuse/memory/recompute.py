@@ -107,28 +107,20 @@ class RecomputedBlock:
         Args:
             grad: gradient of the output, folded.
             grad_finals: gradients of the final states.
-            sums: by name, one value per neuron of the whole batch, or per channel.
+            sums: by name, added up per channel where there are several microbatches.
         """
         call = self.call
         incoming = Incoming([_unfolded(grad, self.values.microbatch)], grad_finals)
         results = call.reduce(self.scan, incoming, needs_own, self.rebuild)
         self.rebuild = False
         named = call.named(results, needs_own)
-        layout, whole_layout = self.scan.execution.layout, call.execution.layout
-        if layout == whole_layout:
+        layout = self.scan.execution.layout
+        if layout == call.execution.layout:
             sums |= named
             return results.states
         for name, total in named.items():
-            if self.scan.execution.program.sums_channels:
-                sums[name] = sums[name] + total if name in sums else total
-                continue
-            if name not in sums:
-                sums[name] = total.new_empty(whole_layout.num_neurons)
-            whole, piece = (
-                x.as_strided(at.step_shape, at.step_strides)
-                for x, at in ((sums[name], whole_layout), (total, layout))
-            )
-            whole[slice(*self.values.microbatch)].copy_(piece)
+            total = layout.sum_by_channel(total)
+            sums[name] = sums[name] + total if name in sums else total
         return results.states
 
     def write(

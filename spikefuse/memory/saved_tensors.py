@@ -27,12 +27,12 @@ class SavedSize(NamedTuple):
 class SavedTensors:
     """The tensors that layers save for backward while its `hooks` are active.
 
-    Attributes:
-        layer: name of the running layer, set by the user.
+    Args:
+        layer: returns the name of the running layer.
     """
 
-    def __init__(self) -> None:
-        self.layer = ""
+    def __init__(self, layer: Callable[[], str] = str) -> None:
+        self.layer = layer
         self._entries: list[weakref.ref[_Entry]] = []
 
     def hooks(self, pack: Callable[[Tensor], Saved] | None = None) -> saved_tensors_hooks:
@@ -80,7 +80,7 @@ class _Hook(RecordingHook):
     pack: Callable[[Tensor], Saved]
 
     def __call__(self, x: Tensor) -> _Entry:
-        entry = _Entry(self.pack(x), self.tensors.layer)
+        entry = _Entry(self.pack(x), self.tensors.layer())
         self.tensors._entries.append(weakref.ref(entry))
         return entry
 

@@ -22,7 +22,14 @@ from spikefuse.block.batch_norm import NORMS, RankedNorm
 from spikefuse.block.block import NAMES, Block, scan
 from spikefuse.block.fused_norm import FusedNorm
 from spikefuse.kernels.norm import by_batch
-from spikefuse.memory.tracing import Untraceable, has_hooks, is_by_row, trace, works_in_place
+from spikefuse.memory.tracing import (
+    Untraceable,
+    has_hooks,
+    is_by_row,
+    is_leaf,
+    trace,
+    works_in_place,
+)
 from spikefuse.nn.call import Scan
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import max_pool2d
@@ -113,6 +120,9 @@ class Segments:
                     "place: pass inplace=False, or use another policy"
                 )
         self._segments = list(self._cut([n for n in nodes if n in varying], varying))
+        #: The modules that backward calls, and the attributes of other modules that it reads.
+        self.modules_read = tuple(dict.fromkeys(self._modules_read(nodes)))
+        self.attributes_read = tuple(self._attributes_read(nodes))
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self._segments)
@@ -124,13 +134,30 @@ class Segments:
         return type(None), ()  # a copied network computes its own segments
 
     def fits(self, net: nn.Module) -> bool:
-        """Whether the network still has the same modules in the same modes, hooks included."""
+        """Whether the network still has the same modules in the same modes.
+
+        Hooks count, and so do the numbers and strings that are attributes of traced modules, since
+        they are constants of the graph.
+        """
         modules = tuple(net.modules())
         return (
             len(modules) == len(self.modules)
             and all(map(operator.is_, modules, self.modules))
             and _modes(modules) == self.modes
         )
+
+    def _attributes_read(self, nodes: list[fx.Node]) -> Iterator[tuple[nn.Module, str]]:
+        for node in nodes:
+            if node.op == "get_attr":
+                owner, _, name = str(node.target).rpartition(".")
+                yield self.net.get_submodule(owner), name
+
+    def _modules_read(self, nodes: list[fx.Node]) -> Iterator[nn.Module]:
+        for node in nodes:
+            if node in self.called and self._is_recomputed(node):
+                block = self.blocks.get(node)
+                for m in (self.called[node],) if block is None else block.modules:
+                    yield from m.modules()
 
     def attribute(self, node: fx.Node) -> Any:
         """Return the attribute of the network that a `get_attr` node reads."""
@@ -231,6 +258,9 @@ class Segments:
     def _cut(self, nodes: list[fx.Node], varying: set[fx.Node]) -> Iterator[Segment]:
         once = {n for n in nodes if n is not self.input and not self._is_recomputed(n)}
         ends = {self.input, *self.outputs, *once, *filter(self._fires, nodes)}
+        # The calls of one norm update its running statistics in the order of the network.
+        calls = Counter(map(self.called.get, nodes))
+        ends.update(n for n in nodes if self.mixes(n) and calls[self.called[n]] > 1)
         ends.update(i for n in once for i in n.all_input_nodes)
         # The target of the segment that contains a node.
         home: dict[fx.Node, fx.Node] = {}
@@ -285,8 +315,12 @@ def _traced(net: nn.Module) -> fx.Graph:
     return graph
 
 
-def _modes(modules: Iterable[nn.Module]) -> list[tuple[bool, bool]]:
-    return [(m.training, has_hooks(m)) for m in modules]
+def _modes(modules: Iterable[nn.Module]) -> list[tuple[bool, bool, dict[str, Any]]]:
+    return [(m.training, has_hooks(m), {} if is_leaf(m) else _constants(m)) for m in modules]
+
+
+def _constants(module: nn.Module) -> dict[str, Any]:
+    return {k: v for k, v in vars(module).items() if isinstance(v, int | float | str | None)}
 
 
 def _check_norms(net: nn.Module, has_blocks: bool) -> None:

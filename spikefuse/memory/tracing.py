@@ -103,9 +103,7 @@ class _Tracer(fx.Tracer):
         return super().create_node(kind, *args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        leaf = isinstance(m, Neuron | MaxPool2d) or getattr(type(m), "is_leaf", False)
-        # Hooks must see tensors, and run in every call.
-        return leaf or has_hooks(m) or _FX.is_leaf_module(m, "")
+        return is_leaf(m)
 
     def call_module(
         self,
@@ -133,8 +131,8 @@ class _Tracer(fx.Tracer):
 def trace(net: nn.Module) -> fx.Graph:
     """Return the graph of `net` in its current mode.
 
-    `forward` runs once, without tensors. Random generators and attributes that it changes are
-    restored.
+    `forward` runs once, without tensors. Random generators, attributes and the mode of gradients
+    that it changes are restored.
 
     Raises:
         Untraceable: `forward` depends on values or random numbers, or does anything else that only
@@ -142,7 +140,8 @@ def trace(net: nn.Module) -> fx.Graph:
     """
     tracer = _Tracer()
     try:
-        with _tracing, _no_random_numbers(), _restored_attributes(net):
+        mode = torch.set_grad_enabled(torch.is_grad_enabled())
+        with mode, _tracing, _no_random_numbers(), _restored_attributes(net):
             graph = tracer.trace(net)
     except Untraceable:
         raise
@@ -153,6 +152,13 @@ def trace(net: nn.Module) -> fx.Graph:
         if any(user > result for user in node.users):
             raise Untraceable("its forward changes a tensor in place and reads it by another name")
     return graph
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a graph calls the module instead of containing what it computes."""
+    leaf = isinstance(module, Neuron | MaxPool2d) or getattr(type(module), "is_leaf", False)
+    # Hooks must see tensors, and run in every call.
+    return leaf or has_hooks(module) or _FX.is_leaf_module(module, "")
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -1,5 +1,6 @@
 """Neuron models: what they compute, not how. Each file is one model."""
 
+from spikefuse.neurons.ad_lif import AdLIF
 from spikefuse.neurons.alif import ALIF
 from spikefuse.neurons.alpha_lif import AlphaLIF
 from spikefuse.neurons.clif import CLIF
@@ -23,6 +24,7 @@ from spikefuse.neurons.lif import LIF, decay_from_tau
 from spikefuse.neurons.plif import PLIF
 from spikefuse.neurons.qif import QIF
 from spikefuse.neurons.refractory_lif import RefractoryLIF
+from spikefuse.neurons.se_ad_lif import SEAdLIF
 from spikefuse.neurons.ternary_lif import TernaryLIF
 from spikefuse.neurons.two_compartment_lif import TwoCompartmentLIF
 
@@ -36,6 +38,7 @@ __all__ = [
     "LIF",
     "PLIF",
     "QIF",
+    "AdLIF",
     "AlphaLIF",
     "CubaLIF",
     "Definition",
@@ -48,6 +51,7 @@ __all__ = [
     "LearnablePositive",
     "LearnableTimeConstant",
     "RefractoryLIF",
+    "SEAdLIF",
     "State",
     "TernaryLIF",
     "TwoCompartmentLIF",

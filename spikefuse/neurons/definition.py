@@ -127,15 +127,15 @@ class Definition(Holder):
         names: list[str] = []
         constants: list[str] = []
         statics: list[Any] = []
-        for prefix, module in _owners(self):
-            found = list(_class_constants(module))
+        for prefix, module in owners(self):
+            found = list(class_constants(module))
             for name, value in _attributes(module):
                 if isinstance(value, float | Tensor | Learnable):
                     names.append(prefix + name)
                 elif not isinstance(value, nn.Module):
                     found.append((name, value))
             constants += [prefix + name for name, _ in found]
-            statics.append((prefix, type(module)))
+            statics.append((prefix, type(module), *_functions(module)))
             statics += [(n, _constant(type(module).__name__, n, value)) for n, value in found]
         return tuple(names), tuple(constants), tuple(statics)
 
@@ -230,21 +230,21 @@ def _locate(definition: Definition, name: str) -> tuple[dict[str, Any], str]:
     return next((group for group in groups if key in group), vars(module)), key
 
 
-def _owners(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def owners(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the definition and its submodules (surrogates), each with its prefix for names."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None and not isinstance(child, Learnable):
-            yield from _owners(child, f"{prefix}{name}.")
+            yield from owners(child, f"{prefix}{name}.")
 
 
 # Attributes that no step reads: those of every nn.Module except `training`, and the description.
-_INTERNAL = (set(vars(nn.Module())) - {"training"}) | {"_known"}
+INTERNAL = (set(vars(nn.Module())) - {"training"}) | {"_known"}
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
-        if name not in _INTERNAL:
+        if name not in INTERNAL:
             yield name, value
     for group in (module._parameters, module._buffers, module._modules):
         yield from group.items()
@@ -258,6 +258,7 @@ _CONSTANTS = (
     *(bool, int, float, str, type(None), type, Enum, torch.dtype),
     *(FunctionType, BuiltinFunctionType),
 )
+_METHODS = FunctionType, staticmethod, classmethod, property
 _BASES = {nn.Module, Holder, ABC, Generic, object}
 
 
@@ -265,7 +266,7 @@ def _classes(module: nn.Module) -> Iterator[type]:
     return (cls for cls in type(module).__mro__ if cls not in _BASES)
 
 
-def _class_constants(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def class_constants(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the constants of a module's classes that no instance attribute hides."""
     hidden = {"states", "input_names", *(name for name, _ in _attributes(module))}
     for cls in _classes(module):
@@ -274,6 +275,12 @@ def _class_constants(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 hidden.add(name)
                 if isinstance(value, _CLASS_CONSTANTS):
                     yield name, value
+
+
+def _functions(module: nn.Module) -> Iterator[Any]:
+    """Yield the methods of a module's classes, which may be replaced."""
+    for cls in _classes(module):
+        yield from [value for value in vars(cls).values() if isinstance(value, _METHODS)]
 
 
 def _constant(owner: str, name: str, value: Any) -> Any:
@@ -294,12 +301,12 @@ def _constant(owner: str, name: str, value: Any) -> Any:
 
 def _is_observed(definition: Definition) -> bool:
     """Return whether every change of the definition's statics and floats replaces the epoch."""
-    for _, module in _owners(definition):
+    for _, module in owners(definition):
         classes = (isinstance(cls, type(Holder)) for cls in _classes(module))
         if not (isinstance(module, Holder) and all(classes)):
             return False
-        values = [*vars(module).items(), *_class_constants(module)]
-        if any(_is_mutable(value) for name, value in values if name not in _INTERNAL):
+        values = [*vars(module).items(), *class_constants(module)]
+        if any(_is_mutable(value) for name, value in values if name not in INTERNAL):
             return False
     return True
 

@@ -6,9 +6,13 @@ from spikefuse.events.linear import EventLinear
 from spikefuse.events.rate import scale_to_rate
 from spikefuse.events.stream import EventStream
 from spikefuse.inspect.explain import explain
+from spikefuse.inspect.record import record
+from spikefuse.inspect.report import report
 from spikefuse.nn import encode
+from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import MaxPool2d
+from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.stream import Stream
 from spikefuse.nn.temporal import Temporal
 from spikefuse.nn.zoo import (
@@ -21,6 +25,7 @@ from spikefuse.nn.zoo import (
     LIF,
     PLIF,
     QIF,
+    AdLIF,
     AlphaLIF,
     CubaLIF,
     DelayedResetLIF,
@@ -28,6 +33,7 @@ from spikefuse.nn.zoo import (
     IntegerLIF,
     Izhikevich,
     RefractoryLIF,
+    SEAdLIF,
     TernaryLIF,
     TwoCompartmentLIF,
 )
@@ -45,6 +51,7 @@ __all__ = [
     "LIF",
     "PLIF",
     "QIF",
+    "AdLIF",
     "AlphaLIF",
     "Block",
     "CubaLIF",
@@ -52,12 +59,15 @@ __all__ = [
     "EventLinear",
     "EventStream",
     "Events",
+    "Feedback",
     "GatedLIF",
     "IntegerLIF",
     "Izhikevich",
     "MaxPool2d",
     "Neuron",
+    "Recurrent",
     "RefractoryLIF",
+    "SEAdLIF",
     "Stream",
     "Temporal",
     "TernaryLIF",
@@ -66,6 +76,8 @@ __all__ = [
     "explain",
     "exportable",
     "fuse",
+    "record",
+    "report",
     "scale_to_rate",
     "spiking",
 ]

@@ -129,7 +129,7 @@ class TemporalCall:
                 inputs.append(unflatten_steps(x, steps))
             else:
                 inputs.append(unfold(x, steps))
-        state = None if self.initial is None else self.initial.get(name)
+        state = None if self.initial is None else self.initial.get(name) or None
         return Request(
             tuple(inputs), state, self.impl, self.final, False, self.passing, request.outputs
         )
@@ -197,17 +197,27 @@ METADATA = {
 
 
 class Observer:
-    """Sees every scan of a thread, see `observing`; this one changes nothing."""
+    """Sees every scan of a thread, see `observing`; this one changes nothing.
+
+    Attributes:
+        outer: the observer around this one, which sees the same.
+    """
+
+    outer: Observer | None = None
 
     def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
         """Run `scan(request)`, the scan of `neuron` or of its block, and return its results."""
-        return scan(request)
+        return scan(request) if self.outer is None else self.outer.scan(neuron, scan, request)
 
     def pool(self, x: Tensor, y: Tensor) -> None:
         """See a max pooling of `x` by our kernels, which saves less than PyTorch's."""
+        if self.outer is not None:
+            self.outer.pool(x, y)
 
     def checkpoint(self, modules: Iterable[nn.Module]) -> None:
         """See the modules that a policy recomputes in backward."""
+        if self.outer is not None:
+            self.outer.checkpoint(modules)
 
 
 class PendingResults(Protocol):
@@ -247,11 +257,11 @@ def inside(call: TemporalCall | None) -> Iterator[None]:
 @contextlib.contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Let `observer` run every scan of this thread meanwhile."""
-    outer, active.observer = active.observer, observer
+    observer.outer, active.observer = active.observer, observer
     try:
         yield
     finally:
-        active.observer = outer
+        active.observer = observer.outer
 
 
 def wants_bits(x: Tensor) -> bool:

@@ -174,8 +174,13 @@ def check(
     inputs: tuple[Tensor, ...],
     state: States | None,
     backend: str,
+    more_states: tuple[str, ...] = (),
 ) -> None:
-    """Refuse inputs, called `names` in errors, and states of the wrong number, dtype or shape."""
+    """Refuse inputs, called `names` in errors, and states of the wrong number, dtype or shape.
+
+    Args:
+        more_states: names of states behind those of the neuron.
+    """
     name = type(neuron).__name__
     if len(inputs) != len(names):
         raise TypeError(
@@ -203,7 +208,7 @@ def check(
             )
     if state is None:
         return
-    expected, states = list(inputs[0].shape[1:]), type(neuron).states
+    expected, states = list(inputs[0].shape[1:]), (*type(neuron).states, *more_states)
     if not isinstance(state, tuple | list) or len(state) != len(states):
         raise TypeError(f"{name}: state must be a tuple of tensors ({', '.join(states)},)")
     for label, s in zip(states, state, strict=True):

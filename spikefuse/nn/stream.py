@@ -82,5 +82,5 @@ class Stream:
             error.add_note("a stream reads its inputs as one time step [B, ...], without T")
             raise
         # A network need not call all of its neurons at each step.
-        self._state = {**(self._state or {}), **call.finals}
+        self._state = {**dict.fromkeys(neurons, ()), **(self._state or {}), **call.finals}
         return y

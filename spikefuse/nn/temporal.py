@@ -82,7 +82,8 @@ class Temporal(nn.Module):
             tensor and nothing else, and time sharding one tensor among the arguments.
         state: the state that an earlier call returned, or None to start from rest.
         return_state: also return the final state, a dict from each neuron's name in `net` to its
-            tuple of states; passed as `state=` to the next call, it continues the sequence.
+            tuple of states; passed as `state=` to the next call, it continues the sequence. A
+            neuron that was not called has the state that it began with, at rest an empty tuple.
         impl: how neurons are computed; see `Neuron`.
 
     Returns:
@@ -216,7 +217,11 @@ class Temporal(nn.Module):
             return y.transpose(0, 1) if self.batch_first else y
 
         output = pytree.tree_map(unfold, folded)
-        return (output, call.finals) if return_state else output
+        if not return_state:
+            return output
+        for name in neurons:
+            call.finals.setdefault(name, () if state is None else state[name])
+        return output, call.finals
 
     def _saving(
         self, sequences: Sequence[Tensor | SparseSequence], call: TemporalCall

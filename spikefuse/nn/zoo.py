@@ -11,6 +11,8 @@ __all__ = [  # noqa: RUF022
     "IF",
     "PLIF",
     "ALIF",
+    "AdLIF",
+    "SEAdLIF",
     "CubaLIF",
     "AlphaLIF",
     "RefractoryLIF",
@@ -42,6 +44,14 @@ class PLIF(Neuron, neurons.PLIF):
 
 class ALIF(Neuron, neurons.ALIF):
     __doc__ = neurons.ALIF.__doc__
+
+
+class AdLIF(Neuron, neurons.AdLIF):
+    __doc__ = neurons.AdLIF.__doc__
+
+
+class SEAdLIF(Neuron, neurons.SEAdLIF):
+    __doc__ = neurons.SEAdLIF.__doc__
 
 
 class CubaLIF(Neuron, neurons.CubaLIF):

@@ -12,17 +12,12 @@ import importlib.util
 import os
 import sys
 import tempfile
+import warnings
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-
-def directory() -> Path:
-    """Where generated source lies: SPIKEFUSE_CACHE_DIR, else spikefuse in the user's cache."""
-    chosen = os.environ.get("SPIKEFUSE_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spikefuse"
+from spikefuse.kernels.cache_folder import FIX, private_directory
 
 
 @cache
@@ -39,41 +34,53 @@ def load(source: str, name: str, language: str) -> ModuleType:
     """Import generated source, writing it first where no process has before.
 
     Raises:
-        OSError: the cache directory can't be written.
+        OSError: the cache directory can't be written, or another user could have written it.
     """
     key = hashlib.sha256(_compiler_hash() + source.encode()).hexdigest()[:20]
     module_name = f"spikefuse_{language}_{name.lower()}_{key}"
     if module_name in sys.modules:
         return sys.modules[module_name]
-    path = directory() / f"{module_name}.py"
-    if not path.exists():
-        _write(path, source)
+    path = private_directory() / f"{module_name}.py"
+    _ensure(path, source)
     spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     # Triton finds a kernel's source through sys.modules while the module is executed.
     sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
+        # The text itself, not what the file or Python's cache of its bytecode may hold by now.
+        exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
     except BaseException:
         del sys.modules[module_name]
         raise
     return module
 
 
+def _ensure(path: Path, source: str) -> None:
+    """Write a file unless it has this content. Numba and Triton read it."""
+    try:
+        if path.read_bytes() == source.encode():
+            return
+        warnings.warn(f"{path} was damaged or edited: it is written again", RuntimeWarning, 3)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise OSError(f"can't read the generated kernels in {path}: {error.strerror}") from error
+    _write(path, source)
+
+
 def _write(path: Path, source: str) -> None:
     """Write atomically: another process sees the whole file or none."""
     temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w") as file:
-            file.write(source)
+        with os.fdopen(handle, "wb") as file:
+            file.write(source.encode())
         os.replace(temporary, path)
     except OSError as error:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
         raise OSError(
-            f"can't write generated kernels to {path.parent}: {error.strerror}; set "
-            "SPIKEFUSE_CACHE_DIR to a folder that can be written"
+            f"can't write generated kernels to {path.parent}: {error.strerror}; {FIX} that can be "
+            "written"
         ) from error

@@ -6,9 +6,10 @@ device. It depends on no values, so neurons, threads and passes share it.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, lru_cache, partial, reduce
 from itertools import compress
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.scan.layout import MAX_STRIDES, layout_from, outer_stride
-from spikefuse.scan.program import FLOAT, Launch, Launcher, Variant, program
+from spikefuse.scan.program import CHANNEL, FLOAT, Launch, Launcher, Variant, program
 
 Tensors = Sequence[Tensor]
 #: Shape, strides, dtype and device of an input.
@@ -86,8 +87,8 @@ class Needs(NamedTuple):
 
 
 class ScanGradients(NamedTuple):
-    """What a backward pass writes: the needed gradients. Those of parameters are sums per neuron
-    `[N]`, or per channel `[C]` in double precision, see `Program.sums_channels`."""
+    """What a backward pass writes: the needed gradients. Those of parameters are sums, see
+    `Launcher.sums_shape`."""
 
     needs: Needs
     inputs: list[Tensor]
@@ -95,7 +96,7 @@ class ScanGradients(NamedTuple):
     params: list[Tensor]
 
 
-_dtype = attrgetter("dtype")
+_dtype, _is_none = attrgetter("dtype"), partial(operator.is_, None)
 
 PLAIN, REPAIR, REBUILD = Variant(), Variant(repair=True), Variant(rebuild=True)
 
@@ -140,7 +141,7 @@ class Execution:
             sequences,
             self._by_state(starts, results.finals, saved),
             results.bits or self._no_bits,
-            self._values(arguments) if arguments.params else arguments.scalars,
+            self.values(arguments) if arguments.params else arguments.scalars,
         )
         if outputs is not results.outputs:
             _copy_back(outputs, results.outputs)
@@ -176,7 +177,9 @@ class Execution:
         # A repair does not read the gradients of the outputs.
         arriving = [inputs[0]] * self.num_outputs if variant.repair else arriving
         sequences = [*inputs, *arriving, *written]
-        key = (variant, needs, *map(Tensor.stride, sequences), *map(_dtype, sequences))
+        missing = (*map(_is_none, incoming.outputs), *map(_is_none, incoming.finals))
+        described = *map(Tensor.stride, sequences), *map(_dtype, sequences)
+        key = (variant, needs, missing, described)
         launch = self._launches.get(key)
         if launch is None:
             if not self.program.is_differentiable:
@@ -186,15 +189,17 @@ class Execution:
                     "self.surrogate(v - threshold), not with a comparison",
                     stacklevel=2,
                 )
-            kernel = self.program.module(*self._names(needs)).backward
-            launch = self._prepare(key, kernel, sequences, variant)
+            # A repair adds the gradients of final states to those that ignored them.
+            absent = () if variant.repair else self.program.absent(missing)
+            kernel = self.program.module(*self._names(needs), absent).backward
+            launch = self._prepare(key, kernel, sequences, variant, True in needs.params)
         by_state = self._by_state(
             arguments.states and self._conform_steps(arguments.states),
             saved or self._no_rows,
             incoming.finals and self._conform_steps(incoming.finals),
             gradients.states,
         )
-        values = self._values(arguments) if arguments.params else arguments.scalars
+        values = self.values(arguments) if arguments.params else arguments.scalars
         launch(sequences, by_state, gradients.params, values)
         if written is not gradients.inputs:
             _copy_back(written, gradients.inputs)
@@ -216,12 +221,11 @@ class Execution:
         starts = self.new_steps() if needs.states else []
         params: list[Tensor] = []
         if True in needs.params:
-            num = sum(needs.params)
-            if self.program.sums_channels:
-                # Zeros for a scan of no neurons, which launches no kernel.
-                params = [*torch.zeros((num, self.layout.channels), dtype=torch.float64)]
-            else:
-                params = self._new_rows(num)
+            shape, dtype = self._sums_shape
+            # A scan of no neurons launches no kernel.
+            new = torch.empty if self.layout.num_neurons else torch.zeros
+            for _ in range(sum(needs.params)):
+                params.append(new(shape, dtype=dtype, device=self.device))
         return ScanGradients(needs, inputs, starts, params)
 
     def new_steps(self) -> list[Tensor]:
@@ -244,7 +248,7 @@ class Execution:
         return bool(self._no_bits) and self.layout.num_neurons % 16 == 0
 
     def reduce(self, sums: Tensors, params: Tensors) -> list[Tensor]:
-        """Gradients of parameters, from their sums per neuron or channel."""
+        """Gradients of parameters, from their sums."""
         totals = map(self.layout.reduce_to, sums, params)
         return [total.to(p.dtype) for total, p in zip(totals, params, strict=True)]
 
@@ -275,11 +279,23 @@ class Execution:
         nothing = torch.empty(0, dtype=torch.float32, device=self.device)
         return (nothing,) * self.num_states
 
+    @cached_property
+    def _sums_shape(self) -> tuple[tuple[int], torch.dtype]:
+        launcher = launcher_of(self.program.backend)
+        by_channel, itemsize = CHANNEL in self.program.kinds, self.dtypes[0].itemsize
+        return launcher.sums_shape(self.layout, itemsize, self.device, by_channel)
+
     def _prepare(
-        self, key: Hashable, kernel: object, sequences: Tensors, variant: Variant
+        self,
+        key: Hashable,
+        kernel: object,
+        sequences: Tensors,
+        variant: Variant,
+        has_sums: bool = False,
     ) -> Launch:
-        launcher = _launcher(self.program.backend)
-        launch = launcher.prepare(kernel, self.layout, sequences, variant)
+        by_channel, launcher = CHANNEL in self.program.kinds, launcher_of(self.program.backend)
+        layout = self.layout
+        launch = launcher.prepare(kernel, layout, sequences, variant, by_channel, has_sums)
         if len(self._launches) >= MAX_STRIDES:
             self._launches.clear()
         self._launches[key] = launch
@@ -312,7 +328,7 @@ class Execution:
                 found.append(role[i] if role else None)
         return found
 
-    def _values(self, arguments: Arguments) -> Sequence[float | Tensor]:
+    def values(self, arguments: Arguments) -> Sequence[float | Tensor]:
         """Parameters in the order of the kernel, tensors as contiguous float32."""
         params = []
         for p in arguments.params:
@@ -336,7 +352,8 @@ class Execution:
         return tuple(compress(step.inputs, needs.inputs)), tuple(compress(tensors, needs.params))
 
 
-def _launcher(backend: str) -> Launcher:
+def launcher_of(backend: str) -> Launcher:
+    """The module that runs the kernels of a backend."""
     if backend == "triton":
         from spikefuse.scan import launch_triton
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from spikefuse.kernels.numba_host import LINE, arrays, shared
+from spikefuse.kernels.vectors_numba import ROWS, panels
 from spikefuse.scan.layout import Layout
-from spikefuse.scan.program import Variant
+from spikefuse.scan.program import Operands, Variant
 
 # Results of at least this many bytes leave the caches anyway, so they are written past them, ...
 _STREAMED = 1 << 25
@@ -20,10 +21,24 @@ _STREAMED = 1 << 25
 _MIN_ROW = 1 << 10
 
 
-def prepare(kernel: Any, layout: Layout, sequences: Sequence[Tensor], variant: Variant) -> _Launch:
+def prepare(
+    kernel: Any,
+    layout: Layout,
+    sequences: Sequence[Tensor],
+    variant: Variant,
+    by_channel: bool,
+    has_sums: bool,
+) -> _Launch:
     """See `spikefuse.scan.program.Launcher`."""
     assert not any(variant)
     return _Launch(kernel, layout, sequences)
+
+
+def sums_shape(
+    layout: Layout, itemsize: int, device: torch.device, by_channel: bool
+) -> tuple[tuple[int], torch.dtype]:
+    """See `spikefuse.scan.program.Launcher`: threads add their sums to one for each channel."""
+    return (layout.channels,), torch.float64
 
 
 class _Launch:
@@ -69,3 +84,44 @@ class _Launch:
             for total, found in zip(sums, partial.sum(1), strict=True):
                 assert total is not None
                 total.copy_(found)
+
+
+# Multiplications of a recurrent product that take about the time of one neuron-step.
+_PER_STEP = 32
+
+
+def new_sums(like: Tensor, count: int) -> list[Tensor]:
+    """See `spikefuse.scan.program.Launcher`."""
+    # Each thread's range of samples has sums of its own.
+    shape = count, torch.get_num_threads(), like.shape[2]
+    return [*torch.zeros(shape, dtype=torch.float64)]
+
+
+def run_recurrent(kernel: Any, operands: Operands) -> None:
+    """See `spikefuse.scan.program.Launcher`."""
+    read, sums = operands.read, operands.sums
+    num_steps, batch, neurons = read[0].shape
+    width = operands.weight.shape[1]
+    rows = len(sums[0]) if sums else torch.get_num_threads()
+    params = [
+        p if isinstance(p, Tensor) and p.ndim else np.float32(float(p)) for p in operands.params
+    ]
+    tensors = filter(torch.is_tensor, params)
+    weight = operands.weight.mT if kernel.__name__ == "forward" else operands.weight
+    given = (
+        panels(weight),
+        operands.start,
+        *read,
+        *operands.written,
+        *operands.steps,
+        *sums,
+        *tensors,
+    )
+    values = iter(arrays(given, are_large=True))
+    arguments: list[Any] = [rows, num_steps, batch, neurons, width, next(values), next(values)]
+    for x in read:
+        arguments += (next(values), x.stride(0), x.stride(1))
+    arguments += islice(values, len(operands.written) + len(operands.steps) + len(sums))
+    arguments += [next(values) if isinstance(p, Tensor) else p for p in params]
+    work = num_steps * batch * neurons * (1 + width // _PER_STEP)
+    shared(kernel, batch, ROWS, work, *arguments)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from spikefuse.compiler.emit_triton import chunk
-from spikefuse.kernels.triton_runtime import TritonLaunch
+from spikefuse.kernels.triton_runtime import TritonLaunch, multiprocessors
 from spikefuse.scan.layout import Layout
-from spikefuse.scan.program import Variant
+from spikefuse.scan.program import Operands, Variant
 
 
 class Shape(NamedTuple):
@@ -19,52 +22,192 @@ class Shape(NamedTuple):
     neurons: int
     warps: int
 
+    @property
+    def block(self) -> int:
+        """Neurons per thread block."""
+        return self.warps * 32 * self.neurons
 
-# By the itemsize of the first input: the fastest shapes measured for LIF on an H200, alone and
-# behind a norm, from 50,000 to 20 million neurons.
+
+# The fastest shapes measured on an H200: forward by the itemsize of the first input; ...
 FORWARD = {2: Shape(4, 2), 4: Shape(2, 4)}
-BACKWARD = {2: Shape(2, 2), 4: Shape(2, 2)}
-# In half precision, chunks of few steps leave registers for more neurons.
-BACKWARD_SHORT, SHORT = Shape(4, 2), 6
-# With packed spikes, a thread writes whole bytes if there are many neurons.
+# ... with packed spikes, a thread writes whole bytes if there are many neurons; ...
 PACKING, MANY = Shape(8, 2), 1 << 20
+# ... backward, over at most SHORT steps in half precision, and over many steps with one block of
+# neurons per program.
+BACKWARD, BACKWARD_SHORT, BACKWARD_LONG = Shape(2, 4), Shape(4, 4), Shape(2, 2)
+SHORT = 6
+# Target number of programs per multiprocessor where each takes several blocks of neurons.
+PROGRAMS = 16
 
 
 def prepare(
-    kernel: Any, layout: Layout, sequences: Sequence[Tensor], variant: Variant
+    kernel: Any,
+    layout: Layout,
+    sequences: Sequence[Tensor],
+    variant: Variant,
+    by_channel: bool,
+    has_sums: bool,
 ) -> TritonLaunch:
     """See `spikefuse.scan.program.Launcher`."""
     itemsize, device = sequences[0].itemsize, sequences[0].device
+    walks = by_channel or (has_sums and _is_single(layout))
+    flags: tuple[bool, ...] = (variant.repair,)
     if kernel.__name__ == "backward":
-        is_short = itemsize == 2 and chunk(layout.num_steps) <= SHORT
-        shape = BACKWARD_SHORT if is_short else BACKWARD[itemsize]
-        grid, integers = _geometry(layout, sequences, shape)
-        # A launch that limits registers may run twice, which a repair, an addition, must not.
-        tight = itemsize == 2 and not is_short and not variant.repair
+        shape = _backward_shape(layout, itemsize, walks)
         flags = variant.repair, variant.rebuild
-        return TritonLaunch(kernel, grid, (*integers, *flags), shape.warps, device, tight)
-    shape = PACKING if variant.pack and layout.num_neurons >= MANY else FORWARD[itemsize]
-    grid, integers = _geometry(layout, sequences, shape)
-    return TritonLaunch(kernel, grid, (*integers, variant.repair), shape.warps, device)
+    else:
+        shape = PACKING if variant.pack and layout.num_neurons >= MANY else FORWARD[itemsize]
+    # A launch that limits registers may run twice, which a repair, an addition, must not.
+    tight = shape is BACKWARD_LONG and itemsize == 2 and not variant.repair
+    num = _num_programs(layout, shape, device, walks)
+    integers = (*_integers(layout, sequences, shape.block), *flags)
+    return TritonLaunch(kernel, (num, 1, 1), integers, shape.warps, device, tight)
 
 
-def _geometry(
-    layout: Layout, sequences: Sequence[Tensor], shape: Shape
-) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-    """The grid, and the kernel's integers and constants in its order."""
-    neurons = layout.num_neurons
+def sums_shape(
+    layout: Layout, itemsize: int, device: torch.device, by_channel: bool
+) -> tuple[tuple[int], torch.dtype]:
+    """See `spikefuse.scan.program.Launcher`: each neuron of a program's block has a sum."""
+    walks = by_channel or _is_single(layout)
+    shape = _backward_shape(layout, itemsize, walks)
+    num = _num_programs(layout, shape, device, walks)
+    return (min(layout.num_neurons, num * shape.block),), torch.float32
+
+
+def _is_single(layout: Layout) -> bool:
+    """Whether the sequence is one chunk."""
+    return chunk(layout.num_steps) == layout.num_steps
+
+
+def _backward_shape(layout: Layout, itemsize: int, walks: bool) -> Shape:
+    if not walks and not _is_single(layout):
+        return BACKWARD_LONG
+    return BACKWARD_SHORT if itemsize == 2 and chunk(layout.num_steps) <= SHORT else BACKWARD
+
+
+def _num_programs(layout: Layout, shape: Shape, device: torch.device, walks: bool) -> int:
+    """The number of programs: one for each block of neurons, or, if a program `walks` through
+    several, as many as share them evenly and have the same channels in all their blocks."""
+    blocks = -(-layout.num_neurons // shape.block)
+    if not walks or not blocks:
+        return blocks
+    period = layout.channels * layout.channel_inner
+    # The fewest programs that are a whole number of periods apart.
+    fewest = period // math.gcd(period, shape.block)
+    wanted = PROGRAMS * multiprocessors(device)
+    rounds = -(-blocks // max(fewest, wanted // fewest * fewest))
+    return min(blocks, -(-blocks // (rounds * fewest)) * fewest)
+
+
+def _integers(layout: Layout, sequences: Sequence[Tensor], block: int) -> tuple[int, ...]:
+    """The kernel's integers and constants, in its order."""
+    neurons, steps = layout.num_neurons, chunk(layout.num_steps)
     strides = [stride for x in sequences for stride in layout.strides(x)]
     counts = [*strides, neurons, layout.inner]
     unit = 1 if any(number % 16 for number in counts) else 16
-    block = shape.warps * 32 * shape.neurons
-    integers = (
+    return (
         *(number // unit for number in counts),
         layout.num_steps,
         layout.channels,
         layout.channel_inner,
         block,
-        chunk(layout.num_steps),
+        steps,
+        steps == layout.num_steps,
+        layout.num_steps % steps > 0,
         layout.inner == neurons,
         unit,
     )
-    return (-(-neurons // block), 1, 1), integers
+
+
+# Samples of a tile of a recurrent scan, the fewest that tensor cores multiply; the neurons and
+# inputs of a tile where several programs share a head; warps.
+TILE, PART, DEPTH, RECURRENT_WARPS = 16, 64, 64, 8
+# Weights that a program holds in the shared memory of its multiprocessor.
+RESIDENT_BYTES = 3 << 16
+#: The number of bfloat16 pieces whose sum is a value of a dtype.
+PIECES = {torch.float32: 3, torch.bfloat16: 1, torch.float16: 2}
+
+
+def new_sums(like: Tensor, count: int) -> list[Tensor]:
+    """See `spikefuse.scan.program.Launcher`."""
+    shape = count, -(-like.shape[1] // TILE), like.shape[2]
+    return [*torch.empty(shape, dtype=torch.float32, device=like.device)]
+
+
+def run_recurrent(kernel: Any, operands: Operands) -> None:
+    """See `spikefuse.scan.program.Launcher`."""
+    read, weight, start = operands.read, operands.weight, operands.start
+    _, batch, neurons = read[0].shape
+    (heads, width), device = weight.shape[:2], weight.device
+    num_weights = PIECES[weight.dtype]
+    if kernel.__name__ == "backward":
+        # Gradients are float32. For weights in half precision, two pieces suffice.
+        num_pieces, kind = max(num_weights, 2), torch.float32
+    else:
+        num_pieces, kind = 1 if operands.binary else num_weights, weight.dtype
+    if start is None:
+        start = torch.zeros((batch, neurons), dtype=kind, device=device)
+    division = _division(weight)
+    blocks = division[-1]
+    tasks = -(-batch // TILE) * heads
+    grid = min(tasks, multiprocessors(device) // blocks) if blocks > 1 else tasks, blocks, 1
+    counters = torch.zeros(tasks, dtype=torch.int32, device=device)
+    strides = [stride for x in read for stride in x.stride()[:2]]
+    counts = (*strides, neurons, width)
+    unit = 1 if any(number % 16 for number in counts) else 16
+    integers = (
+        *(number // unit for number in counts),
+        *(len(read[0]), batch),
+        *(TILE, *division, num_pieces, num_weights),
+        *(_weight_bytes(weight, division) <= RESIDENT_BYTES, unit),
+    )
+    sequences = [_split(weight, num_weights), start, *read, *operands.written]
+    dtypes = tuple([None if x is None else x.dtype for x in sequences])
+    launch = _recurrent_launch(kernel, grid, integers, device, dtypes)
+    launch(sequences, operands.steps, [*operands.sums, counters], operands.params)
+
+
+def _division(weight: Tensor) -> tuple[int, int, int, int]:
+    """How a head is divided: BLOCK_N, BLOCK_K, TILES and BLOCKS.
+
+    A program computes a whole head whose weights fit into shared memory. Otherwise the programs of
+    a head wait for each other, so all programs must run at the same time: there are at most as many
+    as multiprocessors.
+    """
+    width = weight.shape[1]
+    padded = max(TILE, 1 << (width - 1).bit_length())
+    whole = padded, padded, 1, 1
+    if not weight.is_cuda or _weight_bytes(weight, whole) <= RESIDENT_BYTES:
+        return whole
+    columns = PART
+    while -(-width // columns) > multiprocessors(weight.device):
+        columns *= 2
+    return columns, DEPTH, -(-width // DEPTH), -(-width // columns)
+
+
+def _weight_bytes(weight: Tensor, division: tuple[int, int, int, int]) -> int:
+    """Bytes of the weights that a program multiplies by."""
+    columns, depth, tiles, _ = division
+    return 2 * PIECES[weight.dtype] * columns * depth * tiles
+
+
+def _split(weight: Tensor, count: int) -> Tensor:
+    """bfloat16 tensors whose sum is the weight, along a new first dim."""
+    pieces, rest = [], weight.float()
+    for _ in range(count):
+        pieces.append(rest.bfloat16())
+        rest = rest - pieces[-1].float()
+    return torch.stack(pieces)
+
+
+@lru_cache(maxsize=512)
+def _recurrent_launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    integers: tuple[int, ...],
+    device: torch.device,
+    dtypes: tuple[torch.dtype | None, ...],
+) -> TritonLaunch:
+    """The launch of a kernel on tensors of these dtypes."""
+    warps, waits = RECURRENT_WARPS, grid[1] > 1
+    return TritonLaunch(kernel, grid, integers, warps, device, cooperative=waits)

@@ -41,9 +41,6 @@ class Layout:
         fill("all_strides", (self.num_neurons, *strides))
         fill("channels", self.step_shape[1] if len(strides) > 1 else 1)
         fill("channel_inner", strides[1] if len(strides) > 1 else self.num_neurons)
-        rows = self.channels * self.channel_inner
-        outer = self.num_neurons // rows if rows else 0
-        fill("by_channel", (outer, self.channels, self.channel_inner))
         fill("outer_strides", {})
 
     num_neurons: int = field(init=False)
@@ -54,8 +51,6 @@ class Layout:
     channels: int = field(init=False)
     #: Neighbours in memory that share a channel: neuron n has channel (n // this) % C.
     channel_inner: int = field(init=False)
-    #: A step as an array `[outer, channels, inner]`.
-    by_channel: tuple[int, int, int] = field(init=False)
     #: Outer strides of sequences seen so far, by their strides; None if kernels cannot read them.
     outer_strides: dict[tuple[int, ...], int | None] = field(init=False, compare=False, repr=False)
 
@@ -97,14 +92,19 @@ class Layout:
         assert outer is not None
         return (x.stride(0) if self.num_steps > 1 else 0), outer
 
+    def by_channel(self, sums: Tensor) -> tuple[int, int, int]:
+        """The array `[outer, channels, inner]` in sums per channel, or per neuron in whole rows of
+        channels."""
+        inner = 1 if len(sums) == self.channels else self.channel_inner
+        return len(sums) // max(self.channels * inner, 1), self.channels, inner
+
+    def sum_by_channel(self, sums: Tensor) -> Tensor:
+        """Sums per channel `[C]`, of what `by_channel` describes."""
+        return sums if len(sums) == self.channels else sums.view(self.by_channel(sums)).sum((0, 2))
+
     def reduce_to(self, sums: Tensor, like: Tensor) -> Tensor:
-        """Sum gradients per neuron, flat [N], or per channel [C] to a parameter's shape: a scalar,
-        or one value per channel."""
-        if like.ndim == 0:
-            return sums.sum()
-        if len(sums) == self.channels:
-            return sums
-        return sums.view(self.by_channel).sum((0, 2))
+        """Reduce sums to the gradient of a parameter: a scalar, or one value per channel."""
+        return sums.sum() if like.ndim == 0 else self.sum_by_channel(sums)
 
 
 Strided = tuple[Sequence[int], Sequence[int]]

@@ -11,7 +11,7 @@ the dispatcher, which costs several times a small kernel.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from spikefuse.kernels.triton_runtime import interpreted
 from spikefuse.neurons.definition import Definition, States, channel_view, with_outputs
 from spikefuse.neurons.surrogate import no_gradient
 from spikefuse.scan import state_passing
+from spikefuse.scan.double_backward import no_double_backward
 from spikefuse.scan.execution import (
     Arguments,
     Execution,
@@ -465,36 +466,35 @@ def _op_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     return None, found, None, None if ctx.call.scalars else [], None, None
 
 
-def setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def implement(
+    name: str,
+    function: Callable[..., Any],
+    fake: Callable[..., Any],
+    autograd: tuple[Callable[..., Any], Callable[..., Any]] | None,
+) -> None:
+    """Implement an op of the library.
+
+    Args:
+        fake: its results without values.
+        autograd: its backward and `setup_context`, if it has them.
+    """
+    for key in ("CPU", "CUDA"):
+        # torch.compile must call it, not trace it.
+        library.impl(name, _disable_dynamo(function), key)
+    torch.library.register_fake(f"spikefuse::{name}", fake, lib=library)
+    if autograd is not None:
+        backward, setup = autograd
+        torch.library.register_autograd(
+            f"spikefuse::{name}", backward, setup_context=setup, lib=library
+        )
+
+
+def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     pass
 
 
-def no_double_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-    raise RuntimeError(
-        "double backward through a spikefuse neuron is not supported: the surrogate's derivative "
-        'has no derivative of its own; impl="reference" differentiates the eager loop twice'
-    )
+#: The `autograd` of an op that computes gradients.
+ONCE = no_double_backward, _setup_nothing
 
-
-class NoDoubleBackward(torch.autograd.Function):
-    """The identity of a gradient that was computed from tensors; raises when differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, *tensors: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    backward = staticmethod(no_double_backward)
-
-
-for _key in ("CPU", "CUDA"):
-    # torch.compile must call these, not trace them.
-    library.impl("scan", _disable_dynamo(_scan), _key)
-    library.impl("scan_backward", _disable_dynamo(_scan_backward), _key)
-torch.library.register_fake("spikefuse::scan", _scan_fake, lib=library)
-torch.library.register_fake("spikefuse::scan_backward", _scan_backward_fake, lib=library)
-torch.library.register_autograd(
-    "spikefuse::scan", _op_backward, setup_context=_setup_context, lib=library
-)
-torch.library.register_autograd(
-    "spikefuse::scan_backward", no_double_backward, setup_context=setup_nothing, lib=library
-)
+implement("scan", _scan, _scan_fake, (_op_backward, _setup_context))
+implement("scan_backward", _scan_backward, _scan_backward_fake, ONCE)

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
-from spikefuse.compiler import emit_numba, emit_triton
+from spikefuse.compiler import (
+    emit_numba,
+    emit_recurrent_numba,
+    emit_recurrent_triton,
+    emit_triton,
+)
 from spikefuse.compiler.adjoint import Reverse, reverse_step
 from spikefuse.compiler.trace import Step, trace_step
 from spikefuse.neurons.definition import Definition
 from spikefuse.scan import cache
 from spikefuse.scan.layout import Layout
+
+T = TypeVar("T")
 
 # A parameter is a Python float, a 0-d tensor, or a tensor of one value per channel.
 FLOAT, SCALAR, CHANNEL = "float", "scalar", "channel"
@@ -53,21 +61,80 @@ class Launch(Protocol):
         Args:
             sequences: inputs, then what is written; all fit the layout.
             states: one step each, or None where the kernel may do without.
-            sums: backward: gradients of parameters per neuron or channel; forward: outputs as
-                bits.
+            sums: backward: sums of the gradients of parameters; forward: outputs as bits.
             params: floats, and contiguous float32 tensors.
         """
         ...
+
+
+class Operands(NamedTuple):
+    """The tensors of a recurrent kernel, by role in its order.
+
+    Attributes:
+        weight: `[heads, width, width]`.
+        binary: whether what is multiplied by the weight is sure to be 0 or 1.
+        start: what is multiplied at the first step: outputs in their dtype for forward, gradients
+            in float32 for backward; None for 0.
+        read: sequences `[T, B, N]` whose neurons are adjacent in memory.
+        written: contiguous sequences, or None where the kernel may do without.
+        steps: contiguous steps, or None where the kernel may do without.
+        sums: from `Launcher.new_sums`.
+        params: floats, and contiguous float32 tensors.
+    """
+
+    weight: Tensor
+    binary: bool
+    start: Tensor | None
+    read: Sequence[Tensor]
+    written: Sequence[Tensor | None]
+    steps: Sequence[Tensor | None]
+    sums: Sequence[Tensor]
+    params: Sequence[float | Tensor]
 
 
 class Launcher(Protocol):
     """How a backend runs a kernel; the modules launch_numba and launch_triton are two."""
 
     def prepare(
-        self, kernel: Any, layout: Layout, sequences: Sequence[Tensor], variant: Variant
+        self,
+        kernel: Any,
+        layout: Layout,
+        sequences: Sequence[Tensor],
+        variant: Variant,
+        by_channel: bool,
+        has_sums: bool,
     ) -> Launch:
-        """Prepare a kernel for these sequences and for others that differ in values only."""
+        """Prepare a kernel for these sequences and for others that differ in values only.
+
+        Args:
+            by_channel: whether it reads parameters with one value per channel.
+            has_sums: whether it sums gradients of parameters.
+        """
         ...
+
+    def sums_shape(
+        self, layout: Layout, itemsize: int, device: torch.device, by_channel: bool
+    ) -> tuple[tuple[int], torch.dtype]:
+        """Return shape and dtype of the sums that make up the gradient of one parameter: one per
+        channel, or one for each of some neurons, which are whole rows of channels.
+
+        Args:
+            itemsize: of the first input.
+        """
+        ...
+
+    def new_sums(self, like: Tensor, count: int) -> list[Tensor]:
+        """Sums of the gradients of `count` parameters in recurrent scans like `like`, which add up
+        to one value per neuron along dim 0."""
+        ...
+
+    def run_recurrent(self, kernel: Any, operands: Operands) -> None:
+        """Run `forward` or `backward` of a recurrent module."""
+        ...
+
+
+#: The arguments of `Program.source`.
+_Key = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], bool]
 
 
 @dataclass
@@ -81,7 +148,7 @@ class Program:
     reverse: Reverse
     backend: str
     kinds: tuple[str, ...]
-    modules: dict[tuple[tuple[str, ...], ...], ModuleType] = field(default_factory=dict)
+    modules: dict[_Key, ModuleType] = field(default_factory=dict)
 
     def chunk(self, num_steps: int) -> int:
         """Steps between two saved states of a sequence."""
@@ -98,12 +165,6 @@ class Program:
         return not self.reverse.graph.used().isdisjoint(f"g{y}" for y in self.step.outputs)
 
     @property
-    def sums_channels(self) -> bool:
-        """Whether backward sums the gradients of parameters over each channel; otherwise over time
-        only."""
-        return self.backend == "numba"
-
-    @property
     def repairs(self) -> bool:
         """Whether kernels can repair a pass that began from the wrong states."""
         return self.rebuilds
@@ -117,23 +178,46 @@ class Program:
         return tuple(n for n, k in tensors if k != FLOAT and n in self.reverse.params)
 
     def module(
-        self, grad_inputs: tuple[str, ...] | None = None, grad_params: tuple[str, ...] = ()
+        self,
+        grad_inputs: tuple[str, ...] | None = None,
+        grad_params: tuple[str, ...] = (),
+        absent: tuple[str, ...] = (),
     ) -> ModuleType:
         """The kernels whose backward gives the gradients of these inputs (all by default) and
+        parameters, where `absent` gradients are neither read nor counted."""
+        key = self.step.inputs if grad_inputs is None else grad_inputs, grad_params, absent
+        return self._load((*key, False))
+
+    def recurrent_module(self, grad_params: tuple[str, ...] = ()) -> ModuleType:
+        """The recurrent kernels, whose backward gives the gradients of all inputs and of these
         parameters."""
-        key = self.step.inputs if grad_inputs is None else grad_inputs, grad_params
+        return self._load((self.step.inputs, grad_params, (), True))
+
+    def _load(self, key: _Key) -> ModuleType:
         if key not in self.modules:
-            source = self.source(*key)
             with _compiling:
-                self.modules[key] = cache.load(source, self.step.name, self.backend)
+                self.modules[key] = cache.load(self.source(*key), self.step.name, self.backend)
         return self.modules[key]
 
-    def source(self, grad_inputs: tuple[str, ...], grad_params: tuple[str, ...]) -> str:
-        reverse = self.reverse.select(self.step, grad_inputs, grad_params)
+    def absent(self, missing: Sequence[bool]) -> tuple[str, ...]:
+        """See `Reverse.absent`; final states that are not wanted are missing."""
+        num = self.step.num_outputs + len(self.step.states) - len(missing)
+        return self.reverse.absent(self.step, (*missing, *(True,) * num))
+
+    def source(
+        self,
+        grad_inputs: tuple[str, ...],
+        grad_params: tuple[str, ...],
+        absent: tuple[str, ...] = (),
+        recurrent: bool = False,
+    ) -> str:
+        reverse = self.reverse.select(self.step, grad_inputs, grad_params, absent)
         channels, scalars = self.named(CHANNEL), self.named(SCALAR)
         if self.backend == "triton":
-            return emit_triton.source(self.step, reverse, channels, scalars)
-        return emit_numba.source(self.step, reverse, channels)
+            triton = emit_recurrent_triton if recurrent else emit_triton
+            return triton.source(self.step, reverse, channels, scalars)
+        numba = emit_recurrent_numba if recurrent else emit_numba
+        return numba.source(self.step, reverse, channels)
 
 
 # Neither tracing nor the import of generated source is thread-safe.
@@ -186,12 +270,23 @@ def prepare(
 
 
 def _make(definition: Definition, backend: str, kinds: dict[str, str]) -> Program:
-    # PyTorch's modes, hooks and transforms belong to the caller's thread, so trace in another.
-    with ThreadPoolExecutor(1) as thread:
-        step, reverse = thread.submit(_trace, definition, kinds).result()
+    step, reverse = _without_modes(_trace, definition, kinds)
     used = step.graph.used() | reverse.graph.used()
     step = step.without_unused(used)
     return Program(step, reverse, backend, tuple(kinds[name] for name in step.params))
+
+
+def _without_modes(trace: Callable[..., T], *args: Any) -> T:
+    """Call a function that traces, outside PyTorch's modes, hooks and transforms."""
+    # They belong to the caller's thread, so trace in another.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(trace, *args).result()
+
+
+def traced(definition: Definition) -> Step:
+    """One step of a definition, without its derivatives; see `trace_step`."""
+    with _compiling:
+        return _without_modes(trace_step, definition)
 
 
 def _trace(definition: Definition, kinds: dict[str, str]) -> tuple[Step, Reverse]:

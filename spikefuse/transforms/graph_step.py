@@ -7,7 +7,6 @@ GPU to run them. A recorded step starts with one launch.
 from __future__ import annotations
 
 import contextlib
-import random
 import traceback
 import warnings
 import weakref
@@ -15,10 +14,8 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial, update_wrapper
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -28,9 +25,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from spikefuse.transforms.learning_rates import LearningRates
+from spikefuse.transforms.unrepeatable import line_of, watch
 
 #: `DistributedDataParallel` rearranges its buckets in its first steps.
 DDP_WARMUP = 11
+# It accumulates gradients on the stream on which it was made, and no recording can have part in
+# PyTorch's default stream.
+LEGACY_STREAM = (
+    "make a DistributedDataParallel inside `with torch.cuda.stream(torch.cuda.Stream()):`; "
+)
 
 
 class NotRecordable(RuntimeError):
@@ -77,7 +80,8 @@ def graph_step(
     Args:
         step: takes tensors on one GPU, in any nesting of tuples, lists and dicts, and constants.
         warmup: calls before the first recording, at least 2; 11 or more if the step calls a
-            `DistributedDataParallel`. Each further graph takes 2.
+            `DistributedDataParallel`, which has to be made inside
+            `with torch.cuda.stream(torch.cuda.Stream()):`. Each further graph takes 2.
         max_graphs: how many graphs to keep. Calls that would need more run eagerly, with a warning.
         fallback: run a step that cannot be recorded eagerly, with a warning, in place of an error.
 
@@ -153,9 +157,11 @@ class GraphStep:
             self.reset()
         inputs = structure, tuple(map(_spec, leaves))
         with torch.cuda.device(tensors[0].device):
-            gradients = self._gradients()
-            key = inputs, gradients, self._settings()
-            graph = self._graphs.get(key)
+            required, missing = self._gradients()
+            key = inputs, required, missing, self._settings()
+            # That of a step which replaces all gradients, whichever there are.
+            general = inputs, required, None, key[3]
+            graph = self._graphs.get(key) or self._graphs.get(general)
             if graph is None:
                 eager_calls = self._eager_calls.get(key, 0)
                 needed = self._needed_calls()
@@ -171,7 +177,7 @@ class GraphStep:
                         raise
                     self._run_always(str(error))
                     return self._run(inputs, args, kwargs)
-                self._graphs[key] = graph
+                self._graphs[general if graph.replaces_gradients else key] = graph
             self.num_replays += 1
             for rates in self._rates.values():
                 rates.update()
@@ -194,8 +200,8 @@ class GraphStep:
         gradients = self._gradients()
         known = [len(self._modules), len(self._rates), len(self._parameters)]
         self._stream.wait_stream(torch.cuda.current_stream())
-        watch = _watch(problems) if is_checked else contextlib.nullcontext()
-        with torch.cuda.stream(self._stream), self._observed(), watch:
+        watched = watch(problems) if is_checked else contextlib.nullcontext()
+        with torch.cuda.stream(self._stream), self._observed(), watched:
             result = _detached(self.step(*args, **kwargs))
         torch.cuda.current_stream().wait_stream(self._stream)
         self.num_eager += 1
@@ -212,7 +218,7 @@ class GraphStep:
         if len(self._eager_calls) >= 16 * self.max_graphs:
             self._warn_of_limit()
             self._eager_calls.clear()
-        key = inputs, gradients, self._settings()
+        key = inputs, *gradients, self._settings()
         self._eager_calls[key] = self._eager_calls.get(key, 0) + 1
         return result
 
@@ -267,9 +273,10 @@ class GraphStep:
         training = tuple([m.training for m in self._modules])
         return modes, training, tuple([rates.settings() for rates in self._rates.values()])
 
-    def _gradients(self) -> tuple[int, ...]:
-        """Which parameters have gradients before the step, and which require them."""
-        return tuple([2 * (p.grad is None) + p.requires_grad for p in self._parameters])
+    def _gradients(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Which parameters require gradients, and which have none before the step."""
+        required = tuple([p.requires_grad for p in self._parameters])
+        return required, tuple([p.grad is None for p in self._parameters])
 
     def _have_moved(self) -> bool:
         """Whether a parameter or buffer has another address than in the graphs."""
@@ -314,9 +321,10 @@ class GraphStep:
                 self._abandon(cuda_graph)
                 for p, grad in zip(parameters, before, strict=True):
                     p.grad = grad
-                where = _line(traceback.extract_tb(error.__traceback__))
+                where = line_of(traceback.extract_tb(error.__traceback__))
+                hint = LEGACY_STREAM if "legacy stream" in str(error) else ""
                 raise NotRecordable(
-                    f"graph_step cannot record the step: {where}: {error}"
+                    f"graph_step cannot record the step: {where}: {hint}{error}"
                 ) from error
             cuda_graph.capture_end()
         torch.clear_autocast_cache()
@@ -324,17 +332,20 @@ class GraphStep:
         problem = _unrepeatable(result)
         if [x._version for x in inputs] != input_versions:
             problem = "it changes an argument in place: change a copy, and return it"
-        gradients = []
+        gradients, replaces = [], True
         for p, grad, version in zip(parameters, before, versions, strict=True):
             is_new = p.grad is not None and p.grad is not grad
             # After zero_grad(), a step does not read the gradients before it.
             is_read = grad is not None and not (is_new and grad._version == version)
+            replaces &= not p.requires_grad or (grad is not None and not is_read)
             gradients.append((p, grad if is_read else None, p.grad))
             if problem:
                 p.grad = grad
         if problem:
             raise NotRecordable(f"graph_step cannot record the step: {problem}")
-        return _Graph(cuda_graph, list(map(_stored, inputs)), result, gradients)
+        made = _Graph(cuda_graph, list(map(_stored, inputs)), result, gradients)
+        made.replaces_gradients = replaces
+        return made
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a recording that has failed."""
@@ -357,12 +368,17 @@ def _reset(reference: weakref.ref[GraphStep], _: Optimizer) -> None:
 class _Graph:
     """A recorded step.
 
+    Attributes:
+        replaces_gradients: whether it reads none of the gradients before it, and writes all.
+
     Args:
         inputs: the tensors that the graph reads in place of the arguments.
         result: the results of the step, which each replay overwrites.
         gradients: parameters, the gradients that the graph reads (None if it reads none), and those
             after the step.
     """
+
+    replaces_gradients = False
 
     def __init__(
         self,
@@ -448,53 +464,3 @@ def _stored(x: Tensor) -> Tensor:
         if stride == 0 and x.shape[dim] > 1:
             x = x.narrow(dim, 0, 1)
     return x
-
-
-@contextlib.contextmanager
-def _watch(problems: list[str]) -> Iterator[None]:
-    """Note what the step does that a graph cannot repeat."""
-
-    def note(message: Warning | str, *rest: Any) -> None:
-        if SYNCHRONIZES not in str(message):
-            return show(message, *rest)
-        frames = traceback.extract_stack()
-        what = "reads a value of the GPU on the host"
-        if any(Path(f.filename).name == "grad_scaler.py" for f in frames):
-            what = (
-                "a GradScaler reads on the host whether the gradients are finite: use bfloat16, "
-                "which needs none"
-            )
-        problems.append(f"{_line(frames)} {what}")
-
-    mode, numbers = torch.cuda.get_sync_debug_mode(), _random_states()
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-        warnings.filterwarnings("always", f".*{SYNCHRONIZES}")
-        warnings.showwarning = note  # type: ignore[assignment]
-        try:
-            torch.cuda.set_sync_debug_mode("warn")
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-    if _random_states() != numbers:
-        problems.append(
-            "it draws random numbers on the CPU, which each replay would repeat: draw them on the "
-            "GPU (device=), or outside the step"
-        )
-
-
-SYNCHRONIZES = "called a synchronizing CUDA operation"
-
-
-def _random_states() -> Any:
-    return torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())
-
-
-def _line(frames: traceback.StackSummary) -> str:
-    others = Path(torch.__file__).parent, Path(__file__).parents[1], Path(warnings.__file__)
-    for frame in reversed(frames):
-        path = Path(frame.filename)
-        if not any(other in (path, *path.parents) for other in others):
-            return f'{frame.filename}:{frame.lineno}: "{frame.line}"'
-    return "the step"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 import spikefuse as sf
 from spikefuse.kernels import numba_runtime
-from spikefuse.testing import Run, run, within_budget
+from spikefuse.testing import ROUNDING, Run, run, within_budget
 
 CHANNELS = 3
 SHAPE = (5, 2, CHANNELS, 4)
@@ -236,15 +236,27 @@ def draw_tensor(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.where(torch.rand(shape, generator=generator) < 0.5, x, (2 * rounded).round() / 2)
 
 
-def differences(seed: int, impl: str, device: str = "cpu") -> list[str]:
-    """Return what differs between an implementation and the eager loop, one line each."""
+def differences(
+    seed: int,
+    impl: str,
+    device: str = "cpu",
+    shape: tuple[int, ...] = SHAPE,
+    change: Callable[[Tensor], Tensor] = lambda x: x,
+) -> list[str]:
+    """Return what differs between an implementation and the eager loop, one line each.
+
+    Args:
+        shape: of the inputs, `[T, B, CHANNELS, ...]`.
+        change: gives an input another dtype or layout.
+    """
     definition = draw_definition(seed)
     neuron = definition.build().to(device)
-    inputs = [draw_tensor(SHAPE, 100 * seed + i).to(device) for i in range(definition.num_inputs)]
+    drawn = [draw_tensor(shape, 100 * seed + i) for i in range(definition.num_inputs)]
+    inputs = [change(x.to(device)) for x in drawn]
     state = None
     if seed % 3 == 0:
         starts = range(len(definition.states))
-        state = tuple(draw_tensor(SHAPE[1:], 100 * seed + 50 + i).to(device) for i in starts)
+        state = tuple(draw_tensor(shape[1:], 100 * seed + 50 + i).to(device) for i in starts)
     truth = run(neuron, inputs, state, "float64")
     expected = run(neuron, inputs, state, "reference")
     actual = run(neuron, inputs, state, impl)
@@ -284,10 +296,22 @@ def same_conditions(expected: Run, truth: Run) -> bool:
     results = zip(
         (*expected.outputs, *expected.states), (*truth.outputs, *truth.states), strict=True
     )
-    return all(torch.allclose(a.double(), b.double(), 1e-3, 1e-3, True) for a, b in results)
+    return all(
+        torch.allclose(a.double(), b.double(), tolerance, tolerance, True)
+        for a, b in results
+        for tolerance in (max(1e-3, 4 * ROUNDING[a.dtype]),)
+    )
+
+
+def _load(array: np.ndarray, index: int, slot: int) -> np.float32:
+    if array.dtype == np.uint16:  # bfloat16
+        return (np.uint32(array[index]) << np.uint32(16)).view(np.float32)
+    return np.float32(array[index])
 
 
 def _store(array: np.ndarray, index: int, value: np.float32, slot: int) -> None:
+    if array.dtype == np.uint16:
+        value = torch.tensor(value).bfloat16().view(torch.uint16).item()
     array[index] = value
 
 
@@ -300,12 +324,13 @@ def interpreted() -> Iterator[None]:
     """Run newly generated Numba source as Python, without its compilation, which takes seconds."""
     replaced = {
         "kernel": lambda function: function,
-        "load": lambda array, index, slot: array[index],
+        "load": _load,
         "store": _store,
         "fma": _fma,
         "exp": np.exp,
         "sigmoid": lambda x: np.float32(1.0) / (np.float32(1.0) + np.exp(-x)),
         "channel_rows": numba_runtime.channel_rows.py_func,
+        "_index": int,
     }
     with mock.patch.multiple(numba_runtime, **replaced), np.errstate(all="ignore"):
         yield

@@ -346,3 +346,22 @@ def test_a_bool_attribute_and_a_constant_output(backends):
 def test_literal(value, numba, triton):
     assert ops.literal(value, "numba") == numba
     assert ops.literal(value, "triton") == triton
+
+
+class WholePowers(Neuron):
+    def __init__(self, exponent):
+        super().__init__()
+        self.exponent = exponent
+
+    def step(self, x):
+        return x**self.exponent, ()
+
+
+@pytest.mark.parametrize("exponent", [-2, -1, 0, 1, 2, 3])
+def test_small_whole_powers_equal_the_loop(exponent, backends):
+    """docs/conventions.md promises them bit for bit."""
+    x = 2 * torch.randn(4, 3, 500, device=backends.device)
+    neuron = WholePowers(exponent)
+    expected = neuron(x, impl="reference")
+    for impl in backends.impls:
+        assert torch.equal(neuron(x, impl=impl), expected)

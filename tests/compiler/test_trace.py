@@ -180,7 +180,7 @@ def test_steps_that_remember_in_attributes_are_refused(initial):
             self.trace = x if self.trace is None else self.trace + x
             return x, (v,)
 
-    with pytest.raises(UnsupportedOperation, match=r"step assigns self.trace.*trace = State\(\)"):
+    with pytest.raises(UnsupportedOperation, match=r"step changes self.trace.*trace = State\(\)"):
         Remembers()(torch.ones(2, 3))
 
 
@@ -416,3 +416,115 @@ def test_outputs_are_proved_binary_separately():
         type("Both", (sf.Neuron,), {"step": lambda self, x: (both(self, x, None), ())})()
     )
     assert step.binary == (True, False)
+
+
+class Remembers(sf.Neuron):
+    v = sf.State()
+    seen: list = []  # noqa: RUF012
+
+    def __init__(self, remember):
+        super().__init__()
+        self.remember, self.log, self.counts = remember, [], {}
+
+    def step(self, x, v):
+        h = 0.5 * v + x
+        return h * self.remember(self, h), (h,)
+
+
+outside = []
+
+
+@pytest.mark.parametrize(
+    ("remember", "message"),
+    [
+        (lambda n, h: n.log.append(h) or 1.0, r"changes self.log, .*log = State\(\)"),
+        (lambda n, h: n.counts.update(n=n.counts.get("n", 0) + 1) or 1.0, "changes self.counts"),
+        (lambda n, h: n.seen.append(1) or 1.0, "changes self.seen"),
+        (lambda n, h: outside.append(1) or len(outside), "computes something else each time"),
+    ],
+    ids=["list", "dict", "class", "outside"],
+)
+def test_memory_outside_of_states(remember, message):
+    with pytest.raises(UnsupportedOperation, match=message):
+        Remembers(remember)(torch.rand(3, 2))
+
+
+class Reads(sf.Neuron):
+    v = sf.State()
+
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+
+    def step(self, x, v):
+        h = 0.5 * v + x * self.read(x)
+        return h, (h,)
+
+
+READ = {
+    "ndim": lambda x: x.ndim,
+    "dim": lambda x: x.dim(),
+    "shape": lambda x: len(x.shape),
+    "size": lambda x: x.size()[0],
+    "stride": lambda x: len(x.stride()),
+    "requires_grad": lambda x: 2.0 if x.requires_grad else 1.0,
+    "is_leaf": lambda x: 2.0 if x.is_leaf else 1.0,
+    "grad_fn": lambda x: 2.0 if x.grad_fn is None else 1.0,
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_a_kernel_does_not_know_of_a_tensor(name):
+    with pytest.raises(UnsupportedOperation, match=rf"reads a tensor's '{name}' at .*test_trace"):
+        Reads(READ[name])(torch.rand(3, 2, requires_grad=True))
+
+
+SHAPES = {"ones": lambda x: torch.ones(x.shape), "full": lambda x: torch.full(x.size(), 2.0)}
+
+
+@pytest.mark.parametrize("read", SHAPES.values(), ids=SHAPES)
+def test_a_shape_to_make_constants_with(read):
+    neuron, x = Reads(read), torch.rand(3, 2)
+    assert torch.equal(neuron(x), neuron(x, impl="reference"))
+
+
+class Helper:
+    def scale(self, x):
+        return 2.0 * x
+
+
+class Replaced(Helper, sf.Neuron):
+    v = sf.State()
+
+    def __init__(self):
+        super().__init__()
+        self.surrogate = sf.surrogate.Triangle()
+
+    def step(self, x, v):
+        h = 0.5 * v + self.scale(x)
+        return self.surrogate(h - 1.0), (h,)
+
+
+def test_replaced_methods(monkeypatch):
+    neuron, x = Replaced(), torch.rand(5, 2, 4, requires_grad=True)
+
+    def results(impl):
+        y = neuron(x, impl=impl)
+        return y, *torch.autograd.grad((y * x.detach()).sum(), x)
+
+    def step(self, x, v):
+        h = 0.25 * v + self.scale(x)
+        return self.surrogate(h - 1.0), (h,)
+
+    before = results("auto")
+    for owner, name, function in (
+        (Replaced, "step", step),
+        (Helper, "scale", lambda self, x: 3.0 * x),
+        (sf.surrogate.Triangle, "derivative", lambda self, u: 0.5 * torch.ones_like(u)),
+    ):
+        monkeypatch.setattr(owner, name, function)
+        after = results("auto")
+        for a, b in zip(after, results("reference"), strict=True):
+            torch.testing.assert_close(a, b)
+        assert not all(map(torch.equal, after, before)), name
+        before = after

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,7 +62,9 @@ def shared(axis: DeviceMesh, x: Tensor, chunks: int, impl: str, *policy: Any) ->
     return train(net, x, steps_of(len(x), axis.get_local_rank(), axis.size()), impl)
 
 
-def assert_equal_one(found: list[list[Tensor]], expected: list[Tensor]) -> None:
+def assert_equal_one(
+    found: list[list[Tensor]], expected: list[Tensor], make: Callable[[], sf.Temporal] = make
+) -> None:
     num_buffers = len(list(make().buffers()))
     for i, wanted in enumerate(expected):
         parts = [tensors[i] for tensors in found]
@@ -88,6 +91,33 @@ def test_exact_statistics_equal_one_process(
     x = lay_out(make_input((T, 3, 2, 5, 5)), layout) + 0.5
     expected = train(make(), x, slice(None), "numba")
     assert_equal_one(group(shared, x, chunks, "numba", size=size), expected)
+
+
+def single_values(fused: bool, policy: memory.Policy | None = None) -> sf.Temporal:
+    """A network with one value per channel, step and sample."""
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm1d(6), nn.BatchNorm1d(5)]
+    neurons = [sf.LIF(0.5, 0.4), sf.PLIF(0.6, 0.3)]
+    if fused:
+        layers = [norms[0], neurons[0], nn.Linear(6, 5, bias=False), norms[1], neurons[1]]
+        return sf.fuse(sf.Temporal(nn.Sequential(*layers), policy))
+    blocks = [Block(n, m) for n, m in zip(norms, neurons, strict=True)]
+    return sf.Temporal(nn.Sequential(blocks[0], nn.Linear(6, 5, bias=False), blocks[1]), policy)
+
+
+def sharing_single_values(axis: DeviceMesh, x: Tensor, *how: Any) -> list[Tensor]:
+    net = shard_time(single_values(*how), axis)
+    return train(net, x, steps_of(len(x), axis.get_local_rank(), axis.size()), "numba")
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("how", [(True,), (False,), (True, memory.Checkpoint())], ids=repr)
+def test_one_value_per_channel_and_rank(group: Group, how: tuple[Any, ...], steps: int) -> None:
+    """Statistics exist over all ranks."""
+    x = make_input((steps, 1, 6)) + 0.5
+    expected = train(single_values(*how), x, slice(None), "numba")
+    found = group(sharing_single_values, x, *how, size=2)
+    assert_equal_one(found, expected, lambda: single_values(*how))
 
 
 @pytest.mark.parametrize("policy", [memory.Recompute(), memory.SaveAll()])

@@ -185,6 +185,26 @@ def test_states(group: Group) -> None:
     torch.testing.assert_close(found[0][1], grads, rtol=1e-5, atol=1e-5)
 
 
+def recorded(axis: DeviceMesh, x: Tensor, impl: str) -> list[Tensor]:
+    net = shard_time(plif(), axis, 2, speculate=impl == "triton")
+    mine = x[steps_of(len(x), axis.get_local_rank(), axis.size())]
+    with sf.record(net, states=("spikes", "v")) as record:
+        net(mine, impl=impl)
+    return [*record.of("spikes").values(), *record.of("v").values()]
+
+
+@pytest.mark.parametrize("impl", ["numba", "triton"])
+def test_each_process_records_its_steps(group: Group, impl: str) -> None:
+    net, x = plif(), make_input((T, 4, 6))
+    with sf.record(net, states=("spikes", "v")) as record:
+        net(x)
+    expected = [*record.of("spikes").values(), *record.of("v").values()]
+    found = group(recorded, x, impl, size=3)
+    for parts, whole in zip(zip(*found, strict=True), expected, strict=True):
+        torch.testing.assert_close(torch.cat(parts), whole)
+        assert whole.any()
+
+
 def bfloat16(axis: DeviceMesh, x: Tensor) -> Tensor:
     neuron = shard_time(sf.Temporal(sf.LIF(0.5, 0.3)), axis, 2)
     return neuron(x[steps_of(len(x), axis.get_local_rank(), axis.size())])

@@ -62,7 +62,55 @@ class Twice(sf.LIF):
 def test_two_surrogates() -> None:
     neuron = Twice(surrogate=sf.surrogate.Triangle(cutoff=-0.2))
     with pytest.raises(TypeError, match="calls its surrogate 2 times"):
-        with_candidates(neuron)(torch.rand(3, 2, 4), impl="reference")
+        with_candidates(neuron)
+
+
+class Changed(sf.LIF):
+    """Its output is computed from the spike."""
+
+    def __init__(self, function):
+        super().__init__(surrogate=sf.surrogate.Triangle(cutoff=-0.2))
+        self.function = function
+
+    def step(self, x, v):
+        s, (v,) = super().step(x, v)
+        return self.function(s, v, x), (v,)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, v, x: 1 - s,
+        lambda s, v, x: 2 * s,
+        lambda s, v, x: -s,
+        lambda s, v, x: s * x,
+        lambda s, v, x: v,
+        lambda s, v, x: torch.where(x > 0.5, s, 1.0),
+        lambda s, v, x: (s, v),
+    ],
+    ids=["1 - s", "2 * s", "-s", "s * x", "v", "or", "two"],
+)
+def test_output_that_is_not_the_spike(function) -> None:
+    neuron = Changed(function)
+    with pytest.raises(TypeError, match=r"Changed.step does not return its spike as its only out"):
+        with_candidates(neuron)
+    with pytest.raises(TypeError, match=r"use nn\.Linear and the neuron"):
+        sf.nn.EventLinear(4, 3, neuron)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda s, v, x: s * (x > 0.5), lambda s, v, x: torch.where(x < 0.3, 0.0, s)],
+    ids=["mask", "where"],
+)
+def test_spikes_that_are_masked(function) -> None:
+    neuron, x = Changed(function), torch.rand(15, 3, 40).requires_grad_()
+    marks, spikes = with_candidates(neuron)(x), neuron(x)
+    assert spikes.any()
+    assert torch.equal(marks == FIRED, spikes > 0)
+    grad = torch.rand_like(x)
+    found = [torch.autograd.grad(y, x, grad)[0] for y in (marks, spikes)]
+    assert torch.equal(*found)
 
 
 def test_no_cutoff() -> None:

@@ -419,3 +419,25 @@ TYPE_ERRORS = {
 def test_wrong_types(message: str) -> None:
     with pytest.raises(TypeError, match=message):
         TYPE_ERRORS[message]()
+
+
+@pytest.mark.parametrize("make", [None, neuron], ids=["currents", "fused"])
+def test_double_backward_is_refused(make) -> None:
+    """Also where the gradient of the loss is constant, beside a term that has a second one."""
+    layer = EventLinear(8, 5, None if make is None else make(), impl="numba")
+    y = layer(spikes(8))
+    y = y if make is None else y.values
+    (gradient,) = torch.autograd.grad((y * 2).sum(), layer.weight, create_graph=True)
+    assert gradient.requires_grad
+    with pytest.raises(RuntimeError, match=r"double backward.*nor through an EventLinear"):
+        (gradient.square().sum() + layer.weight.square().sum()).backward()
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parameter_changed_before_backward_is_noticed(name) -> None:
+    layer = EventLinear(8, 5, neuron(), impl="numba")
+    values = layer(spikes(8)).values
+    with torch.no_grad():
+        getattr(layer, name).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        values.sum().backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -97,15 +96,15 @@ def test_to_dense(marks: torch.Tensor, kernels: ModuleType, dtype: torch.dtype) 
     expected = torch.zeros(marks.shape, dtype=dtype).view(-1)
     for (row, site, _), value in zip(of_each(x), grad, strict=True):
         expected[row * marks.shape[2] + site] = value
-    same(replace(x, values=grad).to_dense(dtype), expected.view(marks.shape))
+    same(x.with_values(grad).to_dense(dtype), expected.view(marks.shape))
     # The gradient of a sum is an expanded scalar.
-    ones = replace(x, values=torch.ones(()).expand(len(grad))).to_dense(dtype)
+    ones = x.with_values(torch.ones(()).expand(len(grad))).to_dense(dtype)
     same(ones, (marks > 0).to(dtype))
 
 
 def test_to_dense_has_a_gradient(kernels: ModuleType) -> None:
     x = Events.from_marks(CASES["narrow"])
-    x = replace(x, values=x.is_fired().requires_grad_())
+    x = x.with_values(x.is_fired().requires_grad_())
     weight = torch.rand(x.shape)
     (grad,) = torch.autograd.grad((x.to_dense() * weight).sum(), x.values)
     same(grad, weight.view(-1, NARROW)[x.rows(), x.indices.long()])
@@ -114,7 +113,7 @@ def test_to_dense_has_a_gradient(kernels: ModuleType) -> None:
 @pytest.mark.parametrize("limit", [1, 3, 290])
 def test_truncate(marks: torch.Tensor, kernels: ModuleType, limit: int) -> None:
     x = Events.from_marks(marks)
-    x = replace(x, values=torch.rand(len(x.indices)).requires_grad_())
+    x = x.with_values(torch.rand(len(x.indices)).requires_grad_())
     few = x.truncate(limit)
     if not len(x.indices) or int(x.offsets.diff().max()) <= limit:
         assert few is x

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -76,7 +75,7 @@ def test_reads_of_lists(width: int, rate: float) -> None:
     marks = torch.randint(3, (10, 5, width)).float() * (torch.rand(10, 5, width) < rate)
     marks[3, 2], marks[4, 1] = FIRED, NEAR
     lists = Events.from_marks(marks)
-    lists = replace(lists, values=torch.rand(len(lists.indices)))
+    lists = lists.with_values(torch.rand(len(lists.indices)))
     few = lists.truncate(7)
     for mine, other in ((lists.to("cuda"), lists), (lists.to("cuda").truncate(7), few)):
         assert torch.equal(mine.rows().cpu(), other.rows())
@@ -84,10 +83,10 @@ def test_reads_of_lists(width: int, rate: float) -> None:
         assert torch.equal(mine.values.cpu(), other.values)
         assert torch.equal(mine.to_dense().cpu(), other.to_dense())
         for dtype in (torch.float16, torch.bfloat16):
-            cast = replace(mine, values=mine.values.to(dtype)).to_dense(dtype)
+            cast = mine.with_values(mine.values.to(dtype)).to_dense(dtype)
             assert torch.equal(cast.cpu(), other.to_dense().to(dtype))
-            ones = replace(mine, values=None).to_dense(dtype)
-            assert torch.equal(ones.cpu(), replace(other, values=None).to_dense(dtype))
+            ones = mine.with_values(None).to_dense(dtype)
+            assert torch.equal(ones.cpu(), other.with_values(None).to_dense(dtype))
 
 
 @pytest.mark.parametrize("width", [2, 700, 5000])

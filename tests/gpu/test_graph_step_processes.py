@@ -21,7 +21,8 @@ def train(rank: int, recorded: bool) -> tuple[list[float], dict[str, torch.Tenso
     torch.manual_seed(0)
     layers = [torch.nn.Linear(20, 64), torch.nn.BatchNorm1d(64), sf.LIF(), torch.nn.Linear(64, 10)]
     net = sf.fuse(sf.Temporal(torch.nn.Sequential(*layers))).cuda()
-    parallel = DistributedDataParallel(net, [rank])
+    with torch.cuda.stream(torch.cuda.Stream()):
+        parallel = DistributedDataParallel(net, [rank])
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, fused=True)
 
     def step(x, y):

@@ -122,8 +122,9 @@ def test_new_steps_sizes_and_values_compile_nothing():
 
     compiled, counts = [], []
     knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
-    # A forward and a backward kernel for chunks of 5 steps, and for chunks of 8.
-    sizes = [(5, 640), (9, 640), (10, 1280), (5, 16), (8, 640), (130, 1280), (1024, 16), (9, 32)]
+    # A forward and a backward kernel for 5 steps, for whole chunks of 5 and of 8, and for chunks of
+    # 5 of which the last is shorter.
+    sizes = [(5, 640), (10, 640), (10, 1280), (5, 16), (24, 640), (1024, 1280), (1024, 16), (9, 32)]
     try:
         for i, (num_steps, neurons) in enumerate(sizes):
             neuron = sf.ALIF(0.5 + i / 20, 1.0 + i)
@@ -133,7 +134,7 @@ def test_new_steps_sizes_and_values_compile_nothing():
     finally:
         knobs.runtime.jit_post_compile_hook = None
     assert [chunk(num_steps) for num_steps, _ in sizes] == [5, 5, 5, 5, 8, 8, 8, 5]
-    assert counts == [2, 2, 2, 2, 4, 4, 4, 4], compiled
+    assert counts == [2, 4, 4, 4, 6, 6, 6, 8], compiled
 
 
 def differentiated(neuron, x):
@@ -149,7 +150,7 @@ def test_repeat_launches_bypass_the_dispatcher(monkeypatch):
     neuron = sf.LIF()
     expected = differentiated(neuron, x)
     for owner, name in (
-        (launch_triton, "_geometry"),
+        (launch_triton, "_integers"),
         (JITFunction, "run"),
         (CompiledKernel, "__getitem__"),
     ):

@@ -58,6 +58,25 @@ def test_the_same_run(name, monkeypatch, capsys):
         ]
 
 
+OTHERS = {
+    "radam": "--optimizer radam --schedule one-cycle --rate-penalty 0.1",
+    "adamax": "--optimizer adamax --schedule step --weight-decay 0.01",
+    "rmsprop": "--optimizer rmsprop --lr 1e-4 --ema 0.9 --patience 9",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_options_are_recorded(name, monkeypatch):
+    """Some of these optimizers compute their bias correction in float32 in a graph."""
+    steps = []
+    monkeypatch.setattr(Classifier, "on_train_end", lambda self: steps.append(self.graph))
+    eager = train("eager", f"--model mlp {OTHERS[name]} --no-cuda-graph")
+    graph = train("graph", f"--model mlp {OTHERS[name]}")
+    assert (steps[1].obstacle, steps[1].num_graphs, steps[1].num_replays) == ("", 1, 27)
+    losses = [[row["train_loss"] for row in run["spikefuse"]["history"]] for run in (eager, graph)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
 def test_resumed(tmp_path):
     options = OPTIONS["poisson, adam"]
     straight = train("straight", options)

@@ -325,6 +325,65 @@ def test_parameters_changed_before_backward(backends):
         y.backward()
 
 
+class Scaled(nn.Module):
+    """All that backward reads of a network: statistics, a decay, a setting, an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+        self.lif, self.last = sf.LIF(decay=torch.tensor(0.5)), sf.LIF()
+        self.register_buffer("gain", torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.last(self.lif(self.bn(self.conv(x))) * self.gain)
+
+
+CHANGES = {
+    "LIF.decay": lambda n: n.lif.decay.mul_(0.2),
+    "LIF.threshold": lambda n: setattr(n.lif, "threshold", 0.5),
+    "LIF.detach_reset": lambda n: setattr(n.last, "detach_reset", True),
+    "LIF.surrogate": lambda n: setattr(n.last, "surrogate", sf.surrogate.Triangle()),
+    "FusedBatchNorm2d.running_mean": lambda n: n.bn.running_mean.add_(1),
+    "FusedBatchNorm2d.eps": lambda n: setattr(n.bn, "eps", 0.1),
+    "Scaled.gain": lambda n: n.gain.mul_(2),
+    "Conv2d.weight": lambda n: setattr(n.conv, "weight", nn.Parameter(n.conv.weight * 2)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_changed_before_backward(name, backends):
+    net = fused(Scaled, Checkpoint(), backends.device).eval()
+    y = net(make_input(SHAPE, device=backends.device)).sum()
+    with torch.no_grad():
+        CHANGES[name](net.net)
+    with pytest.raises(RuntimeError, match=rf"{name} was changed between forward and backward"):
+        y.backward()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_backward_does_not_read_may_change(training, backends):
+    """Another call of the network updates running statistics; modes are those of forward."""
+    x, found = make_input(SHAPE, device=backends.device), []
+    for change in (False, True):
+        net = fused(Scaled, Checkpoint(), backends.device).train(training)
+        y = net(x).sum()
+        if change:
+            net(x * 2)
+            net.train(not training)
+        y.backward()
+        assert net.net.bn.training == (training != change)
+        found.append([p.grad for p in net.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_double_backward_is_refused(backends):
+    net = fused(Scaled, Checkpoint(), backends.device)
+    x = make_input(SHAPE, device=backends.device).requires_grad_()
+    (gradient,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"double backward.* or memory=Checkpoint"):
+        (gradient.square().sum() + x.square().sum()).backward()
+
+
 def test_outputs(backends):
     """Any nesting, also the input, a value that others read, and one that nobody needs."""
 
@@ -468,3 +527,38 @@ def test_fusion_reports_the_last_call():
     net(torch.rand(3, 2, 2, 8, 8))
     assert net.fusion.called
     assert [place.neuron for place in net.fusion.fused] == ["net.2"]
+
+
+@pytest.mark.parametrize("name", ["scale", "skip", "kind"])
+def test_changed_attributes_of_a_network_are_followed(name):
+    def forward(n, x):
+        y = n.bn(n.conv(x)) * n.scale
+        return n.lif(y if n.skip else y + (x if n.kind == "plain" else x.sin()))
+
+    nets = [sf.fuse(sf.Temporal(Wired(forward), policy)) for policy in (None, Checkpoint(1))]
+    x, outputs = make_input(SHAPE), []
+    nets[1].load_state_dict(nets[0].state_dict())
+    for values in ((1.0, False, "plain"), (0.5, True, "sin")):
+        for net in nets:
+            vars(net.net).update(scale=1.0, skip=False, kind="plain")
+            setattr(net.net, name, dict(zip(("scale", "skip", "kind"), values, strict=True))[name])
+        found = [step(net, x) for net in nets]
+        assert all(map(torch.equal, *found))
+        outputs.append(found[0][0])
+    assert not torch.equal(*outputs)
+
+
+def test_a_refused_network_does_not_switch_gradients_off():
+    def forward(n, x):
+        torch.set_grad_enabled(False)
+        y = n.conv(x)
+        torch.set_grad_enabled(True)
+        return n.lif(n.bn(y))
+
+    net = sf.fuse(sf.Temporal(Wired(forward), Checkpoint(2)))
+    try:
+        with pytest.raises(ValueError, match="switches gradients"):
+            net(make_input(SHAPE))
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)

@@ -43,6 +43,23 @@ def test_cuba_lif_with_decayed_input() -> None:
     assert states == [[0.5, 1], [0.5, 0.5]]
 
 
+def test_ad_lif() -> None:
+    # h: 0.5 * 3 = 1.5 (fires), w = 0.25 * 1.5 + 1 = 1.375; h: 0.25 + 0.5 * (1 - 1.375) = 0.0625
+    neuron = sf.AdLIF(0.5, 1.0, adaptation_decay=0.5, coupling=0.25, jump=1.0)
+    spikes, states = trace(neuron, 3.0, 1.0)
+    assert spikes == [1, 0]
+    assert states == [[0.5, 1.375], [0.0625, 0.6875 + 0.25 * 0.0625]]
+
+
+def test_se_ad_lif() -> None:
+    # h: 0.5; w = 0.5 * (2 * 0.5) = 0.5; h: 0.25 + 0.5 * (3 - 0.5) = 1.5 (fires), the adaptation
+    # sees the potential after the reset: w = 0.25 + 0.5 * (0 + 4)
+    neuron = sf.SEAdLIF(0.5, 1.0, adaptation_decay=0.5, coupling=2.0, jump=4.0)
+    spikes, states = trace(neuron, 1.0, 3.0)
+    assert spikes == [0, 1]
+    assert states == [[0.5, 0.5], [0.0, 2.25]]
+
+
 def test_alpha_lif() -> None:
     # e: 2, 1; i: -2, -0.5; h: 0, 1 (fires)
     options = {"excitatory_decay": 0.5, "inhibitory_decay": 0.25, "gain": 2.0}

@@ -227,6 +227,41 @@ def test_states_may_be_given_together_with_outputs():
     assert torch.equal(expected[1][-1], final["lif"][0])
 
 
+class Skipping(nn.Module):
+    """Its second neuron is called on request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.both = sf.LIF(0.9, 0.5), sf.LIF(0.9, 2.0), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.second(y) if self.both else y
+
+
+def test_a_neuron_that_is_not_called_keeps_its_state():
+    net, x = sf.Temporal(Skipping()), torch.rand(6, 2, 3)
+    expected = sf.LIF(0.9, 0.5)(x)
+    first, state = net(x[:3], return_state=True)
+    assert state["second"] == ()
+    second, later = net(x[3:], state=state, return_state=True)
+    assert torch.equal(torch.cat([first, second]), expected)
+    net.net.both = True
+    _, known = net(x, state=later, return_state=True)
+    net.net.both = False
+    _, last = net(x, state=known, return_state=True)
+    assert last["second"] is known["second"]
+
+
+def test_a_stream_whose_neuron_is_not_called():
+    stream, x = sf.Stream(Skipping()), torch.rand(4, 2, 3)
+    steps = []
+    for step in x:
+        steps.append(stream(step))
+        stream.state = stream.state
+    assert torch.equal(torch.stack(steps), sf.LIF(0.9, 0.5)(x))
+
+
 def test_a_network_that_is_one_neuron():
     net = sf.Temporal(sf.ALIF(threshold=0.3))
     y, state = net(X, return_state=True)

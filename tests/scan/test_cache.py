@@ -22,7 +22,7 @@ def folder(tmp_path, monkeypatch):
     """A cache directory of its own, which need not exist."""
     monkeypatch.setenv("SPIKEFUSE_CACHE_DIR", str(tmp_path / "a" / "b"))
     known = set(sys.modules)
-    yield tmp_path / "a" / "b"
+    yield tmp_path / "a" / "b" / "kernels"
     for name in set(sys.modules) - known:
         if name.startswith("spikefuse_test_"):
             del sys.modules[name]
@@ -30,17 +30,6 @@ def folder(tmp_path, monkeypatch):
 
 def files(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if p.is_file())
-
-
-def test_directory(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("SPIKEFUSE_CACHE_DIR", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache.directory() == tmp_path / ".cache" / "spikefuse"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache.directory() == tmp_path / "xdg" / "spikefuse"
-    monkeypatch.setenv("SPIKEFUSE_CACHE_DIR", str(tmp_path / "own"))
-    assert cache.directory() == tmp_path / "own"
 
 
 def test_written_once_and_imported(folder):
@@ -53,6 +42,27 @@ def test_written_once_and_imported(folder):
     del sys.modules[module.__name__]
     assert cache.load(SOURCE.format(1), "Name", "test").VALUE == 1
     assert (folder / name).stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("content", ["", "VALUE = 2\n", "VALUE = 1\n# \0"])
+def test_a_damaged_or_edited_file_is_written_again(folder, content):
+    module = cache.load(SOURCE.format(1), "Name", "test")
+    (name,) = files(folder)
+    (folder / name).write_text(content)
+    del sys.modules[module.__name__]
+    with pytest.warns(RuntimeWarning, match=f"{name} was damaged or edited"):
+        assert cache.load(SOURCE.format(1), "Name", "test").VALUE == 1
+    assert (folder / name).read_text() == SOURCE.format(1)
+
+
+def test_a_file_that_can_not_be_read_is_named(folder):
+    module = cache.load(SOURCE.format(1), "Name", "test")
+    (name,) = files(folder)
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    del sys.modules[module.__name__]
+    with pytest.raises(OSError, match=f"can't read the generated kernels in .*/{name}: Is a dir"):
+        cache.load(SOURCE.format(1), "Name", "test")
 
 
 def test_the_key_is_the_source(folder, monkeypatch):
@@ -88,6 +98,7 @@ def test_broken_source_is_not_remembered(folder):
 
 
 def test_many_writers_of_one_file(folder):
+    folder.mkdir(parents=True)
     path, text = folder / "x.py", SOURCE.format(1) * 1000
     threads = [threading.Thread(target=cache._write, args=(path, text)) for _ in range(8)]
     for thread in threads:
@@ -113,7 +124,8 @@ def test_a_directory_that_can_not_be_written(tmp_path, monkeypatch):
     folder = tmp_path / "file" / "below"
     monkeypatch.setenv("SPIKEFUSE_CACHE_DIR", str(folder))
     x = torch.rand(2, 3)
-    with pytest.raises(OSError, match=f"can't write generated kernels to {folder}: .*; set SPIKE"):
+    message = f"can't write generated kernels to {folder}/kernels: .*; set SPIKE"
+    with pytest.raises(OSError, match=message):
         Fresh()(x)
     # Once it can be, the same neuron runs.
     monkeypatch.setenv("SPIKEFUSE_CACHE_DIR", str(tmp_path / "other"))

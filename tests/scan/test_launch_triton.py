@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import spikefuse as sf
 from spikefuse.kernels import triton_runtime
 from spikefuse.scan import launch_triton
 from spikefuse.scan.layout import layout_of
@@ -108,7 +109,7 @@ def driver(monkeypatch):
 def launch(kind: type[Compiled] = Compiled) -> tuple[Kernel, Any, list[Any]]:
     x, y, saved = torch.zeros(4, 1, 32), torch.zeros(4, 1, 32), torch.zeros(1, 32)
     kernel = Kernel(kind)
-    made = launch_triton.prepare(kernel, layout_of([x]), [x, y], Variant())
+    made = launch_triton.prepare(kernel, layout_of([x]), [x, y], Variant(), False, False)
     return kernel, made, [x, y, None, None, saved, 0.5]
 
 
@@ -174,15 +175,15 @@ def test_alignments_and_missing_tensors_are_dispatched_separately():
 @pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize(
     ("num_steps", "registers", "limit"),
-    [(8, 80, None), (8, 90, 80), (8, 105, None), (4, 90, None)],
+    [(16, 80, None), (16, 90, 80), (16, 105, None), (8, 90, None)],
 )
 def test_kernels_just_over_the_register_limit(monkeypatch, num_steps, registers, limit):
-    """Backward kernels in half precision with long chunks; decided for each alignment."""
+    """Backward kernels in half precision over several chunks; decided for each alignment."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     x = torch.zeros(num_steps, 1, 32, dtype=torch.bfloat16)
     kernel = Kernel(Compiled)
     kernel.__name__, kernel.compiled.n_regs = "backward", registers
-    made = launch_triton.prepare(kernel, layout_of([x]), [x, x, x], Variant())
+    made = launch_triton.prepare(kernel, layout_of([x]), [x, x, x], Variant(), False, False)
     made._launch([x, x, x])
     assert kernel.options.get("maxnreg") == limit
     assert kernel.dispatched == (1 if limit is None else 2)
@@ -196,7 +197,9 @@ def test_kernels_that_add_to_gradients_run_once(repairs):
     """A kernel that is compiled again with fewer registers runs twice."""
     x = torch.zeros(16, 2, 32, dtype=torch.bfloat16)
     kernel = SimpleNamespace(__name__="backward")
-    made = launch_triton.prepare(kernel, layout_of([x]), [x, x, x], Variant(repair=repairs))
+    made = launch_triton.prepare(
+        kernel, layout_of([x]), [x, x, x], Variant(repair=repairs), False, False
+    )
     assert made.tight is not repairs
 
 
@@ -238,3 +241,24 @@ def test_unknown_versions_use_the_public_launch(version, monkeypatch):
 def test_the_version_of_triton():
     version = triton_runtime._triton_version()
     assert triton.__version__.startswith("{}.{}.".format(*version))
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 48, 5, 5), (8, 3, 40, 4, 4), (2, 300, 7), (11, 9, 64, 3)])
+def test_a_program_takes_blocks_of_the_same_channels(monkeypatch, shape):
+    """Gradients of a parameter per channel are summed over all blocks of a program."""
+    small = launch_triton.Shape(1, 1)
+    monkeypatch.setattr(launch_triton, "PROGRAMS", 1)
+    monkeypatch.setattr(launch_triton, "BACKWARD", small)
+    monkeypatch.setattr(launch_triton, "FORWARD", {4: small})
+    x, channels = torch.randn(shape), shape[2]
+    layout = layout_of([x])
+    ((num_sums,), _) = launch_triton.sums_shape(layout, 4, x.device, True)
+    assert num_sums < layout.num_neurons
+    assert num_sums % (channels * layout.channel_inner) == 0
+    grads = []
+    for impl in ("triton", "reference"):
+        neuron, leaf = sf.PLIF(0.7, channels=channels), x.clone().requires_grad_()
+        y = neuron(leaf, impl=impl)
+        grads.append(torch.autograd.grad((y * x).sum(), [leaf, *neuron.parameters()]))
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

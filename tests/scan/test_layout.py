@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -234,3 +236,22 @@ def test_caches_by_shape_are_bounded():
     for num in range(1, 700):
         neuron(torch.ones(1, 1, num))
     assert execution_for.cache_info().currsize <= size == 512
+
+
+def test_host_objects_do_not_grow_with_the_number_of_shapes():
+    fused = sf.fuse(sf.Temporal(nn.Sequential(nn.BatchNorm2d(2), sf.LIF(), sf.nn.MaxPool2d(2))))
+    plain, num = sf.LIF(), 300  # two entries each: more than the caches hold
+
+    def call(size):
+        x = torch.ones(1, 1, 2, 2, size, requires_grad=True)
+        (fused(x).sum() + plain(x).sum()).backward()
+
+    def objects_after(first):
+        for size in range(first, first + num):
+            call(size)
+        gc.collect()
+        return len(gc.get_objects())
+
+    call(9)
+    before = objects_after(10)
+    assert abs(objects_after(10 + num) - before) < 2 * num  # a shape has about 35

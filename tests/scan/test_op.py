@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spikefuse as sf
 from spikefuse.compiler import emit_numba
+from spikefuse.kernels.triton_runtime import interpreted
 from spikefuse.scan import program
 from spikefuse.testing import make_input, poisoned
 
@@ -263,6 +264,49 @@ def test_inference_mode():
         y = sf.PLIF()(X)
     assert y.is_inference()
     assert torch.equal(y, sf.PLIF()(X))
+
+
+class Singular(sf.Neuron):
+    """Derivatives of its second output and of its second state are infinite."""
+
+    v, w = sf.State(), sf.State()
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def step(self, x, v, w):
+        h = 0.5 * v + self.gain * x
+        return (2 * h, torch.sqrt(0 * h)), (h, torch.sqrt(0 * w) + 0.25 * h)
+
+
+USED = {
+    "first output": lambda y, z, v, w: y,
+    "final state": lambda y, z, v, w: v,
+    "output and state": lambda y, z, v, w: y + v,
+    "second output": lambda y, z, v, w: z,
+    "second state": lambda y, z, v, w: y + w,
+    "all": lambda y, z, v, w: y + z + v + w,
+}
+
+
+@pytest.mark.parametrize("impl", ["numba", "triton", "compiled"])
+@pytest.mark.parametrize("used", USED)
+def test_absent_gradients(used, impl):
+    """What the loss does not use has no gradient, rather than one of 0."""
+    if impl == "triton" and not interpreted():
+        pytest.skip("needs TRITON_INTERPRET=1")
+    neuron, x, found = Singular(), X.clone().requires_grad_(), []
+    for how in ("reference", "auto" if impl == "compiled" else impl):
+        call = neuron
+        if (how, impl) == ("auto", "compiled"):
+            call = torch.compile(neuron, backend="eager")
+        (y, z), (v, w) = call(x, return_state=True, impl=how)
+        loss = USED[used](y, z, v, w).sum()
+        found.append(torch.autograd.grad(loss, (x, neuron.gain)))
+    for actual, expected in zip(*found[::-1], strict=True):
+        torch.testing.assert_close(actual, expected, equal_nan=True)
+    assert found[0][0].isfinite().all() == (used in list(USED)[:3])
 
 
 DOUBLE = 'double backward through a spikefuse neuron is not supported.*impl="reference"'

@@ -751,3 +751,63 @@ def test_residuals_of_other_shapes_and_dtypes_than_a_map(residual) -> None:
 
     torch.manual_seed(0)
     compare(sf.Temporal(Sum()), torch.randn(4, 2, 3, 5, 5))
+
+
+class SharedNorm(nn.Module):
+    """One norm at two places, of which one is behind a neuron."""
+
+    def __init__(self, forward) -> None:
+        super().__init__()
+        self.function, self.first = forward, nn.Linear(6, 8, bias=False)
+        self.bn = nn.BatchNorm1d(8)
+        self.lif, self.last = sf.LIF(threshold=0.2), sf.LIF(threshold=0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.first(x))
+
+
+def in_another_order(n, z):
+    y = n.bn(n.lif(z))
+    return n.last(y + n.bn(z))
+
+
+def read_in_another_order(n, z):
+    y = n.lif(z)
+    a, b = n.bn(z), n.bn(y)
+    return n.last(b + a)
+
+
+def unread(n, z):
+    a = n.bn(z)
+    n.bn(n.lif(z))
+    return n.last(a)
+
+
+SHARED = {
+    "in a row": lambda n, z: n.last(n.bn(n.lif(n.bn(z)))),
+    "with a sum": lambda n, z: n.last(n.bn(z + n.lif(a := n.bn(z)))) + a,
+    "in another order": in_another_order,
+    "read in another order": read_in_another_order,
+    "unread": unread,
+}
+
+
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("memory", [None, sf.memory.Bits(), sf.memory.Checkpoint()], ids=repr)
+@pytest.mark.parametrize("name", SHARED)
+def test_norm_at_two_places(name: str, memory, constant: bool) -> None:
+    """Its running statistics depend on the order of the calls."""
+    torch.manual_seed(0)
+    net = sf.Temporal(SharedNorm(SHARED[name]))
+    fused = sf.fuse(sf.Temporal(copy.deepcopy(net.net), memory))
+    x = direct(torch.randn(3, 6), 5)
+    x = x if constant else x.clone()
+    expected, actual = net(x.clone(), impl="reference"), fused(x)
+    torch.testing.assert_close(actual, expected)
+    weights = torch.randn_like(actual)
+    (expected * weights).sum().backward()
+    (actual * weights).sum().backward()
+    pairs = [*zip(fused.buffers(), net.buffers(), strict=True)]
+    pairs += [(p.grad, q.grad) for p, q in zip(fused.parameters(), net.parameters(), strict=True)]
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

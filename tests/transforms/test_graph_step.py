@@ -136,6 +136,17 @@ def usual(wrap, net, optimizer):
     return lambda i, x, y: step(x, y)
 
 
+def gradients_cleared_in_between(wrap, net, optimizer):
+    run = usual(wrap, net, optimizer)
+
+    def cleared(i, x, y):
+        if i % 5 == 4:
+            optimizer.zero_grad()
+        return run(i, x, y)
+
+    return cleared
+
+
 def zero_grad_at_the_end(wrap, net, optimizer):
     @wrap
     def step(x, y):
@@ -213,6 +224,7 @@ def frozen_for_a_while(wrap, net, optimizer):
     "loop",
     [
         usual,
+        gradients_cleared_in_between,
         zero_grad_at_the_end,
         accumulation_with_a_flag,
         accumulation_outside,
@@ -238,6 +250,8 @@ def test_loops(loop, fake_cuda):
             losses.append(run(i, x, y).detach())
         results.append([*losses, *net.parameters()])
     assert steps[0].num_replays > 20
+    if loop in (usual, gradients_cleared_in_between):
+        assert (steps[0].num_eager, steps[0].num_graphs) == (3, 1)
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(actual, expected)
 

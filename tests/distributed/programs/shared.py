@@ -121,7 +121,8 @@ def check_synchronized(device: torch.device) -> None:
     x = make_input((T, 2 * count, 3, 8, 8), device=device)
     for make in (fused, checkpointed):
         expected = step(make().to(device), x, None)
-        shared = nn.SyncBatchNorm.convert_sync_batchnorm(make().to(device))
+        shared = sf.fuse(nn.SyncBatchNorm.convert_sync_batchnorm(normalized().to(device)))
+        shared.memory = make().memory
         found = step(DistributedDataParallel(shared), x, None, rows)
         expected[0] = expected[0][:, rows]
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-4)

@@ -1,4 +1,4 @@
-"""Vectorized sums and dot products of listed rows on CPUs, with accumulators in registers.
+"""Vectorized sums, dot products and small matrix products on CPUs, with accumulators in registers.
 
 A row is computed in blocks of as many columns as fit the vector registers. The last block has
 fewer columns and masks the others, which are neither read nor written.
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -68,6 +69,13 @@ class _Block:
         kind = ir.FunctionType(result, [argument.type for argument in arguments])
         function = cgutils.get_or_insert_function(self.builder.module, kind, name)
         return self.builder.call(function, arguments)
+
+    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
+        """Return `a * b + c` with one rounding."""
+        name = f"llvm.fma.v{self.type.count}f32"
+        kind = ir.FunctionType(self.type, [self.type] * 3)
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        return self.builder.call(function, [a, b, c])
 
     def total(self, value: Any) -> Any:
         """Return the sum over the lanes, in a tree of halves."""
@@ -152,7 +160,76 @@ def _dots(typing, out, weight, at, m, source, stride, column, rows, entries, beg
     return types.void(out, weight, n, n, source, n, n, rows, entries, n, n), generate
 
 
+# Rows of a product that are computed at a time, and columns, those of a panel of its weights:
+# 8 independent sums of 8 values.
+ROWS, PANEL = 4, 16
+
+
+def panels(weight: torch.Tensor) -> torch.Tensor:
+    """Return matrices `[H, K, N]` in float32 as `[H, panels, K, PANEL]`, columns padded by 0."""
+    weight = torch.nn.functional.pad(weight.float(), (0, -weight.shape[2] % PANEL))
+    return weight.unflatten(2, (-1, PANEL)).transpose(1, 2).contiguous()
+
+
+@_intrinsic
+def _multiply(typing, out, values, at, stride, weight, panel, n, found, count):
+    def generate(context, builder, signature, args):
+        out_, values_, at_, stride_, weight_, panel_, n_, found_, count_ = args
+        offsets = [at_]
+        for _ in range(ROWS - 1):
+            offsets.append(builder.add(offsets[-1], stride_))
+        block = _Block(context, builder, PANEL)
+        totals = [cgutils.alloca_once(builder, block.type) for _ in range(ROWS)]
+
+        with cgutils.for_range_slice(builder, n_.type(0), n_, n_.type(PANEL)) as (k, number):
+            for total in totals:
+                builder.store(block.filled(_FLOAT(0.0)), total)
+            first = builder.mul(builder.add(panel_, number), n_)
+            with cgutils.for_range(builder, count_) as loop:
+                row = builder.load(_element(context, builder, found, found_, loop.index))
+                place = builder.mul(builder.add(first, row), n_.type(PANEL))
+                weights = block.load(weight, weight_, place)
+                for offset, total in zip(offsets, totals, strict=True):
+                    value = _element(context, builder, values, values_, builder.add(offset, row))
+                    factor = block.filled(builder.load(value))
+                    sum_ = block.multiply_add(factor, weights, builder.load(total))
+                    builder.store(sum_, total)
+            left = builder.sub(n_, k)
+            whole = builder.icmp_signed(">=", left, n_.type(PANEL))
+            with builder.if_else(whole) as branches:
+                for branch, limit in zip(branches, (None, left), strict=True):
+                    with branch:
+                        target = _Block(context, builder, PANEL, limit)
+                        for offset, total in zip(offsets, totals, strict=True):
+                            place = builder.add(offset, k)
+                            target.store(builder.load(total), out, out_, place)
+        return context.get_dummy_value()
+
+    n = types.intp
+    return types.void(out, values, n, n, weight, n, n, found, n), generate
+
+
 # Wrapped in kernels, so that they are compiled once for all callers.
+
+
+@kernel
+def multiply(out, values, at, stride, weight, panel, n, found):
+    """`out[r, i] = sum over k < n of values[r, k] weight[k, i]` for i < n and r < ROWS.
+
+    Row r of `out` and `values` begins at `at + r * stride`. `weight` is of `panels`, of which the
+    matrix begins at `panel`. Rows of the weight whose values are all 0 are skipped, which changes
+    no sum. `found` has room for n integers.
+    """
+    count = 0
+    for k in range(n):
+        found[count] = k
+        count += (
+            (values[at + k] != 0.0)
+            | (values[at + k + stride] != 0.0)
+            | (values[at + k + 2 * stride] != 0.0)
+            | (values[at + k + 3 * stride] != 0.0)
+        )
+    _multiply(out, values, at, stride, weight, panel, n, found, count)
 
 
 @kernel

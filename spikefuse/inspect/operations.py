@@ -1,0 +1,206 @@
+"""Count the synaptic operations of the functions that a network calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from spikefuse.block.deferred import materialized
+from spikefuse.nn.constant_input import ConstantSequence
+
+
+class Operations(NamedTuple):
+    """The synaptic operations of one call of a function.
+
+    Attributes:
+        accumulates: weights that are added or subtracted, for inputs of 1 or -1, if the input has
+            no other values but 0.
+        multiplies: multiply-accumulates, otherwise.
+        dense: multiply-accumulates without regard to the values; padding counts, as usual.
+        nonzero: number of inputs that are not 0.
+        inputs: number of inputs.
+    """
+
+    accumulates: float = 0.0
+    multiplies: float = 0.0
+    dense: float = 0.0
+    nonzero: float = 0.0
+    inputs: float = 0.0
+
+    def plus(self, other: Operations) -> Operations:
+        """Return the sums."""
+        return Operations(*map(sum, zip(self, other, strict=True)))
+
+
+class OperationCounter(TorchFunctionMode):
+    """Reports the operations of every call: `found(operations, once)`.
+
+    `operations` is None if they are unknown. `once` says that the input is the same at each step,
+    so that one step was computed.
+    """
+
+    def __init__(self, found: Callable[[Operations | None, bool], None]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        y = func(*args, **kwargs)
+        count = _COUNTS.get(func)
+        if count is None:
+            if func in _UNKNOWN:
+                self.found(None, False)
+            return y
+        # Layers before the first neuron compute one step of an input that is the same at each.
+        once = isinstance(y, ConstantSequence)
+        with torch.no_grad():
+            operations = count(
+                _values(y),
+                *map(_values, args),
+                **{name: _values(x) for name, x in kwargs.items() if name != "out"},
+            )
+        self.found(operations, once)
+        return y
+
+
+def _values(x: Any) -> Any:
+    return x.rows if isinstance(x, ConstantSequence) and x.is_constant else materialized(x)
+
+
+def is_ternary(x: Tensor) -> bool:
+    """Whether all values are 0, 1 or -1: products with them are additions."""
+    return bool(((x == 0) | (x.abs() == 1)).all())
+
+
+def _matmul(y: Tensor, input: Tensor, other: Tensor, *, is_weight: bool = False) -> Operations:
+    """`input @ other`; an addition needs non-zero values of all operands that are spikes."""
+    dense = float(y.numel() * input.shape[-1])
+    binary = is_ternary(input), not is_weight and is_ternary(other)
+    nonzero = float(input.count_nonzero())
+    if not any(binary):
+        return Operations(0.0, dense, dense, nonzero, float(input.numel()))
+    left = input.unsqueeze(0) if input.ndim == 1 else input
+    right = other.unsqueeze(-1) if other.ndim == 1 else other
+    pairs = _terms(left, -2, binary[0]) * _terms(right, -1, binary[1])
+    return Operations(pairs.sum().item(), 0.0, dense, nonzero, float(input.numel()))
+
+
+def _terms(x: Tensor, dim: int, is_binary: bool) -> Tensor:
+    """The number of values along `dim` that take part in a sum over the other."""
+    values = (x != 0) if is_binary else torch.ones_like(x, dtype=torch.bool)
+    return values.sum(dim, dtype=torch.float64)
+
+
+def _linear(y: Tensor, input: Tensor, weight: Tensor, bias: Any = None) -> Operations:
+    return _matmul(y, input, weight.t(), is_weight=True)
+
+
+def _added(y: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> Operations:
+    """`input + mat1 @ mat2`."""
+    return _matmul(y, mat1, mat2)
+
+
+def _reversed(y: Tensor, input: Tensor, other: Tensor) -> Operations:
+    return _matmul(y, other, input)
+
+
+def _conv(
+    y: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Operations:
+    size = weight.shape[2:]
+    numbers = zip(*(_each(v, len(size)) for v in (stride, dilation)), strict=True)
+    windows = [
+        _windows(n, m, k, s, d, _before(padding, i, k, d))
+        for i, (n, m, k, (s, d)) in enumerate(
+            zip(input.shape[-len(size) :], y.shape[-len(size) :], size, numbers, strict=True)
+        )
+    ]
+    dense = float(y.numel() * weight[0].numel())
+    return _convolved(input, windows, len(weight) // groups, dense)
+
+
+def _conv_transpose(
+    y: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Operations:
+    size = weight.shape[2:]
+    numbers = zip(*(_each(v, len(size)) for v in (stride, padding, dilation)), strict=True)
+    windows = []
+    for n, m, k, (s, p, d) in zip(
+        input.shape[-len(size) :], y.shape[-len(size) :], size, numbers, strict=True
+    ):
+        targets = torch.arange(n)[:, None] * s - p + torch.arange(k) * d
+        windows.append(((targets >= 0) & (targets < m)).sum(1))
+    dense = float(input.numel() * weight[0].numel())
+    return _convolved(input, windows, weight.shape[1], dense)
+
+
+def _convolved(input: Tensor, windows: list[Tensor], channels: int, dense: float) -> Operations:
+    """The operations of a convolution.
+
+    Args:
+        windows: for each spatial dim, the number of windows that each position is in.
+        channels: outputs of a group.
+    """
+    num, nonzero = float(input.numel()), input != 0
+    if not is_ternary(input):
+        return Operations(0.0, dense, dense, float(nonzero.sum()), num)
+    counts = nonzero.flatten(0, -len(windows) - 1).sum(0, dtype=torch.float64)
+    total = counts
+    for window in reversed(windows):
+        total = total @ window.to(counts)
+    return Operations(total.item() * channels, 0.0, dense, counts.sum().item(), num)
+
+
+def _windows(size: int, outputs: int, kernel: int, stride: int, dilation: int, before: int) -> Any:
+    """By position of the input, the number of windows along one dim that it is in."""
+    positions = torch.arange(outputs)[:, None] * stride - before + torch.arange(kernel) * dilation
+    return positions[(positions >= 0) & (positions < size)].bincount(minlength=size)
+
+
+def _before(padding: Any, dim: int, kernel: int, dilation: int) -> int:
+    """The padding before the first value."""
+    if padding == "same":
+        return int(dilation * (kernel - 1) // 2)
+    return 0 if padding == "valid" else int(_each(padding, dim + 1)[dim])
+
+
+def _each(value: Any, dims: int) -> tuple[int, ...]:
+    """A setting for each dim."""
+    values = tuple(value) if isinstance(value, Iterable) else (value,)
+    return values * dims if len(values) == 1 else values
+
+
+_COUNTS: dict[Any, Callable[..., Operations]] = {
+    F.linear: _linear,
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _conv),
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _conv_transpose),
+    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, torch.mv), _matmul),
+    **dict.fromkeys((Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.mv, Tensor.__matmul__), _matmul),
+    Tensor.__rmatmul__: _reversed,
+    **dict.fromkeys((torch.addmm, torch.baddbmm, Tensor.addmm, Tensor.baddbmm), _added),
+}
+#: Functions that compute products in a way that is not counted.
+_UNKNOWN = {
+    *(torch.einsum, torch.tensordot, torch.cdist, torch.bilinear, F.bilinear),
+    *(F.scaled_dot_product_attention, F.multi_head_attention_forward),
+}

@@ -1,0 +1,182 @@
+"""Plots of spikes, potentials and rates, on matplotlib axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.animation import FuncAnimation
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAX_NEURONS = 200
+
+
+def raster(
+    spikes: Tensor, axes: Axes | None = None, title: str = "", max_neurons: int = MAX_NEURONS
+) -> Axes:
+    """Plot the spikes `[T, ...]` of one sample: time from left to right, one row per neuron.
+
+    Args:
+        spikes: such as `record["net.2"]["spikes"][:, 0]`.
+        axes: where to draw; by default, axes of a new figure of pyplot.
+        max_neurons: draw at most as many rows, of neurons at equal distances.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: `spikes` has fewer than two dims.
+    """
+    rows = _by_neuron(spikes, "spikes")
+    axes = _axes_or_new(axes)
+    count = len(rows)
+    shown = torch.linspace(0, count - 1, min(count, max_neurons)).round().long()
+    axes.imshow(rows[shown].numpy(), cmap="binary", aspect="auto", interpolation="nearest")
+    neurons = "neurons" if len(shown) == count else f"{len(shown)} of {count} neurons"
+    axes.set(xlabel="time step", ylabel=neurons, title=title)
+    _whole_steps(axes)
+    return axes
+
+
+def traces(
+    values: Tensor,
+    axes: Axes | None = None,
+    neurons: Sequence[int] = range(5),
+    threshold: float | None = None,
+) -> Axes:
+    """Plot a state `[T, ...]` of one sample over time, a line per neuron.
+
+    Args:
+        values: such as `record["net.2"]["v"][:, 0]`.
+        axes: as in `raster`.
+        neurons: which ones, by their index in the flattened dims after T; those beyond the last one
+            are left out.
+        threshold: draw a line there.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: `values` has fewer than two dims.
+    """
+    rows = _by_neuron(values, "values")
+    axes = _axes_or_new(axes)
+    for i in neurons:
+        if i < len(rows):
+            axes.plot(rows[i].numpy(), label=f"neuron {i}")
+    if threshold is not None:
+        axes.axhline(threshold, color="grey", linewidth=0.8, linestyle=":", label="threshold")
+    axes.set(xlabel="time step")
+    axes.legend(loc="upper right", fontsize=8)
+    _whole_steps(axes)
+    return axes
+
+
+def rates(rates: Mapping[str, float], axes: Axes | None = None) -> Axes:
+    """Plot a bar per layer: the `rates` of a `Record` or a `Report`.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    axes = _axes_or_new(axes)
+    axes.barh(range(len(rates)), [100 * rate for rate in rates.values()])
+    names = [name or "(the model)" for name in rates]
+    axes.set(yticks=range(len(rates)), yticklabels=names, xlabel="neurons firing in a step (%)")
+    axes.margins(y=0.01)
+    axes.invert_yaxis()
+    return axes
+
+
+def animate(frames: Tensor, axes: Axes | None = None, interval: float = 100.0) -> FuncAnimation:
+    """Animate event frames `[T, C, H, W]` of one sample; two channels are shown in red and blue.
+
+    Args:
+        frames: such as the input `x[:, 0]` of a network. Other numbers of channels are averaged.
+        axes: as in `raster`.
+        interval: milliseconds per frame.
+
+    Returns:
+        The animation, whose `save("events.gif")` writes a file and whose `to_jshtml()` a notebook
+        shows. Hold it as long as it is to be played.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: `frames` does not have four dims, or no step.
+    """
+    if frames.ndim != 4 or not len(frames):
+        raise ValueError(
+            f"frames have shape {list(frames.shape)}: expected [T, C, H, W] with T >= 1, a sample "
+            "such as x[:, 0]"
+        )
+    axes = _axes_or_new(axes)
+    from matplotlib.animation import FuncAnimation
+
+    images = _images(frames.detach().float().cpu()).numpy()
+    image = axes.imshow(images[0], cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    axes.set_axis_off()
+
+    def draw(step: int) -> list[Any]:
+        image.set_data(images[step])
+        axes.set_title(f"step {step}")
+        return [image]
+
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    return FuncAnimation(figure, draw, frames=len(images), interval=interval)
+
+
+def new_figure(size: tuple[float, float]) -> Figure:
+    """Return a figure that pyplot does not hold.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    with _Required():
+        from matplotlib.figure import Figure
+    return Figure(figsize=size, layout="constrained")
+
+
+def _images(frames: Tensor) -> Tensor:
+    """`[T, H, W]` in grey, or `[T, H, W, 3]` of two polarities on white, from 0 to 1."""
+    frames = frames / frames.abs().amax().clamp(min=1e-12)
+    if frames.shape[1] != 2:
+        return frames.mean(1)
+    off, on = frames[:, 0], frames[:, 1]
+    channels = (1 - off, 1 - torch.maximum(off, on), 1 - on)
+    return torch.stack(channels, -1).clamp(0, 1)
+
+
+def _by_neuron(x: Tensor, name: str) -> Tensor:
+    if x.ndim < 2:
+        raise ValueError(
+            f"{name} has shape {list(x.shape)}: expected [T, ...] of one sample, such as "
+            'record["net.2"]["spikes"][:, 0]'
+        )
+    return x.detach().float().cpu().flatten(1).T
+
+
+def _axes_or_new(axes: Axes | None) -> Axes:
+    if axes is not None:
+        return axes
+    with _Required():
+        from matplotlib import pyplot
+    return pyplot.subplots()[1]
+
+
+def _whole_steps(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+class _Required:
+    """Says how to install matplotlib where it is missing."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
+        if isinstance(error, ModuleNotFoundError):
+            raise ModuleNotFoundError(
+                'plots need matplotlib: pip install "spikefuse[plot]"', name=error.name
+            ) from error

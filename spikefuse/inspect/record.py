@@ -1,0 +1,300 @@
+"""Record spikes, states and layer outputs of the calls of a network."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from spikefuse.block.deferred import DeferredNorm
+from spikefuse.events.format import Events
+from spikefuse.events.linear import EventLinear
+from spikefuse.inspect.observer import ModuleObserver
+from spikefuse.neurons.definition import Outputs, States
+from spikefuse.nn.call import Scan, active
+from spikefuse.nn.constant_input import unfold
+from spikefuse.nn.neuron import Neuron
+from spikefuse.scan.op import Request
+
+SPIKES, OUTPUT = "spikes", "output"
+Names = str | Iterable[str]
+
+
+class Record(Mapping[str, dict[str, Any]]):
+    """What `record` has recorded: `record["net.2"]["v"]` is a tensor `[T, B, ...]`.
+
+    The keys are the names of the recorded neurons and layers that were called, in the order of
+    their first calls. Reading one that was called several times raises a ValueError: its values are
+    in `calls`.
+
+    Attributes:
+        calls: for each name, the values of every call, in order.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[dict[str, Any]]] = {}
+        self._read: list[tuple[str, Tensor, int]] = []
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        self._check()
+        if name not in self.calls:
+            raise KeyError(
+                f"{name!r} was not recorded: expected one of {', '.join(self.calls) or '(none)'}; "
+                "it was not called, or neurons= and layers= do not select it"
+            )
+        calls = self.calls[name]
+        if len(calls) > 1:
+            raise ValueError(
+                f"{name!r} was called {len(calls)} times: read record.calls[{name!r}], a list of "
+                "its calls, or record one call of the network"
+            )
+        return calls[0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.calls)
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def of(self, state: str = SPIKES) -> dict[str, Tensor]:
+        """Return one state of all neurons that have it, by the neuron's name."""
+        return {name: values[state] for name, values in self.items() if state in values}
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The share of neurons that fire in a step, by layer of neurons."""
+        spikes = self.of().items()
+        return {name: (s.detach() != 0).float().mean().item() for name, s in spikes}
+
+    def __repr__(self) -> str:
+        def shown(x: Any) -> str:
+            return str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__
+
+        lines = [f"{len(self)} recorded"]
+        for name, calls in self.calls.items():
+            times = f" ({len(calls)} calls, the first one)" if len(calls) > 1 else ""
+            values = ", ".join(f"{key} {shown(x)}" for key, x in calls[0].items())
+            lines.append(f"{name or '(the model)'}: {values}{times}")
+        return "\n".join(lines)
+
+    def _add(self, name: str) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        self.calls.setdefault(name, []).append(values)
+        return values
+
+    def _check(self) -> None:
+        for name, x, version in self._read:
+            if x._version != version:
+                raise RuntimeError(
+                    f"the network changed the output of {name!r} in place after it was recorded "
+                    "with its history: record with grad=False, which copies, or change a copy"
+                )
+
+
+@contextlib.contextmanager
+def record(
+    net: nn.Module,
+    neurons: Names = "*",
+    states: Names = (SPIKES,),
+    layers: Names = (),
+    grad: bool = False,
+) -> Iterator[Record]:
+    """Record the calls of `net` inside the `with` block.
+
+    For example, the spikes and potentials of the neurons and the output of a convolution::
+
+        with sf.record(net, states=("spikes", "v"), layers="net.0") as record:
+            y = net(x)
+        record["net.2"]["v"]            # [T, B, ...]
+        record["net.0"]["output"]
+
+    The results of the network do not change, and nothing is undone: fused blocks return their
+    potentials as additional outputs of the same kernel, and the output of a norm that is fused with
+    a neuron is computed a second time, after the call. The values are bit for bit those of the
+    calls, and the states are those after each step, for `LIF` after the reset.
+
+    Only eager calls in this thread are recorded, and one thread records at a time. Networks that
+    `torch.compile` has compiled run eagerly meanwhile; replays of CUDA graphs are not seen. A
+    process that holds some of the time steps, or some of the neurons, records its own.
+
+    Args:
+        net: any module; names are those of `net.named_modules()`.
+        neurons: names of neurons, as patterns of `fnmatch`, one or several.
+        states: "spikes" for the output of `step` (recorded as "output0", "output1", ... if it has
+            several), and names of declared states; each neuron records those that it has. Neurons
+            of an `EventLinear` have their spikes only.
+        layers: names of other modules, as patterns; their results are recorded as "output". Inside
+            `Temporal`, tensors are unfolded to `[T, B, ...]`.
+        grad: whether values keep their history, for a loss on them. Otherwise they are copies
+            without it. Gradients of the network's output with respect to recorded values are not
+            supported.
+
+    Yields:
+        The `Record`, which is filled as the network is called.
+
+    Raises:
+        TypeError: `net` is not a module.
+        ValueError: a pattern selects nothing; no selected neuron has a state; the potential of a
+            neuron of an `EventLinear` is asked for; or the call trains under `Checkpoint()`, which
+            runs layers several times and piece by piece.
+    """
+    recorder = _Recorder(net, neurons, states, layers, grad)
+    with recorder.observing():
+        yield recorder.record
+    recorder.resolve()
+    recorder.record._check()
+
+
+class _Recorder(ModuleObserver):
+    def __init__(
+        self, net: nn.Module, neurons: Names, states: Names, layers: Names, grad: bool
+    ) -> None:
+        super().__init__(net)
+        self.record, self.grad = Record(), grad
+        self.states = (states,) if isinstance(states, str) else tuple(states)
+        known = {name: m for m, name in self.names.items() if isinstance(m, Neuron)}
+        others = {name: m for m, name in self.names.items() if not isinstance(m, Neuron)}
+        self._neurons = {id(known[n]): n for n in _selected("neuron", neurons, known)}
+        self._layers = {id(others[n]): n for n in _selected("layer", layers, others)}
+        self._event_layers = {
+            id(m): name
+            for m in others.values()
+            if isinstance(m, EventLinear) and (name := self._neurons.get(id(m.neuron))) is not None
+        }
+        self._check_states([known[n] for n in self._neurons.values()], others.values())
+        # By neuron, the names of what its step returns.
+        self._labels: dict[int, tuple[str, ...]] = {}
+        # Outputs of layers; those of norms are computed after the call, so that they are fused.
+        self._deferred: list[tuple[dict[str, Any], list[Callable[[], Any]], pytree.TreeSpec]] = []
+
+    def _check_states(self, neurons: list[Neuron], modules: Iterable[nn.Module]) -> None:
+        names = {SPIKES, *(state for neuron in neurons for state in type(neuron).states)}
+        for state in self.states if neurons else ():
+            if state not in names:
+                raise ValueError(
+                    f"no selected neuron has {state!r}: expected names among "
+                    f"{', '.join(map(repr, sorted(names)))}"
+                )
+        for layer in modules:
+            if id(layer) in self._event_layers and isinstance(layer.neuron, Neuron):
+                hidden = [s for s in type(layer.neuron).states if s in self.states]
+                if hidden:
+                    raise ValueError(
+                        f"{self._event_layers[id(layer)]!r} is inside an EventLinear, which does "
+                        f"not store {hidden[0]!r} over time: select other neurons, or use "
+                        "nn.Linear followed by the neuron"
+                    )
+
+    def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
+        """Run a scan with the states as further outputs, and record it."""
+        assert isinstance(neuron, Neuron)
+        name = self._neurons.get(id(neuron))
+        if name is None:
+            return super().scan(neuron, scan, request)
+        labels = self._labels_of(neuron, request)
+        returned = request.outputs or labels
+        wanted = [*(labels if SPIKES in self.states else ())]
+        wanted += [s for s in self.states if s in type(neuron).states and s not in wanted]
+        further = tuple(s for s in wanted if s not in returned)
+        if further:
+            request = request._replace(outputs=(*returned, *further))
+        outputs, finals = super().scan(neuron, scan, request)
+        if wanted and not _is_recomputing():
+            values = self.record._add(name)
+            found = dict(zip((*returned, *further), outputs, strict=True))
+            for state in wanted:
+                values[state] = self._value(name, found[state], copy=state in returned)
+        return outputs[: len(returned)], finals
+
+    def _labels_of(self, neuron: Neuron, request: Request) -> tuple[str, ...]:
+        """The names of what `step` returns, from one step of one sample."""
+        if id(neuron) not in self._labels:
+            with torch.no_grad():
+                # Without the residual of a block.
+                inputs = request.inputs[: len(type(neuron).input_names)]
+                inputs = tuple(x[:1, :1].detach() for x in inputs)
+                number = len(neuron._scan(Request(inputs, None, "reference"))[0])
+            several = tuple(f"output{i}" for i in range(number))
+            self._labels[id(neuron)] = (SPIKES,) if number == 1 else several
+        return self._labels[id(neuron)]
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        if active.call is None:
+            self.resolve()
+        if _is_recomputing():
+            return
+        if id(module) in self._event_layers and isinstance(output, Events):
+            name = self._event_layers[id(module)]
+            if SPIKES in self.states:
+                with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
+                    self.record._add(name)[SPIKES] = output.to_dense()
+        if id(module) in self._layers:
+            name = self._layers[id(module)]
+            values, steps = self.record._add(name), active.call.num_steps if active.call else 0
+            leaves, tree = pytree.tree_flatten(output)
+            found = [self._read(name, y, steps) for y in leaves]
+            self._deferred.append((values, found, tree))
+            if active.call is None:
+                self.resolve()
+
+    def _read(self, name: str, y: Any, steps: int) -> Callable[[], Any]:
+        """A function that returns the value of one output, which a norm computes then."""
+        if isinstance(y, DeferredNorm):
+            # A residual may still be added in place to an output without one.
+            compute = y.call.unchanged_value if y.residual is None else y.value
+            return lambda: self._value(name, _unfolded(compute("sf.record"), steps))
+        value = self._value(name, _unfolded(y, steps)) if isinstance(y, Tensor) else y
+        return lambda: value
+
+    def resolve(self) -> None:
+        """Read the outputs of layers once the call has ended, when norms have been fused."""
+        while self._deferred:
+            values, found, tree = self._deferred.pop()
+            values[OUTPUT] = pytree.tree_unflatten([read() for read in found], tree)
+
+    def checkpoint(self, modules: Iterable[nn.Module]) -> None:
+        raise ValueError(
+            "memory=Checkpoint() runs layers again in backward, and in pieces, so that a training "
+            "call cannot be recorded: record it under torch.no_grad(), or with another policy"
+        )
+
+    def _value(self, name: str, y: Tensor, copy: bool = True) -> Tensor:
+        if self.grad and y.requires_grad:
+            self.record._read.append((name, y, y._version))
+            return y
+        y = y.detach()
+        if not copy:
+            return y
+        if y.ndim and y.stride(0) == 0 and len(y):  # the same at each step
+            return y[:1].clone().expand_as(y)
+        return y.clone()
+
+
+def _selected(kind: str, patterns: Names, names: Mapping[str, nn.Module]) -> list[str]:
+    """The names that match any of the patterns."""
+    chosen: dict[str, None] = {}
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        found = [name for name in names if fnmatchcase(name, pattern)]
+        if not found and pattern != "*":
+            hint = "; neurons are selected by neurons=" if kind == "layer" else ""
+            known = ", ".join(map(repr, names)) or "none"
+            raise ValueError(f"{pattern!r} selects no {kind}: the names are {known}{hint}")
+        chosen |= dict.fromkeys(found)
+    return list(chosen)
+
+
+def _unfolded(y: Tensor, num_steps: int) -> Tensor:
+    """`[T*B, ...]` as `[T, B, ...]`; other tensors as they are."""
+    if not num_steps or y.ndim == 0 or y.shape[0] % num_steps:
+        return y
+    return unfold(y, num_steps)
+
+
+def _is_recomputing() -> bool:
+    """Whether torch.utils.checkpoint calls the network a second time, in backward."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,455 @@
+"""Report what a network does on data: firing rates, operations, memory and estimated energy."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import html
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spikefuse.events.format import Events
+from spikefuse.events.linear import EventLinear
+from spikefuse.inspect import plots
+from spikefuse.inspect.explain import explain
+from spikefuse.inspect.explanation import aligned, in_bytes, label
+from spikefuse.inspect.observer import ModuleObserver, unchanged
+from spikefuse.inspect.operations import OperationCounter, Operations
+from spikefuse.neurons.definition import Outputs, States
+from spikefuse.nn.call import Scan, active
+from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.temporal import Temporal
+from spikefuse.scan.op import Request
+
+#: Joules per operation of 32-bit floating point in 45 nm: an addition, and with a multiplication.
+ACCUMULATE_JOULES, MULTIPLY_JOULES = 0.9e-12, 4.6e-12
+LIMITS = (
+    "per sample, over all time steps. rate: share of the neurons that fire in a step; dead and "
+    "saturated: shares that never fire, and that fire at every step of every sample",
+    "AC: weights that are added for inputs of 1 or -1, counted one by one. MAC: multiply-"
+    "accumulates of layers whose input has other values, zeros and padding included. ANN: the same "
+    "layers in one step of a network without spikes, all of it MACs",
+    "energy: 0.9 pJ per AC and 4.6 pJ per MAC, 32-bit floating point in 45 nm (Horowitz, ISSCC "
+    "2014). Memory traffic, which often dominates, is not in it, nor are neurons, norms, pooling "
+    "and additions of layers",
+)
+COLUMNS = ("layer", "module", "rate", "dead", "saturated", "inputs", "AC", "MAC", "ANN MAC")
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one layer does; operations are per sample, over all time steps.
+
+    Attributes:
+        name: qualified name in the model; "" for the model itself.
+        module: name of its type.
+        rate: share of the neurons that fire in a step; None for layers without spikes.
+        dead, saturated: shares of the neurons that never fire, and that always do; None also if the
+            batches differ in their shape.
+        nonzero: share of the inputs of its operations that are not 0; None without operations.
+        accumulates, multiplies: operations on spikes, and on other values.
+        ann: multiply-accumulates of one step without spikes.
+        parameters: number of its own parameters, each counted for the first layer that has it.
+        saved: bytes saved for backward by the first batch; None if not measured.
+    """
+
+    name: str
+    module: str
+    rate: float | None = None
+    dead: float | None = None
+    saturated: float | None = None
+    nonzero: float | None = None
+    accumulates: float = 0.0
+    multiplies: float = 0.0
+    ann: float = 0.0
+    parameters: int = 0
+    saved: int | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `report`: as a string, a table.
+
+    Attributes:
+        layers: one row per layer that has neurons, parameters or operations.
+        samples: number of samples of all batches.
+        not_counted: names of layers whose operations are unknown and are not in the sums.
+    """
+
+    layers: tuple[LayerReport, ...]
+    samples: int
+    not_counted: tuple[str, ...]
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The firing rate of each layer of neurons, by name."""
+        return {row.name: row.rate for row in self.layers if row.rate is not None}
+
+    @property
+    def accumulates(self) -> float:
+        """Accumulates per sample."""
+        return sum(row.accumulates for row in self.layers)
+
+    @property
+    def multiplies(self) -> float:
+        """Multiply-accumulates per sample."""
+        return sum(row.multiplies for row in self.layers)
+
+    @property
+    def ann(self) -> float:
+        """Multiply-accumulates of the same network without spikes, in one step of a sample."""
+        return sum(row.ann for row in self.layers)
+
+    @property
+    def energy(self) -> float:
+        """Estimated joules per sample."""
+        return ACCUMULATE_JOULES * self.accumulates + MULTIPLY_JOULES * self.multiplies
+
+    @property
+    def ann_energy(self) -> float:
+        """Estimated joules per sample of the same network without spikes."""
+        return MULTIPLY_JOULES * self.ann
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters."""
+        return sum(row.parameters for row in self.layers)
+
+    def __str__(self) -> str:
+        return "\n".join([*aligned(self._rows(), numbers_from=2), "", *self._notes()])
+
+    __repr__ = __str__
+
+    def to_markdown(self) -> str:
+        """Return the table and its notes as Markdown."""
+        head, *rows = self._rows()
+        alignments = [":--", ":--", *["--:"] * (len(head) - 2)]
+        lines = ["| " + " | ".join(row) + " |" for row in (head, alignments, *rows)]
+        return "\n".join([*lines, "", *(f"- {note}" for note in self._notes()), ""])
+
+    def to_html(self) -> str:
+        """Return a page with the table, its notes and the picture. Needs matplotlib."""
+        head, *rows = self._rows()
+        image = base64.b64encode(self._png()).decode()
+
+        def line(cells: Iterable[str], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+        return "\n".join(
+            [
+                '<!doctype html><meta charset="utf-8"><title>Report</title>',
+                "<style>body{font-family:sans-serif;margin:2em}td,th{padding:.2em .6em;"
+                "text-align:right}td:nth-child(-n+2),th:nth-child(-n+2){text-align:left}"
+                "tr:last-child{font-weight:bold}</style>",
+                f"<table>{line(head, 'th')}",
+                *(line(row, "td") for row in rows),
+                "</table>",
+                *(f"<p>{html.escape(note)}</p>" for note in self._notes()),
+                f'<img alt="rates and energy by layer" src="data:image/png;base64,{image}">',
+                "",
+            ]
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the report as `.html`, or as `.md` with the picture beside it as `.png`.
+
+        Raises:
+            ValueError: the name ends otherwise.
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        path = Path(path)
+        if path.suffix == ".html":
+            path.write_text(self.to_html(), encoding="utf-8")
+        elif path.suffix == ".md":
+            picture = path.with_suffix(".png")
+            picture.write_bytes(self._png())
+            text = f"{self.to_markdown()}\n![rates and energy by layer]({picture.name})\n"
+            path.write_text(text, encoding="utf-8")
+        else:
+            raise ValueError(f"path is {str(path)!r}: expected a name that ends in .html or .md")
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of the rates and the estimated energy of the layers."""
+        rows = [row for row in self.layers if row.ann]
+        height = 1 + 0.25 * max(len(rows), len(self.rates), 8)
+        figure = plots.new_figure((10, height))
+        left, right = figure.subplots(1, 2)
+        plots.rates(self.rates, left)
+        ours = [
+            ACCUMULATE_JOULES * row.accumulates + MULTIPLY_JOULES * row.multiplies for row in rows
+        ]
+        theirs = [MULTIPLY_JOULES * row.ann for row in rows]
+        for values, shift, name in ((ours, -0.2, "this network"), (theirs, 0.2, "ANN, one step")):
+            places = [i + shift for i in range(len(rows))]
+            right.barh(places, [1e6 * value for value in values], 0.4, label=name)
+        right.set(yticks=range(len(rows)), yticklabels=[label(row.name) for row in rows])
+        right.set(xlabel="estimated energy per sample (µJ)")
+        right.margins(y=0.01)
+        right.invert_yaxis()
+        right.legend()
+        return figure
+
+    def _png(self) -> bytes:
+        buffer = io.BytesIO()
+        self.plot().savefig(buffer, dpi=120, format="png")
+        return buffer.getvalue()
+
+    def _rows(self) -> list[list[str]]:
+        is_saved = any(row.saved is not None for row in self.layers)
+        rows = [[*COLUMNS, "parameters", *(["saved"] if is_saved else [])]]
+        saved = sum(row.saved or 0 for row in self.layers)
+        total = LayerReport(
+            name="total",
+            module="",
+            accumulates=self.accumulates,
+            multiplies=self.multiplies,
+            ann=self.ann,
+            parameters=self.parameters,
+            saved=saved,
+        )
+        for row in (*self.layers, total):
+            shares = (row.rate, row.dead, row.saturated, row.nonzero)
+            cells = [label(row.name), row.module]
+            cells += ["–" if share is None else f"{share:.1%}" for share in shares]
+            products = (row.accumulates, row.multiplies, row.ann)
+            cells += map(_number, products) if row.ann else ["–"] * 3
+            cells.append(_number(row.parameters))
+            cells += [in_bytes(row.saved or 0)] if is_saved else []
+            rows.append(cells)
+        return rows
+
+    def _notes(self) -> list[str]:
+        notes = [
+            f"{self.samples} samples: {_number(self.accumulates)} AC, {_number(self.multiplies)} "
+            f"MAC, {_joules(self.energy)} estimated per sample; ANN: {_number(self.ann)} MAC, "
+            f"{_joules(self.ann_energy)}"
+        ]
+        if self.not_counted:
+            names = ", ".join(map(label, self.not_counted))
+            notes.append(f"not counted, since their operations are unknown: {names}")
+        return [*notes, *LIMITS]
+
+
+def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Report:
+    """Run `net` on batches and report firing rates, operations, memory and estimated energy.
+
+    For example::
+
+        report = sf.report(net.eval(), (x for x, label in loader))
+        print(report)
+        report.save("report.html")
+
+    Operations are counted from the values that arrive at `F.linear`, convolutions and matrix
+    products, also where a layer calls them itself, and at `EventLinear`. An input whose values are
+    all 0, 1 or -1 costs accumulates: one for each weight that is added. Any other input, such as an
+    image, the average of spikes, or a sum of spikes in a residual network, costs the multiply-
+    accumulates of a dense layer. Layers that receive the same input at each step run once, see
+    `Temporal`. In a product of two tensors of spikes, a term counts if both values are not 0.
+
+    The estimated energy is 0.9 pJ per accumulate and 4.6 pJ per multiply-accumulate. It is beside
+    that of the same network without spikes, which runs each layer once per sample, in
+    multiply-accumulates only.
+
+    Args:
+        net: a `Temporal`, or a network that contains one; it runs in the mode that it is in, so
+            call `net.eval()` for what it does after training. Buffers and the state of PyTorch's
+            random number generators are restored.
+        batches: the inputs of each call: one argument, or a tuple of arguments.
+        memory: whether to measure what layers save for backward: one further call, of the first
+            batch, by `explain`. Without gradients nothing is saved.
+
+    Returns:
+        The report; `print` shows it as a table.
+
+    Raises:
+        TypeError: `net` is not a module, or `batches` a tensor.
+        ValueError: there is no batch, or `net` runs without a `Temporal`.
+
+    Source: Horowitz, "Computing's energy problem (and what we can do about it)", ISSCC 2014, for
+    the energies; Chen et al., "Training Full Spike Neural Networks via Auxiliary Accumulation
+    Pathway", 2023, for which inputs cost multiply-accumulates.
+    """
+    if isinstance(batches, Tensor | Events):
+        raise TypeError(
+            f"batches is a {type(batches).__name__}: expected several inputs of the network, such "
+            "as [x]"
+        )
+    counter, saved = _Counter(net), None
+    for batch in batches:
+        inputs = batch if isinstance(batch, tuple) else (batch,)
+        if memory and counter.samples == 0 and torch.is_grad_enabled():
+            explanation = explain(net, *inputs, time=False)
+            if not explanation.recomputed:
+                saved = {row.name: row.now for row in explanation.saved}
+        with unchanged(net, inputs), torch.no_grad(), counter.observing():
+            counter.begin()
+            net(*inputs)
+            counter.end()
+    if counter.samples == 0:
+        raise ValueError("batches is empty: expected at least one input of the network")
+    return counter.report(saved)
+
+
+@dataclass
+class _Counts:
+    """Sums over all calls of a layer."""
+
+    operations: Operations = field(default_factory=Operations)
+    ann: float = 0.0
+    fired: Tensor | None = None  # by neuron
+    spikes: float = 0.0
+    outputs: int = 0
+    steps: int = 0  # T B
+    has_one_shape: bool = True
+
+
+class _Counter(ModuleObserver):
+    """Sums what the layers of a network do."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.modules = {name: m for m, name in self.names.items()}
+        self.counts: dict[str, _Counts] = {}
+        self.unknown: dict[str, None] = {}
+        self.samples = 0
+        self._batch: int | None = None
+
+    def begin(self) -> None:
+        """Begin a batch."""
+        self._batch = None
+
+    def end(self) -> None:
+        """End a batch."""
+        if self._batch is None:
+            raise ValueError(
+                "the network runs without a Temporal, so that steps and samples are unknown: "
+                "report on sf.Temporal(net), or on a network that contains one"
+            )
+        self.samples += self._batch
+
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        with super().observing(), OperationCounter(self._count):
+            yield
+
+    def enter(self, module: nn.Module, inputs: Any) -> None:
+        self.counts.setdefault(self.layer, _Counts())
+        if isinstance(module, Temporal) and self._batch is None:
+            shapes = [x.shape for x in inputs if hasattr(x, "shape")]
+            if shapes:
+                self._batch = shapes[0][0 if module.batch_first else 1]
+
+    def _count(self, operations: Operations | None, once: bool) -> None:
+        if isinstance(self.modules.get(self.layer), EventLinear):
+            return  # its dense products, which `leave` counts
+        if operations is None:
+            self.unknown[self.layer] = None
+        else:
+            self._add(self.layer, operations, once)
+
+    def _add(self, name: str, operations: Operations, once: bool = False) -> None:
+        counts, call = self.counts.setdefault(name, _Counts()), active.call
+        counts.operations = counts.operations.plus(operations)
+        counts.ann += operations.dense / (1 if once or call is None else call.num_steps)
+
+    def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
+        """Run a scan and count its spikes."""
+        outputs, finals = super().scan(neuron, scan, request)
+        if active.call is not None and self._batch is None:
+            self._batch = outputs[0].shape[1]
+        self._count_spikes(self.names.get(neuron, self.layer), outputs[0])
+        return outputs, finals
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        if not isinstance(module, EventLinear) or module.activity is None:
+            return
+        read = module.activity
+        used = float((read.fired - read.dropped) * module.out_features)
+        dense = float(read.sites * module.out_features)
+        found = Operations(used, 0.0, dense, float(read.fired), float(read.sites))
+        self._add(self.names[module], found)
+        if isinstance(output, Events):
+            self._count_spikes(self.names[module], output.to_dense())
+
+    def _count_spikes(self, name: str, y: Tensor) -> None:
+        """Count the spikes of a layer; membrane potentials of readout neurons are no spikes."""
+        if not bool((y == y.round()).all()):
+            return
+        counts = self.counts.setdefault(name, _Counts())
+        fired = (y != 0).sum((0, 1))
+        if counts.fired is None or counts.fired.shape == fired.shape:
+            counts.fired = fired if counts.fired is None else counts.fired + fired
+        else:
+            counts.has_one_shape = False
+        counts.spikes += fired.sum().item()
+        counts.outputs += y.numel()
+        counts.steps += y.shape[0] * y.shape[1]
+
+    def report(self, saved: dict[str, int] | None) -> Report:
+        """Return the rows of all layers, in the order of their first calls."""
+        rows, seen = [], set[int]()
+        for name in dict.fromkeys([*self.counts, *self.modules]):
+            module, counts = self.modules.get(name), self.counts.get(name, _Counts())
+            if module is None:
+                continue
+            own = [*module.parameters(recurse=isinstance(module, Neuron))]
+            parameters = sum(p.numel() for p in own if id(p) not in seen)
+            seen.update(map(id, own))
+            products = counts.operations.inputs
+            if not (own or products or counts.outputs or (saved or {}).get(name)):
+                continue
+            is_called = name in self.counts and not isinstance(module, Neuron | nn.LayerNorm)
+            if is_called and not products and any(p.ndim > 1 for p in own):
+                self.unknown[name] = None
+            rows.append(self._row(name, type(module).__name__, counts, parameters, saved))
+        return Report(tuple(rows), self.samples, tuple(self.unknown))
+
+    def _row(
+        self,
+        name: str,
+        module: str,
+        counts: _Counts,
+        parameters: int,
+        saved: dict[str, int] | None,
+    ) -> LayerReport:
+        done = counts.operations
+        rate = dead = saturated = None
+        if counts.fired is not None:
+            rate = counts.spikes / max(counts.outputs, 1)
+            if counts.has_one_shape:
+                dead = (counts.fired == 0).float().mean().item()
+                saturated = (counts.fired == counts.steps).float().mean().item()
+        return LayerReport(
+            name=name,
+            module=module,
+            rate=rate,
+            dead=dead,
+            saturated=saturated,
+            nonzero=done.nonzero / done.inputs if done.inputs else None,
+            accumulates=done.accumulates / self.samples,
+            multiplies=done.multiplies / self.samples,
+            ann=counts.ann / self.samples,
+            parameters=parameters,
+            saved=None if saved is None else saved.get(name, 0),
+        )
+
+
+def _number(number: float) -> str:
+    """A count with three digits: 118 M."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g}"
+
+
+def _joules(energy: float) -> str:
+    for unit, size in (("J", 1.0), ("mJ", 1e-3), ("µJ", 1e-6), ("nJ", 1e-9)):
+        if energy >= 0.9995 * size:
+            return f"{energy / size:.3g} {unit}"
+    return f"{energy / 1e-12:.3g} pJ"

@@ -1,0 +1,101 @@
+"""Feedback through any module, one time step after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spikefuse.neurons.definition import States
+from spikefuse.nn.call import active
+from spikefuse.nn.neuron import Neuron, backend_of, check
+from spikefuse.nn.recurrent import NO_SHARDS
+from spikefuse.scan.layout import flatten_steps
+from spikefuse.scan.op import Request
+
+
+class Feedback(nn.Module):
+    """Neurons whose spikes feed back through any module: a convolution, or several layers.
+
+    Equation, for the input `x`, the spikes `s` and any module `body`::
+
+        s[t] = neuron(x[t] + body(s[t - 1]))
+
+    Time is an ordinary Python loop of T calls of `body` and of the neuron, whose kernels run one
+    step at a time. `Recurrent`, for a matrix, takes one launch instead. `sf.graph_step` records the
+    whole loop, which removes the cost of the calls on a GPU.
+
+    Args:
+        body: a module without states from the spikes of one step `[B, ...]` to a tensor of the same
+            shape. It sees each step alone, so batch norms in it must be in evaluation mode.
+        neuron: an instance of a neuron model with one input and one output.
+
+    Call: `feedback(x, state=None, return_state=False, impl="auto")`
+
+    Args:
+        x: `[T, B, ...]`, inside `Temporal` `[T*B, ...]`.
+        state: the states of the neuron and the last spikes, or None to start from rest.
+        return_state: also return the final state.
+        impl: how the neuron is computed, see `Neuron`.
+
+    Returns:
+        The spikes, of the shape of `x`; with `return_state` a pair (spikes, state).
+
+    Raises:
+        TypeError, ValueError: an argument or input is not as described.
+    """
+
+    is_leaf = True  # of traced graphs
+
+    def __init__(self, body: nn.Module, neuron: Neuron) -> None:
+        super().__init__()
+        if not isinstance(body, nn.Module):
+            raise TypeError(f"body is a {type(body).__name__}: expected a torch.nn.Module")
+        if any(isinstance(module, Neuron) for module in body.modules()):
+            raise ValueError("body contains a neuron, whose state would be lost after each step")
+        if not isinstance(neuron, Neuron) or len(type(neuron).input_names) != 1:
+            raise TypeError(f"neuron is {neuron!r}: expected an instance of a neuron of one input")
+        self.body, self.neuron = body, neuron
+
+    def forward(
+        self,
+        x: Tensor,
+        state: States | None = None,
+        return_state: bool = False,
+        impl: str = "auto",
+    ) -> Any:
+        call, request = active.call, Request((x,), state, impl, return_state)
+        if call is None or id(self.neuron) not in call.names:
+            spikes, final = self._loop(request)
+            return (spikes, final) if return_state else spikes
+        request = call.unfolded(self.neuron, request)
+        if request.passing is not None:
+            raise ValueError(NO_SHARDS)
+        spikes, call.finals[call.names[id(self.neuron)]] = self._loop(request)
+        return flatten_steps(spikes)
+
+    def _loop(self, request: Request) -> tuple[Tensor, States]:
+        neuron, (x,), state = self.neuron, request.inputs, request.state
+        backend = backend_of(request.inputs, request.backend)
+        check(neuron, type(neuron).input_names, (x,), state, backend, ("spikes",))
+        own: States | None = None
+        spikes = torch.zeros_like(x[0])
+        if state is not None:
+            own, spikes = tuple(state[:-1]), state[-1].to(x.dtype)
+        found = []
+        for now in x.unbind(0):
+            sent = self.body(spikes)
+            if sent.shape != now.shape:
+                raise ValueError(
+                    f"body returned {list(sent.shape)} for spikes {list(now.shape)}: expected the "
+                    "same shape"
+                )
+            step = Request(((now + sent).unsqueeze(0),), own, backend, final=True)
+            outputs, own = neuron._scan(step)
+            if len(outputs) > 1:
+                raise TypeError(f"neuron {neuron!r} has {len(outputs)} outputs: expected one")
+            spikes = outputs[0].squeeze(0)
+            found.append(spikes)
+        assert own is not None
+        return torch.stack(found), (*own, spikes.float())

@@ -1,0 +1,157 @@
+"""Layers of neurons that receive their own spikes of the previous time step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spikefuse import reference
+from spikefuse.neurons.definition import Outputs, States
+from spikefuse.nn.call import mark_binary, wants_bits
+from spikefuse.nn.neuron import Neuron, backend_of, check
+from spikefuse.scan.execution import Results
+from spikefuse.scan.op import Request
+from spikefuse.scan.recurrent import recurrent_scan
+
+NO_SHARDS = (
+    "the time of a Recurrent layer can't be sharded, as it passes no state to other processes: "
+    "use data parallelism"
+)
+
+
+class Recurrent(nn.Module):
+    """Neurons whose spikes feed back into their layer, in one kernel over all time steps.
+
+    Equation, for the input `x`, the spikes `s` and any neuron model::
+
+        h[t] = x[t] + W s[t - 1] + bias
+        s[t] = neuron(h[t])
+
+    The layer has no weights for x: put `nn.Linear(..., features)` before it. If the neuron has
+    several outputs, the first one is fed back; if it has several inputs, the first one receives the
+    feedback. The fed-back output may be graded.
+
+    The weight is initialized to a random orthogonal matrix, one for each head. A step of k spikes
+    then adds a current with a root mean square of sqrt(k / features). With a bias, it starts at 0.
+
+    Arithmetic is in float32. The weight is rounded to the dtype of the outputs, and the bias to
+    that of x. Inside `torch.autocast`, inputs are converted to its dtype, as in `nn.Linear`. Sums
+    of weights are computed in another order than by `impl="reference"`, so that a neuron may spike
+    at another time where rounding decides; from its own spikes, each step equals the reference.
+
+    Shapes: `x`, spikes: `[T, B, features]` (inside `Temporal` `[T*B, features]`), float32, bfloat16
+    or float16; `weight`: `[features, features]` as in nn.Linear, `weight[i, j]` from neuron j to
+    neuron i, or with heads `[heads, features / heads, features / heads]`; states: `[B, features]`.
+
+    Call: `layer(x, ..., state=None, return_state=False, impl="auto")`, see `Neuron`. The state is
+    that of the neuron, with the fed-back output of the last step at its end. Calls on parts of a
+    sequence that pass the state on equal one call bit for bit.
+
+    Args:
+        neuron: an instance of any neuron model.
+        features: number of neurons.
+        bias: whether to add a learnable bias to the input.
+        heads: number of groups of neurons that are connected among themselves only.
+        self_connections: whether a neuron receives its own spikes. Otherwise the diagonal of the
+            weight has no effect and no gradient.
+        device: of the weight and the bias.
+
+    Raises:
+        TypeError, ValueError: an argument or input is not as described.
+
+    Source: Bittar and Garner, "A surrogate gradient spiking baseline for speech command
+    recognition", Frontiers in Neuroscience 2022 (recurrent layers of adaptive LIF neurons).
+    """
+
+    is_leaf = True  # of traced graphs
+
+    def __init__(
+        self,
+        neuron: Neuron,
+        features: int,
+        bias: bool = False,
+        *,
+        heads: int = 1,
+        self_connections: bool = True,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(neuron, Neuron):
+            kind = f"the class {neuron.__name__}" if isinstance(neuron, type) else repr(neuron)
+            raise TypeError(f"neuron is {kind}: expected an instance of a neuron, such as sf.LIF()")
+        for name, value in (("features", features), ("heads", heads)):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} is {value!r}: expected an integer of at least 1")
+        if features % heads:
+            raise ValueError(
+                f"features is {features} and heads {heads}: expected a multiple of the heads"
+            )
+        self.neuron, self.features, self.heads = neuron, features, heads
+        self.self_connections = bool(self_connections)
+        width = features // heads
+        shape = (width, width) if heads == 1 else (heads, width, width)
+        self.weight = nn.Parameter(torch.empty(shape, device=device))
+        self.bias = nn.Parameter(torch.empty(features, device=device)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialize the weight to an orthogonal matrix, and the bias to 0."""
+        with torch.no_grad():
+            for matrix in self.weight.view(self.heads, *self.weight.shape[-2:]):
+                nn.init.orthogonal_(matrix)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        options = [str(self.features), f"bias={self.bias is not None}"]
+        options += [f"heads={self.heads}"] if self.heads > 1 else []
+        options += [] if self.self_connections else ["self_connections=False"]
+        return ", ".join(options)
+
+    def forward(
+        self,
+        *inputs: Tensor,
+        state: States | None = None,
+        return_state: bool = False,
+        impl: str = "auto",
+    ) -> Any:
+        return self.neuron.call(self._scan, Request(inputs, state, impl, return_state))
+
+    def _scan(self, request: Request) -> tuple[Outputs, States]:
+        neuron, state, inputs = self.neuron, request.state, request.inputs
+        if request.passing is not None:
+            raise ValueError(NO_SHARDS)
+        backend = backend_of(inputs, request.backend)
+        check(neuron, type(neuron).input_names, inputs, state, backend, ("spikes",))
+        if inputs[0].ndim != 3 or inputs[0].shape[2] != self.features:
+            raise ValueError(
+                f"Recurrent: the input has shape {list(inputs[0].shape)}: expected "
+                f"[T, B, {self.features}], or inside Temporal [T*B, {self.features}]"
+            )
+        kind = inputs[0].device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            inputs = tuple(x.to(dtype) for x in inputs)
+        if self.bias is not None:
+            inputs = (inputs[0] + self.bias.to(inputs[0].dtype), *inputs[1:])
+        weight = self._effective_weight(inputs)
+        with torch.autocast(kind, enabled=False):
+            if backend == "reference":
+                return reference.scan(neuron, inputs, state, weight)
+            found = recurrent_scan(neuron, inputs, state, weight, backend)
+        if wants_bits(inputs[0]):
+            mark_binary(Results(list(found.outputs), [], None, []), found.binary)
+        return found.outputs, found.finals
+
+    def _effective_weight(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """The weight `[heads, width, width]` in the dtype of the outputs."""
+        dtype = inputs[0].dtype
+        for x in inputs[1:]:
+            dtype = torch.promote_types(dtype, x.dtype)
+        weight = self.weight.view(self.heads, *self.weight.shape[-2:]).to(dtype)
+        if self.self_connections:
+            return weight
+        diagonal = torch.eye(weight.shape[-1], dtype=torch.bool, device=weight.device)
+        return weight.masked_fill(diagonal, 0.0)

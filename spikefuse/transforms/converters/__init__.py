@@ -1,0 +1,1 @@
+"""What `convert` makes of the modules of other libraries, a file per library."""

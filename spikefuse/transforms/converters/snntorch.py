@@ -1,0 +1,285 @@
+"""The neurons of snnTorch, and what else one of its networks may hold.
+
+Theirs reset one step late by default and lose an input in some resets, so that only `Leaky` has an
+equivalent among the models of `spikefuse.neurons`. The others are defined here, with the names of
+their parameters and states, after the code of snnTorch 1.0.0.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spikefuse.neurons import surrogate as S
+from spikefuse.neurons.definition import State, States
+from spikefuse.nn import zoo
+from spikefuse.nn.neuron import Neuron
+from spikefuse.transforms.converters.common import (
+    STEP,
+    Above,
+    Clamped,
+    Library,
+    Refusal,
+    Rule,
+    rename,
+)
+
+SURROGATES: dict[str, Callable[..., S.Surrogate]] = {
+    "atan": lambda alpha: S.Arctan(float(alpha)),
+    "fast_sigmoid": lambda slope: S.FastSigmoid(float(slope)),
+    "sigmoid": lambda slope: S.Sigmoid(float(slope)),
+    "SFS": lambda slope, B: S.FastSigmoid(float(slope), cutoff=float(B)),
+    "straight_through_estimator": S.StraightThrough,
+    "heaviside": lambda: S.StraightThrough(cutoff=0.0),
+}
+
+RESETS = ("subtract", "zero", "none")
+
+
+def floating(value: Tensor) -> Tensor:
+    return value if value.is_floating_point() else value.float()
+
+
+def surrogate_of(m: Any) -> S.Surrogate:
+    if m.surrogate_disable:
+        raise Refusal("it has no surrogate: set surrogate_disable=False")
+    function = m.spike_grad
+    if isinstance(function, S.Surrogate):
+        return function
+    name = getattr(function, "__qualname__", type(function).__name__)
+    name = name.removesuffix(".<locals>.inner").split(".")[-1]
+    if getattr(function, "__module__", "") != "snntorch.surrogate" or name not in SURROGATES:
+        raise Refusal(
+            f"its spike_grad {name} has no equivalent: use one of {', '.join(SURROGATES)}, or a "
+            "spikefuse.surrogate.Custom, which snnTorch takes too"
+        )
+    values = inspect.getclosurevars(function).nonlocals
+    # Theirs fires above the threshold, not at it.
+    return Above(SURROGATES[name](**values))
+
+
+class _Reset(Neuron):
+    """A neuron that resets as snnTorch's do; subclasses define the states and the step.
+
+    `reset_mechanism` is "subtract", "zero" or "none". The reset acts one step after the spike, and
+    with `reset_delay=False` in its step. `returns_state` adds the states to the outputs.
+    """
+
+    def __init__(self, m: Any) -> None:
+        super().__init__()
+        self.surrogate = surrogate_of(m)
+        self.threshold = floating(m.threshold)
+        self.reset_mechanism = RESETS[int(m.reset_mechanism_val)]
+        self.reset_delay = getattr(m, "reset_delay", True)
+        self.returns_state = m.output
+        self.graded_spikes_factor = None
+        constants = {"reset_mechanism_val": m.reset_mechanism_val}
+        factor = m.graded_spikes_factor
+        if isinstance(factor, nn.Parameter) or bool((factor != 1).any()):
+            self.graded_spikes_factor = factor
+        else:
+            constants["graded_spikes_factor"] = factor
+        rename(self, self.names(), constants | self.constants(m))
+
+    def names(self) -> dict[str, str]:
+        return {}
+
+    def constants(self, m: Any) -> dict[str, Tensor]:
+        return {}
+
+    def fired(self, mem: Tensor) -> Tensor:
+        """Return the spike of a previous potential, through which no gradient flows."""
+        return self.surrogate(mem - self.threshold).detach()
+
+    def fire(self, mem: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output, and the potential after a reset that acts at once."""
+        s = self.surrogate(mem - self.threshold)
+        if not self.reset_delay and self.reset_mechanism != "none":
+            due = s - reset
+            mem = mem - due * (self.threshold if self.reset_mechanism == "subtract" else mem)
+        return (s if self.graded_spikes_factor is None else s * self.graded_spikes_factor), mem
+
+    def result(self, s: Tensor, *states: Tensor) -> tuple[Any, States]:
+        return ((s, *states) if self.returns_state else s), states
+
+
+class Leaky(_Reset):
+    """snnTorch's `Leaky`: its resets at once, its graded spikes, and its "none"."""
+
+    mem = State()
+    beta: Any
+
+    def __init__(self, m: Any) -> None:
+        super().__init__(m)
+        self.beta = Clamped(floating(m.beta))
+
+    def names(self) -> dict[str, str]:
+        return {"beta.value": "beta"}
+
+    def step(self, x: Tensor, mem: Tensor) -> tuple[Any, States]:
+        reset = self.fired(mem)
+        if self.reset_mechanism == "zero":
+            mem = (1 - reset) * mem
+        mem = self.beta * mem + x
+        if self.reset_mechanism == "subtract":
+            mem = mem - reset * self.threshold
+        s, mem = self.fire(mem, reset)
+        return self.result(s, mem)
+
+
+class Synaptic(_Reset):
+    """snnTorch's `Synaptic`; its reset to zero one step late loses the current of that step."""
+
+    syn, mem = State(), State()
+    alpha: Any
+    beta: Any
+
+    def __init__(self, m: Any) -> None:
+        super().__init__(m)
+        self.alpha, self.beta = Clamped(floating(m.alpha)), Clamped(floating(m.beta))
+
+    def names(self) -> dict[str, str]:
+        return {"alpha.value": "alpha", "beta.value": "beta"}
+
+    def step(self, x: Tensor, syn: Tensor, mem: Tensor) -> tuple[Any, States]:
+        reset = self.fired(mem)
+        syn = self.alpha * syn + x
+        mem = self.beta * mem + syn
+        if self.reset_mechanism == "subtract":
+            mem = mem - reset * self.threshold
+        elif self.reset_mechanism == "zero":
+            mem = mem - mem * reset
+        s, mem = self.fire(mem, reset)
+        return self.result(s, syn, mem)
+
+
+class Alpha(_Reset):
+    """snnTorch's `Alpha`; its resets act one step late and lose the input of that step."""
+
+    syn_exc, syn_inh, mem = State(), State(), State()
+    alpha: Any
+    beta: Any
+
+    def __init__(self, m: Any) -> None:
+        super().__init__(m)
+        self.alpha, self.beta = Clamped(floating(m.alpha)), Clamped(floating(m.beta))
+
+    def names(self) -> dict[str, str]:
+        return {"alpha.value": "alpha", "beta.value": "beta"}
+
+    def step(self, x: Tensor, syn_exc: Tensor, syn_inh: Tensor, mem: Tensor) -> tuple[Any, States]:
+        reset = self.fired(mem)
+        previous, rise = syn_inh, torch.log(self.alpha)
+        syn_exc = self.alpha * syn_exc + x
+        syn_inh = self.beta * syn_inh - x
+        mem = (rise / (torch.log(self.beta) - rise) + 1) * (syn_exc + syn_inh)
+        if self.reset_mechanism == "subtract":
+            syn_exc = syn_exc - self.threshold * reset
+            syn_inh = syn_inh - syn_inh * reset
+            mem = mem + previous * reset
+        elif self.reset_mechanism == "zero":
+            syn_exc, syn_inh = syn_exc - syn_exc * reset, syn_inh - syn_inh * reset
+            mem = mem - mem * reset
+        s, mem = self.fire(mem, reset)
+        return self.result(s, syn_exc, syn_inh, mem)
+
+
+class Lapicque(_Reset):
+    """snnTorch's `Lapicque`; its reset to zero one step late loses the input of that step."""
+
+    mem = State()
+
+    def __init__(self, m: Any) -> None:
+        super().__init__(m)
+        resistance, capacitance, duration = (
+            float(v) for v in (m.R.double(), m.C.double(), m.time_step.double())
+        )
+        rate = 1 / (resistance * capacitance)
+        self.gain, self.decay = resistance * rate * duration, 1 - duration * rate
+
+    def constants(self, m: Any) -> dict[str, Tensor]:
+        return {name: getattr(m, name).detach() for name in ("beta", "R", "C", "time_step")}
+
+    def step(self, x: Tensor, mem: Tensor) -> tuple[Any, States]:
+        reset = self.fired(mem)
+        mem = self.gain * x + self.decay * mem
+        if self.reset_mechanism == "subtract":
+            mem = mem - reset * self.threshold
+        elif self.reset_mechanism == "zero":
+            mem = mem - reset * mem
+        s, mem = self.fire(mem, reset)
+        return self.result(s, mem)
+
+
+def check(m: Any) -> str:
+    """Refuse options that no neuron of ours has; return a note on the others."""
+    for name, reason in {
+        "inhibition": "lets one neuron of a layer fire, and a neuron of ours knows no other",
+        "state_quant": "quantises its states, and ours are float32",
+    }.items():
+        if getattr(m, name):
+            raise Refusal(f"{name} {reason}: set {name}=False")
+    values = [m.threshold, m.beta, getattr(m, "alpha", m.beta), m.graded_spikes_factor]
+    if any(v.ndim > 1 for v in values):
+        raise Refusal("its parameters have several dims: use one value, or one per feature")
+    notes = []
+    if any(v.ndim == 1 and v.numel() > 1 for v in values):
+        notes.append("one value per feature: for inputs [T, B, features] only")
+    if not (m.init_hidden or m.output):
+        notes.append("returns its spikes alone; output=True adds its states")
+    return "; ".join(notes)
+
+
+def leaky(m: Any) -> tuple[Neuron, str]:
+    note = check(m)
+    is_graded = isinstance(m.graded_spikes_factor, nn.Parameter) or bool(
+        m.graded_spikes_factor != 1
+    )
+    if m.output or is_graded or not m.reset_delay or RESETS[int(m.reset_mechanism_val)] == "none":
+        return Leaky(m), note
+    reset = "soft" if int(m.reset_mechanism_val) == 0 else "hard"
+    neuron = zoo.DelayedResetLIF(
+        Clamped(floating(m.beta)), floating(m.threshold), reset=reset, surrogate=surrogate_of(m)
+    )
+    constants = {name: getattr(m, name) for name in ("reset_mechanism_val", "graded_spikes_factor")}
+    rename(neuron, {"decay.value": "beta"}, constants)
+    return neuron, note
+
+
+def defined(kind: type[_Reset]) -> Callable[[Any], tuple[Neuron, str]]:
+    return lambda m: (kind(m), check(m))
+
+
+def mode(module: Any) -> str:
+    return STEP
+
+
+def returns_state(module: Any) -> bool:
+    # Those with `output` still return their states when they are converted.
+    return not (module.init_hidden or module.output)
+
+
+_RECURRENT = "its spikes are inputs of its next step: build it anew with spikefuse.Recurrent"
+_LSTM = "it is a recurrent layer with gates, and no pointwise neuron: no equivalent"
+
+LIBRARY = Library(
+    "snntorch",
+    {
+        "Leaky": Rule(leaky, is_stateful=True),
+        "Synaptic": Rule(defined(Synaptic), is_stateful=True),
+        "Alpha": Rule(defined(Alpha), is_stateful=True),
+        "Lapicque": Rule(defined(Lapicque), is_stateful=True),
+    },
+    {
+        "RLeaky": _RECURRENT,
+        "RSynaptic": _RECURRENT,
+        "SLSTM": _LSTM,
+        "SConv2dLSTM": _LSTM,
+    },
+    mode,
+    returns_state,
+)

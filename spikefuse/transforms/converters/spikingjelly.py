@@ -1,0 +1,355 @@
+"""The modules of SpikingJelly: `activation_based` (2.0.0) and `clock_driven` (0.0.0.0.12)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from spikefuse.neurons import surrogate as S
+from spikefuse.neurons.learnable import Learnable
+from spikefuse.neurons.lif import decay_from_tau
+from spikefuse.nn import zoo
+from spikefuse.nn.call import active
+from spikefuse.nn.neuron import Neuron
+from spikefuse.transforms.converters.common import (
+    FOLDED,
+    SEQUENCE,
+    STEP,
+    Library,
+    Refusal,
+    Rule,
+    as_class,
+    rename,
+)
+
+SURROGATES: dict[str, Callable[[float], S.Surrogate]] = {
+    "Sigmoid": S.Sigmoid,
+    "ATan": S.Arctan,
+    "SoftSign": lambda a: S.FastSigmoid(a, a / 2),
+    "SuperSpike": lambda a: S.FastSigmoid(1.0, a),
+    "PiecewiseQuadratic": S.PiecewiseQuadratic,
+    "Erf": S.Erf,
+    "Rect": lambda a: S.Rectangle(-0.5 / a, 0.5 / a, a),
+}
+
+
+def surrogate_of(function: Any) -> S.Surrogate:
+    if isinstance(function, S.Surrogate):
+        return function
+    kind = type(function)
+    is_theirs = kind.__module__.startswith("spikingjelly.") and "surrogate" in kind.__module__
+    if not is_theirs or kind.__name__ not in SURROGATES:
+        raise Refusal(
+            f"its surrogate {kind.__name__} has no equivalent: use one of "
+            f"{', '.join(SURROGATES)}, or a spikefuse.surrogate.Custom as surrogate_function"
+        )
+    if not function.spiking:
+        raise Refusal("its surrogate emits no spikes: call set_spiking_mode(True) on it")
+    return SURROGATES[kind.__name__](float(function.alpha))
+
+
+def refuse_options(m: Any) -> None:
+    if getattr(m, "store_v_seq", False) or getattr(m, "store_state_seqs", False):
+        raise Refusal(
+            "it stores its potentials: turn store_v_seq off, and get them from the converted "
+            'neuron by outputs=("spikes", "v")'
+        )
+    if getattr(m, "_neuron_precision", None) is not None:
+        raise Refusal("its arithmetic has a reduced precision: ours is float32; set it to None")
+
+
+def firing(m: Any) -> dict[str, Any]:
+    """Return our options for their reset and surrogate; the reset is to 0."""
+    refuse_options(m)
+    return {
+        "reset": "soft" if m.v_reset is None else "hard",
+        "detach_reset": m.detach_reset,
+        "surrogate": surrogate_of(m.surrogate_function),
+    }
+
+
+def origin(m: Any) -> tuple[float, str]:
+    """Return the potential at which theirs starts and rests, from which ours is counted."""
+    v = m.v_reset or 0.0
+    return v, f"its potential is counted from v_reset = {v:g}" if v else ""
+
+
+def refuse_v_reset(m: Any, reason: str) -> None:
+    if m.v_reset:
+        raise Refusal(f"its v_reset is {m.v_reset:g}, and {reason}: use v_reset=0.0 or None")
+
+
+def leak(m: Any) -> dict[str, Any]:
+    return {"decay": decay_from_tau(m.tau), "decay_input": getattr(m, "decay_input", True)}
+
+
+class _Decay(Learnable):
+    """A decay `1 - sigmoid(w)`."""
+
+    def __init__(self, w: nn.Parameter) -> None:
+        super().__init__()
+        self.w = w
+
+    def forward(self) -> Tensor:
+        return torch.sigmoid(-self.w)
+
+
+def integrate_and_fire(m: Any) -> tuple[Neuron, str]:
+    v0, note = origin(m)
+    return zoo.IF(m.v_threshold - v0, **firing(m)), note
+
+
+def leaky(m: Any) -> tuple[Neuron, str]:
+    v0, note = origin(m)
+    return zoo.LIF(threshold=m.v_threshold - v0, **leak(m), **firing(m)), note
+
+
+def simple(make: Callable[[Any], tuple[Neuron, str]]) -> Callable[[Any], tuple[Neuron, str]]:
+    def made(m: Any) -> tuple[Neuron, str]:
+        refuse_v_reset(m, "it starts at 0")
+        return make(m)
+
+    return made
+
+
+def parametric(m: Any) -> tuple[Neuron, str]:
+    v0, note = origin(m)
+    decay_input = getattr(m, "decay_input", True)
+    neuron = zoo.LIF(_Decay(m.w), m.v_threshold - v0, decay_input=decay_input, **firing(m))
+    rename(neuron, {"decay.w": "w"})
+    return neuron, note
+
+
+def scaled(m: Any) -> tuple[Neuron, str]:
+    refuse_v_reset(m, "its relu acts on potentials relative to 0")
+    made = zoo.KLIF(
+        threshold=m.v_threshold, k=m.k, scale_reset=m.scale_reset, **leak(m), **firing(m)
+    )
+    return made, ""
+
+
+def ternary(m: Any) -> tuple[Neuron, str]:
+    refuse_v_reset(m, "its two thresholds lie symmetrically to 0")
+    rate = leak(m) if hasattr(m, "tau") else {"decay": 1.0}
+    return zoo.TernaryLIF(threshold=m.v_threshold, **rate, **firing(m)), ""
+
+
+def integer(m: Any) -> tuple[Neuron, str]:
+    refuse_options(m)
+    count = m.surrogate_function
+    levels = count.max_spike_count
+    if not count.spiking or (count.grad_min, count.grad_max) != (0.0, levels):
+        raise Refusal(
+            "its surrogate has another window or emits no spikes: use "
+            f"MultiLevelSpikeCount({levels})"
+        )
+    made = zoo.IntegerLIF(decay_from_tau(m.tau), m.v_threshold, levels, detach_reset=m.detach_reset)
+    return made, "rounds halves up; theirs rounds them to even numbers"
+
+
+def current_based(m: Any) -> tuple[Neuron, str]:
+    refuse_v_reset(m, "it starts there but leaks towards 0")
+    return zoo.CubaLIF(m.c_decay, m.v_decay, m.v_threshold, **firing(m)), ""
+
+
+def complementary(m: Any) -> tuple[Neuron, str]:
+    refuse_options(m)
+    surrogate = surrogate_of(m.surrogate_function)
+    return zoo.CLIF(decay_from_tau(m.tau), m.v_threshold, surrogate=surrogate), ""
+
+
+def quadratic(m: Any) -> tuple[Neuron, str]:
+    v0, note = origin(m)
+    values = m.tau, m.v_rest - v0, m.v_c - v0, m.a0
+    return zoo.QIF(*values, threshold=m.v_threshold - v0, **firing(m)), note
+
+
+def exponential(m: Any) -> tuple[Neuron, str]:
+    v0, note = origin(m)
+    values = m.tau, m.v_rest - v0, m.theta_rh - v0, m.delta_T
+    return zoo.EIF(*values, threshold=m.v_threshold - v0, **firing(m)), note
+
+
+def izhikevich(m: Any) -> tuple[Neuron, str]:
+    v0, note = origin(m)
+    if m.w_rest:
+        raise Refusal(f"its recovery starts at w_rest = {m.w_rest:g}, ours at 0: use w_rest=0.0")
+    values = m.tau, m.v_rest - v0, m.v_c - v0, m.a0, m.tau_w, m.a, m.b
+    return zoo.Izhikevich(*values, threshold=m.v_threshold - v0, **firing(m)), note
+
+
+def integrator(m: Any) -> tuple[Neuron, str]:
+    if m.decode is not None:
+        raise Refusal(
+            f"it decodes its potentials by {m.decode!r} over time: use decode=None, and decode the "
+            "output [T, B, ...] of the network, such as y.max(0).values"
+        )
+    made = zoo.LI(decay_from_tau(m.tau), decay_input=True) if hasattr(m, "tau") else zoo.LI(1.0)
+    return made, "returns a tensor instead of a list of steps"
+
+
+class SequenceDropout(nn.Dropout):
+    """Dropout of `[T*B, ...]` whose mask `[B, ...]` is the same at all steps of a call."""
+
+    def mask_of(self, x: Tensor) -> Tensor:
+        return F.dropout(torch.ones_like(x), self.p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        steps = x.unflatten(0, (steps_of_call(self), -1))
+        return (steps * self.mask_of(steps[0])).flatten(0, 1)
+
+
+class SequenceDropout2d(SequenceDropout):
+    """Dropout of channels whose mask is the same at all steps of a call."""
+
+    def mask_of(self, x: Tensor) -> Tensor:
+        return F.dropout2d(torch.ones_like(x), self.p)
+
+
+class ScaledBatchNorm(_BatchNorm):
+    """Batch norm of `[T*B, C, ...]` with a learned scale for each step, `scale[t]`."""
+
+    scale: nn.Parameter
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = steps_of_call(self)
+        if steps != len(self.scale):
+            raise ValueError(f"T is {steps}: expected {len(self.scale)}, the steps of its scale")
+        y = super().forward(x).unflatten(0, (steps, -1))
+        return (y * self.scale.view(-1, *(1,) * (y.ndim - 1))).flatten(0, 1)
+
+
+def steps_of_call(module: nn.Module) -> int:
+    if active.call is None:
+        raise RuntimeError(f"{type(module).__name__} needs the number of steps: run it by Temporal")
+    return active.call.num_steps
+
+
+def dropout(kind: type[nn.Dropout]) -> Callable[[Any], tuple[nn.Module, str]]:
+    return lambda m: (kind(m.p), "one mask for all steps of a call")
+
+
+def stateless(kind: type[nn.Module]) -> Callable[[Any], tuple[nn.Module, str]]:
+    return lambda m: (as_class(kind, m), "")
+
+
+def threshold_dependent(kind: type[nn.Module]) -> Callable[[Any], tuple[nn.Module, str]]:
+    return lambda m: (as_class(kind, m), "its weight already holds alpha * v_th")
+
+
+def voting(m: Any) -> tuple[nn.Module, str]:
+    return nn.AvgPool1d(m.voting_size), ""
+
+
+def container(m: Any) -> tuple[nn.Module, str]:
+    if not isinstance(m, nn.Sequential):
+        raise Refusal("it is no nn.Sequential as in SpikingJelly 0.0.0.0.12 and later")
+    return as_class(nn.Sequential, m), ""
+
+
+NEURONS = {
+    "IFNode": integrate_and_fire,
+    "LIFNode": leaky,
+    "SimpleIFNode": simple(integrate_and_fire),
+    "SimpleLIFNode": simple(leaky),
+    "ParametricLIFNode": parametric,
+    "QIFNode": quadratic,
+    "EIFNode": exponential,
+    "KLIFNode": scaled,
+    "TernaryIFNode": ternary,
+    "TernaryLIFNode": ternary,
+    "ILIFNode": integer,
+    "CUBALIFNode": current_based,
+    "ComplementaryLIFNode": complementary,
+    "IzhikevichNode": izhikevich,
+    "NonSpikingIFNode": integrator,
+    "NonSpikingLIFNode": integrator,
+}
+# 0.0.0.0.12 has neurons of sequences as classes of their own.
+MULTI_STEP = ("IFNode", "LIFNode", "ParametricLIFNode", "EIFNode")
+
+LAYERS = (
+    *(f"{kind}{n}d" for kind in ("Conv", "ConvTranspose", "BatchNorm") for n in (1, 2, 3)),
+    *(f"{kind}Pool{n}d" for kind in ("Max", "Avg", "AdaptiveAvg") for n in (1, 2, 3)),
+    *("Linear", "Flatten", "GroupNorm", "Upsample"),
+)
+
+RULES = {
+    **{name: Rule(make, is_stateful=True) for name, make in NEURONS.items()},
+    **{f"MultiStep{name}": Rule(NEURONS[name], is_stateful=True) for name in MULTI_STEP},
+    **{name: Rule(stateless(getattr(nn, name))) for name in LAYERS},
+    **{
+        f"ThresholdDependentBatchNorm{n}d": Rule(threshold_dependent(kind))
+        for n, kind in enumerate((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), 1)
+    },
+    **{f"TemporalEffectiveBatchNorm{n}d": Rule(stateless(ScaledBatchNorm)) for n in (1, 2, 3)},
+    "Dropout": Rule(dropout(SequenceDropout)),
+    "Dropout2d": Rule(dropout(SequenceDropout2d)),
+    "MultiStepDropout": Rule(dropout(SequenceDropout)),
+    "MultiStepDropout2d": Rule(dropout(SequenceDropout2d)),
+    "VotingLayer": Rule(voting),
+    "SeqToANNContainer": Rule(container, inside=FOLDED),
+    "MultiStepContainer": Rule(container, inside=STEP),
+    "StepModeContainer": Rule(container, inside=STEP),
+}
+
+_RECURRENT = (
+    "its output of one step is an input of the next: build the layer anew with spikefuse.Recurrent"
+)
+_PER_STEP = "it has weights of its own for each step, and a network of one step has not"
+REFUSED = {
+    "LinearRecurrentContainer": _RECURRENT,
+    "ElementWiseRecurrentContainer": _RECURRENT,
+    "GatedLIFNode": (
+        "it has a conductance for each time step, spikefuse.GatedLIF a single one: use that, and "
+        "train it anew"
+    ),
+    "LIAFNode": (
+        "it emits a function of its potential: write it as a neuron of your own, see "
+        "docs/write-a-neuron.md"
+    ),
+    "NeuNorm": "it remembers a sum over channels, and a neuron cannot mix channels",
+    **{f"BatchNormThroughTime{n}d": _PER_STEP for n in (1, 2, 3)},
+    "SynapseFilter": "write it as a neuron of your own, see docs/write-a-neuron.md",
+    **dict.fromkeys(
+        ("MemoryModule", "BaseNode", "SimpleBaseNode"),
+        "it is a neuron or layer with a state of its own, written for SpikingJelly: write it for "
+        "spikefuse, see docs/write-a-neuron.md",
+    ),
+    "Delay": "see docs/how-to/delays.md for delays",
+    **dict.fromkeys(
+        ("TLastMultiStepContainer", "TLastSeqToANNContainer"),
+        "its time runs along the last dim: use the container with time first",
+    ),
+}
+
+
+def mode(module: Any) -> str:
+    name = LIBRARY.name_of(module)
+    if name in ("SeqToANNContainer", "MultiStepContainer") or name.startswith("NonSpiking"):
+        return SEQUENCE
+    if name == "Linear":
+        return ""
+    if hasattr(module, "step_mode"):
+        return SEQUENCE if module.step_mode == "m" else STEP
+    return SEQUENCE if name.startswith("MultiStep") else STEP
+
+
+LIBRARY = Library(
+    "spikingjelly",
+    RULES,
+    REFUSED,
+    mode,
+    networks=("model", "examples"),
+    mixins=("StepModule", "SingleStepModule", "MultiStepModule"),
+)

@@ -1,0 +1,64 @@
+"""What a step does that a CUDA graph cannot repeat, and where."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+SYNCHRONIZES = "called a synchronizing CUDA operation"
+
+
+@contextlib.contextmanager
+def watch(problems: list[str]) -> Iterator[None]:
+    """Note what the step does that a graph cannot repeat."""
+
+    def note(message: Warning | str, *rest: Any) -> None:
+        if SYNCHRONIZES not in str(message):
+            return show(message, *rest)
+        frames = traceback.extract_stack()
+        what = "reads a value of the GPU on the host"
+        if any(Path(f.filename).name == "grad_scaler.py" for f in frames):
+            what = (
+                "a GradScaler reads on the host whether the gradients are finite: use bfloat16, "
+                "which needs none"
+            )
+        problems.append(f"{line_of(frames)} {what}")
+
+    mode, numbers = torch.cuda.get_sync_debug_mode(), _random_states()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        warnings.filterwarnings("always", f".*{SYNCHRONIZES}")
+        warnings.showwarning = note  # type: ignore[assignment]
+        try:
+            torch.cuda.set_sync_debug_mode("warn")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    if _random_states() != numbers:
+        problems.append(
+            "it draws random numbers on the CPU, which each replay would repeat: draw them on the "
+            "GPU (device=), or outside the step"
+        )
+
+
+def _random_states() -> Any:
+    return torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())
+
+
+def line_of(frames: traceback.StackSummary) -> str:
+    """Return the innermost line outside PyTorch and this library."""
+    others = Path(torch.__file__).parent, Path(__file__).parents[1], Path(warnings.__file__)
+    for frame in reversed(frames):
+        path = Path(frame.filename)
+        if not any(other in (path, *path.parents) for other in others):
+            return f'{frame.filename}:{frame.lineno}: "{frame.line}"'
+    return "the step"

@@ -1,0 +1,86 @@
+"""The axes show the values that they are given."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+import spikefuse as sf
+
+
+@pytest.fixture
+def axes():
+    return Figure().subplots()
+
+
+def test_raster(axes) -> None:
+    spikes = (torch.rand(7, 3, 2) < 0.5).float()
+    assert sf.plots.raster(spikes, axes, title="hidden") is axes
+    (image,) = axes.images
+    assert torch.equal(torch.as_tensor(image.get_array().data), spikes.flatten(1).T)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("time step", "neurons")
+    assert axes.get_title() == "hidden"
+
+
+def test_raster_of_many_neurons(axes) -> None:
+    sf.plots.raster(torch.zeros(4, 1000), axes, max_neurons=10)
+    assert axes.images[0].get_array().shape == (10, 4)
+    assert axes.get_ylabel() == "10 of 1000 neurons"
+
+
+def test_traces(axes) -> None:
+    v = torch.rand(7, 2, 2, requires_grad=True)
+    sf.plots.traces(v, axes, neurons=[0, 3, 9], threshold=1.0)
+    first, last, threshold = axes.lines
+    assert first.get_ydata().tolist() == v[:, 0, 0].tolist()
+    assert last.get_ydata().tolist() == v[:, 1, 1].tolist()
+    assert list(threshold.get_ydata()) == [1.0, 1.0]
+
+
+def test_rates(axes) -> None:
+    net = sf.Temporal(sf.LIF(threshold=0.5))
+    with sf.record(net) as record:
+        y = net(torch.rand(5, 2, 4))
+    sf.plots.rates(record.rates, axes)
+    assert axes.patches[0].get_width() == pytest.approx(100 * y.mean().item())
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["net"]
+
+
+def test_animation(axes, tmp_path: Path) -> None:
+    frames = torch.zeros(3, 2, 4, 4)
+    frames[0, 0, 1, 1], frames[1, 1, 2, 2] = 2, 2
+    animation = sf.plots.animate(frames, axes)
+    animation.save(tmp_path / "events.gif", writer="pillow")
+    assert (tmp_path / "events.gif").read_bytes().startswith(b"GIF")
+    (image,) = axes.images
+    animation._func(0)
+    assert image.get_array()[1, 1].tolist() == [0, 0, 1]  # off: blue
+    animation._func(1)
+    assert image.get_array()[2, 2].tolist() == [1, 0, 0]  # on: red
+    assert image.get_array()[0, 0].tolist() == [1, 1, 1]
+    assert axes.get_title() == "step 1"
+
+
+def test_new_axes() -> None:
+    from matplotlib import pyplot
+
+    mpl.use("agg")
+    axes = sf.plots.raster(torch.zeros(4, 3))
+    assert axes.figure.number in pyplot.get_fignums()
+    pyplot.close(axes.figure)
+
+
+def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"spikes has shape \[3\]: expected \[T, ...\]"):
+        sf.plots.raster(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"frames have shape \[3, 4, 4\]"):
+        sf.plots.animate(torch.zeros(3, 4, 4))
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    monkeypatch.delattr(mpl, "pyplot", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "spikefuse\[plot\]"'):
+        sf.plots.raster(torch.zeros(4, 3))

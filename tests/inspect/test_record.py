@@ -1,0 +1,346 @@
+"""`record`: its values are those of a loop written by hand, and the network does what it did."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import spikefuse as sf
+from spikefuse.nn import EventLinear, encode
+
+T, B = 5, 3
+
+
+def make_net(norm: bool = True) -> sf.Temporal:
+    torch.manual_seed(0)
+    return sf.Temporal(
+        nn.Sequential(
+            nn.Conv2d(1, 4, 3),
+            nn.BatchNorm2d(4) if norm else nn.Identity(),
+            sf.LIF(decay=0.3, threshold=0.4),
+            nn.Flatten(),
+            nn.Linear(4 * 16, 6),
+            sf.ALIF(),
+        )
+    )
+
+
+def images() -> torch.Tensor:
+    torch.manual_seed(1)
+    return 3 * torch.rand(T, B, 1, 6, 6)
+
+
+def by_hand(x: torch.Tensor, decay: float, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Spikes and potentials of LIF neurons."""
+    v, found = torch.zeros_like(x[0]), []
+    for x_t in x:
+        h = decay * v + x_t
+        s = (h >= threshold).float()
+        v = h * (1 - s)
+        found.append((s, v))
+    spikes, potentials = zip(*found, strict=True)
+    return torch.stack(spikes), torch.stack(potentials)
+
+
+@pytest.mark.parametrize("impl", ["numba", "reference", "triton"])
+def test_values_are_those_of_a_loop(impl: str) -> None:
+    net, x = make_net(norm=False), images()
+    with sf.record(net, "net.2", ("spikes", "v"), layers=["net.0", "net.3"]) as record:
+        net(x, impl=impl)
+    current = net.net[0](x.flatten(0, 1)).unflatten(0, (T, B))
+    spikes, v = by_hand(current, 0.3, 0.4)
+    assert 0 < spikes.mean() < 1
+    assert list(record) == ["net.0", "net.2", "net.3"]
+    assert torch.equal(record["net.0"]["output"], current)
+    assert torch.equal(record["net.2"]["spikes"], spikes)
+    torch.testing.assert_close(record["net.2"]["v"], v)
+    assert torch.equal(record["net.3"]["output"], spikes.flatten(2))
+    assert not any(y.requires_grad for values in record.values() for y in values.values())
+    assert record.rates == {"net.2": pytest.approx(spikes.mean().item())}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_the_network_does_what_it_did(fused: bool, training: bool, grad: bool) -> None:
+    results = []
+    for recorded in (False, True):
+        net, x = make_net().train(training), images().requires_grad_()
+        net = sf.fuse(net) if fused else net
+        if recorded:
+            options = {"states": ("spikes", "v"), "layers": "*", "grad": grad}
+            with sf.record(net, **options) as record:
+                y = net(x)
+        else:
+            y = net(x)
+        loss = (y * torch.linspace(1, 2, y.numel()).view_as(y)).sum()
+        grads = torch.autograd.grad(loss, [x, *net.parameters()])
+        results.append((y, *net.buffers(), *grads))
+        assert not fused or len(net.fusion.fused) == 1
+    for plain, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, plain)
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][0].any()
+    assert torch.equal(record["net.5"]["spikes"], results[0][0])
+    # The norm is computed once more, after the block.
+    norm, current = net.net[1], record["net.0"]["output"].flatten(0, 1)
+    running = (None, None) if training else (norm.running_mean, norm.running_var)
+    expected = F.batch_norm(current, *running, norm.weight, norm.bias, training)
+    torch.testing.assert_close(record["net.1"]["output"].flatten(0, 1), expected)
+    spikes, v = by_hand(record["net.1"]["output"], 0.3, 0.4)
+    assert torch.equal(record["net.2"]["spikes"], spikes)
+    torch.testing.assert_close(record["net.2"]["v"], v)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_of_a_loss_on_hidden_values(fused: bool) -> None:
+    def gradients(net: sf.Temporal, x: torch.Tensor, impl: str) -> list[torch.Tensor]:
+        states = ("spikes", "v")
+        with sf.record(net, states=states, layers=["net.0", "net.1"], grad=True) as record:
+            y = net(x, impl=impl)
+        rate = record["net.2"]["spikes"].mean((0, 1))
+        loss = y.sum() + 50 * (rate - 0.1).square().sum()
+        loss = loss + record["net.2"]["v"].square().mean() + record["net.5"]["v"].square().sum()
+        loss = loss + sum(record[name]["output"].square().mean() for name in ("net.0", "net.1"))
+        assert torch.equal(y, record["net.5"]["spikes"])
+        return torch.autograd.grad(loss, [x, *net.parameters()])
+
+    net, x = make_net(), images().requires_grad_()
+    expected = gradients(copy.deepcopy(net), x, "reference")
+    net = sf.fuse(net) if fused else net
+    for ours, theirs in zip(gradients(net, x, "auto"), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        assert theirs.any()
+    if fused:
+        assert len(net.fusion.fused) == 1
+
+
+def test_the_same_input_at_each_step() -> None:
+    net, image = sf.fuse(make_net()), images()[0]
+    with sf.record(net, layers="net.[01]") as record:
+        y = net(encode.direct(image, T))
+    expanded = image.expand(T, *image.shape).contiguous()
+    with sf.record(net, layers="net.[01]") as other:
+        assert torch.equal(net(expanded), y)
+    for name, values in other.items():
+        for state, expected in values.items():
+            assert record[name][state].shape == expected.shape
+            torch.testing.assert_close(record[name][state], expected)
+
+
+def test_residuals_and_blocks_are_not_undone() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.lif = nn.Linear(8, 8), nn.BatchNorm1d(8), sf.LIF()
+            self.block = sf.nn.Block(nn.BatchNorm1d(8), sf.LIF())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(self.first(x))
+            y += x
+            return self.block(self.lif(y))
+
+    torch.manual_seed(0)
+    net, x = sf.fuse(sf.Temporal(Residual())), torch.rand(T, B, 8)
+    with sf.record(net, states="v", layers="net.norm") as record:
+        net(x)
+    assert len(net.fusion.fused) == 1
+    assert net.fusion.fused[0].residual
+    assert list(record) == ["net.norm", "net.lif", "net.block.neuron"]
+    u = F.batch_norm(net.net.first(x.flatten(0, 1)), None, None, training=True)
+    torch.testing.assert_close(record["net.norm"]["output"].flatten(0, 1), u)
+    v = by_hand(u.unflatten(0, (T, B)) + x, 0.5, 1.0)[1]
+    torch.testing.assert_close(record["net.lif"]["v"], v)
+
+
+def test_nested_outputs_are_not_undone() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            y = self.norm(x)
+            return {"norm": y, "sum": y + x, "x": x}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair, self.lif = Pair(), sf.LIF()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lif(self.pair(x)["sum"])
+
+    torch.manual_seed(0)
+    net, x = sf.fuse(sf.Temporal(Net())), torch.rand(T, B, 8)
+    with sf.record(net, layers="net.pair") as record:
+        net(x)
+    assert net.fusion.fused[0].residual
+    found = record["net.pair"]["output"]
+    u = F.batch_norm(x.flatten(0, 1), None, None, training=True).unflatten(0, (T, B))
+    torch.testing.assert_close(found, {"norm": u, "sum": u + x, "x": x})
+
+
+def test_checkpoint_is_refused_where_it_recomputes() -> None:
+    net, x = sf.fuse(sf.Temporal(make_net().net, memory=sf.memory.Checkpoint())), images()
+    with pytest.raises(ValueError, match=r"Checkpoint.*torch\.no_grad"), sf.record(net):
+        net(x)
+    with torch.no_grad(), sf.record(net) as record:
+        y = net(x)
+    assert torch.equal(record["net.5"]["spikes"], y)
+
+
+def test_torch_checkpoint_records_once() -> None:
+    net, x = make_net(), images().requires_grad_()
+    with sf.record(net) as record:
+        y = torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False)
+        y.sum().backward()
+    assert len(record.calls["net.2"]) == 1
+
+
+def test_layers_of_events() -> None:
+    torch.manual_seed(0)
+    lif = sf.LIF(surrogate=sf.surrogate.FastSigmoid(10.0, cutoff=-0.5))
+    layers = [EventLinear(20, 30, lif), EventLinear(30, 5)]
+    for layer in layers:
+        nn.init.uniform_(layer.weight, 0, 0.5)
+    net, x = sf.Temporal(nn.Sequential(*layers)), (torch.rand(T, B, 20) < 0.3).float()
+    with sf.record(net) as record:
+        net(x)
+    assert list(record) == ["net.0.neuron"]
+    spikes = lif(F.linear(x, layers[0].weight, layers[0].bias))
+    assert torch.equal(record["net.0.neuron"]["spikes"], spikes)
+    with pytest.raises(ValueError, match=r"'net.0.neuron' is inside an EventLinear"):
+        sf.record(net, states="v").__enter__()
+    with sf.record(net, grad=True) as record:
+        net(x)
+    record["net.0.neuron"]["spikes"].mean().backward()
+    assert layers[0].weight.grad.any()
+
+
+def test_several_calls() -> None:
+    net, x = make_net().eval(), images()
+    stream = sf.Stream(net)
+    with sf.record(net, states="v") as record:
+        for x_t in x:
+            stream(x_t)
+    with sf.record(net, states="v") as whole:
+        net(x)
+    for name in whole:
+        steps = [call["v"] for call in record.calls[name]]
+        torch.testing.assert_close(torch.cat(steps), whole[name]["v"])
+    with pytest.raises(ValueError, match=r"'net.2' was called 5 times: read record.calls"):
+        record["net.2"]
+
+
+def test_outputs_that_the_network_asks_for_remain() -> None:
+    class Two(sf.Neuron):
+        v = sf.State()
+        w = sf.State()
+
+        def step(self, x, v, w):
+            return (x + v, x - w), (0.5 * v + x, w + x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lif, self.two = sf.LIF(), Two()
+
+        def forward(self, x):
+            v, s = self.lif(x, outputs=("v", "spikes"))
+            return v, s, *self.two(x)
+
+    net, x = sf.Temporal(Net()), 2 * torch.rand(T, B, 4)
+    expected = net(x)
+    with sf.record(net, states=("spikes", "w", "v")) as record:
+        found = net(x)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(record["net.lif"]["spikes"], expected[1])
+    assert torch.equal(record["net.lif"]["v"], expected[0])
+    assert set(record["net.two"]) == {"output0", "output1", "w", "v"}
+    assert torch.equal(record["net.two"]["output1"], expected[3])
+    torch.testing.assert_close(record["net.two"]["w"], x.cumsum(0))
+
+
+def test_values_changed_in_place() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lif = sf.LIF()
+
+        def forward(self, x):
+            y = self.lif(x)
+            y += 1
+            return y
+
+    net, x = sf.Temporal(InPlace()), (2 * torch.rand(T, B, 4)).requires_grad_()
+    with sf.record(net) as record, torch.no_grad():
+        y = net(x)
+    assert torch.equal(record["net.lif"]["spikes"] + 1, y)
+    with (
+        pytest.raises(RuntimeError, match=r"changed the output of 'net.lif' in place"),
+        sf.record(net, grad=True),
+    ):
+        net(x)
+
+
+def test_records_in_records_and_explanations() -> None:
+    net, x = make_net(), images()
+    with sf.record(net, "net.2") as outer, sf.record(net.net, states="v") as inner:
+        net(x)
+    assert list(outer) == ["net.2"]
+    assert set(outer["net.2"]) == {"spikes"}
+    assert list(inner) == ["2", "5"]
+    with sf.record(net, "net.2", "v") as record:
+        explanation = sf.explain(net, x)
+    assert [layer.name for layer in explanation.layers] == ["net.2", "net.5"]
+    torch.testing.assert_close(record["net.2"]["v"], inner["2"]["v"])
+
+
+def test_compiled_networks_run_eagerly() -> None:
+    net, x = make_net(), images()
+    compiled = torch.compile(net, backend="eager")
+    y = compiled(x)
+    with sf.record(net, states=("spikes", "v"), layers="net.0") as record:
+        assert torch.equal(compiled(x), y)
+    assert list(record) == ["net.0", "net.2", "net.5"]
+    assert torch.equal(record["net.5"]["spikes"], y)
+
+
+def test_a_neuron_alone() -> None:
+    lif, x = sf.LIF(), 2 * torch.rand(T, B, 4)
+    with sf.record(lif, states=("v", "spikes")) as record:
+        y = lif(x)
+    assert torch.equal(record[""]["spikes"], y)
+    torch.testing.assert_close(record[""]["v"], by_hand(x, 0.5, 1.0)[1])
+    assert "(the model): spikes [5, 3, 4], v [5, 3, 4]" in repr(record)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"neurons": "net.9"}, r"'net.9' selects no neuron: the names are 'net.2', 'net.5'"),
+        ({"layers": "net.2"}, r"'net.2' selects no layer: .*; neurons are selected by neurons="),
+        ({"states": "u"}, r"no selected neuron has 'u': expected names among 'a', 'spikes', 'v'"),
+    ],
+)
+def test_errors(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message), sf.record(make_net(), **options):
+        pass
+
+
+def test_what_was_not_recorded() -> None:
+    net = make_net()
+    with pytest.raises(TypeError, match="model is a str"), sf.record("net"):
+        pass
+    with sf.record(net, "net.2") as record:
+        net(images())
+    with pytest.raises(KeyError, match=r"'net.5' was not recorded: expected one of net.2"):
+        record["net.5"]
+    net(images())
+    assert len(record.calls["net.2"]) == 1

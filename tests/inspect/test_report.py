@@ -1,0 +1,333 @@
+"""`report`: operations of small networks are those counted by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import spikefuse as sf
+from spikefuse.inspect.operations import OperationCounter, Operations
+from spikefuse.nn import EventLinear, encode
+
+T, B = 3, 2
+
+
+def spikes(*shape: int, rate: float = 0.4) -> Tensor:
+    return (torch.rand(shape) < rate).float()
+
+
+def counted(call) -> Operations:
+    found: list[Operations] = []
+    with OperationCounter(lambda operations, once: found.append(operations)):
+        call()
+    return found[0] if len(found) == 1 else pytest.fail(f"{len(found)} operations")
+
+
+def rows(report: sf.nn.report) -> dict:
+    return {row.name: row for row in report.layers}
+
+
+def test_a_linear_layer_by_hand() -> None:
+    x = torch.tensor([[1.0, 0, 0, 1], [0, 0, 0, 0], [0, -1, 0, 0]])
+    layer = nn.Linear(4, 5)
+    assert counted(lambda: layer(x)) == Operations(3 * 5, 0, 3 * 4 * 5, 3, 12)
+    x[0, 0] = 0.5
+    assert counted(lambda: layer(x)) == Operations(0, 3 * 4 * 5, 3 * 4 * 5, 3, 12)
+
+
+CONVOLUTIONS = [
+    {},
+    {"padding": 1},
+    {"padding": 1, "stride": 2},
+    {"padding": (2, 0), "stride": (1, 3), "dilation": 2},
+    {"padding": "same", "dilation": 2},
+    {"padding": "valid"},
+    {"groups": 2, "padding": 1, "stride": 2},
+    {"groups": 4, "padding": 1},
+    {"padding": 1, "padding_mode": "circular"},
+]
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS)
+def test_convolutions_by_hand(options: dict) -> None:
+    torch.manual_seed(0)
+    x, layer = spikes(2, 4, 7, 8), nn.Conv2d(4, 8, 3, bias=False, **options)
+    found = counted(lambda: layer(x))
+    # With weights of 1, each output is the number of spikes that it adds.
+    nn.init.ones_(layer.weight)
+    y = layer(x)
+    assert found.accumulates == y.sum().item() > 0
+    assert found.multiplies == 0
+    assert found.dense == y.numel() * 9 * 4 / layer.groups
+    expected = Operations(0, found.dense, found.dense, found.nonzero, found.inputs)
+    assert counted(lambda: layer(x / 2)) == expected
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d])
+@pytest.mark.parametrize("options", [{}, {"padding": 1, "stride": 2, "groups": 2}])
+def test_other_convolutions(kind: type[nn.Module], options: dict) -> None:
+    torch.manual_seed(0)
+    dims = int(kind.__name__[-2])
+    x, layer = spikes(2, 4, *(5, 6, 7)[:dims]), kind(4, 6, 3, bias=False, **options)
+    nn.init.ones_(layer.weight)
+    found = counted(lambda: layer(x))
+    assert found.accumulates == layer(x).sum().item() > 0
+    full = kind(4, 6, 3, bias=False, **{**options, "padding": 0})
+    per_input = full.weight[0].numel() if "Transpose" in kind.__name__ else None
+    if per_input:
+        assert found.dense == x.numel() * per_input
+    else:
+        assert found.dense == layer(x).numel() * layer.weight[0].numel()
+
+
+def test_an_image_without_a_batch() -> None:
+    x, layer = spikes(4, 5, 6), nn.Conv2d(4, 2, 3, bias=False)
+    nn.init.ones_(layer.weight)
+    assert counted(lambda: layer(x)).accumulates == layer(x).sum().item()
+
+
+@pytest.mark.parametrize("product", [torch.matmul, torch.Tensor.__matmul__, torch.bmm])
+def test_products_of_spikes(product) -> None:
+    torch.manual_seed(0)
+    a, b = spikes(3, 4, 5), spikes(3, 5, 6)
+    noise = torch.rand(3, 5, 6)
+    both = sum(
+        a[n, i, k] * b[n, k, j]
+        for n, i, k, j in itertools.product(range(3), range(4), range(5), range(6))
+    )
+    assert counted(lambda: product(a, b)).accumulates == both
+    assert counted(lambda: product(a, noise)).accumulates == a.sum() * 6
+    assert counted(lambda: product(noise.mT, a.mT)).accumulates == a.sum() * 6
+    found = counted(lambda: product(noise.mT, noise))
+    assert (found.accumulates, found.multiplies) == (0, 3 * 6 * 5 * 6)
+    assert counted(lambda: a[0] @ noise[0, :, 0]).accumulates == a[0].sum()
+
+
+def test_a_network_by_hand() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),  # on an image: MACs
+        sf.LIF(threshold=0.3),
+        nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2),  # on spikes
+        nn.MaxPool2d(2),
+        sf.LIF(threshold=0.3),
+        nn.Conv2d(6, 6, 1),
+        sf.LIF(threshold=0.5),
+        nn.AvgPool2d(2),  # averages are not binary
+        nn.Flatten(),
+        nn.Linear(6, 10),
+        sf.LI(),
+    )
+    net, x = sf.Temporal(net), torch.rand(T, B, 1, 8, 8)
+    for conv in (net.net[2], net.net[5]):
+        conv.weight.data.abs_()
+    batches = [x, torch.rand(T, B, 1, 8, 8)]
+    report = sf.report(net, batches)
+    assert report.samples == 2 * B
+    found = rows(report)
+    assert found["net.0"].multiplies == found["net.0"].ann * T == T * 64 * 4 * 9
+    assert found["net.0"].accumulates == 0
+
+    # By hand: the spikes under each window of the second convolution.
+    adds = [0.0, 0.0]
+    fired: dict[str, list[Tensor]] = {"net.1": [], "net.4": [], "net.6": []}
+    for batch in batches:
+        with sf.record(net, list(fired)) as record, torch.no_grad():
+            net(batch)
+        for name, values in fired.items():
+            values.append(record[name]["spikes"])
+        s = F.pad(fired["net.1"][-1], (1, 1, 1, 1))
+        for row, column in itertools.product(range(4), range(4)):
+            window = s[..., 2 * row : 2 * row + 3, 2 * column : 2 * column + 3]
+            adds[0] += window.sum().item() * 3  # 6 outputs in 2 groups
+        adds[1] += fired["net.4"][-1].sum().item() * 6
+    assert found["net.2"].accumulates == adds[0] / (2 * B) > 0
+    assert found["net.2"].ann == 16 * 6 * 2 * 9
+    assert found["net.5"].accumulates == adds[1] / (2 * B) > 0
+    assert found["net.9"].multiplies == T * 60
+    assert found["net.9"].ann == 60
+    for name, values in fired.items():
+        s = torch.stack(values)
+        assert found[name].rate == pytest.approx(s.mean().item())
+        assert found[name].dead == pytest.approx((s.sum((0, 1, 2)) == 0).float().mean().item())
+        full = (s.sum((0, 1, 2)) == 2 * T * B).float().mean().item()
+        assert found[name].saturated == pytest.approx(full)
+    assert any(found[name].dead for name in fired)
+    assert report.rates.keys() == fired.keys()  # potentials of LI are no spikes
+
+    multiplies = T * (64 * 4 * 9 + 60)
+    ann = 64 * 4 * 9 + 16 * 6 * 2 * 9 + 4 * 36 + 60
+    assert (report.multiplies, report.ann) == (multiplies, ann)
+    assert report.energy == pytest.approx(0.9e-12 * sum(adds) / (2 * B) + 4.6e-12 * multiplies)
+    assert report.ann_energy == pytest.approx(4.6e-12 * ann)
+    assert report.parameters == sum(p.numel() for p in net.parameters())
+    assert report.not_counted == ()
+
+
+def test_sums_in_residual_networks_are_not_binary() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.after = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 3)
+            self.first, self.second = sf.LIF(threshold=0.1), sf.LIF(threshold=0.1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.after(self.first(self.a(x)) + self.second(self.b(x)))
+
+    torch.manual_seed(0)
+    report = rows(sf.report(sf.Temporal(Sum()), [spikes(T, B, 4, rate=0.8)], memory=False))
+    assert report["net.after"].multiplies == T * 8 * 3
+    assert report["net.after"].accumulates == 0
+    assert report["net.a"].multiplies == 0 < report["net.a"].accumulates
+
+
+def test_the_same_input_at_each_step_is_counted_once() -> None:
+    torch.manual_seed(0)
+    net = sf.Temporal(nn.Sequential(nn.Linear(4, 8), sf.LIF(), nn.Linear(8, 3)))
+    found = rows(sf.report(net, [encode.direct(torch.rand(B, 4), T)]))
+    assert found["net.0"].multiplies == found["net.0"].ann == 32
+    assert found["net.2"].ann == 24
+
+
+def test_attention_is_counted() -> None:
+    torch.manual_seed(0)
+    net = sf.models.spikformer(
+        lambda: sf.LIF(threshold=0.2), 3, 10, (32, 32), depth=1, channels=16, num_heads=2
+    )
+    net = sf.fuse(sf.Temporal(net))
+    report = sf.report(net, [encode.direct(torch.rand(B, 3, 32, 32), T)], memory=False)
+    assert net.fusion.fused
+    assert report.not_counted == ()
+    (attention,) = (row for row in report.layers if row.module == "SpikingSelfAttention")
+    assert attention.ann == 2 * 64 * 16 * 8  # k^T v, then q with it: 64 tokens, heads of 8
+    assert 0 < attention.accumulates + attention.multiplies < T * attention.ann
+
+
+def test_layers_of_events() -> None:
+    torch.manual_seed(0)
+    lif = sf.LIF(surrogate=sf.surrogate.FastSigmoid(10.0, cutoff=-0.5))
+    layers = [EventLinear(20, 30, lif), EventLinear(30, 5)]
+    nn.init.uniform_(layers[0].weight, 0, 0.5)
+    net, x = sf.Temporal(nn.Sequential(*layers)), spikes(T, B, 20)
+    found = rows(sf.report(net, [x]))
+    with sf.record(net) as record, torch.no_grad():
+        net(x)
+    hidden = record["net.0.neuron"]["spikes"]
+    assert found["net.0"].accumulates == x.sum() * 30 / B
+    assert found["net.0"].ann == 20 * 30
+    assert found["net.0"].rate == pytest.approx(hidden.mean().item())
+    assert found["net.1"].accumulates == hidden.sum() * 5 / B > 0
+    assert sum(row.parameters for row in found.values()) == sum(p.numel() for p in net.parameters())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_network_is_left_unchanged(fused: bool) -> None:
+    torch.manual_seed(0)
+    net = sf.Temporal(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), sf.LIF(), nn.Dropout()))
+    net = sf.fuse(net) if fused else net
+    x = torch.rand(T, B, 4)
+    before, state = [b.clone() for b in net.buffers()], torch.get_rng_state()
+    found = rows(sf.report(net, [x, x]))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, net.buffers(), before))
+    assert found["net.2"].rate > 0
+    saved = {row.name: row.now for row in sf.explain(net, x).saved}
+    assert {name: row.saved for name, row in found.items() if row.saved} == saved
+    with torch.no_grad():
+        assert rows(sf.report(net, [x]))["net.0"].saved is None
+
+
+def test_checkpointed_networks() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), sf.LIF(), nn.Linear(8, 3))
+    x, found = torch.rand(T, B, 4), []
+    for memory in (None, sf.memory.Checkpoint()):
+        found.append(sf.report(sf.fuse(sf.Temporal(layers, memory=memory)), [x]))
+    plain, other = map(rows, found)
+    for name, row in other.items():
+        assert row.saved is None
+        assert (row.rate, row.accumulates) == (plain[name].rate, plain[name].accumulates)
+    assert found[0].accumulates > 0
+
+
+def test_unknown_operations_are_named() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lif, self.weight = sf.LIF(), nn.Parameter(torch.rand(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum("bi,ij->bj", self.lif(x), self.weight)
+
+    report = sf.report(sf.Temporal(Net()), [torch.rand(T, B, 4)])
+    assert report.not_counted == ("net",)
+    assert "not counted, since their operations are unknown: net" in str(report)
+
+
+def small() -> sf.nn.report:
+    torch.manual_seed(0)
+    net = sf.Temporal(nn.Sequential(nn.Linear(4, 8), sf.LIF(threshold=0.3), nn.Linear(8, 3)))
+    return sf.report(net, [torch.rand(T, B, 4)])
+
+
+def test_tables(tmp_path: Path) -> None:
+    report = small()
+    text = str(report)
+    assert text.splitlines()[0].split()[:5] == ["layer", "module", "rate", "dead", "saturated"]
+    assert "0.9 pJ per AC and 4.6 pJ per MAC" in text
+    assert "Memory traffic" in text
+    report.save(tmp_path / "report.md")
+    markdown = (tmp_path / "report.md").read_text()
+    assert markdown.startswith(report.to_markdown())
+    columns = {line.count("|") for line in markdown.splitlines() if line.startswith("|")}
+    assert len(columns) == 1
+    assert "| net.0 | Linear |" in markdown
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    report.save(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<tr>") == 5
+    assert "data:image/png;base64," in page
+    with pytest.raises(ValueError, match=r"expected a name that ends in .html or .md"):
+        report.save(tmp_path / "report.pdf")
+
+
+def test_tables_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = small()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert report.to_markdown()
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "spikefuse\[plot\]"'):
+        report.save(tmp_path / "report.html")
+    assert not list(tmp_path.iterdir())
+
+
+def test_errors() -> None:
+    net, x = sf.Temporal(nn.Sequential(nn.Linear(4, 8), sf.LIF())), torch.rand(T, B, 4)
+    with pytest.raises(TypeError, match=r"batches is a Tensor: expected .* such as \[x\]"):
+        sf.report(net, x)
+    with pytest.raises(ValueError, match="batches is empty"):
+        sf.report(net, [])
+    with pytest.raises(ValueError, match="runs without a Temporal"):
+        sf.report(nn.Linear(4, 8), [x])
+
+
+def test_sew_resnet18_has_the_published_multiplications() -> None:
+    """2.75 G MACs at 224 x 224: Chen et al., "Training Full Spike Neural Networks via Auxiliary
+    Accumulation Pathway", 2023, which also counts norms. Which inputs are sums of spikes depends
+    on the architecture, so this does not need trained weights; the published 0.50 G ACs do."""
+    torch.manual_seed(0)
+    net = sf.models.sew_resnet18(lambda: sf.IF(threshold=0.5), 3, 1000, (224, 224))
+    x = encode.direct(torch.randn(1, 3, 224, 224), 4)
+    report = sf.report(sf.Temporal(net).train(), [x], memory=False)
+    assert report.multiplies == pytest.approx(2.75e9, rel=0.02)
+    assert report.ann == pytest.approx(1.814e9, rel=0.01)  # ResNet18
+    assert report.parameters == 11_689_512
+    assert report.accumulates > 0
+    assert report.not_counted == ()
+    assert math.isclose(report.energy, 0.9e-12 * report.accumulates + 4.6e-12 * report.multiplies)

@@ -1,0 +1,418 @@
+"""Recurrent layers against the eager loop, one step from the kernel's own spikes at a time.
+
+tests/gpu/test_recurrent.py adds the sizes that several programs of a GPU share.
+"""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from torch import nn
+
+import spikefuse as sf
+from spikefuse import reference
+from spikefuse.memory import Bits, Checkpoint, SaveAll
+from spikefuse.scan import launch_triton, recurrent
+from spikefuse.scan.state_passing import StatePassing
+from spikefuse.testing import DTYPES, ROUNDING, poisoned
+from tests.test_exactness import DEFINITIONS, RESETS, RESETS_OF, SMOOTH, make
+
+# Values on this grid, and sums of a few hundred of them, are exact in float32 in any order, and
+# most in bfloat16.
+GRID = 1 / 64
+# Neurons whose output is not on the grid.
+GRADED = ("LI", "LI-decay-input")
+
+
+def on_grid(shape, device="cpu", seed=0, spread=0.5):
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(shape, generator=generator) * spread
+    return ((drawn / GRID).round() * GRID).clamp(-2, 2).to(device)
+
+
+def layer(neuron, features, device="cpu", **options):
+    """A layer whose weights are on the grid."""
+    made = sf.Recurrent(neuron, features, **options).to(device)
+    with torch.no_grad():
+        width = made.weight.shape[-1]
+        made.weight.copy_(on_grid(made.weight.shape, spread=min(0.5, 2 / width**0.5)))
+        if made.bias is not None:
+            made.bias.copy_(on_grid(made.bias.shape))
+    return made
+
+
+def inputs_of(neuron, shape, dtype, device):
+    return [on_grid(shape, device, seed).to(dtype) for seed in range(len(neuron.input_names))]
+
+
+def state_of(neuron, shape, device, dtype=torch.float32):
+    states = [on_grid(shape, device, 20 + i) for i in range(len(neuron.states))]
+    return (*states, (on_grid(shape, device, 30) > 0).float())
+
+
+def tensors(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def check_steps(made, inputs, state, impl, exact=True):
+    """Each step from the kernel's own state and spikes equals the reference bit for bit.
+
+    The states between steps are those of calls on parts of the sequence, which must equal one call.
+
+    Args:
+        exact: whether what is fed back is on the grid, so that sums do not depend on their order.
+    """
+
+    def agree(a, b):
+        return torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+    with torch.no_grad(), poisoned():
+        whole, final = made(*inputs, state=state, return_state=True, impl=impl)
+    for t in range(len(inputs[0])):
+        now = [x[t : t + 1] for x in inputs]
+        with torch.no_grad(), poisoned():
+            y, after = made(*now, state=state, return_state=True, impl=impl)
+            wanted, expected = made(*now, state=state, return_state=True, impl="reference")
+        for a, b, c in zip(tensors(y), tensors(wanted), tensors(whole), strict=True):
+            assert agree(a, b), f"step {t}: {(a != b).sum()} outputs differ"
+            assert torch.equal(a[0], c[t]), f"step {t} differs from that of the whole sequence"
+        for a, b in zip(after, expected, strict=True):
+            assert agree(a, b), f"step {t}: states differ"
+        state = after
+    for a, b in zip(final, state, strict=True):
+        assert torch.equal(a, b)
+
+
+def check_gradients(made, inputs, state, impl, tolerance=2e-5):
+    """Gradients are those of the eager loop in float64 that fires the kernel's own spikes."""
+    xs = [x.detach().requires_grad_() for x in inputs]
+    starts = None if state is None else [s.detach().requires_grad_() for s in state]
+    leaves = [*xs, *(starts or ()), *made.parameters()]
+    with poisoned():
+        y, final = made(*xs, state=starts, return_state=True, impl=impl)
+    ys = tensors(y)
+    generator = torch.Generator().manual_seed(5)
+    weights = [torch.randn(r.shape, generator=generator).to(r.device) for r in (*ys, *final)]
+
+    def gradients(results, leaves):
+        pairs = zip(results, weights, strict=True)
+        loss = sum((r.double() * w).sum() for r, w in pairs)
+        return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+
+    with poisoned():
+        found = gradients([*ys, *final], leaves)
+    expected, same = float64_gradients(made, xs, starts, ys, weights)
+    assert same, "float64 fires other spikes: choose another seed"
+    for leaf, a, b in zip(leaves, found, expected, strict=True):
+        scale = b.abs().max().clamp(min=1e-3)
+        error = ((a.double() - b).abs().max() / scale).item()
+        assert a.dtype == leaf.dtype
+        assert error <= tolerance, f"a gradient {list(a.shape)} errs by {error:.2g}"
+
+
+def float64_gradients(made, xs, starts, ys, weights):
+    """The gradients of the eager loop in float64, and whether its spikes are `ys`."""
+    kind = ys[0].dtype
+    doubles = [x.detach().double().requires_grad_() for x in xs]
+    states = None if starts is None else [s.detach().double().requires_grad_() for s in starts]
+    params = list(made.parameters())
+    matrix = made._effective_weight(tuple(xs)).double()
+    inputs = tuple(doubles)
+    if made.bias is not None:
+        inputs = (inputs[0] + made.bias.to(kind).double(), *inputs[1:])
+    outputs, final = reference.scan(made.neuron, inputs, states, matrix)
+    same = all(((a - b).abs() < 0.5).all() for a, b in zip(ys, outputs, strict=True))
+    pairs = zip((*outputs, *final), weights, strict=True)
+    loss = sum((r * w).sum() for r, w in pairs)
+    leaves = [*doubles, *(states or ()), *params]
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return grads, same
+
+
+def cases():
+    """Every neuron in float32 with its first reset; half precision and the last reset in turns."""
+    every = torch.cuda.is_available()
+    for i, name in enumerate(DEFINITIONS):
+        resets = RESETS_OF.get(name, RESETS)
+        yield name, resets[0], torch.float32
+        if every or i % 4 == 1:
+            yield name, resets[-1], DTYPES[1 + i // 4 % 2]
+
+
+@pytest.mark.parametrize(("name", "reset", "dtype"), [*cases()])
+def test_equals_the_reference(name, reset, dtype, backends):
+    made = layer(make(name, reset, 20, backends.device), 20, backends.device)
+    shape = 6, 5, 20
+    inputs = inputs_of(made.neuron, shape, dtype, backends.device)
+    state = state_of(made.neuron, shape[1:], backends.device)
+    for impl in backends.impls:
+        if name not in SMOOTH:  # not rounded correctly everywhere
+            check_steps(made, inputs, state, impl, exact=name not in GRADED)
+        if dtype == torch.float32:
+            check_gradients(made, inputs, state, impl)
+            check_gradients(made, inputs, None, impl)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("connected", [True, False])
+def test_weights(heads, connected, backends):
+    neuron = sf.LIF(0.75)
+    options = {"heads": heads, "self_connections": connected, "bias": True}
+    made = layer(neuron, 24, backends.device, **options)
+    inputs = inputs_of(neuron, (7, 3, 24), torch.float32, backends.device)
+    for impl in backends.impls:
+        check_steps(made, inputs, None, impl)
+        check_gradients(made, inputs, None, impl)
+    made(*inputs).sum().backward()
+    own = made.weight.grad.diagonal(dim1=-2, dim2=-1)
+    assert bool(own.any()) is connected
+    assert made.weight.shape == ((24, 24) if heads == 1 else (2, 12, 12))
+
+
+def test_equals_a_loop_over_a_linear_layer(backends):
+    made, linear = layer(sf.LIF(), 12, backends.device), nn.Linear(12, 12, bias=False)
+    linear.load_state_dict({"weight": made.weight.detach()})
+    linear.to(backends.device)
+    x = on_grid((6, 4, 12), backends.device)
+    found = made(x)
+    state, spikes = None, torch.zeros_like(x[0])
+    for t in range(6):
+        y, state = made.neuron(
+            (x[t] + linear(spikes))[None], state=state, return_state=True, impl="reference"
+        )
+        spikes = y[0]
+        assert torch.equal(found[t], spikes)
+    assert 0 < found.mean() < 1
+
+
+SIZES = st.tuples(st.integers(1, 5), st.integers(1, 19), st.integers(1, 40))
+
+
+@settings(
+    max_examples=40 if torch.cuda.is_available() else 12,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(
+    SIZES,
+    st.sampled_from(["contiguous", "batch_first", "constant", "strided", "reversed"]),
+    st.sampled_from(DTYPES),
+    st.integers(0, 99),
+    st.booleans(),
+)
+def test_sizes_and_layouts(backends, size, layout, dtype, seed, given_state):
+    neuron = sf.ALIF(0.75, 0.75)
+    made = layer(neuron, size[2], backends.device)
+    x = on_grid(size, backends.device, seed).to(dtype)
+    if layout == "batch_first":
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    elif layout == "constant":
+        x = x[:1].expand(size)
+    elif layout == "strided":
+        x = x.repeat_interleave(2, 2)[..., ::2]
+    elif layout == "reversed":
+        x = x.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    state = state_of(neuron, size[1:], backends.device) if given_state else None
+    for impl in backends.impls:
+        check_steps(made, [x], state, impl)
+        if dtype == torch.float32:
+            check_gradients(made, [x], state, impl)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_half_precision_gradients(dtype, backends):
+    made = layer(sf.LIF(0.75), 32, backends.device)
+    x = on_grid((9, 5, 32), backends.device).to(dtype)
+    for impl in backends.impls:
+        # Gradients of the weight and the input are rounded to the dtype, the chain is not.
+        truncated = impl == "triton" and backends.device == "cpu"
+        share = 8 if truncated else 4
+        check_gradients(made, [x], None, impl, tolerance=share * ROUNDING[dtype])
+
+
+def test_backward_in_chunks(backends, monkeypatch):
+    """Backward replays long sequences chunk by chunk: the gradients are the same to rounding."""
+    made = layer(sf.PLIF(0.75, channels=20), 20, backends.device, heads=2)
+    x = on_grid((11, 6, 20), backends.device)
+    state = state_of(made.neuron, (6, 20), backends.device)
+    for length in (1, 4):
+        monkeypatch.setattr(recurrent, "REPLAYED", length * 6 * 20)
+        for impl in backends.impls:
+            check_gradients(made, [x], state, impl)
+            check_gradients(made, [x], None, impl)
+
+
+def test_several_tiles_of_weights(monkeypatch):
+    """Triton's other way to multiply, in the interpreter: from memory, tile by tile."""
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu/test_recurrent.py runs it on a GPU")
+    made = layer(sf.PLIF(0.75, channels=40), 40)
+    x = on_grid((5, 18, 40))
+    monkeypatch.setattr(launch_triton, "_division", lambda weight: (64, 16, 3, 1))
+    check_steps(made, [x], None, "triton")
+    check_gradients(made, [x], None, "triton")
+    monkeypatch.setattr(launch_triton, "RESIDENT_BYTES", 0)
+    check_steps(made, [x], None, "triton")
+    check_gradients(made, [x], None, "triton")
+
+
+def network(norm=False):
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm1d(20)] if norm else []
+    layers = [nn.Linear(10, 20), *norms, sf.Recurrent(sf.LIF(0.75, 0.5), 20), nn.Linear(20, 4)]
+    return sf.Temporal(nn.Sequential(*layers))
+
+
+def gradients_of(net, x):
+    net.zero_grad()
+    net(x).square().sum().backward()
+    return [p.grad.clone() for p in net.parameters()]
+
+
+def test_in_temporal(device):
+    net, x = network().to(device), torch.randn(6, 3, 10, device=device)
+    y, state = net(x, return_state=True)
+    assert [len(states) for states in state.values()] == [2]
+    hidden = net.net[1](net.net[0](x))
+    assert torch.allclose(y, net.net[2](hidden), atol=1e-5)
+    stream = sf.Stream(net)
+    steps = torch.stack([stream(x[t]) for t in range(6)])
+    assert torch.allclose(steps, y, atol=1e-5)
+    for a, b in zip(stream.state["1.neuron"], state["1.neuron"], strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_memory_policies_and_fusion_give_the_same_gradients(device):
+    x = torch.randn(6, 3, 10, device=device)
+    wanted = gradients_of(network().to(device), x)
+    for policy in (SaveAll(), Bits(), Checkpoint(2)):
+        net = sf.fuse(network().to(device))
+        net.memory = policy
+        for a, b in zip(gradients_of(net, x), wanted, strict=True):
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-5), policy
+    normed = network(norm=True).to(device)
+    wanted = gradients_of(normed, x)
+    for a, b in zip(gradients_of(sf.fuse(normed), x), wanted, strict=True):
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_torch_compile(device):
+    net, x = network().to(device), torch.randn(6, 3, 10, device=device)
+    wanted, y = gradients_of(net, x), net(x)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), y)
+    for a, b in zip(gradients_of(compiled, x), wanted, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_autocast(device):
+    made, x = layer(sf.LIF(0.75), 16, device), on_grid((5, 3, 16), device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        y = made(x)
+        again = made(x, impl="reference")
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, again)
+    y.float().sum().backward()
+    assert made.weight.grad.dtype == torch.float32
+    assert made.weight.grad.any()
+
+
+def test_explain(device):
+    x = torch.randn(6, 3, 10, device=device)
+    report = sf.explain(network().to(device), x)
+    (row,) = report.layers
+    assert row.module == "Recurrent + LIF"
+    (saved,) = (row for row in report.saved if row.name == "net.1.neuron")
+    # The total current of each step, in float32.
+    assert saved.now == 4 * 6 * 3 * 20
+    assert saved.now < 0.35 * saved.eager
+
+
+def test_double_backward_is_refused(device):
+    made = layer(sf.LIF(), 8, device)
+    x = torch.randn(4, 2, 8, device=device, requires_grad=True)
+    (grad,) = torch.autograd.grad(made(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        grad.sum().backward()
+
+
+def test_initial_weight():
+    made = sf.Recurrent(sf.LIF(), 12, bias=True, heads=3)
+    for matrix in made.weight.detach():
+        assert torch.allclose(matrix @ matrix.t(), torch.eye(4), atol=1e-5)
+    assert not made.bias.any()
+    assert repr(made).startswith("Recurrent(\n  12, bias=True, heads=3\n")
+
+
+def test_errors():
+    for arguments, options, message in (
+        ((sf.LIF, 8), {}, "the class LIF"),
+        ((sf.LIF(), 0), {}, "features is 0"),
+        ((sf.LIF(), 8), {"heads": 3}, "multiple of the heads"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            sf.Recurrent(*arguments, **options)
+    made = sf.Recurrent(sf.LIF(), 8)
+    with pytest.raises(ValueError, match=r"expected\s+\[T, B, 8\]"):
+        made(torch.rand(3, 2, 7))
+    with pytest.raises(TypeError, match=r"v, spikes"):
+        made(torch.rand(3, 2, 8), state=(torch.zeros(2, 8),))
+    with pytest.raises(TypeError, match="Recurrent"):
+        sf.exportable(sf.Temporal(made))
+
+
+def test_time_is_not_sharded():
+    net = sf.Temporal(sf.Recurrent(sf.LIF(), 8))
+    net.passing = NoPassing()
+    with pytest.raises(ValueError, match="can't be sharded"):
+        net(torch.rand(3, 2, 8))
+
+
+class NoPassing(StatePassing):
+    def begin(self, x, call, has_state):
+        pass
+
+
+def test_feedback_through_a_convolution(device):
+    torch.manual_seed(0)
+    body = nn.Conv2d(2, 2, 3, padding=1, bias=False)
+    with torch.no_grad():
+        body.weight.copy_(on_grid(body.weight.shape))
+    net = sf.Temporal(nn.Sequential(sf.nn.Feedback(body, sf.LIF(0.75)), nn.Flatten())).to(device)
+    x = on_grid((5, 3, 2, 4, 4), device).requires_grad_()
+    y, state = net(x, return_state=True)
+    v = s = torch.zeros_like(x[0])
+    for t in range(5):
+        (s,), (v,) = reference.scan(sf.LIF(0.75), ((x[t] + body(s))[None],), (v,))
+        s = s[0]
+        assert torch.equal(s.flatten(1), y[t])
+    assert torch.equal(v, state["0.neuron"][0])
+    first, state = net(x[:2], return_state=True)
+    assert torch.equal(torch.cat([first, net(x[2:], state=state)]), y)
+    y.sum().backward()
+    assert x.grad[0].any()
+    assert body.weight.grad.any()
+
+
+def test_feedback_through_a_matrix_equals_recurrent(device):
+    made = layer(sf.LIF(0.75), 12, device)
+    body = nn.Linear(12, 12, bias=False).to(device)
+    body.load_state_dict({"weight": made.weight})
+    feedback = sf.nn.Feedback(body, sf.LIF(0.75))
+    x = on_grid((6, 4, 12), device)
+    assert torch.equal(feedback(x), made(x))
+    for impl in ("reference", "auto"):
+        feedback(x, impl=impl).sum().backward()
+    made(x).sum().backward()
+    assert torch.allclose(body.weight.grad, 2 * made.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_feedback_errors():
+    with pytest.raises(ValueError, match="contains a neuron"):
+        sf.nn.Feedback(nn.Sequential(sf.LIF()), sf.LIF())
+    with pytest.raises(TypeError, match="expected an instance"):
+        sf.nn.Feedback(nn.Identity(), sf.LIF)
+    with pytest.raises(ValueError, match="expected the same shape"):
+        sf.nn.Feedback(nn.Linear(4, 3), sf.LIF())(torch.rand(2, 1, 4))

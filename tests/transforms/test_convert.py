@@ -1,0 +1,213 @@
+"""Conversion without other libraries; `tests/parity/test_convert.py` has the networks.
+
+SpikingJelly 0.0.0.0.12 is not installed with the others: classes of its names, with its attributes
+and its arithmetic, stand in for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spikefuse as sf
+from spikefuse.transforms.convert import convert
+
+
+def clock_driven(module: str):
+    """Place a class in a module of SpikingJelly 0.0.0.0.12."""
+
+    def place(cls):
+        cls.__module__ = f"spikingjelly.clock_driven.{module}"
+        return cls
+
+    return place
+
+
+@clock_driven("surrogate")
+class ATan(nn.Module):
+    def __init__(self, alpha: float = 2.0, spiking: bool = True) -> None:
+        super().__init__()
+        self.alpha, self.spiking = alpha, spiking
+        self.spike = sf.surrogate.Arctan(alpha)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.spike(x)
+
+
+@clock_driven("neuron")
+class LIFNode(nn.Module):
+    def __init__(self, tau=2.0, decay_input=True, v_threshold=1.0, v_reset=0.0) -> None:
+        super().__init__()
+        self.tau, self.decay_input = tau, decay_input
+        self.v_threshold, self.v_reset, self.detach_reset = v_threshold, v_reset, False
+        self.surrogate_function = ATan()
+        self.v = 0.0 if v_reset is None else v_reset
+
+    def forward(self, x: Tensor) -> Tensor:
+        change = (self.v - (self.v_reset or 0.0)) / self.tau
+        self.v = self.v - change + (x / self.tau if self.decay_input else x)
+        spike = self.surrogate_function(self.v - self.v_threshold)
+        if self.v_reset is None:
+            self.v = self.v - spike * self.v_threshold
+        else:
+            self.v = (1 - spike) * self.v + spike * self.v_reset
+        return spike
+
+
+@clock_driven("neuron")
+class MultiStepLIFNode(LIFNode):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([super(MultiStepLIFNode, self).forward(step) for step in x])
+
+
+@clock_driven("layer")
+class SeqToANNContainer(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+@clock_driven("layer")
+class MultiStepContainer(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([super(MultiStepContainer, self).forward(step) for step in x])
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def network(**options) -> nn.Sequential:
+    return nn.Sequential(
+        SeqToANNContainer(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)),
+        MultiStepLIFNode(v_threshold=0.5, **options),
+        MultiStepContainer(nn.Flatten(), nn.Linear(144, 20), LIFNode(v_threshold=0.1)),
+        nn.Linear(20, 20),
+        nn.Flatten(2),
+        MultiStepLIFNode(v_threshold=0.1),
+    ).double()
+
+
+def sequence() -> Tensor:
+    return 3 * torch.randn(6, 2, 2, 8, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("v_reset", [0.0, -0.2, None])
+@pytest.mark.parametrize("decay_input", [True, False])
+def test_spikingjelly_0_0_0_0_12(v_reset, decay_input):
+    net, x = network(v_reset=v_reset, decay_input=decay_input), sequence()
+    ours, expected = sf.convert(net), net(x)
+    assert isinstance(ours[1], sf.LIF)
+    assert 0.02 < expected.mean() < 0.98
+    assert torch.equal(sf.Temporal(ours)(x, impl="reference"), expected)
+    assert list(ours.state_dict()) == list(net.state_dict())
+
+
+def test_compiled_fused_and_exportable():
+    net = network().float()
+    ours = sf.Temporal(sf.convert(net))
+    x = sequence().float()
+    expected = ours(x, impl="reference")
+    assert torch.equal(ours(x), expected)
+    fused = sf.fuse(ours)
+    torch.testing.assert_close(fused(x).mean(), expected.mean(), atol=0.02, rtol=0)
+    assert len(fused.fusion.fused) == 1
+    exportable = sf.exportable(ours.eval())
+    torch.testing.assert_close(exportable(x), ours(x))
+
+
+def test_copies_and_saved_files():
+    net = network()
+    ours, x = sf.convert(net), sequence()
+    expected = sf.Temporal(ours)(x, impl="reference")
+    file = io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    for other in (copy.deepcopy(ours), torch.load(file, weights_only=False)):
+        assert torch.equal(sf.Temporal(other)(x, impl="reference"), expected)
+        assert str(other.conversion) == str(ours.conversion)
+
+
+def test_table():
+    ours = sf.convert(network(v_reset=-0.2))
+    rows = {row.name: row for row in ours.conversion.rows}
+    assert [*rows] == ["0", "1", "2", "2.2", "4", "5"]
+    assert rows["1"].after.startswith("LIF(")
+    assert rows["1"].note == "its potential is counted from v_reset = -0.2"
+    assert rows["4"].note == "dims of one step"
+    head, *lines = str(ours.conversion).splitlines()
+    assert head.split() == ["module", "was", "is", "note"]
+    assert len(lines) == len(rows)
+
+
+def test_the_original_is_unchanged():
+    net = network()
+    before = [(name, type(module), module.training) for name, module in net.named_modules()]
+    ours = sf.convert(net)
+    assert [(n, type(m), m.training) for n, m in net.named_modules()] == before
+    assert not any(module.training for module in sf.convert(net.eval()).modules())
+    assert ours[0] is not net[0]
+    assert ours[0][0].weight is net[0][0].weight
+
+
+class OneStep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.lif = nn.Linear(5, 5), LIFNode()
+
+    def forward(self, x):
+        return self.lif(self.fc(x))
+
+
+def test_hooks_on_neurons_are_refused():
+    net = OneStep()
+    net.lif.register_forward_hook(print)
+    with pytest.raises(ValueError, match=r"'lif' \(spikingjelly.LIFNode\): it has hooks"):
+        sf.convert(net)
+
+
+def test_code_without_a_source_is_refused():
+    scope: dict = {"nn": nn, "OneStep": OneStep}
+    exec("class Typed(OneStep):\n    def forward(self, x):\n        return self.lif(x)", scope)
+    with pytest.raises(ValueError, match=r"Typed\.forward: its source can't be read"):
+        sf.convert(scope["Typed"]())
+
+
+def test_recurrent_layers_of_torch_are_refused():
+    with pytest.raises(ValueError, match=r"'1' \(GRU\): it has a memory of its own"):
+        sf.convert(nn.Sequential(OneStep(), nn.GRU(5, 5)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.Flatten(), r"'0' \(Flatten\): it flattens time or batch: use start_dim=2"),
+        (nn.BatchNorm1d(20), r"'0' \(BatchNorm1d\): it takes \[B, ...\], and here it gets"),
+        (nn.Softmax(2), r"'0' \(Softmax\): it takes"),
+    ],
+)
+def test_layers_of_torch_that_count_dims(layer, message):
+    with pytest.raises(ValueError, match=message):
+        sf.convert(nn.Sequential(layer, MultiStepLIFNode()))
+    sf.convert(nn.Sequential(nn.Softmax(-1), nn.LayerNorm(20), nn.ReLU(), MultiStepLIFNode()))
+
+
+def test_extra_must_make_modules():
+    with pytest.raises(ValueError, match=r"'lif' .*: extra makes a int: expected a torch\.nn\.Mod"):
+        sf.convert(OneStep(), extra={LIFNode: lambda module: 3})  # type: ignore[dict-item]
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match=r"model is a str: expected a torch\.nn\.Module"):
+        sf.convert("net")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has a Temporal in it"):
+        sf.convert(sf.Temporal(OneStep()))
+    with pytest.raises(ValueError, match="Linear has no module of SpikingJelly, snnTorch or Norse"):
+        sf.convert(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"Sequential has no module of SpikingJelly"):
+        sf.convert(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    assert convert is sf.convert
