@@ -20,12 +20,13 @@ HAS_DEV   := $(VENV)/.has-dev
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help train test parity lint format bench clean
+.PHONY: help train test attack parity lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train    train a small convolutional SNN on handwritten digits (options: ARGS='--help')"
 	@echo "make test     run all tests"
+	@echo "make attack   random networks, damaged files and faults (ARGS='--minutes 60 --seed 1')"
 	@echo "make parity   compare with SpikingJelly, snnTorch and Norse, which it downloads"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   fix and format the code with ruff"
@@ -37,6 +38,9 @@ train: $(HAS_TRAIN)
 
 test: $(HAS_DEV)
 	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+attack: $(HAS_DEV)
+	$(PY) -m tests.attack $(ARGS)
 
 # The other libraries get a folder of their own, because other tests would fail on their warnings.
 parity: $(HAS_DEV)

@@ -5,17 +5,26 @@ Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", University 
 
 from __future__ import annotations
 
+import gzip
 import io
 import pickle
+import re
 import tarfile
-import zlib
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import torch
 
-from spikefuse.data.files import DataError, DownloadSource, damaged, locate, read_bytes
+from spikefuse.data.files import (
+    CHUNK,
+    DataError,
+    DownloadSource,
+    damaged,
+    locate,
+    opened,
+    read_bytes,
+)
 from spikefuse.data.images import Images
 
 SHAPE = (3, 32, 32)
@@ -24,7 +33,9 @@ CLASSES = (
     *("dog", "frog", "horse", "ship", "truck"),
 )
 VALUES = 3 * 32 * 32
-MAX_BATCH_BYTES = 1 << 26  # twice that of the published batches
+# A batch has 10000 images. A pickled image has a label and the name of a file besides its pixels.
+BATCH_BYTES = 10_000 * (VALUES + 1024)
+ARCHIVE_BYTES = 8 * BATCH_BYTES  # six batches, the names of the classes, and a text
 # Folder inside the archive and ending of the files of each published form.
 FORMS = (
     ("cifar-10-batches-bin", ".bin"),
@@ -73,7 +84,7 @@ def _find_batches(folders: tuple[Path, Path]) -> Batches | None:
             paths = {name: folder / f"{name}{ending}" for name in (*TRAIN, TEST)}
             missing = [path.name for path in paths.values() if not path.is_file()]
             if not missing:
-                return {name: (path, read_bytes(path)) for name, path in paths.items()}
+                return {name: (path, read_bytes(path, BATCH_BYTES)) for name, path in paths.items()}
             if len(missing) < len(paths):
                 present = next(path.name for path in paths.values() if path.is_file())
                 raise DataError(
@@ -83,20 +94,41 @@ def _find_batches(folders: tuple[Path, Path]) -> Batches | None:
     return None
 
 
+class _Bounded:
+    """A file that ends in an error after `limit` bytes: headers of tar may claim any size."""
+
+    def __init__(self, file: IO[bytes] | gzip.GzipFile, limit: int) -> None:
+        self.file, self.left = file, limit
+
+    def read(self, size: int) -> bytes:
+        content = self.file.read(min(size, CHUNK))
+        self.left -= len(content)
+        if self.left < 0:
+            raise ValueError(f"more than {ARCHIVE_BYTES} bytes of content")
+        return content
+
+
 def _read_archive(archive: Path) -> Batches:
     wanted = {f"{name}{ending}": name for name in (*TRAIN, TEST) for ending in ("", ".bin")}
     batches: Batches = {}
-    try:
-        with tarfile.open(archive) as tar:
-            for member in tar:
-                name = wanted.get(member.name.rpartition("/")[2])
-                file = tar.extractfile(member) if name and member.isfile() else None
-                if name and file:
-                    if member.size > MAX_BATCH_BYTES:
-                        raise damaged(archive, f"{member.name} has {member.size} bytes")
-                    batches[name] = (archive, file.read())
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise damaged(archive, f"not a tar archive: {error}") from error
+    with opened(archive) as file:
+        content: Any = _Bounded(file, ARCHIVE_BYTES)
+        try:
+            with tarfile.open(fileobj=content, mode="r|") as tar:
+                for member in tar:
+                    name = wanted.get(member.name.rpartition("/")[2])
+                    if name is None or not member.isfile():
+                        continue
+                    if member.issparse() or member.size > BATCH_BYTES or name in batches:
+                        raise ValueError(f"{member.name}, {member.size} bytes")
+                    part = tar.extractfile(member)
+                    assert part is not None  # of a regular file
+                    batches[name] = (archive, part.read())
+            while content.read(CHUNK):  # to the checksum behind the archive
+                pass
+        except Exception as error:  # a damaged header may raise anything
+            what = " ".join(str(error).split())
+            raise damaged(archive, f"not an archive of CIFAR-10: {what}") from error
     if missing := [name for name in (*TRAIN, TEST) if name not in batches]:
         raise damaged(archive, f"it does not contain {missing[0]}")
     return batches
@@ -118,9 +150,12 @@ def _parse(content: bytes, path: Path) -> Images:
 
 
 class _PickledDtype:
-    """A numeric dtype. NumPy's own unpickling would read its flags from a damaged file."""
+    """A dtype of whole numbers. NumPy's own unpickling would read its flags from the file."""
 
-    def __init__(self, code: str, *_: Any) -> None:
+    def __init__(self, code: str | bytes, *_: Any) -> None:
+        code = code.decode() if isinstance(code, bytes) else code
+        if not re.fullmatch("[iu][1248]", code):
+            raise pickle.UnpicklingError(f"an array of {code[:40]!r} is refused")
         self.dtype = np.dtype(code)
 
     def __setstate__(self, state: tuple) -> None:
@@ -149,9 +184,15 @@ ALLOWED = {
 }
 
 
+BYTEARRAY = pickle.BYTEARRAY8[0]
+
+
 # The pure-Python unpickler: the one in C allocates gigabytes for a damaged memo index.
 class _ArrayUnpickler(pickle._Unpickler):
-    """Unpickles NumPy arrays and built-in containers, and refuses to call anything else."""
+    """Unpickles arrays of whole numbers and containers, and refuses to call anything else."""
+
+    # A bytearray is allocated with the size that the file claims.
+    dispatch: ClassVar = {k: f for k, f in pickle._Unpickler.dispatch.items() if k != BYTEARRAY}
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -166,6 +207,8 @@ def _unpickle(content: bytes, path: Path) -> tuple[np.ndarray, np.ndarray]:
         # The published files were written by Python 2 and have bytes as keys.
         batch = {k.decode() if isinstance(k, bytes) else k: v for k, v in batch.items()}
         pixels, labels = batch["data"].array, batch["labels"]
+        if isinstance(labels, list) and not all(type(label) is int for label in labels):
+            raise ValueError("a label is not a whole number")  # nested lists may expand
         labels = np.asarray(getattr(labels, "array", labels), np.int64)
     except Exception as error:  # a damaged pickle may raise anything
         raise damaged(path, f"not a CIFAR-10 batch: {error}") from error

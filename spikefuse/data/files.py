@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
-import io
-import itertools
 import os
 import sys
+import uuid
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import IO
 
 ENVIRONMENT = "SPIKEFUSE_DATA"
-# Files are decompressed in chunks, to at most 1 GiB; the largest published one has 47 MB.
-CHUNK, MAX_CHUNKS = 1 << 20, 1 << 10
+CHUNK = 1 << 20
+# Where a format sets no limit, a file decompresses to at most 1 GiB; the largest published one has
+# 47 MB.
+MAX_DECOMPRESSED = 1 << 30
 # In an installed package this is site-packages, which has no pyproject.toml.
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -166,26 +168,72 @@ def class_files(
     return tuple(files), labels
 
 
-def read_bytes(path: Path) -> bytes:
-    """Read a file, and decompress it if its content is gzip, whatever its name.
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a new temporary path that replaces `path`, on disk, if the block succeeds."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        yield temporary
+        with temporary.open("r+b") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
+    """Open a file for reading, decompressed if its content is gzip, whatever its name.
+
+    The checksum of gzip is verified when the block reads past the last byte.
 
     Raises:
-        DataError: the file cannot be read, its compression is damaged, or it decompresses to more
-            than 1 GiB.
+        DataError: the file cannot be read, or its compression is damaged.
     """
     try:
-        content = path.read_bytes()
-        if content[:2] != b"\x1f\x8b":
-            return content
-        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
-            chunks = list(itertools.islice(iter(partial(file.read, CHUNK), b""), MAX_CHUNKS + 1))
+        with path.open("rb") as file:
+            if file.peek(2)[:2] == b"\x1f\x8b":
+                with gzip.GzipFile(fileobj=file) as content:
+                    yield content
+            else:
+                yield file
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise damaged(path, f"gzip: {str(error).rstrip('.')}") from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    if len(chunks) > MAX_CHUNKS:
-        raise damaged(path, "gzip: it has more than 1 GiB of content")
+    except MemoryError as error:
+        raise DataError(f"cannot read {path}: its content does not fit into memory") from error
+
+
+def read_up_to(file: IO[bytes] | gzip.GzipFile, size: int) -> bytes:
+    """Read `size` bytes, or fewer at the end of a file, and allocate no more than the file has."""
+    chunks = []
+    while size > 0 and (chunk := file.read(min(size, CHUNK))):
+        chunks.append(chunk)
+        size -= len(chunk)
     return b"".join(chunks)
+
+
+def max_content(path: Path) -> int:
+    """Return the largest number of bytes that a file of any format may hold, decompressed."""
+    return max(MAX_DECOMPRESSED, path.stat().st_size)
+
+
+def read_bytes(path: Path, limit: int | None = None) -> bytes:
+    """Read a file, and decompress it if its content is gzip, whatever its name.
+
+    Args:
+        limit: most bytes that the format allows; by default 1 GiB, or the file's own size.
+
+    Raises:
+        DataError: the file cannot be read, its compression is damaged, or it has more content.
+    """
+    with opened(path) as file:
+        limit = max_content(path) if limit is None else limit
+        content = read_up_to(file, limit + 1)
+    if len(content) > limit:
+        raise damaged(path, f"it has more than {limit} bytes of content")
+    return content
 
 
 def damaged(path: Path, what: str) -> DataError:

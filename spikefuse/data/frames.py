@@ -82,7 +82,7 @@ def num_slices(events: Recording, dt: int) -> int:
 
 def _steps(events: Recording, slicing: Slicing) -> np.ndarray:
     """Return the time step of every event, int64 `[E]`; events at T or more are dropped."""
-    num, t = slicing.num_steps, events.t
+    num, t = slicing.num_steps, events.t.astype(np.int64, copy=False)
     if not len(t):
         return np.zeros(0, np.int64)
     if slicing.by == "number":

@@ -63,12 +63,22 @@ def recordings_in(path: Path, num_classes: int) -> RecordingSet:
             if not fits or shapes.count(shapes[0]) < 3:
                 counts = ("x".join(map(str, shape)) for shape in shapes)
                 raise ValueError("{} labels, {} times, {} units".format(*counts))
+            _check_types(file)
             labels = np.asarray(file["labels"][()])
         except READ_ERRORS as error:
             raise damaged(path, str(error)) from error
     if len(wrong := labels[~np.isin(labels, np.arange(num_classes))]):
         raise damaged(path, f"a label {wrong[0]}, expected one from 0 to {num_classes - 1}")
     return RecordingSet(SIZE, labels.astype(np.int64), (path,), partial(_read, path))
+
+
+def _check_types(file: Any) -> None:
+    """Check that the file holds numbers: an element of other types may have any size."""
+    types = [file["labels"].dtype]
+    for name in ("spikes/times", "spikes/units"):  # arrays of any length
+        types.append((file[name].dtype.metadata or {}).get("vlen", file[name].dtype))
+    if wrong := [kind for kind in map(np.dtype, types) if kind.kind not in "iuf"]:
+        raise ValueError(f"elements of type {wrong[0]}, expected numbers")
 
 
 def _read(path: Path) -> Iterator[Recording]:

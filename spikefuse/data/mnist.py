@@ -15,7 +15,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from spikefuse.data.files import DataError, DownloadSource, damaged, locate, read_bytes
+from spikefuse.data.files import (
+    DataError,
+    DownloadSource,
+    damaged,
+    locate,
+    max_content,
+    opened,
+    read_up_to,
+)
 from spikefuse.data.images import Images
 
 TRAIN = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
@@ -60,24 +68,36 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     Raises:
         DataError: the file is missing, truncated, corrupt, or has another format.
     """
-    path = Path(path)
-    content = read_bytes(path)
-    if len(content) < 4:
-        raise damaged(path, f"{len(content)} bytes are too few for an IDX header")
-    zeros, code, ndim = struct.unpack_from(">HBB", content)
-    if zeros or code not in DTYPES or not ndim:
-        raise damaged(path, f"an IDX file does not begin with {content[:4].hex(' ')}")
-    start = 4 + 4 * ndim
-    if len(content) < start:
-        raise damaged(path, f"{len(content)} bytes are too few for a header of {ndim} dimensions")
-    shape = struct.unpack_from(f">{ndim}I", content, 4)
-    dtype = np.dtype(DTYPES[code])
-    expected = start + math.prod(shape) * dtype.itemsize
-    if len(content) != expected:
-        kind = "truncated" if len(content) < expected else "too long"
-        size = f"{len(content)} bytes, expected {expected} for shape {list(shape)}"
-        raise damaged(path, f"{kind}: {size}")
-    return np.frombuffer(content, dtype, offset=start).reshape(shape)
+    return _read_idx(Path(path))
+
+
+def _read_idx(path: Path, limit: int | None = None) -> np.ndarray:
+    """Read an IDX file whose elements have at most `limit` bytes."""
+    with opened(path) as file:
+        start = read_up_to(file, 4)
+        if len(start) < 4:
+            raise damaged(path, f"{len(start)} bytes are too few for an IDX header")
+        zeros, code, ndim = struct.unpack(">HBB", start)
+        if zeros or code not in DTYPES or not ndim:
+            raise damaged(path, f"an IDX file does not begin with {start.hex(' ')}")
+        dims = read_up_to(file, 4 * ndim)
+        if len(dims) < 4 * ndim:
+            size = 4 + len(dims)
+            raise damaged(path, f"{size} bytes are too few for a header of {ndim} dimensions")
+        shape, dtype = struct.unpack(f">{ndim}I", dims), np.dtype(DTYPES[code])
+        size, header = math.prod(shape) * dtype.itemsize, 4 + 4 * ndim
+        if size > (max_content(path) if limit is None else limit):
+            raise damaged(path, f"its header claims {size} bytes, in shape {list(shape)}")
+        content = read_up_to(file, size + 1)  # one more, to reach the end of the file
+    found = f"{header + len(content)} bytes, expected {header + size} for shape {list(shape)}"
+    if len(content) < size:
+        raise damaged(path, f"truncated: {found}")
+    if len(content) > size:
+        raise damaged(path, f"too long: at least {found}")
+    try:
+        return np.frombuffer(content, dtype).reshape(shape)
+    except ValueError as error:  # more dimensions than NumPy has, or huge ones beside a zero
+        raise damaged(path, f"shape {list(shape)}: {error}") from error
 
 
 def load(source: DownloadSource, directory: Path, download: bool) -> tuple[Images, Images]:
@@ -97,12 +117,13 @@ def load(source: DownloadSource, directory: Path, download: bool) -> tuple[Image
 
 
 def _read(images: Path, labels: Path) -> Images:
-    x, y = read_idx(images), read_idx(labels)
+    x = _read_idx(images)
     if x.dtype != np.uint8 or x.ndim != 3 or x.shape[1:] != SIZE or not len(x):
         raise DataError(
             f"{images} holds {x.dtype} {list(x.shape)}, expected uint8 images [N, 28, 28]: "
             "replace it with the published file"
         )
+    y = _read_idx(labels, len(x))
     if y.dtype != np.uint8 or y.shape != x.shape[:1] or y.max() >= NUM_CLASSES:
         raise DataError(
             f"{labels} holds {y.dtype} {list(y.shape)}, expected {len(x)} uint8 labels below "

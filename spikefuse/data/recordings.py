@@ -5,13 +5,13 @@ Shape legend: E events, P polarities, H rows, W columns or units.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from spikefuse.data.files import damaged
+from spikefuse.data.files import DataError, damaged
 
 # Microseconds, about 12 days: longer than any recording.
 TIME_LIMIT = 2**40
@@ -30,6 +30,10 @@ class Recording:
         p: polarity `[E]`, 1 where brightness increased; 0 for audio.
         t: int64 `[E]`, microseconds since the start of the recording, non-decreasing.
         size: of the sensor: (P, H, W), or (W,) for audio.
+
+    Raises:
+        DataError: the arrays differ in length or are not of whole numbers, an event lies outside
+            the sensor, or its time is not from 0 to 2**40 - 1, or less than that of the one before.
     """
 
     x: np.ndarray
@@ -37,6 +41,19 @@ class Recording:
     p: np.ndarray
     t: np.ndarray
     size: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        columns = self.x, self.y, self.p, self.t
+        if any(v.shape != (self.t.size,) or v.dtype.kind not in "iub" for v in columns):
+            found = ", ".join(f"{v.dtype} {list(v.shape)}" for v in columns)
+            raise DataError(f"x, y, p, t are {found}: expected whole numbers [E] for E events")
+        for problem in _problems(columns, self.size):
+            raise DataError(problem)
+        if steps_back(self.t):
+            at = int(np.flatnonzero(self.t[1:] < self.t[:-1])[0]) + 1
+            raise DataError(
+                f"event {at} has t = {self.t[at]} after {self.t[at - 1]}: sort the events by time"
+            )
 
     def __len__(self) -> int:
         return len(self.t)
@@ -56,18 +73,26 @@ def check_sites(columns: Columns, size: tuple[int, ...], path: Path) -> None:
     Raises:
         DataError: an event of `path` lies outside the sensor.
     """
+    for problem in _problems(columns[:3], size):
+        raise damaged(path, problem)
+
+
+def _problems(columns: Sequence[np.ndarray], size: tuple[int, ...]) -> Iterator[str]:
+    """Yield what is wrong with the values of x, y, p and t."""
     polarities, height, width = size if len(size) == 3 else (1, 1, size[0])
-    for name, values, limit in zip("xyp", columns, (width, height, polarities), strict=False):
-        _check(name, values, limit, path)
+    limits = (width, height, polarities, TIME_LIMIT)
+    for name, values, limit in zip("xypt", columns, limits, strict=False):
+        wrong = ~((values >= 0) & (values < limit))  # includes NaN
+        if values.dtype.kind == "f":
+            wrong |= values != np.rint(values)
+        if wrong.any():
+            found = f"an event has {name} = {values[wrong][0]}"
+            yield f"{found}, expected a whole number from 0 to {limit - 1}"
 
 
-def _check(name: str, values: np.ndarray, limit: int, path: Path) -> None:
-    wrong = ~((values >= 0) & (values < limit))  # includes NaN
-    if values.dtype.kind == "f":
-        wrong |= values != np.rint(values)
-    if wrong.any():
-        found = f"an event has {name} = {values[wrong][0]}"
-        raise damaged(path, f"{found}, expected a whole number from 0 to {limit - 1}")
+def steps_back(t: np.ndarray) -> bool:
+    """Whether a time is less than the one before it."""
+    return bool((t[1:] < t[:-1]).any())
 
 
 def make_recording(columns: Columns, size: tuple[int, ...], path: Path) -> Recording:
@@ -76,11 +101,11 @@ def make_recording(columns: Columns, size: tuple[int, ...], path: Path) -> Recor
     Raises:
         DataError: an event of `path` lies outside the sensor, or has no valid time.
     """
+    for problem in _problems(columns, size):
+        raise damaged(path, problem)
     x, y, p, t = columns
-    check_sites(columns, size, path)
-    _check("t", t, TIME_LIMIT, path)
     t = t.astype(np.int64)
-    if len(t) and (np.diff(t) < 0).any():  # the clock of a camera may step back
+    if steps_back(t):  # the clock of a camera may step back
         order = np.argsort(t, kind="stable")
         x, y, p, t = x[order], y[order], p[order], t[order]
     return Recording(x.astype(np.uint16), y.astype(np.uint16), p.astype(np.uint8), t, size)

@@ -38,14 +38,25 @@ Find = Callable[[Path], tuple[RecordingSet, RecordingSet]]
 
 @dataclass(frozen=True)
 class Dataset:
-    """The description of a dataset.
+    """The description of a dataset, ours or a user's own.
+
+    ```python
+    def read(directory, download):
+        train, test = torch.load(directory / "shapes.pt")   # each (uint8 [N, 1, 16, 16], int64 [N])
+        return Images(*train), Images(*test)
+
+    shapes = Dataset((1, 16, 16), ("circle", "square"), read)
+    ```
 
     Args:
         shape: shape of an image, (C, H, W), or of a frame, (P, H, W), or (W,) for audio.
         classes: name of each label.
-        read: maps (directory, download, **transform) to (training examples, test examples).
+        read: maps (directory, download, **transform) to (training examples, test examples), which
+            are `Images`, `Frames` or other `Examples`. `DataError` reports missing files.
         kind: "images", which are encoded as sequences, or "events", which are sequences.
-        transform: the options of `load` that this dataset takes, with their defaults.
+        transform: the options of `load` that this dataset takes, with their defaults; those of
+            events include num_steps.
+        files: of events, the ending of the files that `read_file` accepts, and their reader.
     """
 
     shape: tuple[int, ...]
@@ -53,6 +64,7 @@ class Dataset:
     read: Callable[..., tuple[Examples, Examples]]
     kind: Literal["images", "events"] = "images"
     transform: Mapping[str, Any] = field(default_factory=dict)
+    files: tuple[str, Callable[[Path], Iterator[Recording]]] | None = None
 
 
 def _events(
@@ -142,19 +154,28 @@ def read_file(name: str, path: str | Path, **transform: Any) -> Iterator[np.ndar
             damage is found only when an example is read.
     """
     path, options = Path(path).expanduser(), _options(name, transform)
-    if name in EVENT_FILES:
-        ending, read = EVENT_FILES[name]
+    if DATASETS[name].kind == "events":
+        ending, read = _event_files(name)
         if path.suffix.lower() != ending:
             raise DataError(f"{path} is not a file of {name}: expected one that ends in {ending}")
         return map(partial(to_frames, slicing=Slicing(**options)), read(path))
-    channels, size, _ = DATASETS[name].shape
+    channels, size, width = (*DATASETS[name].shape, 0, 0)[:3]
+    if channels not in (1, 3) or size != width:
+        raise DataError(f"images of {name} are not square, in grey or RGB: convert {path} to bytes")
     margin = MARGIN if name == "imagenet" else 1.0
     return iter([read_image(path, options.get("size", size), channels, margin)])
 
 
+def _event_files(name: str) -> tuple[str, Callable[[Path], Iterator[Recording]]]:
+    files = EVENT_FILES.get(name) or DATASETS[name].files
+    if files is None:
+        raise DataError(f"{name} has no reader of single files: set files in its Dataset")
+    return files
+
+
 def file_endings(name: str) -> set[str]:
     """Return the endings of the files that `read_file` expects, in lower case."""
-    return {EVENT_FILES[name][0]} if name in EVENT_FILES else ENDINGS
+    return {_event_files(name)[0]} if DATASETS[name].kind == "events" else ENDINGS
 
 
 def _options(name: str, transform: dict[str, Any]) -> dict[str, Any]:

@@ -1,31 +1,31 @@
 """The disk cache of frames, which are computed once and memory-mapped.
 
-A file is a NumPy array of packed frames, uint8 `[N, T, S]`. Files are written atomically.
+A file is a NumPy array of packed frames, uint8 `[N, T, S]`, and their CRC-32 in the last four
+bytes. Files are written atomically.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
 import sys
-import tempfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import torch
 
-from spikefuse.data.files import DataError, user_cache
+from spikefuse.data.files import DataError, replacing, user_cache
 from spikefuse.data.frames import Frames, Slicing, pack, to_frames
 from spikefuse.data.recordings import Recording, RecordingSet
 
+CHECKSUM_BYTES = 4
 # Part of every key: increase it when the frames of the same recordings change.
-VERSION = 2
+VERSION = 3
 ENVIRONMENT = "SPIKEFUSE_CACHE_DIR"
 
 
@@ -52,12 +52,17 @@ def load_frames(name: str, recordings: RecordingSet, slicing: Slicing) -> Frames
     shape = (len(recordings), slicing.num_steps, step_bytes)
     if not path.exists():
         try:
-            with _replacing(path) as file:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as temporary, temporary.open("wb") as file:
                 header = {"descr": "|u1", "fortran_order": False, "shape": shape}
                 np.lib.format.write_array_header_1_0(file, header)
+                checksum = 0
                 for events in _progress(recordings.read(), len(recordings), name):
                     frames = to_frames(events, slicing).reshape(slicing.num_steps, -1)
-                    file.write(pack(frames, slicing.bits).tobytes())
+                    content = pack(frames, slicing.bits).tobytes()
+                    checksum = zlib.crc32(content, checksum)
+                    file.write(content)
+                file.write(checksum.to_bytes(CHECKSUM_BYTES, "little"))
         except OSError as error:
             raise DataError(
                 f"cannot write the frames of {name} to {path.parent} ({error.strerror or error}): "
@@ -77,23 +82,6 @@ def _digest(name: str, recordings: RecordingSet, slicing: Slicing) -> str:
     return digest.hexdigest()[:16]
 
 
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a temporary file that becomes `path` if the block succeeds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(".partial", f"{path.stem}-", path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
-
-
 def _progress(events: Iterator[Recording], total: int, name: str) -> Iterator[Recording]:
     try:
         from tqdm import tqdm
@@ -105,16 +93,20 @@ def _progress(events: Iterator[Recording], total: int, name: str) -> Iterator[Re
 
 
 def _map(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Map a file into memory after checking its header and size."""
+    """Map a file into memory after checking its header, size and checksum."""
     try:
         with path.open("rb") as file:
             # np.load would allocate as many bytes as a damaged header of another version claims.
             if np.lib.format.read_magic(file) == (1, 0):
                 header = np.lib.format.read_array_header_1_0(file)
-                whole = path.stat().st_size == file.tell() + math.prod(shape)
+                size = file.tell() + math.prod(shape) + CHECKSUM_BYTES
+                whole = path.stat().st_size == size
                 if whole and header == (shape, False, np.dtype(np.uint8)):
                     # Copy-on-write, because torch expects writable arrays; nothing writes here.
-                    return np.memmap(path, np.uint8, "c", file.tell(), shape)
+                    frames = np.memmap(path, np.uint8, "c", file.tell(), shape)
+                    file.seek(-CHECKSUM_BYTES, os.SEEK_END)
+                    if zlib.crc32(frames.data) == int.from_bytes(file.read(), "little"):
+                        return frames
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     except Exception:  # the parser of a damaged header may raise anything

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import os
 import pickle
+import struct
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from spikefuse import data
+from spikefuse.data import cifar
 from tests.data.writing import real, real_data
 
 NAMES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
@@ -88,6 +91,113 @@ def test_pickles_that_call_functions_are_refused(
     assert not (tmp_path / "harm").exists()
 
 
+def python2(dtype: bytes, pixels: bytes) -> bytes:
+    """One image, pickled as in the published files: by Python 2, with an array of a dtype."""
+    text = b"U\x01b"
+    return b"".join(
+        (
+            *(b"\x80\x02}(U\x06labels]K\x07aU\x04data", b"cnumpy.core.multiarray\n_reconstruct\n"),
+            *(b"(cnumpy\nndarray\nK\x00\x85", text, b"tR(K\x01K\x01M\x00\x0c\x86cnumpy\ndtype\n("),
+            *(dtype, b"K\x00K\x01tR(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89"),
+            *(b"T", struct.pack("<I", len(pixels)), pixels, b"tbu."),
+        )
+    )
+
+
+def test_a_batch_of_python_2_is_read(tmp_path: Path) -> None:
+    pixels = bytes(range(256)) * 12
+    images = cifar._parse(python2(b"U\x02u1", pixels), tmp_path / "batch")
+    assert images.labels.tolist() == [7]
+    assert images.pixels.numpy().tobytes() == pixels
+
+
+# NumPy takes the bytes of an array of objects for addresses.
+OBJECTS = {"O": b"U\x01O", "a: O": b"](U\x01aU\x01O\x86e", "bytes": b"U\x02S8", "void": b"U\x02V8"}
+
+
+@pytest.mark.parametrize("dtype", OBJECTS)
+def test_arrays_of_anything_but_numbers_are_refused(tmp_path: Path, dtype: str) -> None:
+    content = python2(OBJECTS[dtype], bytes(range(256)) * 12)
+    with pytest.raises(data.DataError, match=r"batch is damaged \(not a CIFAR-10 batch"):
+        cifar._parse(content, tmp_path / "batch")
+
+
+def expanding() -> bytes:
+    """Labels of 10**40 numbers in nested lists."""
+    labels: list = [1]
+    for _ in range(40):
+        labels = [labels] * 10
+    return pickle.dumps({b"labels": labels, b"data": np.zeros((1, 3072), np.uint8)})
+
+
+HUGE = {
+    "bytearray of 1 TB": b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b".",
+    "nested labels": expanding(),
+}
+
+
+@pytest.mark.parametrize("kind", HUGE)
+def test_small_pickles_stay_small(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(data.DataError, match=r"batch is damaged \(not a CIFAR-10 batch"):
+        cifar._parse(HUGE[kind], tmp_path / "batch")
+
+
+@pytest.mark.parametrize("form", ["bin.tar", "py.tar"])
+def test_a_changed_byte_of_an_archive_never_changes_what_is_read(tmp_path: Path, form: str) -> None:
+    write(tmp_path, form)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    whole, intact = archive.read_bytes(), cifar._read_archive(archive)
+    places = [*range(64), *range(64, len(whole), 499), *range(len(whole) - 64, len(whole))]
+    refused = 0
+    for place in places:
+        content = bytearray(whole)
+        content[place] ^= 1 << place % 8
+        archive.write_bytes(content)
+        try:
+            assert cifar._read_archive(archive) == intact  # bytes of a header may be unused
+        except data.DataError as error:
+            named = str(error).startswith(f"{archive} is damaged") and "--download" in str(error)
+            refused += named and "\n" not in str(error)
+    assert refused > 0.9 * len(places)
+
+
+def tar_of(*members: tarfile.TarInfo, content: bytes = b"") -> bytes:
+    return b"".join(m.tobuf(tarfile.GNU_FORMAT) for m in members) + content
+
+
+def member(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
+    found = tarfile.TarInfo(name)
+    found.size, found.type = size, kind
+    return found
+
+
+ZEROS = bytes(1 << 20)
+BOMBS = {
+    "a long name": lambda: [tar_of(member("n", 8 << 30, b"L")), *[ZEROS] * 40],
+    "a member": lambda: [tar_of(member("data_batch_1", 7 << 30)), *[ZEROS] * 40],
+    "another member": lambda: [tar_of(member("readme", 7 << 30)), *[ZEROS] * 40],
+    "the end": lambda: [tar_of(member("readme", 0)), *[ZEROS] * 40],
+    "sparse": lambda: [tar_of(member("data_batch_1.bin", 512, tarfile.GNUTYPE_SPARSE)), ZEROS],
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_an_archive_is_read_up_to_its_known_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(cifar, "ARCHIVE_BYTES", 10 * len(ZEROS))
+    archive = tmp_path / "cifar-10-binary.tar.gz"
+    with gzip.open(archive, "wb", 1) as file:
+        for content in BOMBS[kind]():
+            file.write(content)
+    tracemalloc.start()
+    with pytest.raises(data.DataError, match=r"binary\.tar\.gz is damaged"):
+        cifar._read_archive(archive)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * cifar.ARCHIVE_BYTES  # of 40 or more that it claims and holds
+
+
 def label_ten(pixels: np.ndarray, labels: np.ndarray) -> bytes:
     return binary(pixels, labels * 0 + 10)
 
@@ -98,7 +208,8 @@ DAMAGED = {
     "label": (label_ten, "labels from 10 to 10"),
     "pickle cut": (lambda p, y: pickled(p, y)[:-40], "not a CIFAR-10 batch"),
     "pickle shape": (lambda p, y: pickled(p[:, :9], y), "expected uint8 data"),
-    "pickle type": (lambda p, y: pickled(p.astype(float), y), "expected uint8 data"),
+    "pickle type": (lambda p, y: pickled(p.astype(float), y), "an array of 'f8' is refused"),
+    "too many": (lambda p, y: bytes(cifar.BATCH_BYTES + 1), "more than 40960000 bytes"),
     "gzip": (lambda p, y: gzip.compress(binary(p, y))[:-4], "gzip: "),
 }
 

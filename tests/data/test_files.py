@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from spikefuse.data import DataError, files
-from spikefuse.data.files import DownloadSource, default_directory, locate
+from spikefuse.data.files import DownloadSource, default_directory, locate, replacing
 
 CONTENT = {"a.gz": b"first file", "b.gz": b"second file"}
 
@@ -88,3 +88,25 @@ def test_default_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.delenv("SPIKEFUSE_DATA")
     local.rmdir()
     assert default_directory().parts[-2:] == ("spikefuse", "data")
+
+
+def test_replacing_is_atomic(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(RuntimeError), replacing(path) as temporary:  # noqa: PT012
+        temporary.write_text("half")
+        raise RuntimeError
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "old")]
+    with replacing(path) as temporary:
+        temporary.write_text("new")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "new")]
+
+
+def test_writers_of_one_file_do_not_share_a_temporary_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with replacing(path) as one:
+        one.write_text("one")
+        with replacing(path) as other:
+            other.write_text("another")
+        assert path.read_text() == "another"
+    assert path.read_text() == "one"

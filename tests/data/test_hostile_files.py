@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import pickle
@@ -9,6 +10,8 @@ import random
 import resource
 import struct
 import tarfile
+import tracemalloc
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,7 +83,7 @@ def speech() -> bytes:
 def frames() -> bytes:
     file = io.BytesIO()
     np.save(file, PIXELS[:, :40].reshape(2, 4, 10))
-    return file.getvalue()
+    return file.getvalue() + zlib.crc32(PIXELS[:, :40].tobytes()).to_bytes(4, "little")
 
 
 def read_speech(path: Path) -> None:
@@ -106,8 +109,8 @@ def read_gestures(path: Path) -> None:
         list(recordings.read())
 
 
-def read_batches(path: Path) -> None:
-    cifar._parse(path.read_bytes(), path)
+def read_batches(path: Path) -> Any:
+    return cifar._parse(path.read_bytes(), path)
 
 
 READERS: dict[str, tuple[str, Callable[[], bytes], Callable[[Path], Any]]] = {
@@ -157,14 +160,22 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-@pytest.fixture
-def _limited_memory() -> Iterator[None]:
+@contextlib.contextmanager
+def limited_memory() -> Iterator[None]:
     """Let allocations fail that a small file cannot justify."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.fixture
+def _limited_memory() -> Iterator[None]:
+    with limited_memory():
+        yield
 
 
 def check(path: Path, content: bytes, read: Callable[[Path], Any]) -> bool:
@@ -228,6 +239,55 @@ def test_claimed_sizes_are_not_allocated(tmp_path: Path, kind: str) -> None:
 
 
 def test_decompressed_content_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_CHUNKS", 2)
+    monkeypatch.setattr(files, "MAX_DECOMPRESSED", 2 * files.CHUNK)
     assert check(tmp_path / "a.gz", gzip.compress(bytes(2 * files.CHUNK)), files.read_bytes)
     assert not check(tmp_path / "a.gz", gzip.compress(bytes(2 * files.CHUNK + 1)), files.read_bytes)
+    large = b"\0\0\x08\x01" + struct.pack(">I", 3 * files.CHUNK) + bytes(3 * files.CHUNK)
+    assert check(tmp_path / "a.idx", large, read_idx)  # limited by the size of the file itself
+    assert not check(tmp_path / "a.idx", gzip.compress(large), read_idx)
+
+
+def test_an_idx_file_is_decompressed_up_to_the_size_in_its_header(tmp_path: Path) -> None:
+    content = gzip.compress(b"\0\0\x08\x01" + struct.pack(">I", 1) + bytes(1 << 26), 1)
+    tracemalloc.start()
+    assert not check(tmp_path / "a.gz", content, read_idx)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 24
+
+
+@pytest.mark.parametrize(
+    "dims", [[1] * 255, [0, 2**32 - 1, 2**32 - 1, 2**32 - 1], [2**32 - 1] * 255]
+)
+def test_an_idx_file_of_absurd_dimensions(tmp_path: Path, dims: list[int]) -> None:
+    header = b"\0\0\x08" + struct.pack(f">B{len(dims)}I", len(dims), *dims)
+    assert not check(tmp_path / "a.idx", header + b"\1", read_idx)
+    assert not check(tmp_path / "a.idx", header, read_idx)
+
+
+VLEN = h5py.vlen_dtype(np.float32)
+HUGE = np.dtype(("f8", (1 << 27,)))
+
+
+@pytest.mark.usefixtures("_limited_memory")
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("labels", h5py.string_dtype()),
+        ("labels", [("a", "i4")]),
+        ("labels", "S2000000000"),
+        ("labels", VLEN),
+        ("spikes/times", HUGE),
+        ("spikes/units", "S2000000000"),
+        ("spikes/times", h5py.vlen_dtype(np.dtype("S2000000000"))),
+        ("spikes/units", np.float32),
+    ],
+)
+def test_elements_of_other_types(tmp_path: Path, name: str, dtype: Any) -> None:
+    types = {"labels": np.int64, "spikes/times": VLEN, "spikes/units": VLEN}
+    for changed in (types, {**types, name: dtype}):
+        file = io.BytesIO()
+        with h5py.File(file, "w") as h5:
+            for key, kind in changed.items():
+                h5.create_dataset(key, (3,), kind, chunks=(1,))
+        assert check(tmp_path / "a.h5", file.getvalue(), read_speech) == (changed is types)

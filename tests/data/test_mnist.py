@@ -47,7 +47,7 @@ DAMAGED = {
     "no dimensions": (b"\0\0\x08\0", "does not begin with 00 00 08 00"),
     "half a header": (WHOLE[:9], "header of 2 dimensions"),
     "truncated": (WHOLE[:-1], "truncated: 23 bytes, expected 24"),
-    "too long": (WHOLE + b"\0", "too long: 25 bytes, expected 24"),
+    "too long": (WHOLE + b"\0", "too long: at least 25 bytes, expected 24"),
     "gzip cut off": (gzip.compress(WHOLE)[:-3], "gzip: "),
     "gzip corrupt": (gzip.compress(WHOLE)[:-8] + b"\0" * 8, "gzip: "),
     "gzip of rubbish": (b"\x1f\x8b\x08\0\0\0\0\0\0\0" + b"\xff" * 20, "gzip: "),

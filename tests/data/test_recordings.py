@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spikefuse.data import DataError
-from spikefuse.data.recordings import make_recording
+from spikefuse.data.recordings import Recording, make_recording
 
 COLUMNS = [np.array(v) for v in ([3, 1, 2], [0, 1, 0], [1, 0, 0], [30, 10, 20])]
 
@@ -46,3 +46,20 @@ def test_impossible_values_of_events(column: int, values: list[float], what: str
     columns[column] = np.array(values)
     with pytest.raises(DataError, match=f"^some/file is damaged .*an event has {what}"):
         make_recording(tuple(columns), (2, 2, 4), Path("some/file"))
+
+
+@pytest.mark.parametrize(
+    ("t", "what"),
+    [
+        ([30, 10, 20], "event 1 has t = 10 after 30: sort the events by time"),
+        ([-30, 10, 20], "an event has t = -30, expected a whole number from 0 to"),
+        ([1, 2], r"x, y, p, t are .*: expected whole numbers \[E\] for E events"),
+        ([1.0, 2.0, 3.0], r"x, y, p, t are .*float64"),
+    ],
+)
+def test_recordings_are_checked(t: list[int], what: str) -> None:
+    """Frames are computed for events in order of time: others were counted at negative steps."""
+    with pytest.raises(DataError, match=f"^{what}"):
+        Recording(*COLUMNS[:3], np.array(t), (2, 2, 4))
+    with pytest.raises(DataError, match=r"^an event has x = 3, expected"):
+        Recording(*COLUMNS[:3], np.array([1, 2, 3]), (2, 2, 3))

@@ -66,8 +66,8 @@ def test_frames_are_computed_once_and_mapped(source: Source, tmp_path: Path) -> 
         np.testing.assert_array_equal(frames.pixels.numpy(), expected)
         assert frames.labels.tolist() == [3, 1, 4, 1, 5]
         assert frames.labels.dtype == torch.int64
-    # 60 values of 4 bits, 4 steps, 5 recordings; the rest is the header.
-    size, content = cached(tmp_path)[0].stat().st_size, 5 * 4 * 30
+    # 60 values of 4 bits, 4 steps, 5 recordings, a checksum; the rest is the header.
+    size, content = cached(tmp_path)[0].stat().st_size, 5 * 4 * 30 + 4
     assert 0 < size - content < 1024
     assert (size - content) % 64 == 0
 
@@ -77,7 +77,7 @@ def test_frames_are_read_when_indexed(source: Source, tmp_path: Path) -> None:
     expected = frames[3:4].pixels.clone()
     path = cached(tmp_path)[0]
     content = bytearray(path.read_bytes())
-    content[-2 * 4 * 30 : -4 * 30] = bytes(4 * 30)  # recording 3, behind the mapping's back
+    content[-2 * 4 * 30 - 4 : -4 * 30 - 4] = bytes(4 * 30)  # recording 3, behind the mapping's back
     with path.open("r+b") as file:
         file.write(content)
     assert expected.any()
@@ -132,13 +132,15 @@ def test_a_killed_write_is_never_read(
     assert source.reads == 2
 
 
-@pytest.mark.parametrize("change", ["cut", "longer", "header"])
+@pytest.mark.parametrize("change", ["cut", "longer", "header", "frame", "checksum"])
 def test_a_damaged_cache_is_named(source: Source, tmp_path: Path, change: str) -> None:
     load_frames("name", source.recordings, SLICING)
+    load_frames("name", source.recordings, SLICING)
+    assert source.reads == 1
     path = cached(tmp_path)[0]
     content = bytearray(path.read_bytes())
-    content[20] ^= change == "header"
-    path.write_bytes({"cut": content[:-1], "longer": content + b"\0", "header": content}[change])
+    content[{"header": 20, "frame": -7, "checksum": -1}.get(change, 20)] ^= 1
+    path.write_bytes({"cut": content[:-1], "longer": content + b"\0"}.get(change, content))
     with pytest.raises(DataError, match=r"is damaged: delete it") as caught:
         load_frames("name", source.recordings, SLICING)
     assert str(path) in str(caught.value)

@@ -1,0 +1,151 @@
+"""Random networks: plain and fused, under each memory policy, against the eager loop."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+import spikefuse as sf
+from spikefuse import memory
+from spikefuse.testing import LAYOUTS, lay_out, make_input, within_budget
+
+POLICIES = (memory.SaveAll(), memory.Recompute(), memory.Bits())
+NEURONS: tuple[Callable[[random.Random], sf.Neuron], ...] = (
+    lambda rng: sf.LIF(rng.choice((0.2, 0.5, 0.9)), rng.choice((0.3, 1.0))),
+    lambda rng: sf.LIF(0.5, 0.4, reset="soft", detach_reset=True),
+    lambda rng: sf.PLIF(0.5, rng.choice((0.3, 0.6))),
+    lambda rng: sf.ALIF(0.8, 0.5),
+)
+
+
+class Residual(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+class Generator:
+    """Draws a network for images `[C, S, S]`."""
+
+    def __init__(self, rng: random.Random, samples: int) -> None:
+        self.rng, self.samples = rng, samples
+        self.channels, self.size = rng.randint(1, 3), rng.choice((2, 4, 5, 8))
+        self.input = self.channels, self.size, self.size
+
+    def network(self) -> nn.Sequential:
+        stages = [layer for _ in range(self.rng.randint(1, 4)) for layer in self.stage()]
+        width = self.channels * self.size**2
+        layers = [*stages, nn.Flatten()]
+        for out in (self.rng.randint(1, 6) for _ in range(self.rng.randint(0, 2))):
+            layers.append(nn.Linear(width, out, bias=self.rng.random() < 0.5))
+            norm = self.samples >= 4 and self.rng.random() < 0.4
+            layers += [nn.BatchNorm1d(out)] if norm else []
+            layers += self.neuron(0.6)
+            width = out
+        if not any(isinstance(m, sf.Neuron) for layer in layers for m in layer.modules()):
+            layers += self.neuron(1.0)
+        return nn.Sequential(*layers)
+
+    def stage(self) -> Iterator[nn.Module]:
+        kind = self.rng.choice(("conv", "conv", "residual", "pool", "neuron"))
+        if kind == "conv":
+            yield from self.conv(self.rng.randint(1, 5))
+            yield from self.neuron(0.8)
+        elif kind == "residual":
+            layers = [*self.conv(self.channels), *self.neuron(0.3)]
+            yield Residual(nn.Sequential(*layers))
+            yield from self.neuron(0.7)
+        elif kind == "pool" and self.size >= 4:
+            self.size //= 2
+            yield self.rng.choice((nn.AvgPool2d, nn.MaxPool2d, sf.nn.MaxPool2d))(2)
+        else:
+            yield from self.norm(0.5)
+            yield from self.neuron(1.0)
+
+    def conv(self, out: int) -> Iterator[nn.Module]:
+        size, bias = self.rng.choice((1, 3)), self.rng.random() < 0.3
+        yield nn.Conv2d(self.channels, out, size, padding=size // 2, bias=bias)
+        self.channels = out
+        yield from self.norm(0.7)
+
+    def norm(self, probability: float) -> Iterator[nn.Module]:
+        if self.samples * self.size**2 >= 4 and self.rng.random() < probability:
+            yield nn.BatchNorm2d(self.channels)
+
+    def neuron(self, probability: float) -> list[nn.Module]:
+        rng = self.rng
+        return [rng.choice(NEURONS)(rng)] if rng.random() < probability else []
+
+
+def results(net: sf.Temporal, x: Tensor, impl: str = "auto") -> dict[str, Tensor]:
+    """Return the output, the gradients and the buffers, in double precision for double inputs."""
+    leaf = x.detach().requires_grad_()
+    y = net(leaf, impl=impl)
+    generator = torch.Generator().manual_seed(1)
+    (y.double() * torch.randn(y.shape, generator=generator)).sum().backward()
+    found = {"output": y.detach(), "gradient of the input": leaf.grad}
+    found |= {f"gradient of {name}": p.grad for name, p in net.named_parameters()}
+    found |= dict(net.named_buffers())
+    return {name: torch.zeros(()) if v is None else v for name, v in found.items()}
+
+
+def spikes(net: nn.Module, x: Tensor, impl: str) -> list[Tensor]:
+    """Return the outputs of all neurons of a plain network."""
+    net, found = copy.deepcopy(net), []
+    for m in net.modules():
+        if isinstance(m, sf.Neuron):
+            m.register_forward_hook(lambda m, args, y: found.append(y.detach().float()))
+    with torch.no_grad():
+        sf.Temporal(net)(x, impl=impl)
+    return found
+
+
+def is_steady(net: nn.Module, x: Tensor) -> bool:
+    """Return whether rounding decides no spike, as far as small changes of the input show."""
+    expected, double = spikes(net, x, "reference"), copy.deepcopy(net).double()
+    others = [spikes(double, scale * x.double(), "reference") for scale in (1 - 1e-5, 1, 1 + 1e-5)]
+    return all(torch.equal(a, b) for o in others for a, b in zip(o, expected, strict=True))
+
+
+def case(seed: int) -> list[str]:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    steps, batch = rng.choice((1, 2, 4, 7)), rng.randint(1, 3)
+    generator = Generator(rng, steps * batch)
+    net = generator.network().train(rng.random() < 0.8)
+    x = make_input((steps, batch, *generator.input), seed=seed, constant=rng.random() < 0.3)
+    x = lay_out(x, rng.choice(LAYOUTS)) if x.stride(0) else x
+    steady, found = is_steady(net, x), []
+    expected = results(sf.Temporal(copy.deepcopy(net)), x, "reference")
+    double = sf.Temporal(copy.deepcopy(net).double())
+    truth = results(double, x.double(), "reference")
+    if steady:
+        pairs = zip(spikes(net, x, "auto"), spikes(net, x, "reference"), strict=True)
+        found += [
+            f"spikes of neuron {i} differ" for i, p in enumerate(pairs) if not torch.equal(*p)
+        ]
+    gradients = [t.abs().max().item() for name, t in truth.items() if name.startswith("gradient")]
+    for fused, policies in ((False, POLICIES), (True, (*POLICIES, memory.Checkpoint()))):
+        first = None
+        for policy in policies:
+            variant = sf.Temporal(copy.deepcopy(net), policy)
+            actual = results(sf.fuse(variant) if fused else variant, x)
+            first, label = first or actual, f"{'fused' if fused else 'plain'}, {policy}"
+            # Checkpoint's microbatches may change the rounding of convolutions.
+            if policy in POLICIES and not torch.equal(actual["output"], first["output"]):
+                found.append(f"{label}: the output is not that of {policies[0]}")
+            for name in expected if steady else ():
+                scale = max(gradients) if name.startswith("gradient") else 0.0
+                try:
+                    values = actual[name].float(), expected[name].float(), truth[name]
+                    within_budget(f"{label}: {name}", values, 16.0, scale)
+                except AssertionError as error:
+                    found.append(str(error))
+    return [f"{net}, {list(x.shape)}", *found] if found else []

@@ -1,0 +1,30 @@
+"""The process that runs cases."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+import warnings
+from multiprocessing.connection import Connection
+
+
+def work(connection: Connection, folder: str) -> None:
+    """Run cases, each a kind and a seed, until the connection is closed."""
+    import torch
+
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    warnings.simplefilter("ignore")
+    while True:
+        try:
+            kind, seed = connection.recv()
+        except EOFError:
+            return
+        try:
+            found = importlib.import_module(f"tests.attack.{kind}").case(seed)
+        except Exception:
+            found = [traceback.format_exc(limit=-6)]
+        connection.send(found)
