@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import record
 
-ON_GPU = ("neurons steps", "neurons", "block", "networks")
+ON_GPU = ("neurons steps", "neurons", "recurrent", "block", "networks")
 ANYWHERE = ("events --streaming", "first_call", "neurons cpu", "cpu", "tables")
 
 

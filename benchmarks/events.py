@@ -337,12 +337,12 @@ class Deviation:
 
 
 def _grad(x: Events) -> Tensor:
-    return replace(x, values=x.values.grad).to_dense().double()
+    return x.with_values(x.values.grad).to_dense().double()
 
 
 def _listed(x: Events) -> Tensor:
     """Return the sites in a list of events."""
-    return replace(x, values=torch.ones(len(x.indices), device=x.device)).to_dense() > 0
+    return x.with_values(torch.ones(len(x.indices), device=x.device)).to_dense() > 0
 
 
 # One time step of one sample

@@ -49,7 +49,7 @@ from spikefuse.train.batches import EvalBatches, TrainBatches, place
 from spikefuse.train.callbacks import METRICS
 from spikefuse.train.classifier import Classifier
 from spikefuse.train.config import TrainConfig
-from spikefuse.train.run import VALIDATION_FRACTION, VALIDATION_SEED
+from spikefuse.train.data_module import VALIDATION_FRACTION, VALIDATION_SEED
 from spikefuse.train.seeding import Purpose, reseed
 
 CONFIGS = record.ROOT / "configs"
@@ -242,7 +242,7 @@ def learn(
 ) -> tuple[list[float], float]:
     """Train as the trainer does; return the loss of each step, and the seconds after the first."""
     config = module.config
-    optimizer = optimize.make_optimizer(config, module.parameters(), device)
+    optimizer = optimize.make_optimizer(config, module.net, device)
     losses: list[Tensor] = []
     start = 0.0
     epoch = TrainBatches(examples, config.batch_size, config.seed, lambda: len(losses), device)
@@ -251,7 +251,9 @@ def learn(
         reseed(config.seed, Purpose.STEP, len(losses))
         optimizer.zero_grad()
         x = module.encode(module.augment(inputs))
-        loss, _ = optimize.gradients(module.net, x, labels, config, lambda part, _: part.backward())
+        loss, _ = optimize.gradients(
+            module.net, x, labels, config, module.loss, lambda part, _: part.backward()
+        )
         optimize.clip(optimizer, config.clip)
         optimizer.step()
         losses.append(loss)

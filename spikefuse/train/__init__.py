@@ -3,6 +3,19 @@
 Only `config` and `cli` import quickly; the other modules need the extra `spikefuse[train]`.
 """
 
-from spikefuse.train.config import ConfigError, TrainConfig
+from importlib import import_module
+from typing import Any
 
-__all__ = ["ConfigError", "TrainConfig"]
+from spikefuse.train.config import TrainConfig
+from spikefuse.train.fields import ConfigError
+
+__all__ = ["Classifier", "ConfigError", "DataModule", "TrainConfig"]
+
+_LAZY = {"Classifier": "classifier", "DataModule": "data_module"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import `Classifier` and `DataModule`, and with them Lightning, when they are first used."""
+    if name in _LAZY:
+        return getattr(import_module(f"spikefuse.train.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'spikefuse.train' has no attribute {name!r}")

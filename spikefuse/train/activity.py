@@ -1,4 +1,4 @@
-"""Statistics of the activity of event layers during training, and its penalty."""
+"""The activity of event layers and the firing rates of neurons during training, and penalties."""
 
 from __future__ import annotations
 
@@ -7,8 +7,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spikefuse.nn import EventLinear, Events
+from spikefuse.nn import Block, EventLinear, Events, Neuron
 from spikefuse.train.processes import Processes
+
+
+class RateMonitor:
+    """Hold the spikes of all neurons and blocks in the most recent call of a network in training.
+
+    Neurons inside an event layer, which are not called, do not count.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self.last: dict[str, Tensor] = {}
+        for name, module in net.named_modules():
+            if isinstance(module, Neuron | Block):
+                module.register_forward_hook(self._observe(name))
+
+    def _observe(self, name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if module.training and torch.is_grad_enabled():
+                self.last[name] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def penalty(self) -> Tensor | None:
+        """Compute $\\frac1L\\sum_l r_l$ for the most recent call, and release its spikes.
+
+        $r_l$ is the firing rate of layer $l$ of $L$: its spikes per neuron and step.
+        """
+        rates = [spikes.mean(dtype=torch.float32) for spikes in self.last.values()]
+        self.last.clear()
+        return torch.stack(rates).mean() if rates else None
 
 
 class ActivityMonitor:

@@ -13,8 +13,10 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from spikefuse.train.checkpoint import BEST, LAST, replacing
+from spikefuse.data.files import replacing
+from spikefuse.train.checkpoint import BEST, LAST
 from spikefuse.train.classifier import LOG_EVERY_STEPS, best_epoch
+from spikefuse.train.output import show
 from spikefuse.train.signals import SignalHandler
 
 REFRESH_SECONDS = 0.25
@@ -45,7 +47,7 @@ class ProgressReporter(Callback):
             self._first = False
             fusion = getattr(module.net, "fusion", None)
             if fusion is not None and fusion.fused:
-                tqdm.write(fusion.summary)
+                show(fusion.summary)
         self.bar.update()
         if self.bar.disable or time.perf_counter() - self._refreshed < REFRESH_SECONDS:
             return
@@ -60,7 +62,7 @@ class ProgressReporter(Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
         row, width = module.history[-1], len(str(trainer.max_epochs))
         dropped = f"dropped {100 * row['dropped']:.2g} %  " if row.get("dropped") else ""
-        tqdm.write(
+        show(
             f"epoch {row['epoch']:{width}.0f}/{trainer.max_epochs}  "
             f"loss {row['train_loss']:.4f}  accuracy {100 * row['train_accuracy']:6.2f} %  "
             f"validation: loss {row['val_loss']:.4f}  "
@@ -127,6 +129,10 @@ class CheckpointSaver(Checkpoint):
         self.directory, self.signals = directory, signals
         self.processes = signals.processes
         self._saved = time.monotonic()
+        self.started = False  # whether a batch has begun, after all of a checkpoint was restored
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.started = True
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.signals.install()  # replaces Lightning's own handler

@@ -1,47 +1,85 @@
-"""Checkpoint files, written atomically and validated when loaded."""
+"""Checkpoint files, written atomically and validated when loaded, and the lock of their folder."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
-import pickle
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import ZIP_STORED, ZipFile
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+try:
+    import fcntl
+except ImportError:  # on Windows, where runs are not locked
+    fcntl = None  # type: ignore[assignment]
 
 import spikefuse
-from spikefuse.train.config import ConfigError, TrainConfig
+from spikefuse.train import own
+from spikefuse.train.config import TrainConfig
+from spikefuse.train.fields import ConfigError
 
 # Key of this library's entry in a Lightning checkpoint.
 KEY = "spikefuse"
 # Stored in that entry: increase it when this version cannot read what the next one saves.
 FORMAT = 1
+# Settings that checkpoints of earlier versions lack, with what they did.
+EARLIER = {"decay_all": True}
 LAST = "last.ckpt"
 BEST = "best.ckpt"
-# Errors of torch.load for files that are not checkpoints.
-UNREADABLE = (
-    *(RuntimeError, ValueError, LookupError, TypeError, EOFError, OSError),
-    *(pickle.UnpicklingError, BadZipFile),
-)
+LOCK = ".lock"
 
 EpochMetrics = dict[str, float]
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` if the block succeeds."""
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the folder of a run, and delete what a killed run left half written in it.
+
+    The lock is advisory, and ends with the process, however it ends.
+
+    Raises:
+        ConfigError: another process holds it.
+        OSError: the folder is not writable.
+    """
+    with contextlib.ExitStack() as held:
+        path = directory / LOCK
+        while True:
+            file = held.enter_context(path.open("a+"))
+            if not _lock(file.fileno()):
+                file.seek(0)
+                owner = file.readline().strip() or "another process"
+                raise ConfigError(f"{directory} is in use by {owner}: wait for its end, or stop it")
+            with contextlib.suppress(FileNotFoundError):
+                # Otherwise its last owner has deleted it since it was opened.
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    break
+        held.callback(path.unlink, missing_ok=True)
+        with contextlib.suppress(OSError):  # a full disk
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        for partial in directory.glob(".*.partial"):
+            partial.unlink(missing_ok=True)
+        yield
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a file; return False if another process has."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system without locks
+            pass
+    return True
 
 
 @dataclass(frozen=True)
@@ -61,13 +99,21 @@ class LoadedRun:
     resumable: bool
 
 
-def load(path: Path) -> LoadedRun:
-    """Load a checkpoint without executing any code in it.
+def load(path: Path, names: Mapping[str, str | None] | None = None) -> LoadedRun:
+    """Load a checkpoint without executing any code in it, or named by it.
+
+    Args:
+        names: model and dataset to use in place of those that it names, if they are not None; a
+            user's own are imported.
 
     Raises:
-        ConfigError: the file is missing, damaged, not a checkpoint of spikefuse, or saved by a
-            newer version.
+        ConfigError: the file is missing, damaged (the checksums of its entries are verified), not a
+            checkpoint of spikefuse, or saved by a newer version; or its model or dataset is a
+            user's own that this process has not imported, and not in `names`.
     """
+    given = {setting: name for setting, name in (names or {}).items() if name is not None}
+    for setting in given:
+        own.register(setting, given[setting])
     hint = f"expected {LAST} or {BEST} from a run of spikefuse train"
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
@@ -77,21 +123,68 @@ def load(path: Path) -> LoadedRun:
     except OSError as error:
         raise ConfigError(f"cannot read checkpoint {path}: {error.strerror or error}") from error
     try:
+        if name := _damaged_entry(file):
+            raise ConfigError(
+                f"it is damaged: the checksum of {name} is wrong; use an intact copy, or another "
+                "checkpoint of the run"
+            )
         content = torch.load(file, map_location="cpu", weights_only=True)
         if not isinstance(content, dict):
             raise TypeError("not a checkpoint of Lightning")
-        own = content[KEY]
-        if own.get("format", FORMAT) > FORMAT:
+        entry = content[KEY]
+        if entry.get("format", FORMAT) > FORMAT:
             raise ConfigError(
-                f"it was saved by spikefuse {own['version']}, and this is {spikefuse.__version__}: "
-                "pip install --upgrade spikefuse"
+                f"it was saved by spikefuse {entry['version']}, and this is "
+                f"{spikefuse.__version__}: pip install --upgrade spikefuse"
             )
-        config, history = TrainConfig.from_dict(own["config"]), list(own["history"])
-        return LoadedRun(path, config, history, content["state_dict"], "step" in own)
+        config, history = (
+            TrainConfig.from_dict({**EARLIER, **entry["config"], **given}),
+            entry["history"],
+        )
+        _check_mapping(content["state_dict"], Tensor)
+        if not isinstance(history, list):
+            raise TypeError(f"history is {type(history).__name__}")
+        for row in history:
+            _check_mapping(row, float, int)
+        if resumable := "step" in entry:
+            _check_mapping(entry.get("tally", {}), list, float, int)
+        return LoadedRun(path, config, history, content["state_dict"], resumable)
     except ConfigError as error:
         raise ConfigError(f"checkpoint {path}: {error}") from error
-    except UNREADABLE as error:
+    except Exception as error:  # a damaged or foreign pickle may raise anything
         raise ConfigError(f"{path} is damaged or not a checkpoint of spikefuse: {hint}") from error
+
+
+def _damaged_entry(file: io.BytesIO) -> str | None:
+    """Return the name of an entry with a wrong checksum: torch.load does not verify them."""
+    with ZipFile(file) as archive:
+        entries = archive.infolist()
+        stored = all(entry.compress_type == ZIP_STORED for entry in entries)
+        if not stored or sum(entry.file_size for entry in entries) > file.getbuffer().nbytes:
+            raise ValueError("its content is larger than the file")
+        for entry in entries:  # no checkpoint has one: it would be allocated with any size
+            if entry.filename.endswith("/data.pkl") and b"bytearray" in archive.read(entry):
+                raise ValueError("it has a bytearray")
+        name = archive.testzip()
+    file.seek(0)
+    return name
+
+
+def same_types(saved: Any, known: Any) -> bool:
+    """Whether the entries of nested dicts have the types of those that are `known`."""
+    if isinstance(known, dict):
+        return isinstance(saved, dict) and all(
+            same_types(saved[name], value) for name, value in known.items() if name in saved
+        )
+    return known is None or type(saved) is type(known)
+
+
+def _check_mapping(values: Any, *kinds: type) -> None:
+    if not isinstance(values, dict):
+        raise TypeError(f"expected a dict, got {type(values).__name__}")
+    for name, value in values.items():
+        if not isinstance(name, str) or not isinstance(value, kinds):
+            raise TypeError(f"{name!r} is {type(value).__name__}")
 
 
 def load_weights(module: nn.Module, loaded: LoadedRun) -> None:
@@ -103,7 +196,10 @@ def load_weights(module: nn.Module, loaded: LoadedRun) -> None:
     try:
         module.load_state_dict(loaded.weights)
     except (RuntimeError, TypeError) as error:
+        model = loaded.config.model
+        cause = "they come from another version of spikefuse"
+        if own.is_reference(model):
+            cause = "it is another model, or its code has changed since"
         raise ConfigError(
-            f"the weights in {loaded.path} do not fit the model {loaded.config.model}: they come "
-            "from another version of spikefuse"
+            f"the weights in {loaded.path} do not fit the model {model}: {cause}"
         ) from error

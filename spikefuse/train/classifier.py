@@ -18,18 +18,20 @@ from torch.optim import Optimizer
 import spikefuse
 from spikefuse.data import DATASETS, random_flip, random_shift
 from spikefuse.distributed import gather_steps, shard_time
-from spikefuse.nn import Events
+from spikefuse.nn import Events, Temporal
 from spikefuse.train import batches, optimize
-from spikefuse.train.activity import ActivityMonitor
+from spikefuse.train.activity import ActivityMonitor, RateMonitor
 from spikefuse.train.batches import WHOLE, Batch
-from spikefuse.train.checkpoint import FORMAT, KEY, EpochMetrics
+from spikefuse.train.checkpoint import FORMAT, KEY, EpochMetrics, same_types
 from spikefuse.train.config import TrainConfig
-from spikefuse.train.optimize import learning_rate, readout
+from spikefuse.train.fields import ConfigError
+from spikefuse.train.optimize import learning_rate, readout, sequence_loss
 from spikefuse.train.processes import Processes
 from spikefuse.train.seeding import Purpose, reseed
 from spikefuse.transforms.graph_step import DDP_WARMUP, GraphStep, graph_step
 
 LOG_EVERY_STEPS = 10
+LIGHTNING_PRECISION = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
 
 
@@ -62,9 +64,17 @@ class MetricTotals:
 class Classifier(pl.LightningModule):
     """A spiking network that classifies images or event data by its output over time.
 
-    `history` has one entry per finished epoch. In addition to what Lightning saves, a checkpoint
-    holds the history, the totals of the current epoch, and the configuration. All processes receive
-    the same batches and make the same random choices; each computes its share of a batch.
+    A subclass may override `make_network`, `augment`, `encode`, `loss`, `configure_optimizers` and
+    any hook of Lightning. Optimization is manual: `config.clip` and `config.accumulate` take the
+    place of the trainer's options. On a GPU the step, from `augment` to the optimizer, is recorded
+    as a CUDA graph where possible (`config.graph_obstacle`); a step that waits for the GPU or draws
+    random numbers on the CPU runs eagerly, with a warning that names its line.
+
+    Each epoch logs train_loss, train_accuracy, val_loss and val_accuracy, and a test test_loss and
+    test_accuracy, for Lightning's loggers and callbacks. `history` has one entry per finished
+    epoch. In addition to what Lightning saves, a checkpoint holds the history, the totals of the
+    current epoch, and the configuration. All processes receive the same batches and make the same
+    random choices; each computes its share of a batch.
 
     Args:
         processes: processes of the run; None for this one only.
@@ -77,14 +87,24 @@ class Classifier(pl.LightningModule):
         self.config = config
         self.processes = Processes() if processes is None else processes
         reseed(config.seed, Purpose.WEIGHTS)
-        self.net = config.make_network()
+        self.net = self.make_network()
         self._axis: DeviceMesh | None = None
         self.activity = ActivityMonitor(self.net.net, config.capacity)
+        self._rates = RateMonitor(self.net.net) if config.rate_penalty else None
         self.history: list[EpochMetrics] = []
         self._row: EpochMetrics = {}
         self.totals, self.eval_totals = MetricTotals(), MetricTotals()
         self._clock, self._clock_count, self._waited, self._batch_end = 0.0, 0, 0.0, 0.0
         self.graph: GraphStep | None = None  # of the training step
+
+    def make_network(self) -> Temporal:
+        """Build the network, whose outputs are `[T, B, classes]`.
+
+        Checkpoints of a subclass that overrides this are loaded by Lightning's
+        `load_from_checkpoint(path, config=config)`, not by `spikefuse.load`, which knows the model
+        that `config` names.
+        """
+        return self.config.make_network()
 
     def encode(self, inputs: Tensor, share: slice = WHOLE) -> Tensor | Events:
         """Convert the bytes of a batch to the network's input `[T, B, ...]`.
@@ -109,6 +129,15 @@ class Classifier(pl.LightningModule):
             inputs = random_shift(inputs, self.config.shift, generator)
         return random_flip(inputs, generator) if self.config.flip else inputs
 
+    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Compute the training loss, a scalar.
+
+        Args:
+            outputs: `[T, B, classes]`, or a chunk of it with `config.tbptt`.
+            labels: classes `[B]`.
+        """
+        return sequence_loss(outputs, labels, self.config.loss, self.config.label_smoothing)
+
     def forward(self, inputs: Tensor) -> Tensor:
         return readout(self.outputs(self.encode(inputs)), self.config.loss)
 
@@ -127,10 +156,29 @@ class Classifier(pl.LightningModule):
             return self.net(x)
         return gather_steps(self.net(x[self.processes.steps(len(x))]), self._axis, len(x))
 
-    def configure_optimizers(self) -> Optimizer:
-        return optimize.make_optimizer(self.config, self.parameters(), self.device)
+    def configure_optimizers(self) -> Any:
+        """Create the optimizer of `config`, whose schedule sets its learning rate at each step.
+
+        A subclass may return one optimizer of its own, alone for that schedule, or with schedulers
+        in a form that Lightning accepts, which then step after each optimizer step.
+        """
+        return optimize.make_optimizer(self.config, self, self.device)
 
     # Training
+
+    def on_fit_start(self) -> None:
+        if self.trainer.world_size != self.processes.count:
+            raise ConfigError(
+                f"the trainer has {self.trainer.world_size} processes, and the module knows of "
+                f"{self.processes.count}: use spikefuse train under torchrun, or devices=1"
+            )
+        expected = LIGHTNING_PRECISION[self.config.precision]
+        if self.trainer.precision != expected:
+            raise ConfigError(
+                f"the trainer has precision {self.trainer.precision!r}, and the module "
+                f"{self.config.precision!r}: choose Trainer(precision={expected!r}), or another in "
+                "TrainConfig"
+            )
 
     def on_train_start(self) -> None:
         optimize.adapt_state(self._optimizer())
@@ -165,36 +213,54 @@ class Classifier(pl.LightningModule):
         reseed(self.config.seed, Purpose.STEP, self.global_step)
         inputs, labels = batch
         optimizer = self.optimizers(use_pl_optimizer=True)
-        steps = int(self.trainer.num_training_batches)
-        rate = learning_rate(self.config, self.global_step, steps)
-        optimize.set_learning_rate(self._optimizer(), rate)
+        schedulers: Any = self.lr_schedulers()  # of a subclass: None, one, or a list
+        if schedulers is None:
+            steps = int(self.trainer.num_training_batches)
+            rate = learning_rate(self.config, self.global_step, steps)
+            optimize.set_learning_rate(self._optimizer(), rate)
         if self.graph is None:
-            loss, logits, shown = self._gradients(inputs, labels)
+            loss, logits, shown = self.gradients(inputs, labels)
             optimizer.step()  # type: ignore[union-attr]
         else:
             optimizer._on_before_step()  # type: ignore[union-attr]
             loss, logits, shown = self.graph(inputs, labels)
             optimizer._on_after_step()  # type: ignore[union-attr]
+        for scheduler in schedulers if isinstance(schedulers, list) else filter(None, [schedulers]):
+            scheduler.step()
         self.totals.add(loss, logits, shown)
         if self.processes.count > 1 and (self.global_step % LOG_EVERY_STEPS) == 0:
             loss = self.processes.sum(loss) / self.processes.count
         return loss
 
-    def _gradients(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute gradients of this process's share of a batch; return its loss, logits, labels."""
         self._optimizer().zero_grad()
         share = self.processes.share(len(labels))
         x = self.encode(self.augment(inputs), share)
         net = self.net if self._axis is None else self.outputs
         loss, logits = optimize.gradients(
-            net, x, labels[share], self.config, self._backward, self._penalty
+            net, x, labels[share], self.config, self._loss, self._backward
         )
         self.activity.count()
         return loss, logits, labels[share]
 
-    def _penalty(self) -> Tensor | None:
-        penalty, weight = self.activity.penalty(), self.config.activity_weight
-        return None if penalty is None or weight is None else weight * penalty
+    def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Compute the loss and the penalties of the most recent call of the network."""
+        config = self.config
+        classes = len(DATASETS[config.dataset].classes)
+        if outputs.ndim != 3 or outputs.shape[1:] != (len(labels), classes):
+            raise ConfigError(
+                f"the model {config.model} has outputs {list(outputs.shape)}: expected [T, "
+                f"{len(labels)}, {classes}], one for each of the {classes} classes"
+            )
+        value = self.loss(outputs, labels)
+        terms = [(self.activity.penalty(), config.activity_weight)]
+        if self._rates is not None:
+            terms.append((self._rates.penalty(), config.rate_penalty))
+        for penalty, weight in terms:
+            if penalty is not None and weight is not None:
+                value = value + weight * penalty
+        return value
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         block = getattr(self.trainer.strategy, "block_backward_sync", None)
@@ -203,7 +269,7 @@ class Classifier(pl.LightningModule):
 
     def _step(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run a whole step without Lightning, for a CUDA graph."""
-        result = self._gradients(inputs, labels)
+        result = self.gradients(inputs, labels)
         self.on_before_optimizer_step(self._optimizer())
         self._optimizer().step()
         return result
@@ -247,8 +313,21 @@ class Classifier(pl.LightningModule):
         self.test_step(batch, batch_idx)
 
     def on_validation_epoch_end(self) -> None:
+        if self.trainer.sanity_checking:
+            return
         loss, accuracy = self.eval_totals.reduced(self.processes, self.device).mean()
-        self.history.append({**self._row, "val_loss": loss, "val_accuracy": accuracy})
+        row = {"val_loss": loss, "val_accuracy": accuracy}
+        if self.trainer.state.fn == "fit":
+            row = {**self._row, **row}
+            self.history.append(row)
+        self.log_dict({name: row[name] for name in row if name not in ("epoch", "step")})
+
+    def on_test_epoch_start(self) -> None:
+        self.eval_totals = MetricTotals()
+
+    def on_test_epoch_end(self) -> None:
+        loss, accuracy = self.eval_totals.reduced(self.processes, self.device).mean()
+        self.log_dict({"test_loss": loss, "test_accuracy": accuracy})
 
     def evaluate(self, examples: Iterable[Batch]) -> tuple[float, float]:
         """Return loss and accuracy on `examples`, in evaluation mode and without Lightning."""
@@ -286,6 +365,9 @@ class Classifier(pl.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        loops = {} if self._trainer is None else self.trainer.fit_loop.state_dict()
+        if not same_types(checkpoint["loops"]["fit_loop"], loops):
+            raise TypeError("a counter of the training loop has another type")
         self.history = [dict(row) for row in checkpoint[KEY]["history"]]
         if self.processes.main:  # totals are summed over processes: the others start from zero
             tally = checkpoint[KEY]["tally"]

@@ -21,9 +21,11 @@ from typing import Any, NoReturn
 import spikefuse
 from spikefuse.data import DataError
 from spikefuse.data.files import ENVIRONMENT
-from spikefuse.train.config import ConfigError, RunOptions, TrainConfig
+from spikefuse.train import output, own
+from spikefuse.train.config import RunOptions, TrainConfig
+from spikefuse.train.fields import ConfigError
 
-USER_ERROR = 2
+USER_ERROR, FAILURE = 2, 1
 # Time for the main process to report a user's error before the others exit.
 PATIENCE_SECONDS = 10.0
 EXTRA = ("lightning", "tensorboard", "matplotlib", "tqdm", "yaml")
@@ -43,6 +45,7 @@ examples:
   spikefuse train --dataset mnist --download --model resnet18 -T 32 --encoding poisson \\
       --epochs 5 --batch-size 100 --shift 0
   spikefuse train --config configs/temporal-fusion-mnist-resnet18.yaml --download
+  spikefuse train --model my_code:small --dataset my_code:shapes          code in my_code.py, here
   spikefuse train --resume runs/digits-conv-1/last.ckpt
   torchrun --nproc_per_node 2 -m spikefuse train --batch-size 64
   torchrun --nproc_per_node 4 -m spikefuse train --time-ranks 2 --data-ranks 2 -T 32
@@ -141,8 +144,9 @@ def _add_option(
     text, kind = option["help"], option["kind"]
     values: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     if kind is not bool:
-        choices = option["allowed"] if kind is str else ()
-        metavar = "|".join(choices) or ("PATH" if kind is Path else "N")
+        choices = (option["allowed"] or ()) if kind is str else ()
+        plain = {Path: "PATH", str: "NAME"}.get(kind, "N")
+        metavar = "|".join(choices) or plain
         if len(choices) > MAX_INLINE_CHOICES:
             metavar, text = "NAME", f"{text}: {', '.join(choices)}"
         values = {"type": kind, "metavar": metavar}
@@ -166,11 +170,19 @@ def _add_eval(commands: Any) -> None:
     evaluate.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="best.ckpt or last.ckpt of a run"
     )
+    _add_own(evaluate)
     (fuse,) = (f.metadata for f in fields(TrainConfig) if f.name == "fuse")
     _add_option(evaluate, "fuse", {**fuse, "shown": "as in training"})
     for f in fields(RunOptions):
         if f.name in ("device", "data_dir", "download"):
             _add_option(evaluate, f.name, f.metadata, f.default)
+
+
+def _add_own(command: argparse.ArgumentParser) -> None:
+    """Add the options that allow a checkpoint to use a user's own code."""
+    for name, form in (("model", "module:builder"), ("dataset", "module:dataset")):
+        text = f"your own {name} of the run, which is imported and so executes code"
+        command.add_argument(f"--{name}", metavar=form, help=text)
 
 
 def _add_predict(commands: Any) -> None:
@@ -186,6 +198,7 @@ def _add_predict(commands: Any) -> None:
         "checkpoint", type=Path, metavar="CHECKPOINT", help="best.ckpt or last.ckpt of a run"
     )
     predict.add_argument("files", type=Path, nargs="+", metavar="FILE", help="files or folders")
+    _add_own(predict)
     for name, default, text in (
         ("--top", 1, "number of classes per example, the most probable first"),
         ("--batch-size", 32, "examples per batch"),
@@ -202,28 +215,48 @@ def _add_predict(commands: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code."""
+    output.open_closed_streams()
     arguments = make_parser().parse_args(argv)
+    command = f"spikefuse {arguments.command}"
     try:
         commands = {"train": _train, "eval": _eval, "predict": _predict}
-        return commands[arguments.command](arguments)
+        code = commands[arguments.command](arguments)
+        sys.stdout.flush()
+        return code
     except (ConfigError, DataError) as error:
         if _main_process():
-            print(f"spikefuse {arguments.command}: error: {error}", file=sys.stderr)
+            output.complain(f"{command}: error: {error}")
         else:
             # torchrun stops all processes when one exits: let the main one report the error first.
             time.sleep(PATIENCE_SECONDS)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in EXTRA:
             raise
-        print(
-            f"spikefuse {arguments.command}: error: {error.name} is not installed: "
-            'pip install "spikefuse[train]"',
-            file=sys.stderr,
-        )
+        missing = f'{error.name} is not installed: pip install "spikefuse[train]"'
+        output.complain(f"{command}: error: {missing}")
     except KeyboardInterrupt:
-        print(f"spikefuse {arguments.command}: interrupted", file=sys.stderr)
+        output.complain(f"{command}: interrupted")
         return 130
+    except BrokenPipeError:  # the reader of the output, such as head, has all it wants
+        output.flush()
+        return FAILURE
+    except OSError as error:
+        output.flush()
+        output.complain(f"{command}: error: {error}")
+        return FAILURE
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        output.complain(
+            f"{command}: error: out of memory: lower the batch size or the number of steps"
+        )
+        return FAILURE
     return USER_ERROR
+
+
+def _out_of_memory(error: Exception) -> bool:
+    known = "can't allocate memory", "out of memory", "Storage size calculation overflowed"
+    return isinstance(error, MemoryError) or any(text in str(error) for text in known)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -247,7 +280,7 @@ def _train(arguments: argparse.Namespace) -> int:
         run.train(config, options, resumed)
     except RunInterrupted as stop:
         if _main_process():
-            print(_how_to_resume(stop.checkpoint, arguments), file=sys.stderr)
+            output.complain(_how_to_resume(stop.checkpoint, arguments, own.options(config)))
         return 128 + stop.signum
     except PeerLost as loss:
         print(f"spikefuse train: {loss}", file=sys.stderr, flush=True)
@@ -289,7 +322,7 @@ def _resumed_config(
 def _eval(arguments: argparse.Namespace) -> int:
     from spikefuse.train import checkpoint, run
 
-    loaded = checkpoint.load(arguments.checkpoint)
+    loaded = checkpoint.load(arguments.checkpoint, _own_names(arguments))
     if "fuse" in arguments:
         # Evaluation has no backward pass, so the memory policy of training need not apply.
         own = {"fuse": arguments.fuse, "memory": "recompute", "memory_budget": None}
@@ -311,7 +344,7 @@ def _predict(arguments: argparse.Namespace) -> int:
     for name in ("top", "batch_size"):
         if (value := getattr(arguments, name)) < 1:
             raise ConfigError(f"{name} is {value}: expected a whole number of at least 1")
-    network = predict.load(arguments.checkpoint, arguments.device)
+    network = predict.load(arguments.checkpoint, arguments.device, **_own_names(arguments))
     failed = []
 
     def report(error: str) -> None:
@@ -327,8 +360,8 @@ def _predict(arguments: argparse.Namespace) -> int:
         keys = "file", "class", "probability"
         tqdm.write(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1))
     elif arguments.csv:
-        output = SimpleNamespace(write=partial(tqdm.write, end=""))
-        writer = csv.writer(output, lineterminator="\n")
+        table = SimpleNamespace(write=partial(tqdm.write, end=""))
+        writer = csv.writer(table, lineterminator="\n")
         writer.writerow(("file", "class", "probability"))
         writer.writerows(rows)
     else:
@@ -340,12 +373,20 @@ def _predict(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _how_to_resume(checkpoint: Path | None, arguments: argparse.Namespace) -> str:
+def _own_names(arguments: argparse.Namespace) -> dict[str, str | None]:
+    return {"model": arguments.model, "dataset": arguments.dataset}
+
+
+def _how_to_resume(
+    checkpoint: Path | None, arguments: argparse.Namespace, options: list[str]
+) -> str:
     if checkpoint is None:
         return "stopped before anything was saved"
-    command = [*_program(), "train", "--resume", str(checkpoint)]
+    command = [*_program(), "train", "--resume", str(checkpoint), *options]
     if arguments.device != "auto":
         command += ["--device", arguments.device]
+    if arguments.logger is not None:
+        command += ["--logger", arguments.logger]
     if arguments.data_dir is not None:
         command += ["--data-dir", str(arguments.data_dir)]
     return f"stopped; saved {checkpoint}; resume with:\n  {shlex.join(command)}"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import math
-import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,21 @@ from spikefuse.memory.policies import POLICIES
 from spikefuse.models import MODELS
 from spikefuse.neurons import surrogate
 from spikefuse.nn import Temporal, zoo
+from spikefuse.train import own
+from spikefuse.train.fields import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    ConfigError,
+    between,
+    check_fields,
+    choice,
+    describe,
+    flag,
+    number,
+    up_to,
+)
 from spikefuse.transforms.fuse import fuse
 
 # All spiking models of the zoo; lif comes first and is the default.
@@ -39,8 +51,11 @@ SURROGATES: dict[str, type] = {
 # Parameters that a neuron learns through a sigmoid: their initial values exclude 0 and 1.
 SIGMOID_PARAMETERS = {"plif": ("decay",), "gatedlif": ("decay", "threshold")}
 ENCODINGS = ("direct", "poisson")
-OPTIMIZERS = ("adam", "adamw", "sgd")
-SCHEDULES = ("constant", "cosine")
+# Classes of torch.optim whose step a CUDA graph can hold.
+OPTIMIZERS = ("adam", "adamw", "radam", "adamax", "rmsprop", "sgd")
+SCHEDULES = ("constant", "cosine", "one-cycle", "step")
+# Part of a one-cycle run in which the learning rate rises.
+RISE = 0.3
 LOSSES = ("mean", "last", "every")
 PRECISIONS = ("32", "bf16", "16")
 MEMORY = (*POLICIES, "auto")
@@ -52,56 +67,8 @@ EVENT_RATE = 0.01
 SEED_LIMIT = 2**63
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_STEPS = 8
-
-
-class ConfigError(ValueError):
-    """A setting is invalid; the one-line message names the setting and the fix."""
-
-
-# A description of the allowed numbers, and a function that checks one.
-Allowed = tuple[str, Callable[[float], bool]]
-POSITIVE: Allowed = "a positive {}", lambda value: value > 0
-NOT_NEGATIVE: Allowed = "a {} of at least 0", lambda value: value >= 0
-AT_LEAST_ONE: Allowed = "a {} of at least 1", lambda value: value >= 1
-
-
-def between(low: float, high: float) -> Allowed:
-    return f"a {{}} from {low:g} to {high:g}", lambda value: low <= value <= high
-
-
-def up_to(high: float) -> Allowed:
-    return f"a {{}} above 0, at most {high:g}", lambda value: 0 < value <= high
-
-
-def number(
-    default: Any, help: str, allowed: Allowed, shown: str | None = None, kind: type = float
-) -> Any:
-    """Return a field for a number.
-
-    Args:
-        shown: what `--help` prints as the default, if it is not `default`.
-        kind: type of the number if `default` is None.
-    """
-    kind = kind if default is None else type(default)
-    return field(default=default, metadata=describe(help, kind, shown or str(default), allowed))
-
-
-def choice(default: str | None, help: str, choices: Collection[str], shown: str = "") -> Any:
-    """Return a field for one of `choices`, which are read when a value is checked."""
-    return field(default=default, metadata=describe(help, str, shown or str(default), choices))
-
-
 SIZES_VARY = f"the tensors of {EVENT_MODEL} vary in size"
 SCALED_LOSS = "the loss scaling of precision 16 may skip steps"
-
-
-def flag(default: bool | None, help: str, shown: str) -> Any:
-    """Return a field for a boolean."""
-    return field(default=default, metadata=describe(help, bool, shown))
-
-
-def describe(help: str, kind: type, shown: str, allowed: Any = None) -> dict[str, Any]:
-    return {"help": help, "kind": kind, "shown": shown, "allowed": allowed}
 
 
 @dataclass(frozen=True)
@@ -127,6 +94,15 @@ class RunOptions:
         int,
     )
     device: str = choice("auto", "device; auto is CUDA if available", DEVICES)
+    logger: str | None = field(
+        default=None,
+        metadata=describe(
+            "Lightning logger in addition to CSV and TensorBoard, such as wandb or mlflow, or "
+            "module:function for one of your own",
+            str,
+            "none",
+        ),
+    )
     data_dir: Path | None = field(
         default=None, metadata=describe("folder of the datasets", Path, "see below")
     )
@@ -148,8 +124,10 @@ class TrainConfig:
         ConfigError: a value has the wrong type, is out of range, or conflicts with another.
     """
 
-    dataset: str = choice("digits", "dataset", DATASETS)
-    model: str = choice("conv", "network architecture", MODELS)
+    dataset: str = choice("digits", "dataset, module:dataset for your own, or one of", DATASETS)
+    model: str = choice(
+        "conv", "network architecture, module:builder for your own, or one of", MODELS
+    )
     neuron: str = choice("lif", "neuron model", NEURONS)
     decay: float | None = number(
         None,
@@ -211,17 +189,37 @@ class TrainConfig:
     batch_size: int = number(32, "examples per optimizer step", AT_LEAST_ONE)
     optimizer: str = choice(
         "adam",
-        "optimizer; adamw decouples weight decay from the gradient, sgd has momentum 0.9",
+        "optimizer of torch.optim, with its defaults; sgd has momentum 0.9",
         OPTIMIZERS,
     )
     lr: float = number(1e-3, "learning rate", POSITIVE)
     schedule: str = choice(
-        "constant", "learning-rate schedule; cosine decays to 0 by the end of the run", SCHEDULES
+        "constant",
+        "learning-rate schedule; cosine decays to 0 by the end of the run, one-cycle rises first, "
+        "step divides by 10 every --step-epochs",
+        SCHEDULES,
+    )
+    step_epochs: int | None = number(
+        None, "epochs between steps, with --schedule step", AT_LEAST_ONE, "a third of the run", int
     )
     warmup: float = number(
-        0.0, "epochs over which the learning rate rises linearly at the start", NOT_NEGATIVE
+        None,
+        "epochs over which the learning rate rises at the start",
+        NOT_NEGATIVE,
+        "0; with one-cycle 0.3 of the run",
+        float,
     )
-    weight_decay: float = number(0.0, "weight decay of all parameters", NOT_NEGATIVE)
+    weight_decay: float = number(
+        0.0, "weight decay of the weights of layers, not of norms, biases and neurons", NOT_NEGATIVE
+    )
+    decay_all: bool = flag(False, "apply weight decay to all parameters", "no")
+    ema: float | None = number(
+        None,
+        "evaluate and save the exponential moving average of the weights, with this decay per "
+        "step, such as 0.999",
+        BELOW_ONE,
+        shown="none",
+    )
     loss: str = choice(
         "mean",
         "output to which cross entropy applies: the mean over time, the last step, or every step "
@@ -232,6 +230,18 @@ class TrainConfig:
         0.0,
         "fraction of the target spread evenly over all classes, in training only",
         between(0, 1),
+    )
+    rate_penalty: float = number(
+        0.0,
+        "weight of a penalty on the firing rate: spikes per neuron and step, averaged over layers",
+        NOT_NEGATIVE,
+    )
+    patience: int | None = number(
+        None,
+        "stop after this many epochs without a higher validation accuracy",
+        AT_LEAST_ONE,
+        shown="never",
+        kind=int,
     )
     clip: float | None = number(
         None, "clip the gradient of all parameters to this norm", POSITIVE, shown="none"
@@ -272,6 +282,8 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
+        for setting in own.REGISTRIES:
+            own.register(setting, getattr(self, setting))
         check_fields(self)
         self._fill_in_defaults()
         for conflicts in (
@@ -292,7 +304,10 @@ class TrainConfig:
         own: dict[str, Any] = {
             "num_steps": dataset.transform.get("num_steps", DEFAULT_STEPS),
             "shift": 0 if len(dataset.shape) == 1 or recorded else 1,
+            "warmup": RISE * self.epochs if self.schedule == "one-cycle" else 0.0,
         }
+        if self.schedule == "step":
+            own["step_epochs"] = -(-self.epochs // 3)
         if self.on_events:
             capacity = self.capacity
             own["activity"] = EVENT_RATE if capacity is None else min(capacity / 2, 0.5)
@@ -305,14 +320,14 @@ class TrainConfig:
         dataset = DATASETS[self.dataset]
         if len(dataset.shape) == 1:
             yield from self._given(f"{self.dataset} has no rows and columns", "shift", "flip")
-            if "mlp" not in self.model:
+            if "mlp" not in self.model and not own.is_reference(self.model):
                 yield f"model is {self.model}, but {self.dataset} is one-dimensional: choose mlp"
         if dataset.kind != "events":
             yield from self._given(f"{self.dataset} is not event data", "slicing", "slice_us")
         slicing = self.slicing or dataset.transform.get("by")
         if self.slice_us is not None and slicing != "duration":
             yield f"slice_us is given, but slicing is {slicing}: remove it, or choose duration"
-        if slicing == "duration" and not (self.slice_us or dataset.transform["dt"]):
+        if slicing == "duration" and not (self.slice_us or dataset.transform.get("dt")):
             yield f"slicing is duration, but {self.dataset} has no default duration: set slice_us"
 
     def _given(self, reason: str, *names: str) -> Iterator[str]:
@@ -329,13 +344,17 @@ class TrainConfig:
         activity, capacity = self.activity or 0.0, self.capacity or 1.0
         if activity > capacity:
             yield f"activity is {activity:g}: expected at most capacity, {capacity:g}"
-        if DATASETS[self.dataset].kind == "events":
+        dataset = DATASETS[self.dataset]
+        if dataset.kind == "events":
             yield from self._given(f"{EVENT_MODEL} does not read images", "shift", "flip")
+            if "bits" not in dataset.transform:
+                yield f"{EVENT_MODEL} reads frames of one bit, but {self.dataset} has no bits"
         elif self.encoding != "poisson":
             yield f"encoding is {self.encoding}, but {EVENT_MODEL} reads spikes: choose poisson"
         if self.accumulate > 1:
             yield f"accumulate is given, but {EVENT_MODEL} computes whole batches: remove it"
         yield from self._given(f"{EVENT_MODEL} computes whole sequences", "tbptt")
+        yield from self._given(f"{EVENT_MODEL} has activity_weight", "rate_penalty")
         yield from self._given(SIZES_VARY, "cuda_graph")
         if self.precision != "32":
             yield f"precision is {self.precision}, but {EVENT_MODEL} computes in float32: choose 32"
@@ -344,6 +363,8 @@ class TrainConfig:
 
     def _neuron_conflicts(self) -> Iterator[str]:
         parameters = inspect.signature(NEURONS[self.neuron]).parameters
+        if self.neuron == "ternarylif":
+            yield from self._given("the spikes of ternarylif have signs", "rate_penalty")
         if not {"surrogate", "firing"} & parameters.keys():
             yield from self._given(f"the neuron {self.neuron} takes none", "surrogate")
         if self.decay is not None and "decay" not in parameters:
@@ -379,6 +400,8 @@ class TrainConfig:
             yield f"memory is {self.memory}, with {budget}: auto and memory_budget need each other"
         if self.warmup >= self.epochs:
             yield f"warmup is {self.warmup:g}: expected fewer than epochs, {self.epochs}"
+        if self.step_epochs is not None and self.schedule != "step":
+            yield f"step_epochs is given, but schedule is {self.schedule}: choose step"
         if self.label_smoothing == 1:
             yield "label_smoothing is 1, which leaves nothing to learn: lower it"
         if self.cuda_graph and self.precision == "16":
@@ -404,11 +427,13 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
-        """Invert `to_dict`.
+        """Invert `to_dict`, without importing a user's module that `values` name.
 
         Raises:
-            ConfigError: an entry is unknown or invalid.
+            ConfigError: an entry is unknown or invalid, or names a model or dataset that this
+                process has not imported yet.
         """
+        own.refuse_unknown(values)
         unknown = sorted(set(values) - {f.name for f in fields(cls)})
         if unknown:
             raise ConfigError(f"unknown setting {unknown[0]!r}: from another version of spikefuse")
@@ -420,7 +445,7 @@ class TrainConfig:
     @property
     def on_events(self) -> bool:
         """Whether the model computes on lists of events."""
-        return self.model.startswith(EVENT_MODEL)
+        return self.model.startswith(EVENT_MODEL) and not own.is_reference(self.model)
 
     def make_neuron(self) -> nn.Module:
         kind = NEURONS[self.neuron]
@@ -445,6 +470,7 @@ class TrainConfig:
             options = {"capacity": self.capacity, "overflow": self.overflow}
         build = MODELS[self.model]
         net = build(self.make_neuron, channels, len(dataset.classes), (height, width), **options)
+        own.check_network(self.model, net)
         temporal = Temporal(net, POLICIES.get(self.memory, self.memory), self.memory_budget)
         return fuse(temporal) if self.fuse else temporal
 
@@ -456,31 +482,3 @@ class TrainConfig:
         if self.on_events:
             options["bits"] = 1  # several events at a site within a step are one spike
         return {name: value for name, value in options.items() if value is not None}
-
-
-def check_fields(options: TrainConfig | RunOptions) -> None:
-    """Check each value against the type, choices or range of its field."""
-    for f in fields(options):
-        value = getattr(options, f.name)
-        if value is not None or f.default is not None:
-            _check(f.name, value, f.metadata["kind"], f.metadata["allowed"])
-
-
-def _check(name: str, value: Any, kind: type, allowed: Any) -> None:
-    if kind is str:
-        if value not in allowed:
-            near = difflib.get_close_matches(str(value), allowed, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            if name == "dataset" and os.sep in str(value):
-                hint = "data_dir names the folder of the files, and dataset what they hold: "
-            raise ConfigError(f"unknown {name} {value!r}: {hint}choose one of {', '.join(allowed)}")
-    elif kind is bool:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} is {value!r}: expected true or false")
-    elif kind in (int, float):
-        noun, types = ("whole number", int) if kind is int else ("number", int | float)
-        text, accepts = allowed
-        if not isinstance(value, types) or isinstance(value, bool) or not math.isfinite(value):
-            raise ConfigError(f"{name} is {value!r}: expected a {noun}")
-        if not accepts(value):
-            raise ConfigError(f"{name} is {value!r}: expected {text.format(noun)}")

@@ -5,19 +5,23 @@ Shape legend: T time steps, B samples, C classes.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spikefuse.nn import Events
+from spikefuse.nn import Events, Neuron
 from spikefuse.train.config import TrainConfig
 
 MOMENTUM = 0.9
+# Of the one-cycle schedule: the highest learning rate over the first, and the first over the last.
+RISE_FACTOR, FALL_FACTOR = 25.0, 1e4
+STEP_FACTOR = 0.1
 # Called with a loss, and whether it is the last one of this optimizer step.
 Backward = Callable[[Tensor, bool], None]
 
@@ -62,8 +66,8 @@ def gradients(
     x: Tensor | Events,
     labels: Tensor,
     config: TrainConfig,
+    loss: Callable[[Tensor, Tensor], Tensor],
     backward: Backward,
-    penalty: Callable[[], Tensor | None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """Accumulate the gradients of a batch into the parameters.
 
@@ -76,8 +80,9 @@ def gradients(
         net: the network, a `Temporal` or a function that calls one.
         x: its input `[T, B, ...]`; `Events` are never split.
         labels: classes `[B]`.
+        loss: maps outputs `[T, B, C]` of the most recent call of the network, and labels `[B]`, to
+            a scalar.
         backward: computes and accumulates the gradients of a loss.
-        penalty: returns a term for the loss, computed from the most recent call of the network.
 
     Returns:
         The loss, a scalar, and the logits `[B, classes]` of the whole batch, both detached.
@@ -92,10 +97,7 @@ def gradients(
             outputs.append(output.detach())
             if config.loss == "last" and stop < num_steps:
                 continue
-            value = sequence_loss(output, labels[rows], config.loss, config.label_smoothing)
-            extra = penalty()
-            if extra is not None:
-                value = value + extra
+            value = loss(output, labels[rows])
             weight = 1.0 if config.loss == "last" else len(output) / num_steps
             weighted = value * (weight * len(indices) / batch)
             backward(weighted, rows.stop == batch and stop == num_steps)
@@ -122,56 +124,99 @@ def _chunks(
         yield stop, output
 
 
-def make_optimizer(
-    config: TrainConfig, parameters: Iterator[torch.nn.Parameter], device: torch.device
-) -> Optimizer:
-    """Create the optimizer: fused on a GPU, except in float16, whose gradients must be unscaled
-    and perhaps clipped before the step."""
-    options: dict[str, Any] = {
-        "lr": config.lr,
-        "weight_decay": config.weight_decay,
-        "fused": True if device.type == "cuda" and config.precision != "16" else None,
-    }
+def make_optimizer(config: TrainConfig, net: nn.Module, device: torch.device) -> Optimizer:
+    """Create the optimizer: fused on a GPU if it can be, except in float16, whose gradients must be
+    unscaled and perhaps clipped before the step."""
+    kinds = {name.lower(): kind for name, kind in vars(torch.optim).items()}
+    kind = kinds[config.optimizer]
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if "fused" in inspect.signature(kind).parameters:
+        options["fused"] = True if device.type == "cuda" and config.precision != "16" else None
     if config.optimizer == "sgd":
-        return torch.optim.SGD(parameters, momentum=MOMENTUM, **options)
-    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-    return kind(parameters, **options)
+        options["momentum"] = MOMENTUM
+    return kind(parameter_groups(config, net), **options)
+
+
+def parameter_groups(config: TrainConfig, net: nn.Module) -> list[dict[str, Any]]:
+    """Return groups for an optimizer, which except norms, biases and neurons from weight decay.
+
+    These are the parameters of neurons and layer norms, and all others with less than two dims.
+    """
+    if config.weight_decay == 0 or config.decay_all:
+        return [{"params": list(net.parameters())}]
+    apart = {
+        id(parameter)
+        for module in net.modules()
+        if isinstance(module, (Neuron, nn.LayerNorm, nn.RMSNorm))
+        for parameter in module.parameters()
+    }
+    groups: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+    for parameter in net.parameters():
+        groups[parameter.ndim < 2 or id(parameter) in apart].append(parameter)
+    return [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
 
 
 def adapt_state(optimizer: Optimizer) -> None:
-    """Convert restored optimizer state to the current device, memory format and kind of step."""
+    """Convert restored optimizer state to the current device, memory format and kind of step.
+
+    Raises:
+        ValueError: the state does not fit the parameters.
+    """
+    fused = optimizer.defaults.get("fused")
     for group in optimizer.param_groups:
-        group["fused"] = fused = optimizer.defaults.get("fused")
-        group["lr"] = float(group["lr"])  # a tensor if a CUDA graph saved it
-        if "capturable" in group:
-            group["capturable"] = False
+        # A CUDA graph saves other forms.
+        own = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"]}
+        group.update({**optimizer.defaults, **own})
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
+                shape = () if name == "step" else parameter.shape
+                fits = isinstance(value, Tensor) and value.shape == shape
+                if not fits or (name == "step" and not value >= 0):
+                    raise ValueError(f"the optimizer state {name} does not fit its parameter")
                 if name == "step":  # fused optimizers expect it on the device of the parameter
                     state[name] = value.to(parameter.device if fused else "cpu")
-                elif isinstance(value, Tensor) and value.stride() != parameter.stride():
+                elif value.stride() != parameter.stride():
                     state[name] = torch.empty_like(parameter).copy_(value)
 
 
 def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
-    During the first $W$ steps (`warmup` epochs) it is $\\eta (n + 1) / W$, then $\\eta$, or with
-    the cosine schedule $\\frac{\\eta}{2} (1 + \\cos(\\pi \\frac{n - W}{N - W}))$ over $N$ steps.
+    During the first $W$ steps (`warmup` epochs) it is $\\eta (n + 1) / W$, then $\\eta$, with the
+    cosine schedule $\\frac{\\eta}{2} (1 + \\cos(\\pi \\frac{n - W}{N - W}))$ over $N$ steps, or
+    with "step" a tenth of the rate before after each `step_epochs`. "one-cycle" equals
+    `torch.optim.lr_scheduler.OneCycleLR` with constant momentum. The rate depends on the step
+    alone, so that a resumed run continues it.
 
-    Source of the cosine: Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm
-    Restarts", ICLR 2017, equation 5, without restarts.
+    Sources: Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", ICLR
+    2017, equation 5, without restarts; Smith and Topin, "Super-Convergence: Very Fast Training of
+    Neural Networks Using Large Learning Rates", 2018.
     """
-    warmup = round(config.warmup * steps_per_epoch)
+    warmup, total = round(config.warmup * steps_per_epoch), config.epochs * steps_per_epoch
     factor = 1.0
-    if step < warmup:
+    if config.schedule == "one-cycle":
+        factor = _one_cycle(step, max(warmup - 1, 0), total - 1)
+    elif step < warmup:
         factor = (step + 1) / warmup
     elif config.schedule == "cosine":
-        done = (step - warmup) / max(1, config.epochs * steps_per_epoch - warmup)
-        factor = 0.5 * (1 + math.cos(math.pi * done))
+        factor = _cosine(1.0, 0.0, (step - warmup) / max(1, total - warmup))
+    elif config.schedule == "step":
+        assert config.step_epochs is not None
+        factor = STEP_FACTOR ** (step // (config.step_epochs * steps_per_epoch))
     # Rounded to float32, the type in which an optimizer inside a CUDA graph reads it.
     return torch.tensor(config.lr * factor, dtype=torch.float32).item()
+
+
+def _one_cycle(step: int, peak: int, last: int) -> float:
+    first = 1 / RISE_FACTOR
+    if step < peak:
+        return _cosine(first, 1.0, step / peak)
+    return _cosine(1.0, first / FALL_FACTOR, (step - peak) / max(1, last - peak))
+
+
+def _cosine(start: float, end: float, done: float) -> float:
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,15 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from torch import Tensor, nn
+from torch import Tensor
 
 from spikefuse.data import DATASETS
-from spikefuse.nn import EventLinear, Events, Neuron
-from spikefuse.train.checkpoint import EpochMetrics, replacing
+from spikefuse.data.files import replacing
+from spikefuse.inspect.plots import raster
+from spikefuse.nn import Events, record
+from spikefuse.train.checkpoint import EpochMetrics
 from spikefuse.train.classifier import Classifier, best_epoch
 
-MAX_NEURONS = 200
 PANEL = (3.6, 2.6)  # inches
 IMAGE: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
 
@@ -42,49 +42,24 @@ def plot_curves(history: list[EpochMetrics], path: Path) -> None:
     _save(figure, path)
 
 
-def record(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+def record_example(module: Classifier, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Record input, spikes and output of the network for one example, a batch of one.
 
     Returns:
         The encoded input `[T, C, H, W]` or `[T, units]`, the spikes `[T, ...]` of each neuron
         layer by name, and the output `[T, classes]`.
     """
-    spikes: dict[str, Tensor] = {}
-
-    def observe(name: str) -> Any:
-        # Inside Temporal, time is folded into the batch, which has one sample here.
-        return lambda _, inputs, output: spikes.update({name: _dense(output).float().cpu()})
-
-    layers = _spiking_layers(module.net.net)
-    hooks = [layer.register_forward_hook(observe(name)) for name, layer in layers]
-    try:
-        with torch.no_grad():
-            x = module.encode(pixels)
-            output = module.net(x)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    x = _dense(x) if isinstance(x, Events) else x[:, 0]
-    return x.cpu(), spikes, output[:, 0].float().cpu()
-
-
-def _spiking_layers(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers that output spikes; the neuron inside an event layer is never called."""
-    for name, module in net.named_modules():
-        if isinstance(module, Neuron) or (
-            isinstance(module, EventLinear) and module.neuron is not None
-        ):
-            yield name, module
-
-
-def _dense(x: Tensor | Events) -> Tensor:
-    """Convert events of a batch of one to `[T, W]`; return tensors unchanged."""
-    return x.to_dense()[:, 0] if isinstance(x, Events) else x
+    with torch.no_grad(), record(module.net.net) as recorded:
+        x = module.encode(pixels)
+        output = module.net(x)
+    x = x.to_dense() if isinstance(x, Events) else x
+    spikes = {name: y[:, 0].float().cpu() for name, y in recorded.of("spikes").items()}
+    return x[:, 0].cpu(), spikes, output[:, 0].float().cpu()
 
 
 def plot_raster(module: Classifier, pixels: Tensor, label: int, path: Path) -> None:
     """Plot input, output and the spikes of every neuron layer for one example."""
-    x, spikes, output = record(module, pixels)
+    x, spikes, output = record_example(module, pixels)
     columns = math.ceil(math.sqrt(len(spikes) + 2))
     rows = math.ceil((len(spikes) + 2) / columns)
     figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
@@ -93,7 +68,9 @@ def plot_raster(module: Classifier, pixels: Tensor, label: int, path: Path) -> N
     classes = DATASETS[module.config.dataset].classes
     _plot_input(panels[0], x, classes[label])
     for axes, (name, layer) in zip(panels[1:], spikes.items(), strict=False):
-        _plot_spikes(axes, name, layer)
+        shape = " × ".join(map(str, layer.shape[1:]))
+        raster(layer, axes)
+        axes.set_title(f"{name}: {shape} neurons, {100 * layer.mean():.1f} % firing", fontsize=8)
     _plot_output(panels[len(spikes) + 1], output, classes)
     for axes in panels[len(spikes) + 2 :]:
         axes.set_axis_off()
@@ -108,18 +85,6 @@ def _plot_input(axes: Axes, x: Tensor, label: str) -> None:
         return
     axes.imshow(x.mean((0, 1)).numpy(), cmap="gray")
     axes.set_axis_off()
-
-
-def _plot_spikes(axes: Axes, name: str, layer: Tensor) -> None:
-    neurons = layer.flatten(1).T
-    count = len(neurons)
-    shown = torch.linspace(0, count - 1, min(count, MAX_NEURONS)).round().long()
-    axes.imshow(neurons[shown].numpy(), cmap="binary", **IMAGE)
-    shape = " × ".join(map(str, layer.shape[1:]))
-    axes.set_title(f"{name}: {shape} neurons, {100 * layer.mean():.1f} % firing", fontsize=8)
-    neurons_shown = "neurons" if len(shown) == count else f"{len(shown)} of {count} neurons"
-    axes.set(xlabel="time step", ylabel=neurons_shown)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _plot_output(axes: Axes, output: Tensor, classes: tuple[str, ...]) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from spikefuse.data import DATASETS, DataError, read_file
 from spikefuse.data.registry import file_endings
 from spikefuse.train import batches, checkpoint
-from spikefuse.train.config import ConfigError, TrainConfig
+from spikefuse.train.config import TrainConfig
+from spikefuse.train.fields import ConfigError
 from spikefuse.train.optimize import readout
 from spikefuse.train.seeding import Purpose, reseed
 
@@ -43,6 +44,8 @@ class TrainedNetwork(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute the logits of a batch, float32 `[B, classes]`; `softmax(1)` gives probabilities.
 
+        The batch is moved to the device of the network.
+
         Args:
             inputs: uint8 images `[B, C, H, W]`, from 0 to 255, or uint8 event frames `[B, T, ...]`,
                 such as the `pixels` of a dataset's batch, or `read(path)`.
@@ -59,6 +62,7 @@ class TrainedNetwork(nn.Module):
                 f"inputs are {inputs.dtype} {list(inputs.shape)}: expected torch.uint8 [{shape}], "
                 f"as {self.config.dataset} has; other inputs can be passed to .net, encoded"
             )
+        inputs = inputs.to(next(self.net.parameters()).device)
         return readout(self.net(batches.encode(inputs, self.config)), self.config.loss)
 
     def read(self, path: str | os.PathLike[str]) -> Tensor:
@@ -76,7 +80,13 @@ class TrainedNetwork(nn.Module):
         return read_file(self.config.dataset, path, **self.config.transform())
 
 
-def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> TrainedNetwork:
+def load(
+    path: str | os.PathLike[str],
+    device: str | torch.device = "cpu",
+    *,
+    model: str | None = None,
+    dataset: str | None = None,
+) -> TrainedNetwork:
     """Load a network that `spikefuse train` has trained, in evaluation mode.
 
     ```python
@@ -84,18 +94,23 @@ def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> Tr
     logits = net(net.read("three.png"))
     ```
 
-    The settings in the checkpoint rebuild the network; no code in the file is executed.
+    The settings in the checkpoint rebuild the network; no code in the file is executed. If the run
+    had your own model or dataset, name it again: a file could name any module, and importing a
+    module executes it.
 
     Args:
         path: `best.ckpt` or `last.ckpt` of a run.
         device: where the network goes; "auto" is CUDA if available.
+        model: your own model, "module:builder", found from the working directory.
+        dataset: your own dataset, "module:dataset".
 
     Raises:
         ConfigError: a `ValueError` that names the file: it is missing, damaged, not a checkpoint of
-            spikefuse, or saved by a newer version; or there is no such device.
+            spikefuse, or saved by a newer version; it has a model or dataset that is not given; or
+            there is no such device.
     """
     device = find_device(device)
-    loaded = checkpoint.load(Path(path).expanduser())
+    loaded = checkpoint.load(Path(path).expanduser(), {"model": model, "dataset": dataset})
     with torch.random.fork_rng(devices=[]):  # the initial weights are overwritten
         network = TrainedNetwork(loaded.config)
     checkpoint.load_weights(network, loaded)
@@ -158,14 +173,13 @@ def classify(
 
     Poisson spikes depend on the seed of the run and the position of an example only.
     """
-    device = next(network.parameters()).device
     for number in count():
         batch = list(islice(examples, batch_size))
         if not batch:
             return
         reseed(network.config.seed, Purpose.EVALUATION, number)
         with torch.no_grad():
-            logits = network(torch.stack([example for _, example in batch]).to(device))
+            logits = network(torch.stack([example for _, example in batch]))
         chosen = logits.softmax(1).topk(min(top, len(network.classes)))
         rows = zip(batch, chosen.values.tolist(), chosen.indices.tolist(), strict=True)
         for (name, _), probabilities, labels in rows:

@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from spikefuse.train.config import ConfigError, TrainConfig
+from spikefuse.train.config import TrainConfig
+from spikefuse.train.fields import ConfigError
 
 # Options that depend on the machine; only the command line accepts them.
 PLACE = ("config", "data_dir", "device", "download", "out", "resume")
@@ -22,26 +23,56 @@ def read(path: Path) -> dict[str, Any]:
         ConfigError: the file is missing or not YAML, or has an unknown or invalid entry.
     """
     try:
-        content = yaml.safe_load(path.read_text())
+        entries = _entries(path.read_text())
+    except ConfigError as error:
+        raise ConfigError(f"config {path}, {error}") from error
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
-        line = "" if where is None else f", line {where.line + 1}"
+        place = "" if where is None else f", line {where.line + 1}"
         raise ConfigError(
-            f"config {path}{line}: not YAML: expected lines like 'lr: 0.1'"
+            f"config {path}{place}: not YAML: expected lines like 'lr: 0.1'"
         ) from error
-    if not isinstance(content, dict):
+    if entries is None:
         raise ConfigError(f"config {path}: expected lines like 'lr: 0.1', an option and its value")
     try:
         settings = {}
-        for key, value in content.items():
-            name = str(key).replace("-", "_")
+        for line, name, value in entries:
+            if name in settings:
+                raise ConfigError(f"{name} is given twice, again in line {line}: remove one")
             settings[name] = _convert(name, value)
         TrainConfig(**settings)
     except ConfigError as error:
         raise ConfigError(f"config {path}: {error}") from error
     return settings
+
+
+def _entries(text: str) -> list[tuple[int, str, Any]] | None:
+    """Return the line, the name and the value of each entry; None if `text` has another form.
+
+    The document is not constructed as a whole: the last of repeated keys would win, and references
+    in lists could expand to any size.
+    """
+    loader = yaml.SafeLoader(text)
+    try:
+        document = loader.get_single_node()
+        pairs = document.value if isinstance(document, yaml.MappingNode) else ()
+        for pair in pairs:
+            for node in pair:
+                if not isinstance(node, yaml.ScalarNode):
+                    line = node.start_mark.line + 1
+                    raise ConfigError(f"line {line}: expected one value, as in 'lr: 0.1'")
+        return [
+            (
+                key.start_mark.line + 1,
+                key.value.replace("-", "_"),
+                loader.construct_object(value),
+            )
+            for key, value in pairs
+        ] or None
+    finally:
+        loader.dispose()
 
 
 def _convert(name: str, value: Any) -> Any:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import math
-import shutil
 import signal
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -25,28 +22,27 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from tqdm import tqdm
 
 import spikefuse
-from spikefuse import data
 from spikefuse.data import DATASETS, Examples
+from spikefuse.data.files import replacing
 from spikefuse.distributed import RankLost, make_mesh
 from spikefuse.nn import scale_to_rate
-from spikefuse.train import batches
-from spikefuse.train.batches import EvalBatches, TrainBatches
+from spikefuse.train import batches, folder
+from spikefuse.train.batches import EvalBatches
 from spikefuse.train.callbacks import CheckpointSaver, MetricsWriter, ProgressReporter
-from spikefuse.train.checkpoint import BEST, LAST, LoadedRun, load, load_weights, replacing
-from spikefuse.train.classifier import Classifier, best_epoch
-from spikefuse.train.config import ConfigError, RunOptions, TrainConfig
+from spikefuse.train.checkpoint import BEST, LAST, LoadedRun, load, load_weights
+from spikefuse.train.classifier import LIGHTNING_PRECISION, Classifier, best_epoch
+from spikefuse.train.config import RunOptions, TrainConfig
+from spikefuse.train.data_module import DataModule
+from spikefuse.train.extras import make_logger, optional_callbacks
+from spikefuse.train.fields import ConfigError
+from spikefuse.train.output import show
 from spikefuse.train.plots import plot_curves, plot_raster
 from spikefuse.train.predict import find_device
 from spikefuse.train.processes import Processes, is_connection_error
 from spikefuse.train.signals import RunInterrupted, SignalHandler
 
-RUNS = Path("runs")
-VALIDATION_FRACTION = 0.1
-# Fixed, so that runs with different seeds are validated on the same examples.
-VALIDATION_SEED = 1
 # Input values per CPU thread and training step (time steps × batch × input size).
 VALUES_PER_THREAD = 1 << 15
-LIGHTNING_PRECISION = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
 
 def train(
@@ -61,23 +57,29 @@ def train(
         The content of `result.json`; empty in all processes but the main one.
 
     Raises:
-        ConfigError, DataError: a setting or a file is invalid. Nothing has been written, unless the
-            run's own best.ckpt turns out to be invalid at the end.
+        ConfigError, DataError: a setting or a file is invalid, or another process trains in the
+            folder. Nothing has been written, unless the run's own best.ckpt turns out to be invalid
+            at the end.
+        OSError: a file cannot be written; the message names the checkpoint to resume from.
         RunInterrupted: a signal stopped the run.
     """
+    with contextlib.ExitStack() as held:  # the lock of the folder
+        return _train(config, options, resumed, held)
+
+
+def _train(
+    config: TrainConfig,
+    options: RunOptions,
+    resumed: LoadedRun | None,
+    held: contextlib.ExitStack,
+) -> dict[str, Any]:
     processes = Processes.started(options.time_ranks)
     device = _device(options.device, config.precision, processes)
     _check_device(config, device)
     _check_processes(config, options, processes)
     with processes.connected(device):
         with processes.local_main_first():
-            rest, test = _load_data(config, options)
-        training, validation = data.split(rest, VALIDATION_FRACTION, VALIDATION_SEED)
-        if config.batch_size > len(training):
-            raise ConfigError(
-                f"batch_size is {config.batch_size}: {config.dataset} has only {len(training)} "
-                "training images"
-            )
+            examples = _load_data(config, options)
         module = _make_module(config, device, processes)
         if resumed is not None:
             load_weights(module, resumed)  # only checks them early: Lightning loads them later
@@ -85,24 +87,30 @@ def train(
             chunks = options.time_chunks or (1 if device.type == "cuda" else 4)
             module.share_time(make_mesh(None, processes.time, device.type), chunks)
         elif config.on_events:
-            _scale_weights(module, training)
+            _scale_weights(module, examples.training)
         existed = resumed is not None or (options.out is not None and options.out.exists())
-        directory = _run_directory(config, options, resumed, processes)
+        directory = folder.make(config, options, resumed, processes, held)
         if processes.main:
-            sizes = (len(training), len(validation), len(test))
-            print(_introduction(module, sizes, device), f"writing to {directory}", sep="\n")
-            sys.stdout.flush()
+            show(f"{_introduction(module, examples, device)}\nwriting to {directory}")
         start = time.perf_counter()
         try:
-            _fit(module, (training, validation), device, directory, resumed)
-        except BaseException:
-            if processes.main and resumed is None and not (directory / LAST).exists():
-                _remove(directory, existed)
+            _fit(module, examples, device, directory, resumed, options.logger)
+        except BaseException as error:
+            saved = (directory / LAST).exists()
+            if processes.main and resumed is None and not saved:
+                folder.remove(directory, existed)
+            if isinstance(error, OSError):
+                raise OSError(f"{error}; {folder.how_to_continue(config, directory)}") from error
             raise
         seconds = time.perf_counter() - start
     if not processes.main:
         return {}
     rows = module.history
+    if len(rows) < config.epochs:
+        show(
+            f"stopped after epoch {len(rows)}: no higher validation accuracy for "
+            f"{config.patience} epochs (--patience)"
+        )
     facts = {
         "parameters": sum(p.numel() for p in module.parameters()),
         "training_seconds": round(seconds, 2),
@@ -113,7 +121,9 @@ def train(
     }
     module.detach_processes()
     try:
-        return _finish(module, test, device, directory, facts)
+        return _finish(module, examples.test, device, directory, facts)
+    except OSError as error:
+        raise OSError(f"{error}; {folder.how_to_continue(config, directory)}") from error
     except KeyboardInterrupt:
         raise RunInterrupted(signal.SIGINT, directory / LAST) from None
 
@@ -126,7 +136,7 @@ def evaluate(loaded: LoadedRun, options: RunOptions) -> tuple[float, float]:
     """
     config = loaded.config
     device = _device(options.device, config.precision, Processes())
-    _, test = _load_data(config, options)
+    test = _load_data(config, options).test
     module = _make_module(config, device)
     load_weights(module, loaded)
     return _test(module, test, device)
@@ -170,7 +180,7 @@ def _check_processes(config: TrainConfig, options: RunOptions, processes: Proces
         raise ConfigError(f"num_steps is {config.num_steps}: expected at least time_ranks, {time}")
     if time > 1 and config.on_events:
         raise ConfigError("time_ranks is given, but the model computes on events: remove it")
-    for name in ("tbptt", "sync_batch_norm"):
+    for name in ("tbptt", "sync_batch_norm", "rate_penalty"):
         if time > 1 and getattr(config, name):
             raise ConfigError(
                 f"{name} is given, but needs whole sequences: remove it, or time_ranks"
@@ -188,8 +198,10 @@ def _check_processes(config: TrainConfig, options: RunOptions, processes: Proces
         )
 
 
-def _load_data(config: TrainConfig, options: RunOptions) -> tuple[Examples, Examples]:
-    return data.load(config.dataset, options.data_dir, options.download, **config.transform())
+def _load_data(config: TrainConfig, options: RunOptions) -> DataModule:
+    examples = DataModule(config, options.data_dir, options.download)
+    examples.setup()
+    return examples
 
 
 def _make_module(
@@ -214,9 +226,10 @@ def _scale_weights(module: Classifier, training: Examples) -> None:
         ) from error
 
 
-def _introduction(module: Classifier, sizes: tuple[int, int, int], device: torch.device) -> str:
+def _introduction(module: Classifier, examples: DataModule, device: torch.device) -> str:
     config, processes = module.config, module.processes
-    training, validation, test = sizes
+    parts = examples.training, examples.validation, examples.test
+    training, validation, test = map(len, parts)
     parameters = sum(p.numel() for p in module.parameters())
     several = f", {processes.count} processes" if processes.count > 1 else ""
     events = DATASETS[config.dataset].kind == "events"
@@ -235,105 +248,38 @@ def _introduction(module: Classifier, sizes: tuple[int, int, int], device: torch
     )
 
 
-# The folder of a run
-
-
-def _run_directory(
-    config: TrainConfig, options: RunOptions, resumed: LoadedRun | None, processes: Processes
-) -> Path:
-    """Return the folder of the run; the main process creates it if it is new."""
-    outcome: Any = None
-    if processes.main:
-        try:
-            if resumed is None:
-                outcome = _new_directory(config, options)
-            else:
-                outcome = _resumed_directory(config, resumed)
-        except ConfigError as error:
-            outcome = error
-        except OSError as error:
-            where = f"cannot make the folder {options.out or RUNS} ({error.strerror})"
-            outcome = ConfigError(f"{where}: choose another with --out")
-    outcome = processes.broadcast(outcome)
-    if isinstance(outcome, ConfigError):
-        raise outcome
-    return outcome
-
-
-def _resumed_directory(config: TrainConfig, resumed: LoadedRun) -> Path:
-    directory = resumed.path.parent
-    if not resumed.resumable:
-        raise ConfigError(
-            f"{resumed.path} was saved by an earlier version of spikefuse: it can be tested, "
-            "but not resumed; start a new run"
-        )
-    if resumed.history and not (directory / BEST).is_file():
-        raise ConfigError(
-            f"{directory / BEST} is missing: resume a run in the folder in which it started"
-        )
-    if config.epochs < len(resumed.history):
-        raise ConfigError(
-            f"epochs is {config.epochs}: {resumed.path} has done {len(resumed.history)} already"
-        )
-    return directory
-
-
-def _new_directory(config: TrainConfig, options: RunOptions) -> Path:
-    out = options.out
-    if out is not None:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"{out} exists already: choose a new folder with --out")
-        out.mkdir(parents=True, exist_ok=True)
-        return out
-    for number in itertools.count(1):
-        directory = RUNS / f"{config.dataset}-{config.model}-{number}"
-        with contextlib.suppress(FileExistsError):
-            directory.mkdir(parents=True)
-            return directory
-    raise AssertionError
-
-
-def _remove(directory: Path, existed: bool) -> None:
-    """Delete what a run without a checkpoint wrote, except a folder that existed before it."""
-    for path in directory.iterdir() if existed else [directory]:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
 # Training and test
 
 
 def _fit(
     module: Classifier,
-    examples: tuple[Examples, Examples],
+    examples: DataModule,
     device: torch.device,
     directory: Path,
     resumed: LoadedRun | None,
+    logger: str | None,
 ) -> None:
     config, processes = module.config, module.processes
-    training, validation = (batches.place(part, device) for part in examples)
-    size, packed = config.batch_size, config.on_events
-    steps = TrainBatches(
-        training, size, config.seed, lambda: module.trainer.global_step, device, packed
-    )
     with _quiet(), _threads(config), SignalHandler(directory / LAST, processes) as signals:
-        callbacks: list[pl.Callback] = [CheckpointSaver(directory, signals)]
+        saver = CheckpointSaver(directory, signals)
+        callbacks: list[pl.Callback] = [*optional_callbacks(config), saver]
         if processes.main:
             callbacks = [ProgressReporter(), MetricsWriter(directory), *callbacks]
         trainer = _trainer(config, device, processes, callbacks, directory)
+        if logger is not None and processes.main:
+            trainer.loggers = [make_logger(logger, directory, config)]
         try:
-            trainer.fit(
-                module,
-                steps,
-                EvalBatches(validation, size, device, packed),
-                ckpt_path=None if resumed is None else resumed.path,
-            )
+            path = None if resumed is None else resumed.path
+            trainer.fit(module, datamodule=examples, ckpt_path=path)
         except Exception as error:
             if processes.count > 1 and is_connection_error(error):
                 signals.give_up(str(error) if isinstance(error, RankLost) else "")
-            raise
+            if resumed is None or saver.started or isinstance(error, OSError):
+                raise
+            raise ConfigError(
+                f"cannot resume {resumed.path} ({type(error).__name__}): it is damaged or was "
+                "changed; use an intact copy, or start a new run"
+            ) from error
 
 
 def _trainer(
@@ -411,7 +357,7 @@ def _finish(
     plot_raster(module, first, int(test.labels[0]), raster)
     with replacing(directory / "result.json") as path:
         path.write_text(json.dumps(result, indent=2) + "\n")
-    print(
+    show(
         f"test accuracy {100 * accuracy:.2f} % on {len(test):,} test images, with the weights "
         f"of epoch {result['best_epoch']}\n"
         f"plots: {curves} and {raster}"

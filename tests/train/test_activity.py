@@ -19,7 +19,8 @@ import spikefuse as sf
 from spikefuse.nn import Events
 from spikefuse.train.activity import ActivityMonitor
 from spikefuse.train.classifier import Classifier
-from spikefuse.train.config import ConfigError, TrainConfig
+from spikefuse.train.config import TrainConfig
+from spikefuse.train.fields import ConfigError
 
 Spikefuse = Callable[..., int]
 EVENTS = ["--dataset", "shd", "--model", "event-mlp", "--device", "cpu"]

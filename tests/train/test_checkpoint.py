@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import errno
+import io
+import random
 import shutil
+import subprocess
+import sys
+import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from spikefuse.train.checkpoint import load, replacing
+from spikefuse.train.checkpoint import LOCK, load, locked
 from spikefuse.train.cli import main
+from spikefuse.train.fields import ConfigError
 
 Spikefuse = Callable[..., int]
 
@@ -111,13 +121,173 @@ def test_resume_without_best_checkpoint(
     assert "best.ckpt is missing: resume a run in the folder" in capsys.readouterr().err
 
 
-def test_replacing_is_atomic(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("old")
-    with pytest.raises(RuntimeError), replacing(path) as temporary:  # noqa: PT012
-        temporary.write_text("half")
-        raise RuntimeError
-    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "old")]
-    with replacing(path) as temporary:
-        temporary.write_text("new")
-    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "new")]
+@pytest.mark.parametrize("command", [["eval"], ["train", "--resume"]])
+def test_a_changed_bit_of_a_weight_is_noticed(
+    spikefuse: Spikefuse, trained: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    content = bytearray((trained / "last.ckpt").read_bytes())
+    weight = torch.load(trained / "last.ckpt", weights_only=True)["state_dict"]["net.net.1.weight"]
+    content[content.index(weight.numpy().tobytes()) + 2] ^= 0x40
+    Path("changed.ckpt").write_bytes(content)
+    assert not torch.equal(
+        torch.load("changed.ckpt", weights_only=True)["state_dict"]["net.net.1.weight"], weight
+    )
+    assert spikefuse(*command, "changed.ckpt") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "checkpoint changed.ckpt: it is damaged: the checksum of" in line
+
+
+def test_changed_bytes_never_change_what_is_loaded(tmp_path: Path, trained: Path) -> None:
+    whole, path = (trained / "best.ckpt").read_bytes(), tmp_path / "changed.ckpt"
+    rng, intact = random.Random(0), load(trained / "best.ckpt")
+    refused = 0
+    for _ in range(150):
+        content = bytearray(whole)
+        content[rng.choice((rng.randrange(len(whole)), -rng.randrange(1, 4000)))] ^= (
+            1 << rng.randrange(8)
+        )
+        path.write_bytes(content)
+        try:
+            found = load(path)
+        except ConfigError as error:
+            refused += "changed.ckpt" in str(error)
+            continue
+        assert (found.config, found.history) == (intact.config, intact.history)
+        torch.testing.assert_close(found.weights, intact.weights, rtol=0, atol=0)
+    assert refused > 75  # dates and padding of the archive have no checksum
+
+
+def test_compressed_content_is_refused(tmp_path: Path) -> None:
+    """A checkpoint has no compressed entries, which could expand to any size."""
+    saved, path = io.BytesIO(), tmp_path / "small.ckpt"
+    torch.save({"state_dict": {"w": torch.zeros(1 << 20)}}, saved)
+    with zipfile.ZipFile(saved) as archive, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as out:
+        for entry in archive.infolist():
+            out.writestr(entry.filename, archive.read(entry))
+    with pytest.raises(ConfigError, match=r"small\.ckpt is damaged"):
+        load(path)
+
+
+def test_claimed_bytes_are_not_allocated(tmp_path: Path) -> None:
+    """PyTorch lets a checkpoint call bytearray, with any size."""
+    saved, path = io.BytesIO(), tmp_path / "small.ckpt"
+    torch.save({}, saved)
+    with zipfile.ZipFile(saved) as archive, zipfile.ZipFile(path, "w") as out:
+        for entry in archive.infolist():
+            size = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\0\0\0\0\1\x85R."  # 4 GiB
+            wanted = entry.filename.endswith("data.pkl")
+            out.writestr(entry.filename, size if wanted else archive.read(entry))
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match=r"small\.ckpt is damaged"):
+        load(path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
+
+
+OTHERS: list[Any] = [None, 3, -1.5, "text", [1], {"a": 1}, {1: [2]}, torch.ones(2), 10**5000]
+
+
+def places(value: Any, path: tuple = ()) -> list[tuple]:
+    """Paths of all entries of nested dicts and lists."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    inner = [places(v, (*path, k)) for k, v in items if isinstance(v, dict | list)]
+    return [(*path, k) for k, _ in items] + [found for part in inner for found in part]
+
+
+@pytest.mark.parametrize("command", ["eval", "resume"])
+def test_entries_of_other_types(
+    spikefuse: Spikefuse,
+    trained: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+) -> None:
+    """Each is read, or refused in one line, and leaves the run as it was."""
+    whole, rng = torch.load(trained / "last.ckpt", weights_only=True), random.Random(1)
+    chosen = [(path, other) for path in places(whole) for other in OTHERS]
+    own = [(path, other) for path, other in chosen if path[0] == "spikefuse" and len(path) < 3]
+    assert len(chosen) > 1000
+    chosen = rng.sample(chosen, 25) + rng.sample(own, 15)
+    shutil.copyfile(trained / "best.ckpt", "best.ckpt")
+    refused = 0
+    for path, other in chosen:
+        content = copy.deepcopy(whole)
+        parent = content
+        for key in path[:-1]:
+            parent = parent[key]
+        parent[path[-1]] = other
+        torch.save(content, "last.ckpt")
+        if command == "eval":
+            code = spikefuse("eval", "last.ckpt", "--device", "cpu")
+        else:
+            code = spikefuse("train", "--resume", "last.ckpt", "--device", "cpu")
+        errors = capsys.readouterr().err
+        if code:  # PyTorch may warn before
+            assert errors.splitlines()[-1].startswith("spikefuse "), (path, other)
+        refused += code != 0
+    assert refused > 10
+
+
+def test_a_run_is_resumed_by_one_process_at_a_time(
+    spikefuse: Spikefuse,
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    before = (run / "last.ckpt").read_bytes()
+    hold = (
+        "import sys; from pathlib import Path; from spikefuse.train.checkpoint import locked\n"
+        "with locked(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        (run / ".last.ckpt.other.partial").touch()  # being written by the other process
+        resume = ["train", "--resume", run / "last.ckpt", "--epochs", "3", "--device", "cpu"]
+        assert spikefuse(*resume) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{run} is in use by process {other.pid} on " in line
+        assert line.endswith(": wait for its end, or stop it")
+        assert (run / "last.ckpt").read_bytes() == before
+        assert (run / ".last.ckpt.other.partial").exists()
+        other.kill()
+    assert (run / LOCK).exists()
+    assert spikefuse(*resume) == 0
+    assert not (run / LOCK).exists()
+    assert not list(run.glob(".*.partial"))
+
+
+def test_a_lock_ends_with_its_block(tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(ConfigError, match="is in use by"), locked(tmp_path):
+        pass
+    with locked(tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_names_what_was_saved(
+    spikefuse: Spikefuse,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    small: list[str],
+) -> None:
+    """What the run has saved before remains, and can be resumed."""
+    original, calls = shutil.copyfile, []
+
+    def full(*paths: Path) -> None:
+        calls.append(paths)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device", str(paths[1]))
+        original(*paths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", full)
+        assert spikefuse("train", *small, "--model", "mlp", "--epochs", "4", "--out", "run") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error: [Errno 28] No space left on device" in line
+    assert line.endswith("; saved run/last.ckpt: continue with --resume run/last.ckpt")
+    assert not [path.name for path in Path("run").iterdir() if path.name.startswith(".")]
+    assert spikefuse("train", "--resume", "run/last.ckpt", "--device", "cpu") == 0

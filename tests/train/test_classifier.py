@@ -118,13 +118,14 @@ def test_float16_scales_the_loss_and_clips_unscaled_gradients(
     make_trainer = run._trainer
 
     def scaling_trainer(*arguments: Any) -> Any:
-        trainer = make_trainer(*arguments)
+        with monkeypatch.context() as patch:
+            patch.setitem(run.LIGHTNING_PRECISION, "16", "32-true")
+            trainer = make_trainer(*arguments)
         trainer.strategy.precision_plugin = MixedPrecision("16-mixed", "cpu")
         return trainer
 
     monkeypatch.setattr(run, "_device", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(run, "_trainer", scaling_trainer)
-    monkeypatch.setitem(run.LIGHTNING_PRECISION, "16", "32-true")
     monkeypatch.setattr(Classifier, "on_before_optimizer_step", watched)
     options = shlex.split("--model mlp --precision 16 --clip 0.01 --epochs 1 --out run")
     assert spikefuse("train", *small, *options) == 0

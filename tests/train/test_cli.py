@@ -86,6 +86,8 @@ WRONG = [
     (["--model", "vgg"], "unknown model 'vgg': did you mean vggsnn? choose one of mlp"),
     (["--neuron", "if", "--decay", "0.5"], "decay is given, but the neuron if has none"),
     (["-T", "0"], "num_steps is 0: expected a whole number of at least 1"),
+    (["-T", "9" * 20], f"num_steps is {'9' * 20}: expected a whole number below 2147483648"),
+    (["--lr", "9" * 400], "lr is inf: expected a number"),
     (["--batch-size", "5000"], "batch_size is 5000: digits has only 1295 training images"),
     (["--device", "tpu"], "unknown device 'tpu': did you mean cpu? choose one of auto, cpu, cuda"),
     (["--device", "cpu", "--precision", "16"], "precision is 16, which needs a CUDA GPU"),
@@ -173,3 +175,55 @@ def test_ctrl_c_before_the_first_step(
     monkeypatch.setattr("spikefuse.data.load", interrupted)
     assert main(["train"]) == 130
     assert capsys.readouterr().err == "spikefuse train: interrupted\n"
+
+
+def test_names_that_are_too_long(
+    spikefuse: Spikefuse, capsys: pytest.CaptureFixture[str], small: list[str]
+) -> None:
+    for arguments in (["--resume", "a" * 300], [*small, "--out", "a" * 300]):
+        assert spikefuse("train", *arguments) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "error: [Errno 36] File name too long: 'aaa" in line
+
+
+def test_more_steps_than_memory(
+    spikefuse: Spikefuse, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = str(2**31 - 1)
+    arguments = ["--model", "mlp", "-T", steps, "--device", "cpu", "--encoding", "poisson"]
+    assert spikefuse("train", *arguments) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("error: out of memory: lower the batch size or the number of steps")
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def run_in_shell(command: str, folder: Path) -> tuple[int, str]:
+    """Return the exit code and the errors of a shell command, in which $0 is the program."""
+    program = f"{sys.executable} -m spikefuse"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command.replace("$0", program)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+def test_a_run_goes_on_without_its_output(tmp_path: Path, small: list[str]) -> None:
+    options = " ".join([*small, "--model", "mlp", "--epochs", "1"])
+    for i, redirection in enumerate(("| head -1", ">&-", "> /dev/full")):
+        command = f"$0 train {options} --out {i} {redirection}"
+        assert run_in_shell(command, tmp_path) == (0, "")
+        assert (tmp_path / str(i) / "result.json").exists()
+
+
+def test_output_that_cannot_be_written(tmp_path: Path, small: list[str]) -> None:
+    options = " ".join([*small, "--model", "mlp", "--epochs", "1"])
+    assert run_in_shell(f"$0 train {options} --out r", tmp_path)[0] == 0
+    evaluate = "$0 eval r/best.ckpt --device cpu"
+    full = "spikefuse eval: error: [Errno 28] No space left on device\n"
+    assert run_in_shell(f"{evaluate} > /dev/full", tmp_path) == (1, full)
+    assert run_in_shell(f"{evaluate} >&-", tmp_path) == (0, "")
+    # A pipe whose reader has gone.
+    assert run_in_shell(f"{evaluate} > >(exec 0<&-; sleep 9)", tmp_path) == (1, "")

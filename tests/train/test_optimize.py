@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 
@@ -75,6 +76,55 @@ def test_cosine_schedule_decays_to_zero() -> None:
     assert found[-1] == pytest.approx(0.25 * (1 + math.cos(math.pi * 29 / 30)))
 
 
+def test_one_cycle_is_that_of_torch() -> None:
+    steps, optimizer = 10, torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.5)
+    options = {"cycle_momentum": False, "total_steps": 4 * steps}
+    for warmup in (None, 2):
+        config = {} if warmup is None else {"warmup": warmup}
+        part = 0.3 if warmup is None else warmup / 4
+        theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, pct_start=part, **options)
+        expected = []
+        for _ in range(4 * steps):
+            expected.append(theirs.get_last_lr()[0])
+            optimizer.step()
+            if len(expected) < 4 * steps:
+                theirs.step()
+        assert rates(schedule="one-cycle", **config) == pytest.approx(expected)
+
+
+def test_step_schedule() -> None:
+    assert rates(schedule="step") == pytest.approx([0.5] * 20 + [0.05] * 20)
+    found = rates(schedule="step", step_epochs=1, warmup=0.5)
+    assert found[:5] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert found[5::10] == pytest.approx([0.5, 0.05, 0.005, 0.0005])
+    assert found[9:11] == pytest.approx([0.5, 0.05])
+
+
+def test_weight_decay_spares_norms_biases_and_neurons() -> None:
+    class Shaped(sf.PLIF):
+        """A neuron with one decay for each channel, in three dims."""
+
+        def __init__(self) -> None:
+            super().__init__(decay=0.5)
+            self.rates = nn.Parameter(torch.ones(4, 1, 1))
+
+    conv, linear = nn.Conv2d(1, 4, 3, bias=False), nn.Linear(16, 3)
+    norms = nn.BatchNorm2d(4), nn.LayerNorm((4, 2, 2))
+    net = sf.fuse(sf.Temporal(nn.Sequential(conv, norms[0], Shaped(), norms[1], linear)))
+    optimizer = make_optimizer(TrainConfig(weight_decay=0.1), net, torch.device("cpu"))
+    decayed, spared = optimizer.param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    assert {id(p) for p in decayed["params"]} == {id(conv.weight), id(linear.weight)}
+    assert len(spared["params"]) == len(list(net.parameters())) - 2
+    for group in (decayed, spared):
+        assert group["lr"] == 1e-3
+    adapt_state(optimizer)  # as a resumed run does
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+    for options in ({}, {"weight_decay": 0.1, "decay_all": True}):
+        config = TrainConfig(**options)
+        assert len(make_optimizer(config, net, torch.device("cpu")).param_groups) == 1
+
+
 def test_learning_rate_is_representable_in_float32() -> None:
     config = TrainConfig(lr=1e-3)
     rate = learning_rate(config, 0, 10)
@@ -115,7 +165,9 @@ def in_microbatches(net, batch, **options):
         loss.backward()
 
     config = TrainConfig(batch_size=B, num_steps=T, **options)
-    value, logits = gradients(net, x, labels, config, backward)
+    value, logits = gradients(
+        net, x, labels, config, lambda *pair: sequence_loss(*pair, config.loss), backward
+    )
     assert last[-1]
     assert not any(last[:-1])
     return value, logits, [p.grad for p in net.parameters()]
@@ -159,21 +211,25 @@ def test_loss_every_is_the_same_in_chunks(net, batch) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(net, batch, name: str) -> None:
-    config = TrainConfig(optimizer=name, lr=0.1, weight_decay=0.01)
-    optimizer = make_optimizer(config, net.parameters(), torch.device("cpu"))
+    config = TrainConfig(optimizer=name, lr=0.1, weight_decay=0.01, decay_all=True)
+    optimizer = make_optimizer(config, net, torch.device("cpu"))
     assert type(optimizer).__name__.lower() == name
     (group,) = optimizer.param_groups
     assert (group["lr"], group["weight_decay"]) == (0.1, 0.01)
-    assert group.get("momentum", 0.9) == 0.9
+    assert group.get("momentum", 0.9) == (0 if name == "rmsprop" else 0.9)
+    recorded = inspect.signature(type(optimizer)).parameters
+    assert {"capturable", "fused"} & recorded.keys()  # what a CUDA graph needs
     set_learning_rate(optimizer, 0.0)
     before = [p.clone() for p in net.parameters()]
     whole_batch(net, batch)
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    adapt_state(optimizer)
+    optimizer.step()
 
 
 def test_learning_rate_in_a_tensor_is_updated_in_place(net) -> None:
-    optimizer = make_optimizer(TrainConfig(), net.parameters(), torch.device("cpu"))
+    optimizer = make_optimizer(TrainConfig(), net, torch.device("cpu"))
     rate = optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
     set_learning_rate(optimizer, 0.25)
     assert rate.item() == 0.25
@@ -181,7 +237,7 @@ def test_learning_rate_in_a_tensor_is_updated_in_place(net) -> None:
 
 
 def test_clip(net, batch) -> None:
-    optimizer = make_optimizer(TrainConfig(), net.parameters(), torch.device("cpu"))
+    optimizer = make_optimizer(TrainConfig(), net, torch.device("cpu"))
 
     def norm() -> float:
         return float(torch.cat([p.grad.flatten() for p in net.parameters()]).norm())
@@ -197,7 +253,7 @@ def test_clip(net, batch) -> None:
 
 def test_adapt_state_converts_state_of_another_device() -> None:
     conv = nn.Conv2d(4, 8, 3)
-    optimizer = make_optimizer(TrainConfig(), conv.parameters(), torch.device("cpu"))
+    optimizer = make_optimizer(TrainConfig(), conv, torch.device("cpu"))
     conv(torch.rand(1, 4, 5, 5)).sum().backward()
     optimizer.step()
     (group,) = optimizer.param_groups

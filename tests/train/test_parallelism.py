@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from spikefuse.train import cli, run
-from spikefuse.train.config import ConfigError, RunOptions, TrainConfig
+from spikefuse.train.config import RunOptions, TrainConfig
+from spikefuse.train.fields import ConfigError
 from spikefuse.train.processes import Processes
 from tests.processes import finish, free_port, torchrun, wait_for
 from tests.train.runs import OPTIONS, PLAIN, assert_same_curve, rows, start
@@ -101,6 +102,7 @@ def test_restart_resumes_in_its_folder(tmp_path: Path, monkeypatch: pytest.Monke
             2,
             "tbptt is given, but needs whole sequences",
         ),
+        ({"rate_penalty": 0.1}, {"time_ranks": 2}, 2, "rate_penalty is given, but needs whole seq"),
         (
             {"dataset": "shd", "model": "event-mlp"},
             {"time_ranks": 2},
@@ -121,3 +123,18 @@ def test_shares_of_data_and_time() -> None:
         (slice(0, 5), slice(0, 2)), (slice(0, 5), slice(2, 5)),
         (slice(5, 10), slice(0, 2)), (slice(5, 10), slice(2, 5)),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("same", "split"),
+    [(["--rate-penalty", "0.1", "--logger", "csv"], []), ([], ["--time-ranks", "2"])],
+    ids=["data", "time"],
+)
+def test_averaged_weights_and_early_stopping_in_several_processes(
+    alone: Spikefuse, tmp_path: Path, same: list[str], split: list[str]
+) -> None:
+    options = *OPTIONS, "--ema", "0.8", "--patience", "9", "--weight-decay", "0.01", *same
+    command = "train", *options, "--epochs", "2", "--out"
+    assert alone(*command, "one") == 0
+    assert with_another(alone, tmp_path, *command, "two", *split) == 0
+    assert_same_curve(tmp_path / "one", tmp_path / "two")

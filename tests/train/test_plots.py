@@ -10,13 +10,13 @@ import torch
 
 from spikefuse.train.classifier import Classifier
 from spikefuse.train.config import TrainConfig
-from spikefuse.train.plots import plot_curves, plot_raster, record
+from spikefuse.train.plots import plot_curves, plot_raster, record_example
 
 
 def test_record_sees_every_layer() -> None:
     module = Classifier(TrainConfig(num_steps=5, threshold=0.3)).eval()
     pixels = torch.randint(0, 256, (1, 1, 8, 8), dtype=torch.uint8)
-    x, spikes, output = record(module, pixels)
+    x, spikes, output = record_example(module, pixels)
     assert x.shape == (5, 1, 8, 8)
     assert {name: s.shape for name, s in spikes.items()} == {
         "2": (5, 32, 8, 8),
@@ -28,7 +28,7 @@ def test_record_sees_every_layer() -> None:
         assert torch.equal(output.mean(0), module(pixels)[0])
     assert not any(n._forward_hooks for n in module.net.neurons().values())
     plain = Classifier(TrainConfig(num_steps=5, threshold=0.3, fuse=False)).eval()
-    for name, layer in record(plain, pixels)[1].items():
+    for name, layer in record_example(plain, pixels)[1].items():
         assert torch.equal(layer, spikes[name])
 
 

@@ -19,7 +19,8 @@ from spikefuse.train import predict
 from spikefuse.train.checkpoint import KEY
 from spikefuse.train.classifier import Classifier
 from spikefuse.train.cli import main
-from spikefuse.train.config import ConfigError, TrainConfig
+from spikefuse.train.config import TrainConfig
+from spikefuse.train.fields import ConfigError
 from tests.data.test_hostile_files import speech
 from tests.data.writing import nmnist_bytes, random_columns
 
@@ -49,6 +50,12 @@ def save(path: Path, **settings: object) -> Path:
     entry = {"config": module.config.to_dict(), "history": [], "step": 0}
     torch.save({KEY: entry, "state_dict": module.state_dict()}, path)
     return path
+
+
+def test_a_batch_is_moved_to_the_network(trained: Path, images: torch.Tensor) -> None:
+    # The first neuron, behind a layer with weights, refuses the device.
+    with pytest.raises(ValueError, match="no kernels for device 'meta'"):
+        sf.load(trained).to("meta")(images)
 
 
 def test_a_loaded_network_computes_as_in_evaluation(

@@ -1,0 +1,106 @@
+"""The Lightning data module: a dataset, split and in batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+
+from spikefuse import data
+from spikefuse.data import Examples
+from spikefuse.train import batches, own
+from spikefuse.train.batches import EvalBatches, TrainBatches
+from spikefuse.train.config import TrainConfig
+from spikefuse.train.fields import ConfigError
+
+VALIDATION_FRACTION = 0.1
+# Fixed, so that runs with different seeds are validated on the same examples.
+VALIDATION_SEED = 1
+
+
+class DataModule(pl.LightningDataModule):
+    """The data of a run: a tenth of the training examples validates, the test examples test.
+
+    Batches are (inputs, labels): uint8 images `[B, C, H, W]` or event frames `[B, T, ...]`, or for
+    event models packed frames, and int64 `[B]`. On a GPU with enough memory, all examples are there
+    when the first batch is read. The seed and the number of steps determine the order of training.
+
+    Override `load` for other examples of the shape and the classes that `config.dataset` has, or a
+    method of Lightning's `LightningDataModule` for other batches.
+
+    Args:
+        directory, download: as in `data.load`.
+
+    Attributes:
+        training, validation, test: the examples, after `setup`.
+    """
+
+    training: Examples
+    validation: Examples
+    test: Examples
+
+    def __init__(
+        self, config: TrainConfig, directory: Path | str | None = None, download: bool = False
+    ) -> None:
+        super().__init__()
+        self.config, self.directory, self.download = config, directory, download
+        self._ready = False
+
+    def load(self) -> tuple[Examples, Examples]:
+        """Load the training and the test examples.
+
+        Raises:
+            DataError: a file is missing or damaged, or the download failed.
+        """
+        config = self.config
+        return data.load(config.dataset, self.directory, self.download, **config.transform())
+
+    def prepare_data(self) -> None:
+        if self.download and not self._ready:
+            self.load()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load and split the examples, once.
+
+        Raises:
+            DataError: they do not fit the description of the dataset, or cannot be loaded.
+            ConfigError: there are fewer training examples than in a batch.
+        """
+        if self._ready:
+            return
+        examples, config = self.load(), self.config
+        own.check_examples(config.dataset, examples)
+        rest, self.test = examples
+        self.training, self.validation = data.split(rest, VALIDATION_FRACTION, VALIDATION_SEED)
+        if config.batch_size > len(self.training):
+            raise ConfigError(
+                f"batch_size is {config.batch_size}: {config.dataset} has only "
+                f"{len(self.training)} training images"
+            )
+        self._ready = True
+
+    def train_dataloader(self) -> TrainBatches:
+        config, device = self.config, self._device()
+        return TrainBatches(
+            batches.place(self.training, device),
+            config.batch_size,
+            config.seed,
+            lambda: 0 if self.trainer is None else self.trainer.global_step,
+            device,
+            config.on_events,
+        )
+
+    def val_dataloader(self) -> EvalBatches:
+        return self._in_order(self.validation)
+
+    def test_dataloader(self) -> EvalBatches:
+        return self._in_order(self.test)
+
+    def _in_order(self, examples: Examples) -> EvalBatches:
+        device = self._device()
+        placed = batches.place(examples, device)
+        return EvalBatches(placed, self.config.batch_size, device, self.config.on_events)
+
+    def _device(self) -> torch.device:
+        return batches.CPU if self.trainer is None else self.trainer.strategy.root_device

@@ -1,0 +1,111 @@
+"""Descriptions of settings, from which options are generated, and the checks of their values."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import reprlib
+from collections.abc import Callable, Collection
+from dataclasses import field, fields
+from typing import Any
+
+# Of whole numbers but the seed: what PyTorch and the libraries below it count in 32 bits.
+COUNT_LIMIT = 2**31
+
+
+class ConfigError(ValueError):
+    """A setting is invalid; the one-line message names the setting and the fix."""
+
+
+# A description of the allowed numbers, and a function that checks one.
+Allowed = tuple[str, Callable[[float], bool]]
+POSITIVE: Allowed = "a positive {}", lambda value: value > 0
+NOT_NEGATIVE: Allowed = "a {} of at least 0", lambda value: value >= 0
+BELOW_ONE: Allowed = "a {} above 0 and below 1", lambda value: 0 < value < 1
+AT_LEAST_ONE: Allowed = "a {} of at least 1", lambda value: value >= 1
+
+
+def between(low: float, high: float) -> Allowed:
+    return f"a {{}} from {low:g} to {high:g}", lambda value: low <= value <= high
+
+
+def up_to(high: float) -> Allowed:
+    return f"a {{}} above 0, at most {high:g}", lambda value: 0 < value <= high
+
+
+def number(
+    default: Any, help: str, allowed: Allowed, shown: str | None = None, kind: type = float
+) -> Any:
+    """Return a field for a number.
+
+    Args:
+        shown: what `--help` prints as the default, if it is not `default`.
+        kind: type of the number if `default` is None.
+    """
+    kind = kind if default is None else type(default)
+    return field(default=default, metadata=describe(help, kind, shown or str(default), allowed))
+
+
+def choice(default: str | None, help: str, choices: Collection[str], shown: str = "") -> Any:
+    """Return a field for one of `choices`, which are read when a value is checked."""
+    return field(default=default, metadata=describe(help, str, shown or str(default), choices))
+
+
+def flag(default: bool | None, help: str, shown: str) -> Any:
+    """Return a field for a boolean."""
+    return field(default=default, metadata=describe(help, bool, shown))
+
+
+def describe(help: str, kind: type, shown: str, allowed: Any = None) -> dict[str, Any]:
+    return {"help": help, "kind": kind, "shown": shown, "allowed": allowed}
+
+
+def check_fields(options: Any) -> None:
+    """Check each value of a dataclass against the type, choices or range of its field."""
+    for f in fields(options):
+        value = getattr(options, f.name)
+        if value is not None or f.default is not None:
+            _check(f.name, value, f.metadata["kind"], f.metadata["allowed"])
+
+
+def _shown(value: Any) -> str:
+    """Return `repr(value)`, shortened if it is long."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 80
+    short.maxlevel = 2
+    return short.repr(value)
+
+
+def _check(name: str, value: Any, kind: type, allowed: Any) -> None:
+    if kind is str:
+        if not isinstance(value, str) or (allowed is not None and value not in allowed):
+            near = difflib.get_close_matches(value, allowed, 1) if isinstance(value, str) else []
+            hint = f"did you mean {near[0]}? " if near else ""
+            if name == "dataset" and isinstance(value, str) and os.sep in value:
+                hint = "data_dir names the folder of the files, and dataset what they hold: "
+            found = f"unknown {name} {_shown(value)}: {hint}"
+            raise ConfigError(f"{found}choose one of {', '.join(allowed)}")
+    elif kind is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} is {_shown(value)}: expected true or false")
+    elif kind in (int, float):
+        noun, types = ("whole number", int) if kind is int else ("number", int | float)
+        text, accepts = allowed
+        found = f"{name} is {_shown(value)}: expected"
+        finite = kind is int or (isinstance(value, types) and _finite(value))
+        if not isinstance(value, types) or isinstance(value, bool) or not finite:
+            raise ConfigError(f"{found} a {noun}")
+        if not accepts(value):
+            raise ConfigError(f"{found} {text.format(noun)}")
+        if kind is int and value >= COUNT_LIMIT and name != "seed":
+            raise ConfigError(f"{found} a {noun} below {COUNT_LIMIT}")
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number above any float
+        return False

@@ -1,0 +1,96 @@
+"""The folder of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+from spikefuse.train import own
+from spikefuse.train.checkpoint import BEST, LAST, LoadedRun, locked
+from spikefuse.train.config import RunOptions, TrainConfig
+from spikefuse.train.fields import ConfigError
+from spikefuse.train.processes import Processes
+
+RUNS = Path("runs")
+
+
+def make(
+    config: TrainConfig,
+    options: RunOptions,
+    resumed: LoadedRun | None,
+    processes: Processes,
+    held: contextlib.ExitStack,
+) -> Path:
+    """Return the folder of the run; the main process creates it if it is new, and locks it."""
+    outcome: Any = None
+    if processes.main:
+        try:
+            if resumed is None:
+                outcome = _new_directory(config, options)
+            else:
+                outcome = _resumed_directory(config, resumed)
+            held.enter_context(locked(outcome))
+        except ConfigError as error:
+            outcome = error
+        except OSError as error:
+            folder = (resumed.path.parent if resumed else options.out) or RUNS
+            what = f"cannot make the folder {folder}, or write to it ({error.strerror})"
+            outcome = ConfigError(f"{what}: choose another with --out")
+    outcome = processes.broadcast(outcome)
+    if isinstance(outcome, ConfigError):
+        raise outcome
+    return outcome
+
+
+def _resumed_directory(config: TrainConfig, resumed: LoadedRun) -> Path:
+    directory = resumed.path.parent
+    if not resumed.resumable:
+        raise ConfigError(
+            f"{resumed.path} was saved by an earlier version of spikefuse: it can be tested, "
+            "but not resumed; start a new run"
+        )
+    if resumed.history and not (directory / BEST).is_file():
+        raise ConfigError(
+            f"{directory / BEST} is missing: resume a run in the folder in which it started"
+        )
+    if config.epochs < len(resumed.history):
+        raise ConfigError(
+            f"epochs is {config.epochs}: {resumed.path} has done {len(resumed.history)} already"
+        )
+    return directory
+
+
+def _new_directory(config: TrainConfig, options: RunOptions) -> Path:
+    out = options.out
+    if out is not None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError(f"{out} exists already: choose a new folder with --out")
+        out.mkdir(parents=True, exist_ok=True)
+        return out
+    for number in itertools.count(1):
+        name = f"{config.dataset}-{config.model}-{number}".replace(":", ".")
+        directory = RUNS / name
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(parents=True)
+            return directory
+    raise AssertionError
+
+
+def remove(directory: Path, existed: bool) -> None:
+    """Delete what a run without a checkpoint wrote, except a folder that existed before it."""
+    for path in directory.iterdir() if existed else [directory]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def how_to_continue(config: TrainConfig, directory: Path) -> str:
+    """Return the end of an error message: what was saved, and the options that resume from it."""
+    last = directory / LAST
+    if not last.exists():
+        return "nothing was saved"
+    return f"saved {last}: continue with {' '.join(['--resume', str(last), *own.options(config)])}"

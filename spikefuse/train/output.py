@@ -1,0 +1,38 @@
+"""What the command prints, to terminals, pipes that may be closed, and disks that may be full."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+
+def show(text: str) -> None:
+    """Print lines of a run, which goes on if nobody reads them or their disk is full."""
+    from tqdm import tqdm  # prints above a progress bar
+
+    with contextlib.suppress(OSError):
+        tqdm.write(text)
+    flush()
+
+
+def complain(text: str) -> None:
+    """Print an error."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def open_closed_streams() -> None:
+    """Send the standard streams that the shell has closed nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
+def flush() -> None:
+    """Flush standard output; if that fails, send it nowhere from now on."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())

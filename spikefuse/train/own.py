@@ -1,0 +1,192 @@
+"""A user's own models and datasets, named by `module:attribute` or by an entry point.
+
+Importing a module executes its code. Names that a user gives are imported; a name in a checkpoint
+is used only after a user has given it too. Entry points belong to packages that the user installed
+for this purpose, and are imported wherever they are named.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import sys
+import traceback
+from importlib import import_module
+from importlib.metadata import entry_points
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from spikefuse.data import DATASETS, DataError, Dataset
+from spikefuse.models import MODELS
+from spikefuse.nn import Temporal
+from spikefuse.train.fields import ConfigError
+
+# What `register` adds to, by the name of the setting.
+REGISTRIES: dict[str, dict[str, Any]] = {"model": MODELS, "dataset": DATASETS}
+BUILDER = "a builder, called as builder(neuron, in_channels, num_classes, size)"
+DATASET = "a spikefuse.data.Dataset(shape, classes, read)"
+
+
+def is_reference(name: Any) -> bool:
+    """Whether `name` has the form module:attribute."""
+    return isinstance(name, str) and ":" in name
+
+
+def register(setting: str, name: Any) -> None:
+    """Import the model or dataset `name` into the registry of `setting`, unless it is there.
+
+    Names that are neither references nor entry points are left to the check of the setting.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no builder or no `Dataset`.
+    """
+    registry = REGISTRIES[setting]
+    if not isinstance(name, str) or name in registry:
+        return
+    reference = name
+    if not is_reference(name):
+        points = entry_points(group=f"spikefuse.{setting}s", name=name)
+        if not points:
+            return
+        reference = next(iter(points)).value
+    found = import_attribute(setting, reference)
+    check = _wrong_builder if setting == "model" else _wrong_dataset
+    if wrong := check(found):
+        expected = BUILDER if setting == "model" else DATASET
+        raise ConfigError(f"{setting} is {reference}, {wrong}: expected {expected}")
+    registry[name] = found
+
+
+def refuse_unknown(settings: dict[str, Any]) -> None:
+    """Refuse references in the settings of a checkpoint that the user has not given too.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for setting, registry in REGISTRIES.items():
+        name = settings.get(setting)
+        if is_reference(name) and name not in registry:
+            raise ConfigError(
+                f"its {setting} is {name!r}, and importing that would execute code named by a "
+                f"file: if you trust it, add --{setting} {name}, or {setting}={name!r} in Python"
+            )
+
+
+def options(settings: Any) -> list[str]:
+    """Return the command-line options that a checkpoint with these settings needs to be loaded."""
+    names = {setting: getattr(settings, setting) for setting in REGISTRIES}
+    return [word for s, n in names.items() if is_reference(n) for word in (f"--{s}", n)]
+
+
+def import_attribute(setting: str, reference: str) -> Any:
+    """Import `module:attribute`, where modules are found as `python -m` finds them.
+
+    Raises:
+        ConfigError: the module or the attribute does not exist, or importing it failed.
+    """
+    module_name, _, attribute = reference.partition(":")
+    given = f"{setting} is {reference}"
+    names = [*module_name.split("."), *attribute.split(".")]
+    if ".py:" in reference or not all(name.isidentifier() for name in names):
+        raise ConfigError(f"{given}: expected module:name, such as my_code:small for my_code.py")
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        module = import_module(module_name)
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            raise ConfigError(
+                f"{given}, but {folder} and the installed packages have no module {missing}: start "
+                f"in the folder of {module_name.replace('.', '/')}.py, or install its package"
+            ) from error
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"{given}, but importing {module_name} failed at line {place.lineno} of "
+            f"{place.filename} ({what}): correct it"
+        ) from error
+    try:
+        return attrgetter(attribute)(module)
+    except AttributeError as error:
+        near = difflib.get_close_matches(attribute, dir(module), 1)
+        hint = f"did you mean {near[0]}?" if near else "define it there"
+        where = getattr(module, "__file__", None) or module_name
+        raise ConfigError(f"{given}, but {where} has no {attribute}: {hint}") from error
+
+
+def _wrong_builder(found: Any) -> str:
+    if isinstance(found, nn.Module) or not callable(found):
+        return f"which is {_kind(found)}"
+    try:
+        inspect.signature(found).bind(None, 1, 1, (1, 1))
+    except TypeError as error:
+        return f"which does not take four arguments ({error})"
+    except ValueError:  # of a function without a signature, such as one written in C
+        pass
+    return ""
+
+
+def _wrong_dataset(found: Any) -> str:
+    if not isinstance(found, Dataset):
+        return f"which is {_kind(found)}"
+    if len(found.shape) not in (1, 3) or not all(isinstance(n, int) and n > 0 for n in found.shape):
+        return f"whose shape {found.shape} is not (C, H, W) or (W,)"
+    if found.kind == "events" and "num_steps" not in found.transform:
+        return "which holds events but has no num_steps in its transform"
+    return "" if len(found.classes) > 1 else "which has fewer than two classes"
+
+
+def _kind(found: Any) -> str:
+    return "a function" if inspect.isroutine(found) else f"of type {type(found).__name__}"
+
+
+def check_examples(name: str, parts: Any) -> None:
+    """Check what the `read` of a user's dataset has returned against its description.
+
+    Raises:
+        DataError: the number of parts, a shape, a dtype or a label is wrong.
+    """
+    dataset, read = DATASETS[name], f"the dataset {name} has read"
+    if not isinstance(parts, tuple) or len(parts) != 2:
+        raise DataError(f"{read} {_kind(parts)}: expected (training examples, test examples)")
+    for part, what in zip(parts, ("training", "test"), strict=True):
+        labels = part.labels
+        if labels.dtype != torch.int64 or labels.shape != (len(part),) or len(part) == 0:
+            raise DataError(
+                f"{read} {what} labels {labels.dtype} {list(labels.shape)}: expected torch.int64 "
+                f"[{len(part) or 'N'}], one for each example"
+            )
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high >= len(dataset.classes):
+            raise DataError(
+                f"{read} {what} labels from {low} to {high}: expected 0 to "
+                f"{len(dataset.classes) - 1}, for its {len(dataset.classes)} classes"
+            )
+        pixels = part[:1].pixels
+        before = ("N", "T") if dataset.kind == "events" else ("N",)
+        shape = tuple(pixels.shape[len(before) :])
+        if pixels.dtype != torch.uint8 or pixels.ndim < len(before) or shape != dataset.shape:
+            sizes = ("N", *pixels.shape[1:]), (*before, *dataset.shape)
+            found, expected = (", ".join(map(str, names)) for names in sizes)
+            raise DataError(
+                f"{read} {what} {pixels.dtype} [{found}]: expected torch.uint8 [{expected}]"
+            )
+
+
+def check_network(name: str, net: Any) -> None:
+    """Check that a builder has returned a module for one time step.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if not isinstance(net, nn.Module) or isinstance(net, Temporal):
+        raise ConfigError(
+            f"the builder {name} has returned {_kind(net)}: expected a torch.nn.Module for one "
+            "time step, which the trainer wraps in Temporal"
+        )

@@ -1,0 +1,88 @@
+"""The module and the data module in a Lightning trainer of the user's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from spikefuse import data, train
+from spikefuse.train import Classifier, ConfigError, DataModule, TrainConfig, classifier
+
+CONFIG = TrainConfig(model="mlp", num_steps=2, batch_size=256, epochs=2)
+
+
+class Stepped(Classifier):
+    """Halves its learning rate after each step, and doubles its loss."""
+
+    rates: list[float]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 1.0)
+        self.rates = []
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    def loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        assert outputs.shape == (2, 256, 10)
+        return 2 * super().loss(outputs, labels)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+def trainer(**options: Any) -> pl.Trainer:
+    quiet: dict[str, Any] = {**options, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet |= {"logger": False, "enable_checkpointing": False}
+    return pl.Trainer(max_epochs=2, accelerator="cpu", devices=1, **quiet)
+
+
+def test_a_subclass_in_a_trainer_of_its_own() -> None:
+    fit, module, examples = trainer(), Stepped(CONFIG), DataModule(CONFIG)
+    fit.fit(module, datamodule=examples)
+    assert [row["epoch"] for row in module.history] == [1, 2]  # without the sanity check
+    for name in ("train_loss", "train_accuracy", "val_loss", "val_accuracy"):
+        assert fit.callback_metrics[name].item() == pytest.approx(module.history[-1][name])
+    assert module.rates == [0.5**i for i in range(10)]
+    assert module.history[0]["train_loss"] > 1.5 * module.history[0]["val_loss"]
+    (measured,) = fit.validate(module, datamodule=examples, verbose=False)
+    assert len(module.history) == 2
+    assert measured["val_accuracy"] == pytest.approx(module.history[-1]["val_accuracy"])
+    (tested,) = fit.test(module, datamodule=examples, verbose=False)
+    loss, accuracy = module.evaluate(examples.test_dataloader())
+    assert [tested["test_loss"], tested["test_accuracy"]] == pytest.approx([loss, accuracy])
+
+
+def test_the_data_module_splits_as_the_command_does() -> None:
+    examples = DataModule(CONFIG)
+    examples.setup("fit")
+    rest, test = data.load("digits")
+    assert len(examples.training) + len(examples.validation) == len(rest)
+    assert torch.equal(examples.test.pixels, test.pixels)
+    before = examples.training
+    examples.setup("test")
+    assert examples.training is before
+    inputs, labels = next(iter(examples.train_dataloader()))
+    assert (inputs.dtype, inputs.shape, labels.shape) == (torch.uint8, (256, 1, 8, 8), (256,))
+    with pytest.raises(ConfigError, match="batch_size is 9999: digits has only 1295 training"):
+        DataModule(TrainConfig(batch_size=9999)).setup()
+
+
+def test_processes_that_the_module_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pl.Trainer, "world_size", property(lambda self: 2))
+    with pytest.raises(ConfigError, match="the trainer has 2 processes, and the module knows of 1"):
+        trainer().fit(Classifier(CONFIG), datamodule=DataModule(CONFIG))
+
+
+def test_the_precision_of_the_trainer_is_that_of_the_module() -> None:
+    with pytest.raises(
+        ConfigError, match=r"the trainer has precision 'bf16-mixed', and the module"
+    ):
+        trainer(precision="bf16-mixed").fit(Classifier(CONFIG), datamodule=DataModule(CONFIG))
+
+
+def test_public_names() -> None:
+    assert Classifier is classifier.Classifier
+    with pytest.raises(AttributeError, match="no attribute 'Clasifier'"):
+        _ = train.Clasifier

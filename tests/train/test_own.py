@@ -1,0 +1,255 @@
+"""Users' own models and datasets: from their strings to runs, checkpoints and predictions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import spikefuse as sf
+from spikefuse.data import DataError
+from spikefuse.train import ConfigError, TrainConfig, own, predict, recipe
+
+Spikefuse = Callable[..., int]
+CODE = Path(__file__).parent / "programs" / "my_code.py"
+OWN = ["--model", "my_code:small", "--dataset", "my_code:shapes"]
+TRAIN = [
+    "train",
+    "--batch-size",
+    "27",
+    "-T",
+    "2",
+    "--epochs",
+    "2",
+    "--lr",
+    "0.01",
+    "--device",
+    "cpu",
+]
+
+
+def forget(modules: list[str]) -> None:
+    for registry in own.REGISTRIES.values():
+        for name in [name for name in registry if name.partition(":")[0] in modules]:
+            del registry[name]
+    for name in modules:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def here(spikefuse: Spikefuse, tmp_path: Path) -> Iterator[Path]:
+    """A working directory with my_code.py, which this process has not imported."""
+    path = list(sys.path)
+    shutil.copy(CODE, tmp_path)
+    yield tmp_path
+    forget(["my_code", "my_broken", "my_needy"])
+    sys.path[:] = path
+
+
+def test_a_run_evaluation_and_prediction(
+    here: Path, spikefuse: Spikefuse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_code = "--model", "my_code:small", "--dataset", "my_code:squares"
+    assert spikefuse(*TRAIN, *own_code) == 0
+    run = here / "runs" / "my_code.squares-my_code.small-1"
+    result = json.loads((run / "result.json").read_text())
+    assert (result["config"]["model"], result["test_images"]) == ("my_code:small", 30)
+    Image.fromarray(np.zeros((9, 12), np.uint8)).save(here / "a.png")
+    commands = ("eval", run / "best.ckpt"), ("predict", run / "best.ckpt", here / "a.png")
+    for command in commands:  # this process has imported the code
+        assert spikefuse(*command) == 0
+    evaluated = capsys.readouterr().out
+    assert f"test accuracy {100 * result['test_accuracy']:.2f} %" in evaluated
+    for command in commands:
+        forget(["my_code"])
+        assert spikefuse(*command) == 2
+        assert "my_code" not in sys.modules
+        error = capsys.readouterr().err
+        assert "its model is 'my_code:small', and importing that would execute code" in error
+        assert "add --model my_code:small, or model='my_code:small' in Python" in error
+        assert spikefuse(command[0], *own_code, *command[1:]) == 0
+        assert capsys.readouterr().out[:40] in evaluated
+
+
+def test_load_imports_only_what_the_caller_names(here: Path, spikefuse: Spikefuse) -> None:
+    assert spikefuse(*TRAIN, *OWN, "--epochs", "1", "--out", "run") == 0
+    forget(["my_code"])
+    with pytest.raises(ConfigError, match="its model is 'my_code:small'"):
+        sf.load("run/best.ckpt")
+    with pytest.raises(ConfigError, match="its dataset is 'my_code:shapes'"):
+        sf.load("run/best.ckpt", model="my_code:small")
+    net = sf.load("run/best.ckpt", model="my_code:small", dataset="my_code:shapes")
+    assert net.classes == ("up", "down", "left")
+    assert net(torch.zeros(2, 1, 6, 4, dtype=torch.uint8)).shape == (2, 3)
+    with pytest.raises(DataError, match="images of my_code:shapes are not square"):
+        net.read("a.png")
+    with pytest.raises(ConfigError, match=r"do not fit the model my_code:Small: it is another mod"):
+        sf.load("run/best.ckpt", model="my_code:Small")
+
+
+def test_resuming_needs_the_names_again(
+    here: Path, spikefuse: Spikefuse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert spikefuse(*TRAIN, *OWN, "--out", "run") == 0
+    forget(["my_code"])
+    resume = "train", "--resume", "run/last.ckpt", "--epochs", "3", "--device", "cpu"
+    assert spikefuse(*resume) == 2
+    assert "its model is 'my_code:small'" in capsys.readouterr().err
+    assert spikefuse(*resume, *OWN) == 0
+    assert own.options(TrainConfig(model="my_code:small")) == ["--model", "my_code:small"]
+    assert own.options(TrainConfig()) == []
+
+
+def test_recipes_name_the_users_code(here: Path, spikefuse: Spikefuse) -> None:
+    text = (
+        "model: my_code:Small\ndataset: my_code:shapes\nepochs: 1\nnum-steps: 2\nbatch-size: 27\n"
+    )
+    (here / "recipe.yaml").write_text(text)
+    assert recipe.read(here / "recipe.yaml")["model"] == "my_code:Small"
+    assert spikefuse("train", "--config", "recipe.yaml", "--device", "cpu") == 0
+
+
+def test_events(here: Path, spikefuse: Spikefuse) -> None:
+    events = "--model", "my_code:small", "--dataset", "my_code:events"
+    options = "--batch-size", "27", "--epochs", "1", "--device", "cpu"
+    assert spikefuse("train", *options, *events, "--out", "run") == 0
+    net = sf.load("run/best.ckpt", model="my_code:small", dataset="my_code:events")
+    assert net.config.num_steps == 3
+    (here / "a.ev").write_bytes(bytes([0, 1, 2, 3, 5, 4, 3, 2, 0, 1, 0, 1]))
+    inputs = net.read("a.ev")
+    assert inputs.shape == (1, 3, 2, 6, 4)
+    assert inputs.sum() == 4
+    assert predict.find_files(net, [here]) == [here / "a.ev"]
+    with pytest.raises(ConfigError, match="event-mlp reads frames of one bit, but my_code:events"):
+        TrainConfig(dataset="my_code:events", model="event-mlp")
+
+
+WRONG = [
+    ("model", "my_code", "unknown model 'my_code': choose one of mlp"),
+    ("model", "my_code:", "model is my_code:: expected module:name, such as my_code:small for"),
+    ("model", "my_code.py:small", "model is my_code.py:small: expected module:name"),
+    ("model", "a/my_code:small", "model is a/my_code:small: expected module:name"),
+    ("model", "no_code:f", "model is no_code:f, but {here} and the installed packages have no "),
+    ("model", "my_code.nets:f", "model is my_code.nets:f, but {here} and the installed packages"),
+    (
+        "model",
+        "my_code:smal",
+        "model is my_code:smal, but {here}/my_code.py has no smal: did you me",
+    ),
+    (
+        "dataset",
+        "my_code:zzz",
+        "dataset is my_code:zzz, but {here}/my_code.py has no zzz: define it",
+    ),
+    (
+        "model",
+        "my_code:NAMES",
+        "model is my_code:NAMES, which is of type tuple: expected a builder,",
+    ),
+    (
+        "model",
+        "my_code:network",
+        "model is my_code:network, which is of type Sequential: expected a",
+    ),
+    (
+        "model",
+        "my_code:short",
+        "model is my_code:short, which does not take four arguments (too ma",
+    ),
+    (
+        "dataset",
+        "my_code:read",
+        "dataset is my_code:read, which is a function: expected a spikefuse",
+    ),
+    ("dataset", "my_code:no_steps", "dataset is my_code:no_steps, which holds events but has no n"),
+    ("dataset", "my_code:no_shape", "dataset is my_code:no_shape, whose shape (6, 4) is not (C, H"),
+    (
+        "model",
+        "my_broken:net",
+        "model is my_broken:net, but importing my_broken failed at line 2 of",
+    ),
+    ("model", "my_needy:net", "model is my_needy:net, but importing my_needy failed at line 1 of "),
+]
+
+
+@pytest.mark.parametrize(("setting", "name", "message"), WRONG)
+def test_errors_name_the_module_the_attribute_and_the_fix(
+    here: Path, setting: str, name: str, message: str
+) -> None:
+    (here / "my_broken.py").write_text("x = 1\nraise ValueError('no\\nnet')\n")
+    (here / "my_needy.py").write_text("import no_such_package\n")
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(**{setting: name})
+    assert str(caught.value).startswith(message.format(here=here))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("my_code:wrapped", "my_code:shapes"),
+            "the builder my_code:wrapped has returned of type T",
+        ),
+        (
+            ("my_code:unflattened", "my_code:shapes"),
+            "the model my_code:unflattened has outputs [2, 27, 1, 6, 3]: expected [T, 27, 3], one",
+        ),
+        (("my_code:small", "my_code:one_part"), "has read of type Images: expected (training exa"),
+        (
+            ("my_code:small", "my_code:wrong_shape"),
+            "has read training torch.uint8 [N, 1, 6, 4]: expected torch.uint8 [N, 1, 4, 6]",
+        ),
+        (
+            ("my_code:small", "my_code:wrong_labels"),
+            "has read training labels from 0 to 2: expected 0 to 1, for its 2 classes",
+        ),
+    ],
+)
+def test_what_users_code_returns_is_checked(
+    here: Path,
+    spikefuse: Spikefuse,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, str],
+    message: str,
+) -> None:
+    model, dataset = arguments
+    assert spikefuse(*TRAIN, "--model", model, "--dataset", dataset) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("spikefuse train: error: ")
+    assert message in error
+    assert not list(here.glob("runs/*"))
+
+
+def test_a_users_data_error_is_one_line(
+    here: Path, spikefuse: Spikefuse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "missing").touch()
+    assert spikefuse(*TRAIN, *OWN, "--data-dir", here) == 2
+    error = capsys.readouterr().err
+    assert error == f"spikefuse train: error: {here} has no bars: draw some\n"
+
+
+def test_entry_points_of_installed_packages(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = here / "my_package-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1.0\n")
+    points = "[spikefuse.models]\nmy-net = my_code:small\n"
+    points += "[spikefuse.datasets]\nmy-shapes = my_code:shapes\n"
+    (installed / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(str(here))
+    try:
+        config = TrainConfig.from_dict({"model": "my-net", "dataset": "my-shapes"})
+        assert config.make_network()(torch.zeros(2, 1, 1, 6, 4)).shape == (2, 1, 3)
+    finally:
+        for setting, name in (("model", "my-net"), ("dataset", "my-shapes")):
+            own.REGISTRIES[setting].pop(name, None)
+    with pytest.raises(ConfigError, match="unknown model 'my-other-net'"):
+        TrainConfig(model="my-other-net")
