@@ -132,20 +132,15 @@ class Emitter(Variables):
         buffers = _rows(self.vs) + _stream_buffers(self.ys)
         lines = [*self.head("forward", sequences, pointers, buffers), *self.block(sequences)]
         for v, rest in self.initial:
-            lines += indent(_load_or_fill(f"{v}_row", f"{v}_start", rest), 2)
-        lines += ["        for t in range(T):"]
+            lines.append(f"        load_row({v}_row, {v}_start, base, m, f32({rest!r}))")
+        lines += ["        for t in range(T):", "            if t > 0 and t % CHUNK == 0:"]
+        lines.append("                saved = (t // CHUNK - 1) * N + base")
         for v in self.vs:
-            lines += [
-                f"            if {v}_saved.size and t > 0 and t % CHUNK == 0:",
-                "                saved = (t // CHUNK - 1) * N + base",
-                "                for i in range(m):",
-                "                    " + self.load("value", f"{v}_row", "i"),
-                "                    " + self.store(f"{v}_saved", "saved + i", "value"),
-            ]
+            lines.append(f"                store_row({v}_saved, saved, {v}_row, m)")
         lines += [f"            {x}_at = {x}_base + t * {x}_time" for x in sequences]
         lines += indent(_pieces(self.ys, self.forward_body()), 3)
         for v in self.vs:
-            lines += indent(_store_optional(f"{v}_final", f"{v}_row"), 2)
+            lines.append(f"        store_row({v}_final, base, {v}_row, m)")
         return [*lines, "        base += m", "    if streamed: fence()"]
 
     def forward_body(self) -> list[str]:
@@ -169,8 +164,8 @@ class Emitter(Variables):
         buffers += _rows([*self.gvs, *self.grads]) + _stream_buffers(self.gxs)
         lines = [*self.head("backward", sequences, pointers, buffers), *self.block(sequences)]
         for v, g in zip(self.vs, self.gvs, strict=True):
-            lines += indent(_load_or_fill(f"{g}_row", f"{v}_gfinal", 0.0), 2)
-        lines += [f"        {g}_row[:m] = f32(0.0)" for g in self.grads]
+            lines.append(f"        load_row({g}_row, {v}_gfinal, base, m, f32(0.0))")
+        lines += [f"        fill_row({g}_row, m, f32(0.0))" for g in self.grads]
         lines += [
             "        for chunk in range((T + CHUNK - 1) // CHUNK - 1, -1, -1):",
             "            start = chunk * CHUNK",
@@ -182,7 +177,7 @@ class Emitter(Variables):
         lines += [f"                {x}_at = {x}_base + (start + k) * {x}_time" for x in sequences]
         lines += indent(_pieces(self.gxs, self.reverse_body()), 4)
         for v, g in zip(self.vs, self.gvs, strict=True):
-            lines += indent(_store_optional(f"{v}_gstart", f"{g}_row"), 2)
+            lines.append(f"        store_row({v}_gstart, base, {g}_row, m)")
         for g in self.grads:
             into = f"{g}_data, first * rows // N * channels"
             lines.append(
@@ -192,16 +187,13 @@ class Emitter(Variables):
 
     def recompute(self) -> list[str]:
         """Recompute the states before each step of a chunk from the stored states."""
-        lines = []
+        lines = ["saved = (chunk - 1) * N + base"]
         for v, rest in self.initial:
             lines += [
                 "if chunk > 0:",
-                "    saved = (chunk - 1) * N + base",
-                "    for i in range(m):",
-                "        " + self.load("value", f"{v}_saved", "saved + i"),
-                "        " + self.store(f"{v}_past", "i", "value"),
+                f"    load_row({v}_past, {v}_saved, saved, m, f32(0.0))",
                 "else:",
-                *indent(_load_or_fill(f"{v}_past", f"{v}_start", rest), 1),
+                f"    load_row({v}_past, {v}_start, base, m, f32({rest!r}))",
             ]
         body = [
             *self.load_all(self.xs, "_data", "{}_at + i"),
@@ -251,16 +243,3 @@ def _stream_buffers(results: Sequence[str]) -> list[str]:
 
 def _rows(names: Sequence[str]) -> list[str]:
     return [f"{name}_row = np.empty(BLOCK, np.float32)" for name in names]
-
-
-def _load_or_fill(row: str, array: str, value: float) -> list[str]:
-    """Load a block's values, or use a constant where the array is empty."""
-    constant = f"f32({value!r})"
-    return [
-        "for i in range(m):",
-        f"    {row}[i] = {array}[base + i] if {array}.size else {constant}",
-    ]
-
-
-def _store_optional(array: str, row: str) -> list[str]:
-    return [f"if {array}.size:", "    for i in range(m):", f"        {array}[base + i] = {row}[i]"]

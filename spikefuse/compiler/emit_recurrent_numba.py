@@ -101,7 +101,7 @@ class _Recurrent(Emitter):
         lines = self.signature("forward", (self.xs, [*self.ys, "current"]), pointers, self.vs)
         body = []
         for v, rest in self.initial:
-            body += _load_or_fill(f"{v}_row", f"{v}_start", rest)
+            body.append(f"load_row({v}_row, {v}_start, origin, m * N, f32({rest!r}))")
         body += self.start()
         x, y, split = self.xs[0], self.ys[0], len(self.ys)
         results = self.step.graph.results("numba")
@@ -126,7 +126,7 @@ class _Recurrent(Emitter):
         ]
         body += ["for t in range(T):", *indent([*MULTIPLY, *each], 1)]
         for v in self.vs:
-            body += [f"{v}_final[origin : origin + m * N] = {v}_row[: m * N]"]
+            body.append(f"store_row({v}_final, origin, {v}_row, m * N)")
         return [*lines, *indent(body, 2)]
 
     def backward(self) -> list[str]:
@@ -138,8 +138,8 @@ class _Recurrent(Emitter):
         lines = self.signature("backward", (read, self.gxs), pointers, buffers)
         body = []
         for v, g in zip(self.vs, self.gvs, strict=True):
-            body += _load_or_fill(f"{g}_row", f"{v}_gfinal", 0.0)
-        body += [f"{g}_row[:] = f32(0.0)" for g in self.grads]
+            body.append(f"load_row({g}_row, {v}_gfinal, origin, m * N, f32(0.0))")
+        body += [f"fill_row({g}_row, m * N, f32(0.0))" for g in self.grads]
         body += self.start()
         gy, split = self.gys[0], len(self.gxs)
         results, rows = self.reverse.results("numba"), [*self.gvs, *self.grads]
@@ -157,16 +157,7 @@ class _Recurrent(Emitter):
         each = self.each_row(read, step)
         body += ["for t in range(T - 1, -1, -1):", *indent([*MULTIPLY, *each], 1)]
         for v, g in zip(self.vs, self.gvs, strict=True):
-            body += [f"if {v}_gstart.size:"]
-            body += [f"    {v}_gstart[origin : origin + m * N] = {g}_row[: m * N]"]
+            body.append(f"store_row({v}_gstart, origin, {g}_row, m * N)")
         for g in self.grads:
             body.append(f"add_by_channel({g}_row, m * N, {g}_data, first * rows // B * N, 0, N, 1)")
         return [*lines, *indent(body, 2)]
-
-
-def _load_or_fill(row: str, array: str, value: float) -> list[str]:
-    """Load the values of a block's neurons, or use a constant where the array is empty."""
-    return [
-        "for i in range(m * N):",
-        f"    {row}[i] = {array}[origin + i] if {array}.size else f32({value!r})",
-    ]

@@ -51,10 +51,11 @@ class RankWatchdog:
         # The last heartbeat of each other rank, and when it was first seen.
         self.seen = {rank: ("", time.monotonic()) for rank in ranks if rank != self.rank}
         self._lock = threading.Lock()
-        stop = threading.Event()
-        weakref.finalize(self, stop.set)
         if self.seen:
-            threading.Thread(target=_beat, args=(weakref.ref(self), stop), daemon=True).start()
+            stop = threading.Event()
+            thread = threading.Thread(target=_beat, args=(weakref.ref(self), stop), daemon=True)
+            weakref.finalize(self, _end, thread, stop)
+            thread.start()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -128,6 +129,13 @@ class RankWatchdog:
             f"{counts.get(slowest, 0)}, rank {self.rank} has reached {self.count}; it hangs, or "
             "makes fewer calls than the others"
         )
+
+
+def _end(thread: threading.Thread, stop: threading.Event) -> None:
+    """Stop a heartbeat. Python aborts if it ends while a thread of its own is inside the store."""
+    stop.set()
+    if thread is not threading.current_thread():
+        thread.join(LIFE)
 
 
 def _beat(watchdog_ref: weakref.ref[RankWatchdog], stop: threading.Event) -> None:

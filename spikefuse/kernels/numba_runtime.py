@@ -8,7 +8,7 @@ Half precision is converted on access; bfloat16 is stored in uint16 arrays, floa
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numba
@@ -29,14 +29,17 @@ __all__ = [
     "exp",
     "f32",
     "fence",
+    "fill_row",
     "floor",
     "fma",
     "kernel",
     "load",
+    "load_row",
     "log",
     "sigmoid",
     "sqrt",
     "store",
+    "store_row",
     "stream",
 ]
 
@@ -69,21 +72,30 @@ MAX_SLOTS = 128
 
 # Kernels call intrinsics without the typing context, which type checkers do not understand.
 _intrinsic: Any = intrinsic
-_inline = numba.njit(inline="always", error_model="numpy")
 _reassociated: Any = partial(numba.njit, error_model="numpy", fastmath={"reassoc"})
 
 
 def _annotate(builder: Any, instruction: Any, slot: int) -> None:
-    module = builder.module
+    own, others = _alias_metadata(builder.module, slot)
+    instruction.set_metadata("alias.scope", own)
+    instruction.set_metadata("noalias", others)
 
+
+# Cached for the module that is being compiled, whose accesses are many and slots are few.
+@lru_cache(maxsize=MAX_SLOTS)
+def _alias_metadata(module: Any, slot: int) -> tuple[Any, Any]:
+    scopes = _alias_scopes(module)
+    others = [scope for i, scope in enumerate(scopes) if i != slot]
+    return module.add_metadata([scopes[slot]]), module.add_metadata(others)
+
+
+@lru_cache(maxsize=1)
+def _alias_scopes(module: Any) -> list[Any]:
     def metadata(*operands: Any) -> Any:
         return module.add_metadata(list(operands))
 
     domain = metadata(ir.MetaDataString(module, "spikefuse"))
-    scopes = [metadata(ir.MetaDataString(module, f"slot{i}"), domain) for i in range(MAX_SLOTS)]
-    others = [scope for i, scope in enumerate(scopes) if i != slot]
-    instruction.set_metadata("alias.scope", metadata(scopes[slot]))
-    instruction.set_metadata("noalias", metadata(*others))
+    return [metadata(ir.MetaDataString(module, f"slot{i}"), domain) for i in range(MAX_SLOTS)]
 
 
 def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
@@ -199,7 +211,34 @@ def _to_bfloat16(builder: Any, number: Any) -> Any:
 _index = np.uintp
 
 
-@_inline
+@kernel
+def fill_row(row, count, value):
+    """Set `row[:count] = value`."""
+    for i in range(_index(count)):
+        row[i] = value
+
+
+@kernel
+def load_row(row, values, first, count, default):
+    """Set `row[:count] = values[first : first + count]`, or to `default` if `values` is empty."""
+    if values.size:
+        start = _index(first)
+        for i in range(_index(count)):
+            row[i] = values[start + i]
+    else:
+        fill_row(row, count, default)
+
+
+@kernel
+def store_row(values, first, row, count):
+    """Set `values[first : first + count] = row[:count]` unless `values` is empty."""
+    if values.size:
+        start = _index(first)
+        for i in range(_index(count)):
+            values[start + i] = row[i]
+
+
+@kernel
 def channel_rows(row, count, values, first, inner):
     """Fill `row` with the channel values of neurons first ... first + count - 1."""
     channel, at, left = (first // inner) % values.size, 0, inner - first % inner
@@ -218,7 +257,7 @@ def channel_rows(row, count, values, first, inner):
         at = end
 
 
-@_inline
+@kernel
 def add_by_channel(row, count, sums, start, first, channels, inner):
     """Add `row`, values of neurons first ... first + count - 1, to `sums[start + channel]`.
 

@@ -240,7 +240,7 @@ class _Run(Store):
         def run(microbatch: Microbatch, states: list[Tensor]) -> Sequence[Tensor]:
             values = Values(self, segment, microbatch)
             piece = x[:, slice(*microbatch)]
-            inputs = first.pop() if first else (piece, *values.sequences(called.inputs[1:]))
+            inputs = first.pop() if first else (piece, *values.sequences(called.inputs[1:], piece))
             names = block.NAMES[: len(inputs)]
             neuron.check(called.neuron, names, tuple(inputs), None, program.backend)
             op.check(program.backend, inputs[0])

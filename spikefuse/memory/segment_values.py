@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from spikefuse.block.deferred import materialized
@@ -76,14 +77,29 @@ class Values:
 
     def _leaf(self, node: fx.Node) -> Tensor:
         x = take(self.store.saved[node], self.microbatch).detach()
-        if self.differentiable:
+        if self.differentiable and x.is_floating_point():
             x.requires_grad_(self.store.needs[node])
         self.leaves[node] = x
         return ConstantSequence.of(x, self.store.steps) if node in self.store.constant else x
 
-    def sequences(self, nodes: Iterable[fx.Node]) -> list[Tensor]:
-        """Return the values of nodes as `[T, B, ...]`."""
-        return [unfold(self[node], self.store.steps) for node in nodes]
+    def sequences(self, nodes: Iterable[fx.Node], x: Tensor | None = None) -> list[Tensor]:
+        """Return the values of nodes as `[T, B, ...]`.
+
+        Args:
+            x: the input of a block to which a residual is added; by default the first value.
+        """
+        found = []
+        for node in nodes:
+            if not self[node].ndim:
+                raise ValueError(
+                    f"memory=Checkpoint() can't run '{self.segment.target}', which reads a tensor "
+                    "without dimensions: expand it to one value per time step and sample, or use "
+                    "another policy"
+                )
+            found.append(unfold(self[node], self.store.steps))
+        if self.segment.target not in self.store.segments.blocks:
+            return found
+        return [_as_residual(y, found[0] if x is None else x) for y in found]
 
     def fire(
         self, called: NeuronCall, inputs: Sequence[Tensor], states: Sequence[Tensor], final: bool
@@ -121,6 +137,16 @@ class Values:
         largest = max(x[0].nbytes for x in values)
         source = self.store.segments.input
         return largest, sum(x[0].nbytes for node, x in self.leaves.items() if node is not source)
+
+
+def _as_residual(y: Tensor, x: Tensor) -> Tensor:
+    """Return `y` with the shape and dtype of `x` if a sum of both has these too."""
+    if (y.shape, y.dtype) == (x.shape, x.dtype):
+        return y
+    shape = torch.broadcast_shapes(y.shape, x.shape)
+    if (shape, torch.promote_types(y.dtype, x.dtype)) != (x.shape, x.dtype):
+        return y  # the block raises an error that names both
+    return y.to(x.dtype).expand(shape)
 
 
 def multiple_outputs_error(segment: Segment) -> ValueError:

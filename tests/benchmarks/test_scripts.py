@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import subprocess
 import sys
@@ -19,10 +20,10 @@ from benchmarks.networks import FUSED
 QUICK = ("--quick", "--device", "cpu")
 SCRIPTS = (
     "neurons steps --dtype float32 --T 2",
-    "neurons --groups lif inference layout custom --dtype bfloat16 float32",
+    "neurons --groups lif inference layout custom --dtype bfloat16",
     "neurons cpu",
     "recurrent",
-    "cpu --T 1 4",
+    "cpu --T 1",
     "block --layout channels-last --shapes T=4",
     "networks --steps training --dtype bfloat16",
     "events --streaming",
@@ -56,6 +57,13 @@ def check_contenders(result: dict[str, Any]) -> None:
             assert c["status"] in ("ok", "unavailable"), c
             own = c["name"].startswith((OURS, LOOP, EVENTS, DENSE))
             assert c["status"] == "ok" or not own or "graph" in c["reason"], c
+
+
+@pytest.fixture(autouse=True)
+def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare the many collections of a benchmark the objects of all earlier tests."""
+    gc.freeze()
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @pytest.mark.parametrize("command", SCRIPTS)

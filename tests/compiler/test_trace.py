@@ -378,7 +378,7 @@ def test_a_traced_step_has_no_unused_nodes():
 
 
 def test_too_many_arrays():
-    states = {f"s{i}": sf.State() for i in range(45)}
+    states = {f"s{i}": sf.State() for i in range(65)}
     scope: dict[str, object] = {}
     exec(f"def step(self, x, {', '.join(states)}): return x, ({', '.join(states)},)", scope)
     neuron = type("Many", (sf.Neuron,), {**states, "step": scope["step"]})()

@@ -562,3 +562,40 @@ def test_a_refused_network_does_not_switch_gradients_off():
         assert torch.is_grad_enabled()
     finally:
         torch.set_grad_enabled(True)
+
+
+class Added(nn.Module):
+    def __init__(self, residual):
+        super().__init__()
+        self.norm, self.neuron, self.residual = nn.BatchNorm2d(4), sf.LIF(), residual
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return self.neuron(self.norm(y) + self.residual(y))
+
+
+@pytest.mark.parametrize(
+    "residual",
+    [
+        lambda y: y.mean((2, 3), keepdim=True),
+        lambda y: y > 0,
+        lambda y: (y > 0).int(),
+        lambda y: y.bfloat16(),
+    ],
+    ids=["broadcast", "bool", "int", "bfloat16"],
+)
+def test_residuals_of_other_shapes_and_dtypes(residual):
+    """The default policy does not fuse these norms."""
+    x = make_input((4, 3, 3, 5, 5))
+    expected, found = (
+        train(fused(lambda: Added(residual), policy, "cpu"), x) for policy in (None, Checkpoint(2))
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_residual_without_dimensions_is_refused():
+    net = fused(lambda: Added(torch.mean), Checkpoint(), "cpu")
+    with pytest.raises(ValueError, match=r"can't run 'neuron', which reads a tensor without dim"):
+        net(make_input((4, 3, 3, 5, 5)))

@@ -109,13 +109,16 @@ def test_two_connected_scans_equal_one(backends, layout, count, speculates):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("at", [1, 8, 18])
-def test_speculative_scans_of_every_model_equal_one_scan(backends, at):
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_speculative_scans_of_every_model_equal_one_scan(backends, turn):
     """Every model, those that never forget too: spikes to the last bit, and gradients, of which
-    those of half precision are rounded twice."""
+    those of half precision are rounded twice. On a CPU, each model has one place of division."""
     for i, (name, make) in enumerate(DEFINITIONS.items()):
         if name == "Gated":  # of several inputs
             continue
+        if backends.device == "cpu" and i % 3 != turn:
+            continue
+        at = (1, 8, 18)[(i + i // 3 + turn) % 3]
         neuron, dtype = make(4, reset="hard").to(backends.device), DTYPES[(i + at) % 3]
         x = make_input((19, 3, 4, 10), dtype, backends.device)
         weights = make_input(x.shape, seed=1, device=backends.device)

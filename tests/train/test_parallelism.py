@@ -23,7 +23,10 @@ SHARED = (*OPTIONS, "--time-ranks", "2")
 def test_time_and_data_ranks_match_one_process_and_resume_on_fewer(
     alone: Spikefuse, tmp_path: Path
 ) -> None:
-    """Four share data and time; two that share time resume, and then one."""
+    """Four share data and time; two that share time resume, and then one.
+
+    Two that share data are those of `test_averaged_weights_and_early_stopping...`.
+    """
     assert alone("train", *OPTIONS, "--epochs", "3", "--out", "one") == 0
     output = finish(start(4, tmp_path, "train", *SHARED, "--data-ranks", "2", "--epochs", "1",
                           "--out", "four"))  # fmt: skip
