@@ -194,8 +194,8 @@ class _FirstSpikeTime(torch.autograd.Function):
 def l1_activity(spikes: Tensor) -> Tensor:
     """Compute the mean of non-negative spikes, `mean_{t,b,n} s`: their L1 norm, as a rate per step.
 
-    The gradient is the same at each neuron and step, whether it fired or not. snnTorch's `l1_rate_sparsity` is `Lambda` times the
-    sum, which grows with T, B and N.
+    The gradient is the same at each neuron and step, whether it fired or not. snnTorch's
+    `l1_rate_sparsity` is `Lambda` times the sum, which grows with T, B and N.
 
     Source: Zenke and Vogels, "The Remarkable Robustness of Surrogate Gradient Learning for
     Instilling Complex Function in Spiking Neural Networks", Neural Computation 33, 2021.
