@@ -1,9 +1,9 @@
 """Losses on spikes and potentials over time, and penalties on activity.
 
 Outputs are `[T, B, N]`: T steps, B samples and N neurons, one per class unless stated otherwise;
-targets are class indices `[B]`, int64. Each loss is a scalar, a mean over the batch, in the dtype
-of the outputs. For class weights or other reductions, call `torch.nn.functional.cross_entropy` on
-the same arguments.
+targets are class indices `[B]`, int64. Each loss is a scalar, a mean over the batch, and computed
+in float32, or in float64 for outputs in float64. For class weights or other reductions, call
+`torch.nn.functional.cross_entropy` on the same arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def ce_count(spikes: Tensor, target: Tensor) -> Tensor:
     Raises:
         ValueError: wrong shapes.
     """
-    _check(spikes, target)
+    spikes = _checked(spikes, target)
     return F.cross_entropy(spikes.sum(0), target)
 
 
@@ -45,7 +45,7 @@ def ce_rate(x: Tensor, target: Tensor) -> Tensor:
     Raises:
         ValueError: wrong shapes.
     """
-    _check(x, target)
+    x = _checked(x, target)
     return F.cross_entropy(x.flatten(0, 1), target.repeat(len(x)))
 
 
@@ -62,7 +62,7 @@ def ce_max_membrane(v: Tensor, target: Tensor) -> Tensor:
     Raises:
         ValueError: wrong shapes.
     """
-    _check(v, target)
+    v = _checked(v, target)
     return F.cross_entropy(v.amax(0), target)
 
 
@@ -85,7 +85,7 @@ def mse_count(
     Raises:
         ValueError: wrong shapes.
     """
-    _check(spikes, target)
+    spikes = _checked(spikes, target)
     wanted = _per_class(spikes, target, len(spikes) * correct_rate, len(spikes) * incorrect_rate)
     return F.mse_loss(spikes.sum(0), wanted) / len(spikes)
 
@@ -106,7 +106,7 @@ def mse_membrane(v: Tensor, target: Tensor, correct: float = 1.0, incorrect: flo
     Raises:
         ValueError: wrong shapes.
     """
-    _check(v, target)
+    v = _checked(v, target)
     return F.mse_loss(v, _per_class(v, target, correct, incorrect).expand_as(v))
 
 
@@ -126,7 +126,7 @@ def ce_temporal(spikes: Tensor, target: Tensor) -> Tensor:
     Raises:
         ValueError: wrong shapes.
     """
-    _check(spikes, target)
+    spikes = _checked(spikes, target)
     return F.cross_entropy(-first_spike_time(spikes), target)
 
 
@@ -148,7 +148,7 @@ def mse_temporal(
     Raises:
         ValueError: wrong shapes.
     """
-    _check(spikes, target)
+    spikes = _checked(spikes, target)
     times, num_steps = first_spike_time(spikes), len(spikes)
     late = num_steps if incorrect is None else incorrect
     wanted = _per_class(spikes, target, correct, late)
@@ -168,7 +168,7 @@ def first_spike_time(spikes: Tensor) -> Tensor:
         spikes: `[T, ...]`, zeros and other values, floating point.
 
     Returns:
-        `[...]` in the dtype of the spikes.
+        `[...]`, float32, or float64 for spikes in float64.
     """
     times: Tensor = _FirstSpikeTime.apply(spikes)
     return times
@@ -181,14 +181,15 @@ class _FirstSpikeTime(torch.autograd.Function):
         # argmax gives the first of several maxima.
         first = torch.where(fired.any(0), fired.to(torch.uint8).argmax(0), len(spikes))
         ctx.save_for_backward(first)
-        ctx.num_steps = len(spikes)
-        return first.to(spikes.dtype)
+        ctx.num_steps, ctx.dtype = len(spikes), spikes.dtype
+        return first.to(_precise(spikes))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (first,) = ctx.saved_tensors
         step = first.clamp(max=ctx.num_steps - 1).unsqueeze(0)
-        return grad.new_zeros(ctx.num_steps, *grad.shape).scatter_(0, step, -grad.unsqueeze(0))
+        zeros = grad.new_zeros(ctx.num_steps, *grad.shape, dtype=ctx.dtype)
+        return zeros.scatter_(0, step, -grad.unsqueeze(0).to(ctx.dtype))
 
 
 def l1_activity(spikes: Tensor) -> Tensor:
@@ -203,7 +204,7 @@ def l1_activity(spikes: Tensor) -> Tensor:
     Args:
         spikes: of any shape, such as a layer's in `sf.record(net, grad=True)`.
     """
-    return spikes.mean()
+    return spikes.mean(dtype=_precise(spikes))
 
 
 def l2_activity(spikes: Tensor) -> Tensor:
@@ -214,7 +215,7 @@ def l2_activity(spikes: Tensor) -> Tensor:
     Args:
         spikes: `[T, ...]`.
     """
-    return spikes.mean(0).square().mean()
+    return spikes.mean(0, dtype=_precise(spikes)).square().mean()
 
 
 def rate_bounds(spikes: Tensor, lower: float = 0.0, upper: float = 1.0) -> Tensor:
@@ -235,7 +236,7 @@ def rate_bounds(spikes: Tensor, lower: float = 0.0, upper: float = 1.0) -> Tenso
     """
     if lower > upper:
         raise ValueError(f"lower is {lower} and upper {upper}: expected lower <= upper")
-    rate = spikes.mean((0, 1))
+    rate = spikes.mean((0, 1), dtype=_precise(spikes))
     return ((lower - rate).relu().square() + (rate - upper).relu().square()).mean()
 
 
@@ -251,7 +252,7 @@ def pool_population(x: Tensor, num_classes: int) -> Tensor:
         num_classes: C, a divisor of N.
 
     Returns:
-        `[..., C]`.
+        `[..., C]`, float32, or float64 for x in float64.
 
     Raises:
         ValueError: C does not divide N.
@@ -260,7 +261,7 @@ def pool_population(x: Tensor, num_classes: int) -> Tensor:
         raise ValueError(
             f"num_classes is {num_classes} for {x.shape[-1]} neurons: expected a divisor of them"
         )
-    return x.unflatten(-1, (num_classes, -1)).sum(-1)
+    return x.unflatten(-1, (num_classes, -1)).sum(-1, dtype=_precise(x))
 
 
 def _per_class(x: Tensor, target: Tensor, correct: float, incorrect: float) -> Tensor:
@@ -269,7 +270,12 @@ def _per_class(x: Tensor, target: Tensor, correct: float, incorrect: float) -> T
     return wanted.scatter_(1, target.unsqueeze(1), correct)
 
 
-def _check(x: Tensor, target: Tensor) -> None:
+def _precise(x: Tensor) -> torch.dtype:
+    """Return the dtype of sums over time: bfloat16 counts to 256 only."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _checked(x: Tensor, target: Tensor) -> Tensor:
     if x.ndim != 3 or not len(x):
         raise ValueError(f"the outputs have shape {list(x.shape)}: expected [T, B, N] with T >= 1")
     if target.shape != x.shape[1:2]:
@@ -277,3 +283,4 @@ def _check(x: Tensor, target: Tensor) -> None:
             f"target has shape {list(target.shape)}: expected a class index for each of "
             f"{x.shape[1]} samples, [B]"
         )
+    return x.to(_precise(x))

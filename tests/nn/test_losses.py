@@ -131,12 +131,28 @@ def test_training_lowers_the_loss(name: str) -> None:
     arguments = () if "activity" in name else (TARGET,)
     optimizer, history = torch.optim.Adam(net.parameters(), 0.05), []
     for _ in range(20):
-        value = loss(net(x), *arguments)
+        value = loss(net(x, impl="reference"), *arguments)
         history.append(value.item())
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
     assert min(history[10:]) < history[0]
+
+
+def test_long_sequences_in_bfloat16() -> None:
+    """Whose own counts end at 256."""
+    s = torch.zeros(301, 1, 2, dtype=torch.bfloat16)
+    s[299:, 0, 0] = 1
+    s[: 2 * 130 - 1, 0, 1] = 1
+    x, target = s.requires_grad_(), torch.tensor([1])
+    assert losses.first_spike_time(x).tolist() == [[299, 0]]
+    loss = losses.mse_count(x, target) + losses.ce_temporal(x, target)
+    expected = ((301 - 259) ** 2 + 2**2) / 2 / 301
+    assert loss.item() == pytest.approx(expected)
+    loss.backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.bfloat16
+    assert losses.pool_population(s.detach().sum(0, dtype=torch.float32), 1).item() == 261
 
 
 def test_populations_are_summed() -> None:
