@@ -135,9 +135,9 @@ class _Reader:
         modules: dict[str, nn.Module] = {}
         for name, layer in self.layers.items():
             if layer.factor is not None:
-                scale, scaled = f"{name}_scale", _tensor(layer.factor)
+                scale = _unused(f"{name}_scale", self.layers)
                 edges = [(a, scale if b == name else b) for a, b in edges] + [(scale, name)]
-                modules[scale] = Scale(scaled)
+                modules[scale] = Scale(_tensor(layer.factor))
             modules[name] = layer.module
         return _module(modules, edges, ends[0][0], ends[1][0])
 
@@ -282,11 +282,12 @@ def _module(
         for other in read[1:]:
             value = graph.call_function(add, (value, other))
         if name == sink:
-            graph.output(value)
+            result = value
             continue
         target = _unused(re.sub(r"\W", "_", name), (*root, *_RESERVED))
         root[target] = modules[name]
         values[name] = graph.call_module(target, (value,))
+    graph.output(result)
     return fx.GraphModule(root, graph)
 
 

@@ -153,6 +153,12 @@ def test_layers_and_sums() -> None:
     assert {"conv_1", "train_", "if_"} <= dict(net.named_children()).keys()
 
 
+def test_nodes_without_effect_and_names_in_use() -> None:
+    nodes = {"lif": lif(), "lif_scale": lif(), "probe": lif(), "probe2": lif()}
+    edges = [("input", "lif"), ("lif", "probe"), ("probe", "probe2")]
+    assert_same(graph_of((4,), nodes, [*edges, ("input", "lif_scale"), ("lif", "output")]), (4,))
+
+
 def test_graphs_inside_graphs() -> None:
     edges = [("in", "lif"), ("lif", "w"), ("w", "lif"), ("lif", "out")]
     ends = {"in": nir.Input({"input": np.array([4])}), "out": nir.Output({"output": np.array([4])})}
