@@ -94,6 +94,7 @@ __all__ = [
     "distributed",
     "explain",
     "exportable",
+    "from_nir",
     "fuse",
     "graph_step",
     "load",
@@ -104,16 +105,21 @@ __all__ = [
     "report",
     "spiking",
     "surrogate",
+    "to_nir",
     "train",
 ]
 
 
 def __getattr__(name: str) -> _Any:
-    """Import `convert`, `data`, `load`, `models`, `plots` and `train` when they are first used."""
+    """Import what most programs do not need when it is first used."""
     if name in ("data", "models", "train"):
         return _import_module(f"spikefuse.{name}")
     if name == "convert":
         return _import_module("spikefuse.transforms.convert").convert
+    if name == "from_nir":
+        return _import_module("spikefuse.transforms.nir_read").from_nir
+    if name == "to_nir":
+        return _import_module("spikefuse.transforms.nir_write").to_nir
     if name == "plots":
         return _import_module("spikefuse.inspect.plots")
     if name == "load":

@@ -132,6 +132,7 @@ EXTERNAL = {
     "tonic": {"data"},
     "h5py": {"data"},
     "PIL": {"data"},
+    "nir": {"transforms"},
 }
 
 
@@ -328,13 +329,13 @@ def python(code: str) -> None:
 
 def test_import_needs_no_optional_package() -> None:
     optional = ["triton", "lightning", "sklearn", "matplotlib", "tensorboard", "pooch", "tqdm"]
-    optional += ["tonic", "h5py", "PIL"]
+    optional += ["tonic", "h5py", "PIL", "nir"]
     blocked = f"import sys; sys.modules.update(dict.fromkeys({optional}))"
     python(f"{blocked}; import spikefuse, spikefuse.data")
 
 
 def test_import_is_lazy() -> None:
-    heavy = {"numba", "triton", "lightning", "sklearn", "matplotlib", "tonic", "h5py", "PIL"}
+    heavy = {"numba", "triton", "lightning", "sklearn", "matplotlib", "tonic", "h5py", "PIL", "nir"}
     loaded = f"loaded = {heavy} & set(sys.modules); assert not loaded, loaded"
     python(f"import sys, spikefuse, spikefuse.data; {loaded}")
     python(f"import sys, spikefuse as sf; sf.data, sf.models, sf.train, sf.load; {loaded}")

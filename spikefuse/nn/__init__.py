@@ -8,7 +8,7 @@ from spikefuse.events.stream import EventStream
 from spikefuse.inspect.explain import explain
 from spikefuse.inspect.record import record
 from spikefuse.inspect.report import report
-from spikefuse.nn import encode
+from spikefuse.nn import encode, losses, metrics
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import MaxPool2d
@@ -76,6 +76,8 @@ __all__ = [
     "explain",
     "exportable",
     "fuse",
+    "losses",
+    "metrics",
     "record",
     "report",
     "scale_to_rate",

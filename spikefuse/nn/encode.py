@@ -1,4 +1,5 @@
-"""Encodings of a static input `[B, ...]` as a sequence `[T, B, ...]`."""
+"""Encodings of a static input `[B, ...]` as a sequence `[T, B, ...]`; `delta` and `population`
+encode changes over time, and values as several neurons."""
 
 from __future__ import annotations
 
@@ -61,6 +62,118 @@ def poisson(x: Tensor, num_steps: int, generator: torch.Generator | None = None)
     shape = num_steps, *x.shape
     draws = torch.rand(shape, dtype=torch.float32, device=x.device, generator=generator)
     return (draws < x).to(x.dtype)
+
+
+def latency(x: Tensor, num_steps: int, tau: float | None = None, threshold: float = 0.0) -> Tensor:
+    """Give each value one spike, the earlier the greater it is: time-to-first-spike encoding.
+
+    The step is `round(t)` with::
+
+        t = (T - 1) (1 - x)                        (tau=None)
+        t = tau log(x / (x - threshold))           (tau given)
+
+    The second one is when a membrane with time constant tau reaches the threshold under the
+    constant current x. Values below the threshold, and those whose step is T or later, do not
+    spike.
+
+    Source: Thorpe et al., "Spike-based strategies for rapid processing", Neural Networks 14, 2001;
+    for the membrane, Eshraghian et al., "Training Spiking Neural Networks Using Lessons From Deep
+    Learning", Proceedings of the IEEE 111, 2023.
+
+    Args:
+        x: intensities `[B, ...]` in [0, 1], floating point.
+        num_steps: T, at least 1.
+        tau: time constant in steps; None for linear times, which use all steps.
+        threshold: the least value that spikes.
+
+    Returns:
+        Zeros and ones `[T, B, ...]` in the dtype of `x`.
+
+    Raises:
+        TypeError, ValueError: `x` is not a floating-point tensor in [0, 1] or has no batch
+            dimension; `num_steps` < 1; `tau` is not positive, or given without a threshold.
+    """
+    _check(x, num_steps)
+    if not x.is_floating_point():
+        raise TypeError(f"x is {x.dtype}: expected intensities, such as pixels / 255")
+    if x.numel() and not (x.min() >= 0 and x.max() <= 1):
+        raise ValueError(f"x is in [{x.min():g}, {x.max():g}]: expected values in [0, 1]")
+    u = x.float()
+    if tau is None:
+        time = (num_steps - 1) * (1 - u)
+    elif tau > 0 and threshold > 0:
+        time = tau * torch.log(u / (u - threshold).clamp(min=0))
+    else:
+        raise ValueError(f"tau, threshold are {tau}, {threshold}: expected positive numbers")
+    # A membrane that never reaches the threshold has an infinite time, or 0 / 0 at x = 0.
+    step = torch.where(u < threshold, num_steps, time.nan_to_num(num_steps)).round()
+    steps = torch.arange(num_steps, device=x.device).view(-1, *[1] * x.ndim)
+    return (step == steps).to(x.dtype)
+
+
+def delta(x: Tensor, threshold: float, signed: bool = False) -> Tensor:
+    """Spike where a sequence rises by at least a threshold from one step to the next.
+
+    `y[t] = 1 if x[t] - x[t-1] >= threshold else 0`; with `signed`, `y[t] = -1` where it falls by as
+    much. The first step has no step before it, and no spikes.
+
+    Source: Eshraghian et al., "Training Spiking Neural Networks Using Lessons From Deep Learning",
+    Proceedings of the IEEE 111, 2023 (delta modulation).
+
+    Args:
+        x: a sequence `[T, B, ...]`, floating point.
+        threshold: in the unit of `x`, positive.
+        signed: whether falls spike, too.
+
+    Returns:
+        `[T, B, ...]` in the dtype of `x`.
+
+    Raises:
+        TypeError, ValueError: `x` is not a tensor or has no dimensions; `threshold` <= 0.
+    """
+    _check(x, 1)
+    if not threshold > 0:
+        raise ValueError(f"threshold is {threshold!r}: expected a positive number")
+    change = x.diff(dim=0, prepend=x[:1])
+    spikes = (change >= threshold).to(x.dtype)
+    return spikes - (change <= -threshold).to(x.dtype) if signed else spikes
+
+
+def population(
+    x: Tensor, num_neurons: int, low: float = 0.0, high: float = 1.0, width: float | None = None
+) -> Tensor:
+    """Encode each value by the activity of several neurons with Gaussian receptive fields.
+
+    `y[..., f P + p] = exp(-(x[..., f] - c_p)^2 / (2 width^2))`, with P centers c from `low` to
+    `high` at equal distances. `poisson` draws spikes with these probabilities, and `direct` repeats
+    them.
+
+    Source: Bohte et al., "Error-backpropagation in temporally encoded networks of spiking neurons",
+    Neurocomputing 48, 2002.
+
+    Args:
+        x: values `[B, ..., F]`, floating point.
+        num_neurons: P, at least 2.
+        low, high: first and last center.
+        width: standard deviation; None for the distance of two centers.
+
+    Returns:
+        Activities in (0, 1], `[B, ..., F * P]` in the dtype of `x`.
+
+    Raises:
+        TypeError, ValueError: `x` is not a tensor or has no dimensions; `num_neurons` < 2,
+            `low` >= `high` or `width` <= 0.
+    """
+    _check(x, 1)
+    if not isinstance(num_neurons, int) or num_neurons < 2:
+        raise ValueError(f"num_neurons is {num_neurons!r}: expected an integer of at least 2")
+    spread = (high - low) / (num_neurons - 1) if width is None else width
+    if not (low < high and spread > 0):
+        raise ValueError(
+            f"low, high, width are {low}, {high}, {width}: expected low < high, width > 0"
+        )
+    centers = torch.linspace(low, high, num_neurons, dtype=x.dtype, device=x.device)
+    return torch.exp(-0.5 * ((x.unsqueeze(-1) - centers) / spread).square()).flatten(-2)
 
 
 def _check(x: Tensor, num_steps: int) -> None:

@@ -1,0 +1,286 @@
+"""Losses on spikes and potentials over time, and penalties on activity.
+
+Outputs are `[T, B, N]`: T steps, B samples and N neurons, one per class unless stated otherwise;
+targets are class indices `[B]`, int64. Each loss is a scalar, a mean over the batch, and computed
+in float32, or in float64 for outputs in float64. For class weights or other reductions, call
+`torch.nn.functional.cross_entropy` on the same arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def ce_count(spikes: Tensor, target: Tensor) -> Tensor:
+    """Compute the cross-entropy of spike counts: `CE(sum_t s[t], target)`.
+
+    Source: Eshraghian et al., "Training Spiking Neural Networks Using Lessons From Deep Learning",
+    Proceedings of the IEEE 111, 2023 (snnTorch's `ce_count_loss`).
+
+    Args:
+        spikes: `[T, B, N]`.
+        target: `[B]`.
+
+    Raises:
+        ValueError: wrong shapes.
+    """
+    spikes = _checked(spikes, target)
+    return F.cross_entropy(spikes.sum(0), target)
+
+
+def ce_rate(x: Tensor, target: Tensor) -> Tensor:
+    """Compute the mean over time of each step's cross-entropy: `1/T sum_t CE(x[t], target)`.
+
+    Source: Deng et al., "Temporal Efficient Training of Spiking Neural Network via Gradient
+    Re-weighting", ICLR 2022 (the TET loss; snnTorch's `ce_rate_loss`).
+
+    Args:
+        x: spikes or logits `[T, B, N]`.
+        target: `[B]`.
+
+    Raises:
+        ValueError: wrong shapes.
+    """
+    x = _checked(x, target)
+    return F.cross_entropy(x.flatten(0, 1), target.repeat(len(x)))
+
+
+def ce_max_membrane(v: Tensor, target: Tensor) -> Tensor:
+    """Compute the cross-entropy of the highest potentials: `CE(max_t v[t], target)`.
+
+    Source: Cramer et al., "The Heidelberg Spiking Data Sets for the Systematic Evaluation of
+    Spiking Neural Networks", IEEE TNNLS 33, 2022 (the max-over-time loss).
+
+    Args:
+        v: potentials `[T, B, N]`, such as those of `sf.LI` or of `outputs=("v",)`.
+        target: `[B]`.
+
+    Raises:
+        ValueError: wrong shapes.
+    """
+    v = _checked(v, target)
+    return F.cross_entropy(v.amax(0), target)
+
+
+def mse_count(
+    spikes: Tensor, target: Tensor, correct_rate: float = 1.0, incorrect_rate: float = 0.0
+) -> Tensor:
+    """Compute the squared error of spike counts, `1/T mean_{b,n} (sum_t s[t] - T r)^2`.
+
+    r is the rate wanted of a neuron: `correct_rate` for that of the target, `incorrect_rate` for
+    all others. The mean squared error of rates is this divided by T.
+
+    Source: Shrestha and Orchard, "SLAYER: Spike Layer Error Reassignment in Time", NeurIPS 2018
+    (the loss on the number of spikes), as in snnTorch's `mse_count_loss`.
+
+    Args:
+        spikes: `[T, B, N]`.
+        target: `[B]`.
+        correct_rate, incorrect_rate: spikes per step, in [0, 1].
+
+    Raises:
+        ValueError: wrong shapes.
+    """
+    spikes = _checked(spikes, target)
+    wanted = _per_class(spikes, target, len(spikes) * correct_rate, len(spikes) * incorrect_rate)
+    return F.mse_loss(spikes.sum(0), wanted) / len(spikes)
+
+
+def mse_membrane(v: Tensor, target: Tensor, correct: float = 1.0, incorrect: float = 0.0) -> Tensor:
+    """Compute the squared error of potentials at all steps: `mean_{t,b,n} (v[t] - w)^2`.
+
+    w is the potential wanted of a neuron: `correct` for that of the target, `incorrect` for all
+    others. For targets that change over time, use `torch.nn.functional.mse_loss`.
+
+    Source: Eshraghian et al., 2023, as for `ce_count` (snnTorch's `mse_membrane_loss`).
+
+    Args:
+        v: potentials `[T, B, N]`.
+        target: `[B]`.
+        correct, incorrect: potentials.
+
+    Raises:
+        ValueError: wrong shapes.
+    """
+    v = _checked(v, target)
+    return F.mse_loss(v, _per_class(v, target, correct, incorrect).expand_as(v))
+
+
+def ce_temporal(spikes: Tensor, target: Tensor) -> Tensor:
+    """Compute the cross-entropy of negative first spike times: `CE(-first_spike_time(s), target)`.
+
+    The earliest neuron should be that of the target. See `first_spike_time` for the gradient and
+    for silent neurons.
+
+    Source: Mostafa, "Supervised Learning Based on Temporal Coding in Spiking Neural Networks",
+    IEEE TNNLS 29, 2018 (cross-entropy of negative spike times).
+
+    Args:
+        spikes: `[T, B, N]`.
+        target: `[B]`.
+
+    Raises:
+        ValueError: wrong shapes.
+    """
+    spikes = _checked(spikes, target)
+    return F.cross_entropy(-first_spike_time(spikes), target)
+
+
+def mse_temporal(
+    spikes: Tensor, target: Tensor, correct: float = 0.0, incorrect: float | None = None
+) -> Tensor:
+    """Compute the squared error of first spike times over T: `mean_{b,n} ((t - w) / T)^2`.
+
+    w is the time wanted of a neuron, `correct` for that of the target and `incorrect` for all
+    others. See `first_spike_time` for the gradient and for silent neurons.
+
+    Source: Eshraghian et al., 2023, as for `ce_count` (snnTorch's `mse_temporal_loss`).
+
+    Args:
+        spikes: `[T, B, N]`.
+        target: `[B]`.
+        correct, incorrect: times in steps; None for T, no spike at all.
+
+    Raises:
+        ValueError: wrong shapes.
+    """
+    spikes = _checked(spikes, target)
+    times, num_steps = first_spike_time(spikes), len(spikes)
+    late = num_steps if incorrect is None else incorrect
+    wanted = _per_class(spikes, target, correct, late)
+    return F.mse_loss(times / num_steps, wanted / num_steps)
+
+
+def first_spike_time(spikes: Tensor) -> Tensor:
+    """Return the step of each neuron's first spike, 0 to T - 1, or T where there is none.
+
+    The time has no derivative. Backward passes -1 times its gradient to the first spike: more drive
+    there means an earlier spike. Of a neuron without one, it goes to the last step.
+
+    Source: Eshraghian et al., 2023, as for `ce_count`. snnTorch counts a silent neuron as one that
+    fires at the last step; here it is later than any that fires.
+
+    Args:
+        spikes: `[T, ...]`, zeros and other values, floating point.
+
+    Returns:
+        `[...]`, float32, or float64 for spikes in float64.
+    """
+    times: Tensor = _FirstSpikeTime.apply(spikes)
+    return times
+
+
+class _FirstSpikeTime(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, spikes: Tensor) -> Tensor:
+        fired = spikes != 0
+        # argmax gives the first of several maxima.
+        first = torch.where(fired.any(0), fired.to(torch.uint8).argmax(0), len(spikes))
+        ctx.save_for_backward(first)
+        ctx.num_steps, ctx.dtype = len(spikes), spikes.dtype
+        return first.to(_precise(spikes))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (first,) = ctx.saved_tensors
+        step = first.clamp(max=ctx.num_steps - 1).unsqueeze(0)
+        zeros = grad.new_zeros(ctx.num_steps, *grad.shape, dtype=ctx.dtype)
+        return zeros.scatter_(0, step, -grad.unsqueeze(0).to(ctx.dtype))
+
+
+def l1_activity(spikes: Tensor) -> Tensor:
+    """Compute the mean of non-negative spikes, `mean_{t,b,n} s`: their L1 norm, as a rate per step.
+
+    The gradient is the same at each neuron and step, whether it fired or not. snnTorch's
+    `l1_rate_sparsity` is `Lambda` times the sum, which grows with T, B and N.
+
+    Source: Zenke and Vogels, "The Remarkable Robustness of Surrogate Gradient Learning for
+    Instilling Complex Function in Spiking Neural Networks", Neural Computation 33, 2021.
+
+    Args:
+        spikes: of any shape, such as a layer's in `sf.record(net, grad=True)`.
+    """
+    return spikes.mean(dtype=_precise(spikes))
+
+
+def l2_activity(spikes: Tensor) -> Tensor:
+    """Compute the mean squared rate, `mean_{b,n} (1/T sum_t s[t])^2`: busy neurons cost most.
+
+    Source: as for `l1_activity`.
+
+    Args:
+        spikes: `[T, ...]`.
+    """
+    return spikes.mean(0, dtype=_precise(spikes)).square().mean()
+
+
+def rate_bounds(spikes: Tensor, lower: float = 0.0, upper: float = 1.0) -> Tensor:
+    """Penalize neurons that fire too little or too much:
+    `mean_n max(0, lower - r_n)^2 + max(0, r_n - upper)^2`.
+
+    r is a neuron's rate over T and B, its spikes per step. Neurons between the bounds, which differ
+    between samples, cost nothing.
+
+    Source: as for `l1_activity` (lower and upper bounds on activity).
+
+    Args:
+        spikes: `[T, B, ...]`.
+        lower, upper: in spikes per step.
+
+    Raises:
+        ValueError: `lower` is greater than `upper`.
+    """
+    if lower > upper:
+        raise ValueError(f"lower is {lower} and upper {upper}: expected lower <= upper")
+    rate = spikes.mean((0, 1), dtype=_precise(spikes))
+    return ((lower - rate).relu().square() + (rate - upper).relu().square()).mean()
+
+
+def pool_population(x: Tensor, num_classes: int) -> Tensor:
+    """Sum the neurons of each class: `y[..., c] = sum_i x[..., c N / C + i]`, a population code.
+
+    The result goes into the losses and metrics that count spikes.
+
+    Source: Eshraghian et al., 2023, as for `ce_count` (snnTorch's `population_code=True`).
+
+    Args:
+        x: `[..., N]`, neuron after neuron for each class.
+        num_classes: C, a divisor of N.
+
+    Returns:
+        `[..., C]`, float32, or float64 for x in float64.
+
+    Raises:
+        ValueError: C does not divide N.
+    """
+    if num_classes < 1 or x.shape[-1] % num_classes:
+        raise ValueError(
+            f"num_classes is {num_classes} for {x.shape[-1]} neurons: expected a divisor of them"
+        )
+    return x.unflatten(-1, (num_classes, -1)).sum(-1, dtype=_precise(x))
+
+
+def _per_class(x: Tensor, target: Tensor, correct: float, incorrect: float) -> Tensor:
+    """Return `[B, N]`: `correct` for the neuron of each target, `incorrect` for all others."""
+    wanted = x.new_full(x.shape[1:], incorrect)
+    return wanted.scatter_(1, target.unsqueeze(1), correct)
+
+
+def _precise(x: Tensor) -> torch.dtype:
+    """Return the dtype of sums over time: bfloat16 counts to 256 only."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _checked(x: Tensor, target: Tensor) -> Tensor:
+    if x.ndim != 3 or not len(x):
+        raise ValueError(f"the outputs have shape {list(x.shape)}: expected [T, B, N] with T >= 1")
+    if target.shape != x.shape[1:2]:
+        raise ValueError(
+            f"target has shape {list(target.shape)}: expected a class index for each of "
+            f"{x.shape[1]} samples, [B]"
+        )
+    return x.to(_precise(x))

@@ -1,0 +1,44 @@
+"""Accuracies of spiking outputs `[T, B, N]`, with targets `[B]` of class indices."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spikefuse.nn.losses import first_spike_time
+
+
+def accuracy_by_rate(spikes: Tensor, target: Tensor) -> Tensor:
+    """Return the share of samples whose target fires most: `mean_b [argmax_n sum_t s = target]`.
+
+    Of several neurons that fire as often, the first one counts.
+
+    Args:
+        spikes: `[T, B, N]`, or potentials.
+        target: `[B]`.
+
+    Returns:
+        A scalar, float32, on the device of the spikes.
+    """
+    return (
+        (spikes.sum(0, dtype=torch.promote_types(spikes.dtype, torch.float32)).argmax(-1) == target)
+        .float()
+        .mean()
+    )
+
+
+def accuracy_by_first_spike(spikes: Tensor, target: Tensor) -> Tensor:
+    """Return the share of samples whose target fires first: `mean_b [argmin_n t_n = target]`.
+
+    Of several neurons that fire at the same step, the first one counts. A sample without a spike
+    counts as wrong.
+
+    Args:
+        spikes: `[T, B, N]`.
+        target: `[B]`.
+
+    Returns:
+        A scalar, float32, on the device of the spikes.
+    """
+    time, first = first_spike_time(spikes.detach()).min(-1)
+    return torch.where(time < len(spikes), first == target, False).float().mean()

@@ -1,0 +1,474 @@
+"""A graph of the Neuromorphic Intermediate Representation (NIR) as a network."""
+
+from __future__ import annotations
+
+import copy
+import graphlib
+import keyword
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from operator import add
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from spikefuse.neurons.surrogate import Sigmoid, Surrogate
+from spikefuse.nn import zoo
+from spikefuse.nn.feedback import Feedback
+from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.recurrent import Recurrent
+from spikefuse.transforms.converters.common import Above, Refusal
+from spikefuse.transforms.converters.norse import SynapticLI
+from spikefuse.transforms.nir_layers import Scale, Threshold, check_dt, package
+
+Edges = list[tuple[str, str]]
+
+#: Relative difference below which parameters stored in float32 count as equal.
+ROUNDING = 1e-6
+
+# Names that modules of a network can't have.
+_RESERVED = (*dir(fx.GraphModule), *keyword.kwlist)
+
+
+def from_nir(graph: Any, *, dt: float, surrogate: Surrogate | None = None) -> fx.GraphModule:
+    """Return the network of a graph of the package nir, or of a file, to be run by `Temporal`.
+
+    The differential equations of the neurons are solved by Euler's method with time steps of `dt`;
+    synapses are updated before membranes::
+
+        tau dv/dt = v_leak - v + r x:   decay = 1 - dt / tau,   input factor = r dt / tau
+
+    Factors other than 1 and `1 - decay` become a `Scale` in front of the neuron. Neurons fire above
+    their threshold, and potentials are counted from v_leak, at which they start; those of `IF` and
+    `I` start at 0. Several edges to a node add up. A cycle of one neuron is a `Recurrent` if it
+    consists of one matrix, else a `Feedback`: its spikes are fed back one time step later, and
+    biases in it are added at every step. Graphs inside the graph are flattened.
+
+    The result computes one time step: `Temporal(from_nir(path, dt=1e-4))(x)` takes x `[T, B, ...]`.
+    Its modules have the names of the nodes, with "_" for what Python does not allow.
+    Weights are parameters in PyTorch's default dtype.
+
+    Args:
+        graph: a `nir.NIRGraph`, or the path of a file of `nir.write`.
+        dt: duration of a time step, in the unit of the graph's time constants. The graph does not
+            hold it; other libraries write graphs for steps of 1e-4 s by default, Norse of 1e-3 s.
+        surrogate: gives the derivative of spikes; `Sigmoid(4.0)` by default.
+
+    Raises:
+        ModuleNotFoundError: nir is not installed.
+        TypeError: an argument has the wrong type.
+        ValueError: `dt` is not positive, or the graph has nodes or cycles without an equivalent:
+            `Delay`, several inputs or outputs, parameters that differ within a channel, time
+            constants below `dt`, cycles through several neurons. The error lists all of them.
+
+    Source: Pedersen et al., "Neuromorphic intermediate representation: A unified instruction set
+    for interoperable brain-inspired computing", Nature Communications 15, 2024.
+    """
+    nir, dt = package(), check_dt(dt)
+    if not isinstance(surrogate, Surrogate | None):
+        raise TypeError(f"surrogate is {surrogate!r}: expected one such as Sigmoid(4.0)")
+    if isinstance(graph, str | os.PathLike):
+        # Its check of types refuses parameters with one value for all neurons.
+        graph = nir.read(graph, type_check=False)
+    if not isinstance(graph, nir.NIRGraph):
+        raise TypeError(f"graph is a {type(graph).__name__}: expected a nir.NIRGraph, or a path")
+    reader = _Reader(dt, Sigmoid() if surrogate is None else surrogate)
+    found = reader.read(graph)
+    if reader.refused or found is None:
+        lines = "".join(f"\n- {line}" for line in reader.refused)
+        raise ValueError(f"the graph has no equivalent network:{lines}")
+    return found
+
+
+@dataclass
+class _Layer:
+    """What becomes of a node: the module, and for a neuron the factor of its input."""
+
+    module: nn.Module
+    factor: np.ndarray | None = None  # None for 1
+
+
+class _Reader:
+    """The layers of a graph, and what has none."""
+
+    def __init__(self, dt: float, surrogate: Surrogate) -> None:
+        self.dt, self.surrogate = dt, surrogate
+        self.refused: list[str] = []
+        self.layers: dict[str, _Layer] = {}
+
+    def read(self, graph: Any) -> fx.GraphModule | None:
+        try:
+            nodes, edges = _flattened(graph, "")
+        except Refusal as refusal:
+            self.refused.append(str(refusal))
+            return None
+        unknown = {name for edge in edges for name in edge} - nodes.keys()
+        if unknown:
+            self.refused.append(f"edges name {sorted(unknown)}, which are no nodes")
+        doubled = sorted({edge for edge in edges if edges.count(edge) > 1})
+        if doubled:
+            self.refused.append(f"edges {doubled} occur twice: remove one of each")
+        ends = [[n for n, node in nodes.items() if _kind(node) == k] for k in ("Input", "Output")]
+        for names, kind in zip(ends, ("inputs", "outputs"), strict=True):
+            if len(names) != 1:
+                self.refused.append(f"{len(names)} {kind} {names}: expected one")
+        for name, node in nodes.items():
+            self.layer(name, node)
+        if self.refused:
+            return None
+        reached = _reached(nodes, edges)
+        lost = sorted(nodes.keys() - reached[ends[0][0]] - {ends[0][0]})
+        if lost:
+            self.refused.append(f"no edges lead from the input to {lost}: remove them")
+            return None
+        for members in _cycles(reached):
+            try:
+                edges = self.loop(members, edges)
+            except Refusal as refusal:
+                self.refused.append(f"the cycle of {', '.join(members)}: {refusal}")
+        if self.refused:
+            return None
+        modules: dict[str, nn.Module] = {}
+        for name, layer in self.layers.items():
+            if layer.factor is not None:
+                scale = _unused(f"{name}_scale", self.layers)
+                edges = [(a, scale if b == name else b) for a, b in edges] + [(scale, name)]
+                modules[scale] = Scale(_tensor(layer.factor))
+            modules[name] = layer.module
+        return _module(modules, edges, ends[0][0], ends[1][0])
+
+    def layer(self, name: str, node: Any) -> None:
+        kind = _kind(node)
+        if kind in ("Input", "Output"):
+            return
+        try:
+            if kind in NEURONS:
+                layer = NEURONS[kind](_Parameters(node, self.dt), Above(self._surrogate()))
+            elif kind == "Threshold":
+                threshold = _tensor(_array(node.threshold))
+                layer = _Layer(Threshold(threshold, Above(self._surrogate())))
+            elif kind in LAYERS:
+                layer = _Layer(LAYERS[kind](node))
+            else:
+                raise Refusal(REASONS.get(kind, "no equivalent of it is known"))
+            self.layers[name] = layer
+        except (Refusal, ValueError) as error:
+            self.refused.append(f"'{name}' ({kind}): {error}")
+
+    def _surrogate(self) -> Surrogate:
+        return copy.deepcopy(self.surrogate)
+
+    def loop(self, members: list[str], edges: Edges) -> Edges:
+        """Turn a cycle of one neuron into a layer with its name; return the other edges."""
+        neurons = [n for n in members if isinstance(self.layers[n].module, Neuron)]
+        if len(neurons) != 1:
+            raise Refusal(f"it has {len(neurons)} neurons: only a neuron's own spikes are fed back")
+        (name,) = neurons
+        neuron, body = self.layers[name], [n for n in members if n != name]
+        inside = [edge for edge in edges if edge[0] in members and edge[1] in members]
+        rest = [edge for edge in edges if edge not in inside]
+        for a, b in rest:
+            if a in body or b in body:
+                raise Refusal(
+                    f"the edge from '{a}' to '{b}' leaves or enters it beside its neuron '{name}'"
+                )
+        layers = {n: self.layers.pop(n).module for n in body}
+        factor = neuron.factor
+        only = next(iter(layers.values()), None)
+        if len(layers) == 1 and isinstance(only, nn.Linear) and (name, name) not in inside:
+            neuron.module = _recurrent(neuron.module, only, factor)
+            return rest
+        source, sink = _unused("spikes", layers), _unused("current", layers)
+        inside = [(source if a == name else a, sink if b == name else b) for a, b in inside]
+        returned: nn.Module = _module(layers, inside, source, sink)
+        if factor is not None:
+            returned = nn.Sequential(returned, Scale(_tensor(factor)))
+        neuron.module = Feedback(returned, neuron.module)  # type: ignore[arg-type]
+        return rest
+
+
+def _recurrent(neuron: Any, linear: nn.Linear, factor: np.ndarray | None) -> Recurrent:
+    if linear.in_features != linear.out_features:
+        raise Refusal(f"its matrix is {list(linear.weight.shape)}: expected a square one")
+    layer = Recurrent(neuron, linear.in_features, bias=linear.bias is not None)
+    gain = torch.tensor(1.0) if factor is None else _tensor(factor)
+    layer.weight = nn.Parameter(linear.weight.detach() * gain.reshape(-1, 1))
+    if linear.bias is not None:
+        layer.bias = nn.Parameter(linear.bias.detach() * gain)
+    return layer
+
+
+def _kind(node: Any) -> str:
+    return type(node).__name__
+
+
+def _flattened(graph: Any, prefix: str) -> tuple[dict[str, Any], Edges]:
+    """Return the nodes and edges of a graph, with those of the graphs in it, by dotted names."""
+    nodes: dict[str, Any] = {}
+    edges = [(prefix + a, prefix + b) for a, b in graph.edges]
+    for key, node in graph.nodes.items():
+        name = prefix + key
+        if _kind(node) != "NIRGraph":
+            nodes[name] = node
+            continue
+        inner, inner_edges = _flattened(node, f"{name}.")
+        into = {b for a, b in inner_edges if _kind(inner.get(a)) == "Input"}
+        out = {a for a, b in inner_edges if _kind(inner.get(b)) == "Output"}
+        ends = {n for n, other in inner.items() if _kind(other) in ("Input", "Output")}
+        if len(ends) != 2 or not (into and out) or into & ends:
+            raise Refusal(f"'{name}' (NIRGraph): expected one input, one output and nodes between")
+        nodes |= {n: other for n, other in inner.items() if n not in ends}
+        edges = [
+            (a, b)
+            for start, end in edges
+            for a in (sorted(out) if start == name else [start])
+            for b in (sorted(into) if end == name else [end])
+        ]
+        edges += [(a, b) for a, b in inner_edges if a not in ends and b not in ends]
+    return nodes, edges
+
+
+def _reached(nodes: Iterable[str], edges: Edges) -> dict[str, set[str]]:
+    """Return the nodes that each node leads to."""
+    after: dict[str, list[str]] = {name: [] for name in nodes}
+    for a, b in edges:
+        after[a].append(b)
+    reached = {}
+    for start in after:
+        found: set[str] = set()
+        left = [start]
+        while left:
+            new = set(after[left.pop()]) - found
+            found |= new
+            left += new
+        reached[start] = found
+    return reached
+
+
+def _cycles(reached: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the sets of nodes that lead to each other."""
+    groups: dict[frozenset[str], list[str]] = {}
+    for name, found in reached.items():
+        if name in found:
+            groups.setdefault(frozenset(n for n in found if name in reached[n]), []).append(name)
+    return list(groups.values())
+
+
+def _unused(name: str, names: Iterable[str]) -> str:
+    while name in names:
+        name += "_"
+    return name
+
+
+def _module(
+    modules: Mapping[str, nn.Module], edges: Edges, source: str, sink: str
+) -> fx.GraphModule:
+    """Return the module that computes `sink` from `source` along edges without a cycle."""
+    before: dict[str, list[str]] = {name: [] for name in (source, *modules, sink)}
+    for a, b in edges:
+        before[b].append(a)
+    graph, values = fx.Graph(), {}
+    root: dict[str, nn.Module] = {}
+    for name in graphlib.TopologicalSorter(before).static_order():
+        if name == source:
+            values[name] = graph.placeholder("x")
+            continue
+        read = [values[a] for a in before[name]]
+        value = read[0]
+        for other in read[1:]:
+            value = graph.call_function(add, (value, other))
+        if name == sink:
+            result = value
+            continue
+        target = _unused(re.sub(r"\W", "_", name), (*root, *_RESERVED))
+        root[target] = modules[name]
+        values[name] = graph.call_module(target, (value,))
+    graph.output(result)
+    return fx.GraphModule(root, graph)
+
+
+def _array(value: Any) -> np.ndarray:
+    """Return a parameter, which may be a tensor (Norse writes those), in float64."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().numpy()
+    return np.asarray(value, np.float64)
+
+
+def _tensor(value: np.ndarray) -> Tensor:
+    return torch.tensor(value, dtype=torch.get_default_dtype())
+
+
+def _parameter(value: Any) -> nn.Parameter:
+    return nn.Parameter(_tensor(_array(value)))
+
+
+def _sizes(value: Any) -> Any:
+    """Return a size, or several, as PyTorch takes them."""
+    if isinstance(value, bytes | str):
+        return value.decode() if isinstance(value, bytes) else value
+    array = np.asarray(value)
+    return int(array) if array.ndim == 0 else tuple(int(v) for v in array)
+
+
+# Layers without states.
+
+
+def _linear(node: Any) -> nn.Module:
+    weight = _parameter(node.weight)
+    if weight.ndim != 2:
+        raise Refusal(f"its weight has {weight.ndim} dims: expected a matrix")
+    rows, columns = weight.shape
+    module = nn.Linear(columns, rows, bias=hasattr(node, "bias"), device="meta")
+    module.weight = weight
+    if hasattr(node, "bias"):
+        module.bias = _parameter(node.bias)
+    return module
+
+
+def _conv(node: Any) -> nn.Module:
+    weight, groups = _parameter(node.weight), _sizes(node.groups)
+    kind = nn.Conv1d if weight.ndim == 3 else nn.Conv2d
+    options = {name: _sizes(getattr(node, name)) for name in ("stride", "padding", "dilation")}
+    channels = weight.shape[1] * groups, weight.shape[0]
+    module = kind(*channels, tuple(weight.shape[2:]), groups=groups, device="meta", **options)  # type: ignore[arg-type]
+    module.weight, module.bias = weight, _parameter(node.bias)
+    return module
+
+
+def _pool(node: Any) -> nn.Module:
+    size, stride, padding = map(_sizes, (node.kernel_size, node.stride, node.padding))
+    divisor = 1 if _kind(node) == "SumPool2d" else None
+    return nn.AvgPool2d(size, stride, padding, divisor_override=divisor)
+
+
+def _flatten(node: Any) -> nn.Module:
+    """Dims of NIR are those of a sample, without the batch."""
+    start, end = _sizes(node.start_dim), _sizes(node.end_dim)
+    return nn.Flatten(start + (start >= 0), end + (end >= 0))
+
+
+LAYERS: Mapping[str, Callable[[Any], nn.Module]] = {
+    "Linear": _linear,
+    "Affine": _linear,
+    "Conv1d": _conv,
+    "Conv2d": _conv,
+    "AvgPool2d": _pool,
+    "SumPool2d": _pool,
+    "Flatten": _flatten,
+    "Scale": lambda node: Scale(_tensor(_array(node.scale))),
+}
+REASONS = {
+    "Delay": "there is no layer for delays: shift the input by whole steps, docs/how-to/delays.md"
+}
+
+
+# Neurons.
+
+
+class _Parameters:
+    """The parameters of a node in float64, and what follows from them for time steps of `dt`."""
+
+    def __init__(self, node: Any, dt: float) -> None:
+        self.node, self.dt = node, dt
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        value = _array(getattr(self.node, name))
+        if not np.isfinite(value).all():
+            raise Refusal(f"its {name} is not finite")
+        return value
+
+    def decay(self, name: str) -> np.ndarray:
+        tau = getattr(self, name)
+        if not (tau > 0).all() or (self.dt / tau > 1 + ROUNDING).any():
+            raise Refusal(
+                f"its {name} is {tau.min():g}, and a time step {self.dt:g}: expected time "
+                "constants of at least dt, in the same unit"
+            )
+        return np.maximum(1 - self.dt / tau, 0)
+
+    def firing(self, surrogate: Surrogate) -> dict[str, Any]:
+        """Return our options, for potentials counted from v_leak."""
+        rest = self.v_leak if hasattr(self.node, "v_leak") else np.zeros(())
+        return {
+            "threshold": _value("v_threshold", self.v_threshold - rest),
+            "v_reset": _value("v_reset", self.v_reset - rest),
+            "surrogate": surrogate,
+        }
+
+    def require_rest(self) -> None:
+        if self.v_leak.any():
+            raise Refusal("its v_leak is not 0, and its output is a potential: use v_leak=0")
+
+
+def _value(name: str, array: np.ndarray) -> Any:
+    """Return a parameter of a neuron: a number, or one per channel."""
+    first = array.reshape(-1)[0]
+    if (array == first).all():
+        return float(first)
+    channels = array.reshape(len(array), -1)
+    if (channels != channels[:, :1]).any():
+        raise Refusal(f"its {name} differs within a channel: expected one value for each channel")
+    return _tensor(channels[:, 0])
+
+
+def _split(factor: np.ndarray, decay: np.ndarray) -> tuple[bool, np.ndarray | None]:
+    """Return whether the neuron scales its input by `1 - decay`, and the factor before it."""
+    if np.allclose(factor, 1, ROUNDING, 0):
+        return False, None
+    if np.allclose(factor, 1 - decay, ROUNDING, 0):
+        return True, None
+    first = factor.reshape(-1)[0]
+    return False, np.array(first) if (factor == first).all() else factor
+
+
+def _integrate_and_fire(p: _Parameters, surrogate: Surrogate) -> _Layer:
+    _, factor = _split(p.r * p.dt, np.zeros(()))
+    return _Layer(zoo.IF(**p.firing(surrogate)), factor)
+
+
+def _integrator(p: _Parameters, surrogate: Surrogate) -> _Layer:
+    return _Layer(zoo.LI(1.0), _split(p.r * p.dt, np.zeros(()))[1])
+
+
+def _leaky(p: _Parameters, surrogate: Surrogate) -> _Layer:
+    decay = p.decay("tau")
+    is_scaled, factor = _split(p.r * (1 - decay), decay)
+    options = {"decay": _value("tau", decay), "decay_input": is_scaled}
+    return _Layer(zoo.LIF(**options, **p.firing(surrogate)), factor)
+
+
+def _leaky_integrator(p: _Parameters, surrogate: Surrogate) -> _Layer:
+    p.require_rest()
+    decay = p.decay("tau")
+    is_scaled, factor = _split(p.r * (1 - decay), decay)
+    return _Layer(zoo.LI(_value("tau", decay), decay_input=is_scaled), factor)
+
+
+def _current_based(p: _Parameters, surrogate: Surrogate) -> _Layer:
+    decay, current_decay = p.decay("tau_mem"), p.decay("tau_syn")
+    # Both factors act before the threshold, so that their product is what counts.
+    is_scaled, factor = _split(p.w_in * (1 - current_decay) * p.r * (1 - decay), decay)
+    options = {"decay": _value("tau_mem", decay), "decay_input": is_scaled}
+    synapse = _value("tau_syn", current_decay)
+    return _Layer(zoo.CubaLIF(synapse, **options, **p.firing(surrogate)), factor)
+
+
+def _current_based_integrator(p: _Parameters, surrogate: Surrogate) -> _Layer:
+    p.require_rest()
+    decay, current_decay = p.decay("tau_mem"), p.decay("tau_syn")
+    _, factor = _split(p.w_in * (1 - current_decay) * p.r, np.zeros(()))
+    return _Layer(SynapticLI(_value("tau_syn", current_decay), _value("tau_mem", decay)), factor)
+
+
+NEURONS: Mapping[str, Callable[[_Parameters, Surrogate], _Layer]] = {
+    "IF": _integrate_and_fire,
+    "I": _integrator,
+    "LIF": _leaky,
+    "LI": _leaky_integrator,
+    "CubaLIF": _current_based,
+    "CubaLI": _current_based_integrator,
+}

@@ -1,0 +1,172 @@
+"""Losses over time: values and gradients against loops in Python, and errors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import spikefuse as sf
+from spikefuse.nn import losses
+
+T, B, N = 6, 4, 3
+TARGET = torch.tensor([2, 0, 1, 2])
+
+
+def potentials() -> Tensor:
+    return torch.randn(T, B, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def spikes() -> Tensor:
+    """With a silent neuron, one that fires at the last step only, and one that always fires."""
+    s = (potentials() > 0.3).double()
+    s[:, 0, 0], s[:, 1, 1], s[-1, 1, 1], s[:, 2, 2] = 0, 0, 1, 1
+    return s
+
+
+def cross_entropy(logits: list[float], label: int) -> float:
+    return math.log(sum(math.exp(value) for value in logits)) - logits[label]
+
+
+def mean(values) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def first(train: list[float]) -> int:
+    return train.index(1.0) if 1.0 in train else T
+
+
+def trains(x: Tensor) -> list[list[list[float]]]:
+    """By sample and neuron."""
+    return x.permute(1, 2, 0).tolist()
+
+
+LABELS = TARGET.tolist()
+PAIRS = [(b, n) for b in range(B) for n in range(N)]
+EXPECTED = {
+    "ce_count": (
+        lambda: losses.ce_count(spikes(), TARGET),
+        lambda s: mean(cross_entropy([sum(t) for t in s[b]], LABELS[b]) for b in range(B)),
+    ),
+    "ce_rate": (
+        lambda: losses.ce_rate(spikes(), TARGET),
+        lambda s: mean(
+            cross_entropy([train[t] for train in s[b]], LABELS[b])
+            for b in range(B)
+            for t in range(T)
+        ),
+    ),
+    "mse_count": (
+        lambda: losses.mse_count(spikes(), TARGET, 0.75, 0.1),
+        lambda s: mean(
+            (sum(s[b][n]) - T * (0.75 if n == LABELS[b] else 0.1)) ** 2 / T for b, n in PAIRS
+        ),
+    ),
+    "ce_temporal": (
+        lambda: losses.ce_temporal(spikes(), TARGET),
+        lambda s: mean(cross_entropy([-first(t) for t in s[b]], LABELS[b]) for b in range(B)),
+    ),
+    "mse_temporal": (
+        lambda: losses.mse_temporal(spikes(), TARGET, 1),
+        lambda s: mean(
+            ((first(s[b][n]) - (1 if n == LABELS[b] else T)) / T) ** 2 for b, n in PAIRS
+        ),
+    ),
+    "l1_activity": (
+        lambda: losses.l1_activity(spikes()),
+        lambda s: mean(v for b, n in PAIRS for v in s[b][n]),
+    ),
+    "l2_activity": (
+        lambda: losses.l2_activity(spikes()),
+        lambda s: mean(mean(s[b][n]) ** 2 for b, n in PAIRS),
+    ),
+    "rate_bounds": (
+        lambda: losses.rate_bounds(spikes(), 0.3, 0.4),
+        lambda s: mean(
+            max(0.0, 0.3 - r, r - 0.4) ** 2
+            for r in (mean(mean(s[b][n]) for b in range(B)) for n in range(N))
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_losses_of_spikes(name: str) -> None:
+    loss, expected = EXPECTED[name]
+    assert loss().item() == pytest.approx(expected(trains(spikes())), rel=1e-12)
+    assert loss().item() > 0.01
+
+
+def test_losses_of_potentials() -> None:
+    v = trains(potentials())
+    highest = mean(cross_entropy([max(t) for t in v[b]], LABELS[b]) for b in range(B))
+    assert losses.ce_max_membrane(potentials(), TARGET).item() == pytest.approx(highest)
+    square = mean((u - (2 if n == LABELS[b] else -1)) ** 2 for b, n in PAIRS for u in v[b][n])
+    assert losses.mse_membrane(potentials(), TARGET, 2, -1).item() == pytest.approx(square)
+
+
+def test_first_spike_time_and_its_gradient() -> None:
+    s = spikes().requires_grad_()
+    times = losses.first_spike_time(s)
+    weights = torch.arange(1.0, B * N + 1, dtype=torch.float64).view(B, N)
+    (grad,) = torch.autograd.grad((times * weights).sum(), s)
+    expected = torch.zeros_like(grad)
+    for b, n in PAIRS:
+        time = first(trains(s)[b][n])
+        assert times[b, n] == time
+        expected[min(time, T - 1), b, n] = -weights[b, n]
+    assert torch.equal(grad, expected)
+    assert {0.0, T - 1.0, float(T)} <= set(times.flatten().tolist())
+
+
+@pytest.mark.parametrize("name", [n for n in EXPECTED if n != "rate_bounds"] + ["ce_max_membrane"])
+def test_training_lowers_the_loss(name: str) -> None:
+    """Through neurons, in the direction of the gradient."""
+    torch.manual_seed(0)
+    net = sf.Temporal(torch.nn.Sequential(torch.nn.Linear(8, N), sf.LIF(0.8, 0.5)))
+    x, loss = torch.rand(T, B, 8), getattr(losses, name)
+    arguments = () if "activity" in name else (TARGET,)
+    optimizer, history = torch.optim.Adam(net.parameters(), 0.05), []
+    for _ in range(20):
+        value = loss(net(x, impl="reference"), *arguments)
+        history.append(value.item())
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+    assert min(history[10:]) < history[0]
+
+
+def test_long_sequences_in_bfloat16() -> None:
+    """Whose own counts end at 256."""
+    s = torch.zeros(301, 1, 2, dtype=torch.bfloat16)
+    s[299:, 0, 0] = 1
+    s[: 2 * 130 - 1, 0, 1] = 1
+    x, target = s.requires_grad_(), torch.tensor([1])
+    assert losses.first_spike_time(x).tolist() == [[299, 0]]
+    loss = losses.mse_count(x, target) + losses.ce_temporal(x, target)
+    expected = ((301 - 259) ** 2 + 2**2) / 2 / 301
+    assert loss.item() == pytest.approx(expected)
+    loss.backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.bfloat16
+    assert losses.pool_population(s.detach().sum(0, dtype=torch.float32), 1).item() == 261
+
+
+def test_populations_are_summed() -> None:
+    x = torch.arange(12.0).view(1, 2, 6)
+    assert losses.pool_population(x, 3).tolist() == [[[1, 5, 9], [13, 17, 21]]]
+
+
+def test_errors_say_what_was_expected() -> None:
+    x = torch.rand(T, B, N)
+    with pytest.raises(ValueError, match=r"shape \[6, 4\]: expected \[T, B, N\]"):
+        losses.ce_count(x[..., 0], TARGET)
+    with pytest.raises(ValueError, match=r"target has shape \[3\]: expected .* 4 samples, \[B\]"):
+        losses.mse_temporal(x, TARGET[:3])
+    with pytest.raises(ValueError, match="num_classes is 2 for 3 neurons: expected a divisor"):
+        losses.pool_population(x, 2)
+    with pytest.raises(ValueError, match=r"lower is 0\.5 and upper 0\.2"):
+        losses.rate_bounds(x, 0.5, 0.2)
