@@ -50,6 +50,7 @@ from spikefuse.nn import (
     fuse,
     record,
     report,
+    source,
     spiking,
 )
 from spikefuse.transforms.graph_step import graph_step
@@ -102,6 +103,7 @@ __all__ = [
     "plots",
     "record",
     "report",
+    "source",
     "spiking",
     "surrogate",
     "train",
