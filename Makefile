@@ -17,10 +17,11 @@ PY        := $(VENV)/bin/python
 HAS_TORCH := $(VENV)/.has-torch
 HAS_TRAIN := $(VENV)/.has-train
 HAS_DEV   := $(VENV)/.has-dev
+HAS_DOCS  := $(VENV)/.has-docs
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help train test attack parity lint format bench clean
+.PHONY: help train test attack parity lint format docs bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +31,7 @@ help:
 	@echo "make parity   compare with SpikingJelly, snnTorch and Norse, which it downloads"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   fix and format the code with ruff"
+	@echo "make docs     build the documentation site in build/site"
 	@echo "make bench    run the benchmarks and rebuild the tables in docs/benchmarks.md"
 	@echo "make clean    remove caches and build outputs (not $(VENV), not runs/)"
 
@@ -56,6 +58,9 @@ format: $(HAS_DEV)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+docs: $(HAS_DOCS)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
+
 bench: $(HAS_TRAIN)
 	$(PY) -m benchmarks $(ARGS)
 
@@ -80,5 +85,10 @@ $(HAS_TRAIN): pyproject.toml $(HAS_TORCH)
 $(HAS_DEV): $(HAS_TRAIN)
 	@echo "installing the test dependencies"
 	@$(PIP) --editable '.[train,dev]'
+	@touch $@
+
+$(HAS_DOCS): pyproject.toml $(HAS_TORCH)
+	@echo "installing the tools of the documentation"
+	@$(PIP) --editable '.[docs]'
 	@touch $@
 endif
