@@ -32,7 +32,7 @@ help:
 	@echo "make lint     ruff and mypy"
 	@echo "make format   fix and format the code with ruff"
 	@echo "make docs     build the documentation site in build/site"
-	@echo "make bench    run the benchmarks and rebuild the tables in docs/benchmarks.md"
+	@echo "make bench    run the benchmarks and rebuild the tables in docs/benchmarks.md and README.md"
 	@echo "make clean    remove caches and build outputs (not $(VENV), not runs/)"
 
 train: $(HAS_TRAIN)
