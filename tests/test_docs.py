@@ -88,7 +88,7 @@ def test_named_modules_exist(page: str) -> None:
     assert [name for name in names if importlib.util.find_spec(name) is None] == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
 def test_links_resolve(page: str) -> None:
     """Relative links name existing files, and fragments name headings of Markdown pages."""
     broken = []
@@ -97,6 +97,10 @@ def test_links_resolve(page: str) -> None:
         if not target.exists() or (fragment and fragment not in anchors(target.read_text())):
             broken.append(f"{path}#{fragment}" if fragment else path)
     assert broken == []
+
+
+def test_the_citation_has_the_version() -> None:
+    assert yaml.safe_load(read("CITATION.cff"))["version"] == sf.__version__
 
 
 def test_every_page_is_in_the_navigation() -> None:
