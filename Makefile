@@ -18,10 +18,11 @@ HAS_TORCH := $(VENV)/.has-torch
 HAS_TRAIN := $(VENV)/.has-train
 HAS_DEV   := $(VENV)/.has-dev
 HAS_DOCS  := $(VENV)/.has-docs
+HAS_TUTORIALS := $(VENV)/.has-tutorials
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help train test attack parity lint format docs bench clean
+.PHONY: help train test attack parity lint format docs tutorials bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +33,7 @@ help:
 	@echo "make lint     ruff and mypy"
 	@echo "make format   fix and format the code with ruff"
 	@echo "make docs     build the documentation site in build/site"
+	@echo "make tutorials  run the notebooks in docs/tutorials"
 	@echo "make bench    run the benchmarks and rebuild the tables in docs/benchmarks.md and README.md"
 	@echo "make clean    remove caches and build outputs (not $(VENV), not runs/)"
 
@@ -61,6 +63,9 @@ format: $(HAS_DEV)
 docs: $(HAS_DOCS)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
 
+tutorials: $(HAS_TUTORIALS)
+	$(PY) docs/site/notebooks.py
+
 bench: $(HAS_TRAIN)
 	$(PY) -m benchmarks $(ARGS)
 
@@ -85,6 +90,11 @@ $(HAS_TRAIN): pyproject.toml $(HAS_TORCH)
 $(HAS_DEV): $(HAS_TRAIN)
 	@echo "installing the test dependencies"
 	@$(PIP) --editable '.[train,dev]'
+	@touch $@
+
+$(HAS_TUTORIALS): $(HAS_TRAIN)
+	@echo "installing the tools of the notebooks"
+	@$(PIP) --editable '.[train,tutorials]'
 	@touch $@
 
 $(HAS_DOCS): pyproject.toml $(HAS_TORCH)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import random
 import re
 import runpy
@@ -26,6 +27,7 @@ from spikefuse.train.cli import make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/**/*.md"))]
+NOTEBOOKS = sorted(ROOT.glob("docs/tutorials/*.ipynb"))
 # What may follow the three backticks. ```python no-run="needs a GPU"``` is compiled, but not run.
 FENCE = re.compile(r'(console|)|python( no-run="[^"]+")?')
 EXAMPLES = [
@@ -51,6 +53,19 @@ def test_examples_run(
     torch.manual_seed(0)
     if runs:
         exec(code, {"__name__": "example"})
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their cells run in order, and the outputs in the file are those of one run."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
+    cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
+    names: dict[str, Any] = {"__name__": "notebook"}
+    for cell in cells:
+        exec("".join(cell["source"]), names)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -105,7 +120,8 @@ def test_the_citation_has_the_version() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     nav = yaml.safe_load(read("mkdocs.yml"))["nav"]
-    pages = {"changelog.md"}  # made of CHANGELOG.md
+    # Made of CHANGELOG.md, and of notebooks.
+    pages = {"changelog.md", *(f"tutorials/{path.stem}.md" for path in NOTEBOOKS)}
     assert set(leaves(nav)) == pages | {
         page.removeprefix("docs/") for page in PAGES if page != "README.md"
     }

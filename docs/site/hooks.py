@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import posixpath
 import re
 from html import unescape
@@ -18,13 +20,34 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>',
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the changelog as a page, and the plots of the benchmarks."""
+    """Add the changelog and the notebooks as pages, and the plots of the benchmarks."""
+    for notebook in sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")):
+        for name, content in converted(notebook).items():
+            files.append(File.generated(config, f"tutorials/{name}", content=content))
     text = (ROOT / "CHANGELOG.md").read_text()
     files.append(File.generated(config, CHANGELOG, content=text))
     for plot in sorted((ROOT / "benchmarks" / "results").glob("*.png")):
         name = plot.relative_to(ROOT).as_posix()
         files.append(File.generated(config, name, abs_src_path=str(plot)))
     return files
+
+
+def converted(notebook: Path) -> dict[str, str | bytes]:
+    """The page of a notebook and its figures, by name of the file."""
+    found: dict[str, str | bytes] = {}
+    text = []
+    for cell in json.loads(notebook.read_text())["cells"]:
+        source = "".join(cell["source"])
+        text.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        outputs = cell.get("outputs", [])
+        printed = "".join("".join(o["text"]) for o in outputs if o["output_type"] == "stream")
+        text += [f"```text\n{printed.rstrip()}\n```"] if printed else []
+        for figure in [o["data"]["image/png"] for o in outputs if "data" in o]:
+            name = f"{notebook.stem}-{len(found)}.png"
+            found[name] = base64.b64decode(figure)
+            text.append(f"![figure]({name})")
+    text.append(f'<a href="{notebook.name}" download>Download this page as a notebook</a>')
+    return found | {f"{notebook.stem}.md": "\n\n".join(text)}
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
@@ -34,7 +57,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
     def target(match: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(folder, match[0]))
-        inside = path.removeprefix("docs/")
+        inside = re.sub(r"\.ipynb$", ".md", path.removeprefix("docs/"))
         if files.get_file_from_path(inside) is not None:
             return posixpath.relpath(inside, posixpath.dirname(name) or ".")
         if (ROOT / path).exists():
