@@ -17,10 +17,12 @@ PY        := $(VENV)/bin/python
 HAS_TORCH := $(VENV)/.has-torch
 HAS_TRAIN := $(VENV)/.has-train
 HAS_DEV   := $(VENV)/.has-dev
+HAS_DOCS  := $(VENV)/.has-docs
+HAS_TUTORIALS := $(VENV)/.has-tutorials
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help train test attack parity lint format bench clean
+.PHONY: help train test attack parity lint format docs tutorials bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -30,7 +32,9 @@ help:
 	@echo "make parity   compare with SpikingJelly, snnTorch and Norse, which it downloads"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   fix and format the code with ruff"
-	@echo "make bench    run the benchmarks and rebuild the tables in docs/benchmarks.md"
+	@echo "make docs     build the documentation site in build/site"
+	@echo "make tutorials  run the notebooks in docs/tutorials"
+	@echo "make bench    run the benchmarks and rebuild the tables in docs/benchmarks.md and README.md"
 	@echo "make clean    remove caches and build outputs (not $(VENV), not runs/)"
 
 train: $(HAS_TRAIN)
@@ -56,6 +60,12 @@ format: $(HAS_DEV)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+docs: $(HAS_DOCS)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
+
+tutorials: $(HAS_TUTORIALS)
+	$(PY) docs/site/notebooks.py
+
 bench: $(HAS_TRAIN)
 	$(PY) -m benchmarks $(ARGS)
 
@@ -80,5 +90,15 @@ $(HAS_TRAIN): pyproject.toml $(HAS_TORCH)
 $(HAS_DEV): $(HAS_TRAIN)
 	@echo "installing the test dependencies"
 	@$(PIP) --editable '.[train,dev]'
+	@touch $@
+
+$(HAS_TUTORIALS): $(HAS_TRAIN)
+	@echo "installing the tools of the notebooks"
+	@$(PIP) --editable '.[train,tutorials]'
+	@touch $@
+
+$(HAS_DOCS): pyproject.toml $(HAS_TORCH)
+	@echo "installing the tools of the documentation"
+	@$(PIP) --editable '.[docs]'
 	@touch $@
 endif

@@ -1,4 +1,5 @@
-"""Run the benchmarks that this machine is for, then rebuild the tables in docs/benchmarks.md.
+"""Run the benchmarks that this machine is for, then rebuild the tables in docs/benchmarks.md and
+README.md.
 
     python -m benchmarks            neurons, networks, events, first call, CPU
     python -m benchmarks --gpus     on several GPUs: DDP, time sharding, neuron sharding
@@ -18,7 +19,8 @@ import torch
 from benchmarks import record
 
 ON_GPU = ("neurons steps", "neurons", "recurrent", "block", "networks")
-ANYWHERE = ("events --streaming", "first_call", "neurons cpu", "cpu", "tables")
+TABLES = ("tables", "tables --page README.md")
+ANYWHERE = ("events --streaming", "first_call", "neurons cpu", "cpu", *TABLES)
 
 
 def commands(gpus: int) -> list[list[str]]:
@@ -33,7 +35,7 @@ def commands(gpus: int) -> list[list[str]]:
         found.append([*torchrun, "2", "-m", "benchmarks.ddp", "--workload", workload])
     ranks = [str(n) for n in (1, 2, 4, 8) if n <= gpus]
     found.append([*python, "benchmarks.event_scaling", "--ranks", *ranks])
-    return [*found, [*python, "benchmarks.tables"]]
+    return [*found, *([*python, *f"benchmarks.{name}".split()] for name in TABLES)]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -92,6 +92,12 @@ def machine(device: torch.device) -> dict[str, Any]:
     return found
 
 
+def device(result: dict[str, Any]) -> str:
+    """Name the GPU or CPU of a result."""
+    machine = result["machine"]
+    return machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
+
+
 def l2_bytes(device: torch.device) -> int:
     """Return the size of a GPU's L2 cache; 0 for a CPU."""
     if device.type != "cuda":

@@ -1,7 +1,7 @@
 """Write the tables of docs from benchmarks/results.
 
 python -m benchmarks.tables                              rewrite docs/benchmarks.md
-python -m benchmarks.tables --page docs/reproduce.md     rewrite another page
+python -m benchmarks.tables --page README.md             rewrite another page
 python -m benchmarks.tables --check                      fail if the page is outdated
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.block import RECOMPUTED, RIVAL, SEPARATE
+from benchmarks.claims import claims
 from benchmarks.events import DENSE, EVENTS, LISTS, PRODUCTS, REPLAY
 from benchmarks.layers import LOOP, OURS
 from benchmarks.runner import WAYS
@@ -99,11 +100,6 @@ def each(table: Callable[[Result], Parts], plot: str = "") -> Callable[[Results,
 # Cells
 
 
-def device(result: Result) -> str:
-    machine = result["machine"]
-    return machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
-
-
 def origin(result: Result) -> str:
     """Return where and when a result was measured, and with which versions."""
     versions = result["versions"]
@@ -118,7 +114,7 @@ def origin(result: Result) -> str:
     revision = result["revision"]
     text = "revision unknown" if revision is None else f"revision {revision[:10]}"
     text += " with changes" if result["dirty"] else ""
-    return f"**{device(result)}** ({listed}; {result['date'][:10]}, {text})"
+    return f"**{record.device(result)}** ({listed}; {result['date'][:10]}, {text})"
 
 
 def number(value: float | None) -> str:
@@ -482,7 +478,7 @@ def training(results: Results, root: Path) -> str:
                 config["dataset"],
                 f"{config['model']}, {config['neuron']}, T = {config['num_steps']}, "
                 f"{config['epochs']} epochs",
-                device(result),
+                record.device(result),
                 ", ".join(str(row["seed"]) for row in rows),
                 ", ".join(number(row["seconds"]) for row in rows),
                 ", ".join(percent(row["test_accuracy"], 2) for row in rows),
@@ -565,6 +561,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "cpu-steps": ("cpu", each(cpu_steps), BENCH),
     "training": ("training_*", training, SCRIPT.format("training digits")),
     "papers": ("reproduce_*", papers, SCRIPT.format("training RECIPE")),
+    "claims": ("*", claims, BENCH),
     "convergence": ("convergence", each(converging), SCRIPT.format("training convergence")),
 }  # fmt: skip
 

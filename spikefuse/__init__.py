@@ -50,6 +50,7 @@ from spikefuse.nn import (
     fuse,
     record,
     report,
+    source,
     spiking,
 )
 from spikefuse.transforms.graph_step import graph_step
@@ -103,6 +104,7 @@ __all__ = [
     "plots",
     "record",
     "report",
+    "source",
     "spiking",
     "surrogate",
     "to_nir",

@@ -23,7 +23,12 @@ ROUNDING = dict(zip(DTYPES, (2.0**-24, 2.0**-8, 2.0**-11), strict=True))
 
 @dataclass(frozen=True)
 class Backends:
-    """A device and the implementations (`impl=`) that run on it."""
+    """A device and the implementations (`impl=`) that run on it.
+
+    Args:
+        device: "cpu" or "cuda".
+        impls: names of implementations.
+    """
 
     device: str
     impls: tuple[str, ...]
@@ -36,7 +41,14 @@ def make_input(
     seed: int = 0,
     constant: bool = False,
 ) -> Tensor:
-    """Return normal random values `[T, B, ...]`; `constant` repeats one step with time stride 0."""
+    """Return normal random values `[T, B, ...]`.
+
+    Args:
+        shape: of the result.
+        dtype, device: of the result; values are drawn on the CPU in float32.
+        seed: of the generator.
+        constant: repeat one step, with a time stride of 0.
+    """
     generator = torch.Generator().manual_seed(seed)
     drawn = (1, *shape[1:]) if constant else tuple(shape)
     return torch.randn(drawn, generator=generator).to(device, dtype).expand(tuple(shape))
@@ -45,7 +57,9 @@ def make_input(
 def lay_out(x: Tensor, layout: str) -> Tensor:
     """Copy `x` `[T, B, C, H, W]` to another memory layout, one of `LAYOUTS`.
 
-    In "batch_first" the batch is the outermost dimension in memory.
+    Args:
+        x: the sequence.
+        layout: in "batch_first" the batch is the outermost dimension in memory.
 
     Raises:
         ValueError: the layout is unknown.
@@ -101,7 +115,9 @@ class Run:
 def run(neuron: Neuron | Block, inputs: Sequence[Tensor], state: States | None, impl: str) -> Run:
     """Run a neuron or block on fresh leaves: its inputs, initial states and parameters.
 
-    `impl` is an implementation of the neuron, or "float64" for the eager loop in double precision.
+    Args:
+        neuron, inputs, state: see `assert_matches_reference`.
+        impl: of the neuron, or "float64" for the eager loop in double precision.
     """
     xs = [x.detach().requires_grad_() for x in inputs]
     starts = None if state is None else tuple(s.detach().requires_grad_() for s in state)
@@ -128,6 +144,14 @@ def assert_matches_reference(
     With `exact`, outputs and states must be equal bit for bit; otherwise they must be
     `within_budget`. Gradients must match the reference within its own float64 error. Neurons that
     spike differently in float64 are excluded from the loss, so that all compute the same function.
+
+    Args:
+        neuron: the neuron or block.
+        inputs: `[T, B, ...]`, as many as the neuron takes.
+        impls: implementations: "numba", or "triton" for tensors on a GPU.
+        state: initial states `[B, ...]`; None for rest.
+        exact: whether the step has correctly rounded operations only.
+        layouts: memory layouts of the inputs, of `LAYOUTS`.
 
     Raises:
         AssertionError: the error names what differs and by how much.
@@ -181,6 +205,13 @@ def within_budget(
     roundings of the largest value (or of `scale`, if larger), because float32 arithmetic may round
     in another order. Results are rounded to their dtype once, or `truncated`, which doubles that
     error.
+
+    Args:
+        name: of the result, for the error.
+        results: the result, that of the eager loop, and the float64 truth.
+        share: multiple of the loop's error.
+        scale: least value that roundings refer to.
+        truncated: whether results are truncated to their dtype.
 
     Raises:
         AssertionError: the error exceeds the budget, or infinities or NaN differ.

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import json
 import random
 import re
+import runpy
 import shlex
+from dataclasses import fields, is_dataclass
+from functools import cache
+from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
+import spikefuse as sf
+from spikefuse import testing
 from spikefuse.train.cli import make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/**/*.md"))]
+NOTEBOOKS = sorted(ROOT.glob("docs/tutorials/*.ipynb"))
 # What may follow the three backticks. ```python no-run="needs a GPU"``` is compiled, but not run.
 FENCE = re.compile(r'(console|)|python( no-run="[^"]+")?')
 EXAMPLES = [
@@ -41,6 +53,19 @@ def test_examples_run(
     torch.manual_seed(0)
     if runs:
         exec(code, {"__name__": "example"})
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their cells run in order, and the outputs in the file are those of one run."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
+    cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
+    names: dict[str, Any] = {"__name__": "notebook"}
+    for cell in cells:
+        exec("".join(cell["source"]), names)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -78,7 +103,7 @@ def test_named_modules_exist(page: str) -> None:
     assert [name for name in names if importlib.util.find_spec(name) is None] == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
 def test_links_resolve(page: str) -> None:
     """Relative links name existing files, and fragments name headings of Markdown pages."""
     broken = []
@@ -89,9 +114,83 @@ def test_links_resolve(page: str) -> None:
     assert broken == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])
-def test_every_page_is_listed(page: str) -> None:
-    assert f"]({page})" in read("README.md")
+def test_the_citation_has_the_version() -> None:
+    assert yaml.safe_load(read("CITATION.cff"))["version"] == sf.__version__
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    nav = yaml.safe_load(read("mkdocs.yml"))["nav"]
+    # Made of CHANGELOG.md, and of notebooks.
+    pages = {"changelog.md", *(f"tutorials/{path.stem}.md" for path in NOTEBOOKS)}
+    assert set(leaves(nav)) == pages | {
+        page.removeprefix("docs/") for page in PAGES if page != "README.md"
+    }
+
+
+def leaves(nav: Any) -> list[str]:
+    """The pages of a navigation, which is a list of pages and of dicts from titles to the same."""
+    if isinstance(nav, str):
+        return [nav]
+    parts = nav.values() if isinstance(nav, dict) else nav
+    return [page for part in parts for page in leaves(part)]
+
+
+# The public face: `sf` is the name by which pages call the package.
+FACES = ["", ".nn", ".nn.encode", ".surrogate", ".memory", ".distributed", ".models", ".data"]
+FACES += [".train", ".plots"]
+PUBLIC = {
+    f"sf{face}.{name}": getattr(module, name)
+    for face in FACES
+    for module in [attrgetter(face[1:])(sf) if face else sf]
+    for name in module.__all__
+    if not isinstance(getattr(module, name), ModuleType | str)
+} | {f"spikefuse.testing.{name}": getattr(testing, name) for name in testing.__all__}
+# Functions and classes; those of a partial for a partial.
+CALLABLES = {
+    name: value
+    for name, public in PUBLIC.items()
+    for value in [getattr(public, "func", public)]
+    if inspect.isroutine(value) or inspect.isclass(value)
+}
+
+
+def test_the_reference_has_all_public_names() -> None:
+    shown = set(map(id, in_reference()))
+    assert [name for name, value in CALLABLES.items() if id(value) not in shown] == []
+    others = PUBLIC.keys() - CALLABLES.keys()
+    assert [name for name in others if f"`{name}`" not in reference()] == []
+
+
+@pytest.mark.parametrize("name", {id(value): name for name, value in CALLABLES.items()}.values())
+def test_parameters_have_descriptions(name: str) -> None:
+    """Each parameter has an entry in the docstring, or in one that the entry names."""
+    value = CALLABLES[name]
+    text = inspect.getdoc(value) or ""
+    assert text
+    if inspect.isclass(value) and issubclass(value, Exception):
+        return
+    entries = re.findall(r"^    (\*{0,2}\w+(?:, \*{0,2}\w+)*): ", text, re.M)
+    known = {entry for names in entries for entry in names.replace("*", "").split(", ")}
+    if is_dataclass(value):
+        known |= {field.name for field in fields(value) if field.metadata.get("help")}
+    # Options of `Firing` and what a class passes on to its base.
+    known |= {"firing", "unknown", "args", "kwargs"}
+    assert [p for p in inspect.signature(value).parameters if p not in known] == []
+
+
+@cache
+def reference() -> str:
+    return "".join(read(page) for page in PAGES if page.startswith("docs/reference/"))
+
+
+@cache
+def in_reference() -> list[Any]:
+    """What the pages of the reference show, by `::: name`."""
+    names = re.findall(r"^::: spikefuse\.(\S+)", reference(), re.M)
+    assert len(names) == len(set(names))
+    for name in names:
+        importlib.import_module(f"spikefuse.{name}".rpartition(".")[0].removesuffix(".surrogate"))
+    return [attrgetter(name)(sf) for name in names]
 
 
 def read(page: str) -> str:
@@ -107,6 +206,12 @@ def anchors(text: str) -> set[str]:
     """The anchors that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", prose(text), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_emitted_code_is_up_to_date() -> None:
+    page = read("docs/explanation/kernels.md")
+    emitted = runpy.run_path(str(ROOT / "docs" / "site" / "emitted.py"))
+    assert emitted["filled"](page) == page, "run python docs/site/emitted.py"
 
 
 @pytest.mark.parametrize("page", PAGES)

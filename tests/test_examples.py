@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+
+from tests.processes import finish, torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -27,5 +31,41 @@ def test_own_network(tmp_path: Path) -> None:
     assert list(tmp_path.glob("**/metrics.csv")) or list(tmp_path.glob("**/events*"))
 
 
+def test_plain_pytorch(tmp_path: Path) -> None:
+    example, checkpoint = program("plain_pytorch"), tmp_path / "digits.pt"
+    assert example.main(epochs=2, checkpoint=str(checkpoint)) > 0.8
+    example.make_network().load_state_dict(torch.load(checkpoint))
+
+
+def test_spoken_digits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On generated data, since no folder has the recordings."""
+    monkeypatch.setenv("SPIKEFUSE_DATA", str(tmp_path))
+    example = program("spoken_digits")
+    example.NUM_STEPS, example.NUM_CLASSES = 20, 4
+    assert example.main(epochs=6, width=64, num_generated=800) > 0.5
+    assert "Using generated data." in capsys.readouterr().out
+
+
+def test_own_neuron() -> None:
+    resonators, leaky = program("own_neuron").main(steps=60)
+    assert resonators > leaky + 0.2
+
+
+def test_streaming() -> None:
+    right, mean_steps = program("streaming").main(steps=100, sure=0.9, count=50)
+    assert right > 0.7
+    assert mean_steps < 45
+
+
+def test_several_gpus() -> None:
+    output = finish(torchrun(2, EXAMPLES / "several_gpus.py", "--epochs", "1"))
+    (accuracy,) = re.findall(r"accuracy (\S+) with 2 processes", output)
+    assert float(accuracy) > 0.3
+
+
 def test_every_program_is_tested() -> None:
-    assert [path.stem for path in EXAMPLES.glob("*.py")] == ["own_network"]
+    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} <= tested
+    assert all(path.read_text().count("\n") <= 120 for path in EXAMPLES.glob("*.py"))

@@ -61,6 +61,10 @@ class Slicing:
 def to_frames(events: Recording, slicing: Slicing) -> np.ndarray:
     """Count the events of a recording per slice and site of the sensor.
 
+    Args:
+        events: the recording.
+        slicing: how time is cut.
+
     Returns:
         uint8 `[T, P, H, W]`, or `[T, W]` for audio; counts saturate at `2**bits - 1`.
     """

@@ -62,6 +62,9 @@ FASHION_MNIST = DownloadSource(
 def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     """Read an IDX file, gzip-compressed or not, whatever its name.
 
+    Args:
+        path: of the file.
+
     Returns:
         A read-only array with the file's shape and element type.
 

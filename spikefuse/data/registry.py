@@ -115,7 +115,7 @@ def load(
 
     Args:
         name: one of `DATASETS`.
-        directory: folder of the files and of downloads; by default $SPIKEFUSE_DATA, else `data/`
+        directory: folder of the files and of downloads; by default `$SPIKEFUSE_DATA`, else `data/`
             of a source checkout of spikefuse if it exists, else a folder in the user's cache.
         download: download missing files and verify their checksums, for mnist, fashion_mnist and
             cifar10; for others, the error says where to get them.

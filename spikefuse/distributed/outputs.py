@@ -23,6 +23,9 @@ def mean_over_steps(y: Tensor, axis: DeviceMesh) -> Tensor:
 
     Sums are float32; the result has the dtype of `y`. Backward sums the gradients of all ranks.
 
+    Args:
+        y, axis: see `gather_steps`.
+
     Raises:
         ValueError: `axis` is not one axis of a mesh.
     """
@@ -36,6 +39,9 @@ def last_step(y: Tensor, axis: DeviceMesh) -> Tensor:
     """Return the last step: `[T_r, ...]` on each rank of `axis` to `[...]` on all, in `y`'s dtype.
 
     Backward sums the gradients of all ranks.
+
+    Args:
+        y, axis: see `gather_steps`.
 
     Raises:
         ValueError: `axis` is not one axis of a mesh.
@@ -76,6 +82,10 @@ def reduce_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
     A missing gradient counts as zero. `DistributedDataParallel` over all processes computes the
     same averages during the backward pass.
+
+    Args:
+        model: a network whose backward pass is complete.
+        mesh: the ranks; parameters are the same on all of them.
     """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for p in model.parameters():

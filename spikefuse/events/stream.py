@@ -22,6 +22,9 @@ class EventStream(Stream):
     On a GPU, kernels read event lists and their lengths from device memory: a step never
     synchronizes, and can be captured in a CUDA graph. All spikes are used, whatever the capacity.
 
+    Args:
+        net: `EventLinear` layers in sequence, or a `Temporal` of them.
+
     Call: `y = stream(x)`
 
     Args:

@@ -36,6 +36,7 @@ def explain(
     PyTorch's random number generators are restored.
 
     Args:
+        model: a network.
         inputs, keywords: arguments of the call. Backward is included if the call would prepare for
             it: gradients are enabled, and an input or a parameter requires one.
         time: whether to measure times, each layer alone on the input it received; by default only
@@ -46,7 +47,7 @@ def explain(
 
     Raises:
         TypeError: `model` is not a module.
-        Any exception of the call itself, except UnsupportedOperation.
+        Exception: that of the call itself, unless it is an UnsupportedOperation.
     """
     call = CallObserver(model)
     with unchanged(model, inputs):

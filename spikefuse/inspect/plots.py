@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+__all__ = ["animate", "new_figure", "raster", "rates", "traces"]
+
 MAX_NEURONS = 200
 
 
@@ -24,6 +26,7 @@ def raster(
     Args:
         spikes: such as `record["net.2"]["spikes"][:, 0]`.
         axes: where to draw; by default, axes of a new figure of pyplot.
+        title: of the axes.
         max_neurons: draw at most as many rows, of neurons at equal distances.
 
     Raises:
@@ -75,6 +78,10 @@ def traces(
 
 def rates(rates: Mapping[str, float], axes: Axes | None = None) -> Axes:
     """Plot a bar per layer: the `rates` of a `Record` or a `Report`.
+
+    Args:
+        rates: share of the neurons that fire in a step, by layer.
+        axes: as in `raster`.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -128,6 +135,9 @@ def animate(frames: Tensor, axes: Axes | None = None, interval: float = 100.0) -
 
 def new_figure(size: tuple[float, float]) -> Figure:
     """Return a figure that pyplot does not hold.
+
+    Args:
+        size: width and height in inches.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

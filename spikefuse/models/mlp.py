@@ -20,6 +20,10 @@ SPLIT_NEURONS, SPLIT_LAYERS = 1471, (2, 3, 4, 5)
 def split_widths(num_layers: int, scale: int = 2) -> tuple[int, ...]:
     """Return the layer widths when 1471 * `scale` neurons are split evenly, rounded down.
 
+    Args:
+        num_layers: 2 to 5.
+        scale: at least 1.
+
     Raises:
         ValueError: `num_layers` is not 2, 3, 4 or 5, or `scale` is not positive.
     """
@@ -66,8 +70,8 @@ def event_mlp(
     Shapes: `[B, C H W]`, or `Events` with as many sites, to `[B, num_classes]`.
 
     Args:
-        neuron, in_channels, num_classes, size: see `spikefuse.models`; the neuron's surrogate needs
-            a cutoff.
+        neuron, in_channels, num_classes, size: see `spikefuse.models`; the surrogate of `neuron`
+            needs a cutoff.
         hidden: neurons of each hidden layer; by default the paper's 2,940 in three layers.
         capacity, overflow: see `EventLinear`; the first layer uses all of its input.
     """

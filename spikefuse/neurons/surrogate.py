@@ -143,6 +143,10 @@ class Sigmoid(Surrogate):
 
     Source: Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion",
     Eq. 6 (width 4), after Wu et al., Frontiers in Neuroscience 12, 2018.
+
+    Args:
+        width: steepness, in the inverse unit of `u`.
+        cutoff: see `Surrogate`.
     """
 
     def __init__(self, width: Value = 4.0, *, cutoff: Cutoff = None) -> None:
@@ -162,6 +166,10 @@ class Arctan(Surrogate):
 
     Source: Fang et al., "Incorporating Learnable Membrane Time Constant to Enhance Learning of
     Spiking Neural Networks", ICCV 2021.
+
+    Args:
+        width: steepness, in the inverse unit of `u`.
+        cutoff: see `Surrogate`.
     """
 
     def __init__(self, width: Value = 2.0, *, cutoff: Cutoff = None) -> None:
@@ -185,6 +193,11 @@ class FastSigmoid(Surrogate):
 
     Source: Zenke and Ganguli, "SuperSpike: Supervised Learning in Multilayer Spiking Neural
     Networks", Neural Computation 30, 2018.
+
+    Args:
+        width: steepness, in the inverse unit of `u`.
+        height: derivative at the threshold.
+        cutoff: see `Surrogate`.
     """
 
     def __init__(self, width: Value = 10.0, height: Value = 1.0, *, cutoff: Cutoff = None) -> None:
@@ -204,6 +217,10 @@ class PiecewiseQuadratic(Surrogate):
 
     Source: Esser et al., "Convolutional networks for fast, energy-efficient neuromorphic
     computing", PNAS 113, 2016 (a = 1).
+
+    Args:
+        width: steepness, in the inverse unit of `u`.
+        cutoff: see `Surrogate`.
     """
 
     def __init__(self, width: Value = 1.0, *, cutoff: Cutoff = None) -> None:
@@ -222,6 +239,11 @@ class Triangle(Surrogate):
 
     Source: Bellec et al., "Long short-term memory and learning-to-learn in networks of spiking
     neurons", NeurIPS 2018 (height 0.3 there, width the threshold).
+
+    Args:
+        width: half the base, in the unit of `u`.
+        height: derivative at the threshold.
+        cutoff: see `Surrogate`.
     """
 
     def __init__(self, width: Value = 1.0, height: Value = 1.0, *, cutoff: Cutoff = None) -> None:
@@ -246,6 +268,11 @@ class Rectangle(Surrogate):
 
     Source: Liang et al., "Accelerating Spatiotemporal Supervised Training of Large-Scale Spiking
     Neural Networks on GPU", Eq. 7 (`left` and `right` are its bounds minus the threshold).
+
+    Args:
+        left, right: bounds, in the unit of `u`.
+        height: derivative between them.
+        cutoff: see `Surrogate`.
     """
 
     def __init__(
@@ -275,6 +302,10 @@ class Erf(Surrogate):
 
     Source: Esser et al., "Backpropagation for Energy-Efficient Neuromorphic Computing", NeurIPS
     2015.
+
+    Args:
+        width: steepness, in the inverse unit of `u`.
+        cutoff: see `Surrogate`.
     """
 
     def __init__(self, width: Value = 2.0, *, cutoff: Cutoff = None) -> None:
@@ -296,10 +327,13 @@ class Erf(Surrogate):
 class Gaussian(Surrogate):
     """Normal density: `scale * N(u)`, with mean 0 and standard deviation `width`.
 
-    The scale cannot be learned.
-
     Source: Yin et al., "Accurate and efficient time-domain classification with adaptive spiking
     recurrent neural networks", Nature Machine Intelligence 3, 2021 (width 0.5, scale 0.5).
+
+    Args:
+        width: standard deviation, in the unit of `u`.
+        scale: area, which cannot be learned.
+        cutoff: see `Surrogate`.
     """
 
     def __init__(self, width: Value = 0.5, scale: Value = 1.0, *, cutoff: Cutoff = None) -> None:
@@ -322,12 +356,18 @@ class Gaussian(Surrogate):
 class MultiGaussian(Surrogate):
     """Mixture `scale * ((1 + p) N(u; 0, w) - p N(u; w, sw) - p N(u; -w, sw))`.
 
-    `N(u; m, d)` is the normal density with mean m and standard deviation d, `w` is `width`, `p` is
-    `share` and `s` is `spread`. The share and the scale cannot be learned.
+    `N(u; m, d)` is the normal density with mean m and standard deviation d.
 
     Source: Yin et al., "Accurate and efficient time-domain classification with adaptive spiking
     recurrent neural networks", Nature Machine Intelligence 3, 2021 (h = 0.15, s = 6, width 0.5;
     the authors' code has scale 0.5).
+
+    Args:
+        width: `w`, in the unit of `u`.
+        share: `p`, which cannot be learned.
+        spread: `s`, the ratio of the outer widths to `width`.
+        scale: factor of the mixture, which cannot be learned.
+        cutoff: see `Surrogate`.
     """
 
     def __init__(
@@ -384,6 +424,9 @@ class StraightThrough(Surrogate):
 
     Source: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons for
     Conditional Computation", arXiv:1308.3432, 2013.
+
+    Args:
+        cutoff: see `Surrogate`.
     """
 
     def __init__(self, *, cutoff: Cutoff = None) -> None:

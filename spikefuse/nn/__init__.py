@@ -8,6 +8,7 @@ from spikefuse.events.stream import EventStream
 from spikefuse.inspect.explain import explain
 from spikefuse.inspect.record import record
 from spikefuse.inspect.report import report
+from spikefuse.inspect.source import source
 from spikefuse.nn import encode, losses, metrics
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import Neuron
@@ -81,5 +82,6 @@ __all__ = [
     "record",
     "report",
     "scale_to_rate",
+    "source",
     "spiking",
 ]

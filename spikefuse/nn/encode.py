@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+__all__ = ["direct", "poisson"]
+
 
 def direct(x: Tensor, num_steps: int) -> Tensor:
     """Repeat the analog input at every time step: direct encoding, `y[t] = x`.

@@ -24,6 +24,10 @@ class MaxPool2d(nn.MaxPool2d):
     PyTorch saves its input and 8 bytes per output. Arguments, shapes and results are those of
     `torch.nn.MaxPool2d`, bit for bit; the kernel sums gradients in float32 in a fixed order. See
     `max_pool2d` for the inputs that it takes.
+
+    Args:
+        kernel_size, stride, padding, dilation, return_indices, ceil_mode: those of
+            `torch.nn.MaxPool2d`.
     """
 
     def forward(self, input: Tensor) -> Any:

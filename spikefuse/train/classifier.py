@@ -77,6 +77,7 @@ class Classifier(pl.LightningModule):
     random choices; each computes its share of a batch.
 
     Args:
+        config: settings of the run.
         processes: processes of the run; None for this one only.
     """
 

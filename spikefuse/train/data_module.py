@@ -30,6 +30,7 @@ class DataModule(pl.LightningDataModule):
     method of Lightning's `LightningDataModule` for other batches.
 
     Args:
+        config: settings of the run.
         directory, download: as in `data.load`.
 
     Attributes:

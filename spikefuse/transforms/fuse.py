@@ -41,6 +41,9 @@ def fuse(model: nn.Module) -> nn.Module:
     Norms fuse only inside a call of `Temporal`, and not under torch.compile, in
     `torch.inference_mode()` (use `torch.no_grad()`), or while they have forward or backward hooks.
 
+    Args:
+        model: a network with batch norms of `torch.nn` and neurons.
+
     Returns:
         The fused model, or `model` itself if there is nothing to swap. Its attribute `fusion`
         reports what the last call fused: see `spikefuse.transforms.fusion.Fusion`.

@@ -1,0 +1,24 @@
+"""Run the notebooks in docs/tutorials and store their outputs: python docs/site/notebooks.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).resolve().parents[1] / "tutorials"
+
+
+def run(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    metadata = dict(notebook.metadata)
+    NotebookClient(notebook, record_timing=False).execute()
+    notebook.metadata = metadata  # without the version of Python
+    nbformat.write(notebook, path)
+
+
+if __name__ == "__main__":
+    for path in sorted(FOLDER.glob("*.ipynb")):
+        print(path.name, flush=True)
+        run(path)
