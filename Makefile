@@ -20,6 +20,8 @@ HAS_DEV   := $(VENV)/.has-dev
 HAS_DOCS  := $(VENV)/.has-docs
 HAS_TUTORIALS := $(VENV)/.has-tutorials
 endif
+# One more than the cores, because tests of several processes wait for each other.
+WORKERS = $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 1, 8))')
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help train test attack parity lint format docs tutorials bench clean
@@ -41,7 +43,7 @@ train: $(HAS_TRAIN)
 	$(PY) -m spikefuse train $(ARGS)
 
 test: $(HAS_DEV)
-	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 attack: $(HAS_DEV)
 	$(PY) -m tests.attack $(ARGS)
@@ -49,7 +51,7 @@ attack: $(HAS_DEV)
 # The other libraries get a folder of their own, because other tests would fail on their warnings.
 parity: $(HAS_DEV)
 	$(PIP) --no-deps --upgrade --target .parity --requirement tests/parity/requirements.txt
-	PYTHONPATH=.parity $(PY) -m pytest -n auto --maxprocesses 8 tests/parity $(ARGS)
+	PYTHONPATH=.parity $(PY) -m pytest -n $(WORKERS) tests/parity $(ARGS)
 
 lint: $(HAS_DEV)
 	$(PY) -m ruff check .

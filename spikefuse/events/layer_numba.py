@@ -76,8 +76,7 @@ def layer(
             step = end - begin if saved.size else m
             if copied:
                 for i in range(weight.size // width):
-                    at = i * width + column
-                    rows[i * stride : i * stride + m] = weight[at : at + m]
+                    load_row(rows[i * stride :], weight, i * width + column, m, f32(0.0))
             for b in range(b_first, min(b_last, B)):
                 if saved.size:
                     x = saved[T * (B * begin + b * step) + column - begin :]

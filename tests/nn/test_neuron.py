@@ -255,8 +255,18 @@ class WithOutputs(torch.nn.Module):
         return self.neuron(*inputs, **options, outputs=self.outputs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["LIF", "PLIF-channel", "Gated", "Izhikevich", "LI"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("LIF", torch.float32),
+        ("LIF", torch.bfloat16),
+        ("PLIF-channel", torch.float32),
+        ("Gated", torch.bfloat16),
+        ("Izhikevich", torch.float32),
+        ("LI", torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_states_over_time_equal_the_reference(name, dtype, backends):
     neuron = make(name, "soft" if name == "LIF" else "hard", 2, backends.device)
     own = ("output1", "output0") if name == "Gated" else ("spikes",)
