@@ -16,10 +16,53 @@ from functools import partial
 from torch import nn
 
 from spikefuse.models.mlp import SPLIT_LAYERS, event_mlp, mlp, split_widths
-from spikefuse.models.plain import alexnet, cifar_large, cifar_medium, cifar_small, conv, vggsnn
-from spikefuse.models.resnet import ms_resnet34, resnet18, resnet34, resnet50
-from spikefuse.models.sew_resnet import sew_resnet18, sew_resnet34, sew_resnet50
-from spikefuse.models.spikformer import spikformer
+from spikefuse.models.plain import (
+    alexnet,
+    cifar_large,
+    cifar_medium,
+    cifar_small,
+    conv,
+    vgg11,
+    vgg16,
+    vggsnn,
+)
+from spikefuse.models.qkformer import qkformer, qkformer_10_384, qkformer_10_512, qkformer_10_768
+from spikefuse.models.resnet import (
+    ms_resnet18,
+    ms_resnet34,
+    ms_resnet104,
+    resnet18,
+    resnet34,
+    resnet50,
+)
+from spikefuse.models.sew_resnet import (
+    sew_resnet18,
+    sew_resnet34,
+    sew_resnet50,
+    sew_resnet101,
+    sew_resnet152,
+)
+from spikefuse.models.spike_driven import (
+    sdt,
+    sdt_8_384,
+    sdt_8_512,
+    sdt_8_768,
+    sdt_v2_15m,
+    sdt_v2_31m,
+    sdt_v2_55m,
+)
+from spikefuse.models.spikformer import (
+    spikformer,
+    spikformer_8_384,
+    spikformer_8_512,
+    spikformer_8_768,
+)
+from spikefuse.models.spikingresformer import (
+    spikingresformer_l,
+    spikingresformer_m,
+    spikingresformer_s,
+    spikingresformer_ti,
+)
 
 Builder = Callable[[Callable[[], nn.Module], int, int, tuple[int, int]], nn.Module]
 
@@ -32,13 +75,37 @@ MODELS: dict[str, Builder] = {
     "sew_resnet18": sew_resnet18,
     "sew_resnet34": sew_resnet34,
     "sew_resnet50": sew_resnet50,
+    "sew_resnet101": sew_resnet101,
+    "sew_resnet152": sew_resnet152,
+    "ms_resnet18": ms_resnet18,
     "ms_resnet34": ms_resnet34,
+    "ms_resnet104": ms_resnet104,
     "cifar_small": cifar_small,
     "cifar_medium": cifar_medium,
     "cifar_large": cifar_large,
     "alexnet": alexnet,
+    "vgg11": vgg11,
+    "vgg16": vgg16,
     "vggsnn": vggsnn,
     "spikformer": spikformer,
+    "spikformer_8_384": spikformer_8_384,
+    "spikformer_8_512": spikformer_8_512,
+    "spikformer_8_768": spikformer_8_768,
+    "qkformer": qkformer,
+    "qkformer_10_384": qkformer_10_384,
+    "qkformer_10_512": qkformer_10_512,
+    "qkformer_10_768": qkformer_10_768,
+    "sdt": sdt,
+    "sdt_8_384": sdt_8_384,
+    "sdt_8_512": sdt_8_512,
+    "sdt_8_768": sdt_8_768,
+    "sdt_v2_15m": sdt_v2_15m,
+    "sdt_v2_31m": sdt_v2_31m,
+    "sdt_v2_55m": sdt_v2_55m,
+    "spikingresformer_ti": spikingresformer_ti,
+    "spikingresformer_s": spikingresformer_s,
+    "spikingresformer_m": spikingresformer_m,
+    "spikingresformer_l": spikingresformer_l,
     **{f"mlp{n}": partial(mlp, hidden=split_widths(n), norm=False) for n in SPLIT_LAYERS},
     "event-mlp": event_mlp,  # three hidden layers
     **{f"event-mlp{n}": partial(event_mlp, hidden=split_widths(n)) for n in SPLIT_LAYERS if n != 3},
@@ -54,14 +121,38 @@ __all__ = [
     "conv",
     "event_mlp",
     "mlp",
+    "ms_resnet18",
     "ms_resnet34",
+    "ms_resnet104",
+    "qkformer",
+    "qkformer_10_384",
+    "qkformer_10_512",
+    "qkformer_10_768",
     "resnet18",
     "resnet34",
     "resnet50",
+    "sdt",
+    "sdt_8_384",
+    "sdt_8_512",
+    "sdt_8_768",
+    "sdt_v2_15m",
+    "sdt_v2_31m",
+    "sdt_v2_55m",
     "sew_resnet18",
     "sew_resnet34",
     "sew_resnet50",
+    "sew_resnet101",
+    "sew_resnet152",
     "spikformer",
+    "spikformer_8_384",
+    "spikformer_8_512",
+    "spikformer_8_768",
+    "spikingresformer_l",
+    "spikingresformer_m",
+    "spikingresformer_s",
+    "spikingresformer_ti",
     "split_widths",
+    "vgg11",
+    "vgg16",
     "vggsnn",
 ]

@@ -12,14 +12,30 @@ Size = tuple[int, int]
 
 
 def conv_norm(
-    in_channels: int, channels: int, kernel: int = 3, stride: int = 1, norm: bool = True
+    in_channels: int,
+    channels: int,
+    kernel: int = 3,
+    stride: int = 1,
+    norm: bool = True,
+    groups: int = 1,
 ) -> list[nn.Module]:
     """Return a convolution and its batch norm; without `norm`, a convolution with a bias.
 
     Stride 2 halves the size, rounded up.
     """
-    layer = nn.Conv2d(in_channels, channels, kernel, stride, kernel // 2, bias=not norm)
+    padding = kernel // 2
+    layer = nn.Conv2d(in_channels, channels, kernel, stride, padding, groups=groups, bias=not norm)
     return [layer, nn.BatchNorm2d(channels)] if norm else [layer]
+
+
+def max_pool() -> nn.Module:
+    """Return a 3 x 3 max pooling with stride 2, which halves the size, rounded up."""
+    return nn.MaxPool2d(3, stride=2, padding=1)
+
+
+def global_average(channels: int, num_classes: int, bias: bool = True) -> list[nn.Module]:
+    """Return the average over an image and the linear layer that reads it."""
+    return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes, bias)]
 
 
 def perceptron(neuron: MakeNeuron, widths: Sequence[int], norm: bool) -> list[nn.Module]:
@@ -44,3 +60,8 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.activation(self.branch(x) + self.shortcut(x))
+
+
+def residual(*layers: nn.Module) -> Residual:
+    """Return `x + layers(x)`."""
+    return Residual(nn.Sequential(*layers), nn.Identity(), nn.Identity())

@@ -8,6 +8,10 @@ last convolution of each width. Two differences: convolutions before batch norm 
 batch norm would remove; and all neurons follow a batch norm, as in the paper's Fig. 2, unlike the
 last one of AlexNet in that code.
 
+Source of `vgg11` and `vgg16`: Simonyan and Zisserman, "Very Deep Convolutional Networks for
+Large-Scale Image Recognition", ICLR 2015, Table 1, columns A and D, with batch norm after each
+convolution, as is usual in the literature on spiking networks, and without dropout.
+
 Source of `vggsnn`: Deng et al., "Temporal Efficient Training of Spiking Neural Network via Gradient
 Re-weighting", ICLR 2022, whose VGGSNN is a VGG-11 with one linear layer, for events at 48 x 48 and
 LIF neurons with a decay of 0.5.
@@ -16,7 +20,7 @@ LIF neurons with a decay of 0.5.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -24,7 +28,12 @@ from torch import nn
 
 from spikefuse.models.blocks import MakeNeuron, Size, conv_norm, perceptron
 
-VGG_STAGES = ((64, 128), (256, 256), (512, 512), (512, 512))
+# Output channels of each convolution; a pooling ends each stage.
+Stages = Sequence[Sequence[int]]
+VGGSNN: Stages = ((64, 128), (256, 256), (512, 512), (512, 512))
+VGG11: Stages = ((64,), (128,), (256, 256), (512, 512), (512, 512))
+VGG16: Stages = ((64, 64), (128, 128), (256,) * 3, (512,) * 3, (512,) * 3)
+POOLINGS: dict[str, Callable[..., nn.Module]] = {"max": nn.MaxPool2d, "average": nn.AvgPool2d}
 
 
 def conv(neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size) -> nn.Sequential:
@@ -46,26 +55,47 @@ def conv(neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size) -> 
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(features, num_classes))
 
 
-def vggsnn(neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size) -> nn.Sequential:
-    """Build 64C - 128C - AP - 2 x 256C - AP - 2 x 512C - AP - 2 x 512C - AP - FC.
+def vgg(
+    stages: Stages,
+    neuron: MakeNeuron,
+    in_channels: int,
+    num_classes: int,
+    size: Size,
+    hidden: Sequence[int] = (4096, 4096),
+    pooling: str = "max",
+) -> nn.Sequential:
+    """Build stages of 3 x 3 convolutions that end in a pooling, and linear layers.
 
-    C is a 3 x 3 convolution without bias, batch norm and neuron; AP is 2 x 2 average pooling, which
-    rounds odd sizes up.
+    Each convolution is followed by batch norm and a neuron, each hidden linear layer by a neuron.
+    A pooling halves the size, rounded up.
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
 
     Args:
+        stages: channels of the convolutions.
         neuron, in_channels, num_classes, size: see `spikefuse.models`.
+        hidden: neurons of each hidden linear layer; `()` is usual for CIFAR.
+        pooling: "max" or "average", of 2 x 2.
+
+    Raises:
+        ValueError: another pooling.
     """
+    if pooling not in POOLINGS:
+        raise ValueError(f"pooling is {pooling!r}: expected max or average")
     layers: list[nn.Module] = []
     width = in_channels
-    for stage in VGG_STAGES:
+    for stage in stages:
         for channels in stage:
             layers += [*conv_norm(width, channels), neuron()]
             width = channels
-        layers.append(nn.AvgPool2d(2, ceil_mode=True))
-    features = width * math.prod(-(-side // 2 ** len(VGG_STAGES)) for side in size)
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, num_classes))
+        layers.append(POOLINGS[pooling](2, ceil_mode=True))
+    features = width * math.prod(-(-side // 2 ** len(stages)) for side in size)
+    widths = [features, *hidden, num_classes]
+    return nn.Sequential(*layers, nn.Flatten(), *perceptron(neuron, widths, norm=False))
+
+
+vgg11, vgg16 = partial(vgg, VGG11), partial(vgg, VGG16)
+vggsnn = partial(vgg, VGGSNN, hidden=(), pooling="average")
 
 
 class PlainStack(NamedTuple):

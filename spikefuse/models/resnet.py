@@ -1,16 +1,16 @@
-"""Residual networks: Spiking-ResNets, with a neuron in place of each ReLU, and MS-ResNet34.
+"""Residual networks: Spiking-ResNets, with a neuron in place of each ReLU, and MS-ResNets.
 
 Sources of `resnet`: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, with the
 stride of a bottleneck at its 3 x 3 convolution, as usual today; Li et al., "Towards Scalable
 GPU-Accelerated SNN Training via Temporal Fusion", section 5.2. A neuron after a residual sum
 receives the sum, as the ReLU does.
 
-Source of `ms_resnet34`: Liang et al., "Accelerating Spatiotemporal Supervised Training of
-Large-Scale Spiking Neural Networks on GPU", DATE 2022, Table I. The table does not say where the
-neurons are. In the authors' published code a block begins with a neuron, and no neuron follows its
-sum; Hu et al., "Advancing Spiking Neural Networks Toward Deep Residual Learning", IEEE TNNLS 2024,
-call this a membrane shortcut. The same code uses stride 2 in all four stages and no pooling in the
-stem.
+Source of `ms_resnet`: Hu et al., "Advancing Spiking Neural Networks Toward Deep Residual Learning",
+IEEE TNNLS 2024, and the authors' published code. A block begins with a neuron, and no neuron
+follows its sum. All four stages have stride 2, and the stem has no pooling. `ms_resnet104` has the
+stem of the paper; the code has three 3 x 3 convolutions there. `ms_resnet34` is the ResNet34 of
+Liang et al., "Accelerating Spatiotemporal Supervised Training of Large-Scale Spiking Neural
+Networks on GPU", DATE 2022, Table I, too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,23 @@ from functools import partial
 
 from torch import nn
 
-from spikefuse.models.blocks import MakeNeuron, Residual, Size, conv_norm
+from spikefuse.models.blocks import (
+    MakeNeuron,
+    Residual,
+    Size,
+    conv_norm,
+    global_average,
+    max_pool,
+    residual,
+)
 
 # Width of each stage before the expansion of a bottleneck, and blocks per stage by depth.
 STAGES = (64, 128, 256, 512)
-DEPTHS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
-EXPANSION = {18: 1, 34: 1, 50: 4}
+DEPTHS = {
+    **{18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 104: (3, 8, 32, 8)},
+    **{50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)},
+}
+EXPANSION = {depth: 4 if depth in (50, 101, 152) else 1 for depth in DEPTHS}
 
 # Maps (in_channels, channels, stride) to a block with channels * expansion outputs.
 MakeBlock = Callable[[int, int, int], nn.Module]
@@ -73,7 +84,7 @@ def stem_layers(neuron: MakeNeuron, in_channels: int, stem: str) -> list[nn.Modu
     if stem == "cifar":
         return [*conv_norm(in_channels, STAGES[0]), neuron()]
     layers = conv_norm(in_channels, STAGES[0], 7, 2)
-    return [*layers, neuron(), nn.MaxPool2d(3, stride=2, padding=1)]
+    return [*layers, neuron(), max_pool()]
 
 
 def residual_network(
@@ -94,8 +105,7 @@ def residual_network(
             stride = 1 if index else 2 if channels > STAGES[0] else first_stride
             layers.append(block(width, channels, stride))
             width = EXPANSION[depth] * channels
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, num_classes)]
-    return nn.Sequential(*layers, *last, *head)
+    return nn.Sequential(*layers, *last, *global_average(width, num_classes))
 
 
 def resnet(
@@ -131,24 +141,31 @@ def resnet(
 resnet18, resnet34, resnet50 = (partial(resnet, depth) for depth in (18, 34, 50))
 
 
-def ms_resnet34(
-    neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size
+def ms_resnet(
+    depth: int, neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size
 ) -> nn.Sequential:
-    """Build a ResNet34 of blocks `x + branch(neuron(x))`, whose shortcuts carry membrane input.
+    """Build a ResNet of blocks `x + branch(neuron(x))`, whose shortcuts carry membrane input.
 
     Where the shape changes, a block is `shortcut(s) + branch(s)` with `s = neuron(x)`. The network
     divides the input's size by 32. Shapes: `[B, C, H, W]` to `[B, num_classes]`.
 
     Args:
+        depth: 18, 34, or 104, whose shortcuts average 2 x 2 pixels before a projection.
         neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.
     """
 
     def block(width: int, channels: int, stride: int) -> nn.Module:
-        layers = branch(34, neuron, width, channels, stride)
+        layers = branch(depth, neuron, width, channels, stride)
         if stride == 1:
-            return Residual(nn.Sequential(neuron(), *layers), nn.Identity(), nn.Identity())
-        shortcut = nn.Sequential(*conv_norm(width, channels, 1, stride))
-        return nn.Sequential(neuron(), Residual(nn.Sequential(*layers), shortcut, nn.Identity()))
+            return residual(neuron(), *layers)
+        shortcut = conv_norm(width, channels, 1, stride)
+        if depth == 104:
+            shortcut = [nn.AvgPool2d(2, ceil_mode=True), *conv_norm(width, channels, 1)]
+        joined = Residual(nn.Sequential(*layers), nn.Sequential(*shortcut), nn.Identity())
+        return nn.Sequential(neuron(), joined)
 
     stem = conv_norm(in_channels, STAGES[0], 7, 2)
-    return residual_network(stem, block, 34, num_classes, first_stride=2, last=[neuron()])
+    return residual_network(stem, block, depth, num_classes, first_stride=2, last=[neuron()])
+
+
+ms_resnet18, ms_resnet34, ms_resnet104 = (partial(ms_resnet, depth) for depth in (18, 34, 104))

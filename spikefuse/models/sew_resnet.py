@@ -49,7 +49,7 @@ def sew_resnet(
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
 
     Args:
-        depth: 18 or 34, or 50, which has bottlenecks.
+        depth: 18 or 34, or 50, 101 or 152, which have bottlenecks.
         neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.
         connect: how a block combines branch a and shortcut b: "ADD" a + b, "AND" a * b, "IAND"
             (1 - a) * b. A sum of spikes may exceed 1.
@@ -77,4 +77,6 @@ def sew_resnet(
     return residual_network(stem_layers(neuron, in_channels, stem), block, depth, num_classes)
 
 
-sew_resnet18, sew_resnet34, sew_resnet50 = (partial(sew_resnet, depth) for depth in (18, 34, 50))
+sew_resnet18, sew_resnet34, sew_resnet50, sew_resnet101, sew_resnet152 = (
+    partial(sew_resnet, depth) for depth in (18, 34, 50, 101, 152)
+)

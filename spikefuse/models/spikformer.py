@@ -1,8 +1,8 @@
 """Spikformer: a vision transformer with attention between spikes and without softmax.
 
 Source: Zhou et al., "Spikformer: When Spiking Neural Network Meets Transformer", ICLR 2023, and
-the authors' published code for CIFAR, which uses LIF neurons with `decay=0.5`, `decay_input=True`
-and `detach_reset=True`.
+the authors' published code, which uses LIF neurons with `decay=0.5`, `decay_input=True` and
+`detach_reset=True`.
 
 Tokens keep the shape of an image, [B, C, H, W]: a linear layer on tokens is a 1 x 1 convolution.
 Convolutions have no bias, which batch norm would remove; with biases, Spikformer-4-384 has the
@@ -11,9 +11,38 @@ published 9.32 million parameters, without them 9.31.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor, nn
 
-from spikefuse.models.blocks import MakeNeuron, Residual, Size, conv_norm
+from spikefuse.models.blocks import (
+    MakeNeuron,
+    Size,
+    conv_norm,
+    global_average,
+    max_pool,
+    residual,
+)
+
+# The papers halve the threshold of a neuron that receives spike counts. Doubling its input gives
+# the same spikes if the neuron is linear in its input.
+DOUBLED = 2.0
+
+
+def pointwise(channels: int) -> list[nn.Module]:
+    """Return a linear layer on tokens and its norm."""
+    return conv_norm(channels, channels, 1)
+
+
+def check_heads(channels: int, num_heads: int) -> None:
+    if channels % num_heads:
+        raise ValueError(f"num_heads is {num_heads}: expected a divisor of the {channels} channels")
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Reshape tokens `[B, C, H, W]` to `[B, num_heads, C / num_heads, H * W]`."""
+    return x.flatten(2).unflatten(1, (num_heads, -1))
 
 
 class SpikingSelfAttention(nn.Module):
@@ -21,30 +50,37 @@ class SpikingSelfAttention(nn.Module):
 
     The paper uses scale 0.125 and a neuron with threshold 0.5. Scale 0.25 with threshold 1, as in
     the other layers, is equivalent if the neuron is linear in its input.
+
+    Args:
+        projection: returns the linear layer and the norm of q, k, v and of the output.
     """
 
-    def __init__(self, neuron: MakeNeuron, channels: int, num_heads: int, scale: float) -> None:
+    def __init__(
+        self,
+        neuron: MakeNeuron,
+        channels: int,
+        num_heads: int,
+        scale: float = DOUBLED * 0.125,
+        projection: Callable[[int], list[nn.Module]] = pointwise,
+    ) -> None:
         super().__init__()
-        if channels % num_heads:
-            raise ValueError(
-                f"num_heads is {num_heads}: expected a divisor of the {channels} channels"
-            )
-        self.q, self.k, self.v = (
-            nn.Sequential(*conv_norm(channels, channels, 1), neuron()) for _ in range(3)
-        )
+        check_heads(channels, num_heads)
+        self.q, self.k, self.v = (nn.Sequential(*projection(channels), neuron()) for _ in range(3))
         self.neuron = neuron()
-        self.projection = nn.Sequential(*conv_norm(channels, channels, 1), neuron())
+        self.projection = nn.Sequential(*projection(channels))
         self.num_heads, self.scale = num_heads, scale
 
     def forward(self, x: Tensor) -> Tensor:
-        # [B, heads, C / heads, H * W]
-        q, k, v = (
-            layers(x).flatten(2).unflatten(1, (self.num_heads, -1))
-            for layers in (self.q, self.k, self.v)
-        )
+        q, k, v = (split_heads(layers(x), self.num_heads) for layers in (self.q, self.k, self.v))
         # Without softmax, v kᵀ can come first, which avoids a matrix of (H * W)² elements.
         y = (v @ k.transpose(-2, -1)) @ q
-        return self.projection(self.neuron(self.scale * y.reshape(x.shape)))
+        return self.projection(self.neuron(self.scale * y.reshape_as(x)))
+
+
+def spiking_mlp(neuron: MakeNeuron, channels: int, hidden: int) -> nn.Module:
+    """Return the two layers of a block, whose output spikes, with a shortcut."""
+    expand, reduce = conv_norm(channels, hidden, 1), conv_norm(hidden, channels, 1)
+    return residual(*expand, neuron(), *reduce, neuron())
 
 
 def spikformer(
@@ -56,11 +92,10 @@ def spikformer(
     channels: int = 384,
     num_heads: int = 12,
     mlp_ratio: int = 4,
-    attention_scale: float = 0.25,
+    attention_scale: float = DOUBLED * 0.125,
+    num_poolings: int = 2,
 ) -> nn.Sequential:
     """Build Spikformer-`depth`-`channels`, by default Spikformer-4-384 for CIFAR.
-
-    Tokens have 4 x 4 pixels.
 
     Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
 
@@ -71,35 +106,44 @@ def spikformer(
         num_heads: number of attention heads.
         mlp_ratio: width of a block's hidden layer relative to `channels`.
         attention_scale: factor of the attention product; see `SpikingSelfAttention`.
+        num_poolings: max poolings among the first layers, from 0 to 4: a token has
+            `2**num_poolings` rows and columns of pixels.
 
     Raises:
         ValueError: `channels` is not divisible as required.
     """
-    if channels % 8:
-        raise ValueError(f"channels is {channels}: expected a multiple of 8")
-    layers = _patches(neuron, in_channels, channels)
-    hidden = mlp_ratio * channels
+    layers = patches(neuron, in_channels, channels, num_poolings)
+    # The position embedding is a convolution, too.
+    layers.append(residual(*conv_norm(channels, channels), neuron()))
     for _ in range(depth):
         attention = SpikingSelfAttention(neuron, channels, num_heads, attention_scale)
-        expand, reduce = conv_norm(channels, hidden, 1), conv_norm(hidden, channels, 1)
-        layers.append(_residual(attention))
-        layers.append(_residual(*expand, neuron(), *reduce, neuron()))
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes)]
-    return nn.Sequential(*layers, *head)
+        layers.append(residual(attention, neuron()))
+        layers.append(spiking_mlp(neuron, channels, mlp_ratio * channels))
+    return nn.Sequential(*layers, *global_average(channels, num_classes))
 
 
-def _patches(neuron: MakeNeuron, in_channels: int, channels: int) -> list[nn.Module]:
-    """Return four convolutions, the last two with max pooling, and the position embedding, which is
-    also a convolution."""
+def patches(
+    neuron: MakeNeuron, in_channels: int, channels: int, num_poolings: int
+) -> list[nn.Module]:
+    """Return four convolutions with norm and neuron, the last of them with max pooling.
+
+    Raises:
+        ValueError: `channels` is not divisible by 8.
+    """
+    if channels % 8:
+        raise ValueError(f"channels is {channels}: expected a multiple of 8")
     layers: list[nn.Module] = []
     width = in_channels
-    for divisor in (8, 4, 2, 1):
+    for index, divisor in enumerate((8, 4, 2, 1)):
         layers += [*conv_norm(width, channels // divisor), neuron()]
         width = channels // divisor
-        if divisor <= 2:
-            layers.append(nn.MaxPool2d(3, stride=2, padding=1))
-    return [*layers, _residual(*conv_norm(channels, channels), neuron())]
+        if index >= 4 - num_poolings:
+            layers.append(max_pool())
+    return layers
 
 
-def _residual(*layers: nn.Module) -> Residual:
-    return Residual(nn.Sequential(*layers), nn.Identity(), nn.Identity())
+# For ImageNet.
+spikformer_8_384, spikformer_8_512, spikformer_8_768 = (
+    partial(spikformer, depth=8, channels=channels, num_heads=8, num_poolings=4)
+    for channels in (384, 512, 768)
+)

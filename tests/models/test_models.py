@@ -1,15 +1,19 @@
-"""Every architecture: parameters, sizes, number of neurons, spikes and gradients."""
+"""Every architecture: parameters, operations, sizes, neurons, spikes, gradients and fusing."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import spikefuse as sf
 from spikefuse.models import MODELS, conv
 
 IMAGENET, CIFAR, SHD = (3, 1000, (224, 224)), (3, 10, (32, 32)), (1, 20, (1, 700))
+CIFAR100 = (3, 100, (32, 32))
 BATCH_NORMS = {  # weights and biases
     "cifar_small": 2 * (128 + 256 + 512 + 1024 + 512),
     "cifar_medium": 2 * (3 * 128 + 2 * 256 + 2 * 512 + 1024 + 512),
@@ -28,6 +32,9 @@ PUBLISHED = [
     ("sew_resnet18", IMAGENET, 17 + 3, 11_689_512),
     ("sew_resnet34", IMAGENET, 33 + 3, 21_797_672),
     ("sew_resnet50", IMAGENET, 49 + 4, 25_557_032),
+    # torchvision's numbers with batch norm, without biases before it.
+    ("vgg11", IMAGENET, 10, 132_868_840 - 2_752),
+    ("vgg16", IMAGENET, 15, 138_365_992 - 4_224),
     # Liang et al., Table I: ResNet34 with a projection, 64B0, in the first stage as well.
     ("ms_resnet34", IMAGENET, 33, 21_797_672 + 64 * 64 + 2 * 64),
     # The same table, its widths and kernels multiplied out.
@@ -81,6 +88,79 @@ PUBLISHED = [
     ("conv", (1, 10, (28, 28)), 2, 9 * 32 + 9 * 32 * 64 + 2 * 96 + 64 * 7 * 7 * 10 + 10),
 ]
 
+# model | arguments | published, in millions | parameters counted there and not here
+ROUNDED = [
+    # Zhou et al., NeurIPS 2024, list SEW-ResNet152; 101 is torchvision's ResNet101, rounded.
+    ("sew_resnet101", IMAGENET, "44.55", 0),
+    ("sew_resnet152", IMAGENET, "60.19", 0),
+    # Yao et al., NeurIPS 2023.
+    ("ms_resnet18", IMAGENET, "11.69", 0),
+    ("ms_resnet104", IMAGENET, "77.28", 0),
+    # Zhou et al., ICLR 2023; the biases of six layers before a norm per block.
+    ("spikformer_8_384", IMAGENET, "16.81", 8 * 6 * 384),
+    ("spikformer_8_512", IMAGENET, "29.68", 8 * 6 * 512),
+    ("spikformer_8_768", IMAGENET, "66.34", 8 * 6 * 768),
+    # Zhou et al., NeurIPS 2024; the same biases.
+    ("qkformer", CIFAR100, "6.74", 6 * (96 + 192 + 2 * 384)),
+    ("qkformer_10_384", IMAGENET, "16.47", 6 * (96 + 2 * 192 + 7 * 384)),
+    ("qkformer_10_512", IMAGENET, "29.08", 6 * (128 + 2 * 256 + 7 * 512)),
+    ("qkformer_10_768", IMAGENET, "64.96", 6 * (192 + 2 * 384 + 7 * 768)),
+    # Yao et al., NeurIPS 2023; the same biases.
+    ("sdt", CIFAR100, "10.28", 2 * 6 * 512),
+    ("sdt_8_384", IMAGENET, "16.81", 8 * 6 * 384),
+    ("sdt_8_512", IMAGENET, "29.68", 8 * 6 * 512),
+    ("sdt_8_768", IMAGENET, "66.34", 8 * 6 * 768),
+    # Yao et al., ICLR 2024; the biases of downsampling and of two layers per block.
+    ("sdt_v2_15m", IMAGENET, "15.1", 32 + 64 + 128 + 256 + 360 + 5 * (6 * 256 + 2 * 360)),
+    ("sdt_v2_31m", IMAGENET, "31.3", 48 + 96 + 192 + 384 + 480 + 5 * (6 * 384 + 2 * 480)),
+    ("sdt_v2_55m", IMAGENET, "55.4", 64 + 128 + 256 + 512 + 640 + 5 * (6 * 512 + 2 * 640)),
+    # Shi et al., CVPR 2024, whose numbers for all but the last agree without norms.
+    ("spikingresformer_ti", IMAGENET, "11.14", -2 * 64 * 13 - 2 * 192 * 25 - 2 * 384 * 37),
+    ("spikingresformer_s", IMAGENET, "17.76", -2 * 64 * 13 - 2 * 256 * 25 - 2 * 512 * 37),
+    ("spikingresformer_m", IMAGENET, "35.52", -2 * 64 * 13 - 2 * 384 * 25 - 2 * 768 * 37),
+    ("spikingresformer_l", IMAGENET, "60.38", 0),
+]
+
+# model | operations at 224 x 224, in billions, as torchvision states them for the dense network
+OPERATIONS = [
+    ("resnet18", 1.814),
+    ("sew_resnet34", 3.664),
+    ("resnet50", 4.089),
+    ("sew_resnet101", 7.801),
+    ("sew_resnet152", 11.514),
+    ("vgg11", 7.609),
+    ("vgg16", 15.470),
+]
+
+# A small network of each family, and the norms that are not fused, by what reads their result.
+NO_NORMS: dict[str, int] = {}
+FAMILIES = [
+    ("mlp", {}, NO_NORMS),
+    ("conv", {}, NO_NORMS),
+    ("cifar_small", {}, NO_NORMS),
+    ("vgg11", {"hidden": (32,)}, NO_NORMS),
+    ("vggsnn", {}, NO_NORMS),
+    ("resnet18", {}, {"add": 3}),
+    ("sew_resnet18", {}, NO_NORMS),
+    ("sew_resnet50", {}, NO_NORMS),
+    ("ms_resnet18", {}, {"add": 4}),
+    ("ms_resnet104", {}, {"add": 4}),
+    ("spikformer", {"depth": 1, "channels": 32, "num_heads": 4}, NO_NORMS),
+    ("qkformer", {"depths": (1, 1, 1), "channels": 64}, {"max_pool2d": 2}),
+    ("qkformer_10_384", {"depths": (1, 1, 1), "channels": 64, "num_heads": 4}, {"max_pool2d": 4}),
+    ("sdt", {"depth": 1, "channels": 32}, {"max_pool2d": 1, "adaptive_avg_pool2d": 1}),
+    (
+        "sdt_v2_15m",  # q, k, v and a projection per block, each with three norms in a row
+        {"channels": (16, 16, 32, 32), "depths": (1, 1)},
+        {"conv2d": 8, "materialized": 8, "adaptive_avg_pool2d": 1},
+    ),
+    (
+        "spikingresformer_ti",
+        {"stem": "cifar", "channels": (64, 64, 64)},
+        {"flatten": 6, "adaptive_avg_pool2d": 1},
+    ),
+]
+
 
 def near(**options) -> sf.LIF:
     """A neuron for event models."""
@@ -100,7 +180,7 @@ def neurons(net: nn.Module) -> int:
 
 
 def test_every_model_is_in_the_table() -> None:
-    assert sorted(row[0] for row in PUBLISHED) == sorted(MODELS)
+    assert sorted(row[0] for row in [*PUBLISHED, *ROUNDED]) == sorted(MODELS)
 
 
 @pytest.mark.parametrize(("name", "arguments", "num_neurons", "num_parameters"), PUBLISHED)
@@ -109,6 +189,21 @@ def test_parameters_and_neurons(name, arguments, num_neurons, num_parameters) ->
         net = MODELS[name](near, *arguments)
     assert parameters(net) == num_parameters
     assert neurons(net) == num_neurons
+
+
+@pytest.mark.parametrize(("name", "arguments", "published", "difference"), ROUNDED)
+def test_published_millions_of_parameters(name, arguments, published, difference) -> None:
+    with torch.device("meta"):
+        net = MODELS[name](near, *arguments)
+    unit = 10 ** (6 - len(published.partition(".")[2]))  # papers round or truncate
+    assert abs(parameters(net) + difference - float(published) * 1e6) < unit
+
+
+@pytest.mark.parametrize(("name", "billions"), OPERATIONS)
+def test_published_operations(name: str, billions: float) -> None:
+    with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
+        MODELS[name](nn.Identity, *IMAGENET).eval()(torch.empty(1, 3, 224, 224))
+    assert counter.get_total_flops() / 2e9 == pytest.approx(billions, abs=1e-3)
 
 
 def sizes(net: nn.Sequential, x: torch.Tensor) -> list[tuple[int, ...]]:
@@ -157,11 +252,11 @@ def test_sizes(name: str, size: int, expected: list[tuple[int, int]]) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ORDINARY)
-def test_spikes_and_gradients(name: str) -> None:
+@pytest.mark.parametrize(("name", "options", "unfused"), FAMILIES)
+def test_spikes_gradients_and_fusing(name: str, options: dict, unfused: dict[str, int]) -> None:
     torch.manual_seed(0)
     size = (9, 13)
-    net = sf.Temporal(MODELS[name](lambda: sf.LIF(threshold=0.3), 2, 5, size))
+    net = sf.fuse(sf.Temporal(MODELS[name](lambda: sf.LIF(threshold=0.3), 2, 5, size, **options)))
     rates = {}
     for label, neuron in net.neurons().items():
         neuron.register_forward_hook(
@@ -176,9 +271,11 @@ def test_spikes_and_gradients(name: str) -> None:
         assert parameter.grad is not None, label
         assert parameter.grad.isfinite().all()
         assert parameter.grad.any() or parameter.ndim == 1, label
+    readers = Counter(str(place.reason).split()[-1] for place in net.fusion.left)
+    assert readers == unfused
 
 
-@pytest.mark.parametrize("name", ["mlp", "conv", "resnet18", "vggsnn", "spikformer"])
+@pytest.mark.parametrize("name", ["mlp", "conv", "ms_resnet18", "vggsnn", "spikformer"])
 @pytest.mark.parametrize("size", [(8, 8), (28, 28)])
 def test_other_sizes(name: str, size: tuple[int, int]) -> None:
     net = sf.Temporal(MODELS[name](sf.LIF, 1, 5, size)).eval()

@@ -42,8 +42,6 @@ NORMS = {
     "spikformer": (29, 29),
     **{f"mlp{n}": (0, 0) for n in (2, 3, 4, 5)},
 }
-# Without norms, and only for neurons with a cutoff.
-EVENTS = {name for name in MODELS if name.startswith("event-mlp")}
 BIG = {"resnet34", "sew_resnet34", "sew_resnet50", "cifar_large", "alexnet"}
 
 
@@ -51,8 +49,8 @@ def lif() -> sf.Neuron:
     return sf.LIF(0.5, 0.3)
 
 
-@pytest.mark.parametrize("name", sorted({*MODELS} - EVENTS))
-def test_what_is_swapped_in_every_model(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(NORMS))
+def test_what_is_swapped(name: str) -> None:
     with torch.device("meta"):
         net = sf.Temporal(MODELS[name](sf.PLIF, 2, 5, (8, 8)))
     fused = sf.fuse(net)
@@ -69,7 +67,7 @@ def test_what_is_swapped_in_every_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", sorted({*MODELS} - EVENTS - BIG))
+@pytest.mark.parametrize("name", sorted({*NORMS} - BIG))
 def test_models_give_the_same(name: str, training: bool) -> None:
     torch.manual_seed(0)
     net = sf.Temporal(MODELS[name](lif, 2, 5, (8, 8))).train(training)

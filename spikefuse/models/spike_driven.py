@@ -1,0 +1,175 @@
+"""Spike-driven Transformers, whose layers receive spikes and whose shortcuts carry membrane input.
+
+Source of `sdt`: Yao et al., "Spike-driven Transformer", NeurIPS 2023. Source of `sdt_v2`: Yao et
+al., "Spike-driven Transformer V2: Meta Spiking Neural Network Architecture Inspiring the Design of
+Next-generation Neuromorphic Chips", ICLR 2024. Both follow the authors' published code where a
+paper is silent. It uses LIF neurons with `decay=0.5`, `decay_input=True` and `detach_reset=True`.
+
+Tokens keep the shape of an image, and convolutions before a norm have no bias.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from spikefuse.models.blocks import (
+    MakeNeuron,
+    Size,
+    conv_norm,
+    global_average,
+    residual,
+)
+from spikefuse.models.spikformer import (
+    DOUBLED,
+    SpikingSelfAttention,
+    check_heads,
+    patches,
+    pointwise,
+)
+
+
+class SpikeDrivenAttention(nn.Module):
+    """`projection(q neuron(Σ k v))`, where the sum over tokens is a mask of the channels.
+
+    q, k and v are spikes. The sum is doubled, see `DOUBLED`.
+    """
+
+    def __init__(self, neuron: MakeNeuron, channels: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Sequential(*pointwise(channels), neuron()) for _ in range(3))
+        self.neuron = neuron()
+        self.projection = nn.Sequential(*pointwise(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.neuron(DOUBLED * (self.k(x) * self.v(x)).sum((2, 3), keepdim=True))
+        return self.projection(self.q(x) * chosen)
+
+
+def membrane_mlp(neuron: MakeNeuron, channels: int, hidden: int, kernel: int = 1) -> nn.Module:
+    """Return two layers that begin with neurons, with a shortcut."""
+    expand, reduce = conv_norm(channels, hidden, kernel), conv_norm(hidden, channels, kernel)
+    return residual(neuron(), *expand, neuron(), *reduce)
+
+
+def sdt(
+    neuron: MakeNeuron,
+    in_channels: int,
+    num_classes: int,
+    size: Size,
+    depth: int = 2,
+    channels: int = 512,
+    mlp_ratio: int = 4,
+    num_poolings: int = 2,
+) -> nn.Sequential:
+    """Build Spike-driven Transformer-`depth`-`channels`, by default 2-512 for CIFAR.
+
+    Attention heads make no difference, since the mask is per channel.
+
+    Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size.
+
+    Args:
+        neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.
+        depth: encoder blocks.
+        channels: channels of a token, divisible by 8.
+        mlp_ratio: width of a block's hidden layer relative to `channels`.
+        num_poolings: max poolings among the first layers, as in `spikformer`, from 1 to 4.
+
+    Raises:
+        ValueError: `channels` is not divisible by 8.
+    """
+    # The last pooling precedes its neuron, whose input is the shortcut of the position embedding.
+    *layers, neuron_, pooling = patches(neuron, in_channels, channels, num_poolings)
+    layers += [pooling, residual(neuron_, *conv_norm(channels, channels))]
+    for _ in range(depth):
+        layers.append(residual(neuron(), SpikeDrivenAttention(neuron, channels)))
+        layers.append(membrane_mlp(neuron, channels, mlp_ratio * channels))
+    return nn.Sequential(*layers, *_head(neuron, channels, num_classes))
+
+
+# For ImageNet.
+sdt_8_384, sdt_8_512, sdt_8_768 = (
+    partial(sdt, depth=8, channels=channels, num_poolings=4) for channels in (384, 512, 768)
+)
+
+
+def sdt_v2(
+    neuron: MakeNeuron,
+    in_channels: int,
+    num_classes: int,
+    size: Size,
+    channels: tuple[int, int, int, int] = (64, 128, 256, 360),
+    depths: tuple[int, int] = (6, 2),
+    num_heads: int = 8,
+    mlp_ratio: int = 4,
+) -> nn.Sequential:
+    """Build Meta-SpikeFormer, by default the one with 15 million parameters.
+
+    Shapes: `[B, C, H, W]` to `[B, num_classes]`, for any channels and size; tokens have 16 x 16
+    pixels.
+
+    Args:
+        neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.
+        channels: channels of the four stages; the first begins with half of them. The first two
+            stages have blocks of convolutions, the others have attention.
+        depths: blocks of the two stages with attention.
+        num_heads: attention heads, a divisor of the channels of the last two stages.
+        mlp_ratio: width of a block's hidden layer relative to its channels.
+
+    Raises:
+        ValueError: `num_heads` is no divisor.
+    """
+    for width in channels[2:]:
+        check_heads(width, num_heads)
+    width = channels[0] // 2
+    layers = conv_norm(in_channels, width, 7, 2)
+    layers += _convolutions(neuron, width, mlp_ratio)
+    for outputs, blocks in zip(channels[:2], (1, 2), strict=True):
+        layers += [neuron(), *conv_norm(width, outputs, 3, 2)]
+        width = outputs
+        for _ in range(blocks):
+            layers += _convolutions(neuron, width, mlp_ratio)
+    for outputs, blocks, stride in zip(channels[2:], depths, (2, 1), strict=True):
+        layers += [neuron(), *conv_norm(width, outputs, 3, stride)]
+        width = outputs
+        for _ in range(blocks):
+            attention = SpikingSelfAttention(neuron, width, num_heads, projection=_separable)
+            layers.append(residual(neuron(), attention))
+            layers.append(membrane_mlp(neuron, width, mlp_ratio * width))
+    return nn.Sequential(*layers, *_head(neuron, width, num_classes))
+
+
+def _convolutions(neuron: MakeNeuron, channels: int, mlp_ratio: int) -> list[nn.Module]:
+    """Return an inverted separable 7 x 7 convolution and two of 3 x 3, both with shortcuts."""
+    wide = 2 * channels
+    spread = nn.Conv2d(wide, wide, 7, padding=3, groups=wide, bias=False)
+    separable = [*conv_norm(channels, wide, 1), neuron(), spread, *conv_norm(wide, channels, 1)]
+    return [
+        residual(neuron(), *separable),
+        membrane_mlp(neuron, channels, mlp_ratio * channels, 3),
+    ]
+
+
+def _separable(channels: int) -> list[nn.Module]:
+    """Return a 1 x 1 and a separable 3 x 3 convolution, which can be merged for inference.
+
+    The 1 x 1 convolution pads for the 3 x 3 one, so that the norm between them sees the padding,
+    as the merged convolution needs it.
+    """
+    first = nn.Conv2d(channels, channels, 1, padding=1, bias=False)
+    spread = nn.Conv2d(channels, channels, 3, groups=channels, bias=False)
+    norms = [nn.BatchNorm2d(channels) for _ in range(2)]
+    return [first, norms[0], spread, *conv_norm(channels, channels, 1), norms[1]]
+
+
+def _head(neuron: MakeNeuron, channels: int, num_classes: int) -> list[nn.Module]:
+    """Return the average over tokens, the last neuron, and the linear layer."""
+    average, flatten, linear = global_average(channels, num_classes)
+    return [average, flatten, neuron(), linear]
+
+
+sdt_v2_15m, sdt_v2_31m, sdt_v2_55m = (
+    partial(sdt_v2, channels=channels)
+    for channels in ((64, 128, 256, 360), (96, 192, 384, 480), (128, 256, 512, 640))
+)
