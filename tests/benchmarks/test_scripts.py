@@ -144,10 +144,10 @@ def test_everything_is_run_and_failures_are_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     with pytest.raises(SystemExit, match=r"failed: -m benchmarks\.event_scaling --ranks 1 2 4"):
         everything.main(["--gpus"])
-    assert seen[-1].endswith("benchmarks.tables")
+    assert "benchmarks.tables" in seen[-1]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     everything.main([])
-    assert "benchmarks.events --streaming" in seen[-5]
+    assert "benchmarks.events --streaming" in seen[-6]
     with pytest.raises(SystemExit):
         everything.main(["--gpus"])
 
