@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -92,9 +93,16 @@ class _Parser(argparse.ArgumentParser):
         return namespace, unknown
 
 
-# Texts keep their line breaks, and options have to be written in full.
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps line breaks, and names with hyphens whole."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+# Options have to be written in full.
 _EXACT: dict[str, Any] = {
-    "formatter_class": argparse.RawDescriptionHelpFormatter,
+    "formatter_class": _Formatter,
     "allow_abbrev": False,
 }
 

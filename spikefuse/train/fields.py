@@ -69,6 +69,10 @@ def check_fields(options: Any) -> None:
             _check(f.name, value, f.metadata["kind"], f.metadata["allowed"])
 
 
+# Names that an error lists.
+_SHOWN = 20
+
+
 def _shown(value: Any) -> str:
     """Return `repr(value)`, shortened if it is long."""
     if isinstance(value, int) and value.bit_length() > 256:
@@ -87,7 +91,9 @@ def _check(name: str, value: Any, kind: type, allowed: Any) -> None:
             if name == "dataset" and isinstance(value, str) and os.sep in value:
                 hint = "data_dir names the folder of the files, and dataset what they hold: "
             found = f"unknown {name} {_shown(value)}: {hint}"
-            raise ConfigError(f"{found}choose one of {', '.join(allowed)}")
+            names = [*allowed][:_SHOWN]
+            rest = f" or {len(allowed) - _SHOWN} others (--help)" if len(allowed) > _SHOWN else ""
+            raise ConfigError(f"{found}choose one of {', '.join(names)}{rest}")
     elif kind is bool:
         if not isinstance(value, bool):
             raise ConfigError(f"{name} is {_shown(value)}: expected true or false")

@@ -83,7 +83,7 @@ WRONG = [
     (["--dat", "shd"], "unrecognized arguments: --dat shd"),
     (["--data", "data/mnist"], "unknown dataset 'data/mnist': data_dir names the folder of the"),
     (["--dataset", "digit"], "unknown dataset 'digit': did you mean digits? choose one of"),
-    (["--model", "vgg"], "unknown model 'vgg': did you mean vggsnn? choose one of mlp"),
+    (["--model", "vgg"], "unknown model 'vgg': did you mean vgg16? choose one of mlp"),
     (["--neuron", "if", "--decay", "0.5"], "decay is given, but the neuron if has none"),
     (["-T", "0"], "num_steps is 0: expected a whole number of at least 1"),
     (["-T", "9" * 20], f"num_steps is {'9' * 20}: expected a whole number below 2147483648"),
