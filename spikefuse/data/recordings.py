@@ -86,7 +86,7 @@ def _problems(columns: Sequence[np.ndarray], size: tuple[int, ...]) -> Iterator[
         if values.dtype.kind == "f":
             wrong |= values != np.rint(values)
         if wrong.any():
-            found = f"an event has {name} = {values[wrong][0]}"
+            found = f"an event has {name} = {values[wrong][0]:.10g}"
             yield f"{found}, expected a whole number from 0 to {limit - 1}"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from spikefuse.data import heidelberg
 from spikefuse.train import checkpoint
 from spikefuse.train.cli import main
 from tests.data.test_hostile_files import READERS, limited_memory, mutated
@@ -20,6 +21,7 @@ SECONDS = 10
 # What has a checksum of its own or of ours: damage must not change what is read.
 CHECKED = {"IDX, compressed", "CIFAR-10, archive", "frames"}
 MUTATIONS = 20
+heidelberg.SECONDS = 5
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from spikefuse import data
+from spikefuse.data import heidelberg
 from tests.data.writing import real, real_data
 
 
@@ -105,7 +106,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     ("times", "units", "what"),
     [
         ([0.1, 0.2], [703, 1], "x = 703, expected a whole number from 0 to 699"),
-        ([-0.1, 0.2], [3, 1], "t = -99976.0, expected a whole number"),
+        ([-0.1, 0.2], [3, 1], "t = -99976, expected a whole number"),
         ([0.1, np.inf], [3, 1], "t = inf, expected a whole number"),
         ([0.1, np.nan], [3, 1], "t = nan, expected a whole number"),
     ],
@@ -125,6 +126,23 @@ def test_impossible_labels_are_named(tmp_path: Path, labels: list) -> None:
         file["labels"] = np.array(labels)
     with pytest.raises(data.DataError, match=r"shd_train\.h5 is damaged .*label"):
         data.load("shd", tmp_path)
+
+
+def test_files_at_which_the_hdf5_library_crashes_or_never_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heidelberg, "SECONDS", 3)
+    write_both(tmp_path, np.array([3]), [[1, 2]])
+    path = tmp_path / "shd_train.h5"
+    good = path.read_bytes()
+    kind = good.index(b"\x19\x00\x00\x00\x10") + 1  # of an array of any length: neither 0 nor 1
+    size = good.index(b"GCOL") + 25  # of an array: its second byte
+    for at, value in ((kind, 2), (size, 8)):
+        path.write_bytes(good[:at] + bytes([value]) + good[at + 1 :])
+        with pytest.raises(
+            data.DataError, match=r"shd_train\.h5 is damaged .the HDF5 library ends"
+        ):
+            data.load("shd", tmp_path)
 
 
 def test_without_h5py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
