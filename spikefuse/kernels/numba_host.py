@@ -68,8 +68,8 @@ def _address(function: Any, args: tuple[Any, ...]) -> int:
     key = function, _type_key(args)
     if key not in _addresses:
         kinds = types.intp, types.intp, *map(numba.typeof, args)
+        function.compile(kinds)  # on another thread, which takes the lock
         with global_compiler_lock:
-            function.compile(kinds)
             compiled = function.overloads[kinds]
             name = compiled.fndesc.llvm_func_name
             address = compiled.library.get_pointer_to_function(name)

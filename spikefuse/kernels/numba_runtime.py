@@ -7,7 +7,9 @@ Half precision is converted on access; bfloat16 is stored in uint16 arrays, floa
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
 
@@ -63,8 +65,28 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         with global_compiler_lock, locked(path):
             return compile_(signature)
 
-    dispatcher.compile = compile_once
+    dispatcher.compile = partial(_on_compiler_thread, compile_once)
     return dispatcher
+
+
+_compiler = threading.local()
+
+
+def _on_compiler_thread(compile_: Callable[[Any], Any], signature: Any) -> Any:
+    """Compile on another thread.
+
+    Numba leaves its frames in reference cycles. On the caller's thread, they would keep its frames,
+    too, and all tensors of the networks that run there.
+    """
+    if getattr(_compiler, "is_here", False):  # for a kernel that calls this one
+        return compile_(signature)
+
+    def run() -> Any:
+        _compiler.is_here = True
+        return compile_(signature)
+
+    with ThreadPoolExecutor(1, "spikefuse-compiler") as pool:
+        return pool.submit(run).result()
 
 
 # Maximum number of arrays of a kernel; the compiler refuses to emit more.

@@ -12,6 +12,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -322,8 +323,14 @@ def _fma(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
     """Run newly generated Numba source as Python, without its compilation, which takes seconds."""
+    compiled = numba_runtime.kernel
+
+    def kernel(function: Callable[..., Any]) -> Any:
+        # Modules of the library that are first imported here stay compiled for other users.
+        return compiled(function) if function.__module__.startswith("spikefuse.") else function
+
     replaced = {
-        "kernel": lambda function: function,
+        "kernel": kernel,
         "load": _load,
         "store": _store,
         "fma": _fma,
