@@ -65,6 +65,7 @@ from spikefuse import memory
 from spikefuse.models import MODELS
 
 FUSED = f"{OURS}, fused"
+COMPILED = f"{FUSED}, torch.compile"
 GRAPH_STEP = "sf.graph_step"
 RELU, CONVOLUTIONS = "ReLU and batch norm", "convolutions alone"
 # So small that weights, and with them spikes, hardly change while a step is timed.
@@ -250,7 +251,7 @@ def spiking(
         net = sf.fuse(net)
         note = net.fusion.summary
     call = partial(wrap(net), impl=impl)
-    if isinstance(policy, memory.Checkpoint):
+    if isinstance(policy, memory.Checkpoint) or wrap is compiled:
         return Network(net.net, call, note=note, equivalent=partial(spiking, task, fused=True))
     return Network(net.net, call, sf.LIF, exact=not fused, note=note)
 
@@ -307,8 +308,8 @@ def _jelly(task: Task) -> tuple[Jelly, dict[str, Any]]:
 
 
 def compiled(net: nn.Module) -> Callable[..., Tensor]:
-    """Compile a network, whose forward and backward are then recorded as CUDA graphs."""
-    run = torch.compile(net, mode="reduce-overhead")
+    """Compile a network, whose forward and backward it then records as CUDA graphs itself."""
+    run = torch.compile(net, fullgraph=True, mode="reduce-overhead")
 
     def call(x: Tensor, **options: Any) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
@@ -334,7 +335,7 @@ USUAL: dict[str, Callable[[Task], Network]] = {
 # A network that cannot be made raises an exception with the reason.
 NETWORKS: dict[str, Callable[[Task], Network]] = {
     **USUAL,
-    f"{FUSED}, torch.compile": partial(spiking, fused=True, wrap=compiled),
+    COMPILED: partial(spiking, fused=True, wrap=compiled),
     LOOP: partial(spiking, impl="reference"),
     **{name: partial(spiking, fused=True, policy=p) for name, p in POLICIES.items()},
 }
@@ -441,7 +442,8 @@ def measure_network(
             agreements[name] = Agreement(task, kind, NETWORKS[name], own)
         except Exception as error:  # the others are still measured
             reason = first_line(error)
-        for way in (*WAYS, GRAPH_STEP) if name.startswith(OURS) else WAYS:
+        ways = (*WAYS, GRAPH_STEP) if name.startswith(OURS) else WAYS
+        for way in (EAGER,) if name == COMPILED else ways:
             title = f"{name}, {way}"
             contender = Contender(title, unavailable=reason or NO_GRAPHS)
             if not reason and (way == EAGER or device.type == "cuda"):

@@ -143,7 +143,7 @@ class GraphStep:
         """Drop all graphs and release their memory. Further calls record new ones."""
         self._graphs.clear()
         self._eager_calls.clear()
-        self._addresses, self._pool = [], None
+        self._addresses = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -306,7 +306,8 @@ class GraphStep:
         versions = [None if grad is None else grad._version for grad in before]
         inputs = [x for x in static if isinstance(x, Tensor)]
         input_versions = [x._version for x in inputs]
-        if self._pool is None:
+        if self._pool is None or not self._graphs:
+            # PyTorch releases the memory pool with its last graph, and must not see it again.
             self._pool = torch.cuda.graph_pool_handle()
         cuda_graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()

@@ -225,6 +225,25 @@ def test_modes_settings_and_moves():
     del optimizer
 
 
+def test_graphs_that_replace_all_others():
+    """A call of a module that is new to the step drops all graphs, and with them their memory."""
+    layers = nn.ModuleList(nn.Linear(8, 8, device="cuda") for _ in range(4))
+
+    @sf.graph_step
+    def step(x, number):
+        for layer in layers[:number]:
+            x = layer(x).relu()
+        return x
+
+    x = torch.rand(6, 8, device="cuda")
+    for number in (1, 2, 4, 2, 1):
+        for _ in range(5):
+            with torch.no_grad():
+                y = step(x, number)
+                assert torch.equal(y, step.step(x, number))
+    assert step.num_graphs == 3
+
+
 def test_restored_optimizers():
     def run(wrap):
         net = make_network()
