@@ -13,7 +13,6 @@ import contextlib
 import importlib.util
 import subprocess
 import sys
-import threading
 from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
@@ -79,19 +78,19 @@ def _arrays(path: Path) -> Generator[np.ndarray]:
     """Yield what heidelberg_file.py writes: the labels, then times and units of each recording.
 
     Raises:
-        DataError: the program failed, crashed, or was silent for `SECONDS`.
+        DataError: the program failed, crashed, or read one array for `SECONDS`.
     """
     if importlib.util.find_spec("h5py") is None:
         raise not_installed(path.name, "h5py", "events")
     program = Path(__file__).with_name("heidelberg_file.py")
     # -P: modules beside the program must not hide others of the same name.
-    command = [sys.executable, "-P", str(program), str(path)]
+    command = [sys.executable, "-P", str(program), str(path), str(SECONDS)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout and process.stderr
         try:
-            while header := _read_in_time(process, 8):
-                content = _read_in_time(process, 8 * int.from_bytes(header, "little"))
-                if content is None:
+            while len(header := process.stdout.read(8)) == 8:
+                size = 8 * int.from_bytes(header, "little")
+                if len(content := process.stdout.read(size)) < size:
                     break
                 yield np.frombuffer(content)
             if process.wait():
@@ -99,18 +98,6 @@ def _arrays(path: Path) -> Generator[np.ndarray]:
                 raise damaged(path, reason)
         finally:
             process.kill()
-
-
-def _read_in_time(process: subprocess.Popen[bytes], count: int) -> bytes | None:
-    """Read bytes that a process writes, None if it ends; end it if they take over `SECONDS`."""
-    timer = threading.Timer(SECONDS, process.kill)
-    timer.start()
-    try:
-        assert process.stdout
-        content = process.stdout.read(count)
-    finally:
-        timer.cancel()
-    return content if len(content) == count else None
 
 
 find_shd = partial(find_heidelberg, "shd", len(SHD_CLASSES))

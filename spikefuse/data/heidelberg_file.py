@@ -1,10 +1,14 @@
-"""The program that reads a file of the Heidelberg data sets: `python heidelberg_file.py FILE`.
+"""The program that reads a file of the Heidelberg data sets.
+
+    python heidelberg_file.py FILE SECONDS
 
 It is a process of its own because the HDF5 library crashes at some damaged files and never ends at
-others. It writes float64 arrays to standard output, each after its length as int64: the labels,
-then times and units of each recording. It doesn't import spikefuse, so that it starts at once.
+others: an alarm ends the process if one array takes longer than SECONDS. It writes float64 arrays
+to standard output, each after its length as int64: the labels, then times and units of each
+recording. It doesn't import spikefuse, so that it starts at once.
 """
 
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -52,9 +56,19 @@ def write(array: Any) -> None:
     sys.stdout.buffer.write(values.size.to_bytes(8, "little") + values.tobytes())
 
 
+def set_alarm(seconds: int) -> None:
+    """End the process after `seconds`, or never if 0, unless called again; not on Windows."""
+    if hasattr(signal, "alarm"):
+        signal.alarm(seconds)
+
+
 if __name__ == "__main__":
+    path, limit = sys.argv[1], int(sys.argv[2])
+    set_alarm(limit)
     try:
-        for values in read(sys.argv[1]):
+        for values in read(path):
+            set_alarm(0)  # the reader of the output may take any time
             write(values)
+            set_alarm(limit)
     except READ_ERRORS as error:
         sys.exit(str(error))
