@@ -23,8 +23,9 @@ import spikefuse
 from spikefuse.data import DataError
 from spikefuse.data.files import ENVIRONMENT
 from spikefuse.train import output, own
-from spikefuse.train.config import RunOptions, TrainConfig
+from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
+from spikefuse.train.run_options import RunOptions
 
 USER_ERROR, FAILURE = 2, 1
 # Time for the main process to report a user's error before the others exit.
