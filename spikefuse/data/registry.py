@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from spikefuse.data import cifar, dvs_gesture, heidelberg
-from spikefuse.data.cifar import load_cifar10
+from spikefuse.data.cifar import load_cifar10, load_cifar100, load_cifar100_coarse
 from spikefuse.data.cifar10_dvs import find_cifar10_dvs, read_cifar10_dvs
 from spikefuse.data.digits import load_digits
 from spikefuse.data.dvs_gesture import find_dvs_gesture
@@ -90,6 +90,8 @@ DATASETS: dict[str, Dataset] = {
     "mnist": Dataset((1, 28, 28), DIGITS, load_mnist),
     "fashion_mnist": Dataset((1, 28, 28), CLOTHES, load_fashion_mnist),
     "cifar10": Dataset(cifar.SHAPE, cifar.CLASSES, load_cifar10),
+    "cifar100": Dataset(cifar.SHAPE, cifar.CLASSES100, load_cifar100),
+    "cifar100_coarse": Dataset(cifar.SHAPE, tuple(cifar.SUPERCLASSES), load_cifar100_coarse),
     "imagenet": Dataset(IMAGE, IMAGENET, load_imagenet, transform={"size": 224}),
     "nmnist": _events("nmnist", find_nmnist, (2, 34, 34), DIGITS, SACCADES),
     "dvs_gesture": _events("dvs_gesture", find_dvs_gesture, CAMERA, dvs_gesture.CLASSES, GESTURES),
@@ -117,8 +119,8 @@ def load(
         name: one of `DATASETS`.
         directory: folder of the files and of downloads; by default `$SPIKEFUSE_DATA`, else `data/`
             of a source checkout of spikefuse if it exists, else a folder in the user's cache.
-        download: download missing files and verify their checksums, for mnist, fashion_mnist and
-            cifar10; for others, the error says where to get them.
+        download: download missing files and verify their checksums, for mnist, fashion_mnist,
+            cifar10 and cifar100; for others, the error says where to get them.
         transform: options of the dataset: those of `Slicing` for events, `size` for imagenet.
 
     Returns:

@@ -47,7 +47,7 @@ class RunOptions:
     )
     download: bool = flag(
         False,
-        "download missing files of mnist, fashion_mnist and cifar10, and verify their checksums",
+        "download missing files of mnist, fashion_mnist, cifar10 and cifar100, verifying checksums",
         "no",
     )
 
