@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from spikefuse.data import cifar, files, heidelberg, store
+from spikefuse.data import cifar, files, folder, heidelberg, store
 from spikefuse.data.cifar10_dvs import read_cifar10_dvs
 from spikefuse.data.dvs_gesture import LISTS, find_dvs_gesture
 from spikefuse.data.folder import read_image
@@ -130,6 +130,17 @@ def read_batches100(path: Path) -> Any:
     return cifar._parse(cifar.CIFAR100, "fine_labels", path, path.read_bytes())
 
 
+def annotations() -> bytes:
+    return b"val_0.JPEG\tn01\t0\t32\t44\t62\nval_1.JPEG\tn02\t52\t55\t57\t59\n"
+
+
+def read_annotations(path: Path) -> Any:
+    (path.parent / "images").mkdir(exist_ok=True)
+    for i in range(2):
+        (path.parent / "images" / f"val_{i}.JPEG").touch()
+    return folder._annotated(path.parent, ["n01", "n02"])
+
+
 READERS: dict[str, tuple[str, Callable[[], bytes], Callable[[Path], Any]]] = {
     "IDX": ("a.idx", idx, read_idx),
     "IDX, compressed": ("a.gz", lambda: gzip.compress(idx()), read_idx),
@@ -152,6 +163,7 @@ READERS: dict[str, tuple[str, Callable[[], bytes], Callable[[Path], Any]]] = {
     "AEDAT 3": ("user00_train.aedat", gestures, read_gestures),
     "trials": (LISTS[0], trials, read_gestures),
     "table of gestures": ("user00_train_labels.csv", table, read_gestures),
+    "annotations": (folder.ANNOTATIONS, annotations, read_annotations),
     "SHD": ("a.h5", speech, read_speech),
     "frames": ("a.npy", frames, lambda path: store._map(path, (2, 4, 10))),
 }
