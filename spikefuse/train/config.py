@@ -292,12 +292,13 @@ class TrainConfig:
     def _data_conflicts(self) -> Iterator[str]:
         dataset = DATASETS[self.dataset]
         if len(dataset.shape) == 1:
-            yield from self._given(f"{self.dataset} has no rows and columns", *OF_PLANES)
+            names = (*OF_PLANES, *OF_IMAGES)
+            yield from self._given(f"{self.dataset} has no rows and columns", *names)
             if "mlp" not in self.model and not own.is_reference(self.model):
                 yield f"model is {self.model}, but {self.dataset} is one-dimensional: choose mlp"
         if dataset.kind != "events":
-            names = ("slicing", "slice_us", "drop_events")
-            yield from self._given(f"{self.dataset} is not event data", *names)
+            of_events = ("slicing", "slice_us", "drop_events")
+            yield from self._given(f"{self.dataset} is not event data", *of_events)
         else:
             yield from self._given(f"{self.dataset} has no images", *OF_IMAGES)
         if self.trivial_augment and dataset.shape[0] not in (1, 3):

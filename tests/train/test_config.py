@@ -95,6 +95,7 @@ WRONG = [
     ({"dataset": "shd", "shift": 1}, "shift is given, but shd has no rows and columns"),
     ({"dataset": "shd", "flip": True}, "flip is given, but shd has no rows and columns"),
     ({"dataset": "shd", "model": "mlp", "cutmix": 1.0}, "cutmix is given, but shd has no rows and"),
+    ({"dataset": "shd", "model": "mlp", "erase": 0.5}, "erase is given, but shd has no rows and"),
     ({"dataset": "nmnist", "erase": 0.5}, "erase is given, but nmnist has no images: remove it"),
     ({"drop_events": True}, "drop_events is given, but digits is not event data: remove it"),
     (
