@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,20 @@ def weak_scaling(figure: Any, rows: Rows) -> str:
         panel.grid(alpha=0.3)
     panels[0].axhline(1, color="black", linestyle="--", linewidth=1)
     return f"{rows[-1]['neurons']:,} neurons on {rows[-1]['ranks']} ranks"
+
+
+@plot()
+def accuracy(figure: Any, rows: Rows) -> str:
+    """Draw test accuracy over the seconds of training, one line per network and seed."""
+    figure.set_size_inches(7, 4.5)
+    panel, runs = figure.subplots(), dict.fromkeys((row["name"], row["seed"]) for row in rows)
+    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in runs))}
+    for name, seed in runs:
+        own = [row for row in rows if (row["name"], row["seed"]) == (name, seed)]
+        seconds = list(accumulate(row["seconds"] for row in own))
+        label = None if colors[name] in {line.get_color() for line in panel.lines} else name
+        panel.plot(seconds, [100 * r["accuracy"] for r in own], color=colors[name], label=label)
+    panel.set(xlabel="seconds of training", ylabel="test accuracy, %")
+    panel.grid(alpha=0.3)
+    panel.legend()
+    return "CIFAR-10 (JPEG copies)"

@@ -250,7 +250,8 @@ def learn(
     for inputs, labels in itertools.islice(epochs, steps):
         reseed(config.seed, Purpose.STEP, len(losses))
         optimizer.zero_grad()
-        x = module.encode(module.augment(inputs))
+        inputs, labels = module.augment(inputs, labels)
+        x = module.encode(inputs)
         loss, _ = optimize.gradients(
             module.net, x, labels, config, module.loss, lambda part, _: part.backward()
         )

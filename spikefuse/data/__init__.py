@@ -1,6 +1,14 @@
 """Datasets: readers of local files, event-to-frame transforms, downloads with checksums."""
 
-from spikefuse.data.augment import random_flip, random_shift
+from spikefuse.data.augment import (
+    cutmix,
+    cutout,
+    drop_events,
+    mixup,
+    random_erasing,
+    random_flip,
+    random_shift,
+)
 from spikefuse.data.files import DataError
 from spikefuse.data.folder import ImageFolder
 from spikefuse.data.frames import Frames, Slicing, expand, to_frames
@@ -8,6 +16,7 @@ from spikefuse.data.images import Examples, Images, Subset, split
 from spikefuse.data.mnist import read_idx
 from spikefuse.data.recordings import Recording
 from spikefuse.data.registry import DATASETS, Dataset, load, read_file
+from spikefuse.data.trivial_augment import trivial_augment
 
 __all__ = [
     "DATASETS",
@@ -20,12 +29,18 @@ __all__ = [
     "Recording",
     "Slicing",
     "Subset",
+    "cutmix",
+    "cutout",
+    "drop_events",
     "expand",
     "load",
+    "mixup",
+    "random_erasing",
     "random_flip",
     "random_shift",
     "read_file",
     "read_idx",
     "split",
     "to_frames",
+    "trivial_augment",
 ]

@@ -1,4 +1,4 @@
-"""CIFAR-10: 50000 + 10000 colour images of 32 x 32 pixels, as binary or as pickled batches.
+"""CIFAR-10 and CIFAR-100: 50000 + 10000 colour images of 32 x 32 pixels, binary or pickled.
 
 Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", University of Toronto, 2009.
 """
@@ -10,6 +10,9 @@ import io
 import pickle
 import re
 import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -32,64 +35,157 @@ CLASSES = (
     *("airplane", "automobile", "bird", "cat", "deer"),
     *("dog", "frog", "horse", "ship", "truck"),
 )
+# The superclasses of CIFAR-100 with their five classes each.
+SUPERCLASSES = {
+    "aquatic mammals": ("beaver", "dolphin", "otter", "seal", "whale"),
+    "fish": ("aquarium fish", "flatfish", "ray", "shark", "trout"),
+    "flowers": ("orchid", "poppy", "rose", "sunflower", "tulip"),
+    "food containers": ("bottle", "bowl", "can", "cup", "plate"),
+    "fruit and vegetables": ("apple", "mushroom", "orange", "pear", "sweet pepper"),
+    "household electrical devices": ("clock", "keyboard", "lamp", "telephone", "television"),
+    "household furniture": ("bed", "chair", "couch", "table", "wardrobe"),
+    "insects": ("bee", "beetle", "butterfly", "caterpillar", "cockroach"),
+    "large carnivores": ("bear", "leopard", "lion", "tiger", "wolf"),
+    "large man-made outdoor things": ("bridge", "castle", "house", "road", "skyscraper"),
+    "large natural outdoor scenes": ("cloud", "forest", "mountain", "plain", "sea"),
+    "large omnivores and herbivores": ("camel", "cattle", "chimpanzee", "elephant", "kangaroo"),
+    "medium-sized mammals": ("fox", "porcupine", "possum", "raccoon", "skunk"),
+    "non-insect invertebrates": ("crab", "lobster", "snail", "spider", "worm"),
+    "people": ("baby", "boy", "girl", "man", "woman"),
+    "reptiles": ("crocodile", "dinosaur", "lizard", "snake", "turtle"),
+    "small mammals": ("hamster", "mouse", "rabbit", "shrew", "squirrel"),
+    "trees": ("maple tree", "oak tree", "palm tree", "pine tree", "willow tree"),
+    "vehicles 1": ("bicycle", "bus", "motorcycle", "pickup truck", "train"),
+    "vehicles 2": ("lawn mower", "rocket", "streetcar", "tank", "tractor"),
+}
+# Labels number both in alphabetical order.
+CLASSES100 = tuple(sorted(name for names in SUPERCLASSES.values() for name in names))
 VALUES = 3 * 32 * 32
-# A batch has 10000 images. A pickled image has a label and the name of a file besides its pixels.
-BATCH_BYTES = 10_000 * (VALUES + 1024)
-ARCHIVE_BYTES = 8 * BATCH_BYTES  # six batches, the names of the classes, and a text
-# Folder inside the archive and ending of the files of each published form.
-FORMS = (
-    ("cifar-10-batches-bin", ".bin"),
-    ("cifar-10-batches-bin", ".bin.gz"),
-    ("cifar-10-batches-py", ""),
-)
-ARCHIVES = ("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz")
-TRAIN = tuple(f"data_batch_{i}" for i in range(1, 6))
-TEST = "test_batch"
+URL = "https://www.cs.toronto.edu/~kriz/"
+# A pickled image has its labels and the name of a file besides its pixels.
+IMAGE_BYTES = VALUES + 1024
+ARCHIVE_BYTES = 80_000 * IMAGE_BYTES  # 60000 images, the names of the classes, and a text
 
-CIFAR10 = DownloadSource(
-    "cifar10",
-    "https://www.cs.toronto.edu/~kriz/",
-    {ARCHIVES[0]: "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"},
+
+@dataclass(frozen=True)
+class Layout:
+    """How a data set is published.
+
+    Args:
+        name: of the data set, and of its folder.
+        archive: of the binary batches; that of the pickled ones has "python" for "binary".
+        sha256: of the archive.
+        folders: of the batches in the two archives, binary and pickled.
+        train, test: names of the batches.
+        labels: number of classes of each label of an image, by its name in a pickled batch, in the
+            order of the bytes of a binary one.
+        batch_bytes: most bytes of a batch.
+    """
+
+    name: str
+    archive: str
+    sha256: str
+    folders: tuple[str, str]
+    train: tuple[str, ...]
+    test: str
+    labels: Mapping[str, int]
+    batch_bytes: int
+
+    @property
+    def source(self) -> DownloadSource:
+        return DownloadSource(self.name, URL, {self.archive: self.sha256})
+
+    @property
+    def batches(self) -> tuple[str, ...]:
+        return *self.train, self.test
+
+    @property
+    def forms(self) -> tuple[tuple[str, str], ...]:
+        """Folder inside the archive and ending of the files of each published form."""
+        binary, pickled = self.folders
+        return (binary, ".bin"), (binary, ".bin.gz"), (pickled, "")
+
+    @property
+    def title(self) -> str:
+        return self.name.upper().replace("CIFAR", "CIFAR-")
+
+
+CIFAR10 = Layout(
+    name="cifar10",
+    archive="cifar-10-binary.tar.gz",
+    sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+    folders=("cifar-10-batches-bin", "cifar-10-batches-py"),
+    train=tuple(f"data_batch_{i}" for i in range(1, 6)),
+    test="test_batch",
+    labels={"labels": 10},
+    batch_bytes=10_000 * IMAGE_BYTES,
+)
+CIFAR100 = Layout(
+    name="cifar100",
+    archive="cifar-100-binary.tar.gz",
+    sha256="58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec",
+    folders=("cifar-100-binary", "cifar-100-python"),
+    train=("train",),
+    test="test",
+    labels={"coarse_labels": 20, "fine_labels": 100},
+    batch_bytes=50_000 * IMAGE_BYTES,
 )
 
 # File (for messages) and content of each batch, by name.
 Batches = dict[str, tuple[Path, bytes]]
 
 
-def load_cifar10(directory: Path, download: bool) -> tuple[Images, Images]:
+def load_cifar(
+    layout: Layout, label: str, directory: Path, download: bool
+) -> tuple[Images, Images]:
     """Load training and test images from binary batches, Python batches, or a published archive.
 
-    Searched in this order, each in `directory/cifar10`, `directory`, and the archive's own folder
-    in either: `data_batch_1.bin` to `test_batch.bin` (or `.bin.gz`), `data_batch_1` to
-    `test_batch`, then cifar-10-binary.tar.gz and cifar-10-python.tar.gz, read without unpacking.
+    Searched in this order, each in `directory/<name>`, `directory`, and the archive's own folder in
+    either, for CIFAR-10: `data_batch_1.bin` to `test_batch.bin` (or `.bin.gz`), `data_batch_1` to
+    `test_batch`, then cifar-10-binary.tar.gz and cifar-10-python.tar.gz, read without unpacking;
+    for CIFAR-100, `train.bin` and `test.bin`, `train` and `test`, and its two archives.
+
+    Args:
+        layout: `CIFAR10` or `CIFAR100`.
+        label: which label of `layout` to return.
+        directory: folder of the files.
+        download: download a missing archive.
 
     Raises:
         DataError: files are missing or damaged, or the download failed.
     """
-    folders = (directory / CIFAR10.name, directory)
-    batches = _find_batches(folders)
+    folders = (directory / layout.name, directory)
+    batches = _find_batches(layout, folders)
     if batches is None:
-        archives = (folder / name for name in ARCHIVES for folder in folders)
+        names = (layout.archive, layout.archive.replace("binary", "python"))
+        archives = (folder / name for name in names for folder in folders)
         archive = next((path for path in archives if path.is_file()), None)
-        batches = _read_archive(archive or locate(CIFAR10, directory, download)[ARCHIVES[0]])
-    images = {name: _parse(content, path) for name, (path, content) in batches.items()}
-    pixels = torch.cat([images[name].pixels for name in TRAIN])
-    labels = torch.cat([images[name].labels for name in TRAIN])
-    return Images(pixels, labels), images[TEST]
+        archive = archive or locate(layout.source, directory, download)[layout.archive]
+        batches = _read_archive(layout, archive)
+    images = {name: _parse(layout, label, *batch) for name, batch in batches.items()}
+    pixels = torch.cat([images[name].pixels for name in layout.train])
+    labels = torch.cat([images[name].labels for name in layout.train])
+    return Images(pixels, labels), images[layout.test]
 
 
-def _find_batches(folders: tuple[Path, Path]) -> Batches | None:
-    for inner, ending in FORMS:
+load_cifar10 = partial(load_cifar, CIFAR10, "labels")
+load_cifar100 = partial(load_cifar, CIFAR100, "fine_labels")
+load_cifar100_coarse = partial(load_cifar, CIFAR100, "coarse_labels")
+
+
+def _find_batches(layout: Layout, folders: tuple[Path, Path]) -> Batches | None:
+    limit = layout.batch_bytes
+    for inner, ending in layout.forms:
         for folder in (base / sub for base in folders for sub in ("", inner)):
-            paths = {name: folder / f"{name}{ending}" for name in (*TRAIN, TEST)}
+            paths = {name: folder / f"{name}{ending}" for name in layout.batches}
             missing = [path.name for path in paths.values() if not path.is_file()]
             if not missing:
-                return {name: (path, read_bytes(path, BATCH_BYTES)) for name, path in paths.items()}
+                return {name: (path, read_bytes(path, limit)) for name, path in paths.items()}
             if len(missing) < len(paths):
                 present = next(path.name for path in paths.values() if path.is_file())
                 raise DataError(
-                    f"cifar10: {folder} has {present} but not {missing[0]}: get {ARCHIVES[0]} "
-                    f"from {CIFAR10.url}cifar.html and unpack it there"
+                    f"{layout.name}: {folder} has {present} but not {missing[0]}: get "
+                    f"{layout.archive} from {URL}cifar.html and unpack it there"
                 )
     return None
 
@@ -108,8 +204,8 @@ class _Bounded:
         return content
 
 
-def _read_archive(archive: Path) -> Batches:
-    wanted = {f"{name}{ending}": name for name in (*TRAIN, TEST) for ending in ("", ".bin")}
+def _read_archive(layout: Layout, archive: Path) -> Batches:
+    wanted = {f"{name}{ending}": name for name in layout.batches for ending in ("", ".bin")}
     batches: Batches = {}
     with opened(archive) as file:
         content: Any = _Bounded(file, ARCHIVE_BYTES)
@@ -119,7 +215,7 @@ def _read_archive(archive: Path) -> Batches:
                     name = wanted.get(member.name.rpartition("/")[2])
                     if name is None or not member.isfile():
                         continue
-                    if member.issparse() or member.size > BATCH_BYTES or name in batches:
+                    if member.issparse() or member.size > layout.batch_bytes or name in batches:
                         raise ValueError(f"{member.name}, {member.size} bytes")
                     part = tar.extractfile(member)
                     assert part is not None  # of a regular file
@@ -128,23 +224,26 @@ def _read_archive(archive: Path) -> Batches:
                 pass
         except Exception as error:  # a damaged header may raise anything
             what = " ".join(str(error).split())
-            raise damaged(archive, f"not an archive of CIFAR-10: {what}") from error
-    if missing := [name for name in (*TRAIN, TEST) if name not in batches]:
+            raise damaged(archive, f"not an archive of {layout.title}: {what}") from error
+    if missing := [name for name in layout.batches if name not in batches]:
         raise damaged(archive, f"it does not contain {missing[0]}")
     return batches
 
 
-def _parse(content: bytes, path: Path) -> Images:
+def _parse(layout: Layout, label: str, path: Path, content: bytes) -> Images:
     """Parse one batch; byte 0x80 begins a pickle, and is never a label in a binary batch."""
     if content[:1] == b"\x80":
-        pixels, labels = _unpickle(content, path)
+        pixels, labels = _unpickle(layout, label, path, content)
     else:
-        if not content or len(content) % (1 + VALUES):
-            raise damaged(path, f"{len(content)} bytes are not a multiple of 3073, one record")
-        records = np.frombuffer(content, np.uint8).reshape(-1, 1 + VALUES)
-        pixels, labels = records[:, 1:], records[:, 0].astype(np.int64)
-    if labels.min() < 0 or labels.max() >= len(CLASSES):
-        raise damaged(path, f"labels from {labels.min()} to {labels.max()}, expected 0 to 9")
+        size = len(layout.labels) + VALUES
+        if not content or len(content) % size:
+            raise damaged(path, f"{len(content)} bytes are not a multiple of {size}, one record")
+        records = np.frombuffer(content, np.uint8).reshape(-1, size)
+        column = list(layout.labels).index(label)
+        pixels, labels = records[:, -VALUES:], records[:, column].astype(np.int64)
+    if labels.min() < 0 or labels.max() >= layout.labels[label]:
+        found = f"{label} from {labels.min()} to {labels.max()}"
+        raise damaged(path, f"{found}, expected 0 to {layout.labels[label] - 1}")
     shaped = torch.from_numpy(pixels.reshape(-1, *SHAPE).copy())
     return Images(shaped, torch.from_numpy(labels))
 
@@ -201,17 +300,19 @@ class _ArrayUnpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"{module}.{name} is refused") from None
 
 
-def _unpickle(content: bytes, path: Path) -> tuple[np.ndarray, np.ndarray]:
+def _unpickle(
+    layout: Layout, label: str, path: Path, content: bytes
+) -> tuple[np.ndarray, np.ndarray]:
     try:
         batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
         # The published files were written by Python 2 and have bytes as keys.
         batch = {k.decode() if isinstance(k, bytes) else k: v for k, v in batch.items()}
-        pixels, labels = batch["data"].array, batch["labels"]
-        if isinstance(labels, list) and not all(type(label) is int for label in labels):
+        pixels, labels = batch["data"].array, batch[label]
+        if isinstance(labels, list) and not all(type(value) is int for value in labels):
             raise ValueError("a label is not a whole number")  # nested lists may expand
         labels = np.asarray(getattr(labels, "array", labels), np.int64)
     except Exception as error:  # a damaged pickle may raise anything
-        raise damaged(path, f"not a CIFAR-10 batch: {error}") from error
+        raise damaged(path, f"not a batch of {layout.title}: {error}") from error
     if (
         pixels.dtype != np.uint8
         or labels.ndim != 1

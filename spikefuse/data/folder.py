@@ -1,6 +1,7 @@
 """Image folders with one subfolder per class, as in ImageNet; images are decoded when indexed.
 
-Russakovsky et al., "ImageNet Large Scale Visual Recognition Challenge", IJCV 115(3), 2015.
+Russakovsky et al., "ImageNet Large Scale Visual Recognition Challenge", IJCV 115(3), 2015. Le and
+Yang, "Tiny ImageNet Visual Recognition Challenge", Stanford CS 231N, 2015.
 """
 
 from __future__ import annotations
@@ -15,11 +16,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spikefuse.data.files import DataError, class_files, find_folder, not_installed
+from spikefuse.data.files import (
+    DataError,
+    class_files,
+    damaged,
+    find_folder,
+    not_installed,
+    read_bytes,
+)
 from spikefuse.data.images import Images, Index
 
 PAGE = "https://www.image-net.org/download.php"
 MAX_CLASSES = 1000
+TINY_PAGE = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
+TINY_FOLDER, TINY_CLASSES = "tiny-imagenet-200", 200
+# Lists the classes of the validation images, which are in one folder; and its most bytes.
+ANNOTATIONS, ANNOTATION_BYTES = "val_annotations.txt", 1 << 24
 ENDINGS = {".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm"}
 # Shorter side before the crop, relative to the crop.
 MARGIN = 256 / 224
@@ -34,11 +46,13 @@ class ImageFolder:
         files: one per image.
         labels: int64 `[N]`.
         size: rows and columns of a decoded image.
+        margin: as in `read_image`.
     """
 
     files: tuple[Path, ...]
     labels: Tensor
     size: int
+    margin: float = MARGIN
 
     def __len__(self) -> int:
         return len(self.files)
@@ -49,7 +63,8 @@ class ImageFolder:
         pixels = torch.empty((len(rows), 3, self.size, self.size), dtype=torch.uint8)
 
         def decode(i: int) -> None:
-            pixels[i] = torch.from_numpy(read_image(self.files[int(rows[i])], self.size))
+            image = read_image(self.files[int(rows[i])], self.size, margin=self.margin)
+            pixels[i] = torch.from_numpy(image)
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             list(threads.map(decode, range(len(rows))))
@@ -85,37 +100,96 @@ def load_imagenet(
         DataError: a folder is missing, the two differ in classes or have too many, or Pillow is
             not installed.
     """
+    folder = find_folder("imagenet", ("train", "val"), directory, PAGE)
+    return _load("imagenet", folder, MAX_CLASSES, size, MARGIN)
+
+
+def load_tiny_imagenet(
+    directory: Path, download: bool, size: int = 64
+) -> tuple[ImageFolder, ImageFolder]:
+    """Load training and validation images of Tiny-ImageNet, whose test images have no labels.
+
+    The images of a class are in `train/<class>/images`, and those for validation in `val/images`
+    with their classes in `val/val_annotations.txt`, or as in `load_imagenet`.
+
+    Args:
+        directory: contains `train` and `val`, or a folder tiny_imagenet or tiny-imagenet-200 with
+            both.
+        download: ignored: the archive has no published checksum.
+        size: rows and columns of an image; all have 64.
+
+    Returns:
+        As `load_imagenet`, with images that are scaled to `size` without a margin.
+
+    Raises:
+        DataError: as for `load_imagenet`, or the annotations are damaged.
+    """
+    inner = directory / "tiny_imagenet" / TINY_FOLDER, directory / TINY_FOLDER
+    directory = next((folder for folder in inner if (folder / "train").is_dir()), directory)
+    folder = find_folder("tiny_imagenet", ("train", "val"), directory, TINY_PAGE)
+    return _load("tiny_imagenet", folder, TINY_CLASSES, size, 1.0)
+
+
+def _load(
+    name: str, folder: Path, max_classes: int, size: int, margin: float
+) -> tuple[ImageFolder, ImageFolder]:
     if size < 1:
         raise DataError(f"size is {size}: expected at least 1")
-    folder = find_folder("imagenet", ("train", "val"), directory, PAGE)
     train, val = folder / "train", folder / "val"
-    classes = _classes(train)
-    if odd := sorted(set(_classes(val)) ^ set(classes)):
-        raise DataError(
-            f"imagenet: {odd[0]} is a class in only one of {train} and {val}: both need the same "
-            "folders"
-        )
+    classes = _classes(name, train, max_classes)
+    if (val / ANNOTATIONS).is_file():
+        held_out = _annotated(val, classes)
+    else:
+        if odd := sorted(set(_classes(name, val, max_classes)) ^ set(classes)):
+            raise DataError(
+                f"{name}: {odd[0]} is a class in only one of {train} and {val}: both need the same "
+                "folders"
+            )
+        held_out = _in_folders(val, classes)
     _pillow()  # fail early
-    return _image_folder(train, classes, size), _image_folder(val, classes, size)
+    files, labels = _in_folders(train, classes)
+    training = ImageFolder(files, torch.tensor(labels), size, margin)
+    return training, ImageFolder(held_out[0], torch.tensor(held_out[1]), size, margin)
 
 
-def _classes(folder: Path) -> list[str]:
+def _classes(name: str, folder: Path, max_classes: int) -> list[str]:
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     if not names:
         raise DataError(
-            f"imagenet: {folder} has no folder per class: move its images into folders named after "
+            f"{name}: {folder} has no folder per class: move its images into folders named after "
             "their class, such as n01440764"
         )
-    if len(names) > MAX_CLASSES:
+    if len(names) > max_classes:
         raise DataError(
-            f"imagenet: {folder} has {len(names)} folders: expected at most {MAX_CLASSES} classes"
+            f"{name}: {folder} has {len(names)} folders: expected at most {max_classes} classes"
         )
     return names
 
 
-def _image_folder(folder: Path, classes: list[str], size: int) -> ImageFolder:
-    files, labels = class_files(folder, classes, ENDINGS, "every class needs at least one image")
-    return ImageFolder(files, torch.tensor(labels), size)
+def _in_folders(folder: Path, classes: list[str]) -> tuple[tuple[Path, ...], list[int]]:
+    inner = (f"{name}/images" for name in classes)
+    paths = [i if (folder / i).is_dir() else n for i, n in zip(inner, classes, strict=True)]
+    return class_files(folder, paths, ENDINGS, "every class needs at least one image")
+
+
+def _annotated(folder: Path, classes: list[str]) -> tuple[tuple[Path, ...], list[int]]:
+    """Read a list of rows with a file in `images`, its class, and further columns, in tabs."""
+    path, images = folder / ANNOTATIONS, folder / "images"
+    lines = read_bytes(path, ANNOTATION_BYTES).decode(errors="replace").splitlines()
+    present = {entry.name for entry in images.iterdir()} if images.is_dir() else set()
+    numbers = {name: label for label, name in enumerate(classes)}
+    files, labels = [], []
+    for number, line in enumerate(lines, 1):
+        file, name = (*line.split("\t"), "", "")[:2]
+        if file not in present or name not in numbers:
+            raise damaged(
+                path, f"line {number}: expected a file in {images} and one of the training classes"
+            )
+        files.append(images / file)
+        labels.append(numbers[name])
+    if not files:
+        raise damaged(path, "it lists no image")
+    return tuple(files), labels
 
 
 def read_image(path: Path, size: int, channels: int = 3, margin: float = MARGIN) -> np.ndarray:
@@ -162,5 +236,5 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise not_installed("imagenet", "Pillow", "images") from error
+        raise not_installed("an image file", "Pillow", "images") from error
     return Image

@@ -13,7 +13,7 @@ import contextlib
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -33,22 +33,22 @@ SSC_CLASSES = tuple(f"word {i}" for i in range(35))
 
 
 def find_heidelberg(
-    name: str, num_classes: int, directory: Path
-) -> tuple[RecordingSet, RecordingSet]:
-    """Find training and test recordings in `<name>_train.h5` and `<name>_test.h5`.
+    name: str, parts: Sequence[str], num_classes: int, directory: Path
+) -> tuple[RecordingSet, ...]:
+    """Find the recordings in `<name>_<part>.h5`.
 
     Args:
         name: "shd" or "ssc".
+        parts: of the published files: SSC has a validation set, "valid".
         num_classes: labels must be less.
         directory: folder of the files, or of a folder `name` with them.
 
     Raises:
         DataError: a file is missing or damaged, or h5py is not installed.
     """
-    names = (f"{name}_train.h5", f"{name}_test.h5")
+    names = tuple(f"{name}_{part}.h5" for part in parts)
     folder = find_folder(name, names, directory, PAGE)
-    train, test = (recordings_in(folder / part, num_classes) for part in names)
-    return train, test
+    return tuple(recordings_in(folder / file, num_classes) for file in names)
 
 
 def recordings_in(path: Path, num_classes: int) -> RecordingSet:
@@ -100,5 +100,5 @@ def _arrays(path: Path) -> Generator[np.ndarray]:
             process.kill()
 
 
-find_shd = partial(find_heidelberg, "shd", len(SHD_CLASSES))
-find_ssc = partial(find_heidelberg, "ssc", len(SSC_CLASSES))
+find_shd = partial(find_heidelberg, "shd", ("train", "test"), len(SHD_CLASSES))
+find_ssc = partial(find_heidelberg, "ssc", ("train", "valid", "test"), len(SSC_CLASSES))

@@ -36,8 +36,12 @@ def _recordings(folder: Path) -> RecordingSet:
     return RecordingSet(SIZE, np.array(labels), files, partial(map, read_nmnist, files))
 
 
-def read_nmnist(path: Path) -> Recording:
-    """Read one .bin file of N-MNIST, using tonic.
+def read_saccades(path: Path, size: tuple[int, ...]) -> Recording:
+    """Read one .bin file of N-MNIST or N-Caltech101, using tonic.
+
+    Args:
+        path: of the file.
+        size: of the sensor, (P, H, W).
 
     Raises:
         DataError: the file is missing or invalid, or tonic is not installed.
@@ -45,13 +49,16 @@ def read_nmnist(path: Path) -> Recording:
     try:
         from tonic.io import read_mnist_file
     except ImportError as error:
-        raise not_installed("N-MNIST", "tonic", "events") from error
+        raise not_installed(path.name, "tonic", "events") from error
     try:
-        size = path.stat().st_size
-        if not size or size % EVENT_BYTES:  # tonic would read some of it, or fail later
-            raise damaged(path, f"{size} bytes are not a multiple of 5, one event")
+        num_bytes = path.stat().st_size
+        if not num_bytes or num_bytes % EVENT_BYTES:  # tonic would read some of it, or fail later
+            raise damaged(path, f"{num_bytes} bytes are not a multiple of 5, one event")
         events = read_mnist_file(path, FIELDS)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     columns = (events["x"], events["y"], events["p"], events["t"])
-    return make_recording(columns, SIZE, path)
+    return make_recording(columns, size, path)
+
+
+read_nmnist = partial(read_saccades, size=SIZE)

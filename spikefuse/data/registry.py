@@ -10,17 +10,26 @@ from typing import Any, Literal
 
 import numpy as np
 
-from spikefuse.data import cifar, dvs_gesture, heidelberg
-from spikefuse.data.cifar import load_cifar10
+from spikefuse.data import cifar, dvs_gesture, heidelberg, ncaltech101
+from spikefuse.data.cifar import load_cifar10, load_cifar100, load_cifar100_coarse
 from spikefuse.data.cifar10_dvs import find_cifar10_dvs, read_cifar10_dvs
 from spikefuse.data.digits import load_digits
 from spikefuse.data.dvs_gesture import find_dvs_gesture
 from spikefuse.data.files import DataError, default_directory
-from spikefuse.data.folder import ENDINGS, MARGIN, MAX_CLASSES, load_imagenet, read_image
+from spikefuse.data.folder import (
+    ENDINGS,
+    MARGIN,
+    MAX_CLASSES,
+    TINY_CLASSES,
+    load_imagenet,
+    load_tiny_imagenet,
+    read_image,
+)
 from spikefuse.data.frames import Frames, Slicing, to_frames
 from spikefuse.data.heidelberg import SHD_CLASSES, SSC_CLASSES
 from spikefuse.data.images import Examples
 from spikefuse.data.mnist import load_fashion_mnist, load_mnist
+from spikefuse.data.ncaltech101 import find_ncaltech101, read_ncaltech101
 from spikefuse.data.nmnist import find_nmnist, read_nmnist
 from spikefuse.data.recordings import Recording, RecordingSet
 from spikefuse.data.store import load_frames
@@ -32,8 +41,9 @@ CLOTHES = (
 )
 
 
-# Finds the training and the test recordings in a folder.
-Find = Callable[[Path], tuple[RecordingSet, RecordingSet]]
+# Finds the training, perhaps validation, and test recordings in a folder.
+Find = Callable[[Path], tuple[RecordingSet, ...]]
+PARTS = {2: ("train", "test"), 3: ("train", "valid", "test")}
 
 
 @dataclass(frozen=True)
@@ -51,8 +61,9 @@ class Dataset:
     Args:
         shape: shape of an image, (C, H, W), or of a frame, (P, H, W), or (W,) for audio.
         classes: name of each label.
-        read: maps (directory, download, **transform) to (training examples, test examples), which
-            are `Images`, `Frames` or other `Examples`. `DataError` reports missing files.
+        read: maps (directory, download, **transform) to (training examples, test examples), or to
+            (training, validation, test), which are `Images`, `Frames` or other `Examples`.
+            `DataError` reports missing files.
         kind: "images", which are encoded as sequences, or "events", which are sequences.
         transform: the options of `load` that this dataset takes, with their defaults; those of
             events include num_steps.
@@ -61,7 +72,7 @@ class Dataset:
 
     shape: tuple[int, ...]
     classes: tuple[str, ...]
-    read: Callable[..., tuple[Examples, Examples]]
+    read: Callable[..., tuple[Examples, ...]]
     kind: Literal["images", "events"] = "images"
     transform: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[str, Callable[[Path], Iterator[Recording]]] | None = None
@@ -70,10 +81,10 @@ class Dataset:
 def _events(
     name: str, find: Find, size: tuple[int, ...], classes: tuple[str, ...], slicing: Slicing
 ) -> Dataset:
-    def read(directory: Path, download: bool, **options: Any) -> tuple[Frames, Frames]:
-        chosen, (train, test) = Slicing(**options), find(directory)
-        train_frames = load_frames(f"{name}-train", train, chosen)
-        return train_frames, load_frames(f"{name}-test", test, chosen)
+    def read(directory: Path, download: bool, **options: Any) -> tuple[Frames, ...]:
+        chosen, found = Slicing(**options), find(directory)
+        parts = zip(PARTS[len(found)], found, strict=True)
+        return tuple(load_frames(f"{name}-{part}", sets, chosen) for part, sets in parts)
 
     return Dataset(size, classes, read, "events", vars(slicing))
 
@@ -81,6 +92,8 @@ def _events(
 # T = 32 and SBE as in Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal
 # Fusion", section 5.2. No recording of speech is longer than 1.4 seconds.
 SACCADES, GESTURES = Slicing("number", 32, bits=4), Slicing("number", 32, bits=8)
+# The camera of N-Caltech101 is that of N-MNIST, whose counts stay below 16 in 10 steps.
+OBJECTS = Slicing("number", 10, bits=4)
 SCREEN, SPEECH = Slicing("number", 10, bits=8), Slicing("duration", 100, dt=14_000, bits=4)
 CAMERA, IMAGE = (2, 128, 128), (3, 224, 224)
 IMAGENET = tuple(f"class {i}" for i in range(MAX_CLASSES))
@@ -90,10 +103,18 @@ DATASETS: dict[str, Dataset] = {
     "mnist": Dataset((1, 28, 28), DIGITS, load_mnist),
     "fashion_mnist": Dataset((1, 28, 28), CLOTHES, load_fashion_mnist),
     "cifar10": Dataset(cifar.SHAPE, cifar.CLASSES, load_cifar10),
+    "cifar100": Dataset(cifar.SHAPE, cifar.CLASSES100, load_cifar100),
+    "cifar100_coarse": Dataset(cifar.SHAPE, tuple(cifar.SUPERCLASSES), load_cifar100_coarse),
     "imagenet": Dataset(IMAGE, IMAGENET, load_imagenet, transform={"size": 224}),
+    "tiny_imagenet": Dataset(
+        (3, 64, 64), IMAGENET[:TINY_CLASSES], load_tiny_imagenet, transform={"size": 64}
+    ),
     "nmnist": _events("nmnist", find_nmnist, (2, 34, 34), DIGITS, SACCADES),
     "dvs_gesture": _events("dvs_gesture", find_dvs_gesture, CAMERA, dvs_gesture.CLASSES, GESTURES),
     "cifar10_dvs": _events("cifar10_dvs", find_cifar10_dvs, CAMERA, cifar.CLASSES, SCREEN),
+    "ncaltech101": _events(
+        "ncaltech101", find_ncaltech101, ncaltech101.SIZE, ncaltech101.CLASSES, OBJECTS
+    ),
     "shd": _events("shd", heidelberg.find_shd, heidelberg.SIZE, SHD_CLASSES, SPEECH),
     "ssc": _events("ssc", heidelberg.find_ssc, heidelberg.SIZE, SSC_CLASSES, SPEECH),
 }
@@ -103,6 +124,7 @@ EVENT_FILES: dict[str, tuple[str, Callable[[Path], Iterator[Recording]]]] = {
     "nmnist": (".bin", lambda path: iter([read_nmnist(path)])),
     "dvs_gesture": (".aedat", dvs_gesture.read_gestures),
     "cifar10_dvs": (".aedat", lambda path: iter([read_cifar10_dvs(path)])),
+    "ncaltech101": (".bin", lambda path: iter([read_ncaltech101(path)])),
     "shd": (".h5", lambda path: heidelberg.recordings_in(path, len(SHD_CLASSES)).read()),
     "ssc": (".h5", lambda path: heidelberg.recordings_in(path, len(SSC_CLASSES)).read()),
 }
@@ -110,19 +132,21 @@ EVENT_FILES: dict[str, tuple[str, Callable[[Path], Iterator[Recording]]]] = {
 
 def load(
     name: str, directory: str | Path | None = None, download: bool = False, **transform: Any
-) -> tuple[Examples, Examples]:
-    """Load the training and test examples of a dataset.
+) -> tuple[Examples, ...]:
+    """Load the training and test examples of a dataset, and those for validation if it has any.
 
     Args:
         name: one of `DATASETS`.
         directory: folder of the files and of downloads; by default `$SPIKEFUSE_DATA`, else `data/`
             of a source checkout of spikefuse if it exists, else a folder in the user's cache.
-        download: download missing files and verify their checksums, for mnist, fashion_mnist and
-            cifar10; for others, the error says where to get them.
-        transform: options of the dataset: those of `Slicing` for events, `size` for imagenet.
+        download: download missing files and verify their checksums, for mnist, fashion_mnist,
+            cifar10 and cifar100; for others, the error says where to get them.
+        transform: options of the dataset: those of `Slicing` for events, `size` for imagenet and
+            tiny_imagenet.
 
     Returns:
-        `Images`, `ImageFolder`s or `Frames`. Frames are computed once and cached on disk.
+        (training, test), or of ssc (training, validation, test): `Images`, `ImageFolder`s or
+        `Frames`. Frames are computed once and cached on disk.
 
     Raises:
         DataError: the dataset or an option is unknown, a file is missing or damaged, or the

@@ -7,10 +7,10 @@ receives the sum, as the ReLU does.
 
 Source of `ms_resnet`: Hu et al., "Advancing Spiking Neural Networks Toward Deep Residual Learning",
 IEEE TNNLS 2024, and the authors' published code. A block begins with a neuron, and no neuron
-follows its sum. All four stages have stride 2, and the stem has no pooling. `ms_resnet104` has the
-stem of the paper; the code has three 3 x 3 convolutions there. `ms_resnet34` is the ResNet34 of
-Liang et al., "Accelerating Spatiotemporal Supervised Training of Large-Scale Spiking Neural
-Networks on GPU", DATE 2022, Table I, too.
+follows its sum. For ImageNet, all four stages have stride 2, and the stem has no pooling.
+`ms_resnet104` has the stem of the paper; the code has three 3 x 3 convolutions there. `ms_resnet34`
+is the ResNet34 of Liang et al., "Accelerating Spatiotemporal Supervised Training of Large-Scale
+Spiking Neural Networks on GPU", DATE 2022, Table I, too.
 """
 
 from __future__ import annotations
@@ -142,17 +142,30 @@ resnet18, resnet34, resnet50 = (partial(resnet, depth) for depth in (18, 34, 50)
 
 
 def ms_resnet(
-    depth: int, neuron: MakeNeuron, in_channels: int, num_classes: int, size: Size
+    depth: int,
+    neuron: MakeNeuron,
+    in_channels: int,
+    num_classes: int,
+    size: Size,
+    stem: str = "imagenet",
 ) -> nn.Sequential:
     """Build a ResNet of blocks `x + branch(neuron(x))`, whose shortcuts carry membrane input.
 
-    Where the shape changes, a block is `shortcut(s) + branch(s)` with `s = neuron(x)`. The network
-    divides the input's size by 32. Shapes: `[B, C, H, W]` to `[B, num_classes]`.
+    Where the shape changes, a block is `shortcut(s) + branch(s)` with `s = neuron(x)`. Shapes:
+    `[B, C, H, W]` to `[B, num_classes]`.
 
     Args:
         depth: 18, 34, or 104, whose shortcuts average 2 x 2 pixels before a projection.
         neuron, in_channels, num_classes, size: see `spikefuse.models`; `size` is unused.
+        stem: "imagenet", a 7 x 7 convolution in a network that divides the size by 32, or "cifar",
+            a 3 x 3 convolution in one that divides it by 8.
+
+    Raises:
+        ValueError: another stem.
     """
+    # Without the neuron and the pooling: a block begins with a neuron.
+    first = stem_layers(nn.Identity, in_channels, stem)[:2]
+    first_stride = 1 if stem == "cifar" else 2
 
     def block(width: int, channels: int, stride: int) -> nn.Module:
         layers = branch(depth, neuron, width, channels, stride)
@@ -164,8 +177,7 @@ def ms_resnet(
         joined = Residual(nn.Sequential(*layers), nn.Sequential(*shortcut), nn.Identity())
         return nn.Sequential(neuron(), joined)
 
-    stem = conv_norm(in_channels, STAGES[0], 7, 2)
-    return residual_network(stem, block, depth, num_classes, first_stride=2, last=[neuron()])
+    return residual_network(first, block, depth, num_classes, first_stride, last=[neuron()])
 
 
 ms_resnet18, ms_resnet34, ms_resnet104 = (partial(ms_resnet, depth) for depth in (18, 34, 104))

@@ -1,8 +1,10 @@
 """Losses on spikes and potentials over time, and penalties on activity.
 
 Outputs are `[T, B, N]`: T steps, B samples and N neurons, one per class unless stated otherwise;
-targets are class indices `[B]`, int64. Each loss is a scalar, a mean over the batch, and computed
-in float32, or in float64 for outputs in float64. For class weights or other reductions, call
+targets are class indices `[B]`, int64, or class probabilities `[B, N]`, such as those that
+`data.mixup` and `data.cutmix` return. With probabilities p, what a loss wants of a neuron is
+`p correct + (1 - p) incorrect`. Each loss is a scalar, a mean over the batch, and computed in
+float32, or in float64 for outputs in float64. For class weights or other reductions, call
 `torch.nn.functional.cross_entropy` on the same arguments.
 """
 
@@ -23,12 +25,12 @@ def ce_count(spikes: Tensor, target: Tensor) -> Tensor:
 
     Args:
         spikes: `[T, B, N]`.
-        target: `[B]`.
+        target: `[B]`, or `[B, N]`.
 
     Raises:
         ValueError: wrong shapes.
     """
-    spikes = _checked(spikes, target)
+    spikes, target = _checked(spikes, target)
     return F.cross_entropy(spikes.sum(0), target)
 
 
@@ -40,13 +42,13 @@ def ce_rate(x: Tensor, target: Tensor) -> Tensor:
 
     Args:
         x: spikes or logits `[T, B, N]`.
-        target: `[B]`.
+        target: `[B]`, or `[B, N]`.
 
     Raises:
         ValueError: wrong shapes.
     """
-    x = _checked(x, target)
-    return F.cross_entropy(x.flatten(0, 1), target.repeat(len(x)))
+    x, target = _checked(x, target)
+    return F.cross_entropy(x.flatten(0, 1), target.expand(len(x), *target.shape).flatten(0, 1))
 
 
 def ce_max_membrane(v: Tensor, target: Tensor) -> Tensor:
@@ -57,12 +59,12 @@ def ce_max_membrane(v: Tensor, target: Tensor) -> Tensor:
 
     Args:
         v: potentials `[T, B, N]`, such as those of `sf.LI` or of `outputs=("v",)`.
-        target: `[B]`.
+        target: `[B]`, or `[B, N]`.
 
     Raises:
         ValueError: wrong shapes.
     """
-    v = _checked(v, target)
+    v, target = _checked(v, target)
     return F.cross_entropy(v.amax(0), target)
 
 
@@ -79,13 +81,13 @@ def mse_count(
 
     Args:
         spikes: `[T, B, N]`.
-        target: `[B]`.
+        target: `[B]`, or `[B, N]`.
         correct_rate, incorrect_rate: spikes per step, in [0, 1].
 
     Raises:
         ValueError: wrong shapes.
     """
-    spikes = _checked(spikes, target)
+    spikes, target = _checked(spikes, target)
     wanted = _per_class(spikes, target, len(spikes) * correct_rate, len(spikes) * incorrect_rate)
     return F.mse_loss(spikes.sum(0), wanted) / len(spikes)
 
@@ -100,13 +102,13 @@ def mse_membrane(v: Tensor, target: Tensor, correct: float = 1.0, incorrect: flo
 
     Args:
         v: potentials `[T, B, N]`.
-        target: `[B]`.
+        target: `[B]`, or `[B, N]`.
         correct, incorrect: potentials.
 
     Raises:
         ValueError: wrong shapes.
     """
-    v = _checked(v, target)
+    v, target = _checked(v, target)
     return F.mse_loss(v, _per_class(v, target, correct, incorrect).expand_as(v))
 
 
@@ -121,12 +123,12 @@ def ce_temporal(spikes: Tensor, target: Tensor) -> Tensor:
 
     Args:
         spikes: `[T, B, N]`.
-        target: `[B]`.
+        target: `[B]`, or `[B, N]`.
 
     Raises:
         ValueError: wrong shapes.
     """
-    spikes = _checked(spikes, target)
+    spikes, target = _checked(spikes, target)
     return F.cross_entropy(-first_spike_time(spikes), target)
 
 
@@ -142,13 +144,13 @@ def mse_temporal(
 
     Args:
         spikes: `[T, B, N]`.
-        target: `[B]`.
+        target: `[B]`, or `[B, N]`.
         correct, incorrect: times in steps; None for T, no spike at all.
 
     Raises:
         ValueError: wrong shapes.
     """
-    spikes = _checked(spikes, target)
+    spikes, target = _checked(spikes, target)
     times, num_steps = first_spike_time(spikes), len(spikes)
     late = num_steps if incorrect is None else incorrect
     wanted = _per_class(spikes, target, correct, late)
@@ -266,6 +268,8 @@ def pool_population(x: Tensor, num_classes: int) -> Tensor:
 
 def _per_class(x: Tensor, target: Tensor, correct: float, incorrect: float) -> Tensor:
     """Return `[B, N]`: `correct` for the neuron of each target, `incorrect` for all others."""
+    if target.ndim == 2:
+        return incorrect + (correct - incorrect) * target
     wanted = x.new_full(x.shape[1:], incorrect)
     return wanted.scatter_(1, target.unsqueeze(1), correct)
 
@@ -275,12 +279,16 @@ def _precise(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _checked(x: Tensor, target: Tensor) -> Tensor:
+def _checked(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Check the shapes, and convert outputs and class probabilities to the dtype of sums."""
     if x.ndim != 3 or not len(x):
         raise ValueError(f"the outputs have shape {list(x.shape)}: expected [T, B, N] with T >= 1")
-    if target.shape != x.shape[1:2]:
+    is_soft = target.is_floating_point()
+    if target.shape != x.shape[1 : 3 if is_soft else 2]:
+        num = x.shape[1]
         raise ValueError(
-            f"target has shape {list(target.shape)}: expected a class index for each of "
-            f"{x.shape[1]} samples, [B]"
+            f"target is {target.dtype} {list(target.shape)}: expected a class index for each of "
+            f"{num} samples, [{num}], or floating-point class probabilities {list(x.shape[1:])}"
         )
-    return x.to(_precise(x))
+    dtype = _precise(x)
+    return x.to(dtype), target.to(dtype) if is_soft else target

@@ -16,7 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import spikefuse
-from spikefuse.data import DATASETS, random_flip, random_shift
+from spikefuse.data import (
+    DATASETS,
+    cutmix,
+    cutout,
+    drop_events,
+    mixup,
+    random_erasing,
+    random_flip,
+    random_shift,
+    trivial_augment,
+)
 from spikefuse.distributed import gather_steps, shard_time
 from spikefuse.nn import Events, Temporal
 from spikefuse.train import batches, optimize
@@ -36,13 +46,17 @@ DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
 
 
 class MetricTotals:
-    """Running means of loss and accuracy, accumulated on the device until they are read."""
+    """Running means of loss and accuracy, accumulated on the device until they are read.
+
+    The correct class of a mixed example is the one with the largest share.
+    """
 
     def __init__(self, loss: float = 0.0, correct: float = 0.0, count: float = 0) -> None:
         self.sums, self.count = torch.tensor([loss, correct], dtype=torch.float64), int(count)
 
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        correct = (logits.argmax(1) == labels).sum()
+        classes = labels if labels.ndim == 1 else labels.argmax(1)
+        correct = (logits.argmax(1) == classes).sum()
         new = torch.stack([loss.detach().double() * len(labels), correct.double()])
         self.sums = self.sums.to(new.device) + new
         self.count += len(labels)
@@ -120,22 +134,60 @@ class Classifier(pl.LightningModule):
             return Events.from_bits(inputs[share].transpose(0, 1), math.prod(dataset.shape))
         return batches.encode(inputs, self.config, share)
 
-    def augment(self, inputs: Tensor) -> Tensor:
-        """Shift and mirror a batch at random."""
+    def augment(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Change a batch at random, and with it the labels where examples are mixed.
+
+        Args:
+            inputs: bytes, as in `encode`.
+            labels: classes `[B]`.
+
+        Returns:
+            Inputs for `encode`, and classes `[B]` or class probabilities `[B, classes]`, float32.
+        """
+        config = self.config
         # A CUDA graph reads the state of the device's default generator at each replay.
         generator = torch.default_generator
         if inputs.is_cuda:
             generator = torch.cuda.default_generators[inputs.get_device()]
-        if self.config.shift:
-            inputs = random_shift(inputs, self.config.shift, generator)
-        return random_flip(inputs, generator) if self.config.flip else inputs
+        if config.drop_events:
+            inputs = drop_events(inputs, generator)
+        if config.shift:
+            inputs = random_shift(inputs, config.shift, generator)
+        if config.flip:
+            inputs = random_flip(inputs, generator)
+        if config.trivial_augment:
+            inputs = trivial_augment(inputs, generator)
+        if config.cutout:
+            inputs = cutout(inputs, config.cutout, generator)
+        if config.erase:
+            inputs = random_erasing(inputs, generator, config.erase)
+        if not config.mixup and not config.cutmix:
+            return inputs, labels
+        one_hot = labels.unsqueeze(1) == torch.arange(self._num_classes, device=labels.device)
+        batch = inputs, one_hot.float()
+        if not config.mixup:
+            return cutmix(*batch, config.cutmix, generator)
+        mixed = mixup(*batch, config.mixup, generator)
+        if not config.cutmix:
+            return mixed
+        pasted = cutmix(*batch, config.cutmix, generator)
+        first = torch.rand(len(inputs), device=inputs.device, generator=generator) < 0.5
+        values, targets = (
+            torch.where(first.view(-1, *[1] * (a.ndim - 1)), a, b)
+            for a, b in zip(mixed, pasted, strict=True)
+        )
+        return values, targets
+
+    @property
+    def _num_classes(self) -> int:
+        return len(DATASETS[self.config.dataset].classes)
 
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Compute the training loss, a scalar.
 
         Args:
             outputs: `[T, B, classes]`, or a chunk of it with `config.tbptt`.
-            labels: classes `[B]`.
+            labels: as returned by `augment`.
         """
         return sequence_loss(outputs, labels, self.config.loss, self.config.label_smoothing)
 
@@ -237,7 +289,8 @@ class Classifier(pl.LightningModule):
         """Compute gradients of this process's share of a batch; return its loss, logits, labels."""
         self._optimizer().zero_grad()
         share = self.processes.share(len(labels))
-        x = self.encode(self.augment(inputs), share)
+        inputs, labels = self.augment(inputs, labels)
+        x = self.encode(inputs, share)
         net = self.net if self._axis is None else self.outputs
         loss, logits = optimize.gradients(
             net, x, labels[share], self.config, self._loss, self._backward
@@ -247,8 +300,7 @@ class Classifier(pl.LightningModule):
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Compute the loss and the penalties of the most recent call of the network."""
-        config = self.config
-        classes = len(DATASETS[config.dataset].classes)
+        config, classes = self.config, self._num_classes
         if outputs.ndim != 3 or outputs.shape[1:] != (len(labels), classes):
             raise ConfigError(
                 f"the model {config.model} has outputs {list(outputs.shape)}: expected [T, "

@@ -23,8 +23,9 @@ import spikefuse
 from spikefuse.data import DataError
 from spikefuse.data.files import ENVIRONMENT
 from spikefuse.train import output, own
-from spikefuse.train.config import RunOptions, TrainConfig
+from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
+from spikefuse.train.run_options import RunOptions
 
 USER_ERROR, FAILURE = 2, 1
 # Time for the main process to report a user's error before the others exit.
@@ -68,10 +69,11 @@ examples:
   spikefuse predict runs/nmnist-conv-1/best.ckpt data/nmnist/Test/7
 
 Files must be of the kind that the network was trained on: images (PNG, JPEG and others) or event
-recordings (nmnist .bin, dvs_gesture and cifar10_dvs .aedat, shd and ssc .h5). Images are converted
-to the network's size and channels: scaled so that the shorter side fits, and cropped at the centre.
-Colours are not inverted: mnist and digits have bright digits on black. Folders are searched
-recursively. A file with several recordings has one row for each: file[0], file[1] and so on.
+recordings (nmnist and ncaltech101 .bin, dvs_gesture and cifar10_dvs .aedat, shd and ssc .h5).
+Images are converted to the network's size and channels: scaled so that the shorter side fits, and
+cropped at the centre. Colours are not inverted: mnist and digits have bright digits on black.
+Folders are searched recursively. A file with several recordings has one row for each: file[0],
+file[1] and so on.
 
 A file that cannot be read is reported, the others are classified, and the exit code is 1.
 """

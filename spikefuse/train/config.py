@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from spikefuse.train.fields import (
     between,
     check_fields,
     choice,
-    describe,
     flag,
     number,
     up_to,
@@ -64,56 +62,13 @@ OVERFLOWS = ("drop", "dense", "raise")
 # Defaults of event models (Finkbeiner and Neftci); the cutoff is relative to the threshold.
 EVENT_DECAY, EVENT_SURROGATE, EVENT_CUTOFF = 0.95, "fastsigmoid", -0.1
 EVENT_RATE = 0.01
+# Augmentations of images alone, of inputs with rows and columns, and of all that event data takes.
+OF_IMAGES, OF_PLANES = ("trivial_augment", "erase"), ("shift", "flip", "cutout", "cutmix")
+OF_FRAMES = (*OF_PLANES, "mixup", "drop_events")
 SEED_LIMIT = 2**63
-DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_STEPS = 8
 SIZES_VARY = f"the tensors of {EVENT_MODEL} vary in size"
 SCALED_LOSS = "the loss scaling of precision 16 may skip steps"
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Where and how to run; the result does not depend on these options.
-
-    Raises:
-        ConfigError: a value has the wrong type or is out of range.
-    """
-
-    out: Path | None = field(
-        default=None, metadata=describe("new folder of the run", Path, "runs/DATASET-MODEL-N")
-    )
-    time_ranks: int = number(1, "processes that share a sequence, under torchrun", AT_LEAST_ONE)
-    data_ranks: int | None = number(
-        None, "processes that share a batch", AT_LEAST_ONE, "all processes / time-ranks", int
-    )
-    time_chunks: int | None = number(
-        None,
-        "microbatches in which states are sent from one time rank to the next",
-        AT_LEAST_ONE,
-        "1 on GPUs, which do not wait for states; 4 on CPUs",
-        int,
-    )
-    device: str = choice("auto", "device; auto is CUDA if available", DEVICES)
-    logger: str | None = field(
-        default=None,
-        metadata=describe(
-            "Lightning logger in addition to CSV and TensorBoard, such as wandb or mlflow, or "
-            "module:function for one of your own",
-            str,
-            "none",
-        ),
-    )
-    data_dir: Path | None = field(
-        default=None, metadata=describe("folder of the datasets", Path, "see below")
-    )
-    download: bool = flag(
-        False,
-        "download missing files of mnist, fashion_mnist and cifar10, and verify their checksums",
-        "no",
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -254,6 +209,24 @@ class TrainConfig:
         kind=int,
     )
     flip: bool = flag(False, "mirror half of the training images at random", "no")
+    trivial_augment: bool = flag(
+        False, "change each training image by a random operation of random strength", "no"
+    )
+    cutout: int = number(0, "side of a square set to zero, in pixels", NOT_NEGATIVE, "none")
+    erase: float = number(
+        0.0, "probability of a random rectangle in a training image", between(0, 1), "none"
+    )
+    drop_events: bool = flag(False, "drop events of training recordings at random", "no")
+    mixup: float = number(
+        0.0, "mix each example with another one, with weights of Beta(N, N)", NOT_NEGATIVE, "none"
+    )
+    cutmix: float = number(
+        0.0,
+        "paste a rectangle of another example, with an area of Beta(N, N); with mixup, each "
+        "applies to half of the examples",
+        NOT_NEGATIVE,
+        "none",
+    )
     seed: int = number(0, "seed of all random choices", between(0, SEED_LIMIT - 1))
     precision: str = choice(
         "32", "floating-point precision: 32, or mixed with bf16 or 16 (float16, CUDA)", PRECISIONS
@@ -319,11 +292,17 @@ class TrainConfig:
     def _data_conflicts(self) -> Iterator[str]:
         dataset = DATASETS[self.dataset]
         if len(dataset.shape) == 1:
-            yield from self._given(f"{self.dataset} has no rows and columns", "shift", "flip")
+            names = (*OF_PLANES, *OF_IMAGES)
+            yield from self._given(f"{self.dataset} has no rows and columns", *names)
             if "mlp" not in self.model and not own.is_reference(self.model):
                 yield f"model is {self.model}, but {self.dataset} is one-dimensional: choose mlp"
         if dataset.kind != "events":
-            yield from self._given(f"{self.dataset} is not event data", "slicing", "slice_us")
+            of_events = ("slicing", "slice_us", "drop_events")
+            yield from self._given(f"{self.dataset} is not event data", *of_events)
+        else:
+            yield from self._given(f"{self.dataset} has no images", *OF_IMAGES)
+        if self.trivial_augment and dataset.shape[0] not in (1, 3):
+            yield f"trivial_augment is given, but {self.dataset} is neither grey nor RGB: remove it"
         slicing = self.slicing or dataset.transform.get("by")
         if self.slice_us is not None and slicing != "duration":
             yield f"slice_us is given, but slicing is {slicing}: remove it, or choose duration"
@@ -346,7 +325,7 @@ class TrainConfig:
             yield f"activity is {activity:g}: expected at most capacity, {capacity:g}"
         dataset = DATASETS[self.dataset]
         if dataset.kind == "events":
-            yield from self._given(f"{EVENT_MODEL} does not read images", "shift", "flip")
+            yield from self._given(f"{EVENT_MODEL} reads packed frames", *OF_FRAMES)
             if "bits" not in dataset.transform:
                 yield f"{EVENT_MODEL} reads frames of one bit, but {self.dataset} has no bits"
         elif self.encoding != "poisson":

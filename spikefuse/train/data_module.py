@@ -20,7 +20,9 @@ VALIDATION_SEED = 1
 
 
 class DataModule(pl.LightningDataModule):
-    """The data of a run: a tenth of the training examples validates, the test examples test.
+    """The data of a run: training, validation and test examples.
+
+    Without published examples for validation, a tenth of the training examples validates.
 
     Batches are (inputs, labels): uint8 images `[B, C, H, W]` or event frames `[B, T, ...]`, or for
     event models packed frames, and int64 `[B]`. On a GPU with enough memory, all examples are there
@@ -48,8 +50,8 @@ class DataModule(pl.LightningDataModule):
         self.config, self.directory, self.download = config, directory, download
         self._ready = False
 
-    def load(self) -> tuple[Examples, Examples]:
-        """Load the training and the test examples.
+    def load(self) -> tuple[Examples, ...]:
+        """Load (training, test) or (training, validation, test) examples.
 
         Raises:
             DataError: a file is missing or damaged, or the download failed.
@@ -72,8 +74,11 @@ class DataModule(pl.LightningDataModule):
             return
         examples, config = self.load(), self.config
         own.check_examples(config.dataset, examples)
-        rest, self.test = examples
-        self.training, self.validation = data.split(rest, VALIDATION_FRACTION, VALIDATION_SEED)
+        rest, *published, self.test = examples
+        parts = rest, *published
+        if not published:
+            parts = data.split(rest, VALIDATION_FRACTION, VALIDATION_SEED)
+        self.training, self.validation = parts
         if config.batch_size > len(self.training):
             raise ConfigError(
                 f"batch_size is {config.batch_size}: {config.dataset} has only "

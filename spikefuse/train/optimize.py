@@ -50,12 +50,13 @@ def sequence_loss(outputs: Tensor, labels: Tensor, loss: str, smoothing: float =
 
     Args:
         outputs: `[T, B, C]`.
-        labels: classes `[B]`.
+        labels: classes `[B]`, or class probabilities `[B, C]`.
         loss: one of `config.LOSSES`.
         smoothing: fraction of the target spread over all classes, from 0 to 1.
     """
     if loss == "every":
-        logits, labels = outputs.flatten(0, 1).float(), labels.repeat(len(outputs))
+        logits = outputs.flatten(0, 1).float()
+        labels = labels.expand(len(outputs), *labels.shape).flatten(0, 1)
     else:
         logits = readout(outputs, loss)
     return F.cross_entropy(logits, labels, label_smoothing=smoothing)
@@ -79,9 +80,9 @@ def gradients(
     Args:
         net: the network, a `Temporal` or a function that calls one.
         x: its input `[T, B, ...]`; `Events` are never split.
-        labels: classes `[B]`.
-        loss: maps outputs `[T, B, C]` of the most recent call of the network, and labels `[B]`, to
-            a scalar.
+        labels: classes `[B]`, or class probabilities `[B, C]`.
+        loss: maps outputs `[T, B, C]` of the most recent call of the network, and labels, to a
+            scalar.
         backward: computes and accumulates the gradients of a loss.
 
     Returns:

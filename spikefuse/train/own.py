@@ -153,9 +153,10 @@ def check_examples(name: str, parts: Any) -> None:
         DataError: the number of parts, a shape, a dtype or a label is wrong.
     """
     dataset, read = DATASETS[name], f"the dataset {name} has read"
-    if not isinstance(parts, tuple) or len(parts) != 2:
+    if not isinstance(parts, tuple) or len(parts) not in (2, 3):
         raise DataError(f"{read} {_kind(parts)}: expected (training examples, test examples)")
-    for part, what in zip(parts, ("training", "test"), strict=True):
+    names = ("training", "test") if len(parts) == 2 else ("training", "validation", "test")
+    for part, what in zip(parts, names, strict=True):
         labels = part.labels
         if labels.dtype != torch.int64 or labels.shape != (len(part),) or len(part) == 0:
             raise DataError(

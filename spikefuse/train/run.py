@@ -31,7 +31,7 @@ from spikefuse.train.batches import EvalBatches
 from spikefuse.train.callbacks import CheckpointSaver, MetricsWriter, ProgressReporter
 from spikefuse.train.checkpoint import BEST, LAST, LoadedRun, load, load_weights
 from spikefuse.train.classifier import LIGHTNING_PRECISION, Classifier, best_epoch
-from spikefuse.train.config import RunOptions, TrainConfig
+from spikefuse.train.config import TrainConfig
 from spikefuse.train.data_module import DataModule
 from spikefuse.train.extras import make_logger, optional_callbacks
 from spikefuse.train.fields import ConfigError
@@ -39,6 +39,7 @@ from spikefuse.train.output import show
 from spikefuse.train.plots import plot_curves, plot_raster
 from spikefuse.train.predict import find_device
 from spikefuse.train.processes import Processes, is_connection_error
+from spikefuse.train.run_options import RunOptions
 from spikefuse.train.signals import RunInterrupted, SignalHandler
 
 # Input values per CPU thread and training step (time steps × batch × input size).

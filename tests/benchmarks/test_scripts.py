@@ -28,6 +28,7 @@ SCRIPTS = (
     "networks --steps training --dtype bfloat16",
     "events --streaming",
     "event_accuracy",
+    "accuracy --names spikefuse --trivial-augment --mixup 0.2 --loss every",
     "training convergence",
 )
 # Scripts that start processes, or that torchrun starts.

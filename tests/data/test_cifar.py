@@ -1,10 +1,11 @@
-"""CIFAR-10 in every published form, and the real images if available."""
+"""CIFAR-10 and CIFAR-100 in every published form, and real images if available."""
 
 from __future__ import annotations
 
 import gzip
 import os
 import pickle
+import shutil
 import struct
 import tarfile
 import tracemalloc
@@ -16,6 +17,7 @@ import torch
 
 from spikefuse import data
 from spikefuse.data import cifar
+from spikefuse.data.cifar import CIFAR10
 from tests.data.writing import real, real_data
 
 NAMES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
@@ -74,6 +76,63 @@ def test_reads_every_published_form(tmp_path: Path, form: str, place: str) -> No
     assert test.labels.tolist() == written["test_batch"][1].tolist()
 
 
+def write100(folder: Path, form: str) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Write CIFAR-100 as "bin", "py", "bin.tar" or "py.tar"; return pixels, coarse, fine labels."""
+    python, rng = form.startswith("py"), np.random.default_rng(1)
+    inner = folder / ("cifar-100-python" if python else "cifar-100-binary")
+    inner.mkdir(parents=True)
+    written = {}
+    for name, num in (("train", 7), ("test", 3)):
+        pixels = rng.integers(0, 256, (num, 3072), np.uint8)
+        fine = rng.permutation(100)[:num]
+        coarse = fine // 5
+        written[name] = pixels, coarse, fine
+        labels = {b"coarse_labels": coarse.tolist(), b"fine_labels": fine.tolist()}
+        content = pickle.dumps({**labels, b"data": pixels}, protocol=4)
+        if not python:
+            columns = np.stack([coarse, fine], 1).astype(np.uint8)
+            content = np.concatenate([columns, pixels], 1).tobytes()
+        (inner / (name if python else f"{name}.bin")).write_bytes(content)
+    if form.endswith("tar"):
+        kind = "python" if python else "binary"
+        with tarfile.open(folder / f"cifar-100-{kind}.tar.gz", "w:gz") as tar:
+            tar.add(inner, inner.name)
+        shutil.rmtree(inner)
+    return written
+
+
+@pytest.mark.parametrize("form", ["bin", "py", "bin.tar", "py.tar"])
+@pytest.mark.parametrize("place", ["", "cifar100"])
+def test_reads_both_labels_of_cifar100(tmp_path: Path, form: str, place: str) -> None:
+    written = write100(tmp_path / place, form)
+    for name, column in (("cifar100", 2), ("cifar100_coarse", 1)):
+        for images, part in zip(data.load(name, tmp_path), ("train", "test"), strict=True):
+            pixels = written[part][0].reshape(-1, 3, 32, 32)
+            np.testing.assert_array_equal(images.pixels.numpy(), pixels)
+            assert images.labels.tolist() == written[part][column].tolist()
+
+
+def test_damaged_files_of_cifar100_are_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        data.DataError, match=r"cifar-100-binary\.tar\.gz is neither in .*--download"
+    ):
+        data.load("cifar100", tmp_path)
+    write100(tmp_path, "bin")
+    path = tmp_path / "cifar-100-binary" / "train.bin"
+    content = path.read_bytes()
+    for changed, what in (
+        (content[:-1], "not a multiple of 3074, one record"),
+        (b"\x13\x64" + content[2:], "fine_labels from .* to 100, expected 0 to 99"),
+    ):
+        path.write_bytes(changed)
+        with pytest.raises(data.DataError, match=what) as caught:
+            data.load("cifar100", tmp_path)
+        assert str(path) in str(caught.value)
+    path.write_bytes(b"\x14" + content[1:])
+    with pytest.raises(data.DataError, match=r"coarse_labels from .* to 20, expected 0 to 19"):
+        data.load("cifar100_coarse", tmp_path)
+
+
 class Harmful:
     def __reduce__(self) -> tuple:
         return os.mkdir, ("harm",)
@@ -106,7 +165,7 @@ def python2(dtype: bytes, pixels: bytes) -> bytes:
 
 def test_a_batch_of_python_2_is_read(tmp_path: Path) -> None:
     pixels = bytes(range(256)) * 12
-    images = cifar._parse(python2(b"U\x02u1", pixels), tmp_path / "batch")
+    images = cifar._parse(CIFAR10, "labels", tmp_path / "batch", python2(b"U\x02u1", pixels))
     assert images.labels.tolist() == [7]
     assert images.pixels.numpy().tobytes() == pixels
 
@@ -118,8 +177,8 @@ OBJECTS = {"O": b"U\x01O", "a: O": b"](U\x01aU\x01O\x86e", "bytes": b"U\x02S8", 
 @pytest.mark.parametrize("dtype", OBJECTS)
 def test_arrays_of_anything_but_numbers_are_refused(tmp_path: Path, dtype: str) -> None:
     content = python2(OBJECTS[dtype], bytes(range(256)) * 12)
-    with pytest.raises(data.DataError, match=r"batch is damaged \(not a CIFAR-10 batch"):
-        cifar._parse(content, tmp_path / "batch")
+    with pytest.raises(data.DataError, match=r"batch is damaged \(not a batch of CIFAR-10"):
+        cifar._parse(CIFAR10, "labels", tmp_path / "batch", content)
 
 
 def expanding() -> bytes:
@@ -138,15 +197,15 @@ HUGE = {
 
 @pytest.mark.parametrize("kind", HUGE)
 def test_small_pickles_stay_small(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(data.DataError, match=r"batch is damaged \(not a CIFAR-10 batch"):
-        cifar._parse(HUGE[kind], tmp_path / "batch")
+    with pytest.raises(data.DataError, match=r"batch is damaged \(not a batch of CIFAR-10"):
+        cifar._parse(CIFAR10, "labels", tmp_path / "batch", HUGE[kind])
 
 
 @pytest.mark.parametrize("form", ["bin.tar", "py.tar"])
 def test_a_changed_byte_of_an_archive_never_changes_what_is_read(tmp_path: Path, form: str) -> None:
     write(tmp_path, form)
     (archive,) = tmp_path.glob("*.tar.gz")
-    whole, intact = archive.read_bytes(), cifar._read_archive(archive)
+    whole, intact = archive.read_bytes(), cifar._read_archive(CIFAR10, archive)
     places = [*range(64), *range(64, len(whole), 499), *range(len(whole) - 64, len(whole))]
     refused = 0
     for place in places:
@@ -154,7 +213,9 @@ def test_a_changed_byte_of_an_archive_never_changes_what_is_read(tmp_path: Path,
         content[place] ^= 1 << place % 8
         archive.write_bytes(content)
         try:
-            assert cifar._read_archive(archive) == intact  # bytes of a header may be unused
+            assert (
+                cifar._read_archive(CIFAR10, archive) == intact
+            )  # bytes of a header may be unused
         except data.DataError as error:
             named = str(error).startswith(f"{archive} is damaged") and "--download" in str(error)
             refused += named and "\n" not in str(error)
@@ -192,7 +253,7 @@ def test_an_archive_is_read_up_to_its_known_size(
             file.write(content)
     tracemalloc.start()
     with pytest.raises(data.DataError, match=r"binary\.tar\.gz is damaged"):
-        cifar._read_archive(archive)
+        cifar._read_archive(CIFAR10, archive)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 3 * cifar.ARCHIVE_BYTES  # of 40 or more that it claims and holds
@@ -206,10 +267,10 @@ DAMAGED = {
     "cut": (lambda p, y: binary(p, y)[:-1], "not a multiple of 3073"),
     "empty": (lambda p, y: b"", "not a multiple of 3073"),
     "label": (label_ten, "labels from 10 to 10"),
-    "pickle cut": (lambda p, y: pickled(p, y)[:-40], "not a CIFAR-10 batch"),
+    "pickle cut": (lambda p, y: pickled(p, y)[:-40], "not a batch of CIFAR-10"),
     "pickle shape": (lambda p, y: pickled(p[:, :9], y), "expected uint8 data"),
     "pickle type": (lambda p, y: pickled(p.astype(float), y), "an array of 'f8' is refused"),
-    "too many": (lambda p, y: bytes(cifar.BATCH_BYTES + 1), "more than 40960000 bytes"),
+    "too many": (lambda p, y: bytes(CIFAR10.batch_bytes + 1), "more than 40960000 bytes"),
     "gzip": (lambda p, y: gzip.compress(binary(p, y))[:-4], "gzip: "),
 }
 

@@ -43,6 +43,61 @@ def test_reads_class_folders(tmp_path: Path, ending: str) -> None:
     assert torch.equal(train[train.labels == 1].labels, torch.tensor([1, 1]))
 
 
+def write_tiny(folder: Path) -> None:
+    """The published layout of Tiny-ImageNet, with two training and three validation images."""
+    for label, name in enumerate(CLASSES[:2]):
+        place = folder / "train" / name
+        (place / "images").mkdir(parents=True)
+        Image.new("RGB", (64, 64), (100 * label, 9, 200)).save(place / "images" / f"{name}_0.JPEG")
+        (place / f"{name}_boxes.txt").write_text(f"{name}_0.JPEG\t0\t0\t62\t62\n")
+    (folder / "val" / "images").mkdir(parents=True)
+    rows = []
+    for i, label in enumerate((1, 0, 1)):
+        image = Image.new("RGB", (64, 64), (100 * label, 9, 50 * i))
+        image.save(folder / "val" / "images" / f"val_{i}.JPEG")
+        rows.append(f"val_{i}.JPEG\t{CLASSES[label]}\t0\t32\t44\t62\n")
+    (folder / "val" / "val_annotations.txt").write_text("".join(rows))
+
+
+@pytest.mark.parametrize(
+    "place", ["", "tiny_imagenet", "tiny-imagenet-200", "tiny_imagenet/tiny-imagenet-200"]
+)
+def test_reads_the_layout_of_tiny_imagenet(tmp_path: Path, place: str) -> None:
+    write_tiny(tmp_path / place)
+    train, val = data.load("tiny_imagenet", tmp_path)
+    assert train.labels.tolist() == [0, 1]
+    assert val.labels.tolist() == [1, 0, 1]
+    assert val.pixels.shape == (3, 3, 64, 64)
+    expected = torch.tensor([[100, 9, 0], [0, 9, 50], [100, 9, 100]])
+    assert (val.pixels.float().mean((2, 3)) - expected).abs().max() < 3
+    assert (train.pixels[1].float().mean((1, 2)) - torch.tensor([100, 9, 200])).abs().max() < 3
+
+
+def test_tiny_imagenet_with_validation_folders_is_not_cropped(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    for part in ("train", "val"):
+        (tmp_path / part / "n01").mkdir(parents=True)
+        Image.fromarray(pixels).save(tmp_path / part / "n01" / "a.png")
+    _, val = data.load("tiny_imagenet", tmp_path)
+    np.testing.assert_array_equal(val.pixels[0].numpy(), pixels.transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "it lists no image"),
+        ("val_0.JPEG\tn01\nval_1.JPEG\tn09\n", "line 2: expected a file in .*images and one of"),
+        ("../val_annotations.txt\tn01\n", "line 1: expected a file"),
+        ("val_0.JPEG n01\n", "line 1: expected a file"),
+    ],
+)
+def test_damaged_annotations_are_named(tmp_path: Path, text: str, what: str) -> None:
+    write_tiny(tmp_path)
+    (tmp_path / "val" / "val_annotations.txt").write_text(text)
+    with pytest.raises(data.DataError, match=rf"val_annotations\.txt is damaged \({what}"):
+        data.load("tiny_imagenet", tmp_path)
+
+
 def test_images_are_decoded_when_they_are_indexed(tmp_path: Path) -> None:
     write(tmp_path)
     path = tmp_path / "train" / "n02" / "1.JPEG"

@@ -22,6 +22,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write(path: Path, times: list, units: list, labels: np.ndarray) -> None:
     """Ragged times in seconds as float16 and units as uint16, as published."""
+    path.parent.mkdir(exist_ok=True)
     with h5py.File(path, "w") as file:
         for name, rows, dtype in (("times", times, np.float16), ("units", units, np.uint16)):
             data_set = file.create_dataset(
@@ -43,8 +44,9 @@ def test_reads_the_published_layout(tmp_path: Path, name: str, num_classes: int)
     times, units = [r[0] for r in recordings], [r[1] for r in recordings]
     labels = np.array([0, 5, num_classes - 1, 5])
     write(tmp_path / f"{name}_train.h5", times, units, labels)
-    write(tmp_path / f"{name}_test.h5", times[:1], units[:1], labels[:1])
-    train, test = data.load(name, tmp_path)
+    for part in ("valid", "test"):
+        write(tmp_path / f"{name}_{part}.h5", times[:1], units[:1], labels[:1])
+    train, *_, test = data.load(name, tmp_path)
     assert train.pixels.shape == (4, 100, 700)
     assert train.labels.tolist() == labels.tolist()
     assert len(test) == 1
@@ -55,6 +57,18 @@ def test_reads_the_published_layout(tmp_path: Path, name: str, num_classes: int)
     assert expected.sum() == 1200
     np.testing.assert_array_equal(train.pixels.numpy(), expected)
     assert data.expand(train[:2]).shape == (100, 2, 700)
+
+
+def test_ssc_has_a_validation_set(tmp_path: Path) -> None:
+    for label, part in enumerate(("train", "valid", "test")):
+        times, units = spikes(50 + label, label)
+        write(tmp_path / "ssc" / f"ssc_{part}.h5", [times], [units], np.array([label]))
+    parts = data.load("ssc", tmp_path)
+    assert [part.labels.tolist() for part in parts] == [[0], [1], [2]]
+    assert [int(part.pixels.sum()) for part in parts] == [50, 51, 52]
+    (tmp_path / "ssc" / "ssc_valid.h5").unlink()
+    with pytest.raises(data.DataError, match=r"ssc: ssc_valid\.h5 is neither in .*zenkelab"):
+        data.load("ssc", tmp_path)
 
 
 @pytest.mark.parametrize("by", ["number", "time"])

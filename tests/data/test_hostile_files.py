@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from spikefuse.data import cifar, files, heidelberg, store
+from spikefuse.data import cifar, files, folder, heidelberg, store
 from spikefuse.data.cifar10_dvs import read_cifar10_dvs
 from spikefuse.data.dvs_gesture import LISTS, find_dvs_gesture
 from spikefuse.data.folder import read_image
@@ -51,7 +51,7 @@ def pickled() -> bytes:
 def archive() -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:gz") as tar:
-        for name in (*cifar.TRAIN, cifar.TEST):
+        for name in cifar.CIFAR10.batches:
             member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
             member.size = len(batch())
             tar.addfile(member, io.BytesIO(batch()))
@@ -110,7 +110,35 @@ def read_gestures(path: Path) -> None:
 
 
 def read_batches(path: Path) -> Any:
-    return cifar._parse(path.read_bytes(), path)
+    return cifar._parse(cifar.CIFAR10, "labels", path, path.read_bytes())
+
+
+def read_archive(path: Path) -> Any:
+    return cifar._read_archive(cifar.CIFAR10, path)
+
+
+def batch100() -> bytes:
+    return b"\1\2" + PIXELS[0].tobytes() + b"\2\3" + PIXELS[1].tobytes()
+
+
+def pickled100() -> bytes:
+    labels = {b"fine_labels": [1, 2], b"coarse_labels": [2, 3]}
+    return pickle.dumps({**labels, b"data": PIXELS}, protocol=3)
+
+
+def read_batches100(path: Path) -> Any:
+    return cifar._parse(cifar.CIFAR100, "fine_labels", path, path.read_bytes())
+
+
+def annotations() -> bytes:
+    return b"val_0.JPEG\tn01\t0\t32\t44\t62\nval_1.JPEG\tn02\t52\t55\t57\t59\n"
+
+
+def read_annotations(path: Path) -> Any:
+    (path.parent / "images").mkdir(exist_ok=True)
+    for i in range(2):
+        (path.parent / "images" / f"val_{i}.JPEG").touch()
+    return folder._annotated(path.parent, ["n01", "n02"])
 
 
 READERS: dict[str, tuple[str, Callable[[], bytes], Callable[[Path], Any]]] = {
@@ -118,7 +146,9 @@ READERS: dict[str, tuple[str, Callable[[], bytes], Callable[[Path], Any]]] = {
     "IDX, compressed": ("a.gz", lambda: gzip.compress(idx()), read_idx),
     "CIFAR-10": ("data_batch_1.bin", batch, read_batches),
     "CIFAR-10, pickled": ("data_batch_1", pickled, read_batches),
-    "CIFAR-10, archive": ("a.tar.gz", archive, cifar._read_archive),
+    "CIFAR-10, archive": ("a.tar.gz", archive, read_archive),
+    "CIFAR-100": ("train.bin", batch100, read_batches100),
+    "CIFAR-100, pickled": ("train", pickled100, read_batches100),
     "PNG": ("a.png", lambda: image("png"), lambda path: read_image(path, 16)),
     "JPEG": ("a.jpg", lambda: image("jpeg"), lambda path: read_image(path, 16)),
     "BMP": ("a.bmp", lambda: image("bmp"), lambda path: read_image(path, 16)),
@@ -133,6 +163,7 @@ READERS: dict[str, tuple[str, Callable[[], bytes], Callable[[Path], Any]]] = {
     "AEDAT 3": ("user00_train.aedat", gestures, read_gestures),
     "trials": (LISTS[0], trials, read_gestures),
     "table of gestures": ("user00_train_labels.csv", table, read_gestures),
+    "annotations": (folder.ANNOTATIONS, annotations, read_annotations),
     "SHD": ("a.h5", speech, read_speech),
     "frames": ("a.npy", frames, lambda path: store._map(path, (2, 4, 10))),
 }

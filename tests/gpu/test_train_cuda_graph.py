@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import spikefuse as sf
+from spikefuse.data import drop_events
 from spikefuse.train.classifier import Classifier
 from spikefuse.train.cli import main
 
@@ -12,6 +14,8 @@ OPTIONS = {
     "sgd, cosine": "--model conv --optimizer sgd --lr 0.05 --schedule cosine --warmup 0.5",
     "bf16, parts": "--model conv --precision bf16 --accumulate 2",
     "chunks, every step": "--model mlp --tbptt 3 --loss every --flip --label-smoothing 0.1",
+    "augmented": "--model conv --flip --cutout 3 --erase 0.5 --trivial-augment",
+    "mixed, every step": "--model mlp --loss every --mixup 0.4 --cutmix 1",
 }
 
 
@@ -96,3 +100,17 @@ def test_a_checkpoint_of_a_graph_resumes_on_a_cpu(tmp_path):
 def test_loss_scaling_runs_eagerly(capsys):
     train("run", OPTIONS["bf16, parts"].replace("bf16", "16"))
     assert "the loss scaling of precision 16 may skip steps" in capsys.readouterr().out
+
+
+def test_events_are_dropped_in_a_graph():
+    """The draws of a replay are those of an eager step, and others at each replay."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    step = sf.graph_step(lambda x: drop_events(x, generator))
+    frames = torch.full((64, 5, 2, 8, 8), 6, dtype=torch.uint8, device="cuda")
+    torch.manual_seed(0)
+    found = [step(frames) for _ in range(6)]
+    assert (step.num_eager, step.num_replays) == (3, 3)
+    torch.manual_seed(0)
+    expected = [drop_events(frames, generator) for _ in range(6)]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not torch.equal(found[4], found[5])

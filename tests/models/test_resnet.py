@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import spikefuse as sf
-from spikefuse.models.resnet import ms_resnet34, resnet18, stem_layers
+from spikefuse.models.resnet import ms_resnet18, ms_resnet34, resnet18, stem_layers
 
 
 def test_stems() -> None:
@@ -33,6 +33,21 @@ def test_neuron_after_a_residual_sum_receives_the_sum() -> None:
         sf.Temporal(block)(x[None])
         branch = sf.Temporal(block.branch)(x[None])[0]
     torch.testing.assert_close(received[0], branch + x)
+
+
+def test_ms_resnet_on_small_images() -> None:
+    """Its stages have the sizes of a ResNet18 for CIFAR-10, and as many parameters."""
+    net, usual = (make(sf.LIF, 3, 10, (32, 32), stem="cifar") for make in (ms_resnet18, resnet18))
+    sizes = []
+    for layer in net[:-4]:
+        layer.register_forward_hook(lambda m, x, y: sizes.append(y.shape[-1]))
+    with torch.no_grad():
+        assert sf.Temporal(net.eval())(torch.rand(2, 1, 3, 32, 32)).shape == (2, 1, 10)
+    assert sizes == [32] * 4 + [16] * 2 + [8] * 2 + [4] * 2
+    counts = [sum(p.numel() for p in n.parameters()) for n in (net, usual)]
+    assert counts == [11173962, 11173962]
+    with pytest.raises(ValueError, match="stem is 'mnist': expected imagenet or cifar"):
+        ms_resnet18(sf.LIF, 1, 10, (28, 28), stem="mnist")
 
 
 def test_shortcuts_of_ms_resnet_do_not_spike() -> None:

@@ -164,9 +164,43 @@ def test_errors_say_what_was_expected() -> None:
     x = torch.rand(T, B, N)
     with pytest.raises(ValueError, match=r"shape \[6, 4\]: expected \[T, B, N\]"):
         losses.ce_count(x[..., 0], TARGET)
-    with pytest.raises(ValueError, match=r"target has shape \[3\]: expected .* 4 samples, \[B\]"):
+    with pytest.raises(
+        ValueError, match=r"target is torch.int64 \[3\]: expected .* 4 samples, \[4\]"
+    ):
         losses.mse_temporal(x, TARGET[:3])
     with pytest.raises(ValueError, match="num_classes is 2 for 3 neurons: expected a divisor"):
         losses.pool_population(x, 2)
     with pytest.raises(ValueError, match=r"lower is 0\.5 and upper 0\.2"):
         losses.rate_bounds(x, 0.5, 0.2)
+
+
+CLASSES = {
+    "ce_count": losses.ce_count,
+    "ce_rate": losses.ce_rate,
+    "ce_max_membrane": losses.ce_max_membrane,
+    "mse_count": losses.mse_count,
+    "mse_membrane": losses.mse_membrane,
+    "ce_temporal": losses.ce_temporal,
+    "mse_temporal": losses.mse_temporal,
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_class_probabilities(name: str) -> None:
+    """Certain classes count as indices do; the cross-entropy of a mixture is that of its parts."""
+    loss = CLASSES[name]
+    first, second = TARGET, TARGET.roll(1)
+    certain = [torch.nn.functional.one_hot(target, N).float() for target in (first, second)]
+    values = [loss(spikes(), target) for target in (first, second)]
+    for value, target in zip(values, certain, strict=True):
+        torch.testing.assert_close(loss(spikes(), target), value)
+    mixed = loss(spikes(), 0.25 * certain[0] + 0.75 * certain[1])
+    mean_of_both = 0.25 * values[0] + 0.75 * values[1]
+    if name.startswith("ce"):
+        torch.testing.assert_close(mixed, mean_of_both)
+    else:  # the square of a mean is less than the mean of squares
+        assert 0 < mixed < mean_of_both
+    with pytest.raises(
+        ValueError, match=r"target is torch.float32 \[4, 2\]: expected a class index"
+    ):
+        loss(spikes(), certain[0][:, :2])

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from spikefuse.data import DATASETS, Dataset, Frames
 from spikefuse.data.frames import pack
 from spikefuse.train import run
-from spikefuse.train.classifier import Classifier
+from spikefuse.train.classifier import Classifier, MetricTotals
 from spikefuse.train.config import TrainConfig
 
 Spikefuse = Callable[..., int]
@@ -74,7 +74,7 @@ def test_event_frames_are_only_transposed() -> None:
 def test_frames_of_one_sample_are_augmented_alike() -> None:
     module = Classifier(TrainConfig(dataset="nmnist", num_steps=5, shift=3, flip=True))
     still = torch.randint(0, 256, (8, 1, 2, 34, 34), dtype=torch.uint8).expand(8, 5, 2, 34, 34)
-    moved = module.augment(still)
+    moved, _ = module.augment(still, torch.arange(8))
     assert not torch.equal(moved, still)
     assert torch.equal(moved, moved[:, :1].expand_as(moved))
 
@@ -82,11 +82,87 @@ def test_frames_of_one_sample_are_augmented_alike() -> None:
 def test_half_of_the_images_are_mirrored() -> None:
     module = Classifier(TrainConfig(shift=0, flip=True))
     images = torch.randint(0, 256, (300, 1, 8, 8), dtype=torch.uint8)
-    moved = module.augment(images)
+    moved, labels = module.augment(images, torch.arange(300) % 10)
+    assert torch.equal(labels, torch.arange(300) % 10)
     mirrored = (moved == images.flip(-1)).flatten(1).all(1)
     still = (moved == images).flatten(1).all(1)
     assert (mirrored ^ still).all()
     assert 100 < mirrored.sum() < 200
+
+
+MIXES = {
+    "mixup": ("digits", {"mixup": 0.5}),
+    "cutmix": ("digits", {"cutmix": 1.0}),
+    "both": ("digits", {"mixup": 0.5, "cutmix": 1.0}),
+    "recordings": ("nmnist", {"mixup": 0.5, "cutmix": 1.0, "num_steps": 3}),
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_mixed_examples_have_mixed_labels(name: str) -> None:
+    dataset, options = MIXES[name]
+    module = Classifier(TrainConfig(dataset=dataset, shift=0, **options))
+    shape = (200, 3, *DATASETS[dataset].shape) if "num_steps" in options else (200, 1, 8, 8)
+    inputs = torch.randint(1, 256, shape, dtype=torch.uint8)
+    labels = torch.arange(200) % 10
+    mixed, shares = module.augment(inputs, labels)
+    torch.testing.assert_close(shares.sum(1), torch.ones(200))
+    own = shares[torch.arange(200), labels]
+    assert torch.equal(own + shares[torch.arange(200), labels.roll(1)], shares.sum(1))
+    # In a pasted example, each pixel is of one of the two; at most one in a mixed one.
+    pasted = ((mixed == inputs) | (mixed == inputs.roll(1, 0))).flatten(1).float().mean(1) == 1
+    share = pasted.float().mean()
+    assert (
+        share == 1 if name == "cutmix" else share < 0.1 if name == "mixup" else 0.35 < share < 0.65
+    )
+    x = module.encode(mixed)
+    assert x.dtype == torch.float32
+    assert x.shape == (module.config.num_steps, 200, *shape[-3:])
+
+
+@pytest.mark.parametrize("loss", ["mean", "last", "every"])
+def test_the_loss_of_a_mixture_is_the_mixture_of_losses(loss: str) -> None:
+    module = Classifier(TrainConfig(loss=loss, label_smoothing=0.1))
+    outputs, labels = torch.randn(5, 6, 10), torch.arange(6)
+    one_hot, other = torch.eye(10)[labels], torch.eye(10)[labels.roll(1)]
+    first, second = module.loss(outputs, labels), module.loss(outputs, labels.roll(1))
+    torch.testing.assert_close(module.loss(outputs, one_hot), first)
+    mixed = module.loss(outputs, 0.3 * one_hot + 0.7 * other)
+    torch.testing.assert_close(mixed, 0.3 * first + 0.7 * second)
+
+
+def test_the_accuracy_counts_the_largest_share() -> None:
+    totals = MetricTotals()
+    shares = torch.tensor([[0.7, 0.3, 0.0], [0.0, 0.4, 0.6], [0.6, 0.4, 0.0]])
+    totals.add(torch.tensor(0.5), torch.eye(3)[[0, 1, 0]], shares)
+    assert totals.mean() == pytest.approx((0.5, 2 / 3))
+
+
+def test_all_augmentations_in_a_run(spikefuse: Spikefuse, tmp_path: Path, small: list[str]) -> None:
+    """Of images; the same seed gives the same run."""
+    options = (
+        "--flip --trivial-augment --cutout 3 --erase 0.5 --mixup 0.2 --cutmix 1 --accumulate 2"
+    )
+    curves = []
+    for out in ("a", "b"):
+        arguments = shlex.split(f"{options} --model mlp --loss every --epochs 1 --out {out}")
+        assert spikefuse("train", *small, *arguments) == 0
+        (row,) = torch.load(tmp_path / out / "last.ckpt")["spikefuse"]["history"]
+        assert 0 < row["train_loss"] < 4
+        assert 0 <= row["train_accuracy"] <= 1
+        curves.append((row["train_loss"], row["train_accuracy"]))
+    assert curves[0] == curves[1]
+
+
+def test_recordings_lose_events(events: str) -> None:
+    module = Classifier(
+        TrainConfig(dataset=events, model="mlp", num_steps=5, shift=0, drop_events=True)
+    )
+    counts = torch.full((80, 5, *SHAPES[events]), 3, dtype=torch.uint8)
+    left, _ = module.augment(counts, torch.arange(80))
+    share = left.flatten(1).float().mean(1) / 3
+    assert 0.1 < (share == 1).float().mean() < 0.5
+    assert 0.4 < share.mean() < 0.95
 
 
 def test_channels_last_agrees_to_rounding(

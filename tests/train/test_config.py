@@ -94,6 +94,15 @@ WRONG = [
     ({"dataset": "shd"}, "model is conv, but shd is one-dimensional: choose mlp"),
     ({"dataset": "shd", "shift": 1}, "shift is given, but shd has no rows and columns"),
     ({"dataset": "shd", "flip": True}, "flip is given, but shd has no rows and columns"),
+    ({"dataset": "shd", "model": "mlp", "cutmix": 1.0}, "cutmix is given, but shd has no rows and"),
+    ({"dataset": "shd", "model": "mlp", "erase": 0.5}, "erase is given, but shd has no rows and"),
+    ({"dataset": "nmnist", "erase": 0.5}, "erase is given, but nmnist has no images: remove it"),
+    ({"drop_events": True}, "drop_events is given, but digits is not event data: remove it"),
+    (
+        {"dataset": "nmnist", "model": "event-mlp", "drop_events": True},
+        "drop_events is given, but event-mlp reads packed frames: remove it",
+    ),
+    ({"mixup": -0.5}, "mixup is -0.5: expected a number of at least 0"),
     ({"shift": 9}, "shift is 9: expected a whole number from 0 to 8"),
 ]
 

@@ -69,6 +69,21 @@ def test_the_data_module_splits_as_the_command_does() -> None:
         DataModule(TrainConfig(batch_size=9999)).setup()
 
 
+def test_published_validation_examples_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    train_part, test = data.load("digits")
+    parts = train_part[:300], train_part[300:340], test
+    monkeypatch.setattr(DataModule, "load", lambda self: parts)
+    examples = DataModule(CONFIG)
+    examples.setup()
+    assert (len(examples.training), len(examples.validation)) == (300, 40)
+    assert torch.equal(examples.training.pixels, parts[0].pixels)
+    assert torch.equal(examples.test.labels, test.labels)
+    wrong = data.Images(parts[1].pixels, parts[1].labels + 10)
+    monkeypatch.setattr(DataModule, "load", lambda self: (parts[0], wrong, test))
+    with pytest.raises(data.DataError, match="has read validation labels from 10 to 19"):
+        DataModule(CONFIG).setup()
+
+
 def test_processes_that_the_module_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pl.Trainer, "world_size", property(lambda self: 2))
     with pytest.raises(ConfigError, match="the trainer has 2 processes, and the module knows of 1"):

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from spikefuse.train import cli, run
-from spikefuse.train.config import RunOptions, TrainConfig
+from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.processes import Processes
+from spikefuse.train.run_options import RunOptions
 from tests.processes import finish, free_port, torchrun, wait_for
 from tests.train.runs import OPTIONS, PLAIN, assert_same_curve, rows, start
 

@@ -1,0 +1,300 @@
+"""Accuracy over training time on CIFAR-10: spikefuse, SpikingJelly and ReLU in the same network.
+
+    python -m benchmarks.accuracy --epochs 90 --seeds 0 1 2
+    python -m benchmarks.accuracy --epochs 90 --checkpoints /tmp/accuracy --seconds 540
+
+CIFAR-10 is read as JPEG copies from `cifar10/cifar10_{train,test}_jpeg.npz` in the data folder,
+which are lossy: accuracies are close to those on the original images, but not the same. All
+networks are `ms_resnet18` for small images, or another of our ResNets, with the same weights at the
+start, batches, augmentation and schedule: SGD with Nesterov momentum, a one-cycle learning rate,
+label smoothing, bfloat16 and channels-last. The images are on the device as bytes.
+
+A spiking network runs T steps of LIF neurons on the same image, with a triangular surrogate. Both
+kinds compute the layers before the first neuron once for all steps. SpikingJelly's neurons are its
+function with a float32 state, its fastest path, on the folded tensor. The ReLU network sees the
+image once. Each step is recorded as a CUDA graph where it can be.
+
+There is a row for each epoch. `seconds` are those of its training steps; the first epoch includes
+compilation and recording. Evaluation, on all test images in every epoch, is not counted. With
+`--seconds` the script stops at the end of an epoch, before that time; called again with the same
+options and `--checkpoints`, it continues. Quick runs use random images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import spikefuse as sf
+from benchmarks import layers, plots, runner
+from benchmarks.networks import cudnn_search
+from benchmarks.runner import Record, synchronize
+from spikefuse import data
+from spikefuse.data import Images
+from spikefuse.data.files import default_directory, replacing
+from spikefuse.models import resnet
+from spikefuse.nn.encode import direct
+from spikefuse.train.optimize import sequence_loss
+from spikefuse.train.seeding import Purpose, order, reseed
+
+OURS, JELLY, RELU = NAMES = (layers.OURS, "spikingjelly", "relu")
+MODELS = ("ms_resnet18", "ms_resnet34", "resnet18", "resnet34")
+CLASSES, MEAN, STD = 10, (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
+MOMENTUM, EVAL_BATCH = 0.9, 1000
+QUICK = {"epochs": 2, "batch": 8, "T": 2}
+# Options that change no row.
+PLACES = ("checkpoints", "data_dir", "names", "rounds", "seconds", "seeds")
+
+
+def main(argv: list[str] | None = None) -> Path:
+    parser = runner.make_parser("accuracy", __doc__)
+    add = parser.add_argument
+    add("--names", nargs="+", default=list(NAMES), choices=NAMES, help="networks (all)")
+    add("--seeds", type=int, nargs="+", default=[0], help="(0)")
+    add("--model", default=MODELS[0], choices=MODELS, help="(ms_resnet18)")
+    add("--T", type=int, default=4, help="time steps (4)")
+    add("--decay", type=float, default=0.5, help="of the neurons (0.5)")
+    add("--threshold", type=float, default=1.0, help="of the neurons (1)")
+    add("--loss", default="mean", choices=("mean", "every"), help="as of spikefuse train (mean)")
+    add("--epochs", type=int, default=60, help="of the schedule (60)")
+    add("--batch", type=int, default=500, help="(500)")
+    add("--lr", type=float, default=0.2, help="highest learning rate (0.2)")
+    add("--rise", type=float, default=0.2, help="share of the run before it (0.2)")
+    add("--weight-decay", type=float, default=5e-4, help="of weights, not of norms (5e-4)")
+    add("--smoothing", type=float, default=0.1, help="of labels (0.1)")
+    add("--shift", type=int, default=4, help="pixels (4)")
+    add("--cutout", type=int, default=16, help="side in pixels (16)")
+    add("--trivial-augment", action="store_true")
+    add("--mixup", type=float, default=0.0, help="alpha, 0 for none (0)")
+    add("--cutmix", type=float, default=0.0, help="alpha, 0 for none (0)")
+    add("--seconds", type=float, help="stop before this time, evaluation included")
+    add("--checkpoints", type=Path, help="folder of checkpoints, to continue from")
+    add("--data-dir", type=Path, default=default_directory(), help="data folder")
+    args = runner.parse(parser, argv)
+    if args.quick:
+        vars(args).update(QUICK)
+    if args.mixup and args.cutmix:
+        parser.error("--mixup and --cutmix are both given: choose one")
+    if args.seconds is not None and args.checkpoints is None:
+        parser.error("--seconds needs --checkpoints, to continue from")
+    settings = {k: v for k, v in runner.settings_of(args).items() if k not in PLACES}
+    settings["data"] = "random images" if args.quick else "CIFAR-10, JPEG copies"
+    with cudnn_search(torch.device(args.device)):
+        left_out: list[Record] = []
+        found = rows(args, settings, left_out)
+        return runner.write_rows(args, found, describe, settings, left_out, plots.accuracy)
+
+
+def describe(row: Record) -> str:
+    speed = f"{row['images_per_s']:,} images/s"
+    what = f"{row['name']}, seed {row['seed']}, epoch {row['epoch']}"
+    return f"{what}: {row['accuracy']:.2%}, loss {row['loss']:.3f}, {row['seconds']:.1f} s, {speed}"
+
+
+def rows(args: argparse.Namespace, settings: Record, left_out: list[Record]) -> Iterator[Record]:
+    device, started, longest = torch.device(args.device), time.perf_counter(), 0.0
+    if args.quick:
+        drawn = np.random.default_rng(0).integers(256, size=(10, 3, 16, 16), dtype=np.uint8)
+        training = testing = Images(torch.from_numpy(drawn), torch.arange(10)).to(device)
+    else:
+        paths = (args.data_dir / "cifar10" / f"cifar10_{p}_jpeg.npz" for p in ("train", "test"))
+        training, testing = (decode(path).to(device) for path in paths)
+    for seed in args.seeds:
+        for name in args.names:
+            try:
+                run = Run(name, seed, args, training)
+            except ImportError as error:  # the others are still trained
+                left_out.append({"row": name, "reason": runner.first_line(error)})
+                print(f"{name}: left out, {left_out[-1]['reason']}", flush=True)
+                continue
+            yield from run.load(settings)
+            while run.epoch < args.epochs:
+                begun = time.perf_counter()
+                if args.seconds is not None and begun + longest > started + args.seconds:
+                    return
+                row = run.train() | {"accuracy": run.accuracy(testing)}
+                longest = max(longest, time.perf_counter() - begun)
+                run.save(row, settings)
+                yield row
+            del run
+            runner.release(device)
+
+
+def decode(path: Path) -> Images:
+    """Decode a file of JPEG images, one after the other in `jpeg`, which begin at `offsets`."""
+    from PIL import Image
+
+    with np.load(path) as file:
+        content, offsets, labels = file["jpeg"], file["offsets"].tolist(), file["labels"]
+    pixels = np.empty((len(labels), 32, 32, 3), np.uint8)
+
+    def read(i: int) -> None:
+        image = io.BytesIO(content[offsets[i] : offsets[i + 1]].tobytes())
+        pixels[i] = np.asarray(Image.open(image))
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(read, range(len(labels))))
+    planes = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
+    return Images(planes, torch.from_numpy(labels.astype(np.int64)))
+
+
+class OfSpikingJelly(nn.Module):
+    """Maps images `[B, C, H, W]` to `[T, B, classes]`, on the folded tensor `[T*B, ...]`."""
+
+    def __init__(self, args: argparse.Namespace, make: Callable[..., nn.Sequential]) -> None:
+        super().__init__()
+        jelly = layers.Jelly(torch.device(args.device), args.decay, args.threshold, sigmoid=False)
+        net = make(partial(layers.JellyFunction, args.T, jelly.function))
+        self.steps, self.stem, self.net = args.T, net[:2], net[2:]  # convolution and norm
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(torch.cat([self.stem(images)] * self.steps)).unflatten(0, (self.steps, -1))
+
+
+def make_network(name: str, args: argparse.Namespace) -> tuple[nn.Module, Callable[..., Tensor]]:
+    """Return the network, and a function from images `[B, ...]` to logits `[T, B, classes]`."""
+
+    def make(activation: Callable[[], nn.Module]) -> nn.Sequential:
+        return getattr(resnet, args.model)(activation, 3, CLASSES, (32, 32), stem="cifar")
+
+    if name == RELU:
+        net = make(nn.ReLU)
+        return net, lambda images: net(images).unsqueeze(0)
+    if name == JELLY:
+        jelly = OfSpikingJelly(args, make)
+        return jelly, jelly
+    surrogate = sf.surrogate.PiecewiseQuadratic(1.0)
+    neuron = partial(sf.LIF, args.decay, args.threshold, surrogate=surrogate)
+    temporal = sf.fuse(sf.Temporal(make(neuron)))
+    return temporal, lambda images: temporal(direct(images, args.T))
+
+
+class Run:
+    """The training of one network: its state, and a step that a CUDA graph can hold."""
+
+    def __init__(self, name: str, seed: int, args: argparse.Namespace, training: Images) -> None:
+        self.args, self.name, self.seed, self.training = args, name, seed, training
+        self.device, self.epoch = torch.device(args.device), 0
+        self.rows: list[Record] = []
+        self.generator = torch.default_generator
+        if self.device.type == "cuda":
+            self.generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        reseed(seed, Purpose.WEIGHTS)
+        self.net, self.call = make_network(name, args)
+        self.net.to(self.device, memory_format=torch.channels_last)
+        self.mean, self.std = (
+            255 * torch.tensor(values, device=self.device).view(3, 1, 1) for values in (MEAN, STD)
+        )
+        parameters = list(self.net.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": args.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.SGD(
+            groups, args.lr, MOMENTUM, nesterov=True, fused=self.device.type == "cuda"
+        )
+        steps = args.epochs * (len(training) // args.batch)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, args.lr, steps, pct_start=args.rise, cycle_momentum=False
+        )
+        self.step = sf.graph_step(self._step, fallback=True)
+
+    def outputs(self, pixels: Tensor) -> Tensor:
+        """Return logits `[T, B, classes]` of bytes, or of their mixtures."""
+        images = (pixels.float() - self.mean) / self.std
+        with torch.autocast(self.device.type, torch.bfloat16):
+            return self.call(images.contiguous(memory_format=torch.channels_last))
+
+    def _step(self, pixels: Tensor, labels: Tensor) -> Tensor:
+        args, targets = self.args, labels
+        pixels = data.random_shift(pixels, args.shift, self.generator)
+        pixels = data.random_flip(pixels, self.generator)
+        if args.trivial_augment:
+            pixels = data.trivial_augment(pixels, self.generator)
+        pixels = data.cutout(pixels, args.cutout, self.generator)
+        for mix, alpha in ((data.mixup, args.mixup), (data.cutmix, args.cutmix)):
+            if alpha:
+                one_hot = targets.unsqueeze(1) == torch.arange(CLASSES, device=self.device)
+                pixels, targets = mix(pixels, one_hot.float(), alpha, self.generator)
+        self.optimizer.zero_grad()
+        loss = sequence_loss(self.outputs(pixels), targets, args.loss, args.smoothing)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def train(self) -> Record:
+        """Train for an epoch."""
+        reseed(self.seed, Purpose.STEP, self.epoch)
+        self.net.train()
+        synchronize(self.device)
+        start = time.perf_counter()
+        total, batch = torch.zeros((), device=self.device), self.args.batch
+        shuffled = order(len(self.training), self.seed, self.epoch).to(self.device)
+        batches = shuffled.split(batch)[: len(shuffled) // batch]
+        for chosen in batches:
+            total += self.step(self.training.pixels[chosen], self.training.labels[chosen])
+            self.schedule.step()
+        synchronize(self.device)
+        seconds, self.epoch = time.perf_counter() - start, self.epoch + 1
+        return {
+            **{"name": self.name, "seed": self.seed, "epoch": self.epoch},
+            "loss": round(total.item() / len(batches), 5),
+            "seconds": round(seconds, 3),
+            "images_per_s": round(len(batches) * batch / seconds),
+            "graph": self.step.num_replays > 0,
+        }
+
+    @torch.no_grad()
+    def accuracy(self, testing: Images) -> float:
+        self.net.eval()
+        parts = zip(testing.pixels.split(EVAL_BATCH), testing.labels.split(EVAL_BATCH), strict=True)
+        right = [(self.outputs(x).float().mean(0).argmax(1) == y).sum() for x, y in parts]
+        return int(torch.stack(right).sum()) / len(testing)
+
+    # Checkpoints
+
+    @property
+    def path(self) -> Path | None:
+        folder = self.args.checkpoints
+        return folder and folder / f"{self.name}-{self.seed}.pt"
+
+    def save(self, row: Record, settings: Record) -> None:
+        self.rows.append(row)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            content = {"settings": settings, "rows": self.rows}
+            state = {name: part.state_dict() for name, part in self._parts().items()}
+            with replacing(self.path) as temporary:
+                torch.save(content | state, temporary)
+
+    def load(self, settings: Record) -> list[Record]:
+        """Continue from a checkpoint, if there is one; return the rows of its epochs.
+
+        Raises:
+            SystemExit: its run had other settings.
+        """
+        if self.path is not None and self.path.is_file():
+            found = torch.load(self.path, map_location=self.device, weights_only=True)
+            if found["settings"] != settings:
+                raise SystemExit(f"{self.path} has other settings: choose another --checkpoints")
+            for name, part in self._parts().items():
+                part.load_state_dict(found[name])
+            self.rows, self.epoch = found["rows"], len(found["rows"])
+        return self.rows
+
+    def _parts(self) -> dict[str, Any]:
+        return {"net": self.net, "optimizer": self.optimizer, "schedule": self.schedule}
+
+
+if __name__ == "__main__":
+    main()

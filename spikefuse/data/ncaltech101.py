@@ -1,0 +1,69 @@
+"""N-Caltech101: recordings of the images of Caltech101 by a moving camera.
+
+Orchard, Jayawant, Cohen, Thakor, "Converting Static Image Datasets to Spiking Neuromorphic
+Datasets Using Saccades", Frontiers in Neuroscience 9:437, 2015.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from spikefuse.data.files import DataError, class_files, find_folder
+from spikefuse.data.nmnist import read_saccades
+from spikefuse.data.recordings import RecordingSet
+
+PAGE = "https://www.garrickorchard.com/datasets/n-caltech101"
+# The largest images; smaller ones begin in the upper left corner.
+SIZE = (2, 180, 240)
+# 100 classes and one of other images. The class "Faces" of Caltech101 is left out, as published.
+CLASSES = (
+    *("BACKGROUND_Google", "Faces_easy", "Leopards", "Motorbikes", "accordion", "airplanes"),
+    *("anchor", "ant", "barrel", "bass", "beaver", "binocular", "bonsai", "brain"),
+    *("brontosaurus", "buddha", "butterfly", "camera", "cannon", "car_side", "ceiling_fan"),
+    *("cellphone", "chair", "chandelier", "cougar_body", "cougar_face", "crab", "crayfish"),
+    *("crocodile", "crocodile_head", "cup", "dalmatian", "dollar_bill", "dolphin", "dragonfly"),
+    *("electric_guitar", "elephant", "emu", "euphonium", "ewer", "ferry", "flamingo"),
+    *("flamingo_head", "garfield", "gerenuk", "gramophone", "grand_piano", "hawksbill"),
+    *("headphone", "hedgehog", "helicopter", "ibis", "inline_skate", "joshua_tree", "kangaroo"),
+    *("ketch", "lamp", "laptop", "llama", "lobster", "lotus", "mandolin", "mayfly", "menorah"),
+    *("metronome", "minaret", "nautilus", "octopus", "okapi", "pagoda", "panda", "pigeon"),
+    *("pizza", "platypus", "pyramid", "revolver", "rhino", "rooster", "saxophone", "schooner"),
+    *("scissors", "scorpion", "sea_horse", "snoopy", "soccer_ball", "stapler", "starfish"),
+    *("stegosaurus", "stop_sign", "strawberry", "sunflower", "tick", "trilobite", "umbrella"),
+    *("watch", "water_lilly", "wheelchair", "wild_cat", "windsor_chair", "wrench", "yin_yang"),
+)
+TRAIN_SHARE = 0.9  # of each class, at its beginning
+
+
+def find_ncaltech101(directory: Path) -> tuple[RecordingSet, RecordingSet]:
+    """Find training and test recordings in one folder of .bin files per class.
+
+    The dataset has no test set. As SpikingJelly's `split_to_train_test_set(0.9, ...)` does without
+    shuffling, the first nine tenths of each class, rounded down, are used for training.
+
+    Raises:
+        DataError: a folder is missing, or has fewer than two .bin files.
+    """
+    inner = directory / "ncaltech101" / "Caltech101"  # the folder in the published archive
+    directory = inner if inner.is_dir() else directory
+    folder = find_folder("ncaltech101", CLASSES, directory, PAGE)
+    how = f"get the dataset from {PAGE} and unpack it there"
+    files, labels = class_files(folder, CLASSES, {".bin"}, how)
+    counts = np.bincount(labels)
+    if counts.min() < 2:
+        name = CLASSES[counts.argmin()]
+        raise DataError(f"ncaltech101: {folder / name} has one recording, expected two: {how}")
+    place = np.arange(len(labels)) - np.repeat(counts.cumsum() - counts, counts)
+    is_training = place < (TRAIN_SHARE * counts).astype(int)[labels]
+    return _recordings(files, labels, is_training), _recordings(files, labels, ~is_training)
+
+
+def _recordings(files: tuple[Path, ...], labels: list[int], chosen: np.ndarray) -> RecordingSet:
+    own = tuple(file for file, is_chosen in zip(files, chosen, strict=True) if is_chosen)
+    return RecordingSet(SIZE, np.array(labels)[chosen], own, partial(map, read_ncaltech101, own))
+
+
+read_ncaltech101 = partial(read_saccades, size=SIZE)

@@ -1,0 +1,55 @@
+"""The options of a run that do not determine its result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spikefuse.train.fields import AT_LEAST_ONE, check_fields, choice, describe, flag, number
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where and how to run; the result does not depend on these options.
+
+    Raises:
+        ConfigError: a value has the wrong type or is out of range.
+    """
+
+    out: Path | None = field(
+        default=None, metadata=describe("new folder of the run", Path, "runs/DATASET-MODEL-N")
+    )
+    time_ranks: int = number(1, "processes that share a sequence, under torchrun", AT_LEAST_ONE)
+    data_ranks: int | None = number(
+        None, "processes that share a batch", AT_LEAST_ONE, "all processes / time-ranks", int
+    )
+    time_chunks: int | None = number(
+        None,
+        "microbatches in which states are sent from one time rank to the next",
+        AT_LEAST_ONE,
+        "1 on GPUs, which do not wait for states; 4 on CPUs",
+        int,
+    )
+    device: str = choice("auto", "device; auto is CUDA if available", DEVICES)
+    logger: str | None = field(
+        default=None,
+        metadata=describe(
+            "Lightning logger in addition to CSV and TensorBoard, such as wandb or mlflow, or "
+            "module:function for one of your own",
+            str,
+            "none",
+        ),
+    )
+    data_dir: Path | None = field(
+        default=None, metadata=describe("folder of the datasets", Path, "see below")
+    )
+    download: bool = flag(
+        False,
+        "download missing files of mnist, fashion_mnist, cifar10 and cifar100, verifying checksums",
+        "no",
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)

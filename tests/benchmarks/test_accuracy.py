@@ -1,0 +1,76 @@
+"""The script for accuracy over time: its data, and runs that continue from checkpoints."""
+
+from __future__ import annotations
+
+import io
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from benchmarks import accuracy, record
+
+
+def test_jpeg_images_are_decoded_in_order(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
+    files, expected = [], []
+    for image in pixels:
+        file = io.BytesIO()
+        Image.fromarray(image).save(file, "jpeg")
+        files.append(file.getvalue())
+        expected.append(np.asarray(Image.open(file)))
+    offsets = np.cumsum([0, *map(len, files)])
+    content = np.frombuffer(b"".join(files), np.uint8)
+    labels = np.array([3, 1, 2], np.uint8)
+    np.savez(tmp_path / "a.npz", jpeg=content, offsets=offsets, labels=labels)
+    images = accuracy.decode(tmp_path / "a.npz")
+    assert images.labels.dtype == torch.int64
+    assert images.labels.tolist() == [3, 1, 2]
+    np.testing.assert_array_equal(images.pixels.numpy(), np.stack(expected).transpose(0, 3, 1, 2))
+
+
+def test_a_run_continues_from_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def small(
+        name: str, args: Namespace
+    ) -> tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
+        net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 10))
+        return net, lambda images: net(images).unsqueeze(0)
+
+    monkeypatch.setattr(accuracy, "make_network", small)
+    options = ["--quick", "--device", "cpu", "--names", "relu", "--out", str(tmp_path)]
+    whole = record.read(accuracy.main(options))["rows"]
+    assert [row["epoch"] for row in whole] == [1, 2]
+    options += ["--checkpoints", str(tmp_path / "checkpoints")]
+    train = accuracy.Run.train
+
+    def interrupted(self: accuracy.Run) -> record.Any:
+        if self.epoch == 1:
+            raise KeyboardInterrupt
+        return train(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(accuracy.Run, "train", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            accuracy.main(options)
+    (first,) = record.read(accuracy.main([*options, "--seconds", "1e-6"]))["rows"]
+    again = record.read(accuracy.main(options))["rows"]
+    assert again[0] == first
+    assert [row["loss"] for row in again] == pytest.approx([row["loss"] for row in whole], rel=1e-4)
+    with pytest.raises(SystemExit, match=r"relu-0\.pt has other settings"):
+        accuracy.main([*options, "--lr", "0.1"])
+
+
+def test_options_that_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    for options in (["--mixup", "1", "--cutmix", "1"], ["--seconds", "9"]):
+        with pytest.raises(SystemExit):
+            accuracy.main(options)
+    found = capsys.readouterr().err
+    assert "--mixup and --cutmix are both given: choose one" in found
+    assert "--seconds needs --checkpoints" in found
