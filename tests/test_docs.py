@@ -24,6 +24,7 @@ import yaml
 import spikefuse as sf
 from spikefuse import testing
 from spikefuse.train.cli import make_parser
+from tests.notebooks import run_notebook
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/**/*.md"))]
@@ -56,16 +57,14 @@ def test_examples_run(
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their cells run in order, and the outputs in the file are those of one run."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    pyplot.switch_backend("agg")
-    monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
+def test_notebooks_run(
+    path: Path, own_threads: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their cells run in order, without data sets, and the outputs in the file are of one run."""
+    monkeypatch.setenv("SPIKEFUSE_DATA", str(tmp_path))
     cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
-    names: dict[str, Any] = {"__name__": "notebook"}
-    for cell in cells:
-        exec("".join(cell["source"]), names)
+    run_notebook(path, monkeypatch)
 
 
 @pytest.mark.parametrize("page", PAGES)
