@@ -29,6 +29,7 @@ from tests.notebooks import run_notebook
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/**/*.md"))]
 NOTEBOOKS = sorted(ROOT.glob("docs/tutorials/*.ipynb"))
+NOTEBOOK_PAGES = [path.relative_to(ROOT).as_posix() for path in NOTEBOOKS]
 # What may follow the three backticks. ```python no-run="needs a GPU"``` is compiled, but not run.
 FENCE = re.compile(r'(console|)|python( no-run="[^"]+")?')
 EXAMPLES = [
@@ -102,11 +103,15 @@ def test_named_modules_exist(page: str) -> None:
     assert [name for name in names if importlib.util.find_spec(name) is None] == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *NOTEBOOK_PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"],
+)
 def test_links_resolve(page: str) -> None:
     """Relative links name existing files, and fragments name headings of Markdown pages."""
+    text = text_of(ROOT / page) if page in NOTEBOOK_PAGES else read(page)
     broken = []
-    for path, fragment in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", prose(read(page))):
+    for path, fragment in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", prose(text)):
         target = (ROOT / page).parent / path if path else ROOT / page
         if not target.exists() or (fragment and fragment not in anchors(target.read_text())):
             broken.append(f"{path}#{fragment}" if fragment else path)
@@ -194,6 +199,12 @@ def in_reference() -> list[Any]:
 
 def read(page: str) -> str:
     return (ROOT / page).read_text()
+
+
+def text_of(notebook: Path) -> str:
+    """The cells of a notebook that are text."""
+    cells = json.loads(notebook.read_text())["cells"]
+    return "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
 
 
 def prose(text: str) -> str:
