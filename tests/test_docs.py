@@ -34,7 +34,7 @@ NOTEBOOK_PAGES = [path.relative_to(ROOT).as_posix() for path in NOTEBOOKS]
 FENCE = re.compile(r'(console|)|python( no-run="[^"]+")?')
 EXAMPLES = [
     pytest.param(block[2], not block[1], id=f"{page}-{text.count(chr(10), 0, block.start()) + 1}")
-    for page in PAGES
+    for page in [*PAGES, "CONTRIBUTING.md"]
     for text in [(ROOT / page).read_text()]
     for block in re.finditer(r"^```python(.*)\n((?s:.*?))^```", text, re.M)
 ]
