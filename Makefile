@@ -49,8 +49,10 @@ attack: $(HAS_DEV)
 	$(PY) -m tests.attack $(ARGS)
 
 # The other libraries get a folder of their own, because other tests would fail on their warnings.
+PARITY = $(PIP) --no-deps --upgrade --target .parity --requirement tests/parity/requirements.txt
+
 parity: $(HAS_DEV)
-	$(PIP) --no-deps --upgrade --target .parity --requirement tests/parity/requirements.txt
+	$(PARITY)
 	PYTHONPATH=.parity $(PY) -m pytest -n $(WORKERS) tests/parity $(ARGS)
 
 lint: $(HAS_DEV)
@@ -66,7 +68,8 @@ docs: $(HAS_DOCS)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
 
 tutorials: $(HAS_TUTORIALS)
-	$(PY) docs/site/notebooks.py
+	$(PARITY)
+	PYTHONPATH=.parity $(PY) docs/site/notebooks.py
 
 bench: $(HAS_TRAIN)
 	$(PY) -m benchmarks $(ARGS)

@@ -1,5 +1,5 @@
-"""Run the benchmarks that this machine is for, then rebuild the tables in docs/benchmarks.md and
-README.md.
+"""Run the benchmarks that this machine is for, then rebuild the tables in docs/benchmarks.md,
+README.md and a tutorial.
 
     python -m benchmarks            neurons, networks, events, first call, CPU
     python -m benchmarks --gpus     on several GPUs: DDP, time sharding, neuron sharding
@@ -19,7 +19,8 @@ import torch
 from benchmarks import record
 
 ON_GPU = ("neurons steps", "neurons", "recurrent", "block", "networks")
-TABLES = ("tables", "tables --page README.md")
+PAGES = ("docs/benchmarks.md", "README.md", "docs/tutorials/fast.ipynb")
+TABLES = tuple(f"tables --page {page}" for page in PAGES)
 ANYWHERE = ("events --streaming", "first_call", "neurons cpu", "cpu", *TABLES)
 
 

@@ -1,13 +1,14 @@
 """Write the tables of docs from benchmarks/results.
 
 python -m benchmarks.tables                              rewrite docs/benchmarks.md
-python -m benchmarks.tables --page README.md             rewrite another page
+python -m benchmarks.tables --page README.md             rewrite another page or notebook
 python -m benchmarks.tables --check                      fail if the page is outdated
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=record.RESULTS)
     args = parser.parse_args(argv)
     before = args.page.read_text()
-    after = filled(before, args.results, args.page.parent)
+    fill = filled_notebook if args.page.suffix == ".ipynb" else filled
+    after = fill(before, args.results, args.page.parent)
     if before == after:
         print(f"{args.page.name} is up to date")
     elif args.check:
@@ -70,10 +72,20 @@ def filled(text: str, results: Path, root: Path) -> str:
         body = f"Not measured yet: run `{command}`."
         if found or name == "papers":  # whose own figures need no result
             body = table(found, root)
+            body += "" if command == BENCH else f"\n\nCommand: `{command}`."
         return f"<!-- generated:{name} begin -->\n{body}\n<!-- generated:{name} end -->"
 
     pattern = r"<!-- generated:(?P<name>\S+) begin -->.*?<!-- generated:(?P=name) end -->"
     return re.sub(pattern, region, text, flags=re.S)
+
+
+def filled_notebook(text: str, results: Path, root: Path) -> str:
+    """Rewrite the generated regions in the cells of a notebook."""
+    notebook = json.loads(text)
+    for cell in notebook["cells"]:
+        source = filled("".join(cell["source"]), results, root)
+        cell["source"] = source.splitlines(keepends=True)
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 
 def read_results(folder: Path, benchmark: str) -> Results:
@@ -332,6 +344,19 @@ def networks(result: Result) -> Parts:
         yield f"{name}: {note}."
 
 
+def recorded_steps(result: Result) -> Parts:
+    """Yield the training steps of the first network: a line for each way to run them."""
+    first = result["rows"][0]
+    rows = [row for row in result["rows"] if row["workload"] == first["workload"]]
+    names = [f"{OURS}, eager", f"{OURS}, fused, eager", f"{OURS}, fused, sf.graph_step"]
+    lines = [[n, *(number(median(by_name(row).get(n))) for row in rows)] for n in names]
+    yield (
+        f"A training step of {first['model']}, T = {first['T']}, batches of {first['batch']}, "
+        "wall-clock milliseconds:"
+    )
+    yield markdown(["", *(row["dtype"] for row in rows)], lines)
+
+
 def _network_table(rows: list[Result], ways: Sequence[str], value: Callable[[Result], str]) -> str:
     """A line for each workload and dtype, a column for each network."""
     contenders = [c for row in rows for c in row["contenders"]]
@@ -538,6 +563,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     ),
     "neurons": ("neurons", each(neurons), BENCH),
     "networks": ("networks*", each(networks), BENCH),
+    "recorded-steps": ("networks_graph_step", each(recorded_steps), BENCH),
     "block": ("block", each(block), BENCH),
     "recurrent": ("recurrent", each(recurrent), SCRIPT.format("recurrent")),
     "bptt-figures": (

@@ -24,15 +24,17 @@ import yaml
 import spikefuse as sf
 from spikefuse import testing
 from spikefuse.train.cli import make_parser
+from tests.notebooks import run_notebook
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/**/*.md"))]
 NOTEBOOKS = sorted(ROOT.glob("docs/tutorials/*.ipynb"))
+NOTEBOOK_PAGES = [path.relative_to(ROOT).as_posix() for path in NOTEBOOKS]
 # What may follow the three backticks. ```python no-run="needs a GPU"``` is compiled, but not run.
 FENCE = re.compile(r'(console|)|python( no-run="[^"]+")?')
 EXAMPLES = [
     pytest.param(block[2], not block[1], id=f"{page}-{text.count(chr(10), 0, block.start()) + 1}")
-    for page in PAGES
+    for page in [*PAGES, "CONTRIBUTING.md"]
     for text in [(ROOT / page).read_text()]
     for block in re.finditer(r"^```python(.*)\n((?s:.*?))^```", text, re.M)
 ]
@@ -56,16 +58,14 @@ def test_examples_run(
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their cells run in order, and the outputs in the file are those of one run."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    pyplot.switch_backend("agg")
-    monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
+def test_notebooks_run(
+    path: Path, own_threads: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their cells run in order, without data sets, and the outputs in the file are of one run."""
+    monkeypatch.setenv("SPIKEFUSE_DATA", str(tmp_path))
     cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
-    names: dict[str, Any] = {"__name__": "notebook"}
-    for cell in cells:
-        exec("".join(cell["source"]), names)
+    run_notebook(path, monkeypatch)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -103,11 +103,15 @@ def test_named_modules_exist(page: str) -> None:
     assert [name for name in names if importlib.util.find_spec(name) is None] == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *NOTEBOOK_PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"],
+)
 def test_links_resolve(page: str) -> None:
     """Relative links name existing files, and fragments name headings of Markdown pages."""
+    text = text_of(ROOT / page) if page in NOTEBOOK_PAGES else read(page)
     broken = []
-    for path, fragment in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", prose(read(page))):
+    for path, fragment in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", prose(text)):
         target = (ROOT / page).parent / path if path else ROOT / page
         if not target.exists() or (fragment and fragment not in anchors(target.read_text())):
             broken.append(f"{path}#{fragment}" if fragment else path)
@@ -195,6 +199,12 @@ def in_reference() -> list[Any]:
 
 def read(page: str) -> str:
     return (ROOT / page).read_text()
+
+
+def text_of(notebook: Path) -> str:
+    """The cells of a notebook that are text."""
+    cells = json.loads(notebook.read_text())["cells"]
+    return "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
 
 
 def prose(text: str) -> str:

@@ -77,4 +77,8 @@ def on_page_content(html: str, **_: Any) -> str:
 
 def _mathml(match: re.Match[str]) -> str:
     display = "block" if match[1] == "div" else "inline"
-    return convert(unescape(match[2]), display=display).replace(r"\_", "_")
+    formula = unescape(match[2]).replace("{aligned}", "{align*}")  # which the converter knows
+    math = convert(formula, display=display).replace(r"\_", "_")
+    if "<mi>&</mi>" in math:
+        raise ValueError(f"the converter does not know the environment of {formula}")
+    return f'<div class="formula">{math}</div>' if display == "block" else math

@@ -1,7 +1,12 @@
-"""Run the notebooks in docs/tutorials and store their outputs: python docs/site/notebooks.py"""
+"""Run the notebooks in docs/tutorials and store their outputs: python docs/site/notebooks.py
+
+PYTHONPATH names the folder with the libraries that one of them converts networks of.
+"""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import nbformat
@@ -19,6 +24,7 @@ def run(path: Path) -> None:
 
 
 if __name__ == "__main__":
+    os.environ["SPIKEFUSE_DATA"] = tempfile.gettempdir()  # outputs are those of generated data
     for path in sorted(FOLDER.glob("*.ipynb")):
         print(path.name, flush=True)
         run(path)

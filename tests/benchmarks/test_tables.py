@@ -8,7 +8,12 @@ import pytest
 
 from benchmarks import plots, record, tables
 
-PAGES = ("docs/benchmarks.md", "docs/reproduce.md", "README.md")
+PAGES = (
+    "docs/benchmarks.md",
+    "docs/reproduce.md",
+    "docs/tutorials/fast.ipynb",
+    "README.md",
+)
 PLOTS = {
     "timestep_scaling": plots.timestep_scaling,
     "time_sharding": plots.time_sharding,

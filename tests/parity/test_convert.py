@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spikefuse as sf
+from tests.notebooks import run_notebook
 from tests.parity import test_spikingjelly
 from tests.parity.comparison import Draw
 
@@ -58,7 +59,9 @@ def assert_same_spikes(ours: Tensor, theirs: Tensor) -> None:
     assert torch.equal(ours, theirs)
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "converting.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "converting.md"
+TUTORIAL = DOCS / "tutorials" / "from-another-library.ipynb"
 EXAMPLES = re.findall(r"^```python no-run=.*\n((?s:.*?))^```", PAGE.read_text(), re.M)
 
 
@@ -69,6 +72,15 @@ def test_documented_examples(number, tmp_path):
     script = tmp_path / "example.py"
     script.write_text(EXAMPLES[number])
     exec(compile(EXAMPLES[number], script, "exec"), {"__name__": "example"})
+
+
+def test_tutorial(monkeypatch, capsys):
+    """The cells that run where the libraries are installed only."""
+    run_notebook(TUTORIAL, monkeypatch)
+    printed = capsys.readouterr().out
+    assert printed.count("100.00% of 4000 outputs are equal") == 3
+    assert "outputs agree: True" in printed
+    assert "takes a state: write `spike = self.lif(self.fc(step))`" in printed
 
 
 # SpikingJelly.
