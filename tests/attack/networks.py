@@ -97,21 +97,23 @@ def results(net: sf.Temporal, x: Tensor, impl: str = "auto") -> dict[str, Tensor
     return {name: torch.zeros(()) if v is None else v for name, v in found.items()}
 
 
-def spikes(net: nn.Module, x: Tensor, impl: str) -> list[Tensor]:
-    """Return the outputs of all neurons of a plain network."""
+def spikes(net: nn.Module, x: Tensor, impl: str, error: float = 0.0) -> list[Tensor]:
+    """Return the outputs of all neurons of a plain network whose norms err."""
     net, found = copy.deepcopy(net), []
     for m in net.modules():
         if isinstance(m, sf.Neuron):
             m.register_forward_hook(lambda m, args, y: found.append(y.detach().float()))
+        elif isinstance(m, nn.modules.batchnorm._BatchNorm):
+            m.register_forward_hook(lambda m, args, y: y + error)
     with torch.no_grad():
         sf.Temporal(net)(x, impl=impl)
     return found
 
 
 def is_steady(net: nn.Module, x: Tensor) -> bool:
-    """Return whether rounding decides no spike, as far as small changes of the input show."""
+    """Return whether rounding decides no spike, as far as errors of the input and of norms show."""
     expected, double = spikes(net, x, "reference"), copy.deepcopy(net).double()
-    others = [spikes(double, scale * x.double(), "reference") for scale in (1 - 1e-5, 1, 1 + 1e-5)]
+    others = [spikes(double, (1 + e) * x.double(), "reference", e) for e in (-1e-5, 0.0, 1e-5)]
     return all(torch.equal(a, b) for o in others for a, b in zip(o, expected, strict=True))
 
 
@@ -122,7 +124,9 @@ def case(seed: int) -> list[str]:
     generator = Generator(rng, steps * batch)
     net = generator.network().train(rng.random() < 0.8)
     x = make_input((steps, batch, *generator.input), seed=seed, constant=rng.random() < 0.3)
-    x = lay_out(x, rng.choice(LAYOUTS)) if x.stride(0) else x
+    # PyTorch's batch norm on a CPU (2.13) misreads gradients of a single image of other strides.
+    if x.stride(0) and steps * batch > 1:
+        x = lay_out(x, rng.choice(LAYOUTS))
     steady, found = is_steady(net, x), []
     expected = results(sf.Temporal(copy.deepcopy(net)), x, "reference")
     double = sf.Temporal(copy.deepcopy(net).double())
