@@ -24,7 +24,7 @@ from typing import Any
 from tests.attack.worker import work
 
 KINDS = ("definitions", "networks", "events", "files", "faults")
-SECONDS = 300  # that a case may take, compilation included
+SECONDS = 900  # that a case may take on a busy machine: some start trainings, or compile a lot
 RENEWED = 300  # cases after which a process ends, with all the kernels that it loaded
 
 
