@@ -244,13 +244,9 @@ def cutmix(
 
 def _beta(batch: Tensor, targets: Tensor, alpha: float, generator: torch.Generator) -> Tensor:
     """Check the arguments of a mixture, and draw from Beta(α, α) for each example."""
-    if not alpha > 0:
+    if not 0 < alpha < math.inf:
         raise ValueError(f"alpha is {alpha}: expected a positive number")
-    if (
-        targets.shape[:1] != batch.shape[:1]
-        or targets.ndim != 2
-        or not targets.dtype.is_floating_point
-    ):
+    if targets.shape[:1] != batch.shape[:1] or targets.ndim != 2 or not targets.is_floating_point():
         raise ValueError(
             f"targets are {targets.dtype} {list(targets.shape)}: expected class probabilities "
             f"[{len(batch)}, N], such as one_hot(labels, N).float()"

@@ -258,7 +258,8 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"\[2, 2, 4, 4\]: .*1 or 3 channels"):
         trivial_augment(images[:, :2], seeded())
     for mix in (mixup, cutmix):
-        with pytest.raises(ValueError, match="alpha is 0: expected a positive number"):
-            mix(images, one_hot(2), 0, seeded())
+        for alpha in (0, float("inf")):
+            with pytest.raises(ValueError, match=f"alpha is {alpha}: expected a positive number"):
+                mix(images, one_hot(2), alpha, seeded())
         with pytest.raises(ValueError, match=r"int64 \[2\]: expected class probabilities \[2, N\]"):
             mix(images, torch.tensor([0, 1]), 1.0, seeded())
