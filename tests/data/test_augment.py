@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -235,6 +236,24 @@ def test_no_shift_and_no_flip() -> None:
     assert random_shift(batch, 0, seeded()) is batch
     assert torch.equal(random_flip(batch, seeded(), 0.0), batch)
     assert torch.equal(random_flip(batch, seeded(), 1.0), batch.flip(-1))
+
+
+def test_without_a_generator_pytorchs_own_is_used() -> None:
+    images, frames = random_bytes((6, 3, 8, 8)), random_bytes((6, 5, 2, 8, 8))
+    calls: dict[Callable[..., Tensor | tuple[Tensor, Tensor]], tuple[Any, ...]] = {
+        random_shift: (images, 2),
+        random_flip: (images,),
+        cutout: (images, 3),
+        random_erasing: (images,),
+        trivial_augment: (images,),
+        drop_events: (frames,),
+        mixup: (images, one_hot(6), 1.0),
+        cutmix: (images, one_hot(6), 1.0),
+    }
+    for augment, args in calls.items():
+        torch.manual_seed(3)
+        found = augment(*args)
+        torch.testing.assert_close(found, augment(*args, generator=seeded(3)), rtol=0, atol=0)
 
 
 def test_wrong_arguments_are_named() -> None:
