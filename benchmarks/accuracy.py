@@ -14,10 +14,10 @@ kinds compute the layers before the first neuron once for all steps. SpikingJell
 function with a float32 state, its fastest path, on the folded tensor. The ReLU network sees the
 image once. Each step is recorded as a CUDA graph where it can be.
 
-There is a row for each epoch. `seconds` are those of its training steps; the first epoch includes
-compilation and recording. Evaluation, on all test images in every epoch, is not counted. With
-`--seconds` the script stops at the end of an epoch, before that time; called again with the same
-options and `--checkpoints`, it continues. Quick runs use random images.
+There is a row for each epoch. `seconds` are those of its training steps, with compilation and
+recording in the first epoch and after a continuation. Evaluation, on all test images in every
+epoch, is not counted. With `--seconds` the script stops at the end of an epoch, before that time;
+called again with the same options and `--checkpoints`, it continues. Quick runs use random images.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,8 +43,9 @@ from spikefuse.data import Images
 from spikefuse.data.files import default_directory, replacing
 from spikefuse.models import resnet
 from spikefuse.nn.encode import direct
-from spikefuse.train.optimize import sequence_loss
-from spikefuse.train.seeding import Purpose, order, reseed
+from spikefuse.train.batches import EvalBatches, TrainBatches
+from spikefuse.train.optimize import readout, sequence_loss
+from spikefuse.train.seeding import Purpose, reseed
 
 OURS, JELLY, RELU = NAMES = (layers.OURS, "spikingjelly", "relu")
 MODELS = ("ms_resnet18", "ms_resnet34", "resnet18", "resnet34")
@@ -113,12 +113,12 @@ def rows(args: argparse.Namespace, settings: Record, left_out: list[Record]) -> 
         for name in args.names:
             try:
                 run = Run(name, seed, args, training)
-            except ImportError as error:  # the others are still trained
+            except Exception as error:  # the others are still trained
                 left_out.append({"row": name, "reason": runner.first_line(error)})
                 print(f"{name}: left out, {left_out[-1]['reason']}", flush=True)
                 continue
             yield from run.load(settings)
-            while run.epoch < args.epochs:
+            while len(run.rows) < args.epochs:
                 begun = time.perf_counter()
                 if args.seconds is not None and begun + longest > started + args.seconds:
                     return
@@ -148,21 +148,9 @@ def decode(path: Path) -> Images:
     return Images(planes, torch.from_numpy(labels.astype(np.int64)))
 
 
-class OfSpikingJelly(nn.Module):
-    """Maps images `[B, C, H, W]` to `[T, B, classes]`, on the folded tensor `[T*B, ...]`."""
-
-    def __init__(self, args: argparse.Namespace, make: Callable[..., nn.Sequential]) -> None:
-        super().__init__()
-        jelly = layers.Jelly(torch.device(args.device), args.decay, args.threshold, sigmoid=False)
-        net = make(partial(layers.JellyFunction, args.T, jelly.function))
-        self.steps, self.stem, self.net = args.T, net[:2], net[2:]  # convolution and norm
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.net(torch.cat([self.stem(images)] * self.steps)).unflatten(0, (self.steps, -1))
-
-
 def make_network(name: str, args: argparse.Namespace) -> tuple[nn.Module, Callable[..., Tensor]]:
     """Return the network, and a function from images `[B, ...]` to logits `[T, B, classes]`."""
+    steps = args.T
 
     def make(activation: Callable[[], nn.Module]) -> nn.Sequential:
         return getattr(resnet, args.model)(activation, 3, CLASSES, (32, 32), stem="cifar")
@@ -171,24 +159,23 @@ def make_network(name: str, args: argparse.Namespace) -> tuple[nn.Module, Callab
         net = make(nn.ReLU)
         return net, lambda images: net(images).unsqueeze(0)
     if name == JELLY:
-        jelly = OfSpikingJelly(args, make)
-        return jelly, jelly
+        jelly = layers.Jelly(torch.device(args.device), args.decay, args.threshold, sigmoid=False)
+        net = make(partial(layers.JellyFunction, steps, jelly.function))
+        stem, rest = net[:2], net[2:]  # the stem is a convolution and a norm
+        return net, lambda images: rest(torch.cat([stem(images)] * steps)).unflatten(0, (steps, -1))
     surrogate = sf.surrogate.PiecewiseQuadratic(1.0)
     neuron = partial(sf.LIF, args.decay, args.threshold, surrogate=surrogate)
     temporal = sf.fuse(sf.Temporal(make(neuron)))
-    return temporal, lambda images: temporal(direct(images, args.T))
+    return temporal, lambda images: temporal(direct(images, steps))
 
 
 class Run:
     """The training of one network: its state, and a step that a CUDA graph can hold."""
 
     def __init__(self, name: str, seed: int, args: argparse.Namespace, training: Images) -> None:
-        self.args, self.name, self.seed, self.training = args, name, seed, training
-        self.device, self.epoch = torch.device(args.device), 0
-        self.rows: list[Record] = []
-        self.generator = torch.default_generator
-        if self.device.type == "cuda":
-            self.generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        self.args, self.name, self.seed, self.device = args, name, seed, torch.device(args.device)
+        self.rows: list[Record] = []  # one per epoch
+        self.batches = TrainBatches(training, args.batch, seed, self.steps_done, self.device)
         reseed(seed, Purpose.WEIGHTS)
         self.net, self.call = make_network(name, args)
         self.net.to(self.device, memory_format=torch.channels_last)
@@ -203,11 +190,15 @@ class Run:
         self.optimizer = torch.optim.SGD(
             groups, args.lr, MOMENTUM, nesterov=True, fused=self.device.type == "cuda"
         )
-        steps = args.epochs * (len(training) // args.batch)
+        steps = args.epochs * len(self.batches)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer, args.lr, steps, pct_start=args.rise, cycle_momentum=False
         )
+        self.parts = {"net": self.net, "optimizer": self.optimizer, "schedule": self.schedule}
         self.step = sf.graph_step(self._step, fallback=True)
+
+    def steps_done(self) -> int:
+        return len(self.rows) * len(self.batches)
 
     def outputs(self, pixels: Tensor) -> Tensor:
         """Return logits `[T, B, classes]` of bytes, or of their mixtures."""
@@ -217,15 +208,14 @@ class Run:
 
     def _step(self, pixels: Tensor, labels: Tensor) -> Tensor:
         args, targets = self.args, labels
-        pixels = data.random_shift(pixels, args.shift, self.generator)
-        pixels = data.random_flip(pixels, self.generator)
+        pixels = data.random_flip(data.random_shift(pixels, args.shift))
         if args.trivial_augment:
-            pixels = data.trivial_augment(pixels, self.generator)
-        pixels = data.cutout(pixels, args.cutout, self.generator)
+            pixels = data.trivial_augment(pixels)
+        pixels = data.cutout(pixels, args.cutout)
         for mix, alpha in ((data.mixup, args.mixup), (data.cutmix, args.cutmix)):
             if alpha:
                 one_hot = targets.unsqueeze(1) == torch.arange(CLASSES, device=self.device)
-                pixels, targets = mix(pixels, one_hot.float(), alpha, self.generator)
+                pixels, targets = mix(pixels, one_hot.float(), alpha)
         self.optimizer.zero_grad()
         loss = sequence_loss(self.outputs(pixels), targets, args.loss, args.smoothing)
         loss.backward()
@@ -234,31 +224,30 @@ class Run:
 
     def train(self) -> Record:
         """Train for an epoch."""
-        reseed(self.seed, Purpose.STEP, self.epoch)
+        epoch, num = len(self.rows), len(self.batches)
+        reseed(self.seed, Purpose.STEP, epoch)
         self.net.train()
         synchronize(self.device)
         start = time.perf_counter()
-        total, batch = torch.zeros((), device=self.device), self.args.batch
-        shuffled = order(len(self.training), self.seed, self.epoch).to(self.device)
-        batches = shuffled.split(batch)[: len(shuffled) // batch]
-        for chosen in batches:
-            total += self.step(self.training.pixels[chosen], self.training.labels[chosen])
+        total = torch.zeros((), device=self.device)
+        for batch in self.batches:
+            total += self.step(*batch)
             self.schedule.step()
         synchronize(self.device)
-        seconds, self.epoch = time.perf_counter() - start, self.epoch + 1
+        seconds = time.perf_counter() - start
         return {
-            **{"name": self.name, "seed": self.seed, "epoch": self.epoch},
-            "loss": round(total.item() / len(batches), 5),
+            **{"name": self.name, "seed": self.seed, "epoch": epoch + 1},
+            "loss": round(total.item() / num, 5),
             "seconds": round(seconds, 3),
-            "images_per_s": round(len(batches) * batch / seconds),
+            "images_per_s": round(num * self.args.batch / seconds),
             "graph": self.step.num_replays > 0,
         }
 
     @torch.no_grad()
     def accuracy(self, testing: Images) -> float:
         self.net.eval()
-        parts = zip(testing.pixels.split(EVAL_BATCH), testing.labels.split(EVAL_BATCH), strict=True)
-        right = [(self.outputs(x).float().mean(0).argmax(1) == y).sum() for x, y in parts]
+        batches = EvalBatches(testing, EVAL_BATCH, self.device)
+        right = [(readout(self.outputs(x), "mean").argmax(1) == y).sum() for x, y in batches]
         return int(torch.stack(right).sum()) / len(testing)
 
     # Checkpoints
@@ -273,7 +262,7 @@ class Run:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             content = {"settings": settings, "rows": self.rows}
-            state = {name: part.state_dict() for name, part in self._parts().items()}
+            state = {name: part.state_dict() for name, part in self.parts.items()}
             with replacing(self.path) as temporary:
                 torch.save(content | state, temporary)
 
@@ -287,13 +276,10 @@ class Run:
             found = torch.load(self.path, map_location=self.device, weights_only=True)
             if found["settings"] != settings:
                 raise SystemExit(f"{self.path} has other settings: choose another --checkpoints")
-            for name, part in self._parts().items():
+            for name, part in self.parts.items():
                 part.load_state_dict(found[name])
-            self.rows, self.epoch = found["rows"], len(found["rows"])
+            self.rows = found["rows"]
         return self.rows
-
-    def _parts(self) -> dict[str, Any]:
-        return {"net": self.net, "optimizer": self.optimizer, "schedule": self.schedule}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Examples are transformed independently, but all time steps and channels of an example alike. Batches
 are `[B, ..., H, W]` of any dtype; for `[T, B, ...]` pass `x.transpose(0, 1)`. No shape depends on a
-value, and random numbers come from the generator alone, so that a CUDA graph can hold all of them.
+value, and random numbers come from the given generator or else from PyTorch's default one of the
+device, so that a CUDA graph can hold all of them.
 
 Shape legend: B examples, T time steps, P polarities, H rows, W columns, N classes.
 """
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def random_shift(batch: Tensor, distance: int, generator: torch.Generator) -> Tensor:
+def random_shift(batch: Tensor, distance: int, generator: torch.Generator | None = None) -> Tensor:
     """Shift each example by up to `distance` pixels in both dimensions, filling with zeros.
 
     Equivalent to padding by `distance` and cropping at random, as usual for CIFAR-10 with 4.
@@ -26,7 +27,7 @@ def random_shift(batch: Tensor, distance: int, generator: torch.Generator) -> Te
     Args:
         batch: `[B, ..., H, W]`.
         distance: largest shift; 0 returns `batch` itself.
-        generator: random number generator on the device of `batch`.
+        generator: random number generator on the device of `batch`; None for PyTorch's own.
 
     Raises:
         ValueError: `distance` is negative, or `batch` has fewer than three dimensions.
@@ -48,14 +49,16 @@ def random_shift(batch: Tensor, distance: int, generator: torch.Generator) -> Te
     return moved.view(batch.shape)
 
 
-def random_flip(batch: Tensor, generator: torch.Generator, probability: float = 0.5) -> Tensor:
+def random_flip(
+    batch: Tensor, generator: torch.Generator | None = None, probability: float = 0.5
+) -> Tensor:
     """Mirror each example left to right with the given probability.
 
     Unsuitable for gestures and digits, whose meaning changes.
 
     Args:
         batch: `[B, ..., H, W]`.
-        generator: random number generator on the device of `batch`.
+        generator: random number generator on the device of `batch`; None for PyTorch's own.
         probability: probability of a flip, in [0, 1].
 
     Raises:
@@ -66,7 +69,7 @@ def random_flip(batch: Tensor, generator: torch.Generator, probability: float = 
     return torch.where(chosen, batch.flip(-1), batch)
 
 
-def cutout(batch: Tensor, side: int, generator: torch.Generator) -> Tensor:
+def cutout(batch: Tensor, side: int, generator: torch.Generator | None = None) -> Tensor:
     """Set a square at a random place in each example to zero.
 
     Its centre is uniform over the pixels, so part of the square may lie outside. A side of 16 is
@@ -78,7 +81,7 @@ def cutout(batch: Tensor, side: int, generator: torch.Generator) -> Tensor:
     Args:
         batch: `[B, ..., H, W]`.
         side: rows and columns of the square; 0 returns `batch` itself.
-        generator: random number generator on the device of `batch`.
+        generator: random number generator on the device of `batch`; None for PyTorch's own.
 
     Raises:
         ValueError: `side` is negative, or `batch` has fewer than three dimensions.
@@ -94,7 +97,7 @@ def cutout(batch: Tensor, side: int, generator: torch.Generator) -> Tensor:
 
 def random_erasing(
     batch: Tensor,
-    generator: torch.Generator,
+    generator: torch.Generator | None = None,
     probability: float = 0.5,
     area: tuple[float, float] = (0.02, 0.4),
     aspect: tuple[float, float] = (0.3, 10 / 3),
@@ -109,7 +112,7 @@ def random_erasing(
 
     Args:
         batch: images, uint8 `[B, ..., H, W]`.
-        generator: random number generator on the device of `batch`.
+        generator: random number generator on the device of `batch`; None for PyTorch's own.
         probability: probability that an image is changed, in [0, 1].
         area: least and greatest share.
         aspect: least and greatest ratio.
@@ -138,7 +141,7 @@ def random_erasing(
     return torch.where(chosen & inside, values, batch)
 
 
-def drop_events(batch: Tensor, generator: torch.Generator) -> Tensor:
+def drop_events(batch: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Drop events of each recording at random.
 
     One of four things happens to a recording, with equal probability: nothing; a share of
@@ -150,7 +153,7 @@ def drop_events(batch: Tensor, generator: torch.Generator) -> Tensor:
 
     Args:
         batch: counts of events `[B, T, P, H, W]`, or `[B, T, W]` for audio.
-        generator: random number generator on the device of `batch`.
+        generator: random number generator on the device of `batch`; None for PyTorch's own.
 
     Raises:
         ValueError: `batch` has another number of dimensions.
@@ -182,7 +185,7 @@ def drop_events(batch: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def mixup(
-    batch: Tensor, targets: Tensor, alpha: float, generator: torch.Generator
+    batch: Tensor, targets: Tensor, alpha: float, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return `λ x + (1 - λ) x'` of each example x and the one before it, x', and so the targets.
 
@@ -196,7 +199,7 @@ def mixup(
         batch: `[B, ...]`.
         targets: class probabilities, floating point `[B, N]`, such as one-hot classes.
         alpha: positive; 1 makes λ uniform.
-        generator: random number generator on the device of `batch`.
+        generator: random number generator on the device of `batch`; None for PyTorch's own.
 
     Returns:
         The mixed batch, in float32 if it has whole numbers, and the mixed targets.
@@ -211,7 +214,7 @@ def mixup(
 
 
 def cutmix(
-    batch: Tensor, targets: Tensor, alpha: float, generator: torch.Generator
+    batch: Tensor, targets: Tensor, alpha: float, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
     """Paste a rectangle of the example before into each example, and mix the targets by area.
 
@@ -242,15 +245,13 @@ def cutmix(
     return torch.where(inside, batch.roll(1, 0), batch), _mixed(targets, kept)
 
 
-def _beta(batch: Tensor, targets: Tensor, alpha: float, generator: torch.Generator) -> Tensor:
+def _beta(
+    batch: Tensor, targets: Tensor, alpha: float, generator: torch.Generator | None
+) -> Tensor:
     """Check the arguments of a mixture, and draw from Beta(α, α) for each example."""
-    if not alpha > 0:
+    if not 0 < alpha < math.inf:
         raise ValueError(f"alpha is {alpha}: expected a positive number")
-    if (
-        targets.shape[:1] != batch.shape[:1]
-        or targets.ndim != 2
-        or not targets.dtype.is_floating_point
-    ):
+    if targets.shape[:1] != batch.shape[:1] or targets.ndim != 2 or not targets.is_floating_point():
         raise ValueError(
             f"targets are {targets.dtype} {list(targets.shape)}: expected class probabilities "
             f"[{len(batch)}, N], such as one_hot(labels, N).float()"
@@ -265,7 +266,11 @@ def _mixed(targets: Tensor, weight: Tensor) -> Tensor:
 
 
 def _boxes(
-    batch: Tensor, rows: Tensor, columns: Tensor, generator: torch.Generator, within: bool = False
+    batch: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    generator: torch.Generator | None,
+    within: bool = False,
 ) -> Tensor:
     """Return a mask `[B, 1, ..., H, W]` of a rectangle at a random place in each example.
 
@@ -293,7 +298,7 @@ def _between(extent: int, start: Tensor, size: Tensor) -> Tensor:
     return (position >= 0) & (position < size.unsqueeze(1))
 
 
-def _uniform(batch: Tensor, generator: torch.Generator) -> Tensor:
+def _uniform(batch: Tensor, generator: torch.Generator | None) -> Tensor:
     return torch.rand(len(batch), device=batch.device, generator=generator)
 
 

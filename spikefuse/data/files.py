@@ -113,7 +113,9 @@ def _download(source: DownloadSource, name: str, folder: Path) -> Path:
     return Path(path)
 
 
-def find_folder(name: str, entries: tuple[str, ...], directory: Path, page: str) -> Path:
+def find_folder(
+    name: str, entries: tuple[str, ...], directory: Path, page: str, unpacked: str = ""
+) -> Path:
     """Return the first of `directory/name` and `directory` that contains all of `entries`.
 
     Args:
@@ -121,11 +123,12 @@ def find_folder(name: str, entries: tuple[str, ...], directory: Path, page: str)
         entries: files or folders that must exist, relative to the folder.
         directory: folder of the datasets.
         page: where the dataset is published, for the error message.
+        unpacked: folder in the published archive, searched in both, too.
 
     Raises:
         DataError: one of `entries` is missing.
     """
-    folders = (directory / name, directory)
+    folders = [base / sub for base in (directory / name, directory) for sub in ("", unpacked)]
     for folder in folders:
         if all((folder / entry).exists() for entry in entries):
             return folder

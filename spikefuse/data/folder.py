@@ -29,7 +29,7 @@ from spikefuse.data.images import Images, Index
 PAGE = "https://www.image-net.org/download.php"
 MAX_CLASSES = 1000
 TINY_PAGE = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
-TINY_FOLDER, TINY_CLASSES = "tiny-imagenet-200", 200
+TINY_CLASSES = 200
 # Lists the classes of the validation images, which are in one folder; and its most bytes.
 ANNOTATIONS, ANNOTATION_BYTES = "val_annotations.txt", 1 << 24
 ENDINGS = {".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm"}
@@ -124,9 +124,9 @@ def load_tiny_imagenet(
     Raises:
         DataError: as for `load_imagenet`, or the annotations are damaged.
     """
-    inner = directory / "tiny_imagenet" / TINY_FOLDER, directory / TINY_FOLDER
-    directory = next((folder for folder in inner if (folder / "train").is_dir()), directory)
-    folder = find_folder("tiny_imagenet", ("train", "val"), directory, TINY_PAGE)
+    folder = find_folder(
+        "tiny_imagenet", ("train", "val"), directory, TINY_PAGE, "tiny-imagenet-200"
+    )
     return _load("tiny_imagenet", folder, TINY_CLASSES, size, 1.0)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import signal
 import subprocess
 import sys
 from collections.abc import Generator, Iterator, Sequence
@@ -93,8 +94,11 @@ def _arrays(path: Path) -> Generator[np.ndarray]:
                 if len(content := process.stdout.read(size)) < size:
                     break
                 yield np.frombuffer(content)
-            if process.wait():
-                *_, reason = ["the HDF5 library ends", *process.stderr.read().decode().splitlines()]
+            if code := process.wait():
+                timed_out = code == -getattr(signal, "SIGALRM", 0)
+                limit = f"an array takes more than {SECONDS} seconds"
+                cause = limit if timed_out else "the HDF5 library crashes"
+                *_, reason = [cause, *process.stderr.read().decode().splitlines()]
                 raise damaged(path, reason)
         finally:
             process.kill()

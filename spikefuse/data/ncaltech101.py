@@ -47,9 +47,7 @@ def find_ncaltech101(directory: Path) -> tuple[RecordingSet, RecordingSet]:
     Raises:
         DataError: a folder is missing, or has fewer than two .bin files.
     """
-    inner = directory / "ncaltech101" / "Caltech101"  # the folder in the published archive
-    directory = inner if inner.is_dir() else directory
-    folder = find_folder("ncaltech101", CLASSES, directory, PAGE)
+    folder = find_folder("ncaltech101", CLASSES, directory, PAGE, "Caltech101")
     how = f"get the dataset from {PAGE} and unpack it there"
     files, labels = class_files(folder, CLASSES, {".bin"}, how)
     counts = np.bincount(labels)

@@ -28,7 +28,7 @@ LEVELS = 31
 GREY = (0.299, 0.587, 0.114)
 
 
-def trivial_augment(batch: Tensor, generator: torch.Generator) -> Tensor:
+def trivial_augment(batch: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Apply one operation to each image, drawn uniformly, with a strength drawn uniformly.
 
     The operations are those of the space "Wide": none, shear, translation and rotation, where
@@ -41,7 +41,7 @@ def trivial_augment(batch: Tensor, generator: torch.Generator) -> Tensor:
 
     Args:
         batch: images, uint8 `[B, C, H, W]`, where C is 1 or 3.
-        generator: random number generator on the device of `batch`.
+        generator: random number generator on the device of `batch`; None for PyTorch's own.
 
     Raises:
         ValueError: `batch` has another shape or dtype.

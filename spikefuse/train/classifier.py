@@ -145,33 +145,29 @@ class Classifier(pl.LightningModule):
             Inputs for `encode`, and classes `[B]` or class probabilities `[B, classes]`, float32.
         """
         config = self.config
-        # A CUDA graph reads the state of the device's default generator at each replay.
-        generator = torch.default_generator
-        if inputs.is_cuda:
-            generator = torch.cuda.default_generators[inputs.get_device()]
         if config.drop_events:
-            inputs = drop_events(inputs, generator)
+            inputs = drop_events(inputs)
         if config.shift:
-            inputs = random_shift(inputs, config.shift, generator)
+            inputs = random_shift(inputs, config.shift)
         if config.flip:
-            inputs = random_flip(inputs, generator)
+            inputs = random_flip(inputs)
         if config.trivial_augment:
-            inputs = trivial_augment(inputs, generator)
+            inputs = trivial_augment(inputs)
         if config.cutout:
-            inputs = cutout(inputs, config.cutout, generator)
+            inputs = cutout(inputs, config.cutout)
         if config.erase:
-            inputs = random_erasing(inputs, generator, config.erase)
+            inputs = random_erasing(inputs, probability=config.erase)
         if not config.mixup and not config.cutmix:
             return inputs, labels
         one_hot = labels.unsqueeze(1) == torch.arange(self._num_classes, device=labels.device)
         batch = inputs, one_hot.float()
         if not config.mixup:
-            return cutmix(*batch, config.cutmix, generator)
-        mixed = mixup(*batch, config.mixup, generator)
+            return cutmix(*batch, config.cutmix)
+        mixed = mixup(*batch, config.mixup)
         if not config.cutmix:
             return mixed
-        pasted = cutmix(*batch, config.cutmix, generator)
-        first = torch.rand(len(inputs), device=inputs.device, generator=generator) < 0.5
+        pasted = cutmix(*batch, config.cutmix)
+        first = torch.rand(len(inputs), device=inputs.device) < 0.5
         values, targets = (
             torch.where(first.view(-1, *[1] * (a.ndim - 1)), a, b)
             for a, b in zip(mixed, pasted, strict=True)

@@ -54,9 +54,9 @@ examples:
   tensorboard --logdir runs
 
 A run writes last.ckpt, best.ckpt (highest validation accuracy), metrics.csv and TensorBoard logs to
-its folder, and at the end curves.png, raster.png and result.json. A tenth of the training images is
-used for validation. The test images are used once, at the end, with the best epoch. Ctrl-C saves a
-checkpoint and prints the command that resumes the run.
+its folder, and at the end curves.png, raster.png and result.json. A tenth of the training examples
+is used for validation, unless the dataset has a validation set. The test examples are used once, at
+the end, with the best epoch. Ctrl-C saves a checkpoint and prints the command that resumes the run.
 
 The digits come with scikit-learn. All other datasets are read from --data-dir, else ${ENVIRONMENT},
 else the folder data/ of a source checkout of spikefuse, else the user's cache.

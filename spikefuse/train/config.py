@@ -212,13 +212,24 @@ class TrainConfig:
     trivial_augment: bool = flag(
         False, "change each training image by a random operation of random strength", "no"
     )
-    cutout: int = number(0, "side of a square set to zero, in pixels", NOT_NEGATIVE, "none")
+    cutout: int = number(
+        0,
+        "side of a random square of a training image that is set to zero, in pixels",
+        NOT_NEGATIVE,
+        "none",
+    )
     erase: float = number(
-        0.0, "probability of a random rectangle in a training image", between(0, 1), "none"
+        0.0,
+        "probability that a random rectangle of a training image is filled with random pixels",
+        between(0, 1),
+        "none",
     )
     drop_events: bool = flag(False, "drop events of training recordings at random", "no")
     mixup: float = number(
-        0.0, "mix each example with another one, with weights of Beta(N, N)", NOT_NEGATIVE, "none"
+        0.0,
+        "mix each example with another one, with weights of Beta(N, N), such as 0.2",
+        NOT_NEGATIVE,
+        "none",
     )
     cutmix: float = number(
         0.0,
@@ -303,6 +314,12 @@ class TrainConfig:
             yield from self._given(f"{self.dataset} has no images", *OF_IMAGES)
         if self.trivial_augment and dataset.shape[0] not in (1, 3):
             yield f"trivial_augment is given, but {self.dataset} is neither grey nor RGB: remove it"
+        side = min(dataset.shape[-2:])
+        if self.cutout >= side:  # it would often leave nothing of an image
+            yield (
+                f"cutout is {self.cutout}: expected less than the {side} rows or columns of "
+                f"{self.dataset}"
+            )
         slicing = self.slicing or dataset.transform.get("by")
         if self.slice_us is not None and slicing != "duration":
             yield f"slice_us is given, but slicing is {slicing}: remove it, or choose duration"
@@ -381,6 +398,8 @@ class TrainConfig:
             yield f"warmup is {self.warmup:g}: expected fewer than epochs, {self.epochs}"
         if self.step_epochs is not None and self.schedule != "step":
             yield f"step_epochs is given, but schedule is {self.schedule}: choose step"
+        if self.batch_size == 1:
+            yield from self._given("batch_size is 1", "mixup", "cutmix")
         if self.label_smoothing == 1:
             yield "label_smoothing is 1, which leaves nothing to learn: lower it"
         if self.cuda_graph and self.precision == "16":

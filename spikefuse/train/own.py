@@ -154,7 +154,10 @@ def check_examples(name: str, parts: Any) -> None:
     """
     dataset, read = DATASETS[name], f"the dataset {name} has read"
     if not isinstance(parts, tuple) or len(parts) not in (2, 3):
-        raise DataError(f"{read} {_kind(parts)}: expected (training examples, test examples)")
+        raise DataError(
+            f"{read} {_kind(parts)}: expected (training, test) or (training, validation, test) "
+            "examples"
+        )
     names = ("training", "test") if len(parts) == 2 else ("training", "validation", "test")
     for part, what in zip(parts, names, strict=True):
         labels = part.labels

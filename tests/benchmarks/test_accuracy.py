@@ -51,7 +51,7 @@ def test_a_run_continues_from_its_checkpoint(
     train = accuracy.Run.train
 
     def interrupted(self: accuracy.Run) -> record.Any:
-        if self.epoch == 1:
+        if len(self.rows) == 1:
             raise KeyboardInterrupt
         return train(self)
 
@@ -65,6 +65,20 @@ def test_a_run_continues_from_its_checkpoint(
     assert [row["loss"] for row in again] == pytest.approx([row["loss"] for row in whole], rel=1e-4)
     with pytest.raises(SystemExit, match=r"relu-0\.pt has other settings"):
         accuracy.main([*options, "--lr", "0.1"])
+
+
+def test_a_network_that_cannot_be_made_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str, args: Namespace) -> None:
+        raise AttributeError("of a dependency")
+
+    monkeypatch.setattr(accuracy, "make_network", broken)
+    options = ["--quick", "--device", "cpu", "--names", "spikingjelly", "--out", str(tmp_path)]
+    result = record.read(accuracy.main(options))
+    assert result["rows"] == []
+    reason = "AttributeError: of a dependency"
+    assert result["left_out"] == [{"row": "spikingjelly", "reason": reason}]
 
 
 def test_options_that_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:

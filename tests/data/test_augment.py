@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -237,6 +238,24 @@ def test_no_shift_and_no_flip() -> None:
     assert torch.equal(random_flip(batch, seeded(), 1.0), batch.flip(-1))
 
 
+def test_without_a_generator_pytorchs_own_is_used() -> None:
+    images, frames = random_bytes((6, 3, 8, 8)), random_bytes((6, 5, 2, 8, 8))
+    calls: dict[Callable[..., Tensor | tuple[Tensor, Tensor]], tuple[Any, ...]] = {
+        random_shift: (images, 2),
+        random_flip: (images,),
+        cutout: (images, 3),
+        random_erasing: (images,),
+        trivial_augment: (images,),
+        drop_events: (frames,),
+        mixup: (images, one_hot(6), 1.0),
+        cutmix: (images, one_hot(6), 1.0),
+    }
+    for augment, args in calls.items():
+        torch.manual_seed(3)
+        found = augment(*args)
+        torch.testing.assert_close(found, augment(*args, generator=seeded(3)), rtol=0, atol=0)
+
+
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="distance is -1"):
         random_shift(torch.zeros(2, 3, 4), -1, seeded())
@@ -258,7 +277,8 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"\[2, 2, 4, 4\]: .*1 or 3 channels"):
         trivial_augment(images[:, :2], seeded())
     for mix in (mixup, cutmix):
-        with pytest.raises(ValueError, match="alpha is 0: expected a positive number"):
-            mix(images, one_hot(2), 0, seeded())
+        for alpha in (0, float("inf")):
+            with pytest.raises(ValueError, match=f"alpha is {alpha}: expected a positive number"):
+                mix(images, one_hot(2), alpha, seeded())
         with pytest.raises(ValueError, match=r"int64 \[2\]: expected class probabilities \[2, N\]"):
             mix(images, torch.tensor([0, 1]), 1.0, seeded())

@@ -26,7 +26,7 @@ def write(folder: Path, recordings: dict[str, list[Columns]]) -> None:
             (folder / name / f"image_{i:04}.bin").write_bytes(nmnist_bytes(columns))
 
 
-@pytest.mark.parametrize("place", ["", "ncaltech101/Caltech101"])
+@pytest.mark.parametrize("place", ["Caltech101", "ncaltech101/Caltech101"])
 def test_reads_the_published_layout(tmp_path: Path, place: str) -> None:
     columns = random_columns(400, (180, 240), 0)
     ants = [random_columns(10 + i, (180, 240), i) for i in range(21)]

@@ -62,6 +62,8 @@ WRONG = [
         {"rate_penalty": 0.1, "model": "event-mlp", "encoding": "poisson"},
         "rate_penalty is given, but event-mlp has activity_weight: remove it",
     ),
+    ({"cutout": 8}, "cutout is 8: expected less than the 8 rows or columns of digits"),
+    ({"cutmix": 1.0, "batch_size": 1}, "cutmix is given, but batch_size is 1: remove it"),
     ({"label_smoothing": 1.0}, "label_smoothing is 1, which leaves nothing to learn"),
     ({"accumulate": 33}, "accumulate is 33: expected at most batch_size, 32"),
     (

@@ -202,7 +202,7 @@ def test_errors_name_the_module_the_attribute_and_the_fix(
             ("my_code:unflattened", "my_code:shapes"),
             "the model my_code:unflattened has outputs [2, 27, 1, 6, 3]: expected [T, 27, 3], one",
         ),
-        (("my_code:small", "my_code:one_part"), "has read of type Images: expected (training exa"),
+        (("my_code:small", "my_code:one_part"), "has read of type Images: expected (training, te"),
         (
             ("my_code:small", "my_code:wrong_shape"),
             "has read training torch.uint8 [N, 1, 6, 4]: expected torch.uint8 [N, 1, 4, 6]",
