@@ -202,7 +202,9 @@ class SequenceDropout(nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        steps = x.unflatten(0, (steps_of_call(self), -1))
+        if active.call is None:  # [T, B, ...]
+            return x * self.mask_of(x[0])
+        steps = x.unflatten(0, (active.call.num_steps, -1))
         return (steps * self.mask_of(steps[0])).flatten(0, 1)
 
 
@@ -222,17 +224,15 @@ class ScaledBatchNorm(_BatchNorm):
         pass
 
     def forward(self, x: Tensor) -> Tensor:
-        steps = steps_of_call(self)
+        if active.call is None:  # [T, B, C, ...]
+            return self.scaled(super().forward(x.flatten(0, 1)), len(x)).unflatten(0, x.shape[:2])
+        return self.scaled(super().forward(x), active.call.num_steps)
+
+    def scaled(self, y: Tensor, steps: int) -> Tensor:
         if steps != len(self.scale):
             raise ValueError(f"T is {steps}: expected {len(self.scale)}, the steps of its scale")
-        y = super().forward(x).unflatten(0, (steps, -1))
+        y = y.unflatten(0, (steps, -1))
         return (y * self.scale.view(-1, *(1,) * (y.ndim - 1))).flatten(0, 1)
-
-
-def steps_of_call(module: nn.Module) -> int:
-    if active.call is None:
-        raise RuntimeError(f"{type(module).__name__} needs the number of steps: run it by Temporal")
-    return active.call.num_steps
 
 
 def dropout(kind: type[nn.Dropout]) -> Callable[[Any], tuple[nn.Module, str]]:
@@ -350,6 +350,6 @@ LIBRARY = Library(
     RULES,
     REFUSED,
     mode,
-    networks=("model", "examples"),
+    networks=("model", "examples", "attention"),
     mixins=("StepModule", "SingleStepModule", "MultiStepModule"),
 )
