@@ -220,7 +220,8 @@ class _Converter:
         self.made[module] = made
         if made is not module:
             made.training = module.training
-            for child in made.modules() if isinstance(made, Neuron) else ():
+            rule = _rule_of(module)
+            for child in made.modules() if rule is not None and rule.is_stateful else ():
                 child.training = module.training
         if type(made) is not type(module) or note:
             self.table.rows.append(Row(name, _text(module), _text(made), note))
