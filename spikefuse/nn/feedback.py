@@ -75,6 +75,16 @@ class Feedback(nn.Module):
         spikes, call.finals[call.names[id(self.neuron)]] = self._loop(request)
         return flatten_steps(spikes)
 
+    def receive(self, x: Tensor, spikes: Tensor) -> Tensor:
+        """Return what the neurons receive in one step, of the shape of `x`."""
+        sent = self.body(spikes)
+        if sent.shape != x.shape:
+            raise ValueError(
+                f"body returned {list(sent.shape)} for spikes {list(x.shape)}: expected the same "
+                "shape"
+            )
+        return x + sent
+
     def _loop(self, request: Request) -> tuple[Tensor, States]:
         neuron, (x,), state = self.neuron, request.inputs, request.state
         backend = backend_of(request.inputs, request.backend)
@@ -85,13 +95,7 @@ class Feedback(nn.Module):
             own, spikes = tuple(state[:-1]), state[-1].to(x.dtype)
         found = []
         for now in x.unbind(0):
-            sent = self.body(spikes)
-            if sent.shape != now.shape:
-                raise ValueError(
-                    f"body returned {list(sent.shape)} for spikes {list(now.shape)}: expected the "
-                    "same shape"
-                )
-            step = Request(((now + sent).unsqueeze(0),), own, backend, final=True)
+            step = Request((self.receive(now, spikes).unsqueeze(0),), own, backend, final=True)
             outputs, own = neuron._scan(step)
             if len(outputs) > 1:
                 raise TypeError(f"neuron {neuron!r} has {len(outputs)} outputs: expected one")

@@ -23,7 +23,8 @@ from spikefuse.transforms.converters.common import (
     Rule,
     separate,
 )
-from spikefuse.transforms.converters.forward_code import Roles, findings
+from spikefuse.transforms.converters.forward_code import Roles, read_code
+from spikefuse.transforms.converters.over_time import over_time, refuse_temporal
 
 MakeModule = Callable[[Any], nn.Module]
 
@@ -104,9 +105,12 @@ def convert(
     threshold may spike in one library only.
 
     Nothing is converted by guess. An error lists all modules without an equivalent, and all lines
-    of a `forward` that loop over time, pass states, or count dims from the first where that is
-    time. Code for both of SpikingJelly's step modes, `if self.conv.step_mode == "s": ...`, runs in
-    step mode "s".
+    of a `forward` that loop over time or pass states. Code for both of SpikingJelly's step modes,
+    `if self.conv.step_mode == "s": ...`, runs in step mode "s".
+
+    Code that counts dims of `[T, B, ...]`, such as `x.flatten(0, 1)` or `x.mean(0)`, runs on
+    sequences only. If a network has such code, the result is written for sequences, too: call it as
+    the original, without `Temporal`. The table names the first such line.
 
     Args:
         model: a network of SpikingJelly 2.0.0 or 0.0.0.0.12, snnTorch 1.0.0 or Norse 1.1.0.
@@ -114,7 +118,8 @@ def convert(
             that an optimizer of either trains both; if True, it has copies. Move a model to its
             device and dtype before it is shared.
         extra: for classes without an equivalent, and for other classes of yours, a function from
-            the module to its replacement, which computes one time step.
+            the module to its replacement, which computes one time step, or the whole sequence if
+            the code of the network is written for sequences.
 
     Returns:
         The converted network; its attribute `conversion` says what became of each module (a single
@@ -128,8 +133,13 @@ def convert(
         raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
     if any(isinstance(m, Temporal) for m in model.modules()):
         raise ValueError("the model has a Temporal in it: convert the network, then wrap it")
-    conversion = _Converter(copying.deepcopy(model) if copy else model, dict(extra or {}))
+    source, replacements = copying.deepcopy(model) if copy else model, dict(extra or {})
+    conversion = _Converter(source, replacements)
     result = conversion.result()
+    if conversion.time_line:
+        conversion = _Converter(source, replacements, conversion.time_line)
+        result = conversion.result()
+    conversion.check()
     if not isinstance(result, Neuron):  # whose attributes are its constants
         result.__dict__["conversion"] = conversion.table
     return result
@@ -143,8 +153,12 @@ def library_of(module: nn.Module) -> Library | None:
 class _Converter:
     """One conversion: what was made, and why the rest was not."""
 
-    def __init__(self, model: nn.Module, extra: dict[type, MakeModule]) -> None:
+    def __init__(
+        self, model: nn.Module, extra: dict[type, MakeModule], time_line: str = ""
+    ) -> None:
         self.model, self.extra = model, extra
+        # Whether the result takes [T, B, ...], and a line of the code for which it must.
+        self.keeps_time, self.time_line = bool(time_line), time_line
         self.table = Conversion()
         self.refused: list[str] = []
         self.needs_step = False  # whether code must be written anew for one step
@@ -161,8 +175,20 @@ class _Converter:
         modes = {mode for module in _outside_containers(self.model) if (mode := _mode_of(module))}
         context = SEQUENCE if SEQUENCE in modes else STEP
         result = self.build(self.model, "", context)
+        if self.keeps_time:
+            if result is self.model:
+                result = copying.copy(result)
+                separate(result)
+            result.register_forward_pre_hook(refuse_temporal)
+            kind = type(self.model).__name__
+            note = f"call it as the original, without Temporal: {self.time_line}"
+            self.table.rows.append(Row("", kind, kind, note))
         order = {name: i for i, (name, _) in enumerate(self.model.named_modules())}
         self.table.rows.sort(key=lambda row: order[row.name])
+        return result
+
+    def check(self) -> None:
+        """Raise an error if something was refused."""
         known = (library_of(m) is not None or type(m) in self.extra for m in self.model.modules())
         if not self.refused and not any(known):
             self.refused.append(
@@ -173,7 +199,6 @@ class _Converter:
             lines = "".join(f"\n- {line}" for line in self.refused)
             hint = f"\n{_EXAMPLE}" if self.needs_step else ""
             raise ValueError(f"the network can't be converted:{lines}{hint}")
-        return result
 
     def is_neuron(self, module: nn.Module) -> bool:
         if isinstance(module, Neuron) or type(module) in self.extra:
@@ -195,7 +220,8 @@ class _Converter:
         self.made[module] = made
         if made is not module:
             made.training = module.training
-            for child in made.modules() if isinstance(made, Neuron) else ():
+            rule = _rule_of(module)
+            for child in made.modules() if rule is not None and rule.is_stateful else ():
                 child.training = module.training
         if type(made) is not type(module) or note:
             self.table.rows.append(Row(name, _text(module), _text(made), note))
@@ -239,7 +265,9 @@ class _Converter:
             )
             return module, ""
         mode = library.mode(module)
-        if mode and mode != context and not (context == FOLDED and mode == STEP):
+        is_layer = self.keeps_time and not rule.is_stateful and not rule.inside
+        folds = context == FOLDED or is_layer  # in code such as self.conv(x.flatten(0, 1))
+        if mode and mode != context and not (folds and mode == STEP):
             self.refuse(name, module, _wrong_mode(library, mode, context))
             return module, ""
         if rule.is_stateful and context == FOLDED:
@@ -259,7 +287,9 @@ class _Converter:
             self.refuse(name, module, str(error))
             return module, ""
         if "_step_mode" in vars(module) and not isinstance(made, Neuron):
-            made.__dict__["step_mode"] = "s"
+            made.__dict__["step_mode"] = module.step_mode if self.keeps_time else "s"
+        if self.keeps_time and mode == SEQUENCE == context:
+            made = over_time(made)
         if isinstance(made, _BatchNorm) and context == STEP:
             note = "; ".join(filter(None, (note, _STEP_NORM)))
         return made, note
@@ -274,7 +304,7 @@ class _Converter:
             )
         elif isinstance(module, _CONTAINERS):
             return self.copied(module, name, context), ""
-        elif context == SEQUENCE:
+        elif context == SEQUENCE and not self.keeps_time:
             return self.of_sequence(module, name)
         elif isinstance(module, _BatchNorm) and context == STEP:
             return module, _STEP_NORM
@@ -312,7 +342,7 @@ class _Converter:
         result = copying.copy(module)
         separate(result)
         result._modules = children
-        if has_mode:
+        if has_mode and not self.keeps_time:
             result.__dict__["_step_mode"] = "s"
         return result
 
@@ -331,7 +361,10 @@ class _Converter:
         if str(type(module).forward.__module__).startswith("torch."):
             return
         must_read = is_sequence or self.roles.has_neurons(module)
-        lines = findings(module, self.roles, is_sequence, must_read)
+        step_mode = "m" if is_sequence and self.keeps_time else "s"
+        lines, counting = read_code(module, self.roles, is_sequence, must_read, step_mode)
+        if is_sequence and not self.time_line and counting:
+            self.time_line = counting[0]
         for line in lines:
             if not any(other.endswith(f": {line}") for other in self.refused):
                 self.refuse(name, module, line)

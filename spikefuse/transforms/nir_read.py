@@ -115,7 +115,10 @@ class _Reader:
         ends = [[n for n, node in nodes.items() if _kind(node) == k] for k in ("Input", "Output")]
         for names, kind in zip(ends, ("inputs", "outputs"), strict=True):
             if len(names) != 1:
-                self.refused.append(f"{len(names)} {kind} {names}: expected one")
+                self.refused.append(
+                    f"{len(names)} {kind} {names}: expected one; read each path as a graph of its "
+                    "own, and add or return the results in a module of yours"
+                )
         for name, node in nodes.items():
             self.layer(name, node)
         if self.refused:

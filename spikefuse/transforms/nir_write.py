@@ -166,7 +166,9 @@ class _Writer:
                 if isinstance(value, fx.Node):
                     result = found[value], value.meta["shape"]
                 else:
-                    self.refused.append("the output: expected a single tensor")
+                    self.refused.append(
+                        "the output: expected a single tensor; write a network for each output"
+                    )
             else:
                 try:
                     found[node] = self.node(graph, node, found, prefix)
@@ -180,7 +182,7 @@ class _Writer:
     ) -> Sources:
         read = [arg for arg in node.args if isinstance(arg, fx.Node)]
         if node.op == "placeholder":
-            raise Refusal("it is a second input: write a network of one input")
+            raise Refusal("it is a second input: write a network for each input")
         if node.target in (*_ADDITIONS, "add", "add_") and len(read) == 2 == len(node.args):
             return self.sum(node, read, found)
         label = str(node.target if node.op == "call_module" else node.name)

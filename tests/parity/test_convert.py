@@ -65,10 +65,10 @@ TUTORIAL = DOCS / "tutorials" / "from-another-library.ipynb"
 EXAMPLES = re.findall(r"^```python no-run=.*\n((?s:.*?))^```", PAGE.read_text(), re.M)
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(5))
 def test_documented_examples(number, tmp_path):
     """The examples that `tests/test_docs.py` does not run, since they need the libraries."""
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 5
     script = tmp_path / "example.py"
     script.write_text(EXAMPLES[number])
     exec(compile(EXAMPLES[number], script, "exec"), {"__name__": "example"})
@@ -288,18 +288,22 @@ def test_spikingjelly_dropout_keeps_its_mask(kind):
     assert torch.equal(sf.Temporal(sf.convert(net))(x), x)
 
 
-class Sequences(nn.Module):
-    """Code for [T, B, ...] only, as in the repositories of spiking transformers."""
-
+class StepsInSequence(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
-        self.lif = spiking(step_mode="m")
+        self.first, self.lif = spiking(step_mode="m"), spiking()
 
     def forward(self, x):
-        t, b, *_ = x.shape
-        y = self.norm(self.conv(x.flatten(0, 1)))
-        return self.lif(y.reshape(t, b, 4, 6, 6)).mean(0)
+        return self.lif(self.first(x).flatten(0, 1))
+
+
+class TheirLoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.lif = spiking(step_mode="m"), spiking(step_mode="m")
+
+    def forward(self, x):
+        return functional.multi_step_forward(self.first(x), self.lif).mean(0)
 
 
 class Loop(nn.Module):
@@ -363,9 +367,12 @@ class Listed(nn.Module):
 
 LIF = spiking()
 CASES = {
-    "lines of a sequence": (Sequences(), r"line \d+: `x.flatten\(0, 1\)` counts dims from the"),
-    "mean over time": (Sequences(), r"mean\(0\)` counts dims"),
-    "a layer of torch": (Sequences(), r"'conv' \(Conv2d\): it takes \[B, ...\]"),
+    "a layer of torch": (
+        nn.Sequential(nn.Conv2d(2, 4, 3), spiking(step_mode="m")),
+        r"'0' \(Conv2d\): it takes \[B, ...\]",
+    ),
+    "steps in a sequence": (StepsInSequence(), "it takes single steps .*set_step_mode"),
+    "their loop": (TheirLoop(), r"`functional.multi_step_forward\(.*` takes \[T, B, ...\]"),
     "a loop": (Loop(), r"Loop.forward, line \d+: `for _ in range\(4\):` calls `self.lif` several"),
     "a second call": (Twice(), "`self.lif.*` runs its neurons a second time"),
     "one neuron at two places": (nn.Sequential(LIF, layer.Linear(5, 5), LIF), "also '0'"),
@@ -374,7 +381,6 @@ CASES = {
     "a subclass": (Overriding(), "overrides single_step_functional_forward of LIFNode"),
     "a neuron of theirs": (OwnNeuron(), "with a state of its own, written for SpikingJelly"),
     "a list": (nn.Sequential(Listed(), spiking()), "keeps modules in layers"),
-    "recurrence": (layer.LinearRecurrentContainer(spiking(), 4, 4), "spikefuse.Recurrent"),
     "LIAF": (sj.LIAFNode(torch.relu, False), "emits a function of its potential"),
     "unknown": (sj.DSRIFNode(), "no equivalent of DSRIFNode is known"),
     "through time": (layer.BatchNormThroughTime2d(4, 3), "weights of its own for each step"),
@@ -391,11 +397,9 @@ CASES = {
         r"'0' \(spikingjelly.Conv2d\): it takes single .*set_step_mode\(net, 'm'\)",
     ),
     "nothing": (nn.Sequential(nn.Linear(5, 5), nn.ReLU()), "use spikefuse.spiking"),
-    "snntorch recurrence": (snn.RLeaky(0.5, linear_features=4), "spikefuse.Recurrent"),
     "snntorch lstm": (snn.SLSTM(4, 4), "recurrent layer with gates"),
     "inhibition": (snn.Leaky(0.5, state_quant=torch.round), "state_quant quantises"),
     "spike_grad": (snn.Leaky(0.5, spike_grad=torch.sigmoid), "its spike_grad sigmoid has no"),
-    "norse recurrence": (norse.LIFRecurrentCell(4, 4), "spikefuse.Recurrent"),
     "norse method": (
         norse.LIFCell(norse.LIFParameters(method="circ", alpha=torch.tensor(1.0))),
         "its method 'circ' has no equivalent",

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from spikefuse.neurons.learnable import Learnable
 from spikefuse.neurons.surrogate import Surrogate
-from spikefuse.nn.neuron import Neuron
 
 #: How a module is called: with all time steps, `[T, B, ...]`; once per step, `[B, ...]`; or, a
 #: stateless one, once with all steps folded into the batch, `[T*B, ...]`.
@@ -95,17 +94,17 @@ def separate(module: nn.Module) -> None:
 
 
 def rename(
-    neuron: Neuron, names: Mapping[str, str], constants: Mapping[str, Tensor] | None = None
+    module: nn.Module, names: Mapping[str, str], constants: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Give the state dict of a neuron the names of the module that it was converted from.
+    """Give the state dict of a module the names of the one that it was converted from.
 
     Args:
         names: theirs by ours.
-        constants: what their state dict holds and the neuron does not. Other values don't load.
+        constants: what their state dict holds and the module does not. Other values don't load.
     """
     given = dict(names), dict(constants or {})
-    neuron.register_state_dict_post_hook(partial(_save, *given))
-    neuron.register_load_state_dict_pre_hook(partial(_load, *given))
+    module.register_state_dict_post_hook(partial(_save, *given))
+    module.register_load_state_dict_pre_hook(partial(_load, *given))
 
 
 def _save(

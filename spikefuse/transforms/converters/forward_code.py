@@ -71,9 +71,12 @@ class _Function:
 class Reader:
     """Reads `forward` of `module`, the methods of the module and the functions that it calls."""
 
-    def __init__(self, module: nn.Module, roles: Roles, is_sequence: bool, must_read: bool) -> None:
-        self.roles, self.must_read = roles, must_read
+    def __init__(
+        self, module: nn.Module, roles: Roles, is_sequence: bool, must_read: bool, step_mode: str
+    ) -> None:
+        self.roles, self.must_read, self.step_mode = roles, must_read, step_mode
         self.findings: list[str] = []
+        self.counting: list[str] = []
         self._seen: set[Any] = set()
         self._calls: dict[nn.Module, list[tuple[tuple[ast.AST, int], ...]]] = {}
         self.read(type(module).forward, module, is_sequence)
@@ -97,11 +100,12 @@ class Reader:
             self.visit(statement, scope)
 
     def add(self, scope: _Function, node: ast.AST, reason: str) -> None:
-        line = scope.function.__code__.co_firstlineno + getattr(node, "lineno", 1) - 1
-        code = ast.unparse(node).split("\n")[0]
-        finding = f"{scope.function.__qualname__}, line {line}: `{code}` {reason}"
+        finding = f"{_place(scope, node)} {reason}"
         if finding not in self.findings:
             self.findings.append(finding)
+
+    def add_counting(self, scope: _Function, node: ast.AST) -> None:
+        self.counting.append(f"{_place(scope, node)} counts dims of [T, B, ...]")
 
     def visit(self, node: ast.AST, scope: _Function) -> None:
         if isinstance(node, ast.If | ast.IfExp):
@@ -137,12 +141,12 @@ class Reader:
         if mode is None:
             self.visit(node.test, scope)
         for i, body in enumerate(bodies):
-            if mode is not None and (mode == "s") != (i == 0):
-                continue  # for sequences only
+            if mode is not None and (mode == self.step_mode) != (i == 0):
+                continue
             inner = _Function(
                 scope.function,
                 scope.owner,
-                scope.is_sequence and mode is None,
+                scope.is_sequence and (mode is None or self.step_mode == "m"),
                 (*scope.branches, (node, i)),
             )
             for statement in body:
@@ -187,6 +191,9 @@ class Reader:
                     )
                 earlier.append(scope.branches)
             return
+        if name == "seq_to_ann_forward" and scope.is_sequence:
+            self.add_counting(scope, node)
+            return
         if name in _TIME_FUNCTIONS:
             self.add(scope, node, "takes [T, B, ...]: call the layers on one step, [B, ...]")
             return
@@ -201,7 +208,7 @@ class Reader:
         if inspect.isfunction(function) and not str(function.__module__).startswith("torch"):
             self.read(function, scope.owner if is_method else None, scope.is_sequence)
         elif scope.is_sequence and name in _DIMS and _counts_from_first(name, node):
-            self.add(scope, node, "counts dims from the first, which is time here")
+            self.add_counting(scope, node)
 
     def subscript(self, node: ast.Subscript, scope: _Function) -> None:
         value = node.value
@@ -213,12 +220,12 @@ class Reader:
         is_shape = isinstance(value, ast.Attribute) and value.attr == "shape"
         is_tensor = _root(value) not in ("self", "") or isinstance(value, ast.Call)
         if scope.is_sequence and (is_shape or is_tensor) and not _is_from_last(node.slice):
-            self.add(scope, node, "counts dims from the first, which is time here")
+            self.add_counting(scope, node)
 
     def attribute(self, node: ast.Attribute, scope: _Function) -> None:
         owner = self.resolve(node.value, scope)
         if owner is None and scope.is_sequence and node.attr in ("shape", "ndim"):
-            self.add(scope, node, "has a first dim that is time here")
+            self.add_counting(scope, node)
         if owner is None or not self.roles.is_neuron(owner) or node.attr == "training":
             return
         self.add(
@@ -254,6 +261,12 @@ class Reader:
             owner = self.function(node.value, scope)
             return None if owner is None else getattr(owner, node.attr, None)
         return None
+
+
+def _place(scope: _Function, node: ast.AST) -> str:
+    line = scope.function.__code__.co_firstlineno + getattr(node, "lineno", 1) - 1
+    code = ast.unparse(node).split("\n")[0]
+    return f"{scope.function.__qualname__}, line {line}: `{code}`"
 
 
 def _short(call: ast.Call) -> str:
@@ -311,11 +324,16 @@ def _exclusive(
     return any(node in taken and taken[node] != side for node, side in other)
 
 
-def findings(module: nn.Module, roles: Roles, is_sequence: bool, must_read: bool) -> list[str]:
-    """Return the lines of the module's code that don't run on one time step, with reasons.
+def read_code(
+    module: nn.Module, roles: Roles, is_sequence: bool, must_read: bool, step_mode: str
+) -> tuple[list[str], list[str]]:
+    """Return the lines of a module's code that converted modules can't run, with reasons, and the
+    lines that count dims of `[T, B, ...]`.
 
     Args:
         is_sequence: whether `forward` is written for `[T, B, ...]`.
-        must_read: whether code without a source is a finding.
+        must_read: whether code without a source can't be run.
+        step_mode: the branch that runs of code for both of SpikingJelly's step modes.
     """
-    return Reader(module, roles, is_sequence, must_read).findings
+    reader = Reader(module, roles, is_sequence, must_read, step_mode)
+    return reader.findings, reader.counting

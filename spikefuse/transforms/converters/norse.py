@@ -13,6 +13,7 @@ from spikefuse.neurons import surrogate as S
 from spikefuse.neurons.definition import State, States
 from spikefuse.nn import zoo
 from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.recurrent import Recurrent
 from spikefuse.transforms.converters.common import (
     SEQUENCE,
     STEP,
@@ -21,6 +22,7 @@ from spikefuse.transforms.converters.common import (
     Refusal,
     Rule,
     as_class,
+    rename,
 )
 
 
@@ -152,6 +154,28 @@ def integrator_without_synapse(m: Any) -> tuple[Neuron, str]:
     return zoo.LI(**leak(m)), ""
 
 
+class RecurrentLayer(nn.Sequential):
+    """The weights of the input, and neurons with weights between them."""
+
+
+def recurrent(m: Any) -> tuple[nn.Module, str]:
+    weights = {name: getattr(m, name) for name in ("input_weights", "recurrent_weights")}
+    for name, weight in weights.items():
+        if not isinstance(weight, nn.Parameter):
+            raise Refusal(f"its {name} are no parameter of the network: make them an nn.Parameter")
+    if not m.autapses and bool(m.recurrent_weights.diagonal().any()):
+        raise Refusal("it has autapses=False and weights on the diagonal: set these to 0")
+    neuron, note = current_based(m)
+    neuron.detach_reset = True
+    features, inputs = m.input_weights.shape
+    linear = nn.Linear(inputs, features, bias=False, device="meta")
+    feedback = Recurrent(neuron, features, self_connections=m.autapses, device="meta")
+    linear.weight, feedback.weight = weights.values()
+    made = RecurrentLayer(linear, feedback)
+    rename(made, {"0.weight": "input_weights", "1.weight": "recurrent_weights"})
+    return made, note
+
+
 def sequential(m: Any) -> tuple[nn.Module, str]:
     if m.return_hidden:
         raise Refusal(
@@ -179,7 +203,7 @@ _SYNAPSE = "it has a synapse, and its equivalent has none: write it as a neuron 
 _LATE = "its recovery follows the potential one step later: use spikefuse.Izhikevich"
 _RECURRENT = "its spikes are inputs of its next step: build it anew with spikefuse.Recurrent"
 _WITH_RECURRENCE = (
-    *("LIF", "LIFEx", "LIFRefrac", "LIFAdEx", "LIFAdExRefrac", "LIFMC", "LIFMCRefrac"),
+    *("LIFEx", "LIFRefrac", "LIFAdEx", "LIFAdExRefrac", "LIFMC", "LIFMCRefrac"),
     *("LSNN", "Izhikevich"),
 )
 
@@ -191,6 +215,7 @@ LIBRARY = Library(
         "LIFBoxCell": Rule(without_synapse, is_stateful=True),
         **{n: Rule(integrator, is_stateful=True) for n in ("LI", "LICell")},
         "LIBoxCell": Rule(integrator_without_synapse, is_stateful=True),
+        **{n: Rule(recurrent, is_stateful=True) for n in ("LIFRecurrent", "LIFRecurrentCell")},
         "SequentialState": Rule(sequential, inside="same"),
         "Lift": Rule(lift, inside=STEP),
     },

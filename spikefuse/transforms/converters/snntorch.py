@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from spikefuse.neurons import surrogate as S
 from spikefuse.neurons.definition import State, States
 from spikefuse.nn import zoo
+from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.recurrent import Recurrent
 from spikefuse.transforms.converters.common import (
     STEP,
     Above,
@@ -215,6 +217,58 @@ class Lapicque(_Reset):
         return self.result(s, mem)
 
 
+class RecurrentLeaky(Leaky):
+    """snnTorch's `RLeaky` without its weights; its reset to zero loses the input of that step."""
+
+    def step(self, x: Tensor, mem: Tensor) -> tuple[Any, States]:
+        reset = self.fired(mem)
+        mem = self.beta * mem + x
+        if self.reset_mechanism == "subtract":
+            mem = mem - reset * self.threshold
+        elif self.reset_mechanism == "zero":
+            mem = mem - reset * mem
+        s, mem = self.fire(mem, reset)
+        return self.result(s, mem)
+
+
+class OneToOneLeaky(RecurrentLeaky):
+    """`RLeaky` whose neurons receive their own spikes, times `V`."""
+
+    spk = State()
+
+    def __init__(self, m: Any) -> None:
+        super().__init__(m)
+        self.V = floating(m.V)
+
+    def step(self, x: Tensor, mem: Tensor, spk: Tensor) -> tuple[Any, States]:  # type: ignore[override]
+        output, states = super().step(x + self.V * spk, mem)
+        return output, (*states, output[0] if self.returns_state else output)
+
+
+class OneToOneSynaptic(Synaptic):
+    """`RSynaptic` whose neurons receive their own spikes, times `V`."""
+
+    spk = State()
+
+    def __init__(self, m: Any) -> None:
+        super().__init__(m)
+        self.V = floating(m.V)
+
+    def step(  # type: ignore[override]
+        self, x: Tensor, syn: Tensor, mem: Tensor, spk: Tensor
+    ) -> tuple[Any, States]:
+        output, states = super().step(x + self.V * spk, syn, mem)
+        return output, (*states, output[0] if self.returns_state else output)
+
+
+def _save_twice(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[f"{prefix}recurrent.V"] = state[f"{prefix}V"]
+
+
+def _load_once(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    state.pop(f"{prefix}recurrent.V", None)
+
+
 def check(m: Any) -> str:
     """Refuse options that no neuron of ours has; return a note on the others."""
     for name, reason in {
@@ -254,6 +308,35 @@ def defined(kind: type[_Reset]) -> Callable[[Any], tuple[Neuron, str]]:
     return lambda m: (kind(m), check(m))
 
 
+def recurrent(m: Any) -> tuple[nn.Module, str]:
+    is_leaky = not hasattr(m, "alpha")
+    note = check(m)
+    if not (is_leaky or m.reset_delay):
+        raise Refusal("its reset_delay=False has no effect in snnTorch 1.0.0: use True")
+    if not m.all_to_all:
+        if torch.as_tensor(m.V).ndim > 1:
+            raise Refusal("its V has several dims: use one value, or one per feature")
+        neuron = (OneToOneLeaky if is_leaky else OneToOneSynaptic)(m)
+        if "recurrent.V" in m.state_dict():
+            neuron.register_state_dict_post_hook(_save_twice)
+            neuron.register_load_state_dict_pre_hook(_load_once)
+        return neuron, note
+    inner = RecurrentLeaky(m) if is_leaky else Synaptic(m)
+    layer, names = m.recurrent, {f"neuron.{key}": key for key in inner.state_dict()}
+    made: Recurrent | Feedback
+    if isinstance(layer, nn.Linear):
+        made = Recurrent(inner, layer.in_features, bias=True, device="meta")
+        made.weight, made.bias = cast(nn.Parameter, layer.weight), layer.bias
+        names |= {"weight": "recurrent.weight", "bias": "recurrent.bias"}
+    elif m.output:
+        raise Refusal("output=True adds its states, and spikefuse.nn.Feedback returns spikes alone")
+    else:
+        made = Feedback(layer, inner)
+        names |= {f"body.{key}": f"recurrent.{key}" for key in layer.state_dict()}
+    rename(made, names)
+    return made, note
+
+
 def mode(module: Any) -> str:
     return STEP
 
@@ -263,7 +346,6 @@ def returns_state(module: Any) -> bool:
     return not (module.init_hidden or module.output)
 
 
-_RECURRENT = "its spikes are inputs of its next step: build it anew with spikefuse.Recurrent"
 _LSTM = "it is a recurrent layer with gates, and no pointwise neuron: no equivalent"
 
 LIBRARY = Library(
@@ -273,10 +355,10 @@ LIBRARY = Library(
         "Synaptic": Rule(defined(Synaptic), is_stateful=True),
         "Alpha": Rule(defined(Alpha), is_stateful=True),
         "Lapicque": Rule(defined(Lapicque), is_stateful=True),
+        "RLeaky": Rule(recurrent, is_stateful=True),
+        "RSynaptic": Rule(recurrent, is_stateful=True),
     },
     {
-        "RLeaky": _RECURRENT,
-        "RSynaptic": _RECURRENT,
         "SLSTM": _LSTM,
         "SConv2dLSTM": _LSTM,
     },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,9 @@ from spikefuse.neurons.learnable import Learnable
 from spikefuse.neurons.lif import decay_from_tau
 from spikefuse.nn import zoo
 from spikefuse.nn.call import active
+from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.recurrent import Recurrent
 from spikefuse.transforms.converters.common import (
     FOLDED,
     SEQUENCE,
@@ -202,7 +204,9 @@ class SequenceDropout(nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        steps = x.unflatten(0, (steps_of_call(self), -1))
+        if active.call is None:  # [T, B, ...]
+            return x * self.mask_of(x[0])
+        steps = x.unflatten(0, (active.call.num_steps, -1))
         return (steps * self.mask_of(steps[0])).flatten(0, 1)
 
 
@@ -222,17 +226,15 @@ class ScaledBatchNorm(_BatchNorm):
         pass
 
     def forward(self, x: Tensor) -> Tensor:
-        steps = steps_of_call(self)
+        if active.call is None:  # [T, B, C, ...]
+            return self.scaled(super().forward(x.flatten(0, 1)), len(x)).unflatten(0, x.shape[:2])
+        return self.scaled(super().forward(x), active.call.num_steps)
+
+    def scaled(self, y: Tensor, steps: int) -> Tensor:
         if steps != len(self.scale):
             raise ValueError(f"T is {steps}: expected {len(self.scale)}, the steps of its scale")
-        y = super().forward(x).unflatten(0, (steps, -1))
+        y = y.unflatten(0, (steps, -1))
         return (y * self.scale.view(-1, *(1,) * (y.ndim - 1))).flatten(0, 1)
-
-
-def steps_of_call(module: nn.Module) -> int:
-    if active.call is None:
-        raise RuntimeError(f"{type(module).__name__} needs the number of steps: run it by Temporal")
-    return active.call.num_steps
 
 
 def dropout(kind: type[nn.Dropout]) -> Callable[[Any], tuple[nn.Module, str]]:
@@ -255,6 +257,72 @@ def container(m: Any) -> tuple[nn.Module, str]:
     if not isinstance(m, nn.Sequential):
         raise Refusal("it is no nn.Sequential as in SpikingJelly 0.0.0.0.12 and later")
     return as_class(nn.Sequential, m), ""
+
+
+class LinearRecurrent(Recurrent):
+    """SpikingJelly's `LinearRecurrentContainer`: `y[t] = sub_module(rc([x[t], y[t - 1]]))`.
+
+    `sub_module` is a neuron, with or without linear layers before it. As they are linear, the
+    spikes are fed back by one matrix.
+    """
+
+    def __init__(self, rc: nn.Linear, sub_module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.rc, self.sub_module = rc, sub_module
+        self.features = rc.in_features - rc.out_features
+        self.heads, self.self_connections, self.bias = 1, True, None
+
+    @property
+    def neuron(self) -> Neuron:  # type: ignore[override]
+        return _chain(self.sub_module)[-1]  # type: ignore[return-value]
+
+    def extra_repr(self) -> str:
+        return str(self.features)
+
+    def forward(self, x: Tensor, **options: Any) -> Any:  # type: ignore[override]
+        y = F.linear(x, self.rc.weight[:, : self.rc.out_features], self.rc.bias)
+        for layer in _chain(self.sub_module)[:-1]:
+            y = layer(y)
+        return super().forward(y, **options)
+
+    def _effective_weight(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        weight = self.rc.weight[:, self.rc.out_features :]
+        for layer in _chain(self.sub_module)[:-1]:
+            weight = cast(Tensor, layer.weight) @ weight
+        return weight.unsqueeze(0).to(inputs[0].dtype)
+
+
+class ElementWiseRecurrent(Feedback):
+    """SpikingJelly's `ElementWiseRecurrentContainer`: `y[t] = neuron(function(y[t - 1], x[t]))`."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], neuron: Neuron) -> None:
+        super().__init__(nn.Identity(), neuron)
+        self.function = function
+
+    def receive(self, x: Tensor, spikes: Tensor) -> Tensor:
+        return self.function(spikes, x)
+
+
+def _chain(module: nn.Module) -> list[nn.Module]:
+    return [*module] if isinstance(module, nn.Sequential) else [module]
+
+
+def linear_recurrent(m: Any) -> tuple[nn.Module, str]:
+    *layers, neuron = _chain(m.sub_module) or [m.sub_module]
+    if not isinstance(neuron, Neuron) or not all(type(v) is nn.Linear for v in layers):
+        raise Refusal(
+            "its sub_module is no neuron, alone or behind linear layers in an nn.Sequential: move "
+            "other layers out of the container"
+        )
+    return LinearRecurrent(m.rc, m.sub_module), "spikes are fed back by one matrix"
+
+
+def element_wise_recurrent(m: Any) -> tuple[nn.Module, str]:
+    if not isinstance(m.sub_module, Neuron):
+        raise Refusal("its sub_module is no neuron: move other layers out of the container")
+    made = ElementWiseRecurrent(m.element_wise_function, m.sub_module)
+    rename(made, {f"neuron.{key}": f"sub_module.{key}" for key in m.sub_module.state_dict()})
+    return made, "a loop over time in Python"
 
 
 NEURONS = {
@@ -301,15 +369,12 @@ RULES = {
     "SeqToANNContainer": Rule(container, inside=FOLDED),
     "MultiStepContainer": Rule(container, inside=STEP),
     "StepModeContainer": Rule(container, inside=STEP),
+    "LinearRecurrentContainer": Rule(linear_recurrent, inside=STEP, is_stateful=True),
+    "ElementWiseRecurrentContainer": Rule(element_wise_recurrent, inside=STEP, is_stateful=True),
 }
 
-_RECURRENT = (
-    "its output of one step is an input of the next: build the layer anew with spikefuse.Recurrent"
-)
 _PER_STEP = "it has weights of its own for each step, and a network of one step has not"
 REFUSED = {
-    "LinearRecurrentContainer": _RECURRENT,
-    "ElementWiseRecurrentContainer": _RECURRENT,
     "GatedLIFNode": (
         "it has a conductance for each time step, spikefuse.GatedLIF a single one: use that, and "
         "train it anew"
@@ -350,6 +415,6 @@ LIBRARY = Library(
     RULES,
     REFUSED,
     mode,
-    networks=("model", "examples"),
+    networks=("model", "examples", "attention"),
     mixins=("StepModule", "SingleStepModule", "MultiStepModule"),
 )
