@@ -224,6 +224,16 @@ def test_emitted_code_is_up_to_date() -> None:
     assert emitted["filled"](page) == page, "run python docs/site/emitted.py"
 
 
+def test_figures_are_up_to_date() -> None:
+    """They hold a digest of the script and of what it measures, whatever draws them."""
+    figures = runpy.run_path(str(ROOT / "docs" / "site" / "figures.py"))
+    found = {path.stem: path.read_text() for path in figures["FOLDER"].iterdir()}
+    assert found.keys() == figures["FIGURES"].keys()
+    current = f"<dc:description>{figures['digest'](figures['measured']())}</dc:description>"
+    stale = [name for name, text in found.items() if current not in text]
+    assert stale == [], "run python docs/site/figures.py"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_generated_regions_are_closed(page: str) -> None:
     marks = re.findall(r"<!-- generated:(\S+) (begin|end) -->", read(page))
