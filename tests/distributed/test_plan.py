@@ -155,22 +155,25 @@ def predicted_and_measured(axis: DeviceMesh) -> list[tuple[float, float]]:
             prediction = plan(make(), x, axis)
         for chunks in (1, 4):
             net = shard_time(make(), axis, chunks)
-            times = []
-            for _ in range(4):
+            times = []  # of which a busy machine may lengthen all but the shortest
+            for _ in range(6):
                 part = x[steps_of(16, axis.get_local_rank(), axis.size())].requires_grad_()
                 torch.distributed.barrier(axis.get_group())
                 start = time.perf_counter()
                 net(part).sum().backward()
                 torch.distributed.barrier(axis.get_group())
                 times.append(time.perf_counter() - start)
-            found.append((prediction.seconds(axis.size(), chunks), median(times[1:])))
+            found.append((prediction.seconds(axis.size(), chunks), min(times)))
     return found
 
 
 def test_predictions_match_measurements(group: Group) -> None:
-    for attempts_left in (5, 4, 3, 2, 1, 0):  # a busy machine may spoil a measurement
+    shortest = [(math.inf, math.inf)] * 2
+    for attempts_left in (5, 4, 3, 2, 1, 0):  # a busy machine lengthens some times
         rows = group(predicted_and_measured, size=4)[0]
-        wrong = [row for row in rows if row[0] != pytest.approx(row[1], rel=0.15)]
+        pairs = zip(shortest, rows, strict=True)
+        shortest = [(min(a, c), min(b, d)) for (a, b), (c, d) in pairs]
+        wrong = [row for row in shortest if row[0] != pytest.approx(row[1], rel=0.15)]
         assert not wrong or attempts_left, wrong
         if not wrong:
             break
