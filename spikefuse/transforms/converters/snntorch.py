@@ -97,12 +97,17 @@ class _Reset(Neuron):
         """Return the spike of a previous potential, through which no gradient flows."""
         return self.surrogate(mem - self.threshold).detach()
 
+    def after_reset(self, mem: Tensor, reset: Tensor) -> Tensor:
+        """Return the potential after a reset, which to zero loses all that it holds."""
+        if self.reset_mechanism == "subtract":
+            return mem - reset * self.threshold
+        return mem - reset * mem if self.reset_mechanism == "zero" else mem
+
     def fire(self, mem: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output, and the potential after a reset that acts at once."""
         s = self.surrogate(mem - self.threshold)
-        if not self.reset_delay and self.reset_mechanism != "none":
-            due = s - reset
-            mem = mem - due * (self.threshold if self.reset_mechanism == "subtract" else mem)
+        if not self.reset_delay:
+            mem = self.after_reset(mem, s - reset)
         return (s if self.graded_spikes_factor is None else s * self.graded_spikes_factor), mem
 
     def result(self, s: Tensor, *states: Tensor) -> tuple[Any, States]:
@@ -150,11 +155,7 @@ class Synaptic(_Reset):
     def step(self, x: Tensor, syn: Tensor, mem: Tensor) -> tuple[Any, States]:
         reset = self.fired(mem)
         syn = self.alpha * syn + x
-        mem = self.beta * mem + syn
-        if self.reset_mechanism == "subtract":
-            mem = mem - reset * self.threshold
-        elif self.reset_mechanism == "zero":
-            mem = mem - mem * reset
+        mem = self.after_reset(self.beta * mem + syn, reset)
         s, mem = self.fire(mem, reset)
         return self.result(s, syn, mem)
 
@@ -208,11 +209,7 @@ class Lapicque(_Reset):
 
     def step(self, x: Tensor, mem: Tensor) -> tuple[Any, States]:
         reset = self.fired(mem)
-        mem = self.gain * x + self.decay * mem
-        if self.reset_mechanism == "subtract":
-            mem = mem - reset * self.threshold
-        elif self.reset_mechanism == "zero":
-            mem = mem - reset * mem
+        mem = self.after_reset(self.gain * x + self.decay * mem, reset)
         s, mem = self.fire(mem, reset)
         return self.result(s, mem)
 
@@ -222,11 +219,7 @@ class RecurrentLeaky(Leaky):
 
     def step(self, x: Tensor, mem: Tensor) -> tuple[Any, States]:
         reset = self.fired(mem)
-        mem = self.beta * mem + x
-        if self.reset_mechanism == "subtract":
-            mem = mem - reset * self.threshold
-        elif self.reset_mechanism == "zero":
-            mem = mem - reset * mem
+        mem = self.after_reset(self.beta * mem + x, reset)
         s, mem = self.fire(mem, reset)
         return self.result(s, mem)
 
