@@ -9,6 +9,7 @@ addition, an unmodified network must repeat its own first step, eagerly and as a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -172,7 +173,8 @@ class Agreement:
             logits = network.equivalent().step(task, kind)().logits
             self.logits_error = difference([step().logits], [logits])
             task.restore(network.net)
-        self.expected = step()
+        # A compiled network's next step overwrites its results.
+        self.expected = copy.deepcopy(step())
         task.restore(network.net)
         self.repeated = difference(step().tensors(), self.expected.tensors())
         if network.exact:

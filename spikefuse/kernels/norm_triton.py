@@ -319,6 +319,7 @@ class ReductionLaunch:
         more: tuple[int, ...],
         device: torch.device,
         itemsize: int,
+        captured: bool,
     ) -> None:
         is_last = layout.inner == 1
         length = layout.channels if is_last else layout.inner
@@ -340,7 +341,7 @@ class ReductionLaunch:
         # Shapes of the results and of the scratch memory.
         self.sizes = (4, channels), (2 * shares, channels)
         self.strides, self.device = (channels, 1), device
-        self.arrived = _take_counters(tiles, device)
+        self.tiles, self.arrived = tiles, _take_counters(tiles, device, captured)
 
     def __call__(self, *arguments: Any, numbers: tuple[float, ...]) -> Tensor:
         """Return the four rows of results."""
@@ -348,26 +349,41 @@ class ReductionLaunch:
             torch.empty_strided(sizes, self.strides, dtype=torch.float32, device=self.device)
             for sizes in self.sizes
         ]
-        self.launch((*arguments, results, scratch, self.arrived), params=numbers)
+        arrived = self.arrived
+        if arrived is None:
+            arrived = torch.zeros(self.tiles, dtype=torch.int32, device=self.device)
+        self.launch((*arguments, results, scratch, arrived), params=numbers)
         return results
 
 
 # By device: counters, which are 0 between kernels, and how many of them are in use.
 _counters: dict[torch.device, tuple[Tensor, int]] = {}
+RESERVE = 1 << 16
+_recorded: list[Tensor] = []  # counters of CUDA graphs, which may outlive the launches
 
 
-def reserve_counters(device: torch.device, number: int = 1 << 16) -> None:
-    """Allocate counters, if there are fewer left, outside of a CUDA graph that is to use them."""
+def reserve_counters(device: torch.device) -> None:
+    """Have counters at hand for CUDA graphs.
+
+    Memory that is allocated in a graph ends with it, and is set to 0 by its replays only.
+    """
+    counters, used = _counters.get(device, (None, 0))
+    if counters is None or used + RESERVE > len(counters):
+        _counters[device] = torch.zeros(2 * RESERVE, dtype=torch.int32, device=device), 0
+
+
+def _take_counters(number: int, device: torch.device, captured: bool) -> Tensor | None:
+    """Return counters, or None if none are left, so that each call must allocate its own."""
+    if not captured:
+        reserve_counters(device)
     counters, used = _counters.get(device, (None, 0))
     if counters is None or used + number > len(counters):
-        _counters[device] = torch.zeros(2 * number, dtype=torch.int32, device=device), 0
-
-
-def _take_counters(number: int, device: torch.device) -> Tensor:
-    reserve_counters(device, number)
-    counters, used = _counters[device]
+        return None
     _counters[device] = counters, used + number
-    return counters[used : used + number]
+    taken = counters[used : used + number]
+    if captured:
+        _recorded.append(taken)
+    return taken
 
 
 # Keyed by name, because a kernel is slow to hash.
@@ -388,7 +404,9 @@ def _launch(
     Args:
         owner: the owner of its counters; see `_owner`.
     """
-    return ReductionLaunch(_KERNELS[name], layout, more, device, dtypes[0].itemsize)
+    return ReductionLaunch(
+        _KERNELS[name], layout, more, device, dtypes[0].itemsize, captured=owner[1]
+    )
 
 
 def _owner(device: torch.device) -> tuple[int, bool]:

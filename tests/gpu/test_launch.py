@@ -6,6 +6,7 @@ from torch import nn
 
 import spikefuse as sf
 from spikefuse.compiler.emit_triton import chunk
+from spikefuse.kernels import norm_triton
 from spikefuse.scan import launch_triton
 from spikefuse.testing import lay_out, make_input
 
@@ -47,6 +48,35 @@ def test_a_training_step_replays_from_a_cuda_graph():
     torch.testing.assert_close(y, expected)
     for a, b in zip(grads, wanted, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_graphs_recorded_when_no_counters_of_reductions_are_left():
+    net, x = sf.fuse(network()), make_input((6, 4, 2, 8, 8), device="cuda")
+    expected, wanted = gradients(net, x)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        gradients(net, x)
+    torch.cuda.synchronize()
+    counters, _ = norm_triton._counters[x.device]
+    norm_triton._counters[x.device] = counters, len(counters)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        y, grads = gradients(net, x)
+    for _ in range(3):
+        graph.replay()
+    results = [(y.clone(), [grad.clone() for grad in grads])]
+    net.zero_grad()
+    del graph, y, grads
+    torch.cuda.empty_cache()
+    torch.full((1 << 20,), 3.0, device="cuda")  # where the graph's memory was
+    norm_triton._launch.cache_clear()
+    with torch.cuda.stream(side):
+        results.append(gradients(net, x))
+    torch.cuda.synchronize()
+    for y, grads in results:
+        torch.testing.assert_close(y, expected)
+        for a, b in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 # Advice and deprecations of PyTorch itself.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from spikefuse.kernels import norm_triton
 from spikefuse.kernels.norm import merge_statistics
 from spikefuse.testing import make_input, poisoned
 
@@ -37,3 +38,21 @@ def test_merge_statistics(backends, channels, count):
         plain, _ = merge_statistics(shares, None, (None, None, None), 0.0, 1e-5, impl)
         assert torch.equal(plain[1], plain[2])
         assert torch.equal(plain[[0, 2, 3]], found[[0, 2, 3]])
+
+
+def test_counters_are_never_allocated_in_a_cuda_graph(monkeypatch):
+    device, reserve = torch.device("cpu"), norm_triton.RESERVE
+    monkeypatch.setattr(norm_triton, "_counters", {})
+    monkeypatch.setattr(norm_triton, "_recorded", [])
+    assert norm_triton._take_counters(4, device, captured=True) is None
+    taken = []
+    for _ in range(3):
+        taken.append(norm_triton._take_counters(reserve - 1, device, captured=False))
+        taken.append(norm_triton._take_counters(reserve // 2, device, captured=True))
+        taken.append(norm_triton._take_counters(reserve // 2, device, captured=True))
+    assert all(t is not None and t.eq(0).all() for t in taken)
+    for number, t in enumerate(taken, 1):
+        t.fill_(number)
+    assert [t.unique().tolist() for t in taken] == [[n] for n in range(1, 10)]
+    assert norm_triton._take_counters(2 * reserve, device, captured=True) is None
+    assert len(norm_triton._recorded) == 6
