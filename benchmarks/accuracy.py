@@ -5,14 +5,16 @@
 
 CIFAR-10 is read as JPEG copies from `cifar10/cifar10_{train,test}_jpeg.npz` in the data folder,
 which are lossy: accuracies are close to those on the original images, but not the same. All
-networks are `ms_resnet18` for small images, or another of our ResNets, with the same weights at the
-start, batches, augmentation and schedule: SGD with Nesterov momentum, a one-cycle learning rate,
-label smoothing, bfloat16 and channels-last. The images are on the device as bytes.
+networks are `sew_resnet18` for small images, or another of our ResNets, with the same weights at
+the start, batches, augmentation and schedule: SGD with Nesterov momentum, a one-cycle learning
+rate, label smoothing, bfloat16 and channels-last. The images are on the device as bytes.
 
-A spiking network runs T steps of LIF neurons on the same image, with a triangular surrogate. Both
-kinds compute the layers before the first neuron once for all steps. SpikingJelly's neurons are its
-function with a float32 state, its fastest path, on the folded tensor. The ReLU network sees the
-image once. Each step is recorded as a CUDA graph where it can be.
+A spiking network runs T steps of LIF neurons on the same image, with soft resets without gradients
+and a triangular surrogate. Its first epochs may train one step (`--early`), which takes a fraction
+of the time; evaluation is always on T steps. Both kinds compute the layers before the first neuron
+once for all steps. SpikingJelly's neurons are its function with a float32 state, its fastest path,
+on the folded tensor. The ReLU network sees the image once. Each step is recorded as a CUDA graph
+where it can be.
 
 There is a row for each epoch. `seconds` are those of its training steps, with compilation and
 recording in the first epoch and after a continuation. Evaluation, on all test images in every
@@ -38,17 +40,19 @@ import spikefuse as sf
 from benchmarks import layers, plots, runner
 from benchmarks.networks import cudnn_search
 from benchmarks.runner import Record, synchronize
-from spikefuse import data
+from spikefuse import data, models
 from spikefuse.data import Images
 from spikefuse.data.files import default_directory, replacing
-from spikefuse.models import resnet
 from spikefuse.nn.encode import direct
 from spikefuse.train.batches import EvalBatches, TrainBatches
 from spikefuse.train.optimize import readout, sequence_loss
 from spikefuse.train.seeding import Purpose, reseed
 
 OURS, JELLY, RELU = NAMES = (layers.OURS, "spikingjelly", "relu")
-MODELS = ("ms_resnet18", "ms_resnet34", "resnet18", "resnet34")
+MODELS = ("sew_resnet18", "sew_resnet34", "ms_resnet18", "ms_resnet34", "resnet18", "resnet34")
+# From images `[B, ...]` and a number of time steps T to logits `[T, B, classes]`.
+Call = Callable[[Tensor, int], Tensor]
+DECAY = 0.5
 CLASSES, MEAN, STD = 10, (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
 MOMENTUM, EVAL_BATCH = 0.9, 1000
 QUICK = {"epochs": 2, "batch": 8, "T": 2}
@@ -61,12 +65,10 @@ def main(argv: list[str] | None = None) -> Path:
     add = parser.add_argument
     add("--names", nargs="+", default=list(NAMES), choices=NAMES, help="networks (all)")
     add("--seeds", type=int, nargs="+", default=[0], help="(0)")
-    add("--model", default=MODELS[0], choices=MODELS, help="(ms_resnet18)")
+    add("--model", default=MODELS[0], choices=MODELS, help=f"({MODELS[0]})")
     add("--T", type=int, default=4, help="time steps (4)")
-    add("--decay", type=float, default=0.5, help="of the neurons (0.5)")
-    add("--threshold", type=float, default=1.0, help="of the neurons (1)")
-    add("--loss", default="mean", choices=("mean", "every"), help="as of spikefuse train (mean)")
     add("--epochs", type=int, default=60, help="of the schedule (60)")
+    add("--early", type=int, default=0, help="first epochs that train one time step only (0)")
     add("--batch", type=int, default=500, help="(500)")
     add("--lr", type=float, default=0.2, help="highest learning rate (0.2)")
     add("--rise", type=float, default=0.2, help="share of the run before it (0.2)")
@@ -74,8 +76,6 @@ def main(argv: list[str] | None = None) -> Path:
     add("--smoothing", type=float, default=0.1, help="of labels (0.1)")
     add("--shift", type=int, default=4, help="pixels (4)")
     add("--cutout", type=int, default=16, help="side in pixels (16)")
-    add("--trivial-augment", action="store_true")
-    add("--mixup", type=float, default=0.0, help="alpha, 0 for none (0)")
     add("--cutmix", type=float, default=0.0, help="alpha, 0 for none (0)")
     add("--seconds", type=float, help="stop before this time, evaluation included")
     add("--checkpoints", type=Path, help="folder of checkpoints, to continue from")
@@ -83,8 +83,6 @@ def main(argv: list[str] | None = None) -> Path:
     args = runner.parse(parser, argv)
     if args.quick:
         vars(args).update(QUICK)
-    if args.mixup and args.cutmix:
-        parser.error("--mixup and --cutmix are both given: choose one")
     if args.seconds is not None and args.checkpoints is None:
         parser.error("--seconds needs --checkpoints, to continue from")
     settings = {k: v for k, v in runner.settings_of(args).items() if k not in PLACES}
@@ -148,25 +146,32 @@ def decode(path: Path) -> Images:
     return Images(planes, torch.from_numpy(labels.astype(np.int64)))
 
 
-def make_network(name: str, args: argparse.Namespace) -> tuple[nn.Module, Callable[..., Tensor]]:
-    """Return the network, and a function from images `[B, ...]` to logits `[T, B, classes]`."""
-    steps = args.T
+def make_network(name: str, args: argparse.Namespace) -> tuple[nn.Module, Call]:
+    """Return the network and its call."""
 
     def make(activation: Callable[[], nn.Module]) -> nn.Sequential:
-        return getattr(resnet, args.model)(activation, 3, CLASSES, (32, 32), stem="cifar")
+        return models.MODELS[args.model](activation, 3, CLASSES, (32, 32), stem="cifar")
 
     if name == RELU:
         net = make(nn.ReLU)
-        return net, lambda images: net(images).unsqueeze(0)
+        return net, lambda images, steps: net(images).unsqueeze(0)
     if name == JELLY:
-        jelly = layers.Jelly(torch.device(args.device), args.decay, args.threshold, sigmoid=False)
-        net = make(partial(layers.JellyFunction, steps, jelly.function))
+        jelly = layers.Jelly(torch.device(args.device), DECAY, 1.0, sigmoid=False)
+        jelly.constants |= {"v_reset": None, "detach_reset": True}
+        net = make(partial(layers.JellyFunction, args.T, jelly.function))
         stem, rest = net[:2], net[2:]  # the stem is a convolution and a norm
-        return net, lambda images: rest(torch.cat([stem(images)] * steps)).unflatten(0, (steps, -1))
+
+        def call(images: Tensor, steps: int) -> Tensor:
+            for module in net.modules():
+                if isinstance(module, layers.JellyFunction):
+                    module.T = steps
+            return rest(torch.cat([stem(images)] * steps)).unflatten(0, (steps, -1))
+
+        return net, call
     surrogate = sf.surrogate.PiecewiseQuadratic(1.0)
-    neuron = partial(sf.LIF, args.decay, args.threshold, surrogate=surrogate)
+    neuron = partial(sf.LIF, DECAY, surrogate=surrogate, reset="soft", detach_reset=True)
     temporal = sf.fuse(sf.Temporal(make(neuron)))
-    return temporal, lambda images: temporal(direct(images, steps))
+    return temporal, lambda images, steps: temporal(direct(images, steps))
 
 
 class Run:
@@ -200,24 +205,21 @@ class Run:
     def steps_done(self) -> int:
         return len(self.rows) * len(self.batches)
 
-    def outputs(self, pixels: Tensor) -> Tensor:
+    def outputs(self, pixels: Tensor, steps: int) -> Tensor:
         """Return logits `[T, B, classes]` of bytes, or of their mixtures."""
         images = (pixels.float() - self.mean) / self.std
         with torch.autocast(self.device.type, torch.bfloat16):
-            return self.call(images.contiguous(memory_format=torch.channels_last))
+            return self.call(images.contiguous(memory_format=torch.channels_last), steps)
 
-    def _step(self, pixels: Tensor, labels: Tensor) -> Tensor:
+    def _step(self, pixels: Tensor, labels: Tensor, steps: int) -> Tensor:
         args, targets = self.args, labels
         pixels = data.random_flip(data.random_shift(pixels, args.shift))
-        if args.trivial_augment:
-            pixels = data.trivial_augment(pixels)
         pixels = data.cutout(pixels, args.cutout)
-        for mix, alpha in ((data.mixup, args.mixup), (data.cutmix, args.cutmix)):
-            if alpha:
-                one_hot = targets.unsqueeze(1) == torch.arange(CLASSES, device=self.device)
-                pixels, targets = mix(pixels, one_hot.float(), alpha)
+        if args.cutmix:
+            one_hot = targets.unsqueeze(1) == torch.arange(CLASSES, device=self.device)
+            pixels, targets = data.cutmix(pixels, one_hot.float(), args.cutmix)
         self.optimizer.zero_grad()
-        loss = sequence_loss(self.outputs(pixels), targets, args.loss, args.smoothing)
+        loss = sequence_loss(self.outputs(pixels, steps), targets, "mean", args.smoothing)
         loss.backward()
         self.optimizer.step()
         return loss
@@ -225,18 +227,19 @@ class Run:
     def train(self) -> Record:
         """Train for an epoch."""
         epoch, num = len(self.rows), len(self.batches)
+        steps = 1 if epoch < self.args.early else self.args.T
         reseed(self.seed, Purpose.STEP, epoch)
         self.net.train()
         synchronize(self.device)
         start = time.perf_counter()
         total = torch.zeros((), device=self.device)
         for batch in self.batches:
-            total += self.step(*batch)
+            total += self.step(*batch, steps)
             self.schedule.step()
         synchronize(self.device)
         seconds = time.perf_counter() - start
         return {
-            **{"name": self.name, "seed": self.seed, "epoch": epoch + 1},
+            **{"name": self.name, "seed": self.seed, "epoch": epoch + 1, "T": steps},
             "loss": round(total.item() / num, 5),
             "seconds": round(seconds, 3),
             "images_per_s": round(num * self.args.batch / seconds),
@@ -247,7 +250,9 @@ class Run:
     def accuracy(self, testing: Images) -> float:
         self.net.eval()
         batches = EvalBatches(testing, EVAL_BATCH, self.device)
-        right = [(readout(self.outputs(x), "mean").argmax(1) == y).sum() for x, y in batches]
+        right = [
+            (readout(self.outputs(x, self.args.T), "mean").argmax(1) == y).sum() for x, y in batches
+        ]
         return int(torch.stack(right).sum()) / len(testing)
 
     # Checkpoints

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -37,11 +36,9 @@ def test_jpeg_images_are_decoded_in_order(tmp_path: Path) -> None:
 def test_a_run_continues_from_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def small(
-        name: str, args: Namespace
-    ) -> tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
+    def small(name: str, args: Namespace) -> tuple[nn.Module, accuracy.Call]:
         net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 10))
-        return net, lambda images: net(images).unsqueeze(0)
+        return net, lambda images, steps: net(images).unsqueeze(0)
 
     monkeypatch.setattr(accuracy, "make_network", small)
     options = ["--quick", "--device", "cpu", "--names", "relu", "--out", str(tmp_path)]
@@ -81,10 +78,13 @@ def test_a_network_that_cannot_be_made_is_left_out(
     assert result["left_out"] == [{"row": "spikingjelly", "reason": reason}]
 
 
-def test_options_that_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    for options in (["--mixup", "1", "--cutmix", "1"], ["--seconds", "9"]):
-        with pytest.raises(SystemExit):
-            accuracy.main(options)
-    found = capsys.readouterr().err
-    assert "--mixup and --cutmix are both given: choose one" in found
-    assert "--seconds needs --checkpoints" in found
+def test_first_epochs_of_one_time_step(tmp_path: Path) -> None:
+    options = ["--quick", "--device", "cpu", "--names", "spikefuse", "--early", "1"]
+    rows = record.read(accuracy.main([*options, "--out", str(tmp_path)]))["rows"]
+    assert [row["T"] for row in rows] == [1, 2]
+
+
+def test_a_limit_of_time_needs_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        accuracy.main(["--seconds", "9"])
+    assert "--seconds needs --checkpoints" in capsys.readouterr().err
