@@ -9,6 +9,7 @@ them in the order of the shares, so results are deterministic.
 from __future__ import annotations
 
 from functools import lru_cache
+from threading import Thread
 from typing import Any
 
 import torch
@@ -365,11 +366,21 @@ _recorded: list[Tensor] = []  # counters of CUDA graphs, which may outlive the l
 def reserve_counters(device: torch.device) -> None:
     """Have counters at hand for CUDA graphs.
 
-    Memory that is allocated in a graph ends with it, and is set to 0 by its replays only.
+    Memory that is allocated in a graph ends with it, and is set to 0 by its replays only. That of
+    this thread may belong to a graph already, before torch.compile records it.
     """
     counters, used = _counters.get(device, (None, 0))
     if counters is None or used + RESERVE > len(counters):
-        _counters[device] = torch.zeros(2 * RESERVE, dtype=torch.int32, device=device), 0
+        thread = Thread(target=_allocate_counters, args=(device,))
+        thread.start()
+        thread.join()
+
+
+def _allocate_counters(device: torch.device) -> None:
+    counters = torch.zeros(2 * RESERVE, dtype=torch.int32, device=device)
+    if counters.is_cuda:
+        torch.cuda.synchronize(device)
+    _counters[device] = counters, 0
 
 
 def _take_counters(number: int, device: torch.device, captured: bool) -> Tensor | None:

@@ -46,11 +46,13 @@ def test_counters_are_never_allocated_in_a_cuda_graph(monkeypatch):
     monkeypatch.setattr(norm_triton, "_recorded", [])
     assert norm_triton._take_counters(4, device, captured=True) is None
     taken = []
+    with torch.inference_mode():  # of this thread, as are the pools from which graphs allocate
+        norm_triton.reserve_counters(device)
     for _ in range(3):
         taken.append(norm_triton._take_counters(reserve - 1, device, captured=False))
         taken.append(norm_triton._take_counters(reserve // 2, device, captured=True))
         taken.append(norm_triton._take_counters(reserve // 2, device, captured=True))
-    assert all(t is not None and t.eq(0).all() for t in taken)
+    assert all(t is not None and t.eq(0).all() and not t.is_inference() for t in taken)
     for number, t in enumerate(taken, 1):
         t.fill_(number)
     assert [t.unique().tolist() for t in taken] == [[n] for n in range(1, 10)]
