@@ -4,7 +4,7 @@ Every builder takes these arguments; further ones default to the published value
 
     neuron: returns a new neuron module per call, such as `lambda: spikefuse.LIF(decay=0.5)`.
     in_channels: channels of the input.
-    num_classes: outputs of the last layer, which is linear and has no neuron.
+    num_classes: outputs of the last layer, which is linear and does not spike.
     size: height and width of the input.
 """
 
@@ -27,6 +27,7 @@ from spikefuse.models.plain import (
     vggsnn,
 )
 from spikefuse.models.qkformer import qkformer, qkformer_10_384, qkformer_10_512, qkformer_10_768
+from spikefuse.models.recurrent import recurrent, recurrent_720, recurrent_1024
 from spikefuse.models.resnet import (
     ms_resnet18,
     ms_resnet34,
@@ -107,6 +108,9 @@ MODELS: dict[str, Builder] = {
     "spikingresformer_m": spikingresformer_m,
     "spikingresformer_l": spikingresformer_l,
     **{f"mlp{n}": partial(mlp, hidden=split_widths(n), norm=False) for n in SPLIT_LAYERS},
+    "recurrent": recurrent,
+    "recurrent_720": recurrent_720,
+    "recurrent_1024": recurrent_1024,
     "event-mlp": event_mlp,  # three hidden layers
     **{f"event-mlp{n}": partial(event_mlp, hidden=split_widths(n)) for n in SPLIT_LAYERS if n != 3},
 }
@@ -128,6 +132,9 @@ __all__ = [
     "qkformer_10_384",
     "qkformer_10_512",
     "qkformer_10_768",
+    "recurrent",
+    "recurrent_720",
+    "recurrent_1024",
     "resnet18",
     "resnet34",
     "resnet50",

@@ -7,20 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spikefuse.nn import Block, EventLinear, Events, Neuron
+from spikefuse.nn import LI, Block, EventLinear, Events, Neuron, Recurrent
 from spikefuse.train.processes import Processes
 
 
 class RateMonitor:
     """Hold the spikes of all neurons and blocks in the most recent call of a network in training.
 
-    Neurons inside an event layer, which are not called, do not count.
+    Neurons inside an event layer, which are not called, do not count. Nor do leaky integrators,
+    which never fire.
     """
 
     def __init__(self, net: nn.Module) -> None:
         self.last: dict[str, Tensor] = {}
         for name, module in net.named_modules():
-            if isinstance(module, Neuron | Block):
+            if isinstance(module, Neuron | Block | Recurrent) and not isinstance(module, LI):
                 module.register_forward_hook(self._observe(name))
 
     def _observe(self, name: str) -> Any:

@@ -57,7 +57,7 @@ RISE = 0.3
 LOSSES = ("mean", "last", "every")
 PRECISIONS = ("32", "bf16", "16")
 MEMORY = (*POLICIES, "auto")
-EVENT_MODEL = "event-mlp"
+EVENT_MODEL, RECURRENT_MODEL = "event-mlp", "recurrent"
 OVERFLOWS = ("drop", "dense", "raise")
 # Defaults of event models (Finkbeiner and Neftci); the cutoff is relative to the threshold.
 EVENT_DECAY, EVENT_SURROGATE, EVENT_CUTOFF = 0.95, "fastsigmoid", -0.1
@@ -305,8 +305,12 @@ class TrainConfig:
         if len(dataset.shape) == 1:
             names = (*OF_PLANES, *OF_IMAGES)
             yield from self._given(f"{self.dataset} has no rows and columns", *names)
-            if "mlp" not in self.model and not own.is_reference(self.model):
-                yield f"model is {self.model}, but {self.dataset} is one-dimensional: choose mlp"
+            of_vectors = "mlp" in self.model or self.is_recurrent
+            if not of_vectors and not own.is_reference(self.model):
+                yield (
+                    f"model is {self.model}, but {self.dataset} is one-dimensional: choose mlp or "
+                    "recurrent"
+                )
         if dataset.kind != "events":
             of_events = ("slicing", "slice_us", "drop_events")
             yield from self._given(f"{self.dataset} is not event data", *of_events)
@@ -444,6 +448,11 @@ class TrainConfig:
     def on_events(self) -> bool:
         """Whether the model computes on lists of events."""
         return self.model.startswith(EVENT_MODEL) and not own.is_reference(self.model)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the layers of the model feed back."""
+        return self.model.startswith(RECURRENT_MODEL) and not own.is_reference(self.model)
 
     def make_neuron(self) -> nn.Module:
         kind = NEURONS[self.neuron]

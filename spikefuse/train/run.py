@@ -181,6 +181,8 @@ def _check_processes(config: TrainConfig, options: RunOptions, processes: Proces
         raise ConfigError(f"num_steps is {config.num_steps}: expected at least time_ranks, {time}")
     if time > 1 and config.on_events:
         raise ConfigError("time_ranks is given, but the model computes on events: remove it")
+    if time > 1 and config.is_recurrent:
+        raise ConfigError("time_ranks is given, but the layers of the model feed back: remove it")
     for name in ("tbptt", "sync_batch_norm", "rate_penalty"):
         if time > 1 and getattr(config, name):
             raise ConfigError(

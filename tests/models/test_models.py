@@ -13,7 +13,7 @@ import spikefuse as sf
 from spikefuse.models import MODELS, conv
 
 IMAGENET, CIFAR, SHD = (3, 1000, (224, 224)), (3, 10, (32, 32)), (1, 20, (1, 700))
-CIFAR100 = (3, 100, (32, 32))
+CIFAR100, SSC = (3, 100, (32, 32)), (1, 35, (1, 700))
 BATCH_NORMS = {  # weights and biases
     "cifar_small": 2 * (128 + 256 + 512 + 1024 + 512),
     "cifar_medium": 2 * (3 * 128 + 2 * 256 + 2 * 512 + 1024 + 512),
@@ -84,6 +84,8 @@ PUBLISHED = [
     ("mlp3", SHD, 3, 700 * 980 + 2 * 980**2 + 980 * 20 + 3 * 980 + 20),
     ("mlp4", SHD, 4, 700 * 735 + 3 * 735**2 + 735 * 20 + 4 * 735 + 20),
     ("mlp5", SHD, 5, 700 * 588 + 4 * 588**2 + 588 * 20 + 5 * 588 + 20),
+    # Baronig et al.: 140 inputs, with batch norms where theirs have biases. The readout is an LI.
+    ("recurrent", SHD, 2 + 1, 140 * 360 + 3 * 360**2 + 360 * 20 + 4 * 360 + 20),
     ("mlp", (1, 10, (8, 8)), 2, 64 * 256 + 256**2 + 4 * 256 + 256 * 10 + 10),
     ("conv", (1, 10, (28, 28)), 2, 9 * 32 + 9 * 32 * 64 + 2 * 96 + 64 * 7 * 7 * 10 + 10),
 ]
@@ -114,6 +116,9 @@ ROUNDED = [
     ("sdt_v2_15m", IMAGENET, "15.1", 32 + 64 + 128 + 256 + 360 + 5 * (6 * 256 + 2 * 360)),
     ("sdt_v2_31m", IMAGENET, "31.3", 48 + 96 + 192 + 384 + 480 + 5 * (6 * 384 + 2 * 480)),
     ("sdt_v2_55m", IMAGENET, "55.4", 64 + 128 + 256 + 512 + 640 + 5 * (6 * 512 + 2 * 640)),
+    # Baronig et al. (truncated) and Bittar and Garner, who learn parameters of the neurons, too.
+    ("recurrent_720", SSC, "1.6", 0),
+    ("recurrent_1024", SHD, "3.9", 0),
     # Shi et al., CVPR 2024, whose numbers for all but the last agree without norms.
     ("spikingresformer_ti", IMAGENET, "11.14", -2 * 64 * 13 - 2 * 192 * 25 - 2 * 384 * 37),
     ("spikingresformer_s", IMAGENET, "17.76", -2 * 64 * 13 - 2 * 256 * 25 - 2 * 512 * 37),
@@ -287,7 +292,7 @@ def test_other_sizes(name: str, size: tuple[int, int]) -> None:
 def test_neurons_share_no_parameters(name: str) -> None:
     with torch.device("meta"):
         net = MODELS[name](sf.PLIF, 1, 10, (28, 28))
-    found = [m for m in net.modules() if isinstance(m, sf.Neuron)]
+    found = [m for m in net.modules() if isinstance(m, sf.PLIF)]
     decays = {id(p) for neuron in found for p in neuron.parameters()}
     assert len(decays) == len(found)
 

@@ -93,7 +93,7 @@ WRONG = [
         "slicing is duration, but nmnist has no default duration: set slice_us",
     ),
     ({"slicing": "events"}, "unknown slicing 'events': choose one of number, time, duration"),
-    ({"dataset": "shd"}, "model is conv, but shd is one-dimensional: choose mlp"),
+    ({"dataset": "shd"}, "model is conv, but shd is one-dimensional: choose mlp or recurrent"),
     ({"dataset": "shd", "shift": 1}, "shift is given, but shd has no rows and columns"),
     ({"dataset": "shd", "flip": True}, "flip is given, but shd has no rows and columns"),
     ({"dataset": "shd", "model": "mlp", "cutmix": 1.0}, "cutmix is given, but shd has no rows and"),

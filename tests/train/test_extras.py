@@ -92,6 +92,22 @@ def test_rate_penalty_adds_the_mean_rate_and_lowers_it() -> None:
     assert rates[1] < 0.7 * rates[0]
 
 
+def test_rate_penalty_of_recurrent_layers() -> None:
+    torch.manual_seed(0)
+    config = TrainConfig(model="recurrent", num_steps=4, rate_penalty=2.0, shift=0)
+    module, rates = Classifier(config), []
+    for layer in module.net.modules():
+        if isinstance(layer, sf.Recurrent):
+            layer.register_forward_hook(lambda m, x, y: rates.append(y.mean().item()))
+    labels = torch.arange(64) % 10
+    x = module.encode(torch.randint(256, (64, 1, 8, 8), dtype=torch.uint8))
+    outputs = module.net(x)
+    assert len(rates) == 2
+    assert max(rates) > 0.01
+    expected = module.loss(outputs, labels) + 2.0 * sum(rates) / 2
+    torch.testing.assert_close(module._loss(outputs, labels), expected)
+
+
 def layer_rates(module: Classifier, images: torch.Tensor) -> list[float]:
     """The rate of each layer, counted by hooks of the test's own."""
     counted: list[float] = []

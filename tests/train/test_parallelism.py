@@ -113,6 +113,12 @@ def test_restart_resumes_in_its_folder(tmp_path: Path, monkeypatch: pytest.Monke
             2,
             "time_ranks is given, but the model computes on events: remove it",
         ),
+        (
+            {"dataset": "shd", "model": "recurrent"},
+            {"time_ranks": 2},
+            2,
+            "time_ranks is given, but the layers of the model feed back: remove it",
+        ),
     ],
 )
 def test_invalid_parallelism(config: dict, place: dict, count: int, message: str) -> None:

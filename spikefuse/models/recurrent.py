@@ -1,0 +1,64 @@
+"""Recurrent networks for sequences, such as the spikes of SHD and SSC.
+
+Sources: Baronig et al., "Advancing spatio-temporal processing through adaptation in spiking neural
+networks", Nature Communications 2025, arXiv:2408.07517 (widths, pooled inputs, dropout, readout),
+whose networks have no batch norm; Bittar and Garner, "A surrogate gradient spiking baseline for
+speech command recognition", Frontiers in Neuroscience 2022 (batch norm).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from torch import nn
+
+from spikefuse.models.blocks import MakeNeuron, Size
+from spikefuse.nn import LI, Recurrent
+
+READOUT_STEPS = 15.0  # time constant
+
+
+def recurrent(
+    neuron: MakeNeuron,
+    in_channels: int,
+    num_classes: int,
+    size: Size,
+    hidden: Sequence[int] = (360, 360),
+    pool: int = 5,
+    dropout: float = 0.15,
+    feedback: bool = True,
+) -> nn.Sequential:
+    """Build a network whose hidden layers receive their own spikes of the previous time step.
+
+    Each hidden layer is linear without bias, batch norm, `Recurrent` and dropout. The readout is a
+    linear layer and a leaky integrator with a time constant of 15 steps. The default has 0.45
+    million parameters on the 700 inputs of SHD, in two layers of 360 neurons.
+
+    Shapes: `[B, C, H, W]`, or `[B, C H W]`, to `[B, num_classes]`, for any channels and size.
+
+    Args:
+        neuron, in_channels, num_classes, size: see `spikefuse.models`.
+        hidden: neurons of each hidden layer.
+        pool: number of neighbouring inputs that are averaged, 1 for none.
+        dropout: probability that the spike of a hidden neuron is dropped.
+        feedback: False builds the feed-forward network of the same widths.
+    """
+    layers: list[nn.Module] = [nn.Flatten()]
+    width = in_channels * size[0] * size[1]
+    if pool > 1:
+        layers.append(nn.AvgPool1d(pool, ceil_mode=True))
+        width = -(-width // pool)
+    for features in hidden:
+        cells = Recurrent(neuron(), features) if feedback else neuron()  # type: ignore[arg-type]
+        layers += [nn.Linear(width, features, bias=False), nn.BatchNorm1d(features), cells]
+        layers.append(nn.Dropout(dropout))
+        width = features
+    readout = LI(math.exp(-1 / READOUT_STEPS), decay_input=True)
+    return nn.Sequential(*layers, nn.Linear(width, num_classes), readout)
+
+
+recurrent_720 = partial(recurrent, hidden=(720, 720))  # Baronig et al., SSC
+# Bittar and Garner; dropout as in the defaults of the authors' code.
+recurrent_1024 = partial(recurrent, hidden=(1024, 1024), pool=1, dropout=0.1)
