@@ -5,7 +5,8 @@ README.md and a tutorial.
     python -m benchmarks --gpus     on several GPUs: DDP, time sharding, neuron sharding
 
 Each runs in its own process, and the others still run if one fails. Training runs
-(`benchmarks.training`, `benchmarks.accuracy`, `benchmarks.event_accuracy`) are started by hand.
+(`benchmarks.training`, `benchmarks.accuracy`, `benchmarks.event_accuracy`,
+`benchmarks.spoken_digits`) are started by hand.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ def plot(
             FigureCanvasAgg(figure)
             machine = result["machine"]
             where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
-            title = draw(figure, rows) or result["settings"].get("recipe")
+            settings = result["settings"]
+            title = draw(figure, rows) or settings.get("recipe") or settings.get("data")
             figure.suptitle(f"{title}, {where}" if title else where)
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path)
@@ -190,4 +191,4 @@ def accuracy(figure: Any, rows: Rows) -> str:
     panel.set(xlabel="seconds of training", ylabel="test accuracy, %")
     panel.grid(alpha=0.3)
     panel.legend()
-    return "CIFAR-10 (JPEG copies)"
+    return ""

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def origin(result: Result) -> str:
     names = {"torch": "PyTorch", "triton": "Triton", "numba": "Numba",
              "spikingjelly": "SpikingJelly", "snntorch": "snnTorch"}  # fmt: skip
     shown = ["torch", "triton" if "gpu" in result["machine"] else "numba", "spikingjelly"]
-    if result["benchmark"] == "cpu":
+    if result["benchmark"] in ("cpu", "spoken_digits"):
         shown.append("snntorch")
     if result["benchmark"] == "first_call":
         shown = ["torch", "triton", "numba"]
@@ -490,6 +491,27 @@ def event_accuracy(result: Result) -> Parts:
     yield markdown(["", "best accuracy, by seed", "in epoch", "neurons that fire"], lines)
 
 
+def spoken_digits(result: Result) -> Parts:
+    """Yield a line for each network: the last accuracy of every seed, and its speed."""
+    lines = []
+    for name in dict.fromkeys(row["name"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["name"] == name]
+        last = {row["seed"]: row["accuracy"] for row in rows}  # a later epoch replaces an earlier
+        later = [row for row in rows if row["epoch"] > 1] or rows  # the first one compiles
+        speed = statistics.median(row["examples_per_s"] for row in later)
+        seconds = statistics.median(row["seconds"] for row in later)
+        accuracy = ", ".join(percent(value, 1) for value in last.values())
+        lines.append([name, accuracy, number(seconds), f"{speed:,.0f}"])
+    settings = result["settings"]
+    hidden = " and ".join(str(n) for n in settings["hidden"])
+    yield (
+        f"{settings['data']}, a random fifth held out; hidden layers of {hidden}, "
+        f"{settings['epochs']} epochs, batches of {settings['batch']}, {settings['dtype']}:"
+    )
+    head = ["", "accuracy after the last epoch, by seed", "seconds an epoch", "examples/s"]
+    yield markdown(head, lines)
+
+
 # Training
 
 
@@ -582,6 +604,11 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
         SCRIPT.format("event_scaling"),
     ),
     "event-accuracy": ("event_accuracy", each(event_accuracy), SCRIPT.format("event_accuracy")),
+    "spoken-digits": (
+        "spoken_digits*",
+        each(spoken_digits, "accuracy over seconds"),
+        SCRIPT.format("spoken_digits --seeds 0 1 2"),
+    ),
     "first-call": ("first_call", each(first_call), BENCH),
     "cpu": ("cpu_neuron", each(cpu), BENCH),
     "cpu-steps": ("cpu", each(cpu_steps), BENCH),

@@ -29,6 +29,7 @@ SCRIPTS = (
     "events --streaming",
     "event_accuracy",
     "accuracy --names spikefuse --trivial-augment --mixup 0.2 --loss every",
+    "spoken_digits --names spikefuse --dtype bfloat16",
     "training convergence",
 )
 # Scripts that start processes, or that torchrun starts.

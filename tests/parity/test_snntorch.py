@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import spikefuse as sf
+from benchmarks import spoken_digits
+from spikefuse.train.seeding import Purpose, reseed
 from tests.parity.comparison import (
     Match,
     Unrolled,
@@ -231,3 +233,21 @@ def test_at_the_threshold_theirs_does_not_fire():
     x = torch.ones(1, 1)
     assert sf.IF()(x[None]).item() == 1
     assert snntorch.Leaky(beta=1.0)(x)[0].item() == 0
+
+
+def test_the_network_on_spoken_digits_is_the_same() -> None:
+    """Spikes, outputs and gradients of the benchmark's loops equal those of our layers."""
+    spikes = (torch.rand(12, 3, 700, generator=torch.Generator().manual_seed(0)) < 0.1).float()
+    outputs, gradients = {}, {}
+    for name in (spoken_digits.OURS, spoken_digits.SNNTORCH):
+        reseed(0, Purpose.WEIGHTS)
+        net = spoken_digits.make_network(name, [32, 24], len(spikes))
+        reseed(0, Purpose.STEP)  # of dropout
+        outputs[name] = net(spikes)
+        outputs[name].square().sum().backward()
+        gradients[name] = [p.grad for p in net.parameters()]
+    ours, theirs = spoken_digits.OURS, spoken_digits.SNNTORCH
+    torch.testing.assert_close(outputs[ours], outputs[theirs], rtol=1e-4, atol=1e-6)
+    assert len(gradients[ours]) == len(gradients[theirs])
+    for one, other in zip(gradients[ours], gradients[theirs], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
