@@ -12,7 +12,7 @@ All networks are `models.recurrent`, with the same weights at the start, batches
 Adam, a one-cycle learning rate, and the cross entropy of the mean potential over time:
 
 - spikefuse: `Recurrent` layers of LIF neurons with snnTorch's reset, `DelayedResetLIF`
-- the same network without feedback, and with `SEAdLIF` neurons
+- the same network without feedback
 - snnTorch: the first network, with `RLeaky` and `Leaky` called in a loop over time for each layer.
   The linear layers and norms read all time steps at once, as in spikefuse. On a GPU there is a
   second row for the loop in a CUDA graph; spikefuse's steps are always recorded there.
@@ -47,10 +47,8 @@ from spikefuse.train.optimize import readout, sequence_loss
 from spikefuse.train.seeding import Purpose, reseed
 
 OURS, SNNTORCH = layers.OURS, "snnTorch"
-FEED_FORWARD, ADAPTIVE, SNNTORCH_GRAPH = (
-    f"{OURS}, feed-forward", f"{OURS}, SEAdLIF", f"{SNNTORCH}, {GRAPH}"
-)  # fmt: skip
-NAMES = (OURS, FEED_FORWARD, ADAPTIVE, SNNTORCH, SNNTORCH_GRAPH)
+FEED_FORWARD, SNNTORCH_GRAPH = f"{OURS}, feed-forward", f"{SNNTORCH}, {GRAPH}"
+NAMES = (OURS, FEED_FORWARD, SNNTORCH, SNNTORCH_GRAPH)
 DECAY, SLOPE = 0.9, 25.0  # of the neurons, and of their fast sigmoid: the default of snnTorch
 HELD_OUT, EVAL_BATCH = 0.2, 500
 
@@ -105,9 +103,7 @@ def rows(args: argparse.Namespace, left_out: list[Record]) -> Iterator[Record]:
 def make_network(name: str, hidden: list[int], num_steps: int) -> sf.Temporal:
     """Build the network of a row, whose initial weights depend on the seed alone."""
     surrogate = sf.surrogate.FastSigmoid(SLOPE)
-    neuron: Any = partial(sf.DelayedResetLIF, DECAY, surrogate=surrogate)
-    if name == ADAPTIVE:
-        neuron = partial(sf.SEAdLIF, DECAY, surrogate=surrogate, detach_reset=True)
+    neuron = partial(sf.DelayedResetLIF, DECAY, surrogate=surrogate)
     feedback = name != FEED_FORWARD
     net = recurrent(neuron, INPUTS, CLASSES, (1, 1), hidden, feedback=feedback)
     if name in (SNNTORCH, SNNTORCH_GRAPH):
