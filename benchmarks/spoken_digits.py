@@ -8,12 +8,12 @@ Heidelberg Digits, in 99 steps of 10 ms, one bit per unit. A fifth is held out a
 seed, as the file does not name speakers. The same voices are thus trained and tested: accuracies
 are not comparable with published ones. Quick runs use random spikes.
 
-All networks are `models.recurrent`, with the same weights at the start, batches and dropout masks;
-Adam, a one-cycle learning rate, and the cross entropy of the mean potential over time:
+All networks are `models.recurrent`, with the same batches and dropout masks, and trained with Adam,
+a one-cycle learning rate, and the cross entropy of the mean potential over time:
 
 - spikefuse: `Recurrent` layers of LIF neurons with snnTorch's reset, `DelayedResetLIF`
 - the same network without feedback
-- snnTorch: the first network, with `RLeaky` and `Leaky` called in a loop over time for each layer.
+- snnTorch: the first network, from the same weights, with `RLeaky` and `Leaky` in a loop over time.
   The linear layers and norms read all time steps at once, as in spikefuse. On a GPU there is a
   second row for the loop in a CUDA graph; spikefuse's steps are always recorded there.
 

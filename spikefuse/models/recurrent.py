@@ -51,8 +51,8 @@ def recurrent(
         layers.append(nn.AvgPool1d(pool, ceil_mode=True))
         width = -(-width // pool)
     for features in hidden:
-        cells = Recurrent(neuron(), features) if feedback else neuron()  # type: ignore[arg-type]
-        layers += [nn.Linear(width, features, bias=False), nn.BatchNorm1d(features), cells]
+        layers += [nn.Linear(width, features, bias=False), nn.BatchNorm1d(features)]
+        layers.append(Recurrent(neuron(), features) if feedback else neuron())  # type: ignore[arg-type]
         layers.append(nn.Dropout(dropout))
         width = features
     readout = LI(math.exp(-1 / READOUT_STEPS), decay_input=True)
