@@ -94,6 +94,7 @@ def test_poisson_inputs_and_events(tmp_path: Path) -> None:
         ("a.bin", {"dataset": "nmnist", "model": "mlp"}, (1, 32, 2, 34, 34)),
         ("a.bin", {"dataset": "nmnist", "model": "event-mlp"}, (1, 32, 2, 34, 34)),
         ("a.h5", {"dataset": "shd", "model": "mlp", "num_steps": 20}, (3, 20, 700)),
+        ("a.h5", {"dataset": "shd", "model": "recurrent", "num_steps": 20}, (3, 20, 700)),
     ):
         net = sf.load(save(tmp_path / "a.ckpt", **settings))
         inputs = net.read(tmp_path / name)
