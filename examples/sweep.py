@@ -27,7 +27,7 @@ LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 DECAYS = (0.25, 0.5, 0.75)
 # What all runs have in common: options of `spikefuse train`.
 COMMON = {"dataset": "digits", "model": "conv", "num_steps": 4, "batch_size": 64}
-RESULTS = ("validation_accuracy", "test_accuracy", "best_epoch", "training_seconds")
+RESULTS = ("validation_accuracy", "test_accuracy", "best_epoch")
 
 Settings = dict[str, float]
 
