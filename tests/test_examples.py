@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+from spikefuse.train import TrainConfig
 from tests.processes import finish, torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -57,6 +61,41 @@ def test_streaming() -> None:
     right, mean_steps = program("streaming").main(steps=100, sure=0.9, count=50)
     assert right > 0.7
     assert mean_steps < 45
+
+
+def test_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep that ends in its third run, and in the middle of another, is finished later."""
+    example, started = program("sweep"), []
+    example.COMMON |= {"model": "mlp", "num_steps": 2, "batch_size": 256}
+    example.LEARNING_RATES, example.DECAYS = (1e-5, 1e-2), (0.25, 0.5)
+    train = example.train
+
+    def counted(config: TrainConfig, *arguments: Any) -> Any:
+        started.append((config.lr, config.decay))
+        if len(started) == 3:
+            raise KeyboardInterrupt
+        return train(config, *arguments)
+
+    monkeypatch.setattr(example, "train", counted)
+    pairs = [(1e-5, 0.25), (1e-5, 0.5), (1e-2, 0.25), (1e-2, 0.5)]
+    with pytest.raises(KeyboardInterrupt):
+        example.main(str(tmp_path), epochs=2)
+    assert started == pairs[:3]
+    (tmp_path / "lr-1e-05-decay-0.5" / "result.json").unlink()
+    rows = example.main(str(tmp_path), epochs=2)
+    assert started[3:] == pairs[1:]
+    assert [row["lr"] for row in rows] == [1e-2, 1e-2, 1e-5, 1e-5]
+    with (tmp_path / "results.csv").open(newline="") as file:
+        table = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+    assert table == rows
+    result = json.loads((tmp_path / "lr-1e-05-decay-0.5" / "result.json").read_text())
+    assert result["resumed"]
+    with pytest.raises(SystemExit, match="has a run with other settings"):
+        example.main(str(tmp_path), epochs=3)
+    assert len(started) == 6
+    assert all(
+        1e-5 <= row["lr"] <= 1e-2 and 0.25 <= row["decay"] <= 0.5 for row in example.drawn(9)
+    )
 
 
 def test_several_gpus() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from spikefuse.data.files import DataError
 from spikefuse.data.images import Images, Index
 from spikefuse.data.recordings import Recording
+from spikefuse.data.sound import Sound
 
 BITS = (1, 2, 4, 8)
 SLICINGS = ("number", "time", "duration")
@@ -58,16 +59,25 @@ class Slicing:
             )
 
 
-def to_frames(events: Recording, slicing: Slicing) -> np.ndarray:
+def to_frames(events: Recording | Sound, slicing: Slicing) -> np.ndarray:
     """Count the events of a recording per slice and site of the sensor.
+
+    Of a sound, a slice is a frame of its log-mel spectrogram, which begins with the slice.
 
     Args:
         events: the recording.
-        slicing: how time is cut.
+        slicing: how time is cut; of a sound, by "duration".
 
     Returns:
         uint8 `[T, P, H, W]`, or `[T, W]` for audio; counts saturate at `2**bits - 1`.
+
+    Raises:
+        DataError: a sound is cut by events.
     """
+    if isinstance(events, Sound):
+        if slicing.dt is None:
+            raise DataError(f"by is {slicing.by!r}, but sounds have no events: expected 'duration'")
+        return events.levels(slicing.num_steps, slicing.dt, slicing.bits)
     steps = _steps(events, slicing)
     inside = steps < slicing.num_steps
     values = int(np.prod(events.size))

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from spikefuse.data.files import DataError, damaged
+from spikefuse.data.sound import Sound
 
 # Microseconds, about 12 days: longer than any recording.
 TIME_LIMIT = 2**40
@@ -116,7 +117,7 @@ class RecordingSet:
     """Labelled recordings on disk; only the labels are in memory.
 
     Args:
-        size: of the sensor: (P, H, W), or (W,) for audio.
+        size: of a frame: (P, H, W) of a sensor, or (W,) for audio.
         labels: int64 `[N]`.
         files: all files that hold the recordings.
         read: returns an iterator over the recordings, in the order of `labels`.
@@ -125,7 +126,7 @@ class RecordingSet:
     size: tuple[int, ...]
     labels: np.ndarray
     files: tuple[Path, ...]
-    read: Callable[[], Iterator[Recording]]
+    read: Callable[[], Iterator[Recording | Sound]]
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from spikefuse.data import cifar, dvs_gesture, heidelberg, ncaltech101
+from spikefuse.data import cifar, dvs_gesture, heidelberg, ncaltech101, speech_commands
 from spikefuse.data.cifar import load_cifar10, load_cifar100, load_cifar100_coarse
 from spikefuse.data.cifar10_dvs import find_cifar10_dvs, read_cifar10_dvs
 from spikefuse.data.digits import load_digits
@@ -32,6 +32,8 @@ from spikefuse.data.mnist import load_fashion_mnist, load_mnist
 from spikefuse.data.ncaltech101 import find_ncaltech101, read_ncaltech101
 from spikefuse.data.nmnist import find_nmnist, read_nmnist
 from spikefuse.data.recordings import Recording, RecordingSet
+from spikefuse.data.sound import Sound, read_wav
+from spikefuse.data.speech_commands import find_speech_commands
 from spikefuse.data.store import load_frames
 
 DIGITS = tuple("0123456789")
@@ -43,6 +45,8 @@ CLOTHES = (
 
 # Finds the training, perhaps validation, and test recordings in a folder.
 Find = Callable[[Path], tuple[RecordingSet, ...]]
+# Reads the recordings in a file.
+Reader = Callable[[Path], Iterator[Recording | Sound]]
 PARTS = {2: ("train", "test"), 3: ("train", "valid", "test")}
 
 
@@ -68,6 +72,7 @@ class Dataset:
         transform: the options of `load` that this dataset takes, with their defaults; those of
             events include num_steps.
         files: of events, the ending of the files that `read_file` accepts, and their reader.
+        scale: of events, a network's input is `scale` times the values of the frames.
     """
 
     shape: tuple[int, ...]
@@ -75,18 +80,24 @@ class Dataset:
     read: Callable[..., tuple[Examples, ...]]
     kind: Literal["images", "events"] = "images"
     transform: Mapping[str, Any] = field(default_factory=dict)
-    files: tuple[str, Callable[[Path], Iterator[Recording]]] | None = None
+    files: tuple[str, Reader] | None = None
+    scale: float = 1.0
 
 
 def _events(
-    name: str, find: Find, size: tuple[int, ...], classes: tuple[str, ...], slicing: Slicing
+    name: str,
+    find: Find,
+    size: tuple[int, ...],
+    classes: tuple[str, ...],
+    slicing: Slicing,
+    scale: float = 1.0,
 ) -> Dataset:
     def read(directory: Path, download: bool, **options: Any) -> tuple[Frames, ...]:
         chosen, found = Slicing(**options), find(directory)
         parts = zip(PARTS[len(found)], found, strict=True)
         return tuple(load_frames(f"{name}-{part}", sets, chosen) for part, sets in parts)
 
-    return Dataset(size, classes, read, "events", vars(slicing))
+    return Dataset(size, classes, read, "events", vars(slicing), scale=scale)
 
 
 # T = 32 and SBE as in Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal
@@ -95,6 +106,8 @@ SACCADES, GESTURES = Slicing("number", 32, bits=4), Slicing("number", 32, bits=8
 # The camera of N-Caltech101 is that of N-MNIST, whose counts stay below 16 in 10 steps.
 OBJECTS = Slicing("number", 10, bits=4)
 SCREEN, SPEECH = Slicing("number", 10, bits=8), Slicing("duration", 100, dt=14_000, bits=4)
+# Frames of 25 ms begin every 10 ms, as is usual in speech recognition.
+SPECTRA = Slicing("duration", 100, dt=10_000, bits=8)
 CAMERA, IMAGE = (2, 128, 128), (3, 224, 224)
 IMAGENET = tuple(f"class {i}" for i in range(MAX_CLASSES))
 
@@ -117,16 +130,26 @@ DATASETS: dict[str, Dataset] = {
     ),
     "shd": _events("shd", heidelberg.find_shd, heidelberg.SIZE, SHD_CLASSES, SPEECH),
     "ssc": _events("ssc", heidelberg.find_ssc, heidelberg.SIZE, SSC_CLASSES, SPEECH),
+    # Levels of sound are not events, but sequences of bytes that are cut and cached like them.
+    "speech_commands": _events(
+        "speech_commands",
+        find_speech_commands,
+        speech_commands.SIZE,
+        speech_commands.CLASSES,
+        SPECTRA,
+        scale=1 / 255,
+    ),
 }
 
 # Ending and reader of the files of each event dataset.
-EVENT_FILES: dict[str, tuple[str, Callable[[Path], Iterator[Recording]]]] = {
+EVENT_FILES: dict[str, tuple[str, Reader]] = {
     "nmnist": (".bin", lambda path: iter([read_nmnist(path)])),
     "dvs_gesture": (".aedat", dvs_gesture.read_gestures),
     "cifar10_dvs": (".aedat", lambda path: iter([read_cifar10_dvs(path)])),
     "ncaltech101": (".bin", lambda path: iter([read_ncaltech101(path)])),
     "shd": (".h5", lambda path: heidelberg.recordings_in(path, len(SHD_CLASSES)).read()),
     "ssc": (".h5", lambda path: heidelberg.recordings_in(path, len(SSC_CLASSES)).read()),
+    "speech_commands": (".wav", lambda path: iter([read_wav(path)])),
 }
 
 
@@ -145,8 +168,8 @@ def load(
             tiny_imagenet.
 
     Returns:
-        (training, test), or of ssc (training, validation, test): `Images`, `ImageFolder`s or
-        `Frames`. Frames are computed once and cached on disk.
+        (training, test), or of ssc and speech_commands (training, validation, test): `Images`,
+        `ImageFolder`s or `Frames`. Frames are computed once and cached on disk.
 
     Raises:
         DataError: the dataset or an option is unknown, a file is missing or damaged, or the
@@ -190,7 +213,7 @@ def read_file(name: str, path: str | Path, **transform: Any) -> Iterator[np.ndar
     return iter([read_image(path, options.get("size", size), channels, margin)])
 
 
-def _event_files(name: str) -> tuple[str, Callable[[Path], Iterator[Recording]]]:
+def _event_files(name: str) -> tuple[str, Reader]:
     files = EVENT_FILES.get(name) or DATASETS[name].files
     if files is None:
         raise DataError(f"{name} has no reader of single files: set files in its Dataset")

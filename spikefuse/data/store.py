@@ -22,6 +22,7 @@ import torch
 from spikefuse.data.files import DataError, replacing, user_cache
 from spikefuse.data.frames import Frames, Slicing, pack, to_frames
 from spikefuse.data.recordings import Recording, RecordingSet
+from spikefuse.data.sound import Sound
 
 CHECKSUM_BYTES = 4
 # Part of every key: increase it when the frames of the same recordings change.
@@ -82,7 +83,9 @@ def _digest(name: str, recordings: RecordingSet, slicing: Slicing) -> str:
     return digest.hexdigest()[:16]
 
 
-def _progress(events: Iterator[Recording], total: int, name: str) -> Iterator[Recording]:
+def _progress(
+    events: Iterator[Recording | Sound], total: int, name: str
+) -> Iterator[Recording | Sound]:
     try:
         from tqdm import tqdm
     except ImportError:

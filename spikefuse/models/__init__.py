@@ -79,6 +79,7 @@ MODELS: dict[str, Builder] = {
     "sew_resnet101": sew_resnet101,
     "sew_resnet152": sew_resnet152,
     "ms_resnet18": ms_resnet18,
+    "ms_resnet18_cifar": partial(ms_resnet18, stem="cifar"),
     "ms_resnet34": ms_resnet34,
     "ms_resnet104": ms_resnet104,
     "cifar_small": cifar_small,

@@ -48,11 +48,13 @@ def encode(inputs: Tensor, config: TrainConfig, share: slice = WHOLE) -> Tensor 
         inputs: images `[B, C, H, W]` or event frames `[B, T, ...]`.
         share: the samples to return; random numbers are drawn for the whole batch.
     """
-    if DATASETS[config.dataset].kind == "events":
+    dataset = DATASETS[config.dataset]
+    if dataset.kind == "events":
         frames = inputs[share].transpose(0, 1)
         if config.on_events:  # several events at a site within a step are one spike
             return Events.from_dense(frames > 0)
-        return frames.to(torch.float32, memory_format=torch.contiguous_format)
+        values = frames.to(torch.float32, memory_format=torch.contiguous_format)
+        return values if dataset.scale == 1 else values * dataset.scale
     encoding = poisson if config.encoding == "poisson" else direct
     x = encoding(inputs / 255, config.num_steps)[:, share]
     return Events.from_dense(x) if config.on_events else x

@@ -68,8 +68,9 @@ examples:
   spikefuse predict runs/digits-conv-1/best.ckpt --top 3 --csv photos > classes.csv
   spikefuse predict runs/nmnist-conv-1/best.ckpt data/nmnist/Test/7
 
-Files must be of the kind that the network was trained on: images (PNG, JPEG and others) or event
-recordings (nmnist and ncaltech101 .bin, dvs_gesture and cifar10_dvs .aedat, shd and ssc .h5).
+Files must be of the kind that the network was trained on: images (PNG, JPEG and others), event
+recordings (nmnist and ncaltech101 .bin, dvs_gesture and cifar10_dvs .aedat, shd and ssc .h5), or
+sounds (speech_commands .wav).
 Images are converted to the network's size and channels: scaled so that the shorter side fits, and
 cropped at the centre. Colours are not inverted: mnist and digits have bright digits on black.
 Folders are searched recursively. A file with several recordings has one row for each: file[0],

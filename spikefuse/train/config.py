@@ -316,6 +316,8 @@ class TrainConfig:
             yield from self._given(f"{self.dataset} is not event data", *of_events)
         else:
             yield from self._given(f"{self.dataset} has no images", *OF_IMAGES)
+            if dataset.scale != 1:
+                yield from self._given(f"{self.dataset} holds levels, not events", "drop_events")
         if self.trivial_augment and dataset.shape[0] not in (1, 3):
             yield f"trivial_augment is given, but {self.dataset} is neither grey nor RGB: remove it"
         side = min(dataset.shape[-2:])

@@ -25,9 +25,9 @@ class TrainedNetwork(nn.Module):
     """A trained network with the preprocessing of its training, for uint8 inputs of its dataset.
 
     Images are divided by 255 and encoded over T time steps, directly or by Poisson spikes, as in
-    training. Event frames are passed as counts. The logits are the mean of the outputs over time
-    or, after training with the loss "last", the last output. Nothing is augmented. Poisson spikes
-    are drawn from PyTorch's default generator.
+    training. Event frames are passed as counts, spectra of sounds as levels from 0 to 1. The logits
+    are the mean of the outputs over time or, after training with the loss "last", the last output.
+    Nothing is augmented. Poisson spikes are drawn from PyTorch's default generator.
 
     Attributes:
         net: the network without preprocessing, a `Temporal` `[T, B, ...] -> [T, B, classes]`.

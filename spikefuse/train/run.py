@@ -236,7 +236,7 @@ def _introduction(module: Classifier, examples: DataModule, device: torch.device
     parameters = sum(p.numel() for p in module.parameters())
     several = f", {processes.count} processes" if processes.count > 1 else ""
     events = DATASETS[config.dataset].kind == "events"
-    encoding = "event frames" if events else f"{config.encoding} encoding"
+    encoding = "frames" if events else f"{config.encoding} encoding"
     obstacle = config.graph_obstacle(device, processes.count)
     graph = "\ntraining steps are recorded as a CUDA graph (--no-cuda-graph turns this off)"
     if obstacle:

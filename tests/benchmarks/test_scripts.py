@@ -28,7 +28,7 @@ SCRIPTS = (
     "networks --steps training --dtype bfloat16",
     "events --streaming",
     "event_accuracy",
-    "accuracy --names spikefuse --trivial-augment --mixup 0.2 --loss every",
+    "accuracy --names spikefuse --early 1 --cutmix 1",
     "spoken_digits --names spikefuse --dtype bfloat16",
     "training convergence",
 )

@@ -27,6 +27,7 @@ from spikefuse.data.dvs_gesture import LISTS, find_dvs_gesture
 from spikefuse.data.folder import read_image
 from spikefuse.data.mnist import read_idx
 from spikefuse.data.nmnist import read_nmnist
+from spikefuse.data.sound import read_wav
 from tests.data import writing
 
 MUTATIONS = 200
@@ -165,6 +166,11 @@ READERS: dict[str, tuple[str, Callable[[], bytes], Callable[[Path], Any]]] = {
     "table of gestures": ("user00_train_labels.csv", table, read_gestures),
     "annotations": (folder.ANNOTATIONS, annotations, read_annotations),
     "SHD": ("a.h5", speech, read_speech),
+    "WAV": (
+        "a.wav",
+        lambda: writing.wav_bytes(PIXELS[0, :400]),
+        lambda path: read_wav(path).samples,
+    ),
     "frames": ("a.npy", frames, lambda path: store._map(path, (2, 4, 10))),
 }
 

@@ -67,6 +67,22 @@ def aedat3_bytes(columns: Columns, packet: int = 100, invalid: int = 0) -> bytes
     return content
 
 
+def wav_bytes(
+    samples: np.ndarray,
+    rate: int = 16_000,
+    channels: int = 1,
+    bits: int = 16,
+    form: int = 1,
+    others: bytes = b"",
+) -> bytes:
+    """RIFF with the chunks "fmt ", `others` and "data", of whole numbers of `bits` bits."""
+    content = samples.astype(f"<i{bits // 8}").tobytes()
+    size = channels * bits // 8
+    header = struct.pack("<4sIHHIIHH", b"fmt ", 16, form, channels, rate, rate * size, size, bits)
+    chunks = header + others + struct.pack("<4sI", b"data", len(content)) + content
+    return struct.pack("<4sI4s", b"RIFF", 4 + len(chunks), b"WAVE") + chunks
+
+
 def write_nmnist(folder: Path, recordings: dict[tuple[str, int], list[Columns]]) -> None:
     """Write Train/<label>/<number>.bin and Test/...; missing labels get one single-event file."""
     single = tuple(np.array([value]) for value in (3, 4, 1, 5))

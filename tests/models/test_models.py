@@ -35,6 +35,20 @@ PUBLISHED = [
     # torchvision's numbers with batch norm, without biases before it.
     ("vgg11", IMAGENET, 10, 132_868_840 - 2_752),
     ("vgg16", IMAGENET, 15, 138_365_992 - 4_224),
+    # The usual ResNet18 for small images, with two convolutions per block and three projections.
+    (
+        "ms_resnet18_cifar",
+        CIFAR,
+        17,
+        9 * (3 * 64 + 4 * 64**2 + 64 * 128 + 128 * 256 + 256 * 512)
+        + 9 * 3 * (128**2 + 256**2 + 512**2)
+        + 64 * 128
+        + 128 * 256
+        + 256 * 512
+        + 2 * 5 * (64 + 128 + 256 + 512)
+        + 512 * 10
+        + 10,
+    ),
     # Liang et al., Table I: ResNet34 with a projection, 64B0, in the first stage as well.
     ("ms_resnet34", IMAGENET, 33, 21_797_672 + 64 * 64 + 2 * 64),
     # The same table, its widths and kernels multiplied out.

@@ -22,7 +22,7 @@ from spikefuse.train.cli import main
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
 from tests.data.test_hostile_files import speech
-from tests.data.writing import nmnist_bytes, random_columns
+from tests.data.writing import nmnist_bytes, random_columns, wav_bytes
 
 Spikefuse = Callable[..., int]
 
@@ -89,12 +89,15 @@ def test_poisson_inputs_and_events(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(nmnist_bytes(columns))
     (tmp_path / "a.h5").write_bytes(speech())
     Image.new("RGB", (40, 30), (255, 0, 0)).save(tmp_path / "a.png")
+    (tmp_path / "a.wav").write_bytes(wav_bytes(np.arange(9000)))
     for name, settings, shape in (
         ("a.png", {"dataset": "cifar10", "encoding": "poisson", "model": "mlp"}, (1, 3, 32, 32)),
         ("a.bin", {"dataset": "nmnist", "model": "mlp"}, (1, 32, 2, 34, 34)),
         ("a.bin", {"dataset": "nmnist", "model": "event-mlp"}, (1, 32, 2, 34, 34)),
         ("a.h5", {"dataset": "shd", "model": "mlp", "num_steps": 20}, (3, 20, 700)),
         ("a.h5", {"dataset": "shd", "model": "recurrent", "num_steps": 20}, (3, 20, 700)),
+        ("a.wav", {"dataset": "speech_commands", "model": "mlp"}, (1, 100, 40)),
+        ("a.wav", {"dataset": "speech_commands", "model": "event-mlp"}, (1, 100, 40)),
     ):
         net = sf.load(save(tmp_path / "a.ckpt", **settings))
         inputs = net.read(tmp_path / name)

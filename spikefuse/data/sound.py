@@ -1,0 +1,121 @@
+"""Sounds, and their log-mel spectrograms.
+
+Shape legend: N samples, T time steps, M mel bands.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import wave
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spikefuse.data.files import DataError, damaged, read_bytes
+
+RATE = 16_000
+NUM_MELS = 40
+WINDOW, FFT = 400, 512  # samples: 25 ms, and the next power of two
+LOWEST = 20.0  # Hz: below it, microphones record no speech
+FLOOR = -100.0  # decibels, near the rounding of 16-bit samples
+MAX_BYTES = 1 << 24  # of a file; those of the data set have 32,044 at most
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A recording of one microphone.
+
+    Args:
+        samples: int16 `[N]`, at 16 kHz.
+    """
+
+    samples: np.ndarray
+
+    def levels(self, num_steps: int, dt: int, bits: int) -> np.ndarray:
+        """Return the log-mel spectrogram in steps of equal size, uint8 `[T, M]`.
+
+        -100 dB and less are 0, 0 dB and more are `2**bits - 1`. With 8 bits, a step is 0.4 dB.
+
+        Args:
+            num_steps, dt: as in `log_mel`.
+            bits: bits per value.
+        """
+        decibels = log_mel(torch.from_numpy(self.samples) / 2**15, num_steps, dt)
+        share = (1 - decibels / FLOOR).clamp(0, 1)
+        return (share * (2**bits - 1)).round().to(torch.uint8).numpy()
+
+
+def log_mel(samples: Tensor, num_steps: int, dt: int = 10_000, num_mels: int = NUM_MELS) -> Tensor:
+    r"""Compute a log-mel spectrogram, in decibels.
+
+    With the Hann window w of 400 samples (25 ms), and the first sample h_t of frame t,
+
+        X[t, k] = Σ_n w[n] x[h_t + n] exp(-2πi k n / 512)
+        L[t, m] = 10 log10(Σ_k F[m, k] |X[t, k]|² / (Σ_n w[n] / 2)²), at least -100.
+
+    F are triangles of height 1, whose corners are equally spaced on the mel scale
+    2595 log10(1 + f / 700) from 20 Hz to 8 kHz. A sine of amplitude 1 thus has about 0 dB in
+    the band at its frequency. Samples after the end are 0.
+
+    Sources: Davis and Mermelstein, "Comparison of Parametric Representations for Monosyllabic Word
+    Recognition in Continuously Spoken Sentences", IEEE TASSP 28(4), 1980, for the bands;
+    O'Shaughnessy, "Speech Communication: Human and Machine", 1987, for the scale.
+
+    Args:
+        samples: floating point `[N]`, from -1 to 1, at 16 kHz.
+        num_steps: T; later frames are dropped.
+        dt: microseconds from one frame to the next.
+        num_mels: M.
+
+    Returns:
+        Decibels, float32 `[T, M]`.
+    """
+    starts = torch.arange(num_steps) * dt * RATE // 10**6
+    end = int(starts[-1]) + WINDOW
+    padded = torch.nn.functional.pad(samples.float()[:end], (0, max(0, end - len(samples))))
+    frames = padded[starts.unsqueeze(1) + torch.arange(WINDOW)]
+    window = torch.hann_window(WINDOW)
+    power = torch.fft.rfft(frames * window, FFT).abs().square() / (window.sum() / 2) ** 2
+    return 10 * (power @ _triangles(num_mels)).clamp(min=10 ** (FLOOR / 10)).log10()
+
+
+@functools.cache
+def _triangles(num_mels: int) -> Tensor:
+    """Return the bands F as `[FFT / 2 + 1, M]`."""
+    ends = 2595 * torch.log10(1 + torch.tensor([LOWEST, RATE / 2], dtype=torch.float64) / 700)
+    mels = torch.linspace(float(ends[0]), float(ends[1]), num_mels + 2, dtype=torch.float64)
+    corners = 700 * (10 ** (mels / 2595) - 1)
+    f = torch.arange(FFT // 2 + 1, dtype=torch.float64).unsqueeze(1) * RATE / FFT
+    rise = (f - corners[:-2]) / (corners[1:-1] - corners[:-2])
+    fall = (corners[2:] - f) / (corners[2:] - corners[1:-1])
+    return torch.minimum(rise, fall).clamp(min=0).float()
+
+
+def read_wav(path: Path) -> Sound:
+    """Read a WAV file of at most one second: 16 kHz, one channel, 16-bit PCM.
+
+    Raises:
+        DataError: the file is missing or damaged, or has another format or more samples.
+    """
+    content = read_bytes(path, MAX_BYTES)
+    try:
+        with wave.open(io.BytesIO(content)) as file:
+            form = file.getnchannels(), 8 * file.getsampwidth(), file.getframerate()
+            count = file.getnframes()
+            data = file.readframes(count) if count <= RATE else b""
+    except Exception as error:  # RuntimeError among others
+        raise damaged(path, f"not a WAV file of PCM: {str(error) or 'wrong chunks'}") from error
+    if form != (1, 16, RATE):
+        raise DataError(
+            f"{path} has {form[0]} channels of {form[1]} bits at {form[2]} Hz: expected 1 of 16 "
+            f"bits at {RATE} Hz; convert the file"
+        )
+    if not 0 < count <= RATE:
+        raise DataError(f"{path} has {count} samples: expected 1 to {RATE}, one second; cut it")
+    if len(data) != 2 * count:
+        raise damaged(path, f"it ends after {len(data) // 2} of {count} samples")
+    return Sound(np.frombuffer(data, np.int16).copy())
