@@ -91,15 +91,12 @@ PAPERS: dict[str, tuple[float | None, float | None]] = {
     "bptt-on-gpu-fashion-mnist-large": (None, None),
     "bptt-on-gpu-imagenet-alexnet": (54.94, None),
     "bptt-on-gpu-imagenet-resnet34": (60.52, None),
-<<<<<<< HEAD
     "radlif-shd": (94.62, None),
     "radlif-ssc": (77.40, None),
     "se-adlif-shd": (95.81, None),
     "se-adlif-ssc": (80.44, None),
-=======
     "mnist-ms-resnet18": (None, None),
     "fashion-mnist-ms-resnet18": (None, None),
->>>>>>> speech
 }
 MNIST = "--dataset mnist --model resnet18 -T 32 --encoding poisson --epochs 5 --batch-size 100"
 COMMANDS: dict[str, tuple[str, ...]] = {
