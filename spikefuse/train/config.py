@@ -15,9 +15,35 @@ from spikefuse.data.frames import SLICINGS
 from spikefuse.events.candidates import with_candidates
 from spikefuse.memory.policies import POLICIES
 from spikefuse.models import MODELS
-from spikefuse.neurons import surrogate
-from spikefuse.nn import Temporal, zoo
+from spikefuse.neurons.firing import RESETS
+from spikefuse.nn import Temporal
 from spikefuse.train import own
+from spikefuse.train.choices import (
+    DEFAULT_STEPS,
+    ENCODINGS,
+    EVENT_CUTOFF,
+    EVENT_DECAY,
+    EVENT_MODEL,
+    EVENT_RATE,
+    EVENT_SURROGATE,
+    LOSSES,
+    MEMORY,
+    NEURONS,
+    OF_FRAMES,
+    OF_IMAGES,
+    OF_PLANES,
+    OPTIMIZERS,
+    OVERFLOWS,
+    PRECISIONS,
+    RECURRENT_MODEL,
+    RISE,
+    SCALED_LOSS,
+    SCHEDULES,
+    SEED_LIMIT,
+    SIGMOID_PARAMETERS,
+    SIZES_VARY,
+    SURROGATES,
+)
 from spikefuse.train.fields import (
     AT_LEAST_ONE,
     BELOW_ONE,
@@ -32,43 +58,6 @@ from spikefuse.train.fields import (
     up_to,
 )
 from spikefuse.transforms.fuse import fuse
-
-# All spiking models of the zoo; lif comes first and is the default.
-NEURONS: dict[str, type] = {
-    name.lower(): getattr(zoo, name)
-    for name in zoo.__all__
-    if "threshold" in inspect.signature(getattr(zoo, name)).parameters
-}
-SURROGATES: dict[str, type] = {
-    name.lower(): kind
-    for name, kind in vars(surrogate).items()
-    if inspect.isclass(kind)
-    and issubclass(kind, surrogate.Surrogate)
-    and kind not in (surrogate.Surrogate, surrogate.Custom, surrogate.StraightThrough)
-}
-# Parameters that a neuron learns through a sigmoid: their initial values exclude 0 and 1.
-SIGMOID_PARAMETERS = {"plif": ("decay",), "gatedlif": ("decay", "threshold")}
-ENCODINGS = ("direct", "poisson")
-# Classes of torch.optim whose step a CUDA graph can hold.
-OPTIMIZERS = ("adam", "adamw", "radam", "adamax", "rmsprop", "sgd")
-SCHEDULES = ("constant", "cosine", "one-cycle", "step")
-# Part of a one-cycle run in which the learning rate rises.
-RISE = 0.3
-LOSSES = ("mean", "last", "every")
-PRECISIONS = ("32", "bf16", "16")
-MEMORY = (*POLICIES, "auto")
-EVENT_MODEL, RECURRENT_MODEL = "event-mlp", "recurrent"
-OVERFLOWS = ("drop", "dense", "raise")
-# Defaults of event models (Finkbeiner and Neftci); the cutoff is relative to the threshold.
-EVENT_DECAY, EVENT_SURROGATE, EVENT_CUTOFF = 0.95, "fastsigmoid", -0.1
-EVENT_RATE = 0.01
-# Augmentations of images alone, of inputs with rows and columns, and of all that event data takes.
-OF_IMAGES, OF_PLANES = ("trivial_augment", "erase"), ("shift", "flip", "cutout", "cutmix")
-OF_FRAMES = (*OF_PLANES, "mixup", "drop_events")
-SEED_LIMIT = 2**63
-DEFAULT_STEPS = 8
-SIZES_VARY = f"the tensors of {EVENT_MODEL} vary in size"
-SCALED_LOSS = "the loss scaling of precision 16 may skip steps"
 
 
 @dataclass(frozen=True)
@@ -94,6 +83,13 @@ class TrainConfig:
     surrogate: str | None = choice(
         None, "surrogate derivative of the spike", SURROGATES, "the neuron's own"
     )
+    reset: str | None = choice(
+        None,
+        "potential after a spike: hard sets it to 0, soft subtracts the threshold",
+        RESETS,
+        "the neuron's own",
+    )
+    detach_reset: bool = flag(False, "stop gradients through the reset", "the neuron's own")
     num_steps: int = number(
         None, "number of time steps", AT_LEAST_ONE, "8; for event data, the dataset's own", int
     )
@@ -367,8 +363,9 @@ class TrainConfig:
         parameters = inspect.signature(NEURONS[self.neuron]).parameters
         if self.neuron == "ternarylif":
             yield from self._given("the spikes of ternarylif have signs", "rate_penalty")
-        if not {"surrogate", "firing"} & parameters.keys():
-            yield from self._given(f"the neuron {self.neuron} takes none", "surrogate")
+        for name in ("surrogate", "reset", "detach_reset"):
+            if not {name, "firing"} & parameters.keys():
+                yield from self._given(f"the neuron {self.neuron} takes none", name)
         if self.decay is not None and "decay" not in parameters:
             yield f"decay is given, but the neuron {self.neuron} has none: remove it"
         for name in SIGMOID_PARAMETERS.get(self.neuron, ()):
@@ -467,6 +464,10 @@ class TrainConfig:
             options["detach_reset"] = True
         elif self.surrogate is not None:
             options["surrogate"] = SURROGATES[self.surrogate]()
+        if self.reset is not None:
+            options["reset"] = self.reset
+        if self.detach_reset:
+            options["detach_reset"] = True
         return kind(threshold=self.threshold, **options)
 
     def make_network(self) -> Temporal:

@@ -31,7 +31,7 @@ def readout(outputs: Tensor, loss: str) -> Tensor:
 
     Args:
         outputs: `[T, B, C]`.
-        loss: one of `config.LOSSES`.
+        loss: one of `choices.LOSSES`.
 
     Returns:
         float32 `[B, C]`.
@@ -51,7 +51,7 @@ def sequence_loss(outputs: Tensor, labels: Tensor, loss: str, smoothing: float =
     Args:
         outputs: `[T, B, C]`.
         labels: classes `[B]`, or class probabilities `[B, C]`.
-        loss: one of `config.LOSSES`.
+        loss: one of `choices.LOSSES`.
         smoothing: fraction of the target spread over all classes, from 0 to 1.
     """
     if loss == "every":

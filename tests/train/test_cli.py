@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from spikefuse import data, models
+from spikefuse.train.choices import NEURONS
 from spikefuse.train.cli import GROUPS, main, make_parser
-from spikefuse.train.config import NEURONS, TrainConfig
+from spikefuse.train.config import TrainConfig
 
 Spikefuse = Callable[..., int]
 

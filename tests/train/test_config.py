@@ -10,7 +10,7 @@ import torch
 import spikefuse as sf
 from spikefuse.nn import zoo
 from spikefuse.train import ConfigError, TrainConfig
-from spikefuse.train.config import NEURONS, SURROGATES
+from spikefuse.train.choices import NEURONS, SURROGATES
 
 WRONG = [
     ({"dataset": "minst"}, "unknown dataset 'minst': did you mean mnist? choose one of digits, "),
@@ -78,6 +78,8 @@ WRONG = [
     ({"memory": "checkpoint", "tbptt": 2}, "memory is checkpoint and tbptt is 2"),
     ({"surrogate": "sigmod"}, "unknown surrogate 'sigmod': did you mean sigmoid? choose one of"),
     ({"surrogate": "erf", "neuron": "integerlif"}, "surrogate is given, but the neuron integerlif"),
+    ({"reset": "soft", "neuron": "integerlif"}, "reset is given, but the neuron integerlif takes"),
+    ({"reset": "none"}, "unknown reset 'none': choose one of hard, soft"),
     ({"slicing": "number"}, "slicing is given, but digits is not event data"),
     ({"slice_us": 5}, "slice_us is given, but digits is not event data"),
     (
@@ -158,6 +160,13 @@ def test_binary_neurons_take_every_surrogate(name: str) -> None:
         threshold = 0.5 if neuron == "gatedlif" else 1.0
         made = TrainConfig(neuron=neuron, surrogate=name, threshold=threshold).make_neuron()
         assert type(made.surrogate) is SURROGATES[name]
+
+
+def test_resets() -> None:
+    neuron = TrainConfig(neuron="lif", reset="soft", detach_reset=True).make_neuron()
+    assert (neuron.reset, neuron.detach_reset) == ("soft", True)
+    assert TrainConfig(neuron="adlif").make_neuron().reset == "soft"
+    assert TrainConfig(neuron="clif", detach_reset=True).make_neuron().detach_reset
 
 
 def test_neurons_are_the_spiking_models_of_the_zoo() -> None:

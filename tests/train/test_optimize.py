@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import spikefuse as sf
-from spikefuse.train.config import LOSSES, OPTIMIZERS, TrainConfig
+from spikefuse.train.choices import LOSSES, OPTIMIZERS
+from spikefuse.train.config import TrainConfig
 from spikefuse.train.optimize import (
     adapt_state,
     clip,
