@@ -346,7 +346,7 @@ def check(backend: str, x: Tensor) -> None:
         ):
             raise NotImplementedError(
                 "forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap) "
-                'do not work through a fused neuron: use backward(), or impl="reference"'
+                'do not work through a fused neuron: use backward(), or grad with impl="reference"'
             )
     if backend == "numba" and not x.is_cpu:
         raise ValueError(f'impl="numba" runs on the CPU, but the input is on {x.device}')

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
+from spikefuse.neurons import parameters as holders
 from spikefuse.transforms.learning_rates import LearningRates
 from spikefuse.transforms.unrepeatable import line_of, watch
 
@@ -61,8 +62,9 @@ def graph_step(
             loss = train_step(x.cuda(), y.cuda())
 
     A graph is recorded for each set of input shapes, dtypes and other arguments, and again where
-    `train()`, `eval()`, autocast, the mode of gradients or a setting of an optimizer changed. Where
-    parameters were moved or replaced, all graphs are recorded anew.
+    `train()`, `eval()`, autocast, the mode of gradients, a setting of an optimizer, of a neuron or
+    its surrogate, or the numbers of a norm or dropout changed. Where parameters were moved or
+    replaced, all graphs are recorded anew.
 
     - Learning rates of fused and of capturable optimizers may change at each call; assign them, or
       call `scheduler.step()`, outside the step. Optimizers with the setting `capturable` get it
@@ -72,8 +74,8 @@ def graph_step(
     - Pass what one call hands to the next, such as the states of truncated BPTT, as arguments and
       results: variables that the step assigns keep their recorded tensors.
     - Random numbers of PyTorch's generator on the GPU equal those of an eager step.
-    - Python code runs during warm-up and recording only: values that it computes, and what it
-      prints or counts, are not repeated.
+    - Python code runs during warm-up and recording only: values that it computes or reads, such as
+      attributes of your own modules, and what it prints or counts, are not repeated.
 
     On a CPU, the step is called.
 
@@ -127,6 +129,9 @@ class GraphStep:
         self._addresses: list[tuple[dict[str, Any], str, Tensor, int]] = []
         self._parameters: list[Tensor] = []
         self._changes_rates = False
+        self._epoch: Any = None  # of the neurons' settings
+        self._neuron_settings: tuple[Any, ...] = ()
+        self._numbers: list[tuple[dict[str, Any], str]] = []
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
 
@@ -214,7 +219,10 @@ class GraphStep:
         self._parameters = self._found_parameters()
         if known != [len(self._modules), len(self._rates), len(self._parameters)]:
             self._graphs.clear()  # they know nothing of the new ones
-            gradients = self._gradients()
+            gradients, self._epoch = self._gradients(), None
+            self._numbers = [
+                (vars(m), name) for m in self._modules for name in _NUMBERS if name in vars(m)
+            ]
         if len(self._eager_calls) >= 16 * self.max_graphs:
             self._warn_of_limit()
             self._eager_calls.clear()
@@ -271,7 +279,21 @@ class GraphStep:
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
         training = tuple([m.training for m in self._modules])
-        return modes, training, tuple([rates.settings() for rates in self._rates.values()])
+        if self._epoch is not holders.epoch:
+            self._epoch, self._neuron_settings = holders.epoch, self._settings_of_neurons()
+        numbers = self._neuron_settings, tuple([values[name] for values, name in self._numbers])
+        return modes, training, numbers, tuple([r.settings() for r in self._rates.values()])
+
+    def _settings_of_neurons(self) -> tuple[Any, ...]:
+        found = {
+            h: None for m in self._modules for h in m.modules() if isinstance(h, holders.Holder)
+        }
+        return tuple(
+            (name, value)
+            for holder in found
+            for name, value in vars(holder).items()
+            if name != "training" and isinstance(value, _CONSTANTS)
+        )
 
     def _gradients(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """Which parameters require gradients, and which have none before the step."""
@@ -448,6 +470,8 @@ def _spec(x: Any) -> Any:
 
 
 _is_cuda = attrgetter("is_cuda")
+# Of norms and dropouts.
+_NUMBERS = ("eps", "momentum", "p")
 _CONSTANTS = (
     *(bool, int, float, complex, str, bytes, type(None), Enum),
     *(torch.dtype, torch.device, nn.Module, Optimizer),

@@ -225,6 +225,29 @@ def test_modes_settings_and_moves():
     del optimizer
 
 
+def test_changed_settings_of_modules():
+    net = make_network()
+    lif = next(m for m in net.modules() if isinstance(m, sf.LIF))
+
+    @sf.graph_step
+    def step(x):
+        y = net(x)
+        return y, torch.autograd.grad(y.sum(), net.net[0].weight)[0]
+
+    x = torch.rand(4, 6, 2, 8, 8, device="cuda")
+    for owner, name, value in ((lif, "decay", 0.25), (lif.surrogate, "width", 2.0)):
+        for _ in range(5):
+            step(x)
+        before = step(x)
+        setattr(owner, name, value)
+        for _ in range(5):
+            found = step(x)
+        assert not torch.equal(found[1], before[1])
+        for a, b in zip(found, step.step(x), strict=True):
+            assert torch.equal(a, b)
+    assert step.num_graphs == 3
+
+
 def test_graphs_that_replace_all_others():
     """A call of a module that is new to the step drops all graphs, and with them their memory."""
     layers = nn.ModuleList(nn.Linear(8, 8, device="cuda") for _ in range(4))

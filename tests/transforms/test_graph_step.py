@@ -118,6 +118,37 @@ def fake_cuda(monkeypatch):
     monkeypatch.setattr(GraphStep, "_record", recorded)
 
 
+def test_changed_settings_of_modules_are_recorded_anew(fake_cuda):
+    lif, dropout, norm = sf.LIF(), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(3)
+    net = sf.fuse(sf.Temporal(torch.nn.Sequential(torch.nn.Linear(4, 3), dropout, norm, lif)))
+    net.eval()  # dropout would draw random numbers on the CPU
+    x, found = torch.rand(5, 2, 4), []
+    for reset in ("soft", "hard"):
+        lif.reset = reset
+        net(x)  # traces the neuron, which calls its surrogate, before the step
+
+    @sf.graph_step
+    def step(x):
+        return net(x)
+
+    for owner, name, value in (
+        (lif, "decay", 0.5),  # as before
+        (lif, "decay", 0.25),
+        (lif, "reset", "soft"),
+        (lif.surrogate, "width", 2.0),
+        (dropout, "p", 0.25),
+        (net.net[2], "momentum", 0.5),
+        (lif.surrogate, "width", 4.0),
+        (lif.surrogate, "width", 2.0),  # has a graph
+    ):
+        setattr(owner, name, value)
+        for _ in range(5):
+            step(x)
+        found.append(step.num_graphs)
+    assert found == [1, 2, 3, 4, 5, 6, 7, 7]
+    assert lif.surrogate.width == 2.0
+
+
 def make_training():
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
