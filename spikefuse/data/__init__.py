@@ -16,6 +16,7 @@ from spikefuse.data.images import Examples, Images, Subset, split
 from spikefuse.data.mnist import read_idx
 from spikefuse.data.recordings import Recording
 from spikefuse.data.registry import DATASETS, Dataset, load, read_file
+from spikefuse.data.sound import Sound, log_mel
 from spikefuse.data.trivial_augment import trivial_augment
 
 __all__ = [
@@ -28,12 +29,14 @@ __all__ = [
     "Images",
     "Recording",
     "Slicing",
+    "Sound",
     "Subset",
     "cutmix",
     "cutout",
     "drop_events",
     "expand",
     "load",
+    "log_mel",
     "mixup",
     "random_erasing",
     "random_flip",

@@ -73,7 +73,17 @@ def log_mel(samples: Tensor, num_steps: int, dt: int = 10_000, num_mels: int = N
 
     Returns:
         Decibels, float32 `[T, M]`.
+
+    Raises:
+        TypeError: the samples are not floating-point numbers.
+        ValueError: a number is less than 1, or so many bands that some are empty.
     """
+    if not samples.is_floating_point():
+        raise TypeError(f"samples are {samples.dtype}: expected floating point, from -1 to 1")
+    if min(num_steps, dt, num_mels) < 1:
+        raise ValueError(
+            f"num_steps is {num_steps}, dt {dt}, num_mels {num_mels}: expected at least 1"
+        )
     starts = torch.arange(num_steps) * dt * RATE // 10**6
     end = int(starts[-1]) + WINDOW
     padded = torch.nn.functional.pad(samples.float()[:end], (0, max(0, end - len(samples))))
@@ -84,6 +94,7 @@ def log_mel(samples: Tensor, num_steps: int, dt: int = 10_000, num_mels: int = N
 
 
 @functools.cache
+@torch.inference_mode(False)  # for callers of any mode
 def _triangles(num_mels: int) -> Tensor:
     """Return the bands F as `[FFT / 2 + 1, M]`."""
     ends = 2595 * torch.log10(1 + torch.tensor([LOWEST, RATE / 2], dtype=torch.float64) / 700)
@@ -92,7 +103,10 @@ def _triangles(num_mels: int) -> Tensor:
     f = torch.arange(FFT // 2 + 1, dtype=torch.float64).unsqueeze(1) * RATE / FFT
     rise = (f - corners[:-2]) / (corners[1:-1] - corners[:-2])
     fall = (corners[2:] - f) / (corners[2:] - corners[1:-1])
-    return torch.minimum(rise, fall).clamp(min=0).float()
+    bands = torch.minimum(rise, fall).clamp(min=0).float()
+    if not bands.any(0).all():
+        raise ValueError(f"num_mels is {num_mels}: some bands lie between two frequencies")
+    return bands
 
 
 def read_wav(path: Path) -> Sound:

@@ -8,8 +8,8 @@ them in the order of the shares, so results are deterministic.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from threading import Thread
 from typing import Any
 
 import torch
@@ -364,16 +364,15 @@ _recorded: list[Tensor] = []  # counters of CUDA graphs, which may outlive the l
 
 
 def reserve_counters(device: torch.device) -> None:
-    """Have counters at hand for CUDA graphs.
+    """Reserve counters for CUDA graphs.
 
     Memory that is allocated in a graph ends with it, and is set to 0 by its replays only. That of
     this thread may belong to a graph already, before torch.compile records it.
     """
     counters, used = _counters.get(device, (None, 0))
     if counters is None or used + RESERVE > len(counters):
-        thread = Thread(target=_allocate_counters, args=(device,))
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as other:
+            other.submit(_allocate_counters, device).result()
 
 
 def _allocate_counters(device: torch.device) -> None:
@@ -424,7 +423,8 @@ def _owner(device: torch.device) -> tuple[int, bool]:
     """Return the current stream, and whether it is being captured.
 
     A stream runs one kernel at a time. CUDA graphs need their own counters, which are reset only
-    when the graph is replayed.
+    when the graph is replayed. Graphs recorded on one stream share them, like PyTorch's own work
+    space: they must not be replayed at the same time.
     """
     if device.type == "cpu":
         return 0, False

@@ -26,7 +26,7 @@ def recurrent(
     num_classes: int,
     size: Size,
     hidden: Sequence[int] = (360, 360),
-    pool: int = 5,
+    pool: int | None = None,
     dropout: float = 0.15,
     feedback: bool = True,
 ) -> nn.Sequential:
@@ -41,12 +41,15 @@ def recurrent(
     Args:
         neuron, in_channels, num_classes, size: see `spikefuse.models`.
         hidden: neurons of each hidden layer.
-        pool: number of neighbouring inputs that are averaged, 1 for none.
+        pool: number of neighbouring inputs that are averaged, 1 for none; None for 5 of the 700
+            inputs of SHD and SSC, and none of others.
         dropout: probability that the spike of a hidden neuron is dropped.
         feedback: False builds the feed-forward network of the same widths.
     """
     layers: list[nn.Module] = [nn.Flatten()]
     width = in_channels * size[0] * size[1]
+    if pool is None:
+        pool = 5 if width == 700 else 1
     if pool > 1:
         layers.append(nn.AvgPool1d(pool, ceil_mode=True))
         width = -(-width // pool)

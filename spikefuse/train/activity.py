@@ -12,7 +12,7 @@ from spikefuse.train.processes import Processes
 
 
 class RateMonitor:
-    """Hold the spikes of all neurons and blocks in the most recent call of a network in training.
+    """Hold the spikes of neurons, recurrent layers and blocks in the last call in training.
 
     Neurons inside an event layer, which are not called, do not count. Nor do leaky integrators,
     which never fire.

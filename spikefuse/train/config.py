@@ -89,7 +89,9 @@ class TrainConfig:
         RESETS,
         "the neuron's own",
     )
-    detach_reset: bool = flag(False, "stop gradients through the reset", "the neuron's own")
+    detach_reset: bool | None = flag(
+        None, "stop gradients through the reset", "the neuron's own; yes for event models"
+    )
     num_steps: int = number(
         None, "number of time steps", AT_LEAST_ONE, "8; for event data, the dataset's own", int
     )
@@ -325,6 +327,8 @@ class TrainConfig:
         slicing = self.slicing or dataset.transform.get("by")
         if self.slice_us is not None and slicing != "duration":
             yield f"slice_us is given, but slicing is {slicing}: remove it, or choose duration"
+        if dataset.scale != 1 and slicing != "duration":
+            yield f"slicing is {slicing}, but {self.dataset} has no events to count: remove it"
         if slicing == "duration" and not (self.slice_us or dataset.transform.get("dt")):
             yield f"slicing is duration, but {self.dataset} has no default duration: set slice_us"
 
@@ -345,6 +349,8 @@ class TrainConfig:
         dataset = DATASETS[self.dataset]
         if dataset.kind == "events":
             yield from self._given(f"{EVENT_MODEL} reads packed frames", *OF_FRAMES)
+            if dataset.scale != 1:
+                yield f"{EVENT_MODEL} reads events, but {self.dataset} holds levels: choose mlp"
             if "bits" not in dataset.transform:
                 yield f"{EVENT_MODEL} reads frames of one bit, but {self.dataset} has no bits"
         elif self.encoding != "poisson":
@@ -364,8 +370,8 @@ class TrainConfig:
         if self.neuron == "ternarylif":
             yield from self._given("the spikes of ternarylif have signs", "rate_penalty")
         for name in ("surrogate", "reset", "detach_reset"):
-            if not {name, "firing"} & parameters.keys():
-                yield from self._given(f"the neuron {self.neuron} takes none", name)
+            if not {name, "firing"} & parameters.keys() and getattr(self, name) is not None:
+                yield f"{name} is given, but the neuron {self.neuron} takes none: remove it"
         if self.decay is not None and "decay" not in parameters:
             yield f"decay is given, but the neuron {self.neuron} has none: remove it"
         for name in SIGMOID_PARAMETERS.get(self.neuron, ()):
@@ -466,8 +472,8 @@ class TrainConfig:
             options["surrogate"] = SURROGATES[self.surrogate]()
         if self.reset is not None:
             options["reset"] = self.reset
-        if self.detach_reset:
-            options["detach_reset"] = True
+        if self.detach_reset is not None:
+            options["detach_reset"] = self.detach_reset
         return kind(threshold=self.threshold, **options)
 
     def make_network(self) -> Temporal:

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from spikefuse.neurons import parameters as holders
+from spikefuse.neurons.surrogate import Surrogate
 from spikefuse.transforms.learning_rates import LearningRates
 from spikefuse.transforms.unrepeatable import line_of, watch
 
@@ -130,6 +131,7 @@ class GraphStep:
         self._parameters: list[Tensor] = []
         self._changes_rates = False
         self._epoch: Any = None  # of the neurons' settings
+        self._neurons: list[nn.Module] = []  # with their surrogates and learnable parameters
         self._neuron_settings: tuple[Any, ...] = ()
         self._numbers: list[tuple[dict[str, Any], str]] = []
         self._stream: torch.cuda.Stream | None = None
@@ -216,10 +218,12 @@ class GraphStep:
             if not self.fallback:
                 raise NotRecordable(f"graph_step cannot record the step: {problems[0]}")
             self._run_always(problems[0])
+        if len(self._modules) != known[0]:
+            self._epoch = None
         self._parameters = self._found_parameters()
         if known != [len(self._modules), len(self._rates), len(self._parameters)]:
             self._graphs.clear()  # they know nothing of the new ones
-            gradients, self._epoch = self._gradients(), None
+            gradients = self._gradients()
             self._numbers = [
                 (vars(m), name) for m in self._modules for name in _NUMBERS if name in vars(m)
             ]
@@ -247,7 +251,8 @@ class GraphStep:
         """Note the modules and optimizers that the step calls; learning rates are tensors."""
 
         def call(module: nn.Module, _: Any) -> None:
-            self._modules[module] = None
+            if not isinstance(module, Surrogate):  # which its neuron leads to, perhaps as a copy
+                self._modules[module] = None
 
         def update(optimizer: Optimizer, *_: Any) -> None:
             if optimizer not in self._rates:
@@ -268,7 +273,9 @@ class GraphStep:
 
     def _found_parameters(self) -> list[Tensor]:
         """The parameters of all modules and optimizers that the step has called."""
-        found = {p: None for m in self._modules for p in m._parameters.values() if p is not None}
+        self._follow_neurons()
+        modules = *self._modules, *self._neurons
+        found = {p: None for m in modules for p in m._parameters.values() if p is not None}
         groups = (group for optimizer in self._rates for group in optimizer.param_groups)
         return list(found | {p: None for group in groups for p in group["params"]})
 
@@ -279,20 +286,21 @@ class GraphStep:
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
         training = tuple([m.training for m in self._modules])
-        if self._epoch is not holders.epoch:
-            self._epoch, self._neuron_settings = holders.epoch, self._settings_of_neurons()
+        self._follow_neurons()
         numbers = self._neuron_settings, tuple([values[name] for values, name in self._numbers])
         return modes, training, numbers, tuple([r.settings() for r in self._rates.values()])
 
-    def _settings_of_neurons(self) -> tuple[Any, ...]:
-        found = {
-            h: None for m in self._modules for h in m.modules() if isinstance(h, holders.Holder)
-        }
-        return tuple(
-            (name, value)
-            for holder in found
-            for name, value in vars(holder).items()
-            if name != "training" and isinstance(value, _CONSTANTS)
+    def _follow_neurons(self) -> None:
+        """Look at the neurons again if an attribute of any was assigned. A layer may run its neuron
+        without calling it as a module."""
+        if self._epoch is holders.epoch:
+            return
+        self._epoch = holders.epoch
+        found = (h for m in self._modules for h in m.modules() if isinstance(h, holders.Holder))
+        self._neurons = list({part: None for neuron in found for part in neuron.modules()})
+        self._neuron_settings = tuple(
+            (part, *(pair for pair in vars(part).items() if isinstance(pair[1], _CONSTANTS)))
+            for part in self._neurons
         )
 
     def _gradients(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
@@ -310,7 +318,7 @@ class GraphStep:
     def _note_addresses(self) -> None:
         self._addresses = [
             (owner, name, x, x.data_ptr())
-            for module in self._modules
+            for module in (*self._modules, *self._neurons)
             for owner in (module._parameters, module._buffers)
             for name, x in owner.items()
             if x is not None
@@ -470,8 +478,8 @@ def _spec(x: Any) -> Any:
 
 
 _is_cuda = attrgetter("is_cuda")
-# Of norms and dropouts.
-_NUMBERS = ("eps", "momentum", "p")
+# Of norms, dropouts and recurrent layers.
+_NUMBERS = ("eps", "momentum", "p", "self_connections")
 _CONSTANTS = (
     *(bool, int, float, complex, str, bytes, type(None), Enum),
     *(torch.dtype, torch.device, nn.Module, Optimizer),

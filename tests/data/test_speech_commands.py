@@ -142,3 +142,7 @@ def test_networks_get_levels_from_0_to_1() -> None:
     assert sf.data.DATASETS["shd"].scale == 1
     with pytest.raises(ConfigError, match="drop_events is given, but speech_commands holds levels"):
         TrainConfig(dataset="speech_commands", model="mlp", drop_events=True)
+    with pytest.raises(ConfigError, match="slicing is number, but speech_commands has no events"):
+        TrainConfig(dataset="speech_commands", model="mlp", slicing="number")
+    with pytest.raises(ConfigError, match="event-mlp reads events, but speech_commands holds lev"):
+        TrainConfig(dataset="speech_commands", model="event-mlp")

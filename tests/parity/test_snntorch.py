@@ -236,7 +236,7 @@ def test_at_the_threshold_theirs_does_not_fire():
 
 
 def test_the_network_on_spoken_digits_is_the_same() -> None:
-    """Spikes, outputs and gradients of the benchmark's loops equal those of our layers."""
+    """Outputs and gradients of the benchmark's loops equal those of our layers."""
     spikes = (torch.rand(12, 3, 700, generator=torch.Generator().manual_seed(0)) < 0.1).float()
     outputs, gradients = {}, {}
     for name in (spoken_digits.OURS, spoken_digits.SNNTORCH):

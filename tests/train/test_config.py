@@ -167,6 +167,9 @@ def test_resets() -> None:
     assert (neuron.reset, neuron.detach_reset) == ("soft", True)
     assert TrainConfig(neuron="adlif").make_neuron().reset == "soft"
     assert TrainConfig(neuron="clif", detach_reset=True).make_neuron().detach_reset
+    for given, expected in ((None, True), (False, False)):
+        delayed = TrainConfig(neuron="delayedresetlif", detach_reset=given).make_neuron()
+        assert delayed.detach_reset is expected
 
 
 def test_neurons_are_the_spiking_models_of_the_zoo() -> None:

@@ -97,7 +97,6 @@ def test_poisson_inputs_and_events(tmp_path: Path) -> None:
         ("a.h5", {"dataset": "shd", "model": "mlp", "num_steps": 20}, (3, 20, 700)),
         ("a.h5", {"dataset": "shd", "model": "recurrent", "num_steps": 20}, (3, 20, 700)),
         ("a.wav", {"dataset": "speech_commands", "model": "mlp"}, (1, 100, 40)),
-        ("a.wav", {"dataset": "speech_commands", "model": "event-mlp"}, (1, 100, 40)),
     ):
         net = sf.load(save(tmp_path / "a.ckpt", **settings))
         inputs = net.read(tmp_path / name)

@@ -123,9 +123,6 @@ def test_changed_settings_of_modules_are_recorded_anew(fake_cuda):
     net = sf.fuse(sf.Temporal(torch.nn.Sequential(torch.nn.Linear(4, 3), dropout, norm, lif)))
     net.eval()  # dropout would draw random numbers on the CPU
     x, found = torch.rand(5, 2, 4), []
-    for reset in ("soft", "hard"):
-        lif.reset = reset
-        net(x)  # traces the neuron, which calls its surrogate, before the step
 
     @sf.graph_step
     def step(x):
@@ -147,6 +144,38 @@ def test_changed_settings_of_modules_are_recorded_anew(fake_cuda):
         found.append(step.num_graphs)
     assert found == [1, 2, 3, 4, 5, 6, 7, 7]
     assert lif.surrogate.width == 2.0
+
+
+def test_replaced_parts_of_neurons_are_recorded_anew(fake_cuda):
+    lif = sf.LIF(surrogate=sf.surrogate.Sigmoid(2.0))
+    layer = sf.Recurrent(lif, 3)
+    net = sf.Temporal(torch.nn.Sequential(torch.nn.Linear(4, 3), layer))
+    x = torch.rand(5, 2, 4)
+
+    @sf.graph_step
+    def step(x):
+        with torch.no_grad():
+            return net(x, impl="reference")  # compiles nothing
+
+    other = sf.surrogate.Arctan(2.0)
+    for owner, name, value in (
+        (lif, "decay", torch.tensor(0.5)),
+        (lif, "decay", torch.tensor(0.75)),
+        (lif, "surrogate", other),
+        (other, "width", torch.tensor(3.0)),
+        (other, "width", torch.tensor(4.0)),
+        (layer, "self_connections", False),
+        (lif, "decay", torch.nn.Parameter(torch.tensor(0.5))),
+    ):
+        setattr(owner, name, value)
+        eager = step.num_eager
+        step(x)
+        assert step.num_eager == eager + 1
+        for _ in range(5):
+            step(x)
+        assert step.num_replays > 0
+        step.num_replays = 0
+    assert any(p is lif.decay for p in step._parameters)
 
 
 def make_training():
