@@ -31,8 +31,13 @@ def test_options() -> None:
     assert {m.p for m in net.modules() if type(m) is nn.Dropout} == {0.3}
 
 
+def test_inputs_of_other_data_are_not_pooled() -> None:
+    net = recurrent(sf.LIF, 1, 3, (1, 40))
+    assert not any(isinstance(m, nn.AvgPool1d) for m in net)
+
+
 def test_the_last_inputs_are_pooled_too() -> None:
-    net = recurrent(sf.LIF, 1, 3, (1, 12))
+    net = recurrent(sf.LIF, 1, 3, (1, 12), pool=5)
     x = torch.arange(12.0).view(1, 1, 1, 12)
     assert torch.equal(net[:2](x), torch.tensor([[2.0, 7.0, 10.5]]))
 
@@ -63,7 +68,7 @@ def test_spikes_and_gradients(feedback: bool) -> None:
 
 def test_spikes_depend_on_earlier_spikes_by_the_weight() -> None:
     torch.manual_seed(0)
-    net = sf.Temporal(recurrent(sf.LIF, 1, 5, (1, 60), hidden=(40,))).eval()
+    net = sf.Temporal(recurrent(sf.LIF, 1, 5, (1, 60), hidden=(40,), pool=5)).eval()
     x = (torch.rand(12, 4, 60) < 0.3).float()
     with torch.no_grad():
         net.net[3].bias.fill_(1.0)
