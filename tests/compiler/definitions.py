@@ -307,9 +307,10 @@ def has_states_without_effect(neuron: sf.Neuron, definition: Definition) -> bool
 
     Of the gradients of such states, zeros count as none (docs/explanation/exactness.md).
     """
-    inputs = [torch.rand(1, CHANNELS) for _ in range(definition.num_inputs)]
-    states = [torch.rand(1, CHANNELS, requires_grad=True) for _ in definition.states]
-    outputs, new = neuron.cpu().step(*inputs, *states)
+    inputs = [torch.rand(1, 1, CHANNELS) for _ in range(definition.num_inputs)]
+    states = tuple(torch.rand(1, CHANNELS, requires_grad=True) for _ in definition.states)
+    outputs, new = neuron.cpu()(*inputs, state=states, return_state=True, impl="reference")
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     reads = [
         {i for i, s in enumerate(states) if result.requires_grad and _depends(result, s)}
         for result in (*outputs, *new)
