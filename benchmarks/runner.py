@@ -304,6 +304,8 @@ def record_graph(step: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     gc.collect()
+    # The graph allocates its own, which torch.compile does not release.
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     graph = torch.cuda.CUDAGraph()

@@ -341,6 +341,7 @@ class GraphStep:
             self._pool = torch.cuda.graph_pool_handle()
         cuda_graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
+        _release_workspaces()
         torch.cuda.empty_cache()
         torch.clear_autocast_cache()  # casts of the weights, which a replay would not repeat
         with torch.cuda.stream(self._stream), self._observed():
@@ -360,7 +361,9 @@ class GraphStep:
             cuda_graph.capture_end()
         torch.clear_autocast_cache()
         self._note_addresses()
-        problem = _unrepeatable(result)
+        others = [x for x in pytree.tree_leaves(result) if not isinstance(x, (Tensor, *_CONSTANTS))]
+        kind = type(others[0]).__name__ if others else ""
+        problem = f"it returns a {kind}: return tensors, in tuples, lists and dicts" if kind else ""
         if [x._version for x in inputs] != input_versions:
             problem = "it changes an argument in place: change a copy, and return it"
         gradients, replaces = [], True
@@ -438,13 +441,6 @@ def _detached(result: Any) -> Any:
     return pytree.tree_map_only(Tensor, Tensor.detach, result)
 
 
-def _unrepeatable(result: Any) -> str:
-    for x in pytree.tree_leaves(result):
-        if not isinstance(x, (Tensor, *_CONSTANTS)):
-            return f"it returns a {type(x).__name__}: return tensors, in tuples, lists and dicts"
-    return ""
-
-
 def _spec(x: Any) -> Any:
     """What a recorded step depends on of one of its arguments.
 
@@ -478,6 +474,9 @@ def _spec(x: Any) -> Any:
 
 
 _is_cuda = attrgetter("is_cuda")
+# cuBLAS's workspaces, of which PyTorch keeps one per stream. torch.compile, or the end of another
+# graph, releases them. A recording has to allocate its own, in its memory pool, to keep it.
+_release_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
 # Of norms, dropouts and recurrent layers.
 _NUMBERS = ("eps", "momentum", "p", "self_connections")
 _CONSTANTS = (

@@ -437,6 +437,23 @@ def test_arguments():
         assert torch.equal(step(torch.zeros(3)), torch.zeros(3))
 
 
+def test_workspaces_released_by_others():
+    """As torch.compile does before it records CUDA graphs."""
+    weight = torch.randn(32, 1 << 16, device="cuda", dtype=torch.bfloat16)  # sums over splits
+    x = torch.randn(32, 1 << 16, device="cuda", dtype=torch.bfloat16)
+    step = sf.graph_step(lambda x: x @ weight.T)
+    expected = step(x)
+    for _ in range(3):
+        assert torch.equal(step(x), expected)
+    assert step.num_replays
+    torch._C._cuda_clearCublasWorkspaces()
+    with torch.cuda.stream(step._stream):  # takes what was released
+        taken = [torch.full((1 << 20,), 1, device="cuda", dtype=torch.uint8) for _ in range(200)]
+    torch.cuda.synchronize()
+    assert torch.equal(step(x), expected)
+    assert all(t.sum() == t.numel() for t in taken)
+
+
 def test_no_warning_without_need():
     step = sf.graph_step(lambda x: x + 1)
     with warnings.catch_warnings():

@@ -115,6 +115,7 @@ def test_peak_memory(monkeypatch):
     monkeypatch.setattr(recurrent, "REPLAYED", 5 * 64 * 256)
 
     def peak(impl):
+        gc.collect()  # else what earlier tests left may be freed meanwhile
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
