@@ -12,6 +12,7 @@ import gc
 import math
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -440,7 +441,9 @@ def describe(row: Record) -> str:
 
 
 def release(device: torch.device) -> None:
-    """Free unused memory."""
+    """Free unused memory, and forget what `torch.compile` compiled: it has a limit for a process."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
         try:

@@ -1,5 +1,7 @@
 """Recurrent layers whose heads several programs of a GPU share, and what only a GPU does."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
