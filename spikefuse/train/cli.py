@@ -174,7 +174,7 @@ def _add_eval(commands: Any) -> None:
     evaluate = commands.add_parser(
         "eval",
         help="test a checkpoint",
-        description="Print the loss and accuracy of a checkpoint on the test images.",
+        description="Print the loss and accuracy of a checkpoint on the test samples.",
         epilog="example:\n  spikefuse eval runs/digits-conv-1/best.ckpt",
         **_EXACT,
     )

@@ -82,7 +82,7 @@ class DataModule(pl.LightningDataModule):
         if config.batch_size > len(self.training):
             raise ConfigError(
                 f"batch_size is {config.batch_size}: {config.dataset} has only "
-                f"{len(self.training)} training images"
+                f"{len(self.training)} training samples"
             )
         self._ready = True
 

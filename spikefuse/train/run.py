@@ -245,7 +245,7 @@ def _introduction(module: Classifier, examples: DataModule, device: torch.device
         graph = ""
     return (
         f"{config.dataset}: {training:,} training, {validation:,} validation, "
-        f"{test:,} test images\n"
+        f"{test:,} test samples\n"
         f"{config.model} with {config.neuron} neurons: {parameters:,} parameters, "
         f"{config.num_steps} time steps, {encoding}, on {device.type}{several}{graph}"
     )
@@ -361,7 +361,7 @@ def _finish(
     with replacing(directory / "result.json") as path:
         path.write_text(json.dumps(result, indent=2) + "\n")
     show(
-        f"test accuracy {100 * accuracy:.2f} % on {len(test):,} test images, with the weights "
+        f"test accuracy {100 * accuracy:.2f} % on {len(test):,} test samples, with the weights "
         f"of epoch {result['best_epoch']}\n"
         f"plots: {curves} and {raster}"
     )

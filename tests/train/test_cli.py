@@ -89,7 +89,7 @@ WRONG = [
     (["-T", "0"], "num_steps is 0: expected a whole number of at least 1"),
     (["-T", "9" * 20], f"num_steps is {'9' * 20}: expected a whole number below 2147483648"),
     (["--lr", "9" * 400], "lr is inf: expected a number"),
-    (["--batch-size", "5000"], "batch_size is 5000: digits has only 1295 training images"),
+    (["--batch-size", "5000"], "batch_size is 5000: digits has only 1295 training samples"),
     (["--device", "tpu"], "unknown device 'tpu': did you mean cpu? choose one of auto, cpu, cuda"),
     (["--device", "cpu", "--precision", "16"], "precision is 16, which needs a CUDA GPU"),
     (["--device", "cpu", "--cuda-graph"], "cuda_graph needs a CUDA GPU: add --no-cuda-graph"),

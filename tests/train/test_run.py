@@ -46,7 +46,7 @@ def test_a_run_and_its_evaluation(
     assert "\n1 of 2 batch norms fused with the neuron after them\n" in output
     assert len(re.findall(r"^epoch \d/8 .* images/s$", output, re.M)) == 8
     percent = f"{100 * result['test_accuracy']:.2f} %"
-    assert f"test accuracy {percent} on 359 test images" in output
+    assert f"test accuracy {percent} on 359 test samples" in output
 
     assert spikefuse("eval", directory / "best.ckpt", "--device", "cpu") == 0
     loss = f"{result['test_loss']:.4f}"
