@@ -441,7 +441,7 @@ def describe(row: Record) -> str:
 
 
 def release(device: torch.device) -> None:
-    """Free unused memory, and forget what `torch.compile` compiled: it has a limit for a process."""
+    """Free unused memory, and what `torch.compile` has compiled, which is limited."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     gc.collect()

@@ -283,15 +283,16 @@ def channel_rows(row, count, values, first, inner):
 def add_by_channel(row, count, sums, start, first, channels, inner):
     """Add `row`, values of neurons first ... first + count - 1, to `sums[start + channel]`.
 
-    Changes `row`: whole samples are first added up pairwise.
+    Changes `row`: samples are first added up pairwise. The last one may be a part of a sample.
     """
     period = channels * inner
-    while count >= 2 * period:
-        half = count // period // 2 * period
-        rest = _index(count - half)
-        for i in range(_index(half)):
-            row[i] += row[rest + i]
-        count -= half
+    while count > period:
+        samples = (count + period - 1) // period
+        kept = (samples + 1) // 2 * period
+        shift = _index(kept)
+        for i in range(_index(count - kept)):
+            row[i] += row[shift + i]
+        count = kept
     channel, at, left = (first // inner) % channels, 0, inner - first % inner
     while at < count:
         if inner == 1:

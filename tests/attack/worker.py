@@ -1,4 +1,4 @@
-"""The process that runs cases."""
+"""The process that runs cases, each on one to three threads, which share work of any size."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from multiprocessing.connection import Connection
 
 def work(connection: Connection, folder: str) -> None:
     """Run cases, each a kind and a seed, until the connection is closed."""
+    os.environ["OMP_WAIT_POLICY"] = "passive"  # there may be more threads than cores
     import torch
 
-    torch.set_num_threads(1)
+    from spikefuse.kernels import numba_host
+
+    numba_host.MIN_TASK = 1
     os.chdir(folder)
     sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     warnings.simplefilter("ignore")
@@ -23,6 +26,7 @@ def work(connection: Connection, folder: str) -> None:
             kind, seed = connection.recv()
         except EOFError:
             return
+        torch.set_num_threads(1 + seed % 3)
         try:
             found = importlib.import_module(f"tests.attack.{kind}").case(seed)
         except Exception:

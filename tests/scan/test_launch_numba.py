@@ -1,10 +1,14 @@
-"""Results that are streamed past the caches are those that are not."""
+"""Results that are streamed past the caches are those that are not; sums of several threads."""
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import spikefuse as sf
 from spikefuse.kernels import numba_host
+from spikefuse.kernels.numba_runtime import add_by_channel
 from spikefuse.scan import launch_numba
 
 # Whole pieces and lines of memory, fractions of both, and rows that begin anywhere.
@@ -72,3 +76,31 @@ def test_a_large_tensor_is_moved_to_huge_pages_once(monkeypatch):
     ((start, size, _),) = advised
     assert 0 <= start.value - large.data_ptr() < 4096
     assert start.value + size.value <= large.data_ptr() + large.nbytes
+
+
+@settings(deadline=None)  # the first call compiles
+@given(*[st.integers(*limits) for limits in ((1, 900), (0, 60), (1, 7), (1, 9))])
+def test_sums_by_channel(count, first, channels, inner):
+    values = np.arange(1, count + 1, dtype=np.float32)
+    sums, expected = np.zeros(3 + channels), np.zeros(3 + channels)
+    np.add.at(expected, 3 + (first + np.arange(count)) // inner % channels, values)
+    add_by_channel(values, count, sums, 3, first, channels, inner)
+    assert np.array_equal(sums, expected)
+
+
+@pytest.mark.usefixtures("any_threads")
+@pytest.mark.parametrize("inner", [(), (3, 5)])
+def test_gradients_by_channel_of_any_number_of_threads(inner):
+    """Ranges of threads begin and end in the middle of samples."""
+    neuron = sf.PLIF(channels=5)
+    x = torch.randn(4, 29, 5, *inner, generator=torch.Generator().manual_seed(0))
+
+    def gradient(threads):
+        torch.set_num_threads(threads)
+        neuron.zero_grad()
+        neuron(x).square().sum().backward()
+        return neuron.decay.logit.grad
+
+    expected = gradient(1)
+    for threads in (2, 3, 4):
+        torch.testing.assert_close(gradient(threads), expected, rtol=1e-5, atol=1e-6)
