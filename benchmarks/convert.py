@@ -12,8 +12,8 @@ converted by `sf.graph_step`, which also copies input, labels and results.
 A training step is forward, the cross entropy of the mean over time, backward, and a step of fused
 SGD; an evaluation step is forward without gradients. float32 has TF32 convolutions, PyTorch's
 default; bfloat16 uses autocast. SpikingJelly chooses its kernels itself. Under autocast, its nodes
-have a bfloat16 state, for which it has only an eager loop. Its `prepare_model_for_precision` gives
-them a float32 state, for which it has kernels, where that works. The result says which ran.
+would have a bfloat16 state, for which it has only an eager loop: here they get a float32 state, for
+which it has kernels.
 
 Before timing, all spikes and the logits of two samples must be equal in float64, in training mode.
 Rounding flips spikes in other dtypes: there, each step must repeat the logits of its own network's
@@ -165,34 +165,15 @@ class Task:
         """Make the network to measure, and say what was done."""
         if name == CONVERTED:
             return sf.fuse(self.converted(self.net)), ""
-        net = copy.deepcopy(self.net)
-        if dtype == "float32" or self.device.type != "cuda":
-            return net, self.chosen()
-        try:
-            return self.float32_states(net)
-        except Exception as error:
-            reason = first_line(error)
-            return copy.deepcopy(self.net), f"SpikingJelly's neurons: eager loop ({reason})"
-
-    def chosen(self) -> str:
-        """Name the implementation that SpikingJelly chooses in float32."""
-        kind = "if" if any(type(m).__name__ == "IFNode" for m in self.net.modules()) else "lif"
-        found = self.functional.neuron_implementation(kind, self.device)["implementation"]
-        return f"SpikingJelly's neurons: {found}"
-
-    def float32_states(self, net: nn.Module) -> tuple[nn.Module, str]:
-        """Give SpikingJelly's neurons float32 states under autocast.
-
-        Raises:
-            Exception: of any type, where it has no such kernels.
-        """
-        (precision,) = spikingjelly("precision")
-        config = precision.PrecisionConfig(mode="bf16", neuron_storage="fp32")
-        net = precision.prepare_model_for_precision(net, self.device, config).model
-        with torch.autocast(self.device.type, torch.bfloat16):
-            self.call(net, self.x).sum().backward()
-        net.zero_grad()
-        return net, "SpikingJelly's neurons: Triton, float32 states"
+        net, (neuron,) = copy.deepcopy(self.net), spikingjelly("neuron")
+        nodes = [m for m in net.modules() if isinstance(m, neuron.BaseNode)]
+        kind = "if" if isinstance(nodes[0], neuron.IFNode) else "lif"
+        note = self.functional.neuron_implementation(kind, self.device)["implementation"]
+        if dtype == "float32":
+            return net, f"SpikingJelly's implementation {note}"
+        for node in nodes:
+            node.materialize_states = float32_states
+        return net, f"SpikingJelly's implementation {note}, given float32 states"
 
     def restore(self, net: nn.Module) -> None:
         """Copy the shared weights back into a network."""
@@ -202,7 +183,7 @@ class Task:
                 value.copy_(self.state[name])
 
     def equality(self) -> Record:
-        """Compare two samples in float64, and return the number of spikes and the rates.
+        """Compare two samples in float64, and return how many outputs, and the rates.
 
         Raises:
             AssertionError: a spike or the logits differ, or too few layers spike.
@@ -230,7 +211,7 @@ class Task:
         inside = sum(RATES[0] < rate < RATES[1] for rate in rates)
         assert inside >= SHARE * len(rates), f"{inside} of {len(rates)} layers spike: {rates}"
         return {
-            "spikes": sum(y.numel() for y in wanted.values()),
+            "outputs": sum(y.numel() for y in wanted.values()),
             "logits_error": error,
             "rates": [float(f"{rate:.4g}") for rate in rates],
         }
@@ -263,6 +244,11 @@ class Task:
             return logits.detach(), loss.detach()
 
         return train
+
+
+def float32_states(inputs: Any, states: Any, step_mode: str) -> Any:
+    """Return the states of a node of SpikingJelly at rest, in place of its method."""
+    return torch.full_like(inputs[0][0], states[0], dtype=torch.float32), *states[1:]
 
 
 def measure_case(task: Task, timing: Timing, checked: Record, kind: str, dtype: str) -> Record:

@@ -377,7 +377,7 @@ def converted(result: Result) -> Parts:
         check = row["float64"]
         text = (
             f"{name}: T = {row['T']}, batches of {row['batch']}, {row['layout']}. In float64, "
-            f"{check['spikes']:,} spikes of two samples are equal; layers fire at rates of "
+            f"all {check['outputs']:,} outputs of neurons for two samples are equal; rates are "
             f"{number(min(check['rates']))} to {number(max(check['rates']))}"
         )
         notes[name] = text + (f". {row['fusion'].capitalize()}." if "fusion" in row else ".")
@@ -386,7 +386,7 @@ def converted(result: Result) -> Parts:
     used: dict[str, list[str]] = {}
     for row in result["rows"]:
         used.setdefault(row["note"], []).append(f"{row['network']} in {row['dtype']}")
-    yield "\n".join(f"- {note}: {', '.join(dict.fromkeys(where))}." for note, where in used.items())
+    yield "\n".join(f"- {note}: {'; '.join(dict.fromkeys(where))}." for note, where in used.items())
     reasons = {
         f"- {row['network']}, {row['steps']} in {row['dtype']}, {c['name']}: {c['reason']}."
         for row in result["rows"]

@@ -70,15 +70,15 @@ def test_converted_networks() -> None:
     row = {
         "network": "Net", "steps": "training", "dtype": "float32", "T": 4, "batch": 8,
         "layout": "contiguous", "note": "neurons: triton", "fusion": "2 of 2 fused",
-        "float64": {"spikes": 1234, "rates": [0.25, 0.125]},
+        "float64": {"outputs": 1234, "rates": [0.25, 0.125]},
         "contenders": [contender(*one) for one in zip(convert.TITLES, taken, strict=True)],
     }  # fmt: skip
     table, checks, neurons, reasons = tables.converted({"rows": [row]})
     line = table.splitlines()[-1]
     assert line == "| Net | training | float32 | 30.0 | 20.0 | 1.50× | – | 5.00 | – | 3 / 3 |"
     assert checks == (
-        "- Net: T = 4, batches of 8, contiguous. In float64, 1,234 spikes of two samples are "
-        "equal; layers fire at rates of 0.125 to 0.250. 2 of 2 fused."
+        "- Net: T = 4, batches of 8, contiguous. In float64, all 1,234 outputs of neurons for two "
+        "samples are equal; rates are 0.125 to 0.250. 2 of 2 fused."
     )
     assert neurons == "- neurons: triton: Net in float32."
     assert reasons == "- Net, training in float32, original, CUDA graph: no graph."
