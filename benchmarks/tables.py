@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks import record
 from benchmarks.block import RECOMPUTED, RIVAL, SEPARATE
 from benchmarks.claims import claims
+from benchmarks.convert import TITLES as BEFORE_AFTER
 from benchmarks.events import DENSE, EVENTS, LISTS, PRODUCTS, REPLAY
 from benchmarks.layers import LOOP, OURS
 from benchmarks.runner import WAYS
@@ -358,6 +359,44 @@ def recorded_steps(result: Result) -> Parts:
     yield markdown(["", *(row["dtype"] for row in rows)], lines)
 
 
+def converted(result: Result) -> Parts:
+    """Yield a line for each step of a network before and after conversion, and what was checked."""
+    head = ["network", "step", "dtype", "original, ms", "converted, ms", "ratio"]
+    head += ["original as a graph, ms", "converted as a graph, ms", "ratio"]
+    head += ["MiB, original / converted"]
+    lines, notes = [], {}
+    for row in result["rows"]:
+        name, found = row["network"], by_name(row)
+        line = [name, row["steps"], row["dtype"]]
+        for ways in (BEFORE_AFTER[:2], BEFORE_AFTER[2:]):
+            before, after = (median(found.get(way)) for way in ways)
+            ratio = before / after if before and after else None
+            line += [number(before), number(after), times(ratio)]
+        peaks = [mebibytes(found.get(way, {}).get("peak_bytes")) for way in BEFORE_AFTER[:2]]
+        lines.append([*line, " / ".join(peaks)])
+        check = row["float64"]
+        text = (
+            f"{name}: T = {row['T']}, batches of {row['batch']}, {row['layout']}. In float64, "
+            f"all {check['outputs']:,} outputs of neurons for two samples are equal; rates are "
+            f"{number(min(check['rates']))} to {number(max(check['rates']))}"
+        )
+        notes[name] = text + (f". {row['fusion'].capitalize()}." if "fusion" in row else ".")
+    yield markdown(head, lines)
+    yield "\n".join(f"- {note}" for note in notes.values())
+    used: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        used.setdefault(row["note"], []).append(f"{row['network']} in {row['dtype']}")
+    yield "\n".join(f"- {note}: {'; '.join(dict.fromkeys(where))}." for note, where in used.items())
+    reasons = {
+        f"- {row['network']}, {row['steps']} in {row['dtype']}, {c['name']}: {c['reason']}."
+        for row in result["rows"]
+        for c in row["contenders"]
+        if c["status"] != "ok"
+    }
+    if reasons:
+        yield "\n".join(sorted(reasons))
+
+
 def _network_table(rows: list[Result], ways: Sequence[str], value: Callable[[Result], str]) -> str:
     """A line for each workload and dtype, a column for each network."""
     contenders = [c for row in rows for c in row["contenders"]]
@@ -586,6 +625,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "neurons": ("neurons", each(neurons), BENCH),
     "networks": ("networks*", each(networks), BENCH),
     "recorded-steps": ("networks_graph_step", each(recorded_steps), BENCH),
+    "convert": ("convert", each(converted), SCRIPT.format("convert")),
     "block": ("block", each(block), BENCH),
     "recurrent": ("recurrent", each(recurrent), SCRIPT.format("recurrent")),
     "bptt-figures": (

@@ -32,6 +32,8 @@ SCRIPTS = (
     "spoken_digits --names spikefuse --dtype bfloat16",
     "training convergence",
 )
+# Scripts that tests/parity runs, because they need other libraries.
+PARITY = ("convert",)
 # Scripts that start processes, or that torchrun starts.
 PROCESSES = {
     "first_call": "--backend numba --neurons LIF",
@@ -108,7 +110,7 @@ def test_script_of_processes(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    sorted({"tables", *(command.split()[0] for command in SCRIPTS), *PROCESSES, *SHARED}),
+    sorted({"tables", *(command.split()[0] for command in SCRIPTS), *PARITY, *PROCESSES, *SHARED}),
 )
 def test_help(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     script = importlib.import_module(f"benchmarks.{name}")

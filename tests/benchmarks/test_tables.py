@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import plots, record, tables
+from benchmarks import convert, plots, record, tables
 
 PAGES = (
     "docs/benchmarks.md",
@@ -56,6 +57,31 @@ def test_regions_have_measured_times(tmp_path: Path) -> None:
         assert line in text, line
     assert "bar" not in text.lower()
     assert "None" not in text
+
+
+def test_converted_networks() -> None:
+    def contender(title: str, ms: float | None) -> dict[str, Any]:
+        if ms is None:
+            return {"name": title, "status": "unavailable", "reason": "no graph"}
+        times = {"wall_ms": {"median": ms}, "peak_bytes": 3 << 20}
+        return {"name": title, "status": "ok", **times}
+
+    taken = (30.0, 20.0, None, 5.0)
+    row = {
+        "network": "Net", "steps": "training", "dtype": "float32", "T": 4, "batch": 8,
+        "layout": "contiguous", "note": "neurons: triton", "fusion": "2 of 2 fused",
+        "float64": {"outputs": 1234, "rates": [0.25, 0.125]},
+        "contenders": [contender(*one) for one in zip(convert.TITLES, taken, strict=True)],
+    }  # fmt: skip
+    table, checks, neurons, reasons = tables.converted({"rows": [row]})
+    line = table.splitlines()[-1]
+    assert line == "| Net | training | float32 | 30.0 | 20.0 | 1.50× | – | 5.00 | – | 3 / 3 |"
+    assert checks == (
+        "- Net: T = 4, batches of 8, contiguous. In float64, all 1,234 outputs of neurons for two "
+        "samples are equal; rates are 0.125 to 0.250. 2 of 2 fused."
+    )
+    assert neurons == "- neurons: triton: Net in float32."
+    assert reasons == "- Net, training in float32, original, CUDA graph: no graph."
 
 
 def test_quick_results_are_left_out(tmp_path: Path) -> None:
