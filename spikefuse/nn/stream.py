@@ -19,6 +19,9 @@ class Stream:
     layers that see another batch. Steps may be of any number of samples, but of the same one until
     `reset`. A step that raises an error leaves the state as it was.
 
+    A CUDA graph of a step reads the tensors that `state` held when it was recorded, and leaves the
+    states after the step in those that `state` held then: copy them back after each replay.
+
     Args:
         net: a network for one time step, or the `Temporal` of one; it may be fused. The stream
             calls it as it is: its device, dtype and mode remain the caller's.
@@ -82,5 +85,9 @@ class Stream:
             error.add_note("a stream reads its inputs as one time step [B, ...], without T")
             raise
         # A network need not call all of its neurons at each step.
-        self._state = {**dict.fromkeys(neurons, ()), **(self._state or {}), **call.finals}
+        self._keep({**dict.fromkeys(neurons, ()), **(self._state or {}), **call.finals})
         return y
+
+    def _keep(self, state: dict[str, States]) -> None:
+        """Take the states after a step. `graph_step` watches it."""
+        self._state = state

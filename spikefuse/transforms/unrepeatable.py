@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from spikefuse.neurons.definition import States
+from spikefuse.nn.stream import Stream
+
 SYNCHRONIZES = "called a synchronizing CUDA operation"
 
 
@@ -32,16 +35,25 @@ def watch(problems: list[str]) -> Iterator[None]:
             )
         problems.append(f"{line_of(frames)} {what}")
 
-    mode, numbers = torch.cuda.get_sync_debug_mode(), _random_states()
+    def note_stream(stream: Stream, state: dict[str, States]) -> None:
+        keep(stream, state)
+        problems.append(
+            f"it runs a {type(stream).__name__}, whose state replays would not follow: pass states "
+            "as arguments and results, net(x, state, return_state=True) of a Temporal"
+        )
+
+    mode, numbers, keep = torch.cuda.get_sync_debug_mode(), _random_states(), Stream._keep
     with warnings.catch_warnings():
         show = warnings.showwarning
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
         warnings.filterwarnings("always", f".*{SYNCHRONIZES}")
         warnings.showwarning = note  # type: ignore[assignment]
+        Stream._keep = note_stream  # type: ignore[method-assign, assignment]
         try:
             torch.cuda.set_sync_debug_mode("warn")
             yield
         finally:
+            Stream._keep = keep  # type: ignore[method-assign]
             torch.cuda.set_sync_debug_mode(mode)
     if _random_states() != numbers:
         problems.append(

@@ -326,3 +326,21 @@ def test_changed_arguments_and_unknown_results(fake_cuda):
             step(torch.zeros(2), torch.ones(2))
         with pytest.raises(NotRecordable, match=message):
             step(torch.zeros(2), torch.ones(2))
+
+
+def test_a_stream_keeps_its_state_to_itself(fake_cuda):
+    stream = sf.Stream(sf.LIF())
+    step = sf.graph_step(lambda x: stream(x))
+    step(torch.ones(1, 2)), step(torch.ones(1, 2))
+    with pytest.raises(NotRecordable, match="runs a Stream, whose state replays would not follow"):
+        step(torch.ones(1, 2))
+    before = stream.state
+    stream(torch.ones(1, 2))
+    assert stream.state is not before
+    stream.reset()
+    x = torch.full((8, 1, 2), 0.7)
+    step = sf.graph_step(lambda x: stream(x), fallback=True)
+    with pytest.warns(UserWarning, match="runs a Stream"):
+        y = torch.stack([step(x_t) for x_t in x])
+    assert torch.equal(y, sf.LIF()(x))
+    assert y.sum() > 0
