@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import spikefuse as sf
-from spikefuse.kernels import numba_runtime
+from spikefuse.kernels import numba_host, numba_runtime
 from spikefuse.testing import ROUNDING, Run, run, within_budget
 
 CHANNELS = 3
@@ -373,13 +373,16 @@ def interpreted() -> Iterator[None]:
         "channel_rows": numba_runtime.channel_rows.py_func,
         "_index": int,
     }
-    with mock.patch.multiple(numba_runtime, **replaced), np.errstate(all="ignore"):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(numba_runtime, **replaced))
+        stack.enter_context(mock.patch.object(numba_host, "MIN_TASK", sys.maxsize))  # one thread
+        stack.enter_context(np.errstate(all="ignore"))
         yield
 
 
 if __name__ == "__main__":
     impl, device, first, last, stride = sys.argv[1:]
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # there are several such processes
     context = interpreted() if impl == "interpreted" else contextlib.nullcontext()
     context.__enter__()
     impl = "numba" if impl == "interpreted" else impl
