@@ -23,6 +23,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 

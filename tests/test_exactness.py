@@ -10,6 +10,9 @@ import spikefuse as sf
 from spikefuse import reference
 from spikefuse.testing import DTYPES, LAYOUTS, assert_matches_reference, make_input
 
+# Threads share kernels of any size, also where they end in the middle of a sample.
+pytestmark = pytest.mark.usefixtures("any_threads", "two_threads")
+
 STEPS = (1, 2, 7, 16, 33, 70)
 RESETS = ("hard", "soft", "hard-detached")
 # A multiple of 16 neurons, in several blocks of each kernel, and a number that is not, in one.

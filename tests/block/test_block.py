@@ -19,6 +19,9 @@ from tests.test_exactness import DEFINITIONS, SMOOTH, make
 
 # Fewer neurons for the interpreter, but in more than one block of a float32 backward.
 SHAPE = (3, 6, 5, 5) if torch.cuda.is_available() else (3, 6, 3, 3)
+# Threads share kernels of any size, also where they end in the middle of a sample.
+pytestmark = pytest.mark.usefixtures("any_threads", "two_threads")
+
 NAMES = [name for name in DEFINITIONS if name != "Gated"]
 NORMS = {3: nn.BatchNorm1d, 4: nn.BatchNorm1d, 5: nn.BatchNorm2d, 6: nn.BatchNorm3d}
 
