@@ -77,6 +77,8 @@ def graph_step(
     - Random numbers of PyTorch's generator on the GPU equal those of an eager step.
     - Python code runs during warm-up and recording only: values that it computes or reads, such as
       attributes of your own modules, and what it prints or counts, are not repeated.
+    - Recording releases cuBLAS's workspaces, as `torch.compile` does. Capture graphs by hand on a
+      stream of their own, as `torch.cuda.graph(graph)` does, so that they allocate theirs.
 
     On a CPU, the step is called.
 
