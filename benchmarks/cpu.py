@@ -8,8 +8,9 @@ and snnTorch's tutorials 5 (784-1000-10, 25 steps) and 6 (convolutions, 50 steps
 library as the tutorial has it, and in spikefuse, with a batch of 128 random images. Where it says
 channels-last, weights and images have that memory format.
 
-Blocks are batch norm and a neuron, forward and backward in training; networks are a CSNN on a
-Poisson encoding. "One step" is one sample through one time step without gradients.
+Blocks are batch norm and a neuron, forward and backward in training, large and so small that they
+are not fused; networks are a CSNN on a Poisson encoding. "One step" is one sample through one time
+step without gradients.
 
 All contenders of a row begin with the same weights, and their first losses must agree.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -278,9 +280,8 @@ def tutorial_cases(args: argparse.Namespace) -> Iterator[Case]:
 
 def block_cases(args: argparse.Namespace) -> Iterator[Case]:
     for training in (True, False):
-        for T in args.T:
-            batch = 2 if args.quick else 512 // T
-            shape = (T, batch, 32, 14, 14)
+        for T, rows in itertools.product(args.T, (2,) if args.quick else (512, 32)):
+            shape = (T, max(1, rows // T), 32, 14, 14)
             what = "training" if training else "evaluation"
             yield f"block {list(shape)}, {what}", partial(block_case, args, shape, training)
 

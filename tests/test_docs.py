@@ -40,6 +40,11 @@ EXAMPLES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def blocks_of_any_size() -> None:
+    """Examples fuse what a reader's do."""
+
+
 @pytest.mark.parametrize(("source", "runs"), EXAMPLES)
 def test_examples_run(
     source: str, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -25,12 +25,17 @@ from spikefuse.nn.call import active
 from spikefuse.nn.constant_input import ConstantSequence
 from spikefuse.nn.neuron import DTYPES
 
+# Values of an input from which a block on a CPU is faster than norm and neuron apart, with the
+# statistics of the batch (training) and with running ones. Smaller inputs stay in the caches.
+MIN_TRAINING, MIN_EVALUATION = 1 << 19, 1 << 20
+
 
 class FusedNorm(_BatchNorm):
     """A batch norm that defers its result inside `Temporal`; a mixin over a class of torch.nn.
 
     Outside `Temporal`, with hooks on its output, in inference mode, under tracers other than
-    torch.compile, and on inputs that a block does not take, it is the norm of torch.nn.
+    torch.compile, with small inputs on a CPU, and with inputs that a block does not take, it is the
+    norm of torch.nn.
     """
 
     is_leaf = True
@@ -70,6 +75,12 @@ class FusedNorm(_BatchNorm):
             return "it was called outside Temporal"
         if temporal is not None and not temporal.names:
             return "the network has no neuron"
+        passing = None if temporal is None else temporal.passing
+        # Ranks that share time must agree, and PyTorch has no SyncBatchNorm for CPUs.
+        if x.is_cpu and passing is None and not isinstance(self, nn.SyncBatchNorm):
+            fewest = MIN_TRAINING if self.training else MIN_EVALUATION
+            if x.numel() < fewest:
+                return f"its input has {x.numel():,} values: on a CPU, fusing pays from {fewest:,}"
         if (
             self._forward_hooks
             or self._backward_hooks
@@ -102,7 +113,6 @@ class FusedNorm(_BatchNorm):
             return f"its momentum is {self.momentum!r}"
         self._check_input_dim(x)
         rows, channels = x.shape[:2]
-        passing = None if temporal is None else temporal.passing
         alone = passing is None or passing.statistics is None
         if channels != self.num_features or (alone and x.numel() == channels and by_batch(self)):
             return f"its input has shape {list(x.shape)}"

@@ -1,4 +1,5 @@
-"""The process that runs cases, each on one to three threads, which share work of any size."""
+"""The process that runs cases, each on one to three threads. Blocks and shares of
+threads are of any size."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ def work(connection: Connection, folder: str) -> None:
     os.environ["OMP_WAIT_POLICY"] = "passive"  # there may be more threads than cores
     import torch
 
+    from spikefuse.block import fused_norm
     from spikefuse.kernels import numba_host
 
     numba_host.MIN_TASK = 1
+    fused_norm.MIN_TRAINING = fused_norm.MIN_EVALUATION = 0
     os.chdir(folder)
     sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     warnings.simplefilter("ignore")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import spikefuse as sf
+from spikefuse.block import fused_norm
 from spikefuse.models import MODELS, resnet18
 from spikefuse.nn.encode import direct
 from spikefuse.transforms.fusion import Place
@@ -714,6 +715,22 @@ def test_converted_models() -> None:
     fused = sf.fuse(net)
     torch.testing.assert_close(fused(x), net(x))
     assert Place("net.bn", "net.relu") in fused.fusion.fused
+
+
+def test_small_inputs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_norm, "MIN_TRAINING", 4 * 3 * 6)
+    monkeypatch.setattr(fused_norm, "MIN_EVALUATION", 4 * 5 * 6)
+    net = sf.fuse(sf.Temporal(nn.Sequential(nn.BatchNorm1d(6), sf.LIF())))
+
+    def reason(batch: int) -> str:
+        net(torch.randn(4, batch, 6))
+        return "".join(place.reason for place in net.fusion.left)
+
+    assert reason(2) == "its input has 48 values: on a CPU, fusing pays from 72"
+    assert not reason(3)
+    net.eval()
+    assert reason(4) == "its input has 96 values: on a CPU, fusing pays from 120"
+    assert not reason(5)
 
 
 def test_synchronized_norms() -> None:
