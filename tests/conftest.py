@@ -71,11 +71,13 @@ def device(backends):
     return backends.device
 
 
-@pytest.fixture(autouse=True)
-def blocks_of_any_size(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def blocks_of_any_size():
     """Fuse on a CPU where it does not pay, so that small inputs suffice."""
-    monkeypatch.setattr(fused_norm, "MIN_TRAINING", 0)
-    monkeypatch.setattr(fused_norm, "MIN_EVALUATION", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_norm, "MIN_TRAINING", 0)
+        patch.setattr(fused_norm, "MIN_EVALUATION", 0)
+        yield
 
 
 @pytest.fixture

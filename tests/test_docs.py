@@ -40,7 +40,7 @@ EXAMPLES = [
 ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def blocks_of_any_size() -> None:
     """Examples fuse what a reader's do."""
 

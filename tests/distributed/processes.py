@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from spikefuse.block import fused_norm
 from spikefuse.distributed.mesh import AXES
 from tests.processes import free_port
 
@@ -92,6 +93,7 @@ def _received(pipe: Any) -> Any:
 
 def _work(rank: int, pipe: Any, port: int) -> None:
     torch.set_num_threads(1)
+    fused_norm.MIN_TRAINING = fused_norm.MIN_EVALUATION = 0
     dist.init_process_group(
         "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE, timeout=TIMEOUT
     )
