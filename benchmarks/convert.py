@@ -4,8 +4,9 @@
     python -m benchmarks.convert --networks "Spikformer-4-384, CIFAR-10" --dtype float32
 
 The networks of `benchmarks.published` have SpikingJelly's neurons and fresh weights. "original" is
-the network as it is; "converted" is `sf.fuse(sf.convert(network))`. Batch norms fuse in code for
-one time step only, see docs/converting.md: in "SEW-ResNet18 in containers", run by `sf.Temporal`.
+the network as it is; "converted" is `sf.fuse(sf.convert(network))`. Of these networks, only
+"SEW-ResNet18 in containers" is written for one time step, so only its batch norms are fused (see
+docs/converting.md).
 Each runs eagerly and as a CUDA graph of the whole step: the original by torch.cuda.graph, the
 converted by `sf.graph_step`, which also copies input, labels and results.
 
@@ -46,8 +47,8 @@ from benchmarks.runner import (
     Contender,
     Record,
     Timing,
-    first_line,
     graph_contender,
+    graph_step_contender,
     measure,
 )
 
@@ -311,19 +312,7 @@ def contender_of(
     if way == EAGER:
         return Contender(title, lambda: step(task.x, task.labels))
     recorded = sf.graph_step(step)
-
-    def run() -> Any:
-        return recorded(task.x, task.labels)
-
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    try:
-        for _ in range(4):  # until it is recorded
-            run()
-    except Exception as error:
-        return Contender(title, unavailable=first_line(error))
-    torch.cuda.empty_cache()
-    return Contender(title, run, held_bytes=torch.cuda.memory_reserved() - before)
+    return graph_step_contender(title, lambda: recorded(task.x, task.labels), task.device)
 
 
 def main(argv: list[str] | None = None) -> Path:

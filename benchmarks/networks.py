@@ -59,6 +59,7 @@ from benchmarks.runner import (
     Timing,
     first_line,
     graph_contender,
+    graph_step_contender,
     measure,
 )
 from spikefuse import memory
@@ -454,11 +455,7 @@ def measure_network(
                 if way == GRAPH:
                     contender = graph_contender(title, step, device)
                 elif way == GRAPH_STEP:
-                    before = torch.cuda.memory_reserved()
-                    for _ in range(4):  # until it is recorded
-                        step()
-                    torch.cuda.empty_cache()
-                    contender.held_bytes = torch.cuda.memory_reserved() - before
+                    contender = graph_step_contender(title, step, device)
                 contender.note = network.note
                 networks.append(network)
             contenders[title] = name, way, contender

@@ -327,6 +327,25 @@ def graph_contender(name: str, step: Callable[[], Any], device: torch.device) ->
     return Contender(name, run, held_bytes=held)
 
 
+def graph_step_contender(name: str, step: Callable[[], Any], device: torch.device) -> Contender:
+    """Return a step that `sf.graph_step` wraps, recorded, as a contender.
+
+    Args:
+        step: takes no arguments; it calls the wrapped step.
+    """
+    if device.type != "cuda":
+        return Contender(name, unavailable=NO_GRAPHS)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    try:
+        for _ in range(4):  # until it is recorded
+            step()
+    except Exception as error:
+        return Contender(name, unavailable=first_line(error))
+    torch.cuda.empty_cache()
+    return Contender(name, step, held_bytes=torch.cuda.memory_reserved() - before)
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
