@@ -366,8 +366,9 @@ _recorded: list[Tensor] = []  # counters of CUDA graphs, which may outlive the l
 def reserve_counters(device: torch.device) -> None:
     """Reserve counters for CUDA graphs.
 
-    Memory that is allocated in a graph ends with it, and is set to 0 by its replays only. That of
-    this thread may belong to a graph already, before torch.compile records it.
+    Counters that a recording allocates are freed with its graph, and set to 0 by replays only. So
+    they are allocated before, and on another thread: torch.compile takes the memory of its own
+    thread from a graph's pool before it records the graph.
     """
     counters, used = _counters.get(device, (None, 0))
     if counters is None or used + RESERVE > len(counters):

@@ -1,5 +1,7 @@
-"""The process that runs cases, each on one to three threads. Blocks and shares of
-threads are of any size."""
+"""The process that runs cases, on one to three threads.
+
+Small inputs are fused and shared among threads as large ones are.
+"""
 
 from __future__ import annotations
 
