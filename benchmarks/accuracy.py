@@ -18,8 +18,11 @@ where it can be.
 
 There is a row for each epoch. `seconds` are those of its training steps, with compilation and
 recording in the first epoch and after a continuation. Evaluation, on all test images in every
-epoch, is not counted. With `--seconds` the script stops at the end of an epoch, before that time;
-called again with the same options and `--checkpoints`, it continues. Quick runs use random images.
+epoch, is not counted. After its last epoch, `profile` of the settings gets milliseconds per batch
+of each part of a run's step, as differences between steps that end earlier, and of evaluation, and
+the images per second that are read and augmented alone. With `--seconds` the script stops at the
+end of an epoch, before that time; called again with the same options and `--checkpoints`, it
+continues. Quick runs use random images.
 """
 
 from __future__ import annotations
@@ -57,7 +60,9 @@ CLASSES, MEAN, STD = 10, (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
 MOMENTUM, EVAL_BATCH = 0.9, 1000
 QUICK = {"epochs": 2, "batch": 8, "T": 2}
 # Options that change no row.
-PLACES = ("checkpoints", "data_dir", "names", "rounds", "seconds", "seeds")
+PLACES = ("checkpoints", "data_dir", "name", "names", "rounds", "seconds", "seeds")
+# Parts of a training step. A step that ends after one of them has run those before it too.
+PARTS = ("augmentation", "forward", "backward", "optimizer")
 
 
 def main(argv: list[str] | None = None) -> Path:
@@ -80,17 +85,21 @@ def main(argv: list[str] | None = None) -> Path:
     add("--seconds", type=float, help="stop before this time, evaluation included")
     add("--checkpoints", type=Path, help="folder of checkpoints, to continue from")
     add("--data-dir", type=Path, default=default_directory(), help="data folder")
+    add("--name", help="name of the result (accuracy)")
     args = runner.parse(parser, argv)
     if args.quick:
         vars(args).update(QUICK)
     if args.seconds is not None and args.checkpoints is None:
         parser.error("--seconds needs --checkpoints, to continue from")
     settings = {k: v for k, v in runner.settings_of(args).items() if k not in PLACES}
+    args.name = args.name or "accuracy"
     settings["data"] = "random images" if args.quick else "CIFAR-10, JPEG copies"
     with cudnn_search(torch.device(args.device)):
         left_out: list[Record] = []
-        found = rows(args, settings, left_out)
-        return runner.write_rows(args, found, describe, settings, left_out, plots.accuracy)
+        profile: Record = {}
+        found = rows(args, settings, left_out, profile)
+        given = settings | {"profile": profile}
+        return runner.write_rows(args, found, describe, given, left_out, plots.accuracy)
 
 
 def describe(row: Record) -> str:
@@ -99,7 +108,9 @@ def describe(row: Record) -> str:
     return f"{what}: {row['accuracy']:.2%}, loss {row['loss']:.3f}, {row['seconds']:.1f} s, {speed}"
 
 
-def rows(args: argparse.Namespace, settings: Record, left_out: list[Record]) -> Iterator[Record]:
+def rows(
+    args: argparse.Namespace, settings: Record, left_out: list[Record], profile: Record
+) -> Iterator[Record]:
     device, started, longest = torch.device(args.device), time.perf_counter(), 0.0
     if args.quick:
         drawn = np.random.default_rng(0).integers(256, size=(10, 3, 16, 16), dtype=np.uint8)
@@ -124,6 +135,7 @@ def rows(args: argparse.Namespace, settings: Record, left_out: list[Record]) -> 
                 longest = max(longest, time.perf_counter() - begun)
                 run.save(row, settings)
                 yield row
+            profile[f"{name}, seed {seed}"] = run.profile(testing)
             del run
             runner.release(device)
 
@@ -211,17 +223,22 @@ class Run:
         with torch.autocast(self.device.type, torch.bfloat16):
             return self.call(images.contiguous(memory_format=torch.channels_last), steps)
 
-    def _step(self, pixels: Tensor, labels: Tensor, steps: int) -> Tensor:
+    def _step(self, pixels: Tensor, labels: Tensor, steps: int, last: str = PARTS[-1]) -> Tensor:
         args, targets = self.args, labels
         pixels = data.random_flip(data.random_shift(pixels, args.shift))
         pixels = data.cutout(pixels, args.cutout)
         if args.cutmix:
             one_hot = targets.unsqueeze(1) == torch.arange(CLASSES, device=self.device)
             pixels, targets = data.cutmix(pixels, one_hot.float(), args.cutmix)
+        if last == "augmentation":
+            return pixels
         self.optimizer.zero_grad()
         loss = sequence_loss(self.outputs(pixels, steps), targets, "mean", args.smoothing)
+        if last == "forward":
+            return loss.detach()
         loss.backward()
-        self.optimizer.step()
+        if last == "optimizer":
+            self.optimizer.step()
         return loss
 
     def train(self) -> Record:
@@ -254,6 +271,26 @@ class Run:
             (readout(self.outputs(x, self.args.T), "mean").argmax(1) == y).sum() for x, y in batches
         ]
         return int(torch.stack(right).sum()) / len(testing)
+
+    def profile(self, testing: Images) -> Record:
+        """Return milliseconds per batch of each part of a step, and of evaluation."""
+        self.net.train()
+        milliseconds, before = {}, 0.0
+        for last in PARTS:
+            for _ in range(2):  # once to record the step
+                synchronize(self.device)
+                start = time.perf_counter()
+                for batch in self.batches:
+                    self.step(*batch, self.args.T, last)
+                synchronize(self.device)
+            until = 1000 * (time.perf_counter() - start) / len(self.batches)
+            milliseconds[last], before = round(until - before, 4), until
+        start = time.perf_counter()
+        self.accuracy(testing)  # ends with a synchronization
+        batches = -(-len(testing) // EVAL_BATCH)
+        milliseconds["evaluation"] = round(1000 * (time.perf_counter() - start) / batches, 4)
+        pipeline = round(1000 * self.args.batch / milliseconds["augmentation"])
+        return {"ms": milliseconds, "augmented_images_per_s": pipeline}
 
     # Checkpoints
 

@@ -80,8 +80,13 @@ def test_a_network_that_cannot_be_made_is_left_out(
 
 def test_first_epochs_of_one_time_step(tmp_path: Path) -> None:
     options = ["--quick", "--device", "cpu", "--names", "spikefuse", "--early", "1"]
-    rows = record.read(accuracy.main([*options, "--out", str(tmp_path)]))["rows"]
-    assert [row["T"] for row in rows] == [1, 2]
+    path = accuracy.main([*options, "--out", str(tmp_path), "--name", "early"])
+    assert path.name.startswith("early-")
+    result = record.read(path)
+    assert [row["T"] for row in result["rows"]] == [1, 2]
+    (profile,) = result["settings"]["profile"].values()
+    assert list(profile["ms"]) == [*accuracy.PARTS, "evaluation"]
+    assert profile["augmented_images_per_s"] > 0
 
 
 def test_a_limit_of_time_needs_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
