@@ -188,7 +188,8 @@ def accuracy(figure: Any, rows: Rows) -> str:
         seconds = list(accumulate(row["seconds"] for row in own))
         label = None if colors[name] in {line.get_color() for line in panel.lines} else name
         panel.plot(seconds, [100 * r["accuracy"] for r in own], color=colors[name], label=label)
-    panel.set(xlabel="seconds of training", ylabel="test accuracy, %")
+    best = max(100 * row["accuracy"] for row in rows)
+    panel.set(xlabel="seconds of training", ylabel="test accuracy, %", ylim=(best - 40, best + 2))
     panel.grid(alpha=0.3)
     panel.legend()
     return ""

@@ -551,6 +551,35 @@ def spoken_digits(result: Result) -> Parts:
     yield markdown(head, lines)
 
 
+def accuracy(result: Result) -> Parts:
+    """Yield a line for each network: its last accuracies and speeds, and the times of a step."""
+    settings, lines = result["settings"], []
+    names = dict.fromkeys(row["name"] for row in result["rows"])
+    steps = dict.fromkeys(row["T"] for row in result["rows"])
+    parts = list(next(iter(settings["profile"].values()))["ms"])
+    for name in names:
+        rows = [row for row in result["rows"] if row["name"] == name]
+        seeds = dict.fromkeys(row["seed"] for row in rows)
+        last = {row["seed"]: percent(row["accuracy"], 1) for row in rows}
+        whole = [sum(row["seconds"] for row in rows if row["seed"] == seed) for seed in seeds]
+        # The first epoch of each number of steps compiles and records.
+        speeds = [[r["images_per_s"] for r in rows if r["T"] == T][-1] for T in steps]
+        profile = settings["profile"].get(f"{name}, seed {next(iter(seeds))}", {"ms": {}})["ms"]
+        lines.append([
+            *(name, ", ".join(last.values()), number(statistics.median(whole))),
+            *(f"{speed:,}" for speed in speeds),
+            *(number(profile.get(part)) for part in parts),
+        ])  # fmt: skip
+    early = settings["early"]
+    epochs = f"{settings['epochs']} epochs" + (f", {early} of them with one step" if early else "")
+    yield (
+        f"{settings['data']}, {settings['model']}, T = {settings['T']}, {epochs}, batches of "
+        f"{settings['batch']}. The parts of a step, and evaluation, are in ms per batch:"
+    )
+    head = ["", "test accuracy, by seed", "seconds"]
+    yield markdown([*head, *(f"images/s, T = {T}" for T in steps), *parts], lines)
+
+
 # Training
 
 
@@ -648,6 +677,11 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
         "spoken_digits*",
         each(spoken_digits, "accuracy over seconds"),
         SCRIPT.format("spoken_digits --seeds 0 1 2"),
+    ),
+    "accuracy": (
+        "accuracy*",
+        each(accuracy, "accuracy over seconds"),
+        SCRIPT.format("accuracy --early 64 --epochs 96"),
     ),
     "first-call": ("first_call", each(first_call), BENCH),
     "cpu": ("cpu_neuron", each(cpu), BENCH),
