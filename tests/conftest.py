@@ -6,6 +6,7 @@ tests/gpu/ of what only a GPU does.
 """
 
 import gc
+import importlib.util
 import os
 from pathlib import Path
 
@@ -34,6 +35,7 @@ if not torch.cuda.is_available():
 from spikefuse.block import fused_norm
 from spikefuse.kernels import numba_host
 from spikefuse.testing import Backends
+from tests import interpreter
 
 # How long an example takes to make says nothing on a busy machine.
 hypothesis.settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow])
@@ -42,6 +44,10 @@ hypothesis.settings.load_profile("busy")
 DEVICES = [pytest.param("cpu")]
 if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    interpreter.hasten()
 
 
 def pytest_collection_finish():
