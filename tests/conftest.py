@@ -6,7 +6,6 @@ tests/gpu/ of what only a GPU does.
 """
 
 import gc
-import importlib.util
 import os
 from pathlib import Path
 
@@ -46,8 +45,7 @@ if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
 
 
-if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    interpreter.hasten()
+interpreter.hasten()
 
 
 def pytest_collection_finish():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -10,6 +12,8 @@ from typing import Any
 
 def hasten() -> None:
     """Omit overflow checks, which the interpreter computes and ignores, and repeated patches."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or not importlib.util.find_spec("triton"):
+        return
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
