@@ -34,6 +34,7 @@ if not torch.cuda.is_available():
 from spikefuse.block import fused_norm
 from spikefuse.kernels import numba_host
 from spikefuse.testing import Backends
+from tests import interpreter
 
 # How long an example takes to make says nothing on a busy machine.
 hypothesis.settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow])
@@ -42,6 +43,9 @@ hypothesis.settings.load_profile("busy")
 DEVICES = [pytest.param("cpu")]
 if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+interpreter.hasten()
 
 
 def pytest_collection_finish():

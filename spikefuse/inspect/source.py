@@ -14,9 +14,9 @@ def source(neuron: Neuron, backend: str = "numba") -> str:
     """Return the source of the kernels that are compiled from a neuron's step.
 
     It is a Python module with a kernel `forward` and a kernel `backward`, which gives the gradients
-    of all inputs and of all parameters that may be learned. A call loads the same module, except
-    that its `backward` leaves out gradients that nobody asks for. Nothing is compiled here, and
-    neither a GPU nor Triton is needed.
+    of all inputs and of all parameters that may be learned. A call loads the same kernels, except
+    that its `backward` leaves out gradients that nobody asks for; on a CPU, each has a module of
+    its own. Nothing is compiled here, and neither a GPU nor Triton is needed.
 
     Args:
         neuron: a neuron, such as `sf.LIF()` or one of your own. Kernels take its floats and

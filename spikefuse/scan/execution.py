@@ -134,7 +134,7 @@ class Execution:
         launch = self._launches.get(key)
         if launch is None:
             variant = Variant(pack=bool(results.bits), repair=repair)
-            launch = self._prepare(key, self.program.module().forward, sequences, variant)
+            launch = self._prepare(key, self.program.forward(), sequences, variant)
         starts = arguments.states and self._conform_steps(arguments.states)
         saved = None if results.saved is None else results.saved or self._no_rows
         launch(
@@ -191,7 +191,7 @@ class Execution:
                 )
             # A repair adds the gradients of final states to those that ignored them.
             absent = () if variant.repair else self.program.absent(missing)
-            kernel = self.program.module(*self._names(needs), absent).backward
+            kernel = self.program.backward(*self._names(needs), absent)
             launch = self._prepare(key, kernel, sequences, variant, True in needs.params)
         by_state = self._by_state(
             arguments.states and self._conform_steps(arguments.states),

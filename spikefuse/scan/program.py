@@ -133,8 +133,9 @@ class Launcher(Protocol):
         ...
 
 
+KERNELS = "forward", "backward"
 #: The arguments of `Program.source`.
-_Key = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], bool]
+_Key = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], bool, tuple[str, ...]]
 
 
 @dataclass
@@ -177,21 +178,26 @@ class Program:
         tensors = zip(self.step.params, self.kinds, strict=True)
         return tuple(n for n, k in tensors if k != FLOAT and n in self.reverse.params)
 
-    def module(
-        self,
-        grad_inputs: tuple[str, ...] | None = None,
-        grad_params: tuple[str, ...] = (),
-        absent: tuple[str, ...] = (),
-    ) -> ModuleType:
-        """The kernels whose backward gives the gradients of these inputs (all by default) and
-        parameters, where `absent` gradients are neither read nor counted."""
-        key = self.step.inputs if grad_inputs is None else grad_inputs, grad_params, absent
-        return self._load((*key, False))
+    def forward(self, recurrent: bool = False) -> Any:
+        """The forward kernel."""
+        return self._load((self.step.inputs, (), (), recurrent, self._with("forward"))).forward
 
-    def recurrent_module(self, grad_params: tuple[str, ...] = ()) -> ModuleType:
-        """The recurrent kernels, whose backward gives the gradients of all inputs and of these
-        parameters."""
-        return self._load((self.step.inputs, grad_params, (), True))
+    def backward(
+        self,
+        grad_inputs: tuple[str, ...],
+        grad_params: tuple[str, ...],
+        absent: tuple[str, ...] = (),
+        recurrent: bool = False,
+    ) -> Any:
+        """The backward kernel that gives the gradients of these inputs and parameters, where
+        `absent` gradients are neither read nor counted."""
+        key = grad_inputs, grad_params, absent, recurrent
+        return self._load((*key, self._with("backward"))).backward
+
+    def _with(self, kernel: str) -> tuple[str, ...]:
+        """The kernels of a kernel's module. Numba's cache is keyed by the file, so neurons that
+        differ in their gradients only share the machine code of a forward kernel of its own."""
+        return (kernel,) if self.backend == "numba" else KERNELS
 
     def _load(self, key: _Key) -> ModuleType:
         if key not in self.modules:
@@ -210,6 +216,7 @@ class Program:
         grad_params: tuple[str, ...],
         absent: tuple[str, ...] = (),
         recurrent: bool = False,
+        kernels: tuple[str, ...] = KERNELS,
     ) -> str:
         reverse = self.reverse.select(self.step, grad_inputs, grad_params, absent)
         channels, scalars = self.named(CHANNEL), self.named(SCALAR)
@@ -217,7 +224,7 @@ class Program:
             triton = emit_recurrent_triton if recurrent else emit_triton
             return triton.source(self.step, reverse, channels, scalars)
         numba = emit_recurrent_numba if recurrent else emit_numba
-        return numba.source(self.step, reverse, channels)
+        return numba.source(self.step, reverse, channels, kernels)
 
 
 # Neither tracing nor the import of generated source is thread-safe.

@@ -142,7 +142,7 @@ class RecurrentCall:
             sums=[],
             params=execution.values(arguments),
         )
-        launcher_of(own.backend).run_recurrent(own.recurrent_module().forward, operands)
+        launcher_of(own.backend).run_recurrent(own.forward(recurrent=True), operands)
         return results
 
     def new_results(self, tensors: Sequence[Tensor], save: bool) -> list[Tensor]:
@@ -176,7 +176,8 @@ class RecurrentCall:
         heads, end = len(weight), 1 + sum(self.counts)
         kinds = zip(own.step.params, own.kinds, strict=True)
         names = compress([name for name, kind in kinds if kind != FLOAT], needed[end:])
-        launcher, kernel = launcher_of(own.backend), own.recurrent_module((*names,)).backward
+        launcher = launcher_of(own.backend)
+        kernel = own.backward(own.step.inputs, (*names,), recurrent=True)
         no_gradient = _float32(current, current.shape[2:]).zero_().expand(current.shape)
         read = [current, *map(_rows, arguments.inputs[1:])]
         read += [no_gradient if g is None else _rows(g) for g in grads[:num_outputs]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from benchmarks import event_scaling, networks, neurons, record, time_sharding, 
 from benchmarks.events import DENSE, EVENTS
 from benchmarks.layers import LOOP, OURS
 from benchmarks.networks import FUSED
+from tests.processes import finish, torchrun
 
 QUICK = ("--quick", "--device", "cpu")
 SCRIPTS = (
@@ -34,7 +34,7 @@ SCRIPTS = (
 )
 # Scripts that tests/parity runs, because they need other libraries.
 PARITY = ("convert",)
-# Scripts that start processes, or that torchrun starts.
+# Scripts that start processes, and those that torchrun starts.
 PROCESSES = {
     "first_call": "--backend numba --neurons LIF",
     "training": "digits",
@@ -81,15 +81,11 @@ def test_script(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("name", [*PROCESSES, *SHARED])
 def test_script_of_processes(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m"]
+    options = [*(PROCESSES | SHARED)[name].split(), *QUICK, "--out", str(tmp_path)]
     if name in SHARED:
-        command += ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
-    options = (PROCESSES | SHARED)[name].split()
-    done = subprocess.run(
-        [*command, f"benchmarks.{name}", *options, *QUICK, "--out", str(tmp_path)],
-        cwd=record.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+        finish(torchrun(2, "-m", f"benchmarks.{name}", *options, folder=record.ROOT), 300)
+    else:
+        importlib.import_module(f"benchmarks.{name}").main(options)
     result = written(tmp_path)
     check_contenders(result)
     rows = result["rows"]
@@ -104,7 +100,7 @@ def test_script_of_processes(name: str, tmp_path: Path) -> None:
         assert [(row["data"], row["time"]) for row in networks] == [(1, 1), (2, 1), (1, 2), (1, 2)]
     elif name == "event_scaling":
         # Each rank adds as many.
-        assert [row.get("neurons") for row in rows] == [200, 400], done.stdout
+        assert [row.get("neurons") for row in rows] == [200, 400]
         assert rows[1]["efficiency"] > 0
 
 

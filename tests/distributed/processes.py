@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spikefuse.block import fused_norm
 from spikefuse.distributed.mesh import AXES
+from tests import interpreter
 from tests.processes import free_port
 
 SIZE = int(os.environ.get("SPIKEFUSE_TEST_PROCESSES", "4"))
@@ -32,7 +33,8 @@ TIMEOUT = timedelta(seconds=60)
 def forkserver() -> Any:
     """The context of processes that share one import of what all of them need."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["spikefuse.testing", "numba", "torch._dynamo"])
+    shared = ["spikefuse.testing", "numba", "torch._dynamo", "triton.runtime.interpreter"]
+    context.set_forkserver_preload(shared)
     return context
 
 
@@ -94,6 +96,7 @@ def _received(pipe: Any) -> Any:
 def _work(rank: int, pipe: Any, port: int) -> None:
     torch.set_num_threads(1)
     fused_norm.MIN_TRAINING = fused_norm.MIN_EVALUATION = 0
+    interpreter.hasten()
     dist.init_process_group(
         "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE, timeout=TIMEOUT
     )

@@ -28,9 +28,12 @@ def test_a_call_loads_this_source(monkeypatch: pytest.MonkeyPatch) -> None:
 
     loaded, load = [], cache.load
     monkeypatch.setattr(cache, "load", lambda *a: loaded.append(a[0]) or load(*a))
-    Fresh()(torch.rand(3, 2, 4, requires_grad=True))
-    assert loaded == [sf.source(Fresh())]
-    assert "0.625" in loaded[0]
+    Fresh()(torch.rand(3, 2, 4, requires_grad=True)).sum().backward()
+    forward, backward = loaded
+    header, kernel = backward.split("@kernel")
+    assert sf.source(Fresh()) == f"{forward}\n\n\n@kernel{kernel}"
+    assert forward.startswith(header)
+    assert "0.625" in forward
 
 
 def test_values_of_parameters_are_not_in_the_source() -> None:

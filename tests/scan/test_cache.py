@@ -142,7 +142,8 @@ kernels = [
     kernel
     for program in _by_name.values()
     for module in program.modules.values()
-    for kernel in (module.forward, module.backward)
+    for name, kernel in vars(module).items()
+    if name in ("forward", "backward")
 ]
 stats = [kernel.stats for kernel in kernels]
 print(sum(len(s.cache_misses) for s in stats), sum(len(s.cache_hits) for s in stats))

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse import LIF, Neuron, UnsupportedOperation
-from spikefuse.neurons.surrogate import Custom
+from spikefuse.neurons.surrogate import Arctan, Custom, Sigmoid
+from spikefuse.scan.program import kind_of, prepare, program
 
 
 def test_a_value_may_be_a_float_or_a_tensor() -> None:
@@ -35,6 +36,17 @@ def test_equal_kernels_forward_but_not_backward() -> None:
         assert neuron.gain.grad is not None
         found.append(neuron.gain.grad.item())
     assert found == [0.0, 12.0]
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_neurons_that_differ_in_gradients_share_the_forward_kernel(recurrent: bool) -> None:
+    made = []
+    for neuron in (LIF(), LIF(surrogate=Arctan()), LIF(surrogate=Sigmoid(), detach_reset=True)):
+        values, statics = neuron.describe()
+        kinds = tuple((name, kind_of(value)) for name, value in values.items())
+        made.append(program(prepare(neuron, "numba", statics, kinds)[0]))
+    assert len({p.forward(recurrent) for p in made}) == 1
+    assert len({p.backward(("x",), (), (), recurrent) for p in made}) == 3
 
 
 def test_primals_of_fixed_parameters_are_not_compiled() -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import csv
+import multiprocessing
+import os
 import shlex
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from spikefuse import models
+from spikefuse.train.cli import main
 from tests import processes
+from tests.train.programs import plain
 
 PLAIN = Path(__file__).parent / "programs" / "plain.py"
 # Random pixels, spikes and order must be the same however a batch is shared.
@@ -24,6 +31,47 @@ def start(count: int, folder: Path, *arguments: str | Path) -> subprocess.Popen[
     if count == 1:
         return processes.start(PLAIN, *arguments, folder=folder)
     return processes.torchrun(count, PLAIN, *arguments, folder=folder)
+
+
+def with_others(
+    alone: Callable[..., int], folder: Path, *arguments: str, count: int = 2
+) -> tuple[int, str]:
+    """Run as torchrun would, with this process as the first of `count`.
+
+    The others share one import of Lightning, which takes longer than a run.
+
+    Returns:
+        The exit code of this process, and the output of the others, which end with the same code.
+    """
+    job = {"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port())}  # fmt: skip
+    context, others = multiprocessing.get_context("forkserver"), []
+    context.set_forkserver_preload(["spikefuse.train.run", __name__])
+    with pytest.MonkeyPatch.context() as patch:
+        for rank in reversed(range(count)):
+            job |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if rank:
+                others.append(context.Process(target=_other, args=(folder, dict(job), arguments)))
+                others[-1].start()
+        for name, value in job.items():
+            patch.setenv(name, value)
+        code = alone(*arguments)
+    for other in others:
+        other.join(processes.SECONDS)
+    output = "".join(path.read_text() for path in sorted(folder.glob("output-*")))
+    assert [other.exitcode for other in others] == [code] * len(others), output
+    return code, output
+
+
+def _other(folder: Path, job: dict[str, str], arguments: tuple[str, ...]) -> None:
+    os.chdir(folder)
+    os.environ.update(job)
+    torch.set_num_threads(1)
+    models.MODELS["plain"] = plain.plain
+    with open(f"output-{job['RANK']}", "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.exit(main(arguments))
 
 
 def rows(folder: Path) -> list[dict[str, float]]:

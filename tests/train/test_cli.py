@@ -221,4 +221,4 @@ def test_a_run_goes_on_without_its_output(tmp_path: Path, small: list[str]) -> N
     assert run_in_shell(f"{evaluate} > /dev/full", tmp_path) == (1, full)
     assert run_in_shell(f"{evaluate} >&-", tmp_path) == (0, "")
     # A pipe whose reader has gone.
-    assert run_in_shell(f"{evaluate} > >(exec 0<&-; sleep 9)", tmp_path) == (1, "")
+    assert run_in_shell(f"{evaluate} > >(exec <&- >&- 2>&-; sleep 9)", tmp_path) == (1, "")

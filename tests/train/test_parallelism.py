@@ -14,26 +14,29 @@ from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
 from spikefuse.train.processes import Processes
 from spikefuse.train.run_options import RunOptions
-from tests.processes import finish, free_port, torchrun, wait_for
-from tests.train.runs import OPTIONS, PLAIN, assert_same_curve, rows, start
+from tests.processes import finish, torchrun, wait_for
+from tests.train.runs import OPTIONS, PLAIN, assert_same_curve, rows, with_others
 
 Spikefuse = Callable[..., int]
 SHARED = (*OPTIONS, "--time-ranks", "2")
 
 
 def test_time_and_data_ranks_match_one_process_and_resume_on_fewer(
-    alone: Spikefuse, tmp_path: Path
+    alone: Spikefuse, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Four share data and time; two that share time resume, and then one.
 
     Two that share data are those of `test_averaged_weights_and_early_stopping...`.
     """
     assert alone("train", *OPTIONS, "--epochs", "3", "--out", "one") == 0
-    output = finish(start(4, tmp_path, "train", *SHARED, "--data-ranks", "2", "--epochs", "1",
-                          "--out", "four"))  # fmt: skip
+    capfd.readouterr()
+    command = "train", *SHARED, "--data-ranks", "2", "--epochs", "1", "--out", "four"
+    code, output = with_others(alone, tmp_path, *command, count=4)
+    output += capfd.readouterr().out
+    assert code == 0
     assert output.count("epoch 1/1") == output.count("test accuracy") == 1
     resume = ("train", "--resume", "four/last.ckpt", "--device", "cpu", "--epochs")
-    assert with_another(alone, tmp_path, *resume, "2", "--time-ranks", "2") == 0
+    assert with_others(alone, tmp_path, *resume, "2", "--time-ranks", "2")[0] == 0
     assert len(rows(tmp_path / "four")) == 2
     assert alone(*resume, "3") == 0
     assert_same_curve(tmp_path / "one", tmp_path / "four")
@@ -44,24 +47,9 @@ def test_checkpointed_training_with_shared_time_learns_as_one(
 ) -> None:
     assert alone("train", *OPTIONS, "--epochs", "2", "--out", "one") == 0
     command = "train", *SHARED, "--epochs", "1", "--memory", "checkpoint", "--out", "two"
-    assert with_another(alone, tmp_path, *command) == 0
+    assert with_others(alone, tmp_path, *command)[0] == 0
     assert alone("train", "--resume", "two/last.ckpt", "--device", "cpu", "--epochs", "2") == 0
     assert_same_curve(tmp_path / "one", tmp_path / "two")
-
-
-def with_another(alone: Spikefuse, folder: Path, *arguments: str) -> int:
-    """Run as torchrun would, with this process as one of two."""
-    job = {"TORCHELASTIC_RUN_ID": "two", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**job, "RANK": "1", "LOCAL_RANK": "1"}.items():
-            patch.setenv(name, value)
-        other = start(1, folder, *arguments)
-        patch.setenv("RANK", "0")
-        patch.setenv("LOCAL_RANK", "0")
-        code = alone(*arguments)
-    finish(other)
-    return code
 
 
 def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
@@ -146,5 +134,5 @@ def test_averaged_weights_and_early_stopping_in_several_processes(
     options = *OPTIONS, "--ema", "0.8", "--patience", "9", "--weight-decay", "0.01", *same
     command = "train", *options, "--epochs", "2", "--out"
     assert alone(*command, "one") == 0
-    assert with_another(alone, tmp_path, *command, "two", *split) == 0
+    assert with_others(alone, tmp_path, *command, "two", *split)[0] == 0
     assert_same_curve(tmp_path / "one", tmp_path / "two")
