@@ -240,6 +240,26 @@ def sum_rows(out, at, first, start, source, stride, column, m, rows, begin, end)
 
 
 @kernel
+def add_spike_rows(first, last, out, source, spikes, count, size, width, chunk):
+    """`out[j, i] += sum over r < count of spikes[r, j] source[r, column + i]` for first <= j < last
+    and i < width, where `column` is that of the first neuron in j's group of `width`.
+
+    Rows of `source` and `spikes` have `size` values. Each `chunk` of them is read for all j before
+    the next one.
+    """
+    rows = np.empty(chunk + 1, np.int32)
+    for begin in range(0, count, chunk):
+        end = min(count, begin + chunk)
+        for j in range(first, last):
+            found = 0
+            for r in range(begin, end):
+                rows[found] = r
+                found += spikes[r * size + j] != 0.0
+            at, column = j * width, j // width * width
+            sum_rows(out, at, out, at, source, size, column, width, rows, 0, found)
+
+
+@kernel
 def dots(out, weight, at, m, source, stride, column, rows, entries, begin, end):
     """`out[entries[e]] = sum over k < m of weight[at + k] source[rows[e], column + k]` for
     begin <= e < end."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.kernels.numba_host import LINE, arrays, shared
-from spikefuse.kernels.vectors_numba import ROWS, panels
+from spikefuse.kernels.vectors_numba import ROWS, add_spike_rows, panels
 from spikefuse.scan.layout import Layout
 from spikefuse.scan.program import Operands, Variant
 
@@ -125,3 +125,24 @@ def run_recurrent(kernel: Any, operands: Operands) -> None:
     arguments += [next(values) if isinstance(p, Tensor) else p for p in params]
     work = num_steps * batch * neurons * (1 + width // _PER_STEP)
     shared(kernel, batch, ROWS, work, *arguments)
+
+
+# The share of spikes up to which adding the rows of spikes is surely faster than a dense product:
+# on two cores of an AMD EPYC it takes a quarter of the time at 5 %, and less up to 40 %, for one
+# head of 256 neurons.
+_SPARSE = 1 / 8
+# Values of the gradient that stay in a core's cache while all spikes of their steps are added.
+_CACHED = 1 << 17
+
+
+def spike_product(grad: Tensor, spikes: Tensor, heads: int) -> Tensor | None:
+    """See `spikefuse.scan.program.Launcher`."""
+    if float(spikes.sum()) > _SPARSE * spikes.numel():
+        return None
+    neurons = grad.shape[2]
+    width = neurons // heads
+    product = torch.zeros(heads, width, width)
+    sizes = len(spikes.flatten(0, 1)), neurons, width, max(1, _CACHED // width)
+    values = arrays((product, grad, spikes), are_large=True)
+    shared(add_spike_rows, neurons, LINE, grad.numel(), *values, *sizes)
+    return product.mT

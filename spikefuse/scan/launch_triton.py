@@ -167,6 +167,10 @@ def run_recurrent(kernel: Any, operands: Operands) -> None:
     launch(sequences, operands.steps, [*operands.sums, counters], operands.params)
 
 
+def spike_product(grad: Tensor, spikes: Tensor, heads: int) -> None:
+    """See `spikefuse.scan.program.Launcher`: tensor cores multiply faster."""
+
+
 def _division(weight: Tensor) -> tuple[int, int, int, int]:
     """How a head is divided: BLOCK_N, BLOCK_K, TILES and BLOCKS.
 

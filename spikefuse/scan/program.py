@@ -132,6 +132,16 @@ class Launcher(Protocol):
         """Run `forward` or `backward` of a recurrent module."""
         ...
 
+    def spike_product(self, grad: Tensor, spikes: Tensor, heads: int) -> Tensor | None:
+        """`out[h, i, j]`, the sum of `grad[t, b, h, i] spikes[t, b, h, j]` over steps and samples,
+        or None where a dense product is at least as fast.
+
+        Args:
+            grad: float32, contiguous `[T, B, N]`, where N is heads times width.
+            spikes: 0 or 1, likewise.
+        """
+        ...
+
 
 KERNELS = "forward", "backward"
 #: The arguments of `Program.source`.

@@ -214,11 +214,15 @@ class RecurrentCall:
             partial = [s.sum(0) for s in sums]
             totals = [*map(torch.add, totals, partial)] if totals else partial
             if needed[0]:
-                rows, sources = (_by_head(x.to(weight.dtype), heads) for x in (grad, y))
-                product = rows.mT @ sources
+                product = None
+                if own.step.binary[0] and (before is None or _is_binary(before)):
+                    product = launcher.spike_product(grad, y, heads)
+                if product is None:
+                    rows, sources = (_by_head(x.to(weight.dtype), heads) for x in (grad, y))
+                    product = rows.mT @ sources
                 weight_grad = product if weight_grad is None else weight_grad + product
         found: list[Tensor | None] = [None] * len(tensors)
-        found[0] = weight_grad
+        found[0] = None if weight_grad is None else weight_grad.to(weight.dtype)
         found[1 : 1 + num_inputs] = [written[0].to(dtype), *written[1:]]
         if start is not None:
             assert sent is not None
@@ -285,6 +289,10 @@ class RecurrentCall:
 
 def _float32(like: Tensor, shape: Sequence[int]) -> Tensor:
     return like.new_empty(shape, dtype=torch.float32)
+
+
+def _is_binary(x: Tensor) -> bool:
+    return bool(((x == 0) | (x == 1)).all())
 
 
 def _rows(x: Tensor) -> Tensor:

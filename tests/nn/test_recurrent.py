@@ -12,7 +12,7 @@ from torch import nn
 import spikefuse as sf
 from spikefuse import reference
 from spikefuse.memory import Bits, Checkpoint, SaveAll
-from spikefuse.scan import launch_triton, recurrent
+from spikefuse.scan import launch_numba, launch_triton, recurrent
 from spikefuse.scan.state_passing import StatePassing
 from spikefuse.testing import DTYPES, ROUNDING, poisoned
 from tests.test_exactness import DEFINITIONS, RESETS, RESETS_OF, SMOOTH, make
@@ -242,6 +242,18 @@ def test_backward_in_chunks(backends, monkeypatch):
         for impl in backends.impls:
             check_gradients(made, [x], state, impl)
             check_gradients(made, [x], None, impl)
+
+
+@pytest.mark.parametrize("most", [0.0, 1.0])
+def test_weight_gradients_of_sparse_and_dense_spikes(most, monkeypatch):
+    """On a CPU, the weight gradient adds the rows of sparse spikes; a given start need not be 0 or
+    1."""
+    monkeypatch.setattr(launch_numba, "_SPARSE", most)
+    made = layer(sf.LIF(0.75), 20, "cpu", heads=2)
+    x = on_grid((9, 6, 20), "cpu")
+    *states, spikes = state_of(made.neuron, (6, 20), "cpu")
+    for start in (None, (*states, spikes), (*states, 0.5 * spikes)):
+        check_gradients(made, [x], start, "numba")
 
 
 def test_several_tiles_of_weights(monkeypatch):

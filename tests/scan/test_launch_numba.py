@@ -104,3 +104,20 @@ def test_gradients_by_channel_of_any_number_of_threads(inner):
     expected = gradient(1)
     for threads in (2, 3, 4):
         torch.testing.assert_close(gradient(threads), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("any_threads")
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("cached", [1, 100, 1 << 17])
+def test_products_with_spikes(heads, cached, monkeypatch):
+    monkeypatch.setattr(launch_numba, "_CACHED", cached)
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(7, 5, 51, generator=generator)
+    spikes = (torch.rand(7, 5, 51, generator=generator) < 0.1).float()
+    split = [x.double().reshape(35, heads, -1) for x in (grad, spikes)]
+    expected = torch.einsum("rhi,rhj->hij", *split).float()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found = launch_numba.spike_product(grad, spikes, heads)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert launch_numba.spike_product(grad, torch.ones_like(spikes), heads) is None
