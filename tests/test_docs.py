@@ -189,7 +189,7 @@ def test_parameters_have_descriptions(name: str) -> None:
     assert text
     if inspect.isclass(value) and issubclass(value, Exception):
         return
-    entries = re.findall(r"^    (\*{0,2}\w+(?:, \*{0,2}\w+)*): ", text, re.M)
+    entries = re.findall(r"^    (\*{0,2}\w+(?:, \*{0,2}\w+)*)(?: \(.*\))?: ", text, re.M)
     known = {entry for names in entries for entry in names.replace("*", "").split(", ")}
     if is_dataclass(value):
         known |= {field.name for field in fields(value) if field.metadata.get("help")}
