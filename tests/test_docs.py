@@ -80,6 +80,17 @@ def test_blocks_have_a_known_language(page: str) -> None:
     assert [info for info in opening if not FENCE.fullmatch(info)] == []
 
 
+@pytest.mark.parametrize("path", [*map(ROOT.joinpath, PAGES), *NOTEBOOKS], ids=lambda p: p.stem)
+def test_code_fits_on_the_page(path: Path) -> None:
+    """Wider blocks have to be scrolled; docs/site/style.css sets the size of their characters."""
+    if path.suffix == ".ipynb":
+        cells = json.loads(path.read_text())["cells"]
+        blocks = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    else:
+        blocks = re.findall(r"^```.*\n((?s:.*?))^```", path.read_text(), re.M)
+    assert [line for block in blocks for line in block.split("\n") if len(line) > 92] == []
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/how-to/")])
 def test_how_to_pages_are_short(page: str) -> None:
     """A how-to page does one task, in a block that asserts its claim."""
@@ -178,7 +189,7 @@ def test_parameters_have_descriptions(name: str) -> None:
     assert text
     if inspect.isclass(value) and issubclass(value, Exception):
         return
-    entries = re.findall(r"^    (\*{0,2}\w+(?:, \*{0,2}\w+)*): ", text, re.M)
+    entries = re.findall(r"^    (\*{0,2}\w+(?:, \*{0,2}\w+)*)(?: \(.*\))?: ", text, re.M)
     known = {entry for names in entries for entry in names.replace("*", "").split(", ")}
     if is_dataclass(value):
         known |= {field.name for field in fields(value) if field.metadata.get("help")}

@@ -57,6 +57,10 @@ def test_own_neuron() -> None:
     assert resonators > leaky + 0.2
 
 
+def test_event_camera() -> None:
+    assert program("event_camera").main(epochs=4) > 0.7
+
+
 def test_streaming() -> None:
     right, mean_steps = program("streaming").main(steps=100, sure=0.9, count=50)
     assert right > 0.7

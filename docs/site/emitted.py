@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import spikefuse as sf
@@ -21,10 +22,18 @@ def filled(text: str) -> str:
     for region, (backend, name) in SHOWN.items():
         source = sf.source(sf.LIF(), backend)
         (code,) = re.findall(rf"^(?:@\S+\n)?def {name}\(.*\n(?:(?: .*)?\n)*", source, re.MULTILINE)
-        fence = f'```python no-run="a part of a module"\n{code.rstrip()}\n```'
+        code = "\n".join(map(_wrapped, code.rstrip().split("\n")))
+        fence = f'```python no-run="a part of a module"\n{code}\n```'
         begin, end = (f"<!-- generated:{region} {edge} -->" for edge in ("begin", "end"))
         text = re.sub(f"{begin}.*?{end}", f"{begin}\n{fence}\n{end}", text, flags=re.DOTALL)
     return text
+
+
+def _wrapped(line: str) -> str:
+    """A signature with more arguments than fit on the page, over several lines."""
+    if not line.startswith("def "):
+        return line
+    return textwrap.fill(line, 92, subsequent_indent=" " * (line.index("(") + 1))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import base64
 import json
 import posixpath
 import re
+import textwrap
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,19 @@ def converted(notebook: Path) -> dict[str, str | bytes]:
         text.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         outputs = cell.get("outputs", [])
         printed = "".join("".join(o["text"]) for o in outputs if o["output_type"] == "stream")
-        text += [f"```text\n{printed.rstrip()}\n```"] if printed else []
+        text += [f"```text\n{wrapped(printed.rstrip())}\n```"] if printed else []
         for figure in [o["data"]["image/png"] for o in outputs if "data" in o]:
             name = f"{notebook.stem}-{len(found)}.png"
             found[name] = base64.b64decode(figure)
             text.append(f"![figure]({name})")
     text.append(f'<a href="{notebook.name}" download>Download this page as a notebook</a>')
     return found | {f"{notebook.stem}.md": "\n\n".join(text)}
+
+
+def wrapped(printed: str) -> str:
+    """Break sentences that are wider than the page; tables, which have wide gaps, stay."""
+    lines = printed.split("\n")
+    return "\n".join(s if "  " in s.strip() else textwrap.fill(s, 92) or s for s in lines)
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:

@@ -56,7 +56,7 @@ class Dataset:
 
     ```python
     def read(directory, download):
-        train, test = torch.load(directory / "shapes.pt")   # each (uint8 [N, 1, 16, 16], int64 [N])
+        train, test = torch.load(directory / "shapes.pt")  # (uint8 [N, 1, 16, 16], int64 [N])
         return Images(*train), Images(*test)
 
     shapes = Dataset((1, 16, 16), ("circle", "square"), read)

@@ -40,7 +40,8 @@ class NeuronShard(nn.Module):
     the `Events` of all `out_features` neurons.
 
     Args:
-        in_features, out_features: sizes of the whole layer.
+        in_features: inputs of the whole layer.
+        out_features: neurons of the whole layer.
         neuron: its values must be floats, not tensors.
         group: the ranks; None for all.
         options: of `EventLinear`. Weights are initialized randomly: seed the ranks differently.

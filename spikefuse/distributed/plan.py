@@ -70,10 +70,13 @@ class Plan:
     """Measurements of a training step on the whole input, and predictions from them.
 
     Args:
-        num_ranks, batch: size of the mesh, and of the batch.
-        fixed, scaled: seconds of a step that do not, and that do shrink with the input.
+        num_ranks: number of ranks of the mesh.
+        batch: number of samples of all ranks together.
+        fixed: seconds of a step that do not shrink with the input.
+        scaled: seconds of a step that shrink with the input.
         layers: the costs of the neuron layers.
-        latency, bandwidth: of an exchange with a neighbour, in seconds and bytes per second.
+        latency: seconds until an exchange with a neighbour begins.
+        bandwidth: bytes per second of an exchange with a neighbour.
         barriers: number of batch norms with exact statistics.
         barrier: seconds that one of them needs to exchange statistics, forward and backward.
     """

@@ -270,7 +270,8 @@ class Rectangle(Surrogate):
     Neural Networks on GPU", Eq. 7 (`left` and `right` are its bounds minus the threshold).
 
     Args:
-        left, right: bounds, in the unit of `u`.
+        left: lower bound, in the unit of `u`.
+        right: upper bound, in the unit of `u`.
         height: derivative between them.
         cutoff: see `Surrogate`.
     """

@@ -156,8 +156,9 @@ def population(
     Args:
         x: values `[B, ..., F]`, floating point.
         num_neurons: P, at least 2.
-        low, high: first and last center.
-        width: standard deviation; None for the distance of two centers.
+        low: first center, in the unit of `x`.
+        high: last center.
+        width: standard deviation, in the unit of `x`; None for the distance of two centers.
 
     Returns:
         Activities in (0, 1], `[B, ..., F * P]` in the dtype of `x`.

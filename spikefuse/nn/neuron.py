@@ -45,9 +45,9 @@ class Neuron(Definition):
     Call: `neuron(x, ..., state=None, return_state=False, impl="auto", outputs=None)`
 
     Args:
-        x: one or several inputs of one shape `[T, B, ...]`, float32, bfloat16 or float16. Dim 0 is
-            time whatever the number of dims: `[B, F]` is read as B steps of F samples, and
-            `x.unsqueeze(0)` as one step of B samples.
+        inputs: one or several tensors of one shape `[T, B, ...]`, float32, bfloat16 or float16.
+            Dim 0 is time whatever the number of dims: `[B, F]` is read as B steps of F samples,
+            and `x.unsqueeze(0)` as one step of B samples.
         state: one floating-point tensor `[B, ...]` per declared state, converted to float32, or
             None to start from rest.
         return_state: also return the final state, as a tuple of float32 tensors.

@@ -26,8 +26,14 @@ class MaxPool2d(nn.MaxPool2d):
     `max_pool2d` for the inputs that it takes.
 
     Args:
-        kernel_size, stride, padding, dilation, return_indices, ceil_mode: those of
-            `torch.nn.MaxPool2d`.
+        kernel_size (int | tuple[int, int]): rows and columns of a window.
+        stride (int | tuple[int, int] | None): distance of two windows, by default `kernel_size`.
+        padding (int | tuple[int, int]): rows and columns of minus infinity at each side; by
+            default 0.
+        dilation (int | tuple[int, int]): distance of two values in a window, by default 1.
+        return_indices (bool): also return the position of each maximum; by default False.
+        ceil_mode (bool): whether windows may begin inside the input and end outside; by
+            default False.
     """
 
     def forward(self, input: Tensor) -> Any:
