@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+import weakref
 from collections.abc import Collection, Mapping
 from typing import overload
 
@@ -93,10 +94,19 @@ def fuse(model: nn.Module) -> nn.Module:
     return result
 
 
+#: Modules whose dict was replaced by one that can be shared.
+_sharing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
 def _as(kind: type[nn.Module], module: nn.Module) -> nn.Module:
     """The same module, with its parameters, buffers, hooks and modes, as one of another class."""
+    # The dict with which Python creates an object stores its values in the object. Shared by two
+    # objects, garbage collection of Python 3.13.0 clears it when one of them is freed.
+    if module not in _sharing:
+        object.__setattr__(module, "__dict__", vars(module).copy())
+        _sharing.add(module)
     made = kind.__new__(kind)
-    object.__setattr__(made, "__dict__", module.__dict__)
+    object.__setattr__(made, "__dict__", vars(module))
     return made
 
 

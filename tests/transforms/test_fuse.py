@@ -654,6 +654,22 @@ def test_states() -> None:
     assert torch.equal(fused(x[2:], state=state), net(x[2:], state=fused_state))
 
 
+def test_the_original_is_freed() -> None:
+    """Freed with two networks that share its modules, by garbage collection in a cycle."""
+    net = network()
+    fused, other = sf.fuse(net), sf.fuse(net)
+    fused.eval()
+    assert not other.net.bn.training
+    original = weakref.ref(net.net.bn)
+    cycle = [net]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    del net, cycle
+    gc.collect()
+    assert original() is None
+    assert fused.net.bn.num_batches_tracked == 0
+    assert fused(torch.randn(4, 3, 6)).shape == (4, 3, 6)
+
+
 def test_fused_twice() -> None:
     fused = sf.fuse(network())
     again = sf.fuse(fused)
