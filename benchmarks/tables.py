@@ -259,18 +259,20 @@ def cpu_steps(result: Result) -> Parts:
 
 
 def recurrent(result: Result) -> Parts:
-    """Yield the times of each contender and its peak memory in MB."""
+    """Yield the times of each contender, and its peak memory in MB if it was measured."""
     names = measured_names(result["rows"])
     times_, memory = [], []
     for row in result["rows"]:
         found = by_name(row)
         times_.append([row["row"], *(number(median(found.get(name))) for name in names)])
         peaks = [found[name].get("peak_bytes") if name in found else None for name in names]
-        memory.append([row["row"], *("–" if p is None else f"{p / 1e6:.0f}" for p in peaks)])
+        if any(peaks):
+            memory.append([row["row"], *("–" if p is None else f"{p / 1e6:.0f}" for p in peaks)])
     yield "Forward and backward, wall-clock milliseconds:"
     yield markdown(["", *names], times_)
-    yield "Peak memory in MB:"
-    yield markdown(["", *names], memory)
+    if memory:
+        yield "Peak memory in MB:"
+        yield markdown(["", *names], memory)
 
 
 def neurons(result: Result) -> Parts:
