@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 import torch
@@ -9,6 +10,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
+
+# The functions of this module hold the process group that is there when it is imported, which other
+# modules of PyTorch do late, for instance on the first use of DistributedDataParallel. Threads of a
+# group that is held outlive its destruction, and may abort the process while Python ends.
+importlib.import_module("torch.distributed.nn.functional")
 
 AXES = ("data", "time")
 # Variables that torchrun sets for each process.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 from spikefuse.distributed import make_mesh, steps_of
 from spikefuse.distributed.mesh import ENVIRONMENT
 from tests.distributed.processes import SIZE, Group
+from tests.processes import finish, torchrun
 
 
 @pytest.mark.parametrize(("num_steps", "size"), [(8, 1), (8, 4), (7, 3), (4, 4)])
@@ -31,6 +34,30 @@ def test_missing_torchrun_variables_raise(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("MASTER_ADDR")
     with pytest.raises(ValueError, match=r"no RANK, MASTER_ADDR in .* torchrun --nproc_per_node N"):
         make_mesh(device="cpu")
+
+
+THREADS = """
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from spikefuse.distributed import connect
+
+connect("gloo")
+DistributedDataParallel(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+dist.destroy_process_group()
+print(sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are listed on Linux only")
+def test_a_destroyed_group_has_no_threads(tmp_path: Path) -> None:
+    """They would abort the process if they ran while Python ends."""
+    (tmp_path / "program.py").write_text(THREADS)
+    output = finish(torchrun(1, tmp_path / "program.py"))
+    assert "gloo" not in output, output
 
 
 def meshes(axis: DeviceMesh) -> list[object]:
