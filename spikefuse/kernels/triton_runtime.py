@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
@@ -69,7 +70,8 @@ class TritonLaunch:
             self.ahead = _compilers().submit(self._compile, kinds)
 
     def _compile(self, kinds: Sequence[Any]) -> None:
-        with torch.cuda.device(self.device):
+        # Layers of other sizes need the same kernel, which Triton would compile twice at a time.
+        with _lock_of(self.kernel), torch.cuda.device(self.device):
             self.kernel.warmup(*kinds, *self.integers, grid=self.grid, **self.options)
 
     def __call__(
@@ -177,6 +179,11 @@ _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device
 def _compilers() -> ThreadPoolExecutor:
     """Return the threads that compile kernels. Most of the work is done outside of Python."""
     return ThreadPoolExecutor(min(8, os.cpu_count() or 1), "spikefuse-compiler")
+
+
+@cache
+def _lock_of(kernel: Any) -> threading.Lock:
+    return threading.Lock()
 
 
 @cache
