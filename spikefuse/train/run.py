@@ -109,8 +109,8 @@ def _train(
     rows = module.history
     if len(rows) < config.epochs:
         show(
-            f"stopped after epoch {len(rows)}: no higher validation accuracy for "
-            f"{config.patience} epochs (--patience)"
+            f"stopped after epoch {len(rows)}: no higher validation accuracy with "
+            f"--patience {config.patience}"
         )
     facts = {
         "parameters": sum(p.numel() for p in module.parameters()),
