@@ -29,6 +29,7 @@ def recurrent(
     pool: int | None = None,
     dropout: float = 0.15,
     feedback: bool = True,
+    self_connections: bool = True,
 ) -> nn.Sequential:
     """Build a network whose hidden layers receive their own spikes of the previous time step.
 
@@ -45,6 +46,7 @@ def recurrent(
             inputs of SHD and SSC, and none of others.
         dropout: probability that the spike of a hidden neuron is dropped.
         feedback: False builds the feed-forward network of the same widths.
+        self_connections: whether a neuron receives its own spikes, see `Recurrent`.
     """
     layers: list[nn.Module] = [nn.Flatten()]
     width = in_channels * size[0] * size[1]
@@ -55,7 +57,10 @@ def recurrent(
         width = -(-width // pool)
     for features in hidden:
         layers += [nn.Linear(width, features, bias=False), nn.BatchNorm1d(features)]
-        layers.append(Recurrent(neuron(), features) if feedback else neuron())  # type: ignore[arg-type]
+        layer: nn.Module = neuron()
+        if feedback:
+            layer = Recurrent(layer, features, self_connections=self_connections)  # type: ignore[arg-type]
+        layers.append(layer)
         layers.append(nn.Dropout(dropout))
         width = features
     readout = LI(math.exp(-1 / READOUT_STEPS), decay_input=True)
@@ -63,5 +68,7 @@ def recurrent(
 
 
 recurrent_720 = partial(recurrent, hidden=(720, 720))  # Baronig et al., SSC
-# Bittar and Garner; dropout as in the defaults of the authors' code.
-recurrent_1024 = partial(recurrent, hidden=(1024, 1024), pool=1, dropout=0.1)
+# Bittar and Garner; dropout and the lack of self-connections as in the authors' code.
+recurrent_1024 = partial(
+    recurrent, hidden=(1024, 1024), pool=1, dropout=0.1, self_connections=False
+)
