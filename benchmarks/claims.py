@@ -55,7 +55,7 @@ CLAIMS = (
     Claim(
         "a training step of Spiking-ResNet18 in {dtype} with `sf.graph_step`, against the same "
         "network with ReLUs as a CUDA graph",
-        "networks_graph_step",
+        "networks",
         {"workload": "resnet18-mnist-sgd", "dtype": "bfloat16"},
         "spikefuse, fused, sf.graph_step",
         "ReLU and batch norm, CUDA graph",

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import spikefuse as sf
 from benchmarks import neurons, plots, record, runner
 from benchmarks.agreement import difference
-from benchmarks.runner import Contender, Record, Timing, graph_contender, measure
+from benchmarks.runner import GRAPH, Contender, Record, Timing, contender_of, measure
 from spikefuse.models import event_mlp, mlp, split_widths
 from spikefuse.nn import Events, EventStream, scale_to_rate
 
@@ -190,7 +190,11 @@ class EventTask:
         if kind not in self.networks:
             self.networks[kind] = self.dense() if kind == DENSE else self.on_events(kind)
         step = partial(self.networks[kind].train, self.labels)
-        return Contender(name, step) if name == kind else graph_contender(name, step, self.device)
+        return (
+            Contender(name, step)
+            if name == kind
+            else contender_of(name, GRAPH, step, (), self.device)
+        )
 
     def on_events(self, name: str) -> EventNetwork:
         net = event_mlp(event_neuron, *self.shape).to(self.device)
@@ -389,7 +393,9 @@ class Streaming:
         runs = {"events": self.on_events, "dense": self.on_dense}
         found = [Contender(name, run) for name, run in runs.items()]
         if self.device.type == "cuda":
-            found += [graph_contender(n + REPLAY, run, self.device) for n, run in runs.items()]
+            found += [
+                contender_of(n + REPLAY, GRAPH, run, (), self.device) for n, run in runs.items()
+            ]
         return found
 
     def verify(self, contender: Contender, result: StreamResult) -> None:

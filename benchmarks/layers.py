@@ -195,7 +195,7 @@ def eager_loop(neuron: sf.Neuron, inputs: Inputs) -> Contender:
     return trained(LOOP, loop, inputs, tuple(neuron.parameters()))
 
 
-class _Spike(torch.autograd.Function):
+class Spike(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, u: Tensor) -> Tensor:
         ctx.save_for_backward(u)
@@ -213,7 +213,7 @@ def hand_written(x: Tensor, steps: Sequence[Tensor] | None = None) -> Tensor:
     v, spikes = torch.zeros_like(x[0], dtype=torch.float32), []
     for current in x.unbind(0) if steps is None else steps:
         h = DECAY * v + current
-        s = _Spike.apply(h - THRESHOLD)
+        s = Spike.apply(h - THRESHOLD)
         v = h * (1 - s)
         spikes.append(s.to(x.dtype))
     return torch.stack(spikes)
