@@ -3,8 +3,8 @@
     python -m benchmarks.convert
     python -m benchmarks.convert --networks "Spikformer-4-384, CIFAR-10" --dtype float32
 
-The networks of `tests/parity/published.py` have SpikingJelly's neurons and fresh weights. "original" is
-the network as it is; "converted" is `sf.fuse(sf.convert(network))`. Of these networks, only
+The networks of `tests/parity/published.py` have SpikingJelly's neurons and fresh weights.
+"original" is the network as it is; "converted" is `sf.fuse(sf.convert(network))`. Only
 "SEW-ResNet18 in containers" is written for one time step, so only its batch norms are fused (see
 docs/converting.md).
 Each runs eagerly and as a CUDA graph of the whole step: the original by torch.cuda.graph, the

@@ -1,4 +1,4 @@
-"""Whole steps on a CPU: tutorial networks of other libraries, in spikefuse and in their own library.
+"""Whole steps on a CPU: other libraries' tutorials, in spikefuse and in their own library.
 
     PYTHONPATH=.parity python -m benchmarks.cpu
 

@@ -2,7 +2,6 @@
 
     python -m benchmarks.events                     all cases
     python -m benchmarks.events --cases shd 47k     some of them
-    python -m benchmarks.events --streaming         also one time step of one sample
 
 The cases follow Finkbeiner and Neftci's poster "Drastically Improved SNN-Training Throughput on the
 IPU by Utilizing Activation Sparsity". A step is forward, backward and update. Random weights are
@@ -29,11 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spikefuse as sf
-from benchmarks import neurons, plots, record, runner
-from benchmarks.agreement import difference
+from benchmarks import neurons, plots, runner
 from benchmarks.runner import GRAPH, Contender, Record, Timing, contender_of, measure
 from spikefuse.models import event_mlp, mlp, split_widths
-from spikefuse.nn import Events, EventStream, scale_to_rate
+from spikefuse.nn import Events, scale_to_rate
 
 EVENTS, DENSE = "events", "dense, fused over time"
 LISTS, PRODUCTS = "events, lists only", "events, dense products only"
@@ -75,14 +73,12 @@ CASES = {
     "47k": Case(10, 24, 700, SHD_RATE, split_widths(5, 32), (0.01,)),
 }
 QUICK = Case(20, 4, 50, 0.2, (60, 50), (0.02, 0.1))
-STREAMED, STREAMED_RATE = "47k", 0.01
 
 
 def main(argv: list[str] | None = None) -> Path:
     parser = runner.make_parser("events", __doc__, rounds=7)
     parser.add_argument("--cases", nargs="*", choices=CASES, metavar="CASE",
                         help=f"of {', '.join(CASES)} (all)")  # fmt: skip
-    parser.add_argument("--streaming", action="store_true", help="also one step of one sample")
     args = runner.parse(parser, argv)
     if args.cases is None:
         args.cases = ["shd"] if args.quick else list(CASES)
@@ -91,20 +87,13 @@ def main(argv: list[str] | None = None) -> Path:
     settings = {"rounds": args.rounds, "memory": "reused" if reused else "default"}
     settings["wait_policy"] = os.environ.get("OMP_WAIT_POLICY", "default")
     cases = {name: QUICK if args.quick else case for name, case in CASES.items()}
-    path = runner.run_cases(args, (
+    return runner.run_cases(args, (
         (f"{name}, activity {rate:.1%}",
          lambda name=name, rate=rate: {"case": name}
          | measure_case(cases[name], rate, timing, device))
         for name in args.cases
         for rate in cases[name].rates
     ), settings, plots.crossover)  # fmt: skip
-    if args.streaming:
-        streaming = Streaming(cases[STREAMED], STREAMED_RATE, device)
-        found = measure(streaming.contenders(), streaming.verify, timing)
-        print(f"streaming{runner.describe(found)}", flush=True)
-        sizes = {"neurons": sum(cases[STREAMED].hidden), "rate": round(streaming.rate, 6)}
-        record.write(path.parent, record.read(path) | {"streaming": sizes | found})
-    return path
 
 
 def measure_case(case: Case, rate: float, timing: Timing, device: torch.device) -> Record:
@@ -347,78 +336,6 @@ def _grad(x: Events) -> Tensor:
 def _listed(x: Events) -> Tensor:
     """Return the sites in a list of events."""
     return x.with_values(torch.ones(len(x.indices), device=x.device)).to_dense() > 0
-
-
-# One time step of one sample
-
-# Outputs `[classes]` and, for each hidden layer, the potentials `[O]` after the step.
-StreamResult = tuple[Tensor, list[Tensor]]
-
-
-class Streaming:
-    """One time step of one sample, on events and dense, both with their states.
-
-    Of a sequence, the step whose activity is nearest to `rate` is repeated from the same states.
-    """
-
-    def __init__(self, case: Case, rate: float, device: torch.device) -> None:
-        self.device, task = device, EventTask(case, rate, device)
-        self.layers, self.stream = task.initial, EventStream(task.initial)
-        self.rate = -1.0
-        for x in task.x[:, 0].contiguous():
-            before = self.stream.state
-            self.stream(x)
-            potentials = torch.cat([v.view(-1) for (v,) in (self.stream.state or {}).values()])
-            found = float((potentials == 0).float().mean())  # a neuron that fired was reset to 0
-            if before is not None and abs(found - rate) < abs(self.rate - rate):
-                self.rate, self.x, self.states = found, x, tuple(before.values())
-                self.before = before
-        net = task.dense().net
-        self.dense = sf.Temporal(net)
-        names = [name for name, module in net.named_modules() if isinstance(module, sf.LIF)]
-        self.given = dict(zip(names, self.states, strict=True))
-
-    @torch.no_grad()
-    def on_events(self) -> StreamResult:
-        self.stream.state = self.before
-        y = self.stream(self.x)
-        return y, [v.view(-1) for (v,) in (self.stream.state or {}).values()]
-
-    @torch.no_grad()
-    def on_dense(self) -> StreamResult:
-        y, final = self.dense(self.x.view(1, 1, -1), state=self.given, return_state=True)
-        return y.view(-1), [final[name][0].view(-1) for name in self.given]
-
-    def contenders(self) -> list[Contender]:
-        runs = {"events": self.on_events, "dense": self.on_dense}
-        found = [Contender(name, run) for name, run in runs.items()]
-        if self.device.type == "cuda":
-            found += [
-                contender_of(n + REPLAY, GRAPH, run, (), self.device) for n, run in runs.items()
-            ]
-        return found
-
-    def verify(self, contender: Contender, result: StreamResult) -> None:
-        """Compare each layer with float64 for the spikes that it received.
-
-        Raises:
-            AssertionError: outputs, spikes or potentials differ.
-        """
-        y, potentials = result
-        spikes = self.x.double()
-        *hidden, last = [(m.weight.detach().double().t(), m.bias.detach().double())
-                         for m in self.layers]  # fmt: skip
-        for (weight, bias), (before,), v in zip(hidden, self.states, potentials, strict=True):
-            h = DECAY * before.view(-1).double() + spikes @ weight + bias
-            fired = v == 0
-            flipped = (h >= THRESHOLD) != fired
-            margin = float((h - THRESHOLD).abs()[flipped].max()) if flipped.any() else 0.0
-            assert margin <= NEAR, f"a spike differs {margin:.3g} from the threshold"
-            error = float((v - h).abs()[~fired].max())
-            assert error <= NEAR, f"a potential differs by {error:.3g}"
-            spikes = fired.double()
-        error = difference([y], [spikes @ last[0] + last[1]])
-        assert error <= ROUNDING, f"outputs differ by {error:.3g} of their norm"
 
 
 if __name__ == "__main__":

@@ -62,39 +62,33 @@ class Gated(sf.Neuron):
         return (s, h), (h - s * (g * h + (1 - g) * theta), self.rho * a + s)
 
 
-@dataclass(frozen=True)
-class LayerInput:
-    """The input of a layer: `shape` is `[T, B, ...]`, values are uniform in `[0, high)`."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    num_inputs: int = 1
-    num_outputs: int = 1
-    high: float = 1.0
-
-
 class Inputs:
     """Sets of (inputs, gradients of the outputs), `[T, B, ...]`, that runs use in turn.
 
-    On a GPU there are so many sets that each has left the L2 cache before its next use.
+    On a GPU there are so many sets that each has left the L2 cache before its next use. There are
+    `ports` inputs, uniform in `[0, high)`, and as many outputs.
     """
 
-    def __init__(self, given: LayerInput) -> None:
-        generator = torch.Generator(given.device).manual_seed(given.shape[0])
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        ports: int = 1,
+        high: float = 1.0,
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(shape[0])
 
         def draw() -> tuple[Tensors, Tensors]:
-            xs = [torch.rand(given.shape, generator=generator, device=given.device) * given.high
-                  for _ in range(given.num_inputs)]  # fmt: skip
-            grads = [torch.randn(given.shape, generator=generator, device=given.device)
-                     for _ in range(given.num_outputs)]  # fmt: skip
-            return (
-                tuple(x.to(given.dtype).requires_grad_() for x in xs),
-                tuple(g.to(given.dtype) for g in grads),
+            options: dict[str, Any] = {"generator": generator, "device": device}
+            xs = [torch.rand(shape, **options) * high for _ in range(ports)]
+            grads = [torch.randn(shape, **options) for _ in range(ports)]
+            return tuple(x.to(dtype).requires_grad_() for x in xs), tuple(
+                g.to(dtype) for g in grads
             )
 
         self.sets = [draw()]
-        count = min(max(1, -(-2 * l2_bytes(given.device) // self.num_bytes)), 32)
+        count = min(max(1, -(-2 * l2_bytes(device) // self.num_bytes)), 32)
         self.sets += [draw() for _ in range(count - 1)]
         self.index = 0
 

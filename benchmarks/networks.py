@@ -377,7 +377,7 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=["training"])
     parser.add_argument("--T", nargs="+", type=int, default=[None], help="other time steps")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS)[:6],
-                        metavar="NETWORK", help=f"of {'; '.join(NETWORKS)} (the first six)")  # fmt: skip
+                        metavar="NETWORK", help=f"of {'; '.join(NETWORKS)} (6)")  # fmt: skip
     parser.add_argument("--name", help="name of the result (networks)")
     args = runner.parse(parser, argv)
     names = args.workloads or (["conv-mnist"] if args.quick else USUAL)

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from benchmarks.runner import WAYS
 Result = dict[str, Any]
 Results = list[tuple[Path, Result]]
 Parts = Iterator[str]  # paragraphs and tables
-# Heads of columns, and for each the key of a row or what makes the cell of a row.
-Columns = list[tuple[str, str | Callable[[Result], str]]]
+# By head of a column: the key of a row, or what makes the cell of a row.
+Columns = dict[str, str | Callable[[Result], str]]
 
 PAGE = record.ROOT / "docs" / "benchmarks.md"
 MEMORY_STEPS = (32, 128)
@@ -145,8 +145,8 @@ def number(value: float | None) -> str:
     return f"{value:.{digits}f}"
 
 
-def amount(value: int | None, unit: float = 1.0) -> str:
-    return "–" if value is None else f"{value / unit:,.0f}"
+def mebibytes(value: int | None) -> str:
+    return "–" if value is None else f"{value / 2**20:,.0f}"
 
 
 def times(value: float | None, digits: int = 2) -> str:
@@ -165,41 +165,38 @@ def picture(path: Path, root: Path, text: str) -> list[str]:
     return [f"![{text}]({Path(os.path.relpath(plot.resolve(), root.resolve())).as_posix()})"]
 
 
-def median(contender: Result, kind: str = "wall_ms") -> float | None:
-    return contender[kind]["median"] if kind in contender else None
-
-
-def wall(contender: Result) -> str:
-    wrong = contender.get("status") == "wrong"
-    return "wrong result" if wrong else number(median(contender))
-
-
-def device(contender: Result) -> str:
-    return number(median(contender, "device_ms"))
-
-
-def peak(contender: Result, unit: float) -> str:
-    return amount(contender.get("peak_bytes"), unit)
-
-
-def share(contender: Result, kind: str = "device_ms") -> str:
-    """Return how near a contender's time is to that of a copy of the bytes that must move."""
-    return percent(contender.get("fraction", {}).get(kind))
-
-
 # Tables
 
 
-def table(rows: Sequence[Result], columns: Columns) -> str:
+def value(row: Result, key: str) -> str:
+    """Format a value of a row or contender by its key and type; "–" if there is none."""
+    found = row.get(key)
+    if key.endswith("_ms") and row.get("status") == "wrong":
+        return "wrong result"
+    if isinstance(found, dict):
+        found = found["median"]
+    if found is None:
+        return "–"
+    if key in FORMATS:
+        return FORMATS[key](found)
+    if isinstance(found, list):
+        return " × ".join(map(str, found))
+    if isinstance(found, float):
+        return number(found)
+    return f"{found:,}" if isinstance(found, int) else found
+
+
+def table(rows: Iterable[Result], columns: Columns) -> str:
     """Return a line for each row; the first column is aligned to the left."""
-    lines = [[head for head, _ in columns], ["---", *["---:"] * (len(columns) - 1)]]
+    lines = [[*columns], ["---", *["---:"] * (len(columns) - 1)]]
     for row in rows:
-        lines.append([str(row[c]) if isinstance(c, str) else c(row) for _, c in columns])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        lines.append([value(row, c) if isinstance(c, str) else c(row) for c in columns.values()])
+    # Heads differ by trailing spaces where they would be equal.
+    return "\n".join("| " + " | ".join(map(str.rstrip, line)) + " |" for line in lines)
 
 
 def keys(*names: str) -> Columns:
-    return [(name, name) for name in names]
+    return {name: name for name in names}
 
 
 def grouped(rows: Sequence[Result], key: str) -> dict[Any, list[Result]]:
@@ -211,29 +208,33 @@ def by_name(row: Result) -> dict[str, Result]:
     return {c["name"]: c for c in row["contenders"]}
 
 
-def contenders(
-    rows: Sequence[Result], show: Callable[[Result], str], names: Sequence[str] = ()
-) -> Columns:
-    """Return a column for each of `names`, or for each contender that was measured in a row."""
-    found = [c for row in rows for c in row["contenders"] if c["status"] in ("ok", "wrong")]
-    return [
-        (name, lambda row, name=name: show(by_name(row).get(name, {})))
-        for name in names or dict.fromkeys(c["name"] for c in found)
-    ]
+def contenders(rows: Sequence[Result], key: str, names: Iterable[str] = ()) -> Columns:
+    """Return a column with a value of each of `names`, or of each contender that was measured."""
+    found = [c["name"] for c in flat(rows) if c["status"] in ("ok", "wrong")]
+    return {
+        name: lambda row, name=name: value(by_name(row).get(name, {}), key)
+        for name in names or dict.fromkeys(found)
+    }
 
 
 def flat(rows: Sequence[Result]) -> list[Result]:
-    """Return a row for each contender, with the first one as "first"."""
-    return [row | c | {"first": row["contenders"][0]} for row in rows for c in row["contenders"]]
+    """Return a row for each contender, with the first one's time over its own as "ratio"."""
+    found = []
+    for row in rows:
+        first, *_ = row["contenders"]
+        for c in row["contenders"]:
+            ratio = median(first) / median(c) if "wall_ms" in c and "wall_ms" in first else None
+            share = c.get("fraction", {})
+            found.append(row | c | {"ratio": ratio, "share": share.get("device_ms")})
+    return found
 
 
-def any_peak(rows: Sequence[Result]) -> bool:
-    return any("peak_bytes" in c for row in rows for c in row["contenders"])
+def median(contender: Result, kind: str = "wall_ms") -> float:
+    return contender[kind]["median"]
 
 
-def spreads(row: Result, *names: str) -> str:
-    """Return the medians of several quantities of a row."""
-    return " / ".join(number(median(row, name)) for name in names)
+def with_peak(rows: Sequence[Result]) -> list[Result]:
+    return [row for row in rows if any("peak_bytes" in c for c in row["contenders"])]
 
 
 # Layers
@@ -241,10 +242,13 @@ def spreads(row: Result, *names: str) -> str:
 
 def time_steps(result: Result) -> Parts:
     """Yield a table of times over T per dtype, and one of memory."""
+
+    def roofline(row: Result) -> str:
+        return number(row["num_bytes"] / row["copies"][0]["gb_per_s"] / 1e6)
+
     for dtype, rows in grouped(result["rows"], "dtype").items():
         yield f"{dtype}, milliseconds (wall-clock, including the host):"
-        roofline = lambda r: number(r["num_bytes"] / r["copies"][0]["gb_per_s"] / 1e6)  # noqa: E731
-        yield table(rows, [*keys("T"), *contenders(rows, wall), ("roofline", roofline)])
+        yield table(rows, keys("T") | contenders(rows, "wall_ms") | {"roofline": roofline})
         wrong = {
             c["name"]: f"{c['name']}, T = {c['T']}: {c['reason']}."
             for c in sorted(flat(rows), key=lambda c: c["T"])
@@ -252,12 +256,11 @@ def time_steps(result: Result) -> Parts:
         }
         if wrong:
             yield "Not timed, because of wrong results. " + " ".join(wrong.values())
-    rows = [row for row in result["rows"] if row["T"] in MEMORY_STEPS]
-    if any_peak(rows):
+    rows = with_peak([row for row in result["rows"] if row["T"] in MEMORY_STEPS])
+    if rows:
         yield "Peak memory in MB beyond the inputs `x` and `grad_y`:"
-        memory = contenders(rows, partial(peak, unit=1e6))
-        given = ("the inputs", lambda r: amount(r["input_bytes"], 1e6))
-        yield table(rows, [*keys("T", "dtype"), *memory, given])
+        columns = keys("T", "dtype") | contenders(rows, "peak_bytes")
+        yield table(rows, columns | {"the inputs": "input_bytes"})
 
 
 def cpu(result: Result) -> Parts:
@@ -269,27 +272,21 @@ def cpu(result: Result) -> Parts:
         "moves as many bytes as forward and backward must, into memory of the same kind."
     )
     for row in result["rows"]:
-        eager = median(by_name(row)[LOOP])
-        lines += [{"faster": times(eager / c["wall_ms"]["median"], 1)} | c
-                  for c in flat([row]) if c["status"] == "ok"]  # fmt: skip
-        lines.append(row["copies"][0] | {
-            "memory": row["memory"], "name": "the copy", "faster": "", "fraction": {"wall_ms": 1.0}
-        })  # fmt: skip
-    yield table(lines, [
-        ("memory", "memory"), ("", "name"), ("ms", wall), ("eager loop / this", "faster"),
-        ("copy / this", partial(share, kind="wall_ms")),
-    ])  # fmt: skip
+        eager, copied = by_name(row)[LOOP], row["copies"][0]
+        for c in [*row["contenders"], copied | {"name": "the copy"}]:
+            if "wall_ms" in c:
+                faster = times(median(eager) / median(c), 1) if c in row["contenders"] else ""
+                share = percent(median(copied) / median(c))
+                lines.append(row | c | {"faster": faster, "share of copy": share})
+    yield table(lines, keys("memory") | {
+        "": "name", "ms": "wall_ms", "eager loop / this": "faster", "copy / this": "share of copy"
+    })  # fmt: skip
 
 
 def cpu_steps(result: Result) -> Parts:
     """Yield a table of whole steps: each contender's time, and the first contender's over it."""
     yield f"Number of threads: {result['machine']['threads']}. Times are in ms."
-
-    def ratio(c: Result) -> str:
-        first, taken = median(c["first"]), median(c)
-        return times(first / taken if first and taken else None)
-
-    columns: Columns = [("", "row"), ("", "name"), ("ms", wall), ("first of the row / this", ratio)]
+    columns = {"": "row", " ": "name", "ms": "wall_ms", "first of the row / this": "ratio"}
     yield table(flat(result["rows"]), columns)
 
 
@@ -297,11 +294,10 @@ def recurrent(result: Result) -> Parts:
     """Yield the times of each contender, and its peak memory in MB if it was measured."""
     rows = result["rows"]
     yield "Forward and backward, wall-clock milliseconds:"
-    yield table(rows, [("", "row"), *contenders(rows, wall)])
-    rows = [row for row in rows if any_peak([row])]
-    if rows:
+    yield table(rows, {"": "row"} | contenders(rows, "wall_ms"))
+    if with_peak(rows):
         yield "Peak memory in MB:"
-        yield table(rows, [("", "row"), *contenders(rows, partial(peak, unit=1e6))])
+        yield table(with_peak(rows), {"": "row"} | contenders(rows, "peak_bytes"))
 
 
 def neurons(result: Result) -> Parts:
@@ -312,42 +308,32 @@ def neurons(result: Result) -> Parts:
         return kind + c["name"].removeprefix(OURS)
 
     def fastest(row: Result) -> str:
-        rivals = (c for c in row["contenders"] if c["name"].startswith("SpikingJelly"))
-        found = [median(c, "device_ms") for c in rivals]
-        return number(min(filter(None, found), default=None))
+        rivals = [median(c, "device_ms") for c in row["contenders"]
+                  if c["name"].startswith("SpikingJelly") and "device_ms" in c]  # fmt: skip
+        return number(min(rivals, default=None))
 
-    size = ("neurons", lambda row: f"{row['N']:,}")
+    size = {"T": "T", "neurons": "N", "dtype": "dtype"}
     host = [row for row in result["rows"] if row["group"] in HOST_GROUPS]
     ours = [c for c in flat(result["rows"])
             if c["group"] not in HOST_GROUPS and c["name"].startswith(OURS)]  # fmt: skip
-    if ours:
-        yield table(ours, [
-            ("forward and backward", name), *keys("T"), size, *keys("dtype"),
-            ("ms", device), ("roofline", share), ("SpikingJelly", fastest),
-        ])  # fmt: skip
-    if host:
-        yield "Wall-clock milliseconds, including the host:"
-        yield table(host, [*keys("T"), size, *keys("dtype"), *contenders(host, wall)])
+    yield table(ours, {"forward and backward": name, **size, "ms": "device_ms",
+                       "roofline": "share", "SpikingJelly": fastest})  # fmt: skip
+    yield "Wall-clock milliseconds, including the host:"
+    yield table(host, size | contenders(host, "wall_ms"))
 
 
 def block(result: Result) -> Parts:
     rows = result["rows"]
-    yield table(rows, [
-        ("T × B × C × H × W", lambda row: " × ".join(map(str, row["shape"]))),
-        *keys("dtype", "layout"),
-        ("one block, ms", lambda row: device(by_name(row)[OURS])),
-        ("roofline", lambda row: share(by_name(row)[OURS])),
-        *contenders(rows, device, (RECOMPUTED, SEPARATE, RIVAL)),
-    ])  # fmt: skip
+    ours = [row | flat([row])[0] for row in rows]
+    about = {"T × B × C × H × W": "shape", **keys("dtype", "layout")}
+    others = contenders(rows, "device_ms", (RECOMPUTED, SEPARATE, RIVAL))
+    yield table(ours, about | {"one block, ms": "device_ms", "roofline": "share"} | others)
 
 
 def first_call(result: Result) -> Parts:
-    yield table(result["rows"], [
-        *keys("backend"),
-        ("", lambda row: row.get("reason") or FIRST_CALLS[row["neuron"]]),
-        ("cold, s", lambda row: spreads(row, "cold")),
-        ("warm, s", lambda row: spreads(row, "warm")),
-    ])  # fmt: skip
+    rows = [row | {"what": row.get("reason") or FIRST_CALLS[row["neuron"]]}
+            for row in result["rows"]]  # fmt: skip
+    yield table(rows, {"backend": "backend", "": "what", "cold, s": "cold", "warm, s": "warm"})
 
 
 # Networks
@@ -358,26 +344,26 @@ def networks(result: Result) -> Parts:
     for kind, rows in grouped(result["rows"], "steps").items():
         ways = list(dict.fromkeys(c["way"] for c in flat(rows)))
         yield f"A whole {kind} step, wall-clock milliseconds, {' / '.join(ways)}:"
-        yield _by_way(rows, ways, wall)
-        if kind == "training" and any_peak(rows):
+        yield _by_way(rows, ways, "wall_ms")
+        if kind == "training" and with_peak(rows):
             yield f"Memory of a training step in MiB, {' / '.join(WAYS)}:"
-            yield _by_way(rows, WAYS, partial(peak, unit=2**20))
+            yield _by_way(rows, WAYS, "peak_bytes")
     notes = {c["network"]: c["note"] for c in flat(result["rows"]) if "note" in c}
     for name, note in notes.items():
         yield f"{name}: {note}."
 
 
-def _by_way(rows: list[Result], ways: Sequence[str], show: Callable[[Result], str]) -> str:
+def _by_way(rows: list[Result], ways: Sequence[str], key: str) -> str:
     """Return a line for each workload and dtype, and a column for each network."""
 
     def cell(row: Result, name: str) -> str:
         found = [c for c in row["contenders"] if c["network"] == name and c["way"] in ways]
-        shown = [show(c) if c["status"] == "ok" else "–" for c in found]
+        shown = [mebibytes(c.get(key)) if key == "peak_bytes" else value(c, key) for c in found]
         return " / ".join(shown) if set(shown) - {"–"} else "–"
 
     names = dict.fromkeys(c["network"] for c in flat(rows) if c["status"] == "ok")
-    columns = [(name, partial(cell, name=name)) for name in names]
-    return table(rows, [*keys("workload", "dtype"), *columns])
+    columns = {name: partial(cell, name=name) for name in names}
+    return table(rows, keys("workload", "dtype") | columns)
 
 
 def recorded_steps(result: Result) -> Parts:
@@ -388,33 +374,21 @@ def recorded_steps(result: Result) -> Parts:
         f"A training step of {rows[0]['model']}, T = {rows[0]['T']}, batches of "
         f"{rows[0]['batch']}, wall-clock milliseconds:"
     )
-    lines = [{"": name, **{r["dtype"]: wall(by_name(r)[name]) for r in rows}} for name in names]
+    lines = [{"": n, **{r["dtype"]: value(by_name(r)[n], "wall_ms") for r in rows}} for n in names]
     yield table(lines, keys(*lines[0]))
 
 
 def converted(result: Result) -> Parts:
     """Yield a line for each step of a network before and after conversion, and what was checked."""
-
-    def ratio(row: Result, ways: Sequence[str]) -> str:
-        before, after = (median(by_name(row).get(way, {})) for way in ways)
-        return times(before / after if before and after else None)
-
-    def memory(row: Result) -> str:
-        return " / ".join(peak(by_name(row).get(way, {}), 2**20) for way in BEFORE_AFTER[:2])
-
-    rows = result["rows"]
-    eager, recorded = BEFORE_AFTER[:2], BEFORE_AFTER[2:]
-    heads = ("original, ms", "converted, ms", "original as a graph, ms", "converted as a graph, ms")
-    cells = [(head, cell) for head, (_, cell) in
-             zip(heads, contenders(rows, wall, BEFORE_AFTER), strict=True)]  # fmt: skip
-    yield table(rows, [
-        *keys("network"), ("step", "steps"), *keys("dtype"),
-        *cells[:2], ("ratio", partial(ratio, ways=eager)),
-        *cells[2:], ("ratio", partial(ratio, ways=recorded)),
-        ("MiB, original / converted", memory),
-    ])  # fmt: skip
-    notes, used = {}, {}
+    rows, lines, notes, used = result["rows"], [], {}, {}
     for row in rows:
+        found = [by_name(row).get(title, {}) for title in BEFORE_AFTER]
+        ratios = [
+            median(before) / median(after) if "wall_ms" in before and "wall_ms" in after else None
+            for before, after in (found[:2], found[2:])
+        ]
+        peaks = " / ".join(mebibytes(c.get("peak_bytes")) for c in found[:2])
+        lines.append(row | {"ratio": ratios[0], "speedup": ratios[1], "peaks": peaks})
         check, name = row["float64"], row["network"]
         notes[name] = (
             f"- {name}: T = {row['T']}, batches of {row['batch']}, {row['layout']}. In float64, "
@@ -422,15 +396,21 @@ def converted(result: Result) -> Parts:
             f"{number(min(check['rates']))} to {number(max(check['rates']))}"
         ) + (f". {row['fusion'].capitalize()}." if "fusion" in row else ".")
         used.setdefault(row["note"], {})[f"{name} in {row['dtype']}"] = None
+    heads = ("original, ms", "converted, ms", "original as a graph, ms", "converted as a graph, ms")
+    cells = zip(heads, contenders(rows, "wall_ms", BEFORE_AFTER).values(), strict=True)
+    before, after, *graphs = cells
+    columns: Columns = {"network": "network", "step": "steps", "dtype": "dtype"}
+    columns |= dict([before, after, ("ratio", "ratio"), *graphs, ("ratio ", "speedup")])
+    yield table(lines, columns | {"MiB, original / converted": "peaks"})
     yield "\n".join(notes.values())
     yield "\n".join(f"- {note}: {'; '.join(where)}." for note, where in used.items())
-    reasons = {
+    reasons = sorted({
         f"- {c['network']}, {c['steps']} in {c['dtype']}, {c['name']}: {c['reason']}."
         for c in flat(rows)
         if c["status"] != "ok"
-    }
+    })  # fmt: skip
     if reasons:
-        yield "\n".join(sorted(reasons))
+        yield "\n".join(reasons)
 
 
 # Several processes
@@ -438,89 +418,68 @@ def converted(result: Result) -> Parts:
 
 def ddp(result: Result) -> Parts:
     def memory(row: Result) -> str:
-        return " / ".join(amount(row.get(f"{k}_bytes"), 2**20) for k in ("alone", "together"))
+        return " / ".join(mebibytes(row.get(f"{name}_bytes")) for name in ("alone", "together"))
 
     yield f"{result['settings']['workload']}, {result['settings']['dtype']}:"
-    yield table(result["rows"], [
-        ("step", lambda row: f"{row.get('network', OURS)}, {row['way']}"),
-        ("GPUs", "processes"),
-        ("one alone, ms", lambda row: spreads(row, "alone_ms")),
-        ("all, ms", lambda row: spreads(row, "together_ms")),
-        ("images a second", lambda row: number(row.get("images_per_second"))),
-        ("throughput of one", lambda row: times(row.get("throughput"))),
-        ("MiB, alone / each", memory),
-    ])  # fmt: skip
+    yield table(result["rows"], {
+        "step": lambda row: f"{row.get('network', OURS)}, {row['way']}", "GPUs": "processes",
+        "one alone, ms": "alone_ms", "all, ms": "together_ms",
+        "images a second": "images_per_second", "throughput of one": "throughput",
+        "MiB, alone / each": memory,
+    })  # fmt: skip
 
 
 def time_sharding(result: Result) -> Parts:
     """Yield a line for each layer, network and layout, and the longest sequence."""
-
-    def name(row: Result) -> str:
-        layer = row["what"] == "layer"
-        return f"{row['N']:,} neurons" if layer else "Spiking-ResNet18"
-
-    def predicted(row: Result, key: str) -> str:
-        return times(row.get(key) if row["way"] == "CUDA graph" else None)
-
-    def passing(row: Result) -> str:
-        return f"{row.get('chunks', '–')}" + ("" if row.get("speculate", True) else ", waiting")
-
-    parts = grouped(result["rows"], "what")
-    long = parts.get("long", [])
-    yield table([row for row in result["rows"] if row not in long], [
-        ("", lambda row: f"{name(row)}, {row['way']}"),
-        ("T", lambda row: f"{row['T']:,}"),
-        ("data × time", lambda row: f"{row['data']} × {row['time']}"),
-        ("statistics", lambda row: row.get("statistics", "–") if row["time"] > 1 else "–"),
-        ("ms", lambda row: spreads(row, "ms") if "ms" in row else row["status"]),
-        ("speed-up", lambda row: times(row.get("speedup"))),
-        ("by the plan", partial(predicted, key="predicted")),
-        ("by Eq. 5", partial(predicted, key="by_paper")),
-        ("microbatches", passing),
-        ("memory of one's", lambda row: percent(row.get("memory_of_one"))),
-    ])  # fmt: skip
-    for row in long:
+    parts, lines = grouped(result["rows"], "what"), []
+    for row in result["rows"]:
+        if row["what"] == "long":
+            continue
+        net = f"{row['N']:,} neurons" if row["what"] == "layer" else "Spiking-ResNet18"
+        waiting = "" if row.get("speculate", True) else ", waiting"
+        line = row | {"what": f"{net}, {row['way']}", "mesh": f"{row['data']} × {row['time']}",
+                      "chunks": f"{row.get('chunks', '–')}{waiting}"}  # fmt: skip
+        hidden = ["statistics"] if row["time"] == 1 else []
+        hidden += [] if row["way"] == "CUDA graph" else ["predicted", "by_paper"]
+        lines.append({"ms": row["status"]} | line | dict.fromkeys(hidden))
+    yield table(lines, {
+        "": "what", "T": "T", "data × time": "mesh", "statistics": "statistics", "ms": "ms",
+        "speed-up": "speedup", "by the plan": "predicted", "by Eq. 5": "by_paper",
+        "microbatches": "chunks", "memory of one's": "memory_of_one",
+    })  # fmt: skip
+    for row in parts.get("long", []):
         alone, several = ("fits" if row[k] else "does not fit" for k in ("fits_one", "fits"))
         yield f"T = {row['T']:,} {alone} on one GPU, and {several} on {row['time']}."
 
 
 def event_scaling(result: Result) -> Parts:
-    def value(row: Result, key: str) -> str:
-        return f"{row[key]:,}" if key in row else "–"
-
     settings = result["settings"]
     yield (
         f"Layers of {settings['width']:,} neurons of which {100 * settings['rate']:g}% fire, "
         f"T = {settings['T']}, batch {settings['batch']}:"
     )
-    yield table([row | row.get("contenders", [row])[0] for row in result["rows"]], [
-        ("", "what"), *keys("ranks"),
-        *((key, partial(value, key=key)) for key in ("neurons", "parameters")),
-        ("step, ms", lambda row: wall(row) if "wall_ms" in row else row["status"]),
-        ("samples/s", lambda row: number(row.get("samples_per_s"))),
-        ("efficiency", lambda row: percent(row.get("efficiency"))),
-    ])  # fmt: skip
+    rows = sorted(result["rows"], key=lambda row: (row["what"] != "weak scaling", row["ranks"]))
+    yield table([row | row.get("contenders", [row])[0] for row in rows], {
+        "": "what", **keys("ranks", "neurons", "parameters"), "step, ms": "wall_ms",
+        "samples/s": "samples_per_s", "efficiency": "efficiency",
+    })  # fmt: skip
 
 
 # Events
 
 
 def events(result: Result) -> Parts:
-    """Yield samples a second by network and case, the verification, and streaming."""
+    """Yield samples a second by network and case, and the verification."""
     rows, shown = result["rows"], (DENSE, DENSE + REPLAY, EVENTS, LISTS, PRODUCTS)
-
-    def speed(row: Result, name: str) -> str:
-        return number(row["samples_per_s"].get(name))
-
+    names = [n for n in shown if any(n in row["samples_per_s"] for row in rows)]
+    lines = [
+        row | row["samples_per_s"]
+        | {"activity": f"{100 * row['rate']:g}%", "gain": times(row["times_dense"].get(EVENTS), 1)}
+        for row in rows
+    ]  # fmt: skip
     yield "Samples a second, whole training steps:"
-    yield table(rows, [
-        *keys("case"),
-        ("neurons", lambda row: f"{row['neurons']:,}"),
-        ("activity", lambda row: f"{100 * row['rate']:g}%"),
-        *((n, partial(speed, name=n)) for n in shown
-          if any(n in row["samples_per_s"] for row in rows)),
-        ("events over dense", lambda row: times(row["times_dense"].get(EVENTS), 1)),
-    ])  # fmt: skip
+    columns = keys("case", "neurons", "activity", *names)
+    yield table(lines, columns | {"events over dense": "gain"})
     checks = [row["checks"][EVENTS] for row in rows if EVENTS in row["checks"]]
     sites, flips = (sum(check[key] for check in checks) for key in ("sites", "flips"))
     error = max((e for check in checks for e in check["errors"].values()), default=0.0)
@@ -528,12 +487,6 @@ def events(result: Result) -> Parts:
         f"Of {sites:,} spikes on events, {flips} differ from those in float64 for the same "
         f"inputs, and no gradient differs by more than {error:.1g} of its norm."
     )
-    if "streaming" in result:
-        row = result["streaming"]
-        found = [f"{c['name']} {number(1e3 * c['wall_ms']['median'])}"
-                 for c in row["contenders"] if c["status"] == "ok"]  # fmt: skip
-        size = f"{row['neurons']:,} neurons of which {row['rate']:.2%} fire"
-        yield f"One time step of one sample, {size}, microseconds: {', '.join(found)}."
 
 
 # Training
@@ -553,30 +506,31 @@ def spoken_digits(result: Result) -> Parts:
         speed, seconds = (
             statistics.median(row[key] for row in later) for key in ("examples_per_s", "seconds")
         )
-        lines.append({"": name, "accuracy after the last epoch, by seed": _last(rows),
-                      "seconds an epoch": number(seconds), "examples/s": amount(speed)})  # fmt: skip
+        lines.append({"name": name, "accuracy": _last(rows), "seconds": seconds,
+                      "examples/s": f"{speed:,.0f}"})  # fmt: skip
     yield (
         f"{settings['data']}, a random fifth held out; hidden layers of "
         f"{' and '.join(map(str, settings['hidden']))}, "
         f"{settings['epochs']} epochs, batches of {settings['batch']}, {settings['dtype']}:"
     )
-    yield table(lines, keys(*lines[0]))
+    yield table(lines, {"": "name", "accuracy after the last epoch, by seed": "accuracy",
+                        "seconds an epoch": "seconds", "examples/s": "examples/s"})  # fmt: skip
 
 
 def accuracy(result: Result) -> Parts:
     """Yield a line for each network: its last accuracies and speeds, and the times of a step."""
-    settings, lines, profiles = result["settings"], [], result["settings"]["profile"]
-    steps = grouped(result["rows"], "T")
+    settings, lines, steps = result["settings"], [], grouped(result["rows"], "T")
+    profiles = settings["profile"]
     for name, rows in grouped(result["rows"], "name").items():
         seeds = grouped(rows, "seed")
-        seconds = statistics.median(sum(r["seconds"] for r in one) for one in seeds.values())
         profile = profiles.get(f"{name}, seed {next(iter(seeds))}", {"ms": {}})["ms"]
         lines.append({
-            "": name, "test accuracy, by seed": _last(rows), "seconds": number(seconds),
+            "": name, "test accuracy, by seed": _last(rows),
+            "seconds": statistics.median(sum(r["seconds"] for r in one) for one in seeds.values()),
             # The first epoch of each number of steps compiles and records.
-            **{f"images/s, T = {T}": amount([r["images_per_s"] for r in rows if r["T"] == T][-1])
+            **{f"images/s, T = {T}": [r["images_per_s"] for r in rows if r["T"] == T][-1]
                for T in steps},
-            **{part: number(profile.get(part)) for part in next(iter(profiles.values()))["ms"]},
+            **{part: profile.get(part) for part in next(iter(profiles.values()))["ms"]},
         })  # fmt: skip
     early = f", {settings['early']} of them with one step" if settings["early"] else ""
     yield (
@@ -590,27 +544,30 @@ def accuracy(result: Result) -> Parts:
 def papers(results: Results, root: Path) -> str:
     """A row per recipe, the paper's figures beside ours, and where ours were measured."""
     rows = {result["settings"]["recipe"]: result["rows"] for _, result in results}
-
-    def ours(recipe: str, key: str, show: Callable[[float], str]) -> str:
-        return ", ".join(show(row[key]) for row in rows.get(recipe, ())) or "–"
-
-    lines = [
-        {"recipe": f"`{recipe}`", "paper": "–" if printed is None else f"{printed:.2f}%",
-         "accuracy": ours(recipe, "test_accuracy", partial(percent, digits=2)),
-         "theirs": number(paper_seconds), "seconds": ours(recipe, "training_seconds", number)}
-        for recipe, (printed, paper_seconds) in PAPERS.items()
-    ]  # fmt: skip
-    origins = []
+    lines, origins = [], []
+    for recipe, (printed, paper_seconds) in PAPERS.items():
+        found = rows.get(recipe, ())
+        lines.append({
+            "recipe": f"`{recipe}`", "theirs": None if printed is None else f"{printed:.2f}%",
+            "accuracy": ", ".join(percent(row["test_accuracy"], 2) for row in found) or None,
+            "paper": paper_seconds,
+            "seconds": ", ".join(number(row["training_seconds"]) for row in found) or None,
+        })  # fmt: skip
     for path, result in results:
         links = [link.removeprefix("!") for link in picture(path, root, "Curve")]
         text = ". ".join([origin(result), *links])
         origins.append(f"- `{result['settings']['recipe']}`: {text}.")
-    columns: Columns = [
-        ("recipe", "recipe"), ("paper's accuracy", "paper"), ("ours", "accuracy"),
-        ("paper's training seconds", "theirs"), ("ours", "seconds"),
-    ]  # fmt: skip
+    columns: Columns = {"recipe": "recipe", "paper's accuracy": "theirs", "ours": "accuracy",
+                        "paper's training seconds": "paper", "ours ": "seconds"}  # fmt: skip
     return "\n\n".join([table(lines, columns), "\n".join(origins)]).rstrip()
 
+
+# How values are written, by their key; others by their type.
+FORMATS: dict[str, Callable[[Any], str]] = {
+    **dict.fromkeys(("ratio", "speedup", "predicted", "by_paper", "throughput"), times),
+    **dict.fromkeys(("efficiency", "memory_of_one", "share"), percent),
+    **dict.fromkeys(("peak_bytes", "input_bytes"), lambda value: f"{value / 1e6:,.0f}"),
+}
 
 BENCH = "make bench"
 TORCHRUN = "torchrun --nproc_per_node {} -m benchmarks.{}"
@@ -626,7 +583,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "convert": ("convert", each(converted), SCRIPT.format("convert")),
     "block": ("block", each(block), BENCH),
     "recurrent": ("recurrent", each(recurrent), SCRIPT.format("recurrent")),
-    "ddp": ("ddp*", each(ddp), TORCHRUN.format(2, "ddp")),
+    "ddp": ("ddp*", each(ddp), TORCHRUN.format(2, "parallel data")),
     "time-sharding": (
         "time_sharding",
         each(time_sharding, "speed-up over the number of time steps"),
@@ -636,7 +593,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "event-scaling": (
         "event_scaling",
         each(event_scaling, "efficiency over ranks"),
-        SCRIPT.format("event_scaling"),
+        TORCHRUN.format("RANKS", "parallel events"),
     ),
     "spoken-digits": (
         "spoken_digits*",
