@@ -406,10 +406,6 @@ class LayerTruth:
             results.append(LayerResult(outputs, found[: len(xs)], found[len(xs) :]))
         self.expected, self.true = results
 
-    @property
-    def num_neurons(self) -> int:
-        return self.rounded.numel()
-
     def select(self, x: Tensor) -> Tensor:
         """Return a copy of the verified neurons."""
         return torch.cat([x.detach()[end] for end in self.ends], self.dim)

@@ -313,6 +313,7 @@ def compiled(net: nn.Module) -> Callable[..., Tensor]:
     return call
 
 
+NUM_USUAL = 6
 # A network that cannot be made raises an exception with the reason.
 NETWORKS: dict[str, Callable[[Task], Network]] = {
     FUSED: partial(spiking, fused=True),
@@ -376,11 +377,13 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=["training"])
     parser.add_argument("--T", nargs="+", type=int, default=[None], help="other time steps")
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS)[:6],
-                        metavar="NETWORK", help=f"of {'; '.join(NETWORKS)} (6)")  # fmt: skip
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, metavar="NETWORK",
+                        help=f"of {'; '.join(NETWORKS)} (the first {NUM_USUAL})")  # fmt: skip
     parser.add_argument("--name", help="name of the result (networks)")
     args = runner.parse(parser, argv)
     names = args.workloads or (["conv-mnist"] if args.quick else USUAL)
+    usual = [n for n in list(NETWORKS)[:NUM_USUAL] if not args.quick or n != COMPILED]
+    args.networks = args.networks or usual
     timing, device = Timing.of(args, whole_steps=True), torch.device(args.device)
 
     def case(name: str, T: int | None, dtype: str, kind: str) -> tuple[str, Callable[[], Record]]:

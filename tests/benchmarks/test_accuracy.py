@@ -1,4 +1,4 @@
-"""The script for accuracy over time: its data, and runs that continue from checkpoints."""
+"""Accuracy over time, of images and spoken digits: data, networks, and runs that continue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import torch
 from PIL import Image
 from torch import nn
 
-from benchmarks import accuracy, record
+import spikefuse as sf
+from benchmarks import accuracy, record, spoken_digits
+from benchmarks.spoken_digits import FEED_FORWARD, NAMES, OURS, SNNTORCH, SNNTORCH_GRAPH
+from spikefuse.train.seeding import Purpose, reseed
 
 
 def test_jpeg_images_are_decoded_in_order(tmp_path: Path) -> None:
@@ -62,6 +65,8 @@ def test_a_run_continues_from_its_checkpoint(
     assert [row["loss"] for row in again] == pytest.approx([row["loss"] for row in whole], rel=1e-4)
     with pytest.raises(SystemExit, match=r"relu-0\.pt has other settings"):
         accuracy.main([*options, "--lr", "0.1"])
+    with pytest.raises(SystemExit):
+        accuracy.main(["--seconds", "9"])  # without --checkpoints
 
 
 def test_a_network_that_cannot_be_made_is_left_out(
@@ -89,7 +94,42 @@ def test_first_epochs_of_one_time_step(tmp_path: Path) -> None:
     assert profile["augmented_images_per_s"] > 0
 
 
-def test_a_limit_of_time_needs_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        accuracy.main(["--seconds", "9"])
-    assert "--seconds needs --checkpoints" in capsys.readouterr().err
+# Spoken digits
+
+
+def test_rows_of_every_network(tmp_path: Path) -> None:
+    options = ["--quick", "--device", "cpu", "--seeds", "0", "3", "--out", str(tmp_path)]
+    result = record.read(spoken_digits.main(options))
+    missing = {entry["row"] for entry in result["left_out"]}
+    assert {SNNTORCH_GRAPH} <= missing <= {SNNTORCH, SNNTORCH_GRAPH}
+    trained = [name for name in NAMES if name not in missing]
+    rows = [(row["seed"], row["name"], row["epoch"]) for row in result["rows"]]
+    assert rows == [(seed, name, epoch) for seed in (0, 3) for name in trained for epoch in (1, 2)]
+    for row in result["rows"]:
+        assert 0 <= row["accuracy"] <= 1
+        assert row["examples_per_s"] > 0
+        assert not row["graph"]
+    losses = [row["loss"] for row in result["rows"]]
+    assert len(set(losses)) > len(losses) / 2  # seeds and networks differ
+
+
+def test_networks_differ_in_feedback_alone() -> None:
+    nets = {}
+    for name in (OURS, FEED_FORWARD):
+        reseed(0, Purpose.WEIGHTS)
+        nets[name] = spoken_digits.make_network(name, [8, 8], 5)
+    layers = {
+        name: [type(m) for m in net.modules() if isinstance(m, sf.Neuron | sf.Recurrent)]
+        for name, net in nets.items()
+    }
+    assert layers == {
+        OURS: [*[sf.Recurrent, sf.DelayedResetLIF] * 2, sf.LI],
+        FEED_FORWARD: [*[sf.DelayedResetLIF] * 2, sf.LI],
+    }
+    first, second = (nets[name].net.state_dict() for name in (OURS, FEED_FORWARD))
+    assert torch.equal(first["2.weight"], second["2.weight"])  # of the first linear layer
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="shd_test_10ms"):
+        spoken_digits.main(["--device", "cpu", "--data-dir", str(tmp_path), "--out", str(tmp_path)])
