@@ -21,7 +21,7 @@ from benchmarks import record
 ON_GPU = ("neurons steps", "neurons", "recurrent", "block", "networks")
 PAGES = ("docs/benchmarks.md", "README.md", "docs/tutorials/fast.ipynb")
 TABLES = tuple(f"tables --page {page}" for page in PAGES)
-ANYWHERE = ("events", "first_call", "neurons cpu", "cpu", *TABLES)
+ANYWHERE = ("events", "first_call", "cpu", *TABLES)
 WORKLOADS = ("resnet18-mnist", "alexnet-imagenet", "resnet34-imagenet")
 
 

@@ -16,7 +16,9 @@ matters on a CPU, is recorded.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spikefuse as sf
-from benchmarks import neurons, plots, runner
+from benchmarks import plots, runner
 from benchmarks.runner import GRAPH, Contender, Record, Timing, contender_of, measure
 from spikefuse.models import event_mlp, mlp, split_widths
 from spikefuse.nn import Events, scale_to_rate
@@ -38,6 +40,7 @@ LISTS, PRODUCTS = "events, lists only", "events, dense products only"
 REPLAY = ", CUDA graph"
 DECAY, THRESHOLD, WIDTH, CUTOFF = 0.95, 1.0, 10.0, -0.1
 CLASSES = 20
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 LARGE = 20_000  # neurons above which weights and moments take gigabytes: fewer contenders
 
 
@@ -83,7 +86,7 @@ def main(argv: list[str] | None = None) -> Path:
     if args.cases is None:
         args.cases = ["shd"] if args.quick else list(CASES)
     device, timing = torch.device(args.device), replace(Timing.of(args), turn_ms=0.0)
-    reused = device.type == "cpu" and neurons.reuse_memory()
+    reused = device.type == "cpu" and reuse_memory()
     settings = {"rounds": args.rounds, "memory": "reused" if reused else "default"}
     settings["wait_policy"] = os.environ.get("OMP_WAIT_POLICY", "default")
     cases = {name: QUICK if args.quick else case for name, case in CASES.items()}
@@ -94,6 +97,17 @@ def main(argv: list[str] | None = None) -> Path:
         for name in args.cases
         for rate in cases[name].rates
     ), settings, plots.crossover)  # fmt: skip
+
+
+def reuse_memory() -> bool:
+    """Let the C library keep freed memory: no separate mappings, no trimming."""
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    # The threshold for mappings is limited to 32 MiB, so mappings are turned off altogether.
+    return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def measure_case(case: Case, rate: float, timing: Timing, device: torch.device) -> Record:

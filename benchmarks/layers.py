@@ -25,7 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DECAY, THRESHOLD, WIDTH = 0.2, 0.3, 4.0
 
 OURS, LOOP = "spikefuse", "eager loop"
-COMPILED, INDEXED = "torch.compile", "eager loop over x[t]"
+COMPILED = "torch.compile"
 JELLY_NODE, JELLY_FUNCTION = "SpikingJelly node", "SpikingJelly function"
 FLEX = "SpikingJelly FlexSN"
 
@@ -202,20 +202,15 @@ class Spike(torch.autograd.Function):
         return grad * (WIDTH * s * (1 - s))
 
 
-def hand_written(x: Tensor, steps: Sequence[Tensor] | None = None) -> Tensor:
+def hand_written(x: Tensor) -> Tensor:
     """Compute LIF spikes by a loop over time as users write it."""
     v, spikes = torch.zeros_like(x[0], dtype=torch.float32), []
-    for current in x.unbind(0) if steps is None else steps:
+    for current in x.unbind(0):
         h = DECAY * v + current
         s = Spike.apply(h - THRESHOLD)
         v = h * (1 - s)
         spikes.append(s.to(x.dtype))
     return torch.stack(spikes)
-
-
-def indexed(inputs: Inputs) -> Contender:
-    """Return the hand-written loop over `x[t]`: each step's backward writes a full-size tensor."""
-    return trained(INDEXED, lambda x: hand_written(x, [x[t] for t in range(len(x))]), inputs)
 
 
 def compiled(inputs: Inputs) -> Contender:

@@ -3,15 +3,9 @@
     python -m benchmarks.neurons                    models and sizes, on a GPU
     python -m benchmarks.neurons models --groups lif custom
     python -m benchmarks.neurons steps              time and memory of a LIF layer over T
-    python -m benchmarks.neurons cpu                one LIF layer on a CPU
 
 steps is Fig. 5 of "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion" for one layer
 of 1,000,000 LIF neurons, with the eager loop (up to T = 64) and torch.compile (up to T = 32).
-
-cpu: new memory costs a CPU about as much as the arithmetic, since the system clears pages on first
-use. "fresh" is this default; freed memory is returned to the system before each turn. With
-"reused", the allocator keeps freed memory (glibc's mallopt), and the copy writes to existing
-memory.
 
 The roofline is the time in which the machine copies the bytes that must move, measured in the same
 row: inputs are read twice, outputs and gradients of inputs written, gradients of outputs read.
@@ -20,8 +14,6 @@ row: inputs are read twice, outputs and gradients of inputs written, gradients o
 from __future__ import annotations
 
 import argparse
-import ctypes
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +24,7 @@ import torch
 import spikefuse as sf
 from benchmarks import layers, plots, runner
 from benchmarks.layers import COMPILED, DTYPES, LOOP, OURS, Gated, Inputs, LayerTruth
-from benchmarks.runner import Contender, Copy, CpuClock, Record, Timing, measure
+from benchmarks.runner import Contender, Record, Timing, measure
 
 GROUPS = ("lif", "inference", "zoo", "custom", "layout", "long", "wide", "short", "host")
 COPY_BYTES = 1 << 31  # many times the size of a GPU's cache
@@ -40,7 +32,6 @@ CHANNELS_LAST = f"{OURS}, channels-last"
 MILLION = 1_000_000
 STEPS = tuple(1 << i for i in range(11))
 LARGEST_T = {LOOP: 64, COMPILED: 32}
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 Cases = Iterator[tuple[str, Callable[[], Record]]]
 
@@ -51,15 +42,11 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS),
                         metavar="GROUP", help="groups of models (all)")  # fmt: skip
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument(
-        "--T", type=int, nargs="+", help="time steps (steps: 1 2 ... 1024; cpu: 32)"
-    )
-    parser.add_argument("--N", type=int, help="neurons of steps and cpu (1,000,000)")
+    parser.add_argument("--T", type=int, nargs="+", help="of steps (1 2 ... 1024)")
+    parser.add_argument("--N", type=int, help="neurons of steps (1,000,000)")
     args = runner.parse(parser, argv)
     args.N = args.N or (1000 if args.quick else MILLION)
     args.name, cases, plot = MEASUREMENTS[args.what]
-    if args.what == "cpu":
-        args.device = "cpu"
     return runner.run_cases(args, cases(args), plot=plot)
 
 
@@ -181,57 +168,10 @@ def measure_steps(args: argparse.Namespace, timing: Timing, T: int, dtype: str) 
     return about | measure(chosen, truth.verify, timing, inputs.bytes_to_move(), inputs.prepare)
 
 
-# A CPU
-
-
-def cpu_cases(args: argparse.Namespace) -> Cases:
-    inputs = Inputs(((args.T or [32])[0], 1, args.N), torch.float32, torch.device("cpu"))
-    truth = LayerTruth(layers.lif(), inputs)
-    for memory in ("fresh", "reused"):  # in this order: the effect of mallopt is permanent
-        yield f"{memory} memory", partial(measure_memory, args.rounds, inputs, truth, memory)
-
-
-def measure_memory(rounds: int, inputs: Inputs, truth: LayerTruth, memory: str) -> Record:
-    if memory == "reused" and not reuse_memory():
-        raise OSError("this C library has no mallopt")
-    neuron, num_bytes = layers.lif(), inputs.bytes_to_move()
-    clock = CpuClock(trim_memory) if memory == "fresh" else CpuClock()
-    source = torch.rand(num_bytes // 8)
-    copy = Copy("copy into new memory", source.clone, num_bytes)
-    if memory == "reused":
-        target = torch.empty_like(source)
-        copy = Copy("copy into existing memory", lambda: target.copy_(source), num_bytes)
-    timing = Timing(clock, rounds, turn_ms=0.0, warmup=2, copies=(copy,))
-    chosen = [layers.ours(neuron, inputs), layers.eager_loop(neuron, inputs)]
-    chosen += [layers.indexed(inputs), *layers.jelly_lif(inputs)]
-    about = {"memory": memory, "T": len(inputs.like), "N": inputs.like[0].numel()}
-    about["dtype"] = "float32"
-    return about | measure(chosen, truth.verify, timing, num_bytes, inputs.prepare)
-
-
-def reuse_memory() -> bool:
-    """Let the C library keep freed memory: no separate mappings, no trimming."""
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    # The threshold for mappings is limited to 32 MiB, so mappings are turned off altogether.
-    return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
-
-
-def trim_memory() -> None:
-    """Return freed memory to the system, if the C library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
-
-
 # By command: the name of the result, its cases and its plot.
 MEASUREMENTS: dict[str, tuple[str, Callable[[argparse.Namespace], Cases], Callable | None]] = {
     "models": ("neurons", model_cases, None),
     "steps": ("timestep_scaling", step_cases, plots.timestep_scaling),
-    "cpu": ("cpu_neuron", cpu_cases, None),
 }
 
 

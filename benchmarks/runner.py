@@ -76,19 +76,12 @@ def bandwidth_copy(num_bytes: int, device: torch.device) -> Copy:
 
 
 class CpuClock:
-    """Wall-clock time; `settle` is called before each turn, untimed.
-
-    `bandwidth_kind` is the kind of time that gives the bandwidth of copies.
-    """
+    """Wall-clock time; `bandwidth_kind` is the kind of time that gives the bandwidth of copies."""
 
     bandwidth_kind = "wall_ms"
 
-    def __init__(self, settle: Callable[[], Any] = lambda: None) -> None:
-        self.settle = settle
-
     def turn(self, run: Callable[[], Any], repetitions: int) -> dict[str, float]:
         """Return milliseconds per repetition by kind of time."""
-        self.settle()
         start = time.perf_counter()
         for _ in range(repetitions):
             run()
@@ -107,7 +100,6 @@ class GpuClock(CpuClock):
     def __init__(
         self, device: torch.device, warmup: int = TURN_WARMUP, singles: int = TURN_SINGLES
     ) -> None:
-        super().__init__()
         if device.index is not None:
             torch.cuda.set_device(device)  # events belong to the current device
         self.device, self.warmup, self.singles = device, warmup, singles

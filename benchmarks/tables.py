@@ -22,7 +22,7 @@ from benchmarks.block import RECOMPUTED, RIVAL, SEPARATE
 from benchmarks.claims import claims
 from benchmarks.convert import TITLES as BEFORE_AFTER
 from benchmarks.events import DENSE, EVENTS, LISTS, PRODUCTS, REPLAY
-from benchmarks.layers import LOOP, OURS
+from benchmarks.layers import OURS
 from benchmarks.reproduce import PAPERS
 from benchmarks.runner import WAYS
 
@@ -261,26 +261,6 @@ def time_steps(result: Result) -> Parts:
         yield "Peak memory in MB beyond the inputs `x` and `grad_y`:"
         columns = keys("T", "dtype") | contenders(rows, "peak_bytes")
         yield table(rows, columns | {"the inputs": "input_bytes"})
-
-
-def cpu(result: Result) -> Parts:
-    """Yield a table of times by memory setting, against the eager loop and a copy."""
-    first, lines = result["rows"][0], []
-    yield (
-        f'{first["N"]:,} neurons, T = {first["T"]}, {first["dtype"]}. "Reused": the C library '
-        'keeps freed memory; "fresh": it requests memory from the system at each call. The copy '
-        "moves as many bytes as forward and backward must, into memory of the same kind."
-    )
-    for row in result["rows"]:
-        eager, copied = by_name(row)[LOOP], row["copies"][0]
-        for c in [*row["contenders"], copied | {"name": "the copy"}]:
-            if "wall_ms" in c:
-                faster = times(median(eager) / median(c), 1) if c in row["contenders"] else ""
-                share = percent(median(copied) / median(c))
-                lines.append(row | c | {"faster": faster, "share of copy": share})
-    yield table(lines, keys("memory") | {
-        "": "name", "ms": "wall_ms", "eager loop / this": "faster", "copy / this": "share of copy"
-    })  # fmt: skip
 
 
 def cpu_steps(result: Result) -> Parts:
@@ -606,7 +586,6 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
         SCRIPT.format("accuracy --early 64 --epochs 96"),
     ),
     "first-call": ("first_call", each(first_call), BENCH),
-    "cpu": ("cpu_neuron", each(cpu), BENCH),
     "cpu-steps": ("cpu", each(cpu_steps), BENCH),
     "papers": ("reproduce_*", papers, SCRIPT.format("reproduce RECIPE")),
     "claims": ("*", claims, BENCH),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import benchmarks.__main__ as everything
-from benchmarks import networks, neurons, record, reproduce, time_sharding
+from benchmarks import events, networks, neurons, record, reproduce, time_sharding
 from benchmarks.events import DENSE, EVENTS
 from benchmarks.layers import LOOP, OURS
 from benchmarks.networks import FUSED
@@ -21,7 +21,6 @@ QUICK = ("--quick", "--device", "cpu")
 SCRIPTS = (
     "neurons steps --dtype float32 --T 2",
     "neurons --groups lif inference layout custom --dtype bfloat16",
-    "neurons cpu",
     "recurrent",
     "cpu",
     "block --layout channels-last --shapes T=4",
@@ -61,7 +60,7 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("command", SCRIPTS)
 def test_script(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neurons, "reuse_memory", lambda: True)  # permanent in this process
+    monkeypatch.setattr(events, "reuse_memory", lambda: True)  # permanent in this process
     name, *options = command.split()
     importlib.import_module(f"benchmarks.{name}").main([*options, *QUICK, "--out", str(tmp_path)])
     check(tmp_path)

@@ -44,7 +44,6 @@ def test_regions_have_measured_times() -> None:
         "| spikefuse, eager | 2 | 8.34 | 11.8 | 17,000 | 1.42× | – / – |",
         "| shd | 2,940 | 0.5% | 132 | 1,756 | 1,754 | 127 | 13.3× |",
         "| numba | LIF, second | 0.934 | 0.0388 |",
-        "| fresh | spikefuse | 56.3 | 8.5× | 194% |",
         "![efficiency over ranks](benchmarks/results/event_scaling-nvidia-h200.png)",
         "| 1,000,000 neurons, CUDA graph | 4,096 | 1 × 4 | – | 6.07 | 3.76× | 3.57× | 3.87× | 1 | – |",  # noqa: E501
         "`bptt-on-gpu-fashion-mnist-large`",
@@ -66,12 +65,12 @@ def test_unknown_region(tmp_path: Path) -> None:
 
 def test_check_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "README.md"
-    page.write_text(region("cpu"))
+    page.write_text(region("cpu-steps"))
     arguments = ["--page", str(page), "--results", str(tmp_path)]
     with pytest.raises(SystemExit) as stopped:
         tables.main([*arguments, "--check"])
     assert stopped.value.code == 1
-    assert page.read_text() == region("cpu")
+    assert page.read_text() == region("cpu-steps")
     tables.main(arguments)
     tables.main([*arguments, "--check"])
     assert "up to date" in capsys.readouterr().out
