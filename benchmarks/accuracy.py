@@ -60,7 +60,7 @@ CLASSES, MEAN, STD = 10, (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
 MOMENTUM, EVAL_BATCH = 0.9, 1000
 QUICK = {"epochs": 2, "batch": 8, "T": 2}
 # Options that change no row.
-PLACES = ("checkpoints", "data_dir", "name", "names", "rounds", "seconds", "seeds")
+PLACES = ("checkpoints", "data_dir", "name", "names", "rounds", "seconds", "seeds", "started")
 # Parts of a training step. A step that ends after one of them has run those before it too.
 PARTS = ("augmentation", "forward", "backward", "optimizer")
 
@@ -111,7 +111,6 @@ def add_options(
     add("--checkpoints", type=Path, help="folder of checkpoints, to continue from")
     add("--data-dir", type=Path, default=default_directory(), help="data folder")
     add("--name", help=f"name of the result ({parser.get_default('name')})")
-    parser.set_defaults(name=parser.get_default("name"))
 
 
 def parse(
@@ -121,6 +120,7 @@ def parse(
     vars(args).update(quick if args.quick else {})
     if args.seconds is not None and args.checkpoints is None:
         parser.error("--seconds needs --checkpoints, to continue from")
+    args.started = time.perf_counter()
     return args
 
 
@@ -137,7 +137,7 @@ def train_all(
     profile: Record = {}
 
     def rows() -> Iterator[Record]:
-        started, longest = time.perf_counter(), 0.0
+        longest = 0.0
         for seed in args.seeds:
             for name in args.names:
                 run: Run | None = None
@@ -148,7 +148,7 @@ def train_all(
                 yield from run.load(settings)
                 while len(run.rows) < args.epochs:
                     begun = time.perf_counter()
-                    if args.seconds is not None and begun + longest > started + args.seconds:
+                    if args.seconds is not None and begun + longest > args.started + args.seconds:
                         return
                     row = run.train() | {"accuracy": run.accuracy()}
                     longest = max(longest, time.perf_counter() - begun)
@@ -177,12 +177,9 @@ class Run:
         reseed(seed, Purpose.WEIGHTS)
         self.net = self.make_network()
         self.optimizer = self.make_optimizer()
+        steps, rise = args.epochs * len(self.batches), args.rise
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
-            self.optimizer,
-            args.lr,
-            args.epochs * len(self.batches),
-            pct_start=args.rise,
-            cycle_momentum=False,
+            self.optimizer, args.lr, steps, pct_start=rise, cycle_momentum=False
         )
         self.parts = {"net": self.net, "optimizer": self.optimizer, "schedule": self.schedule}
         self.step: Any = sf.graph_step(self._step, fallback=True)

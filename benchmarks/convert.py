@@ -69,16 +69,12 @@ RATES, SHARE = (0.005, 0.995), 0.7
 class Case:
     """A network, its input, and its published sizes.
 
-    Args:
-        make: takes T and `sizes`; without `sizes`, for small images of two channels.
-        shape: C, H, W.
-        one_step: whether the input is `[T, B, C, H, W]`, in place of images `[B, C, H, W]`, and the
-            converted network is for one time step.
-        channels_last: the layout of weights and input.
+    With `one_step`, the input is `[T, B, C, H, W]` in place of images `[B, C, H, W]`, and the
+    converted network is for one time step.
     """
 
-    make: Callable[..., nn.Module]
-    shape: tuple[int, int, int]
+    make: Callable[..., nn.Module]  # takes T and `sizes`
+    shape: tuple[int, int, int]  # C, H, W
     classes: int
     batch: int
     sizes: dict[str, Any] = field(default_factory=dict)

@@ -46,23 +46,15 @@ LARGE = 20_000  # neurons above which weights and moments take gigabytes: fewer 
 
 @dataclass(frozen=True)
 class Case:
-    """A network and its input.
-
-    Args:
-        num_steps, batch, inputs: sizes of the input.
-        input_rate: share of the inputs that spike in a step.
-        hidden: neurons of each hidden layer.
-        rates: activities of the hidden layers to measure.
-        excitatory: make all weights positive, which allows rates near 1.
-    """
+    """A network and its input."""
 
     num_steps: int
     batch: int
     inputs: int
-    input_rate: float
-    hidden: tuple[int, ...]
-    rates: tuple[float, ...]
-    excitatory: bool = False
+    input_rate: float  # share of the inputs that spike in a step
+    hidden: tuple[int, ...]  # neurons of each layer
+    rates: tuple[float, ...]  # activities of the hidden layers to measure
+    excitatory: bool = False  # all weights are positive, which allows rates near 1
 
 
 SHD_RATE = 48 / 700  # at most 48 of SHD's 700 inputs spike in a step; here in every step
@@ -162,14 +154,7 @@ class EventNetwork:
 
 
 class EventTask:
-    """The networks of a case at one rate, with the same weights and input.
-
-    Attributes:
-        x, events: the input, dense and as events.
-        initial: the weights, as layers on events.
-        rates: activity of each hidden layer.
-        networks: by name.
-    """
+    """The networks of a case at one rate, with the weights of `initial` and the same input."""
 
     def __init__(self, case: Case, rate: float, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -286,11 +271,8 @@ def trace(task: EventTask, network: EventNetwork) -> tuple[Step, list[LayerTrace
 class Deviation:
     """Differences of layers on events from float64.
 
-    Attributes:
-        sites, flips: number of spikes compared, and of spikes and candidates for a gradient that
-            differ.
-        margin: largest distance of a differing potential from the threshold or cutoff.
-        errors: largest relative differences by quantity.
+    Of `sites` spikes, `flips` spikes or candidates for a gradient differ, whose potentials are
+    nearer to the threshold or cutoff than `margin`; `errors` are relative, by quantity.
     """
 
     def __init__(self) -> None:

@@ -194,25 +194,15 @@ Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 @dataclass
 class Network:
-    """A network to measure.
-
-    Args:
-        net: for one time step.
-        call: over all time steps, `[T, B, C, H, W]` to `[T, B, classes]`.
-        neuron: type of its spiking modules, `[T*B, ...]` to the same; None if there are none.
-        exact: whether its spikes equal the reference's bit for bit.
-        note: printed below tables.
-        same_gradient: whether it has the reference's surrogate.
-        equivalent: makes a network with the same results; for networks whose neurons' spikes
-            cannot be replaced.
-    """
+    """A network to measure: `net` for one time step, and its `call` over all time steps."""
 
     net: nn.Module
-    call: Callable[[Tensor], Tensor]
-    neuron: type[nn.Module] | None = None
-    exact: bool = False
-    note: str = ""
-    same_gradient: bool = True
+    call: Callable[[Tensor], Tensor]  # [T, B, C, H, W] to [T, B, classes]
+    neuron: type[nn.Module] | None = None  # of its spiking modules, [T*B, ...] to the same
+    exact: bool = False  # its spikes equal the reference's bit for bit
+    note: str = ""  # printed below tables
+    same_gradient: bool = True  # it has the reference's surrogate
+    # Makes a network with the same results, where spikes of neurons cannot be replaced.
     equivalent: Callable[[], Network] | None = None
 
     def step(self, task: Task, kind: str) -> Callable[[], StepResult]:

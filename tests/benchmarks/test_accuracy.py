@@ -14,7 +14,7 @@ from torch import nn
 
 import spikefuse as sf
 from benchmarks import accuracy, record, spoken_digits
-from benchmarks.spoken_digits import FEED_FORWARD, NAMES, OURS, SNNTORCH, SNNTORCH_GRAPH
+from benchmarks.spoken_digits import FEED_FORWARD, OURS
 from spikefuse.train.seeding import Purpose, reseed
 
 
@@ -69,20 +69,6 @@ def test_a_run_continues_from_its_checkpoint(
         accuracy.main(["--seconds", "9"])  # without --checkpoints
 
 
-def test_a_network_that_cannot_be_made_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(name: str, args: Namespace) -> None:
-        raise AttributeError("of a dependency")
-
-    monkeypatch.setattr(accuracy, "make_network", broken)
-    options = ["--quick", "--device", "cpu", "--names", "spikingjelly", "--out", str(tmp_path)]
-    result = record.read(accuracy.main(options))
-    assert result["rows"] == []
-    reason = "AttributeError: of a dependency"
-    assert result["left_out"] == [{"row": "spikingjelly", "reason": reason}]
-
-
 def test_first_epochs_of_one_time_step(tmp_path: Path) -> None:
     options = ["--quick", "--device", "cpu", "--names", "spikefuse", "--early", "1"]
     path = accuracy.main([*options, "--out", str(tmp_path), "--name", "early"])
@@ -95,22 +81,6 @@ def test_first_epochs_of_one_time_step(tmp_path: Path) -> None:
 
 
 # Spoken digits
-
-
-def test_rows_of_every_network(tmp_path: Path) -> None:
-    options = ["--quick", "--device", "cpu", "--seeds", "0", "3", "--out", str(tmp_path)]
-    result = record.read(spoken_digits.main(options))
-    missing = {entry["row"] for entry in result["left_out"]}
-    assert {SNNTORCH_GRAPH} <= missing <= {SNNTORCH, SNNTORCH_GRAPH}
-    trained = [name for name in NAMES if name not in missing]
-    rows = [(row["seed"], row["name"], row["epoch"]) for row in result["rows"]]
-    assert rows == [(seed, name, epoch) for seed in (0, 3) for name in trained for epoch in (1, 2)]
-    for row in result["rows"]:
-        assert 0 <= row["accuracy"] <= 1
-        assert row["examples_per_s"] > 0
-        assert not row["graph"]
-    losses = [row["loss"] for row in result["rows"]]
-    assert len(set(losses)) > len(losses) / 2  # seeds and networks differ
 
 
 def test_networks_differ_in_feedback_alone() -> None:
@@ -128,8 +98,3 @@ def test_networks_differ_in_feedback_alone() -> None:
     }
     first, second = (nets[name].net.state_dict() for name in (OURS, FEED_FORWARD))
     assert torch.equal(first["2.weight"], second["2.weight"])  # of the first linear layer
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="shd_test_10ms"):
-        spoken_digits.main(["--device", "cpu", "--data-dir", str(tmp_path), "--out", str(tmp_path)])

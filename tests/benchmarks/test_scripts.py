@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 import benchmarks.__main__ as everything
-from benchmarks import events, networks, neurons, record, reproduce, time_sharding
+from benchmarks import events, neurons, record, reproduce, time_sharding
 from benchmarks.events import DENSE, EVENTS
 from benchmarks.layers import LOOP, OURS
-from benchmarks.networks import FUSED
 from tests.processes import finish, torchrun
 
 QUICK = ("--quick", "--device", "cpu")
@@ -24,7 +23,7 @@ SCRIPTS = (
     "recurrent",
     "cpu",
     "block --layout channels-last --shapes T=4",
-    "networks --dtype bfloat16",
+    "networks --dtype bfloat16 --name networks_trial --T 3",
     "events",
     "accuracy --names spikefuse --early 1 --cutmix 1",
     "spoken_digits --names spikefuse --dtype bfloat16",
@@ -48,6 +47,8 @@ def check(out: Path) -> list[dict[str, Any]]:
             own = c["name"].startswith((OURS, LOOP, EVENTS, DENSE))
             without = c["status"] == "unavailable" and (not own or "graph" in c["reason"])
             assert c["status"] == "ok" or without, c
+        for found in row.get("agreement", {}).values():
+            assert found["flips"] <= found["flips_allowed"]
     return result["rows"]
 
 
@@ -99,17 +100,6 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"python -m benchmarks.{name}" in capsys.readouterr().out
 
 
-def test_networks_record_the_differences(tmp_path: Path) -> None:
-    command = [*QUICK, "--out", str(tmp_path), "--steps", "evaluation", "--dtype", "float32"]
-    command += ["--T", "3", "--name", "networks_trial", "--networks", OURS, FUSED]
-    result = record.read(networks.main(command))
-    (row,) = result["rows"]
-    assert result["benchmark"] == "networks_trial"
-    assert row["workload"] == "conv-mnist, T = 3"
-    assert row["agreement"][OURS]["flips"] == 0
-    assert row["agreement"][FUSED]["flips"] <= row["agreement"][FUSED]["flips_allowed"]
-
-
 def test_wrong_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for script, message in ((time_sharding, "start it with torchrun"), (neurons, "at least 1")):
         with pytest.raises(SystemExit):
@@ -139,11 +129,3 @@ def test_everything_is_run_and_failures_are_named(monkeypatch: pytest.MonkeyPatc
 
 def test_each_recipe_has_a_row() -> None:
     assert {path.stem for path in reproduce.CONFIGS.glob("*.yaml")} == set(reproduce.PAPERS)
-
-
-def test_a_failed_training_ends_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPIKEFUSE_REVISION", "0")  # otherwise git is run
-    done = subprocess.CompletedProcess([], 2)
-    monkeypatch.setattr(reproduce.subprocess, "run", lambda *_, **__: done)
-    with pytest.raises(SystemExit, match="seed 0 ended with exit code 2"):
-        reproduce.main(["radlif-shd", *QUICK])
