@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plots, record, tables
+from benchmarks import plots, record, sections, tables
 
 PAGES = ("docs/benchmarks.md", "docs/reproduce.md", "docs/tutorials/fast.ipynb", "README.md")
 PLOTS = {
@@ -78,7 +78,7 @@ def test_check_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("value", [1234.5, 45.67, 1.234, 0.4567, 0.0123])
 def test_numbers_have_three_digits(value: float) -> None:
-    assert float(tables.number(value).replace(",", "")) == pytest.approx(value, rel=5e-3)
+    assert float(sections.number(value).replace(",", "")) == pytest.approx(value, rel=5e-3)
 
 
 @pytest.mark.parametrize("name", PLOTS)
