@@ -2,11 +2,10 @@
 README.md and a tutorial.
 
     python -m benchmarks            neurons, networks, events, first call, CPU
-    python -m benchmarks --gpus     on several GPUs: DDP, time sharding, neuron sharding
+    python -m benchmarks --gpus     on several GPUs: data-parallel steps, time and neuron sharding
 
-Each runs in its own process, and the others still run if one fails. Training runs
-(`benchmarks.training`, `benchmarks.accuracy`, `benchmarks.event_accuracy`,
-`benchmarks.spoken_digits`) are started by hand.
+Each runs in its own process, and the others still run if one fails. Training runs (`reproduce`,
+`accuracy`, `spoken_digits`) are started by hand.
 """
 
 from __future__ import annotations
@@ -22,22 +21,27 @@ from benchmarks import record
 ON_GPU = ("neurons steps", "neurons", "recurrent", "block", "networks")
 PAGES = ("docs/benchmarks.md", "README.md", "docs/tutorials/fast.ipynb")
 TABLES = tuple(f"tables --page {page}" for page in PAGES)
-ANYWHERE = ("events --streaming", "first_call", "neurons cpu", "cpu", *TABLES)
+ANYWHERE = ("events", "first_call", "cpu", *TABLES)
+WORKLOADS = ("resnet18-mnist", "alexnet-imagenet", "resnet34-imagenet")
 
 
 def commands(gpus: int) -> list[list[str]]:
     """Return the commands for no GPU, for one, or for several."""
     python = [sys.executable, "-m"]
-    if gpus < 2:
-        names = [*(ON_GPU if gpus else ()), *ANYWHERE]
-        return [[*python, *f"benchmarks.{name}".split()] for name in names]
+    names = [*(ON_GPU if gpus else ()), *ANYWHERE]
+    ranks: list[tuple[int, str]] = []
+    if gpus > 1:
+        names = [*TABLES]
+        ranks = [
+            (gpus, "time_sharding"),
+            *((2, f"parallel data --workload {w}") for w in WORKLOADS),
+        ]
+        ranks += [(n, "parallel events") for n in (1, 2, 4, 8) if n <= gpus]
     torchrun = [*python, "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    found = [[*torchrun, str(gpus), "-m", "benchmarks.time_sharding"]]
-    for workload in ("resnet18-mnist", "alexnet-imagenet", "resnet34-imagenet"):
-        found.append([*torchrun, "2", "-m", "benchmarks.ddp", "--workload", workload])
-    ranks = [str(n) for n in (1, 2, 4, 8) if n <= gpus]
-    found.append([*python, "benchmarks.event_scaling", "--ranks", *ranks])
-    return [*found, *([*python, *f"benchmarks.{name}".split()] for name in TABLES)]
+    return [
+        *([*torchrun, str(n), "-m", *f"benchmarks.{name}".split()] for n, name in ranks),
+        *([*python, *f"benchmarks.{name}".split()] for name in names),
+    ]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -30,10 +30,11 @@ from __future__ import annotations
 import argparse
 import io
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,8 +42,7 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from benchmarks import layers, plots, runner
-from benchmarks.networks import cudnn_search
-from benchmarks.runner import Record, synchronize
+from benchmarks.runner import Record, cudnn_search, synchronize
 from spikefuse import data, models
 from spikefuse.data import Images
 from spikefuse.data.files import default_directory, replacing
@@ -60,87 +60,221 @@ CLASSES, MEAN, STD = 10, (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
 MOMENTUM, EVAL_BATCH = 0.9, 1000
 QUICK = {"epochs": 2, "batch": 8, "T": 2}
 # Options that change no row.
-PLACES = ("checkpoints", "data_dir", "name", "names", "rounds", "seconds", "seeds")
+PLACES = ("checkpoints", "data_dir", "name", "names", "rounds", "seconds", "seeds", "started")
 # Parts of a training step. A step that ends after one of them has run those before it too.
 PARTS = ("augmentation", "forward", "backward", "optimizer")
 
 
 def main(argv: list[str] | None = None) -> Path:
     parser = runner.make_parser("accuracy", __doc__)
+    add_options(parser, NAMES, {"epochs": 60, "batch": 500, "lr": 0.2, "rise": 0.2})
     add = parser.add_argument
-    add("--names", nargs="+", default=list(NAMES), choices=NAMES, help="networks (all)")
-    add("--seeds", type=int, nargs="+", default=[0], help="(0)")
     add("--model", default=MODELS[0], choices=MODELS, help=f"({MODELS[0]})")
     add("--T", type=int, default=4, help="time steps (4)")
-    add("--epochs", type=int, default=60, help="of the schedule (60)")
     add("--early", type=int, default=0, help="first epochs that train one time step only (0)")
-    add("--batch", type=int, default=500, help="(500)")
-    add("--lr", type=float, default=0.2, help="highest learning rate (0.2)")
-    add("--rise", type=float, default=0.2, help="share of the run before it (0.2)")
     add("--weight-decay", type=float, default=5e-4, help="of weights, not of norms (5e-4)")
     add("--smoothing", type=float, default=0.1, help="of labels (0.1)")
     add("--shift", type=int, default=4, help="pixels (4)")
     add("--cutout", type=int, default=16, help="side in pixels (16)")
     add("--cutmix", type=float, default=0.0, help="alpha, 0 for none (0)")
+    args = parse(parser, argv, QUICK)
+    if args.quick:
+        drawn = np.random.default_rng(0).integers(256, size=(10, 3, 16, 16), dtype=np.uint8)
+        parts = [Images(torch.from_numpy(drawn), torch.arange(10))] * 2
+    else:
+        folder = args.data_dir / "cifar10"
+        parts = [decode(folder / f"cifar10_{part}_jpeg.npz") for part in ("train", "test")]
+    parts = [part.to(torch.device(args.device)) for part in parts]
+    described = "random images" if args.quick else "CIFAR-10, JPEG copies"
+    with cudnn_search(torch.device(args.device)):
+        return train_all(args, ImageRun, lambda seed: parts, described)
+
+
+# Shared with spoken_digits
+
+
+def add_options(
+    parser: argparse.ArgumentParser, names: Sequence[str], defaults: dict[str, Any]
+) -> None:
+    add = parser.add_argument
+    add("--names", nargs="+", default=list(names), choices=names, help="networks (all)")
+    add("--seeds", type=int, nargs="+", default=[0], help="(0)")
+    for name, text in (
+        ("epochs", "of the schedule"),
+        ("batch", "examples of a step"),
+        ("lr", "highest learning rate"),
+        ("rise", "share of the run before it"),
+    ):
+        usual = defaults[name]
+        add(f"--{name}", type=type(usual), default=usual, help=f"{text} ({usual:g})")
     add("--seconds", type=float, help="stop before this time, evaluation included")
     add("--checkpoints", type=Path, help="folder of checkpoints, to continue from")
     add("--data-dir", type=Path, default=default_directory(), help="data folder")
-    add("--name", help="name of the result (accuracy)")
+    add("--name", help=f"name of the result ({parser.get_default('name')})")
+
+
+def parse(
+    parser: argparse.ArgumentParser, argv: list[str] | None, quick: Record
+) -> argparse.Namespace:
     args = runner.parse(parser, argv)
-    if args.quick:
-        vars(args).update(QUICK)
+    vars(args).update(quick if args.quick else {})
     if args.seconds is not None and args.checkpoints is None:
         parser.error("--seconds needs --checkpoints, to continue from")
+    args.started = time.perf_counter()
+    return args
+
+
+def train_all(
+    args: argparse.Namespace,
+    kind: type[Run],
+    load: Callable[[int], Sequence[Any]],
+    described: str,
+) -> Path:
+    """Train each network with each seed, on the training and test examples of `load`."""
     settings = {k: v for k, v in runner.settings_of(args).items() if k not in PLACES}
-    args.name = args.name or "accuracy"
-    settings["data"] = "random images" if args.quick else "CIFAR-10, JPEG copies"
-    with cudnn_search(torch.device(args.device)):
-        left_out: list[Record] = []
-        profile: Record = {}
-        found = rows(args, settings, left_out, profile)
-        given = settings | {"profile": profile}
-        return runner.write_rows(args, found, describe, given, left_out, plots.accuracy)
+    settings["data"] = described
+    left_out: list[Record] = []
+    profile: Record = {}
+
+    def rows() -> Iterator[Record]:
+        longest = 0.0
+        for seed in args.seeds:
+            for name in args.names:
+                run: Run | None = None
+                with runner.leaving_out(name, left_out):  # the others are still trained
+                    run = kind(name, seed, args, *load(seed))
+                if run is None:
+                    continue
+                yield from run.load(settings)
+                while len(run.rows) < args.epochs:
+                    begun = time.perf_counter()
+                    if args.seconds is not None and begun + longest > args.started + args.seconds:
+                        return
+                    run.rows.append(run.train() | {"accuracy": run.accuracy()})
+                    longest = max(longest, time.perf_counter() - begun)
+                    run.save(settings)
+                    yield run.rows[-1]
+                if not run.profile:
+                    run.profile = run.measure()
+                    run.save(settings)
+                profile[f"{name}, seed {seed}"] = run.profile
+                del run
+                runner.release(torch.device(args.device))
+
+    given = settings | {"profile": profile}
+    return runner.write_rows(args, rows(), given, left_out, plots.accuracy)
 
 
-def describe(row: Record) -> str:
-    speed = f"{row['images_per_s']:,} images/s"
-    what = f"{row['name']}, seed {row['seed']}, epoch {row['epoch']}"
-    return f"{what}: {row['accuracy']:.2%}, loss {row['loss']:.3f}, {row['seconds']:.1f} s, {speed}"
+class Run:
+    """The training of one network: its state, and a step that a CUDA graph can hold."""
+
+    unit, eval_batch = "images", EVAL_BATCH
+
+    def __init__(
+        self, name: str, seed: int, args: argparse.Namespace, training: Any, testing: Any
+    ) -> None:
+        self.args, self.name, self.seed, self.device = args, name, seed, torch.device(args.device)
+        self.testing = testing
+        self.rows: list[Record] = []  # one per epoch
+        self.profile: Record = {}  # after the last one
+        self.batches = TrainBatches(training, args.batch, seed, self.steps_done, self.device)
+        reseed(seed, Purpose.WEIGHTS)
+        self.net = self.make_network()
+        self.optimizer = self.make_optimizer()
+        steps, rise = args.epochs * len(self.batches), args.rise
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, args.lr, steps, pct_start=rise, cycle_momentum=False
+        )
+        self.parts = {"net": self.net, "optimizer": self.optimizer, "schedule": self.schedule}
+        self.step: Any = sf.graph_step(self._step, fallback=True)
+
+    def make_network(self) -> nn.Module:
+        raise NotImplementedError
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+    def outputs(self, x: Tensor, steps: int) -> Tensor:
+        """Return outputs `[T, B, classes]` of a batch of examples."""
+        raise NotImplementedError
+
+    def _step(self, x: Tensor, labels: Tensor, steps: int) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = sequence_loss(self.outputs(x, steps), labels, "mean")
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def steps_done(self) -> int:
+        return len(self.rows) * len(self.batches)
+
+    def train(self) -> Record:
+        """Train for an epoch."""
+        epoch, num = len(self.rows), len(self.batches)
+        steps = 1 if epoch < self.args.early else self.args.T
+        reseed(self.seed, Purpose.STEP, epoch)
+        self.net.train()
+        synchronize(self.device)
+        start = time.perf_counter()
+        total = torch.zeros((), device=self.device)
+        for batch in self.batches:
+            total += self.step(*batch, steps)
+            self.schedule.step()
+        synchronize(self.device)
+        seconds = time.perf_counter() - start
+        return {
+            **{"name": self.name, "seed": self.seed, "epoch": epoch + 1, "T": steps},
+            "loss": round(total.item() / num, 5),
+            "seconds": round(seconds, 3),
+            f"{self.unit}_per_s": round(num * self.batches.batch_size / seconds),
+            "graph": getattr(self.step, "num_replays", 0) > 0,
+        }
+
+    @torch.no_grad()
+    def accuracy(self) -> float:
+        self.net.eval()
+        batches = EvalBatches(self.testing, self.eval_batch, self.device)
+        right = [
+            (readout(self.outputs(x, self.args.T), "mean").argmax(1) == y).sum() for x, y in batches
+        ]
+        return int(torch.stack(right).sum()) / len(self.testing)
+
+    def measure(self) -> Record:
+        """Return the times of the parts of a step."""
+        return {}
+
+    # Checkpoints
+
+    @property
+    def path(self) -> Path | None:
+        folder = self.args.checkpoints
+        return folder and folder / f"{self.name}-{self.seed}.pt"
+
+    def save(self, settings: Record) -> None:
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            content = {"settings": settings, "rows": self.rows, "profile": self.profile}
+            state = {name: part.state_dict() for name, part in self.parts.items()}
+            with replacing(self.path) as temporary:
+                torch.save(content | state, temporary)
+
+    def load(self, settings: Record) -> list[Record]:
+        """Continue from a checkpoint, if there is one; return the rows of its epochs.
+
+        Raises:
+            SystemExit: its run had other settings.
+        """
+        if self.path is not None and self.path.is_file():
+            found = torch.load(self.path, map_location=self.device, weights_only=True)
+            if found["settings"] != settings:
+                raise SystemExit(f"{self.path} has other settings: choose another --checkpoints")
+            for name, part in self.parts.items():
+                part.load_state_dict(found[name])
+            self.rows, self.profile = found["rows"], found["profile"]
+        return self.rows
 
 
-def rows(
-    args: argparse.Namespace, settings: Record, left_out: list[Record], profile: Record
-) -> Iterator[Record]:
-    device, started, longest = torch.device(args.device), time.perf_counter(), 0.0
-    if args.quick:
-        drawn = np.random.default_rng(0).integers(256, size=(10, 3, 16, 16), dtype=np.uint8)
-        training = testing = Images(torch.from_numpy(drawn), torch.arange(10)).to(device)
-    else:
-        paths = (args.data_dir / "cifar10" / f"cifar10_{p}_jpeg.npz" for p in ("train", "test"))
-        training, testing = (decode(path).to(device) for path in paths)
-    for seed in args.seeds:
-        for name in args.names:
-            try:
-                run = Run(name, seed, args, training)
-            except Exception as error:  # the others are still trained
-                left_out.append({"row": name, "reason": runner.first_line(error)})
-                print(f"{name}: left out, {left_out[-1]['reason']}", flush=True)
-                continue
-            yield from run.load(settings)
-            while len(run.rows) < args.epochs:
-                begun = time.perf_counter()
-                if args.seconds is not None and begun + longest > started + args.seconds:
-                    return
-                run.rows.append(run.train() | {"accuracy": run.accuracy(testing)})
-                longest = max(longest, time.perf_counter() - begun)
-                run.save(settings)
-                yield run.rows[-1]
-            if not run.profile:
-                run.profile = run.measure(testing)
-                run.save(settings)
-            profile[f"{name}, seed {seed}"] = run.profile
-            del run
-            runner.release(device)
+# CIFAR-10
 
 
 def decode(path: Path) -> Images:
@@ -189,37 +323,22 @@ def make_network(name: str, args: argparse.Namespace) -> tuple[nn.Module, Call]:
     return temporal, lambda images, steps: temporal(direct(images, steps))
 
 
-class Run:
-    """The training of one network: its state, and a step that a CUDA graph can hold."""
-
-    def __init__(self, name: str, seed: int, args: argparse.Namespace, training: Images) -> None:
-        self.args, self.name, self.seed, self.device = args, name, seed, torch.device(args.device)
-        self.rows: list[Record] = []  # one per epoch
-        self.profile: Record = {}  # after the last one
-        self.batches = TrainBatches(training, args.batch, seed, self.steps_done, self.device)
-        reseed(seed, Purpose.WEIGHTS)
-        self.net, self.call = make_network(name, args)
-        self.net.to(self.device, memory_format=torch.channels_last)
+class ImageRun(Run):
+    def make_network(self) -> nn.Module:
+        net, self.call = make_network(self.name, self.args)
         self.mean, self.std = (
             255 * torch.tensor(values, device=self.device).view(3, 1, 1) for values in (MEAN, STD)
         )
-        parameters = list(self.net.parameters())
+        return net.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        args, parameters = self.args, list(self.net.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": args.weight_decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.SGD(
-            groups, args.lr, MOMENTUM, nesterov=True, fused=self.device.type == "cuda"
-        )
-        steps = args.epochs * len(self.batches)
-        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
-            self.optimizer, args.lr, steps, pct_start=args.rise, cycle_momentum=False
-        )
-        self.parts = {"net": self.net, "optimizer": self.optimizer, "schedule": self.schedule}
-        self.step = sf.graph_step(self._step, fallback=True)
-
-    def steps_done(self) -> int:
-        return len(self.rows) * len(self.batches)
+        fused = self.device.type == "cuda"
+        return torch.optim.SGD(groups, args.lr, MOMENTUM, nesterov=True, fused=fused)
 
     def outputs(self, pixels: Tensor, steps: int) -> Tensor:
         """Return logits `[T, B, classes]` of bytes, or of their mixtures."""
@@ -245,38 +364,7 @@ class Run:
             self.optimizer.step()
         return loss
 
-    def train(self) -> Record:
-        """Train for an epoch."""
-        epoch, num = len(self.rows), len(self.batches)
-        steps = 1 if epoch < self.args.early else self.args.T
-        reseed(self.seed, Purpose.STEP, epoch)
-        self.net.train()
-        synchronize(self.device)
-        start = time.perf_counter()
-        total = torch.zeros((), device=self.device)
-        for batch in self.batches:
-            total += self.step(*batch, steps)
-            self.schedule.step()
-        synchronize(self.device)
-        seconds = time.perf_counter() - start
-        return {
-            **{"name": self.name, "seed": self.seed, "epoch": epoch + 1, "T": steps},
-            "loss": round(total.item() / num, 5),
-            "seconds": round(seconds, 3),
-            "images_per_s": round(num * self.args.batch / seconds),
-            "graph": self.step.num_replays > 0,
-        }
-
-    @torch.no_grad()
-    def accuracy(self, testing: Images) -> float:
-        self.net.eval()
-        batches = EvalBatches(testing, EVAL_BATCH, self.device)
-        right = [
-            (readout(self.outputs(x, self.args.T), "mean").argmax(1) == y).sum() for x, y in batches
-        ]
-        return int(torch.stack(right).sum()) / len(testing)
-
-    def measure(self, testing: Images) -> Record:
+    def measure(self) -> Record:
         """Return milliseconds per batch of each part of a step, and of evaluation."""
         self.net.train()
         milliseconds, before = {}, 0.0
@@ -290,41 +378,11 @@ class Run:
             until = 1000 * (time.perf_counter() - start) / len(self.batches)
             milliseconds[last], before = round(until - before, 4), until
         start = time.perf_counter()
-        self.accuracy(testing)  # ends with a synchronization
-        batches = -(-len(testing) // EVAL_BATCH)
+        self.accuracy()  # ends with a synchronization
+        batches = -(-len(self.testing) // EVAL_BATCH)
         milliseconds["evaluation"] = round(1000 * (time.perf_counter() - start) / batches, 4)
         pipeline = round(1000 * self.args.batch / milliseconds["augmentation"])
         return {"ms": milliseconds, "augmented_images_per_s": pipeline}
-
-    # Checkpoints
-
-    @property
-    def path(self) -> Path | None:
-        folder = self.args.checkpoints
-        return folder and folder / f"{self.name}-{self.seed}.pt"
-
-    def save(self, settings: Record) -> None:
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            content = {"settings": settings, "rows": self.rows, "profile": self.profile}
-            state = {name: part.state_dict() for name, part in self.parts.items()}
-            with replacing(self.path) as temporary:
-                torch.save(content | state, temporary)
-
-    def load(self, settings: Record) -> list[Record]:
-        """Continue from a checkpoint, if there is one; return the rows of its epochs.
-
-        Raises:
-            SystemExit: its run had other settings.
-        """
-        if self.path is not None and self.path.is_file():
-            found = torch.load(self.path, map_location=self.device, weights_only=True)
-            if found["settings"] != settings:
-                raise SystemExit(f"{self.path} has other settings: choose another --checkpoints")
-            for name, part in self.parts.items():
-                part.load_state_dict(found[name])
-            self.rows, self.profile = found["rows"], found.get("profile", {})
-        return self.rows
 
 
 if __name__ == "__main__":

@@ -63,22 +63,13 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 @dataclass
 class NetworkReference:
-    """A step of the eager loop.
-
-    Attributes:
-        result: of the step.
-        spikes: of all neurons in the order of their calls.
-        flips_allowed: number of spikes that may differ for the same inputs.
-        rounding: allowed relative difference of a forced step.
-        flip_rate: share of the spikes that differ from the unfused reference's for the same inputs.
-            The fused network has a reference of its own, because its norms stay in float32.
-    """
+    """A step of the eager loop; fused networks, whose norms stay in float32, have their own."""
 
     result: StepResult
-    spikes: list[Tensor]
-    flips_allowed: int
-    rounding: float
-    flip_rate: float
+    spikes: list[Tensor]  # of all neurons in the order of their calls
+    flips_allowed: int  # spikes that may differ for the same inputs
+    rounding: float  # allowed relative difference of a forced step
+    flip_rate: float  # share of the spikes that fusing flips for the same inputs
 
     @classmethod
     def of(
@@ -88,11 +79,9 @@ class NetworkReference:
         make: Callable[..., Network],
         unfused: NetworkReference | None = None,
     ) -> NetworkReference:
-        """Compute the reference of the network, or of the fused network if `unfused` is given.
+        """Compute the reference of the network, or of the fused one if `unfused` is given.
 
-        Args:
-            make: makes the network; takes `fused`, `impl` and `threshold`.
-            unfused: reference of the network that is not fused.
+        `make` makes the network; it takes `fused`, `impl` and `threshold`.
         """
         fused = unfused is not None
         make = partial(make, fused=fused, impl="reference")

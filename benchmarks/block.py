@@ -3,14 +3,9 @@
     python -m benchmarks.block
     python -m benchmarks.block --dtype bfloat16 --layout contiguous --shapes T=4
 
-Forward and backward in training, with gradients of the input and of the norm's weight and bias:
-64 channels at 56 x 56, T = 32, batch 100; and 1,024 images of 32 x 32 in 1 to 32 time steps. The
-block is compared with torch's batch norm followed by our neuron, and followed by SpikingJelly's
-function with a float32 state on a view of its result.
-
-The roofline is the time in which this GPU copies the bytes that must move, measured in the same
-row: x is read for the statistics, by forward, and by each of two backward passes; the gradient of
-the output is read by both backward passes; the output and the gradient of x are written.
+Forward and backward in training. The block is compared with torch's batch norm followed by our
+neuron, and by SpikingJelly's function with a float32 state on a view of its result. The roofline is
+the time in which this GPU copies the bytes that must move (see docs/benchmarks.md).
 
 Neurons whose potential comes near the threshold are excluded from the loss. All others must spike
 as in float64, and gradients are compared with those in float64.
@@ -35,7 +30,6 @@ from benchmarks.layers import (
     Inputs,
     Jelly,
     JellyFunction,
-    LayerInput,
     LayerResult,
 )
 from benchmarks.neurons import COPY_BYTES
@@ -51,7 +45,7 @@ RECOMPUTED = f"{OURS}, recomputed states"
 SEPARATE = f"batch norm, then {OURS}"
 RIVAL = f"batch norm, then {JELLY_FUNCTION}"
 
-SEQUENCES = 8  # that must be read or written; see above
+SEQUENCES = 8  # that must be read or written: six reads and two writes
 # Relative distance from the threshold below which a neuron is excluded. In bfloat16, contenders
 # with a separate norm round its result.
 MARGIN = {"float32": 1e-4, "bfloat16": 1e-2}
@@ -66,22 +60,21 @@ def main(argv: list[str] | None = None) -> Path:
     args = runner.parse(parser, argv)
     timing, device = Timing.of(args, COPY_BYTES), torch.device(args.device)
 
-    def case(shape: str, dtype: str, layout: str) -> Record:
-        sizes = QUICK if args.quick else SHAPES[shape]
-        given = LayerInput(sizes, DTYPES[dtype], device)
-        return measure_block(timing, given, dtype, layout)
-
     return runner.run_cases(args, (
-        (f"{shape}, {dtype}, {layout}", partial(case, shape, dtype, layout))
+        (f"{shape}, {dtype}, {layout}",
+         partial(measure_block, timing, QUICK if args.quick else SHAPES[shape], device, dtype,
+                 layout))
         for layout in args.layout
         for shape in args.shapes
         for dtype in args.dtype
     ))  # fmt: skip
 
 
-def measure_block(timing: Timing, given: LayerInput, dtype: str, layout: str) -> Record:
-    inputs = Inputs(given).in_layout(LAYOUTS[layout])
-    norm = make_norm(given.shape[2], given.device)
+def measure_block(
+    timing: Timing, shape: tuple[int, ...], device: torch.device, dtype: str, layout: str
+) -> Record:
+    inputs = Inputs(shape, DTYPES[dtype], device).in_layout(LAYOUTS[layout])
+    norm = make_norm(shape[2], device)
     truth = BlockTruth(norm, inputs, dtype)
     blocks: dict[str, Callable[[Tensor], Tensor]] = {
         OURS: Block(norm, layers.lif(), sf.memory.Bits()),
@@ -90,7 +83,7 @@ def measure_block(timing: Timing, given: LayerInput, dtype: str, layout: str) ->
     }
     contenders = [block_contender(name, norm, inputs, block) for name, block in blocks.items()]
     contenders.append(rival(norm, inputs))
-    about = {"shape": list(given.shape), "dtype": dtype, "layout": layout}
+    about = {"shape": list(shape), "dtype": dtype, "layout": layout}
     num_bytes = SEQUENCES * inputs.like.nbytes
     return about | measure(contenders, truth.verify, timing, num_bytes, inputs.prepare)
 
@@ -147,10 +140,6 @@ class BlockTruth:
         self.expected = reference_block(norm, xs, grads)
         self.true = reference_block(norm, xs.double(), grads)
 
-    @property
-    def near_share(self) -> float:
-        return self.near.float().mean().item()
-
     def verify(self, contender: Contender, result: LayerResult) -> None:
         """Check a result against float64.
 
@@ -160,7 +149,7 @@ class BlockTruth:
         Raises:
             AssertionError: the result is wrong.
         """
-        share = self.near_share
+        share = self.near.float().mean().item()
         assert share <= MAX_NEAR, f"{share:.2g} of the neurons come near the threshold"
         (y,), (gx,) = result.outputs, result.grads
         assert y.isfinite().all(), "the output is not finite"

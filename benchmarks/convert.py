@@ -3,8 +3,8 @@
     python -m benchmarks.convert
     python -m benchmarks.convert --networks "Spikformer-4-384, CIFAR-10" --dtype float32
 
-The networks of `benchmarks.published` have SpikingJelly's neurons and fresh weights. "original" is
-the network as it is; "converted" is `sf.fuse(sf.convert(network))`. Of these networks, only
+The networks of `tests/parity/published.py` have SpikingJelly's neurons and fresh weights.
+"original" is the network as it is; "converted" is `sf.fuse(sf.convert(network))`. Only
 "SEW-ResNet18 in containers" is written for one time step, so only its batch norms are fused (see
 docs/converting.md).
 Each runs eagerly and as a CUDA graph of the whole step: the original by torch.cuda.graph, the
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -36,21 +36,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spikefuse as sf
-from benchmarks import published, runner
+from benchmarks import runner
 from benchmarks.agreement import difference
 from benchmarks.layers import DTYPES, spikingjelly
-from benchmarks.networks import GRAPH_STEP, LEARNING_RATE, cudnn_search
+from benchmarks.networks import LEARNING_RATE
 from benchmarks.runner import (
     EAGER,
     GRAPH,
+    GRAPH_STEP,
     NO_GRAPHS,
     Contender,
     Record,
     Timing,
-    graph_contender,
-    graph_step_contender,
+    contender_of,
+    cudnn_search,
     measure,
 )
+from tests.parity import published
 
 ORIGINAL, CONVERTED = "original", "converted"
 STEPS = ("training", "evaluation")
@@ -67,16 +69,12 @@ RATES, SHARE = (0.005, 0.995), 0.7
 class Case:
     """A network, its input, and its published sizes.
 
-    Args:
-        make: takes T and `sizes`; without `sizes`, for small images of two channels.
-        shape: C, H, W.
-        one_step: whether the input is `[T, B, C, H, W]`, in place of images `[B, C, H, W]`, and the
-            converted network is for one time step.
-        channels_last: the layout of weights and input.
+    With `one_step`, the input is `[T, B, C, H, W]` in place of images `[B, C, H, W]`, and the
+    converted network is for one time step.
     """
 
-    make: Callable[..., nn.Module]
-    shape: tuple[int, int, int]
+    make: Callable[..., nn.Module]  # takes T and `sizes`
+    shape: tuple[int, int, int]  # C, H, W
     classes: int
     batch: int
     sizes: dict[str, Any] = field(default_factory=dict)
@@ -264,7 +262,8 @@ def measure_case(task: Task, timing: Timing, checked: Record, kind: str, dtype: 
         net, done = task.network(name, dtype)
         note = done or note
         networks.append(net)
-        contender = contender_of(title, way, task, task.step(net, name, kind, dtype))
+        step = task.step(net, name, kind, dtype)
+        contender = contender_of(title, way, step, (task.x, task.labels), task.device)
         made[title] = name, way, contender
     expected: dict[str, Tensor] = {}
 
@@ -303,18 +302,6 @@ def measure_case(task: Task, timing: Timing, checked: Record, kind: str, dtype: 
     return about | {"contenders": contenders}
 
 
-def contender_of(
-    title: str, way: str, task: Task, step: Callable[[Tensor, Tensor], Any]
-) -> Contender:
-    """Return a step of the batch, run in one of the `WAYS`."""
-    if way == GRAPH:
-        return graph_contender(title, lambda: step(task.x, task.labels), task.device)
-    if way == EAGER:
-        return Contender(title, lambda: step(task.x, task.labels))
-    recorded = sf.graph_step(step)
-    return graph_step_contender(title, lambda: recorded(task.x, task.labels), task.device)
-
-
 def main(argv: list[str] | None = None) -> Path:
     parser = runner.make_parser("convert", __doc__, rounds=5)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS),
@@ -334,14 +321,13 @@ def main(argv: list[str] | None = None) -> Path:
         task, equality = checked(name)
         return {"network": name} | measure_case(task, timing, equality, kind, dtype)
 
-    def cases() -> Iterator[tuple[str, Callable[[], Record]]]:
-        for name in args.networks:
-            for dtype in args.dtype:
-                for kind in args.steps:
-                    yield f"{name}, {dtype}, {kind}", partial(measured, name, kind, dtype)
-
     with cudnn_search(device):
-        return runner.run_cases(args, cases())
+        return runner.run_cases(args, (
+            (f"{name}, {dtype}, {kind}", partial(measured, name, kind, dtype))
+            for name in args.networks
+            for dtype in args.dtype
+            for kind in args.steps
+        ))  # fmt: skip
 
 
 if __name__ == "__main__":

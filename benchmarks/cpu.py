@@ -1,15 +1,11 @@
-"""Whole steps on a CPU: tutorial networks of other libraries, and fused against unfused networks.
+"""Whole steps on a CPU: other libraries' tutorials, in spikefuse and in their own library.
 
     PYTHONPATH=.parity python -m benchmarks.cpu
-    python -m benchmarks.cpu --groups blocks networks
 
 The tutorials are SpikingJelly's CSNN on Fashion-MNIST (32 channels, T = 4, multi-step mode, SGD)
 and snnTorch's tutorials 5 (784-1000-10, 25 steps) and 6 (convolutions, 50 steps), each in its own
 library as the tutorial has it, and in spikefuse, with a batch of 128 random images. Where it says
-channels-last, weights and images have that memory format.
-
-Blocks are batch norm and a neuron, forward and backward in training, large and so small that they
-are not fused; networks are a CSNN on a Poisson encoding. "One step" is one sample through one time
+channels-last, weights and images have that memory format. "One step" is one sample through one time
 step without gradients.
 
 All contenders of a row begin with the same weights, and their first losses must agree.
@@ -21,7 +17,7 @@ import argparse
 import copy
 import importlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,11 +33,10 @@ from benchmarks.runner import Contender, Record, Timing, first_line, measure
 
 FUSED, LAST = f"{OURS}, fused", ", channels-last"
 JELLY, SNNTORCH = "SpikingJelly", "snnTorch"
-BATCH, STEPS = 128, (1, 4, 8, 32)
+BATCH = 128
 # Allowed relative difference of the first losses, since a few spikes differ by rounding.
 TOLERANCE = 0.01
 
-Case = tuple[str, Callable[[], Record]]
 Loss = Callable[[Tensor, Tensor], Tensor]
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -49,31 +44,30 @@ Make = Callable[..., torch.optim.Optimizer]
 def main(argv: list[str] | None = None) -> Path:
     parser = runner.make_parser("cpu", __doc__)
     parser.set_defaults(device="cpu")
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
-    parser.add_argument("--T", nargs="+", type=int, default=list(STEPS))
     args = runner.parse(parser, argv)
     if args.device != "cpu":
         parser.error("these are benchmarks of a CPU")
-    return runner.run_cases(args, (case for group in args.groups for case in GROUPS[group](args)))
+    return runner.run_cases(args, (
+        ("SpikingJelly's CSNN, T = 4", partial(csnn_case, args)),
+        ("snnTorch's tutorial 5, T = 25", partial(tutorial_case, args, conv=False)),
+        ("snnTorch's tutorial 6, T = 50", partial(tutorial_case, args, conv=True)),
+        ("one step, 784-1000-10", partial(one_step_case, args)),
+    ))  # fmt: skip
 
 
-class Step:
-    """A training step, or with `optimizer=None` an evaluation step; returns the loss."""
+def training_step(
+    net: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, loss: Loss, optimizer: Any
+) -> Callable[[], float]:
+    """Return a training step, which returns the loss."""
 
-    def __init__(
-        self, net: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, loss: Loss, optimizer: Any
-    ) -> None:
-        self.net, self.x, self.y, self.loss, self.optimizer = net, x, y, loss, optimizer
+    def step() -> float:
+        optimizer.zero_grad()
+        found = loss(net(x), y)
+        found.backward()
+        optimizer.step()
+        return float(found.detach())
 
-    def __call__(self) -> float:
-        if self.optimizer is None:
-            with torch.no_grad():
-                return float(self.loss(self.net(self.x), self.y))
-        self.optimizer.zero_grad()
-        loss = self.loss(self.net(self.x), self.y)
-        loss.backward()
-        self.optimizer.step()
-        return float(loss.detach())
+    return step
 
 
 def compare(args: argparse.Namespace, contenders: list[Contender]) -> Record:
@@ -90,31 +84,27 @@ def compare(args: argparse.Namespace, contenders: list[Contender]) -> Record:
 
 def ours(
     net: nn.Module,
-    x: Tensor,
-    y: Tensor,
+    batch: tuple[Tensor, Tensor],
+    T: int,
     loss: Loss,
-    optimizer: Make | None,
-    encode: Callable[[Tensor], Tensor],
+    optimizer: Make,
     ways: tuple[bool, ...] = (False, True),
 ) -> list[Contender]:
     """The network unfused and, if it has a batch norm, fused, in the memory formats `ways`."""
-    found = []
+    found, (x, y) = [], batch
     has_norm = any(isinstance(m, nn.BatchNorm2d) for m in net.modules())
-    for last in ways:
-        for fused in (False, True) if has_norm else (False,):
-            made: nn.Module = sf.Temporal(copy.deepcopy(net)).train(optimizer is not None)
-            made = sf.fuse(made) if fused else made
-            given = x
-            if last:
-                made.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-                given = x.contiguous(memory_format=torch.channels_last)
-            by = None if optimizer is None else optimizer(made.parameters())
+    for last, fused in itertools.product(ways, (False, True) if has_norm else (False,)):
+        made: nn.Module = sf.Temporal(copy.deepcopy(net)).train()
+        made, given = sf.fuse(made) if fused else made, x
+        if last:
+            made.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            given = x.contiguous(memory_format=torch.channels_last)
 
-            def run(images: Tensor, made: nn.Module = made) -> Tensor:
-                return made(encode(images))
+        def run(images: Tensor, made: nn.Module = made) -> Tensor:
+            return made(sf.nn.encode.direct(images, T))
 
-            name = (FUSED if fused else OURS) + LAST * last
-            found.append(Contender(name, Step(run, given, y, loss, by)))
+        step = training_step(run, given, y, loss, optimizer(made.parameters()))
+        found.append(Contender((FUSED if fused else OURS) + LAST * last, step))
     return found
 
 
@@ -148,7 +138,9 @@ def if_neuron() -> sf.IF:
     return sf.IF(surrogate=sf.surrogate.Arctan(2.0))
 
 
-def jelly_step(net: nn.Sequential, x: Tensor, y: Tensor, T: int, optimizer: Make) -> Step:
+def jelly_step(
+    net: nn.Sequential, x: Tensor, y: Tensor, T: int, optimizer: Make
+) -> Callable[[], float]:
     functional, neuron, layer, surrogate = spikingjelly(
         "functional", "neuron", "layer", "surrogate"
     )
@@ -165,15 +157,14 @@ def jelly_step(net: nn.Sequential, x: Tensor, y: Tensor, T: int, optimizer: Make
         functional.reset_net(made)
         return made(images.unsqueeze(0).expand(T, -1, -1, -1, -1))
 
-    return Step(run, x, y, rate_loss, optimizer(made.parameters()))
+    return training_step(run, x, y, rate_loss, optimizer(made.parameters()))
 
 
 def csnn_case(args: argparse.Namespace) -> Record:
     x, y = images(args)
     T, net = 4, nn.Sequential(*csnn(if_neuron))
     sgd = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
-    repeat = partial(sf.nn.encode.direct, num_steps=T)
-    found = ours(net, x, y, rate_loss, sgd, repeat)
+    found = ours(net, (x, y), T, rate_loss, sgd)
     return compare(args, [*found, rival(JELLY, lambda: jelly_step(net, x, y, T, sgd))])
 
 
@@ -203,7 +194,9 @@ def mean_loss(values: Tensor, y: Tensor) -> Tensor:
     return steps_loss(values, y) / len(values)
 
 
-def torch_step(net: nn.Module, x: Tensor, y: Tensor, T: int, optimizer: Make, conv: bool) -> Step:
+def torch_step(
+    net: nn.Module, x: Tensor, y: Tensor, T: int, optimizer: Make, conv: bool
+) -> Callable[[], float]:
     """The loops of snnTorch's tutorials 5 and 6, whose networks are called once for each step."""
     snn = importlib.import_module("snntorch")
     functional = importlib.import_module("snntorch.functional")
@@ -223,7 +216,7 @@ def torch_step(net: nn.Module, x: Tensor, y: Tensor, T: int, optimizer: Make, co
             utils.reset(made)
             return torch.stack([made(images)[0] for _ in range(T)])
 
-        return Step(run, x, y, lambda s, y: rate(s, y), optimizer(made.parameters()))
+        return training_step(run, x, y, lambda s, y: rate(s, y), optimizer(made.parameters()))
     fc1, fc2 = (net.get_submodule(name) for name in ("fc1", "fc2"))
     lif1, lif2 = snn.Leaky(beta=0.95), snn.Leaky(beta=0.95)
 
@@ -241,14 +234,13 @@ def torch_step(net: nn.Module, x: Tensor, y: Tensor, T: int, optimizer: Make, co
             total = total + F.cross_entropy(mem, y)
         return total
 
-    return Step(membranes, x, y, loss, optimizer(net.parameters()))
+    return training_step(membranes, x, y, loss, optimizer(net.parameters()))
 
 
 def tutorial_case(args: argparse.Namespace, conv: bool) -> Record:
     x, y = images(args)
     T = 2 if args.quick else (50 if conv else 25)
     adam = partial(torch.optim.Adam, lr=1e-4)
-    repeat = partial(sf.nn.encode.direct, num_steps=T)
     if conv:
         lif = partial(leaky, 0.5, sf.surrogate.FastSigmoid(25.0))
         net: nn.Module = nn.Sequential(
@@ -257,9 +249,8 @@ def tutorial_case(args: argparse.Namespace, conv: bool) -> Record:
         )
     else:
         x, net = x.flatten(1), Dense()
-    found = ours(
-        net, x, y, mean_loss if conv else steps_loss, adam, repeat, (False, True)[: 1 + conv]
-    )
+    loss, ways = (mean_loss, (False, True)) if conv else (steps_loss, (False,))
+    found = ours(net, (x, y), T, loss, adam, ways)
     return compare(args, [*found, rival(SNNTORCH, lambda: torch_step(net, x, y, T, adam, conv))])
 
 
@@ -267,64 +258,6 @@ def images(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     batch = 4 if args.quick else BATCH
     return torch.rand(batch, 1, 28, 28), torch.randint(10, (batch,))
-
-
-def tutorial_cases(args: argparse.Namespace) -> Iterator[Case]:
-    yield "SpikingJelly's CSNN, T = 4", partial(csnn_case, args)
-    yield "snnTorch's tutorial 5, T = 25", partial(tutorial_case, args, conv=False)
-    yield "snnTorch's tutorial 6, T = 50", partial(tutorial_case, args, conv=True)
-
-
-# Fused and unfused
-
-
-def block_cases(args: argparse.Namespace) -> Iterator[Case]:
-    for training in (True, False):
-        for T, rows in itertools.product(args.T, (2,) if args.quick else (512, 32)):
-            shape = (T, max(1, rows // T), 32, 14, 14)
-            what = "training" if training else "evaluation"
-            yield f"block {list(shape)}, {what}", partial(block_case, args, shape, training)
-
-
-def block_case(args: argparse.Namespace, shape: tuple[int, ...], training: bool) -> Record:
-    torch.manual_seed(0)
-    net, x = nn.Sequential(nn.BatchNorm2d(shape[2]), if_neuron()), torch.randn(shape).flatten(0, 1)
-    y, grad = torch.zeros(1), torch.randn(x.shape)
-    grads = {True: grad, False: grad.contiguous(memory_format=torch.channels_last)}
-
-    def loss(spikes: Tensor, y: Tensor) -> Tensor:
-        if not training:
-            return spikes.mean()
-        flat = spikes.flatten(0, 1)
-        return (flat * grads[flat.is_contiguous()]).sum()
-
-    def encode(x: Tensor) -> Tensor:
-        return x.detach().requires_grad_(training).unflatten(0, shape[:2])
-
-    optimizer = partial(torch.optim.SGD, lr=0.0) if training else None
-    return compare(args, ours(net, x, y, loss, optimizer, encode))
-
-
-def network_cases(args: argparse.Namespace) -> Iterator[Case]:
-    for training in (True, False):
-        for T in args.T:
-            what = "training" if training else "evaluation"
-            yield f"CSNN, T = {T}, {what}", partial(network_case, args, T, training)
-
-
-def network_case(args: argparse.Namespace, T: int, training: bool) -> Record:
-    torch.manual_seed(0)
-    batch = 2 if args.quick else max(4, 128 // T)
-    x, y = torch.rand(T * batch, 1, 28, 28).bernoulli_(), torch.randint(10, (batch,))
-    optimizer = partial(torch.optim.Adam, lr=1e-5) if training else None
-    net = nn.Sequential(*csnn(if_neuron))
-    return compare(
-        args, ours(net, x, y, rate_loss, optimizer, lambda x: x.unflatten(0, (T, batch)))
-    )
-
-
-def one_step_cases(args: argparse.Namespace) -> Iterator[Case]:
-    yield "one step, 784-1000-10", partial(one_step_case, args)
 
 
 def one_step_case(args: argparse.Namespace) -> Record:
@@ -355,14 +288,6 @@ def one_step_case(args: argparse.Namespace) -> Record:
 
     found = [Contender(OURS, stepped), Contender(f"{OURS}, stream", streamed)]
     return compare(args, [*found, rival(SNNTORCH, theirs)])
-
-
-GROUPS: dict[str, Callable[[argparse.Namespace], Iterator[Case]]] = {
-    "tutorials": tutorial_cases,
-    "blocks": block_cases,
-    "networks": network_cases,
-    "one-step": one_step_cases,
-}
 
 
 if __name__ == "__main__":

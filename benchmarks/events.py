@@ -2,7 +2,6 @@
 
     python -m benchmarks.events                     all cases
     python -m benchmarks.events --cases shd 47k     some of them
-    python -m benchmarks.events --streaming         also one time step of one sample
 
 The cases follow Finkbeiner and Neftci's poster "Drastically Improved SNN-Training Throughput on the
 IPU by Utilizing Activation Sparsity". A step is forward, backward and update. Random weights are
@@ -17,7 +16,9 @@ matters on a CPU, is recorded.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,39 +30,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spikefuse as sf
-from benchmarks import neurons, plots, record, runner
-from benchmarks.agreement import difference
-from benchmarks.runner import Contender, Record, Timing, graph_contender, measure
+from benchmarks import plots, runner
+from benchmarks.runner import GRAPH, Contender, Record, Timing, contender_of, measure
 from spikefuse.models import event_mlp, mlp, split_widths
-from spikefuse.nn import Events, EventStream, scale_to_rate
+from spikefuse.nn import Events, scale_to_rate
 
 EVENTS, DENSE = "events", "dense, fused over time"
 LISTS, PRODUCTS = "events, lists only", "events, dense products only"
 REPLAY = ", CUDA graph"
 DECAY, THRESHOLD, WIDTH, CUTOFF = 0.95, 1.0, 10.0, -0.1
 CLASSES = 20
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 LARGE = 20_000  # neurons above which weights and moments take gigabytes: fewer contenders
 
 
 @dataclass(frozen=True)
 class Case:
-    """A network and its input.
-
-    Args:
-        num_steps, batch, inputs: sizes of the input.
-        input_rate: share of the inputs that spike in a step.
-        hidden: neurons of each hidden layer.
-        rates: activities of the hidden layers to measure.
-        excitatory: make all weights positive, which allows rates near 1.
-    """
+    """A network and its input."""
 
     num_steps: int
     batch: int
     inputs: int
-    input_rate: float
-    hidden: tuple[int, ...]
-    rates: tuple[float, ...]
-    excitatory: bool = False
+    input_rate: float  # share of the inputs that spike in a step
+    hidden: tuple[int, ...]  # neurons of each layer
+    rates: tuple[float, ...]  # activities of the hidden layers to measure
+    excitatory: bool = False  # all weights are positive, which allows rates near 1
 
 
 SHD_RATE = 48 / 700  # at most 48 of SHD's 700 inputs spike in a step; here in every step
@@ -75,36 +68,38 @@ CASES = {
     "47k": Case(10, 24, 700, SHD_RATE, split_widths(5, 32), (0.01,)),
 }
 QUICK = Case(20, 4, 50, 0.2, (60, 50), (0.02, 0.1))
-STREAMED, STREAMED_RATE = "47k", 0.01
 
 
 def main(argv: list[str] | None = None) -> Path:
     parser = runner.make_parser("events", __doc__, rounds=7)
     parser.add_argument("--cases", nargs="*", choices=CASES, metavar="CASE",
                         help=f"of {', '.join(CASES)} (all)")  # fmt: skip
-    parser.add_argument("--streaming", action="store_true", help="also one step of one sample")
     args = runner.parse(parser, argv)
     if args.cases is None:
         args.cases = ["shd"] if args.quick else list(CASES)
     device, timing = torch.device(args.device), replace(Timing.of(args), turn_ms=0.0)
-    reused = device.type == "cpu" and neurons.reuse_memory()
+    reused = device.type == "cpu" and reuse_memory()
     settings = {"rounds": args.rounds, "memory": "reused" if reused else "default"}
     settings["wait_policy"] = os.environ.get("OMP_WAIT_POLICY", "default")
     cases = {name: QUICK if args.quick else case for name, case in CASES.items()}
-    path = runner.run_cases(args, (
+    return runner.run_cases(args, (
         (f"{name}, activity {rate:.1%}",
          lambda name=name, rate=rate: {"case": name}
          | measure_case(cases[name], rate, timing, device))
         for name in args.cases
         for rate in cases[name].rates
     ), settings, plots.crossover)  # fmt: skip
-    if args.streaming:
-        streaming = Streaming(cases[STREAMED], STREAMED_RATE, device)
-        found = measure(streaming.contenders(), streaming.verify, timing)
-        print(f"streaming{runner.describe(found)}", flush=True)
-        sizes = {"neurons": sum(cases[STREAMED].hidden), "rate": round(streaming.rate, 6)}
-        record.write(path.parent, record.read(path) | {"streaming": sizes | found})
-    return path
+
+
+def reuse_memory() -> bool:
+    """Let the C library keep freed memory: no separate mappings, no trimming."""
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    # The threshold for mappings is limited to 32 MiB, so mappings are turned off altogether.
+    return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def measure_case(case: Case, rate: float, timing: Timing, device: torch.device) -> Record:
@@ -159,14 +154,7 @@ class EventNetwork:
 
 
 class EventTask:
-    """The networks of a case at one rate, with the same weights and input.
-
-    Attributes:
-        x, events: the input, dense and as events.
-        initial: the weights, as layers on events.
-        rates: activity of each hidden layer.
-        networks: by name.
-    """
+    """The networks of a case at one rate, with the weights of `initial` and the same input."""
 
     def __init__(self, case: Case, rate: float, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -190,7 +178,11 @@ class EventTask:
         if kind not in self.networks:
             self.networks[kind] = self.dense() if kind == DENSE else self.on_events(kind)
         step = partial(self.networks[kind].train, self.labels)
-        return Contender(name, step) if name == kind else graph_contender(name, step, self.device)
+        return (
+            Contender(name, step)
+            if name == kind
+            else contender_of(name, GRAPH, step, (), self.device)
+        )
 
     def on_events(self, name: str) -> EventNetwork:
         net = event_mlp(event_neuron, *self.shape).to(self.device)
@@ -279,11 +271,8 @@ def trace(task: EventTask, network: EventNetwork) -> tuple[Step, list[LayerTrace
 class Deviation:
     """Differences of layers on events from float64.
 
-    Attributes:
-        sites, flips: number of spikes compared, and of spikes and candidates for a gradient that
-            differ.
-        margin: largest distance of a differing potential from the threshold or cutoff.
-        errors: largest relative differences by quantity.
+    Of `sites` spikes, `flips` spikes or candidates for a gradient differ, whose potentials are
+    nearer to the threshold or cutoff than `margin`; `errors` are relative, by quantity.
     """
 
     def __init__(self) -> None:
@@ -343,76 +332,6 @@ def _grad(x: Events) -> Tensor:
 def _listed(x: Events) -> Tensor:
     """Return the sites in a list of events."""
     return x.with_values(torch.ones(len(x.indices), device=x.device)).to_dense() > 0
-
-
-# One time step of one sample
-
-# Outputs `[classes]` and, for each hidden layer, the potentials `[O]` after the step.
-StreamResult = tuple[Tensor, list[Tensor]]
-
-
-class Streaming:
-    """One time step of one sample, on events and dense, both with their states.
-
-    Of a sequence, the step whose activity is nearest to `rate` is repeated from the same states.
-    """
-
-    def __init__(self, case: Case, rate: float, device: torch.device) -> None:
-        self.device, task = device, EventTask(case, rate, device)
-        self.layers, self.stream = task.initial, EventStream(task.initial)
-        self.rate = -1.0
-        for x in task.x[:, 0].contiguous():
-            before = self.stream.state
-            self.stream(x)
-            potentials = torch.cat([v.view(-1) for (v,) in (self.stream.state or {}).values()])
-            found = float((potentials == 0).float().mean())  # a neuron that fired was reset to 0
-            if before is not None and abs(found - rate) < abs(self.rate - rate):
-                self.rate, self.x, self.states = found, x, tuple(before.values())
-                self.before = before
-        net = task.dense().net
-        self.dense = sf.Temporal(net)
-        names = [name for name, module in net.named_modules() if isinstance(module, sf.LIF)]
-        self.given = dict(zip(names, self.states, strict=True))
-
-    @torch.no_grad()
-    def on_events(self) -> StreamResult:
-        self.stream.state = self.before
-        y = self.stream(self.x)
-        return y, [v.view(-1) for (v,) in (self.stream.state or {}).values()]
-
-    @torch.no_grad()
-    def on_dense(self) -> StreamResult:
-        y, final = self.dense(self.x.view(1, 1, -1), state=self.given, return_state=True)
-        return y.view(-1), [final[name][0].view(-1) for name in self.given]
-
-    def contenders(self) -> list[Contender]:
-        runs = {"events": self.on_events, "dense": self.on_dense}
-        found = [Contender(name, run) for name, run in runs.items()]
-        if self.device.type == "cuda":
-            found += [graph_contender(n + REPLAY, run, self.device) for n, run in runs.items()]
-        return found
-
-    def verify(self, contender: Contender, result: StreamResult) -> None:
-        """Compare each layer with float64 for the spikes that it received.
-
-        Raises:
-            AssertionError: outputs, spikes or potentials differ.
-        """
-        y, potentials = result
-        spikes = self.x.double()
-        *hidden, last = [(m.weight.detach().double().t(), m.bias.detach().double())
-                         for m in self.layers]  # fmt: skip
-        for (weight, bias), (before,), v in zip(hidden, self.states, potentials, strict=True):
-            h = DECAY * before.view(-1).double() + spikes @ weight + bias
-            fired = v == 0
-            flipped = (h >= THRESHOLD) != fired
-            margin = float((h - THRESHOLD).abs()[flipped].max()) if flipped.any() else 0.0
-            assert margin <= NEAR, f"a spike differs {margin:.3g} from the threshold"
-            error = float((v - h).abs()[~fired].max())
-            assert error <= NEAR, f"a potential differs by {error:.3g}"
-            spikes = fired.double()
-        error = difference([y], [spikes @ last[0] + last[1]])
-        assert error <= ROUNDING, f"outputs differ by {error:.3g} of their norm"
 
 
 if __name__ == "__main__":

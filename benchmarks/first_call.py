@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import layers, record, runner
-from benchmarks.layers import Gated, Inputs, LayerInput, LayerTruth
+from benchmarks.layers import Gated, Inputs, LayerTruth
 from benchmarks.runner import Record, spread, synchronize
 
 BACKENDS = {"triton": "cuda", "numba": "cpu"}
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> Path | None:
     usable = {"triton": torch.cuda.is_available(), "numba": True}
     args.backend = args.backend or [b for b in BACKENDS if usable[b]]
     args.rounds = 1 if args.quick else args.rounds
-    return runner.write_rows(args, rows(args), describe)
+    return runner.write_rows(args, rows(args))
 
 
 def first_calls(backend: str, names: list[str]) -> dict[str, float]:
@@ -56,7 +56,7 @@ def first_calls(backend: str, names: list[str]) -> dict[str, float]:
     for name in names:
         make, ports = NEURONS[name]
         neuron = make()
-        inputs = Inputs(LayerInput(SHAPE, torch.float32, device, ports, ports))
+        inputs = Inputs(SHAPE, torch.float32, device, ports)
         truth = LayerTruth(neuron, inputs, exact=name == "LIF")
         contender = layers.ours(neuron, inputs)
         assert contender.run is not None
@@ -87,13 +87,6 @@ def rows(args: argparse.Namespace) -> Iterator[Record]:
         for name in args.neurons:
             row = {"backend": backend, "neuron": name, "status": "ok"}
             yield row | {state: spread(seconds[name, state]) for state in STATES}
-
-
-def describe(row: Record) -> str:
-    if row["status"] != "ok":
-        return f"{row['backend']}: {row['reason']}"
-    times = (f"{state} {row[state]['median']} s" for state in STATES)
-    return f"{row['backend']}, {row['neuron']}: {', '.join(times)}"
 
 
 def in_process(backend: str, names: list[str], folder: Path) -> dict[str, float]:

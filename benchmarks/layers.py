@@ -25,7 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DECAY, THRESHOLD, WIDTH = 0.2, 0.3, 4.0
 
 OURS, LOOP = "spikefuse", "eager loop"
-COMPILED, INDEXED = "torch.compile", "eager loop over x[t]"
+COMPILED = "torch.compile"
 JELLY_NODE, JELLY_FUNCTION = "SpikingJelly node", "SpikingJelly function"
 FLEX = "SpikingJelly FlexSN"
 
@@ -62,39 +62,33 @@ class Gated(sf.Neuron):
         return (s, h), (h - s * (g * h + (1 - g) * theta), self.rho * a + s)
 
 
-@dataclass(frozen=True)
-class LayerInput:
-    """The input of a layer: `shape` is `[T, B, ...]`, values are uniform in `[0, high)`."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    num_inputs: int = 1
-    num_outputs: int = 1
-    high: float = 1.0
-
-
 class Inputs:
     """Sets of (inputs, gradients of the outputs), `[T, B, ...]`, that runs use in turn.
 
-    On a GPU there are so many sets that each has left the L2 cache before its next use.
+    On a GPU there are so many sets that each has left the L2 cache before its next use. There are
+    `ports` inputs, uniform in `[0, high)`, and as many outputs.
     """
 
-    def __init__(self, given: LayerInput) -> None:
-        generator = torch.Generator(given.device).manual_seed(given.shape[0])
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        ports: int = 1,
+        high: float = 1.0,
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(shape[0])
 
         def draw() -> tuple[Tensors, Tensors]:
-            xs = [torch.rand(given.shape, generator=generator, device=given.device) * given.high
-                  for _ in range(given.num_inputs)]  # fmt: skip
-            grads = [torch.randn(given.shape, generator=generator, device=given.device)
-                     for _ in range(given.num_outputs)]  # fmt: skip
-            return (
-                tuple(x.to(given.dtype).requires_grad_() for x in xs),
-                tuple(g.to(given.dtype) for g in grads),
+            options: dict[str, Any] = {"generator": generator, "device": device}
+            xs = [torch.rand(shape, **options) * high for _ in range(ports)]
+            grads = [torch.randn(shape, **options) for _ in range(ports)]
+            return tuple(x.to(dtype).requires_grad_() for x in xs), tuple(
+                g.to(dtype) for g in grads
             )
 
         self.sets = [draw()]
-        count = min(max(1, -(-2 * l2_bytes(given.device) // self.num_bytes)), 32)
+        count = min(max(1, -(-2 * l2_bytes(device) // self.num_bytes)), 32)
         self.sets += [draw() for _ in range(count - 1)]
         self.index = 0
 
@@ -195,7 +189,7 @@ def eager_loop(neuron: sf.Neuron, inputs: Inputs) -> Contender:
     return trained(LOOP, loop, inputs, tuple(neuron.parameters()))
 
 
-class _Spike(torch.autograd.Function):
+class Spike(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, u: Tensor) -> Tensor:
         ctx.save_for_backward(u)
@@ -208,20 +202,15 @@ class _Spike(torch.autograd.Function):
         return grad * (WIDTH * s * (1 - s))
 
 
-def hand_written(x: Tensor, steps: Sequence[Tensor] | None = None) -> Tensor:
+def hand_written(x: Tensor) -> Tensor:
     """Compute LIF spikes by a loop over time as users write it."""
     v, spikes = torch.zeros_like(x[0], dtype=torch.float32), []
-    for current in x.unbind(0) if steps is None else steps:
+    for current in x.unbind(0):
         h = DECAY * v + current
-        s = _Spike.apply(h - THRESHOLD)
+        s = Spike.apply(h - THRESHOLD)
         v = h * (1 - s)
         spikes.append(s.to(x.dtype))
     return torch.stack(spikes)
-
-
-def indexed(inputs: Inputs) -> Contender:
-    """Return the hand-written loop over `x[t]`: each step's backward writes a full-size tensor."""
-    return trained(INDEXED, lambda x: hand_written(x, [x[t] for t in range(len(x))]), inputs)
 
 
 def compiled(inputs: Inputs) -> Contender:
@@ -411,10 +400,6 @@ class LayerTruth:
             outputs = tuple(y.detach() for y in outputs)
             results.append(LayerResult(outputs, found[: len(xs)], found[len(xs) :]))
         self.expected, self.true = results
-
-    @property
-    def num_neurons(self) -> int:
-        return self.rounded.numel()
 
     def select(self, x: Tensor) -> Tensor:
         """Return a copy of the verified neurons."""

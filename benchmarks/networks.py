@@ -1,13 +1,10 @@
 """Training and evaluation steps of whole networks on one GPU.
 
-    python -m benchmarks.networks                    Spiking-ResNets at MNIST's and CIFAR-10's shape
-    python -m benchmarks.networks --name networks_fused --steps training \\
-        --workloads large-cifar10 resnet18-mnist-sgd resnet18-gesture
-    python -m benchmarks.networks --name networks_imagenet --steps training \\
+    python -m benchmarks.networks                    training steps of four networks
+    python -m benchmarks.networks --steps evaluation --workloads resnet50-mnist
+    python -m benchmarks.networks --name networks_imagenet \\
         --workloads large-cifar10 alexnet-imagenet resnet34-imagenet \\
         --networks "spikefuse, fused" "eager loop" "spikefuse, fused, checkpoint"
-    python -m benchmarks.networks --name bptt_figures --steps training --T 2 6 10 \\
-        --workloads small-cifar10 medium-cifar10 --networks "spikefuse, fused" "eager loop"
 
 All networks have the same weights, input and layout (channels-last). Each runs eagerly, and as the
 replay of a CUDA graph of the whole step, which hides the cost of Python; ours also with
@@ -26,8 +23,8 @@ graph's pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,15 +48,15 @@ from benchmarks.layers import (
 )
 from benchmarks.runner import (
     EAGER,
-    GRAPH,
     NO_GRAPHS,
+    STEP_WAYS,
     WAYS,
     Contender,
     Record,
     Timing,
+    contender_of,
+    cudnn_search,
     first_line,
-    graph_contender,
-    graph_step_contender,
     measure,
 )
 from spikefuse import memory
@@ -67,7 +64,6 @@ from spikefuse.models import MODELS
 
 FUSED = f"{OURS}, fused"
 COMPILED = f"{FUSED}, torch.compile"
-GRAPH_STEP = "sf.graph_step"
 RELU, CONVOLUTIONS = "ReLU and batch norm", "convolutions alone"
 # So small that weights, and with them spikes, hardly change while a step is timed.
 LEARNING_RATE = 1e-5
@@ -120,13 +116,12 @@ class Workload:
 # Networks on GPU".
 _BPTT: dict[str, Any] = {"decay": 0.25, "threshold": 0.25, "surrogate": "rectangle"}
 MNIST, CIFAR, IMAGENET = (1, 28, 28), (3, 32, 32), (3, 224, 224)
-RESNETS = {
-    f"resnet{depth}-{name}": Workload(f"resnet{depth}", shape)
-    for name, shape in (("mnist", MNIST), ("cifar10", CIFAR))
-    for depth in (18, 34, 50)
-}
 WORKLOADS: dict[str, Workload] = {
-    **RESNETS,
+    **{
+        f"resnet{depth}-{name}": Workload(f"resnet{depth}", shape)
+        for name, shape in (("mnist", MNIST), ("cifar10", CIFAR))
+        for depth in (18, 34, 50)
+    },
     "conv-mnist": Workload("conv", MNIST),
     "resnet18-mnist-sgd": Workload("resnet18", MNIST, optimizer="sgd"),
     **{
@@ -138,6 +133,7 @@ WORKLOADS: dict[str, Workload] = {
     "alexnet-imagenet": Workload("alexnet", IMAGENET, 1000, T=6, batch=16, **_BPTT),
     "resnet34-imagenet": Workload("ms_resnet34", IMAGENET, 1000, T=6, batch=16, **_BPTT),
 }
+USUAL = ("resnet18-mnist-sgd", "large-cifar10", "resnet18-stem3", "resnet18-gesture")
 
 
 class Task:
@@ -194,42 +190,30 @@ class Task:
 
 # A step takes input and labels, and returns logits and loss.
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-Wrapper = Callable[[Step], Step]
-Run = Callable[[], StepResult]
 
 
 @dataclass
 class Network:
-    """A network to measure.
-
-    Args:
-        net: for one time step.
-        call: over all time steps, `[T, B, C, H, W]` to `[T, B, classes]`.
-        neuron: type of its spiking modules, `[T*B, ...]` to the same; None if there are none.
-        exact: whether its spikes equal the reference's bit for bit.
-        note: printed below tables.
-        same_gradient: whether it has the reference's surrogate.
-        equivalent: makes a network with the same results; for networks whose neurons' spikes
-            cannot be replaced.
-    """
+    """A network to measure: `net` for one time step, and its `call` over all time steps."""
 
     net: nn.Module
-    call: Callable[[Tensor], Tensor]
-    neuron: type[nn.Module] | None = None
-    exact: bool = False
-    note: str = ""
-    same_gradient: bool = True
+    call: Callable[[Tensor], Tensor]  # [T, B, C, H, W] to [T, B, classes]
+    neuron: type[nn.Module] | None = None  # of its spiking modules, [T*B, ...] to the same
+    exact: bool = False  # its spikes equal the reference's bit for bit
+    note: str = ""  # printed below tables
+    same_gradient: bool = True  # it has the reference's surrogate
+    # Makes a network with the same results, where spikes of neurons cannot be replaced.
     equivalent: Callable[[], Network] | None = None
 
-    def step(self, task: Task, kind: str, wrap: Wrapper = lambda step: step) -> Run:
+    def step(self, task: Task, kind: str) -> Callable[[], StepResult]:
         """Return a function that runs a step of `kind` on the task's batch."""
-        step, parameters = wrap(STEPS[kind](task, self)), tuple(self.net.parameters())
+        step = STEPS[kind](task, self)
+        return lambda: self.result(step(task.x, task.labels))
 
-        def run() -> StepResult:
-            results = step(task.x, task.labels)
-            return StepResult(*results, tuple(p.grad for p in parameters if p.grad is not None))
-
-        return run
+    def result(self, found: tuple[Tensor, Tensor | None]) -> StepResult:
+        """Add the gradients of the parameters to what a step returned."""
+        grads = (p.grad for p in self.net.parameters())
+        return StepResult(*found, tuple(g for g in grads if g is not None))
 
 
 def spiking(
@@ -319,26 +303,22 @@ def compiled(net: nn.Module) -> Callable[..., Tensor]:
     return call
 
 
-# The fused network with each memory policy but the default.
-POLICIES = {
-    f"{FUSED}, {name}": policy
-    for name, policy in memory.POLICIES.items()
-    if policy != memory.Recompute()
-}
-USUAL: dict[str, Callable[[Task], Network]] = {
-    FUSED: partial(spiking, fused=True),
-    OURS: spiking,
-    JELLY_FUNCTION: jelly_function,
-    JELLY_NODE: jelly_node,
-    RELU: lambda task: stateless(task.network(nn.ReLU)),
-    CONVOLUTIONS: lambda task: stateless(task.network(nn.Identity, norms=False)),
-}
+NUM_USUAL = 6
 # A network that cannot be made raises an exception with the reason.
 NETWORKS: dict[str, Callable[[Task], Network]] = {
-    **USUAL,
+    FUSED: partial(spiking, fused=True),
+    OURS: spiking,
     COMPILED: partial(spiking, fused=True, wrap=compiled),
+    JELLY_FUNCTION: jelly_function,
+    RELU: lambda task: stateless(task.network(nn.ReLU)),
+    CONVOLUTIONS: lambda task: stateless(task.network(nn.Identity, norms=False)),
+    JELLY_NODE: jelly_node,
     LOOP: partial(spiking, impl="reference"),
-    **{name: partial(spiking, fused=True, policy=p) for name, p in POLICIES.items()},
+    **{
+        f"{FUSED}, {name}": partial(spiking, fused=True, policy=policy)
+        for name, policy in memory.POLICIES.items()
+        if policy != memory.Recompute()
+    },
 }
 
 
@@ -383,44 +363,30 @@ STEPS = {"training": training, "evaluation": evaluation}
 def main(argv: list[str] | None = None) -> Path:
     parser = runner.make_parser("networks", __doc__, rounds=5)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, metavar="WORKLOAD",
-                        help=f"of {', '.join(WORKLOADS)} (the ResNets)")  # fmt: skip
+                        help=f"of {', '.join(WORKLOADS)} ({', '.join(USUAL)})")  # fmt: skip
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=["training"])
     parser.add_argument("--T", nargs="+", type=int, default=[None], help="other time steps")
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(USUAL),
-                        metavar="NETWORK", help=f"of {', '.join(NETWORKS)}")  # fmt: skip
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, metavar="NETWORK",
+                        help=f"of {'; '.join(NETWORKS)} (the first {NUM_USUAL})")  # fmt: skip
     parser.add_argument("--name", help="name of the result (networks)")
     args = runner.parse(parser, argv)
-    names = args.workloads or (["conv-mnist"] if args.quick else list(RESNETS))
+    names = args.workloads or (["conv-mnist"] if args.quick else USUAL)
+    usual = [n for n in list(NETWORKS)[:NUM_USUAL] if not args.quick or n != COMPILED]
+    args.networks = args.networks or usual
     timing, device = Timing.of(args, whole_steps=True), torch.device(args.device)
 
-    def cases() -> Iterator[tuple[str, Callable[[], Record]]]:
-        for name in names:
-            for T in args.T:
-                label = name if T is None else f"{name}, T = {T}"
-                workload = replace(WORKLOADS[name], T=T or WORKLOADS[name].T)
-                workload = workload.small() if args.quick else workload
-                for dtype in args.dtype:
-                    for kind in args.steps:
-                        about = {"workload": label, "steps": kind, "dtype": dtype}
-                        measure_case = partial(
-                            measure_network, args.networks, timing, workload, device, about
-                        )
-                        yield f"{label}, {dtype}, {kind}", measure_case
+    def case(name: str, T: int | None, dtype: str, kind: str) -> tuple[str, Callable[[], Record]]:
+        label = name if T is None else f"{name}, T = {T}"
+        workload = replace(WORKLOADS[name], T=T or WORKLOADS[name].T)
+        workload = workload.small() if args.quick else workload
+        about = {"workload": label, "steps": kind, "dtype": dtype}
+        run = partial(measure_network, args.networks, timing, workload, device, about)
+        return f"{label}, {dtype}, {kind}", run
 
     with cudnn_search(device):
-        return runner.run_cases(args, cases())
-
-
-@contextmanager
-def cudnn_search(device: torch.device) -> Iterator[None]:
-    """Let cuDNN search for the fastest algorithms, as the trainer does."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = device.type == "cuda"
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
+        cases = itertools.product(names, args.T, args.dtype, args.steps)
+        return runner.run_cases(args, itertools.starmap(case, cases))
 
 
 def measure_network(
@@ -432,7 +398,7 @@ def measure_network(
     reference = NetworkReference.of(task, kind, make)
     fused: NetworkReference | None = None
     agreements: dict[str, Agreement] = {}
-    networks: list[Network] = []
+    networks: dict[str, Network] = {}  # by contender
     contenders: dict[str, tuple[str, str, Contender]] = {}
     for name in names:
         reason = ""
@@ -443,30 +409,25 @@ def measure_network(
             agreements[name] = Agreement(task, kind, NETWORKS[name], own)
         except Exception as error:  # the others are still measured
             reason = first_line(error)
-        ways = (*WAYS, GRAPH_STEP) if name.startswith(OURS) else WAYS
+        ways = STEP_WAYS if name.startswith(OURS) else WAYS
         for way in (EAGER,) if name == COMPILED else ways:
             title = f"{name}, {way}"
             contender = Contender(title, unavailable=reason or NO_GRAPHS)
             if not reason and (way == EAGER or device.type == "cuda"):
-                network = NETWORKS[name](task)
-                wrap: Wrapper = sf.graph_step if way == GRAPH_STEP else lambda step: step
-                step = network.step(task, kind, wrap)
-                contender = Contender(title, step)
-                if way == GRAPH:
-                    contender = graph_contender(title, step, device)
-                elif way == GRAPH_STEP:
-                    contender = graph_step_contender(title, step, device)
+                network = networks[title] = NETWORKS[name](task)
+                step = STEPS[kind](task, network)
+                contender = contender_of(title, way, step, (task.x, task.labels), device)
                 contender.note = network.note
-                networks.append(network)
             contenders[title] = name, way, contender
     for agreement in agreements.values():
         agreement.reference.spikes = []  # which verification does not need
 
-    def verify(contender: Contender, result: StepResult) -> None:
+    def verify(contender: Contender, found: tuple[Tensor, Tensor | None]) -> None:
+        result = networks[contender.name].result(found)
         agreements[contenders[contender.name][0]].verify(result)
 
     def prepare() -> None:
-        for network in networks:
+        for network in networks.values():
             task.restore(network.net)
 
     measured = measure([c for _, _, c in contenders.values()], verify, timing, prepare=prepare)

@@ -2,26 +2,10 @@
 
     python -m benchmarks.neurons                    models and sizes, on a GPU
     python -m benchmarks.neurons models --groups lif custom
-    python -m benchmarks.neurons steps              time and memory over T
-    python -m benchmarks.neurons cpu                one LIF layer on a CPU
+    python -m benchmarks.neurons steps              time and memory of a LIF layer over T
 
-models: forward and backward against the roofline and SpikingJelly, in groups:
-
-- lif: LIF, T = 128; "long" has T = 1024, "wide" T = 32 and 8M neurons
-- inference: LIF without gradients, which may write only spikes
-- zoo: PLIF per channel, ALIF, current-based LIF, Izhikevich, T = 128
-- custom: a user-defined neuron with two inputs and two outputs, beside SpikingJelly's FlexSN
-- layout: a channels-last input beside the same input in contiguous layout
-- short, host: T = 4, and T = 1 with 32 neurons, which are bound by the host
-
-steps: Fig. 5 of "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion" for one layer
+steps is Fig. 5 of "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion" for one layer
 of 1,000,000 LIF neurons, with the eager loop (up to T = 64) and torch.compile (up to T = 32).
-
-cpu: 1,000,000 LIF neurons, T = 32. New memory costs a CPU about as much as the arithmetic: the C
-library requests pages from the system for each large tensor, and the system clears them on first
-use. "fresh" is this default, and its copy allocates its target; freed memory is returned to the
-system before each turn. With "reused", the allocator keeps freed memory (glibc's mallopt), and its
-copy writes to existing memory.
 
 The roofline is the time in which the machine copies the bytes that must move, measured in the same
 row: inputs are read twice, outputs and gradients of inputs written, gradients of outputs read.
@@ -30,10 +14,8 @@ row: inputs are read twice, outputs and gradients of inputs written, gradients o
 from __future__ import annotations
 
 import argparse
-import ctypes
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -41,8 +23,8 @@ import torch
 
 import spikefuse as sf
 from benchmarks import layers, plots, runner
-from benchmarks.layers import COMPILED, DTYPES, LOOP, OURS, Gated, Inputs, LayerInput, LayerTruth
-from benchmarks.runner import Contender, Copy, CpuClock, Record, Timing, measure
+from benchmarks.layers import COMPILED, DTYPES, LOOP, OURS, Gated, Inputs, LayerTruth
+from benchmarks.runner import Contender, Record, Timing, measure
 
 GROUPS = ("lif", "inference", "zoo", "custom", "layout", "long", "wide", "short", "host")
 COPY_BYTES = 1 << 31  # many times the size of a GPU's cache
@@ -50,7 +32,6 @@ CHANNELS_LAST = f"{OURS}, channels-last"
 MILLION = 1_000_000
 STEPS = tuple(1 << i for i in range(11))
 LARGEST_T = {LOOP: 64, COMPILED: 32}
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 Cases = Iterator[tuple[str, Callable[[], Record]]]
 
@@ -61,15 +42,11 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS),
                         metavar="GROUP", help="groups of models (all)")  # fmt: skip
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument(
-        "--T", type=int, nargs="+", help="time steps (steps: 1 2 ... 1024; cpu: 32)"
-    )
-    parser.add_argument("--N", type=int, help="neurons of steps and cpu (1,000,000)")
+    parser.add_argument("--T", type=int, nargs="+", help="of steps (1 2 ... 1024)")
+    parser.add_argument("--N", type=int, help="neurons of steps (1,000,000)")
     args = runner.parse(parser, argv)
     args.N = args.N or (1000 if args.quick else MILLION)
     args.name, cases, plot = MEASUREMENTS[args.what]
-    if args.what == "cpu":
-        args.device = "cpu"
     return runner.run_cases(args, cases(args), plot=plot)
 
 
@@ -107,45 +84,29 @@ MODELS = {
 }
 
 
-@dataclass(frozen=True)
-class NeuronCase:
-    """A model, its input `[T, B, ...]`, training or inference."""
-
-    group: str
-    model: str
-    shape: tuple[int, ...]
-    dtype: str
-    training: bool = True
-
-    @property
-    def title(self) -> str:
-        neurons = torch.Size(self.shape[1:]).numel()
-        size = f"{neurons / MILLION:.3g}M" if neurons >= MILLION else str(neurons)
-        text = f"{self.model}, T={self.shape[0]}, {size} neurons, {self.dtype}"
-        return text if self.training else f"{text}, inference"
-
-
 def model_cases(args: argparse.Namespace) -> Cases:
-    flat, picture = (1, MILLION), (16, 64, 32, 32)
-    both = ("float32", "bfloat16")
+    flat, picture, both = (1, MILLION), (16, 64, 32, 32), ("float32", "bfloat16")
     zoo = (("PLIF per channel", picture), ("ALIF", flat), ("CubaLIF", flat), ("Izhikevich", flat))
-    plan = [
-        *(NeuronCase("lif", "LIF", (128, *flat), d) for d in both),
-        *(NeuronCase("inference", "LIF", (128, *flat), d, training=False) for d in reversed(both)),
-        *(NeuronCase("zoo", m, (128, *shape), d) for m, shape in zoo for d in both),
-        NeuronCase("layout", "LIF", (32, 100, 64, 56, 56), "bfloat16"),
-        *(NeuronCase("long", "LIF", (1024, *flat), d) for d in both),
-        *(NeuronCase("wide", "LIF", (32, 1, 8 * MILLION), d) for d in both),
-        NeuronCase("short", "LIF", (4, *flat), "float32"),
-        NeuronCase("host", "LIF", (1, 1, 32), "float32"),
+    # Group, model, shape and dtypes.
+    plan: list[tuple[str, str, tuple[int, ...], tuple[str, ...]]] = [
+        ("lif", "LIF", (128, *flat), both),
+        ("inference", "LIF", (128, *flat), both[::-1]),
+        *(("zoo", model, (128, *shape), both) for model, shape in zoo),
+        ("layout", "LIF", (32, 100, 64, 56, 56), ("bfloat16",)),
+        ("long", "LIF", (1024, *flat), both),
+        ("wide", "LIF", (32, 1, 8 * MILLION), both),
+        ("short", "LIF", (4, *flat), ("float32",)),
+        ("host", "LIF", (1, 1, 32), ("float32",)),
         # Last, because FlexSN tunes its kernels for minutes.
-        *(NeuronCase("custom", "two inputs, two outputs", (32, *flat), d) for d in reversed(both)),
+        ("custom", "two inputs, two outputs", (32, *flat), both[::-1]),
     ]
     timing, device = Timing.of(args, COPY_BYTES), torch.device(args.device)
-    for case in plan:
-        if case.group in args.groups and case.dtype in args.dtype:
-            chosen = replace(case, shape=small(case.shape)) if args.quick else case
-            yield chosen.title, partial(measure_model, timing, device, chosen)
+    for group, model, shape, dtypes in plan:
+        for dtype in dtypes:
+            if group in args.groups and dtype in args.dtype:
+                chosen = small(shape) if args.quick else shape
+                title = f"{group}: {model}, {list(chosen)}, {dtype}"
+                yield title, partial(measure_model, timing, device, group, model, chosen, dtype)
 
 
 def small(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -155,15 +116,21 @@ def small(shape: tuple[int, ...]) -> tuple[int, ...]:
     return min(shape[0], 6), 2, shape[2], 3, 3
 
 
-def measure_model(timing: Timing, device: torch.device, case: NeuronCase) -> Record:
-    model = MODELS[case.model]
+def measure_model(
+    timing: Timing, device: torch.device, group: str, name: str, shape: tuple[int, ...], dtype: str
+) -> Record:
+    model, training = MODELS[name], group != "inference"
     neuron = model.make().to(device)
-    given = LayerInput(case.shape, DTYPES[case.dtype], device, model.ports, model.ports, model.high)
-    inputs = Inputs(given)
-    truth = LayerTruth(neuron, inputs, model.exact, case.training)
-    chosen = contenders(case, neuron, inputs)
-    prepared = [inputs]
-    if case.group == "layout":
+    inputs = Inputs(shape, DTYPES[dtype], device, model.ports, model.high)
+    truth, prepared = LayerTruth(neuron, inputs, model.exact, training), [inputs]
+    first = layers.ours(neuron, inputs) if training else layers.inference(OURS, neuron, inputs)
+    chosen = [first]
+    if group in ("lif", "short", "host"):
+        chosen += layers.jelly_lif(inputs)
+    if group == "custom" and dtype == "float32":  # FlexSN's state has the input's dtype
+        assert isinstance(neuron, Gated)
+        chosen.append(layers.flex(neuron, inputs))
+    if group == "layout":
         prepared.append(inputs.in_layout(torch.channels_last))
         chosen.append(layers.ours(neuron, prepared[1], CHANNELS_LAST))
 
@@ -171,29 +138,11 @@ def measure_model(timing: Timing, device: torch.device, case: NeuronCase) -> Rec
         for one in prepared:
             one.prepare()
 
-    about = {
-        "group": case.group,
-        "neuron": case.model,
-        "T": case.shape[0],
-        "N": torch.Size(case.shape[1:]).numel(),
-        "dtype": case.dtype,
-        "training": case.training,
-        "output_bytes": inputs.like.nbytes * model.ports,
-    }
-    num_bytes = inputs.bytes_to_move(case.training)
+    about = {"group": group, "neuron": name, "T": shape[0], "N": torch.Size(shape[1:]).numel()}
+    about |= {"dtype": dtype, "training": training}
+    about["output_bytes"] = inputs.like.nbytes * model.ports
+    num_bytes = inputs.bytes_to_move(training)
     return about | measure(chosen, truth.verify, timing, num_bytes, prepare)
-
-
-def contenders(case: NeuronCase, neuron: sf.Neuron, inputs: Inputs) -> list[Contender]:
-    if not case.training:
-        return [layers.inference(OURS, neuron, inputs)]
-    found = [layers.ours(neuron, inputs)]
-    if case.group in ("lif", "short", "host"):
-        found += layers.jelly_lif(inputs)
-    if case.group == "custom" and case.dtype == "float32":  # FlexSN's state has the input's dtype
-        assert isinstance(neuron, Gated)
-        found.append(layers.flex(neuron, inputs))
-    return found
 
 
 # Time steps
@@ -207,7 +156,7 @@ def step_cases(args: argparse.Namespace) -> Cases:
 
 
 def measure_steps(args: argparse.Namespace, timing: Timing, T: int, dtype: str) -> Record:
-    inputs = Inputs(LayerInput((T, 1, args.N), DTYPES[dtype], torch.device(args.device)))
+    inputs = Inputs((T, 1, args.N), DTYPES[dtype], torch.device(args.device))
     neuron = layers.lif()
     truth = LayerTruth(neuron, inputs)
     chosen = [layers.ours(neuron, inputs), *layers.jelly_lif(inputs)]
@@ -219,59 +168,10 @@ def measure_steps(args: argparse.Namespace, timing: Timing, T: int, dtype: str) 
     return about | measure(chosen, truth.verify, timing, inputs.bytes_to_move(), inputs.prepare)
 
 
-# A CPU
-
-
-def cpu_cases(args: argparse.Namespace) -> Cases:
-    inputs = Inputs(
-        LayerInput(((args.T or [32])[0], 1, args.N), torch.float32, torch.device("cpu"))
-    )
-    truth = LayerTruth(layers.lif(), inputs)
-    for memory in ("fresh", "reused"):  # in this order: the effect of mallopt is permanent
-        yield f"{memory} memory", partial(measure_memory, args.rounds, inputs, truth, memory)
-
-
-def measure_memory(rounds: int, inputs: Inputs, truth: LayerTruth, memory: str) -> Record:
-    if memory == "reused" and not reuse_memory():
-        raise OSError("this C library has no mallopt")
-    neuron, num_bytes = layers.lif(), inputs.bytes_to_move()
-    clock = CpuClock(trim_memory) if memory == "fresh" else CpuClock()
-    source = torch.rand(num_bytes // 8)
-    copy = Copy("copy into new memory", source.clone, num_bytes)
-    if memory == "reused":
-        target = torch.empty_like(source)
-        copy = Copy("copy into existing memory", lambda: target.copy_(source), num_bytes)
-    timing = Timing(clock, rounds, turn_ms=0.0, warmup=2, copies=(copy,))
-    chosen = [layers.ours(neuron, inputs), layers.eager_loop(neuron, inputs)]
-    chosen += [layers.indexed(inputs), *layers.jelly_lif(inputs)]
-    about = {"memory": memory, "T": len(inputs.like), "N": inputs.like[0].numel()}
-    about["dtype"] = "float32"
-    return about | measure(chosen, truth.verify, timing, num_bytes, inputs.prepare)
-
-
-def reuse_memory() -> bool:
-    """Let the C library keep freed memory: no separate mappings, no trimming."""
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    # The threshold for mappings is limited to 32 MiB, so mappings are turned off altogether.
-    return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
-
-
-def trim_memory() -> None:
-    """Return freed memory to the system, if the C library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
-
-
 # By command: the name of the result, its cases and its plot.
 MEASUREMENTS: dict[str, tuple[str, Callable[[argparse.Namespace], Cases], Callable | None]] = {
     "models": ("neurons", model_cases, None),
     "steps": ("timestep_scaling", step_cases, plots.timestep_scaling),
-    "cpu": ("cpu_neuron", cpu_cases, None),
 }
 
 

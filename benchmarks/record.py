@@ -141,9 +141,13 @@ def folder(out: Path | None, quick: bool) -> Path:
     return Path(tempfile.mkdtemp(prefix="spikefuse-quick-")) if quick else RESULTS
 
 
+def path_of(into: Path, benchmark: str, machine: dict[str, Any]) -> Path:
+    return into / f"{benchmark}-{slug(machine)}.json"
+
+
 def write(into: Path, result: dict[str, Any]) -> Path:
-    """Write `<benchmark>-<machine>.json` atomically."""
-    path = into / f"{result['benchmark']}-{slug(result['machine'])}.json"
+    """Write a result atomically."""
+    path = path_of(into, result["benchmark"], result["machine"])
     into.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=into, prefix=".", suffix=".tmp")
     try:

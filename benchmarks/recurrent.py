@@ -3,19 +3,11 @@
     python -m benchmarks.recurrent                     all sizes, on a GPU
     python -m benchmarks.recurrent --rows 0 1 --dtype bfloat16
     python -m benchmarks.recurrent --device cpu        T = 100, B = 64, N = 256 on a CPU
-    python -m benchmarks.recurrent --check             verify only
 
-The weights and inputs are multiples of 1/64, so that all sums of currents are exact in any order:
-spikes of spikefuse must equal those of the eager loop, and its gradients agree to rounding. nn.RNN
-(tanh, as many features) computes something else; only its shapes are compared. Contenders:
-
-- spikefuse, called eagerly and replayed as a CUDA graph
-- the eager loop: the step written by hand, with `F.linear` on the spikes of the step before;
-  replayed as a CUDA graph, too
-- the reference: `impl="reference"`
-- nn.RNN, and snnTorch's RLeaky if it is installed
-
-The loops multiply and add in the dtype of the input, spikefuse adds in float32.
+Weights and inputs are multiples of 1/64, so that all sums of currents are exact in any order: the
+spikes of spikefuse must equal those of the loop written by hand, and gradients agree to rounding.
+nn.RNN (tanh, as many features) computes something else; only its shapes are compared. The loops
+multiply and add in the dtype of the input, spikefuse adds in float32.
 """
 
 from __future__ import annotations
@@ -33,36 +25,46 @@ from torch.nn import functional as F
 import spikefuse as sf
 from benchmarks import layers, runner
 from benchmarks.layers import DTYPES, LOOP, OURS
-from benchmarks.runner import Contender, Record, Timing, first_line, graph_contender, measure
+from benchmarks.runner import (
+    EAGER,
+    GRAPH,
+    Contender,
+    Record,
+    Timing,
+    contender_of,
+    first_line,
+    measure,
+)
 
 SIZES = ((100, 256, 128), (100, 256, 256), (100, 256, 512), (250, 128, 1024))
 CPU_SIZE, QUICK_SIZE = (100, 64, 256), (5, 4, 32)
 DECAY, THRESHOLD, GRID = 0.75, 1.0, 1 / 64
 REFERENCE, RNN, RLEAKY = "eager reference", "nn.RNN", "snnTorch RLeaky"
-GRAPH = ", CUDA graph"
 # Of the largest gradient, by dtype: the loops round every gradient to the dtype.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-1}
 
 
-def main(argv: list[str] | None = None) -> Path | None:
+def main(argv: list[str] | None = None) -> Path:
     parser = runner.make_parser("recurrent", __doc__)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--rows", type=int, nargs="+", help="rows of the sizes (all)")
-    parser.add_argument("--check", action="store_true", help="verify, without timing")
     args = runner.parse(parser, argv)
-    device = torch.device(args.device)
-    sizes = SIZES if device.type == "cuda" else (CPU_SIZE,)
-    sizes = (QUICK_SIZE,) if args.quick else sizes
-    chosen = [sizes[i] for i in args.rows] if args.rows else sizes
-    dtypes = args.dtype if device.type == "cuda" else ["float32"]
-    plan = [Layer(size, dtype, device) for size in chosen for dtype in dtypes]
-    if args.check:
-        for layer in plan:
-            layer.check()
-        return None
-    timing = Timing.of(args)
-    cases = [(layer.title, partial(layer.measure, timing)) for layer in plan]
-    return runner.run_cases(args, cases)
+    device, timing = torch.device(args.device), Timing.of(args)
+    on_gpu = device.type == "cuda"
+    sizes = (QUICK_SIZE,) if args.quick else SIZES if on_gpu else (CPU_SIZE,)
+    return runner.run_cases(args, (
+        (f"T={T} B={B} N={N}, {dtype}", partial(measure_layer, (T, B, N), dtype, device, timing))
+        for T, B, N in ([sizes[i] for i in args.rows] if args.rows else sizes)
+        for dtype in (args.dtype if on_gpu else ["float32"])
+    ))  # fmt: skip
+
+
+def measure_layer(
+    size: tuple[int, int, int], dtype: str, device: torch.device, timing: Timing
+) -> Record:
+    layer = Layer(size, dtype, device)
+    about = dict(zip("TBN", size, strict=True)) | {"dtype": dtype}
+    return about | measure(layer.contenders(), layer.verify, timing)
 
 
 class Layer:
@@ -71,16 +73,11 @@ class Layer:
     def __init__(self, size: tuple[int, int, int], dtype: str, device: torch.device) -> None:
         self.size, self.dtype, self.device = size, dtype, device
         T, B, N = size
-        self.title = f"T={T} B={B} N={N}, {dtype}"
-
-    def prepare(self) -> None:
-        """Make the tensors, when the layer's turn comes."""
-        T, B, N = self.size
         generator = torch.Generator().manual_seed(N)
 
         def draw(*shape: int, spread: float) -> Tensor:
             values = torch.randn(shape, generator=generator) * spread
-            return ((values / GRID).round() * GRID).to(self.device, DTYPES[self.dtype])
+            return ((values / GRID).round() * GRID).to(device, DTYPES[dtype])
 
         # About 5 % of the neurons fire.
         self.x = (draw(T, B, N, spread=0.35).clamp(-2, 2) + 0.125).requires_grad_()
@@ -89,35 +86,28 @@ class Layer:
 
     def contenders(self) -> list[Contender]:
         N, dtype = self.size[2], DTYPES[self.dtype]
-        surrogate = sf.surrogate.Sigmoid(layers.WIDTH)
-        neuron = sf.LIF(DECAY, THRESHOLD, surrogate=surrogate)
+        neuron = sf.LIF(DECAY, THRESHOLD, surrogate=sf.surrogate.Sigmoid(layers.WIDTH))
         ours = sf.Recurrent(neuron, N).to(self.device, dtype)
         with torch.no_grad():
             ours.weight.copy_(self.weight)
         matrix = self.weight.detach().requires_grad_()
         rnn = nn.RNN(N, N, bias=False).to(self.device, dtype)
-
-        def loop(x: Tensor) -> Tensor:
-            return hand_written(x, matrix)
-
         steps: dict[str, tuple[Callable[[Tensor], Tensor], list[Tensor]]] = {
             OURS: (ours, [ours.weight]),
-            LOOP: (loop, [matrix]),
+            LOOP: (lambda x: hand_written(x, matrix), [matrix]),
             REFERENCE: (partial(ours, impl="reference"), [ours.weight]),
             RNN: (lambda x: rnn(x)[0], [*rnn.parameters()]),
         }
+        found, missing = [], []
         try:
             steps[RLEAKY] = rleaky(N, self.device, dtype)
         except Exception as error:
             missing = [Contender(RLEAKY, unavailable=first_line(error))]
-        else:
-            missing = []
-        found = []
         for name, (function, params) in steps.items():
             step = partial(self.step, function, params)
-            found.append(Contender(name, step))
+            found.append(contender_of(name, EAGER, step, (), self.device))
             if name in (OURS, LOOP, RNN) and self.device.type == "cuda":
-                found.append(graph_contender(name + GRAPH, step, self.device))
+                found.append(contender_of(f"{name}, {GRAPH}", GRAPH, step, (), self.device))
         return found + missing
 
     def step(
@@ -132,7 +122,7 @@ class Layer:
         Raises:
             AssertionError: the result is wrong.
         """
-        name = contender.name.removesuffix(GRAPH)
+        name = contender.name.removesuffix(f", {GRAPH}")
         y, *grads = result
         assert y.shape == self.x.shape
         assert all(g.isfinite().all() for g in grads)
@@ -152,25 +142,6 @@ class Layer:
             error = ((g.float() - e).abs().max() / e.abs().max()).item()
             assert error < TOLERANCE[self.dtype], f"a gradient errs by {error:.2g} of the largest"
 
-    def check(self) -> None:
-        """Verify all contenders and print the result."""
-        self.prepare()
-        for contender in self.contenders():
-            state = contender.unavailable
-            if contender.run is not None:
-                try:
-                    self.verify(contender, contender.run())
-                    state = "ok"
-                except Exception as error:
-                    state = first_line(error)
-            print(f"{self.title}: {contender.name}: {state}", flush=True)
-
-    def measure(self, timing: Timing) -> Record:
-        self.prepare()
-        T, B, N = self.size
-        about = {"T": T, "B": B, "N": N, "dtype": self.dtype}
-        return about | measure(self.contenders(), self.verify, timing)
-
 
 def hand_written(x: Tensor, weight: Tensor) -> Tensor:
     """Compute the layer by a loop over time as users write it."""
@@ -178,7 +149,7 @@ def hand_written(x: Tensor, weight: Tensor) -> Tensor:
     s, spikes = torch.zeros_like(x[0]), []
     for current in x.unbind(0):
         h = DECAY * v + (current + F.linear(s, weight))
-        fired = layers._Spike.apply(h - THRESHOLD)
+        fired = layers.Spike.apply(h - THRESHOLD)
         v = h * (1 - fired)
         s = fired.to(x.dtype)
         spikes.append(s)
@@ -188,20 +159,12 @@ def hand_written(x: Tensor, weight: Tensor) -> Tensor:
 def rleaky(
     N: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
-    """Return snnTorch's recurrent LIF layer in its loop over time, and its weights.
-
-    Raises:
-        ImportError: snnTorch is not installed.
-    """
+    """Return snnTorch's recurrent LIF layer in its loop over time, and its weights."""
     snn: Any = importlib.import_module("snntorch")
     surrogate: Any = importlib.import_module("snntorch.surrogate")
-    layer = snn.RLeaky(
-        beta=DECAY,
-        threshold=THRESHOLD,
-        linear_features=N,
-        spike_grad=surrogate.sigmoid(slope=layers.WIDTH),
-        reset_mechanism="zero",
-    ).to(device, dtype)
+    gradient = surrogate.sigmoid(slope=layers.WIDTH)
+    options = {"linear_features": N, "spike_grad": gradient, "reset_mechanism": "zero"}
+    layer = snn.RLeaky(beta=DECAY, threshold=THRESHOLD, **options).to(device, dtype)
 
     def run(x: Tensor) -> Tensor:
         spikes, potential = layer.init_rleaky()

@@ -15,12 +15,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import spikefuse as sf
 from benchmarks import record
 
 # Bytes written before each call that CUDA events time, so that it starts with a cold L2 cache. The
@@ -29,7 +31,8 @@ FLUSH_BYTES = 1 << 30
 # On a GPU: untimed calls at the start of a turn, and calls timed one by one at its end.
 TURN_WARMUP, TURN_SINGLES = 5, 3
 
-EAGER, GRAPH = WAYS = "eager", "CUDA graph"  # the two ways to run a step
+EAGER, GRAPH, GRAPH_STEP = STEP_WAYS = "eager", "CUDA graph", "sf.graph_step"  # to run a step
+WAYS = (EAGER, GRAPH)
 NO_GRAPHS = "CUDA graphs need a CUDA GPU"
 # Steps before a graph is recorded: they compile kernels, choose algorithms, create the optimizer's
 # state, and let DistributedDataParallel arrange its buckets.
@@ -73,19 +76,12 @@ def bandwidth_copy(num_bytes: int, device: torch.device) -> Copy:
 
 
 class CpuClock:
-    """Wall-clock time; `settle` is called before each turn, untimed.
-
-    `bandwidth_kind` is the kind of time that gives the bandwidth of copies.
-    """
+    """Wall-clock time; `bandwidth_kind` is the kind of time that gives the bandwidth of copies."""
 
     bandwidth_kind = "wall_ms"
 
-    def __init__(self, settle: Callable[[], Any] = lambda: None) -> None:
-        self.settle = settle
-
     def turn(self, run: Callable[[], Any], repetitions: int) -> dict[str, float]:
         """Return milliseconds per repetition by kind of time."""
-        self.settle()
         start = time.perf_counter()
         for _ in range(repetitions):
             run()
@@ -104,7 +100,6 @@ class GpuClock(CpuClock):
     def __init__(
         self, device: torch.device, warmup: int = TURN_WARMUP, singles: int = TURN_SINGLES
     ) -> None:
-        super().__init__()
         if device.index is not None:
             torch.cuda.set_device(device)  # events belong to the current device
         self.device, self.warmup, self.singles = device, warmup, singles
@@ -316,34 +311,39 @@ def record_graph(step: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
     return Replay(graph, result, step), torch.cuda.memory_reserved() - before
 
 
-def graph_contender(name: str, step: Callable[[], Any], device: torch.device) -> Contender:
-    """Return the replay of a step as a contender, or the reason why there is none."""
+def contender_of(
+    name: str, way: str, step: Callable[..., Any], inputs: Sequence[Any], device: torch.device
+) -> Contender:
+    """Return `step(*inputs)` run in one of the `STEP_WAYS`, or the reason why it cannot be."""
+    if way == EAGER:
+        return Contender(name, lambda: step(*inputs))
     if device.type != "cuda":
         return Contender(name, unavailable=NO_GRAPHS)
     try:
-        run, held = record_graph(step)
-    except Exception as error:
-        return Contender(name, unavailable=first_line(error))
-    return Contender(name, run, held_bytes=held)
-
-
-def graph_step_contender(name: str, step: Callable[[], Any], device: torch.device) -> Contender:
-    """Return a step that `sf.graph_step` wraps, recorded, as a contender.
-
-    Args:
-        step: takes no arguments; it calls the wrapped step.
-    """
-    if device.type != "cuda":
-        return Contender(name, unavailable=NO_GRAPHS)
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    try:
+        if way == GRAPH:
+            run, held = record_graph(lambda: step(*inputs))
+            return Contender(name, run, held_bytes=held)
+        recorded = sf.graph_step(step)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
         for _ in range(4):  # until it is recorded
-            step()
+            recorded(*inputs)
     except Exception as error:
         return Contender(name, unavailable=first_line(error))
     torch.cuda.empty_cache()
-    return Contender(name, step, held_bytes=torch.cuda.memory_reserved() - before)
+    held = torch.cuda.memory_reserved() - before
+    return Contender(name, lambda: recorded(*inputs), held_bytes=held)
+
+
+@contextmanager
+def cudnn_search(device: torch.device) -> Iterator[None]:
+    """Let cuDNN search for the fastest algorithms, as the trainer does."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = device.type == "cuda"
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def synchronize(device: torch.device) -> None:
@@ -398,30 +398,35 @@ def run_cases(
 
     A case that fails is listed under "left_out" with the reason.
     """
-    device, left_out = torch.device(args.device), []
+    left_out: list[Record] = []
 
     def rows() -> Iterator[Record]:
         for title, measure_case in cases:
-            try:
+            with leaving_out(title, left_out):  # the other cases are still measured
                 yield {"row": title} | measure_case()
-            except Exception as error:  # the other cases are still measured
-                reason = f"left out, {first_line(error)}"
-                left_out.append({"row": title, "reason": reason})
-                print(f"{title}: {reason}", flush=True)
-            release(device)  # the next case needs other sizes
+            release(torch.device(args.device))  # the next case needs other sizes
 
-    return write_rows(args, rows(), describe, settings, left_out, plot)
+    return write_rows(args, rows(), settings, left_out, plot)
+
+
+@contextmanager
+def leaving_out(title: str, left_out: list[Record]) -> Iterator[None]:
+    """Add an exception to `left_out` as the reason why `title` was not measured."""
+    try:
+        yield
+    except Exception as error:
+        left_out.append({"row": title, "reason": first_line(error)})
+        print(f"{title}: left out, {first_line(error)}", flush=True)
 
 
 def write_rows(
     args: argparse.Namespace,
     rows: Iterable[Record],
-    describe: Callable[[Record], str],
     settings: Record | None = None,
     left_out: Sequence[Record] = (),
     plot: Callable[[Record, Path], Any] | None = None,
 ) -> Path:
-    """Print the description of each row, write the result after each, and draw its plot."""
+    """Print each row, write the result after each, and draw its plot."""
     started = time.perf_counter()
     given = settings_of(args) if settings is None else settings
     result = record.document(args.name, torch.device(args.device), args.quick, given)
@@ -442,20 +447,14 @@ def write_rows(
 
 
 def describe(row: Record) -> str:
-    """Return a row's title, and a line for each of its copies and contenders."""
-    lines = [row.get("row", "")]
-    lines += [f"{c['name']} {c['gb_per_s']:.1f} GB/s" for c in row.get("copies", [])]
-    for c in row["contenders"]:
-        if c["status"] != "ok":
-            lines.append(f"{c['name']}: {c['status']}, {c['reason']}")
-            continue
-        kinds = [kind for kind in ("wall_ms", "device_ms") if kind in c]
-        text = ", ".join(f"{kind.replace('_', ' ')} {c[kind]['median']:.4f}" for kind in kinds)
-        if "fraction" in c:
-            text += f", {c['fraction'][kinds[-1]]:.0%} of the roofline"
-        if "peak_bytes" in c:
-            text += f", {c['peak_bytes'] / 2**20:,.1f} MiB at the peak"
-        lines.append(f"{c['name']}: {text}")
+    """Return a row's values and medians, and a line for each of its copies and contenders."""
+    lines = []
+    for part in (row, *row.get("copies", ()), *row.get("contenders", ())):
+        shown = {k: v.get("median") if isinstance(v, dict) else v for k, v in part.items()}
+        lines.append(", ".join(
+            f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}"
+            for k, v in shown.items() if isinstance(v, str | int | float)
+        ))  # fmt: skip
     return "\n    ".join(lines)
 
 

@@ -36,12 +36,11 @@ from torch.distributed.device_mesh import DeviceMesh
 import spikefuse as sf
 from benchmarks import layers, plots, runner
 from benchmarks.agreement import ROUNDING, difference
-from benchmarks.ddp import averaging, run_processes
 from benchmarks.networks import Workload
+from benchmarks.parallel import averaging, highest, run_processes, ways
 from benchmarks.runner import (
     EAGER,
     GRAPH,
-    WAYS,
     Record,
     first_line,
     record_graph,
@@ -69,9 +68,8 @@ def main(argv: list[str] | None = None) -> Path | None:
     parser.add_argument("--only", choices=PARTS, nargs="+", help="parts (all)")
     args = runner.parse(parser, argv)
     args.T = args.T or ([8] if args.quick else [64, 256, 1024, 4096])
-    args.N = 1000 if args.quick else 1_000_000
     args.only = args.only or (PARTS[:2] if args.quick else PARTS)
-    return run_processes(parser, args, measure_parts, describe, plots.time_sharding)
+    return run_processes(parser, args, time_rows, plots.time_sharding)
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class Setup:
         return max(self.meshes)
 
 
-def measure_parts(args: argparse.Namespace, device: torch.device) -> Iterator[Record]:
+def time_rows(args: argparse.Namespace, device: torch.device) -> Iterator[Record]:
     # Making a mesh is collective, so every process makes all of them.
     count = dist.get_world_size()
     sizes = [k for k in range(1, count + 1) if count % k == 0]
@@ -96,7 +94,7 @@ def measure_parts(args: argparse.Namespace, device: torch.device) -> Iterator[Re
     for k, net in nets.items():
         if k > 1:
             shard_time(net, setup.meshes[k]["time"])
-    for way in WAYS if device.type == "cuda" else (EAGER,):  # eager first, as recording may fail
+    for way in ways(device):
         for T in args.T if "layer" in args.only else ():
             yield from layer_rows(setup, nets, T, way)
         if "network" in args.only:
@@ -185,19 +183,9 @@ def time_together(step: Callable[[], object], device: torch.device, rounds: int)
     return spread(values.tolist())
 
 
-def highest(value: float, device: torch.device) -> float:
-    """Return the highest value of any rank."""
-    found = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
-
-
-# One layer
-
-
 def layer_rows(setup: Setup, nets: dict[int, sf.Temporal], T: int, way: str) -> list[Record]:
     """Return a row for each number of GPUs, with its best way to pass states."""
-    N, rows = setup.args.N, []
+    N, rows = 1000 if setup.args.quick else 1_000_000, []
     batch = max(1, round(N**0.5))
     shape = (T, batch, N // batch)
     for k, mesh in setup.meshes.items():
@@ -261,9 +249,6 @@ class LayerStep:
         close = torch.allclose(grad, x.grad[self.mine], rtol=1e-5, atol=1e-6)
         assert not highest(not same, self.device), "spikes differ from one GPU's"
         assert not highest(not close, self.device), "gradients differ from one GPU's"
-
-
-# The network
 
 
 class NetworkStep:
@@ -393,14 +378,6 @@ def fits(workload: Workload, mesh: DeviceMesh | None, device: torch.device) -> b
     gc.collect()
     torch.cuda.empty_cache()
     return not highest(failed, device)
-
-
-def describe(row: Record) -> str:
-    about = ("what", "way", "T", "time", "data", "statistics", "chunks")
-    text = ", ".join(f"{k} {row[k]}" for k in about if k in row)
-    if "ms" in row:
-        text += f": {row['ms']['median']:.3f} ms, {row.get('speedup', 0):.2f} times as fast as one"
-    return text + "".join(f", {k} {row[k]}" for k in ("fits_one", "fits", "reason") if k in row)
 
 
 if __name__ == "__main__":

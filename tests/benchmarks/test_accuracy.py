@@ -1,4 +1,4 @@
-"""The script for accuracy over time: its data, and runs that continue from checkpoints."""
+"""Accuracy over time, of images and spoken digits: data, networks, and runs that continue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import torch
 from PIL import Image
 from torch import nn
 
-from benchmarks import accuracy, record
+import spikefuse as sf
+from benchmarks import accuracy, record, spoken_digits
+from benchmarks.spoken_digits import FEED_FORWARD, OURS
+from spikefuse.train.seeding import Purpose, reseed
 
 
 def test_jpeg_images_are_decoded_in_order(tmp_path: Path) -> None:
@@ -62,26 +65,14 @@ def test_a_run_continues_from_its_checkpoint(
     assert again[0] == first
     assert [row["loss"] for row in again] == pytest.approx([row["loss"] for row in whole], rel=1e-4)
     with monkeypatch.context() as patch:
-        patch.delattr(accuracy.Run, "measure")  # a complete run is not measured again
+        patch.delattr(accuracy.ImageRun, "measure")  # a complete run is not measured again
         complete = record.read(accuracy.main(options))
     assert complete["rows"] == again
     assert list(complete["settings"]["profile"].values()) == [profile]
     with pytest.raises(SystemExit, match=r"relu-0\.pt has other settings"):
         accuracy.main([*options, "--lr", "0.1"])
-
-
-def test_a_network_that_cannot_be_made_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(name: str, args: Namespace) -> None:
-        raise AttributeError("of a dependency")
-
-    monkeypatch.setattr(accuracy, "make_network", broken)
-    options = ["--quick", "--device", "cpu", "--names", "spikingjelly", "--out", str(tmp_path)]
-    result = record.read(accuracy.main(options))
-    assert result["rows"] == []
-    reason = "AttributeError: of a dependency"
-    assert result["left_out"] == [{"row": "spikingjelly", "reason": reason}]
+    with pytest.raises(SystemExit):
+        accuracy.main(["--seconds", "9"])  # without --checkpoints
 
 
 def test_first_epochs_of_one_time_step(tmp_path: Path) -> None:
@@ -95,7 +86,21 @@ def test_first_epochs_of_one_time_step(tmp_path: Path) -> None:
     assert profile["augmented_images_per_s"] > 0
 
 
-def test_a_limit_of_time_needs_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        accuracy.main(["--seconds", "9"])
-    assert "--seconds needs --checkpoints" in capsys.readouterr().err
+# Spoken digits
+
+
+def test_networks_differ_in_feedback_alone() -> None:
+    nets = {}
+    for name in (OURS, FEED_FORWARD):
+        reseed(0, Purpose.WEIGHTS)
+        nets[name] = spoken_digits.make_network(name, [8, 8], 5)
+    layers = {
+        name: [type(m) for m in net.modules() if isinstance(m, sf.Neuron | sf.Recurrent)]
+        for name, net in nets.items()
+    }
+    assert layers == {
+        OURS: [*[sf.Recurrent, sf.DelayedResetLIF] * 2, sf.LI],
+        FEED_FORWARD: [*[sf.DelayedResetLIF] * 2, sf.LI],
+    }
+    first, second = (nets[name].net.state_dict() for name in (OURS, FEED_FORWARD))
+    assert torch.equal(first["2.weight"], second["2.weight"])  # of the first linear layer

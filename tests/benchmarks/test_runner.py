@@ -87,13 +87,6 @@ def test_repetitions_fill_a_turn() -> None:
     assert len(calls) == 1 + 1 + 13  # verified, estimated, timed
 
 
-def test_prepare_comes_before_each_verification(timing: Timing) -> None:
-    events: list[str] = []
-    contenders = [Contender(n, lambda n=n: events.append(n) or 1.0) for n in "ab"]
-    measure(contenders, expect_positive, timing, prepare=lambda: events.append("prepare"))
-    assert events[:4] == ["prepare", "a", "prepare", "b"]
-
-
 def test_spread() -> None:
     found = runner.spread([float(v) for v in range(11)])
     assert (found["median"], found["p10"], found["p90"]) == (5.0, 1.0, 9.0)
@@ -106,7 +99,7 @@ def test_failed_cases_are_left_out(tmp_path: Path) -> None:
     cases = (("right", lambda: {"contenders": []}), ("broken", failing))
     result = record.read(runner.run_cases(args, cases))
     assert [row["row"] for row in result["rows"]] == ["right"]
-    reason = "left out, RuntimeError: no such kernel"
+    reason = "RuntimeError: no such kernel"
     assert result["left_out"] == [{"row": "broken", "reason": reason}]
 
 

@@ -41,7 +41,8 @@ def test_neurons(tmp_path: Path) -> None:
 
 def test_networks(tmp_path: Path) -> None:
     names = (FUSED, layers.OURS, RELU, CONVOLUTIONS, layers.LOOP)
-    result = record.read(networks.main([*QUICK, str(tmp_path), "--networks", *names]))
+    both = ("--steps", "training", "evaluation")
+    result = record.read(networks.main([*QUICK, str(tmp_path), *both, "--networks", *names]))
     assert result["left_out"] == []
     for row in result["rows"]:
         found = {(c["network"], c["way"]): c for c in row["contenders"]}
@@ -60,8 +61,7 @@ def test_first_call(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_events(tmp_path: Path) -> None:
-    result = record.read(events.main([*QUICK, str(tmp_path), "--streaming"]))
+    result = record.read(events.main([*QUICK, str(tmp_path)]))
     for row in result["rows"]:
         found = {c["name"]: c["status"] for c in row["contenders"]}
         assert all(found[name] == "ok" for name in (DENSE, EVENTS, DENSE + REPLAY)), found
-    assert [c["status"] for c in result["streaming"]["contenders"]] == ["ok"] * 4

@@ -1,6 +1,6 @@
 """Networks in the code patterns of published repositories spike as before conversion, in float64.
 
-Small versions of those in `benchmarks/published.py`, and those that SpikingJelly ships.
+Small versions of those in `published.py`, and those that SpikingJelly ships.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from benchmarks import convert, record
-from benchmarks.published import (
+from benchmarks.runner import NO_GRAPHS
+from spikefuse.transforms.converters import over_time
+from tests.parity.published import (
     SEWResNet,
     SpikeDrivenTransformer,
     lif,
@@ -23,8 +25,6 @@ from benchmarks.published import (
     spikes_of,
     spikformer,
 )
-from benchmarks.runner import NO_GRAPHS
-from spikefuse.transforms.converters import over_time
 
 REASON = "SpikingJelly is not installed: see CONTRIBUTING.md"
 neuron = pytest.importorskip("spikingjelly.activation_based.neuron", reason=REASON)
