@@ -25,9 +25,10 @@ import torch
 import spikefuse as sf
 from benchmarks import record
 
-# Bytes written before each call that CUDA events time, so that it starts with a cold L2 cache. The
-# write takes long enough for the host to run ahead of the device.
+# Bytes written before each call that CUDA events time, so that it starts with a cold L2 cache.
 FLUSH_BYTES = 1 << 30
+# The device then waits for twice the time of a call, at most this long: the host runs ahead of it.
+LONGEST_WAIT_MS, CYCLES_PER_MS = 20.0, 2_000_000
 # On a GPU: untimed calls at the start of a turn, and calls timed one by one at its end.
 TURN_WARMUP, TURN_SINGLES = 5, 3
 
@@ -93,7 +94,8 @@ class CpuClock:
 
 
 class GpuClock(CpuClock):
-    """Wall-clock time of back-to-back calls, and device time of single calls by CUDA events."""
+    """Wall-clock time of back-to-back calls, and device time of single calls by CUDA events. The
+    device waits before a single call until the host has enqueued it."""
 
     bandwidth_kind = "device_ms"
 
@@ -120,6 +122,7 @@ class GpuClock(CpuClock):
         for _ in range(min(repetitions, self.singles)):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.flush.zero_()
+            torch.cuda._sleep(int(CYCLES_PER_MS * min(2 * wall, LONGEST_WAIT_MS)))
             begin.record()
             run()
             end.record()
