@@ -244,6 +244,22 @@ def test_backward_in_chunks(backends, monkeypatch):
             check_gradients(made, [x], None, impl)
 
 
+@pytest.mark.parametrize("length", [4, 11])
+def test_gradients_take_the_memory_of_currents_once(length, backends, monkeypatch):
+    """The last backward through a graph overwrites what was saved; those before must not."""
+    monkeypatch.setattr(recurrent, "REPLAYED", length * 6 * 20)
+    made = layer(sf.ALIF(0.75, 0.75), 20, backends.device)
+    x = on_grid((11, 6, 20), backends.device).requires_grad_()
+    for impl in backends.impls:
+        y = made(x, impl=impl)
+        found = []
+        for keep in (True, True, False):
+            found.append(torch.autograd.grad(y.sum(), [x, made.weight], retain_graph=keep))
+        for a, b, c in zip(*found, strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(a, c)
+
+
 @pytest.mark.parametrize("most", [0.0, 1.0])
 def test_weight_gradients_of_sparse_and_dense_spikes(most, monkeypatch):
     """On a CPU, the weight gradient adds the rows of sparse spikes; a given start need not be 0 or
@@ -254,6 +270,8 @@ def test_weight_gradients_of_sparse_and_dense_spikes(most, monkeypatch):
     *states, spikes = state_of(made.neuron, (6, 20), "cpu")
     for start in (None, (*states, spikes), (*states, 0.5 * spikes)):
         check_gradients(made, [x], start, "numba")
+    (grad,) = torch.autograd.grad(made(x).sum(), made.weight)
+    assert grad.is_contiguous()  # as Inductor has been told
 
 
 def test_several_tiles_of_weights(monkeypatch):
