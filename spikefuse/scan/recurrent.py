@@ -206,6 +206,7 @@ class RecurrentCall:
         # Of nearly equal lengths, since the longest one takes the most memory.
         length = -(-num_steps // -(-num_steps * math.prod(shape) // REPLAYED))
         found = []
+        memory: list[Tensor] | None = None
         for first in range(0, num_steps, length):
             steps = slice(first, first + length)
             inputs = [x[steps].contiguous() for x in arguments.inputs]
@@ -213,7 +214,8 @@ class RecurrentCall:
             found.append((steps, part, start))
             if first + length < num_steps:
                 execution = execution_of(self.programs[1], inputs)
-                results = execution.forward(part, execution.new_results(Wanted(final=True)))
+                results = execution.new_results(Wanted(final=True), memory)
+                memory = execution.forward(part, results).outputs
                 arguments = arguments._replace(states=results.finals)
                 start = results.outputs[0][-1].clone()
         return found
@@ -283,9 +285,7 @@ class _Chain:
         no_gradient = _float32(current, current.shape[2:]).zero_().expand(current.shape)
         self.read = [current, *map(_rows, others)]
         self.read += [no_gradient if g is None else _rows(g) for g in grads[:num_outputs]]
-        # A kernel reads the current of a step before it writes the gradient in its place.
-        takes_memory = is_last and dtype == torch.float32
-        first = current.detach() if takes_memory else current.new_empty(current.shape, dtype=dtype)
+        first = _at_its_end(current, dtype) if is_last else torch.empty_like(current, dtype=dtype)
         self.inputs = [first, *(x.new_empty(x.shape) for x in others)]
         self.states = [None if g is None else g.float().contiguous() for g in grads[num_outputs:]]
         self.sent: Tensor | None = None
@@ -302,7 +302,7 @@ class _Chain:
         y, *past = self.call._replay(part, before)
         written = [x[steps] for x in self.inputs]
         if written[0].dtype != torch.float32:
-            # The chain is float32, and may overwrite the states as it may overwrite the current.
+            # The chain is float32. A kernel reads the states of a step before it writes its result.
             written[0] = past[0] if past else _float32(y, y.shape)
         begins = [_float32(y, y.shape[1:]) for _ in range(self.num_states)]
         sums = self.launcher.new_sums(y, self.num_params)
@@ -342,6 +342,12 @@ class _Chain:
 
 def _float32(like: Tensor, shape: Sequence[int]) -> Tensor:
     return like.new_empty(shape, dtype=torch.float32)
+
+
+def _at_its_end(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor like `x`, which is contiguous float32, in the memory of its last values. The values
+    of a step are behind those of earlier steps of `x`."""
+    return x.detach().flatten().view(dtype)[-x.numel() :].view(x.shape)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -244,12 +244,13 @@ def test_backward_in_chunks(backends, monkeypatch):
             check_gradients(made, [x], None, impl)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [4, 11])
-def test_gradients_take_the_memory_of_currents_once(length, backends, monkeypatch):
+def test_gradients_take_the_memory_of_currents_once(length, dtype, backends, monkeypatch):
     """The last backward through a graph overwrites what was saved; those before must not."""
     monkeypatch.setattr(recurrent, "REPLAYED", length * 6 * 20)
     made = layer(sf.ALIF(0.75, 0.75), 20, backends.device)
-    x = on_grid((11, 6, 20), backends.device).requires_grad_()
+    x = on_grid((11, 6, 20), backends.device).to(dtype).requires_grad_()
     for impl in backends.impls:
         y = made(x, impl=impl)
         found = []
