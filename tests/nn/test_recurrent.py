@@ -361,6 +361,13 @@ def test_explain(device):
     assert saved.now < 0.35 * saved.eager
 
 
+def test_explain_says_that_feedback_is_a_loop(device):
+    net = nn.Sequential(sf.nn.Feedback(nn.Linear(8, 8), sf.LIF()), nn.Flatten()).to(device)
+    report = str(sf.explain(sf.Temporal(net), torch.randn(3, 2, 8, device=device)))
+    assert "net.0: Feedback, a Python loop over time: each step calls Linear" in report
+    assert "not called" not in report
+
+
 def test_double_backward_is_refused(device):
     made = layer(sf.LIF(), 8, device)
     x = torch.randn(4, 2, 8, device=device, requires_grad=True)
@@ -390,6 +397,8 @@ def test_errors():
         made(torch.rand(3, 2, 7))
     with pytest.raises(TypeError, match=r"v, spikes"):
         made(torch.rand(3, 2, 8), state=(torch.zeros(2, 8),))
+    with pytest.raises(ValueError, match="the weight is on meta, the input on cpu"):
+        sf.Recurrent(sf.LIF(), 8, device="meta")(torch.rand(3, 2, 8))
     with pytest.raises(TypeError, match="Recurrent"):
         sf.exportable(sf.Temporal(made))
 
@@ -445,5 +454,7 @@ def test_feedback_errors():
         sf.nn.Feedback(nn.Sequential(sf.LIF()), sf.LIF())
     with pytest.raises(TypeError, match="expected an instance"):
         sf.nn.Feedback(nn.Identity(), sf.LIF)
+    with pytest.raises(TypeError, match=r"returned a tuple: expected a tensor"):
+        sf.nn.Feedback(nn.LSTM(4, 4), sf.LIF())(torch.rand(2, 1, 4))
     with pytest.raises(ValueError, match="expected the same shape"):
         sf.nn.Feedback(nn.Linear(4, 3), sf.LIF())(torch.rand(2, 1, 4))
