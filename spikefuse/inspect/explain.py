@@ -219,8 +219,8 @@ def _copied_inputs(scan: NeuronScan) -> Iterator[str]:
     inputs = scan.request.inputs
     labels = type(scan.neuron).input_names if scan.norm is None else NAMES
     layout = layout_of(inputs)
-    for i, (label, x) in enumerate(zip(labels, inputs, strict=False)):
+    for i, (name, x) in enumerate(zip(labels, inputs, strict=False)):
         if outer_stride(x.shape, x.stride(), layout.order, layout.inner) is None:
-            shape = f"input copied: {label} {list(x.shape)} with strides {list(x.stride())}"
+            shape = f"input copied: {name} {list(x.shape)} with strides {list(x.stride())}"
             first = "its steps are not dense, or their pieces are too short to read in place"
             yield f"{shape}: {'its layout differs from the first input' if i else first}"

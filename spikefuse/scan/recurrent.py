@@ -34,8 +34,8 @@ from spikefuse.scan.op import (
 )
 from spikefuse.scan.program import FLOAT, Operands, program, sizes_of
 
-# Values of a sequence that backward replays at a time, in as much memory for each state and for what
-# is fed back. Fewer would take longer on a GPU.
+# Values of a sequence that backward replays at a time, in as much memory for each state and for
+# what is fed back. Fewer would take longer on a GPU.
 REPLAYED = 1 << 22
 
 library.define(

@@ -128,7 +128,7 @@ def test_peak_memory(monkeypatch):
         return torch.cuda.max_memory_allocated() - before
 
     peak("triton"), peak("reference")
-    assert peak("triton") < 0.55 * peak("reference")
+    assert peak("triton") < 0.65 * peak("reference")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of modules that Inductor imports
