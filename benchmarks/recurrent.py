@@ -12,7 +12,7 @@ spikes of spikefuse must equal those of the eager loop, and its gradients agree 
 - spikefuse, called eagerly and replayed as a CUDA graph
 - the eager loop: the step written by hand, with `F.linear` on the spikes of the step before;
   replayed as a CUDA graph, too
-- the reference: `impl="reference"`
+- the reference: `impl="reference"`, up to N = 512 on a GPU, as it only takes longer than the loop
 - nn.RNN, and snnTorch's RLeaky if it is installed
 
 The loops multiply and add in the dtype of the input, spikefuse adds in float32.
@@ -36,6 +36,7 @@ from benchmarks.layers import DTYPES, LOOP, OURS
 from benchmarks.runner import Contender, Record, Timing, first_line, graph_contender, measure
 
 SIZES = ((100, 256, 128), (100, 256, 256), (100, 256, 512), (250, 128, 1024))
+LARGEST_REFERENCE = 512
 CPU_SIZE, QUICK_SIZE = (100, 64, 256), (5, 4, 32)
 DECAY, THRESHOLD, GRID = 0.75, 1.0, 1 / 64
 REFERENCE, RNN, RLEAKY = "eager reference", "nn.RNN", "snnTorch RLeaky"
@@ -45,7 +46,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-1}
 
 
 def main(argv: list[str] | None = None) -> Path | None:
-    parser = runner.make_parser("recurrent", __doc__)
+    parser = runner.make_parser("recurrent", __doc__, rounds=7)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--rows", type=int, nargs="+", help="rows of the sizes (all)")
     parser.add_argument("--check", action="store_true", help="verify, without timing")
@@ -60,7 +61,8 @@ def main(argv: list[str] | None = None) -> Path | None:
         for layer in plan:
             layer.check()
         return None
-    timing = Timing.of(args)
+    # Loops take long enough that one untimed call per turn is plenty.
+    timing = Timing.of(args, whole_steps=True)
     cases = [(layer.title, partial(layer.measure, timing)) for layer in plan]
     return runner.run_cases(args, cases)
 
@@ -106,6 +108,8 @@ class Layer:
             REFERENCE: (partial(ours, impl="reference"), [ours.weight]),
             RNN: (lambda x: rnn(x)[0], [*rnn.parameters()]),
         }
+        if N > LARGEST_REFERENCE:
+            del steps[REFERENCE]
         try:
             steps[RLEAKY] = rleaky(N, self.device, dtype)
         except Exception as error:
