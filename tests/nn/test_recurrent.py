@@ -186,6 +186,8 @@ def test_equals_a_loop_over_a_linear_layer(backends):
 
 
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 19), st.integers(1, 40))
+# One of several states, one with a learnable parameter per neuron, and one that also sends -1.
+DRAWN = ("ALIF", "SEAdLIF", "TernaryLIF")
 
 
 @settings(
@@ -196,14 +198,15 @@ SIZES = st.tuples(st.integers(1, 5), st.integers(1, 19), st.integers(1, 40))
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(
+    st.sampled_from(DRAWN),
     SIZES,
     st.sampled_from(["contiguous", "batch_first", "constant", "strided", "reversed"]),
     st.sampled_from(DTYPES),
     st.integers(0, 99),
     st.booleans(),
 )
-def test_sizes_and_layouts(backends, size, layout, dtype, seed, given_state):
-    neuron = sf.ALIF(0.75, 0.75)
+def test_neurons_sizes_and_layouts(backends, name, size, layout, dtype, seed, given_state):
+    neuron = make(name, "hard", size[2], backends.device)
     made = layer(neuron, size[2], backends.device)
     x = on_grid(size, backends.device, seed).to(dtype)
     if layout == "batch_first":
@@ -287,6 +290,31 @@ def test_several_tiles_of_weights(monkeypatch):
     monkeypatch.setattr(launch_triton, "RESIDENT_BYTES", 0)
     check_steps(made, [x], None, "triton")
     check_gradients(made, [x], None, "triton")
+
+
+@pytest.mark.parametrize("kind", [sf.AdLIF, sf.SEAdLIF])
+def test_each_neuron_learns_its_decays_and_couplings(kind, backends):
+    """As in sparch and SE-adLIF: parameters of N values, through the modules that compute them."""
+    torch.manual_seed(0)
+    neuron = kind(
+        sf.LearnableTimeConstant(10.0, 20),
+        0.5,
+        sf.LearnableFraction(0.98, 20),
+        nn.Parameter(torch.rand(20)),
+        nn.Parameter(torch.rand(20)),
+    ).to(backends.device)
+    made = layer(neuron, 20, backends.device)
+    x = 4 * on_grid((11, 6, 20), backends.device)
+    for impl in backends.impls:
+        check_gradients(made, [x], None, impl)
+        grads = []
+        for _ in range(2):
+            made.zero_grad()
+            made(x, impl=impl).square().sum().backward()
+            grads.append([p.grad for p in made.parameters()])
+        assert all(g.any() for g in grads[0])
+        for a, b in zip(*grads, strict=True):
+            assert torch.equal(a, b)
 
 
 def network(norm=False):
