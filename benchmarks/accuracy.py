@@ -131,11 +131,14 @@ def rows(
                 begun = time.perf_counter()
                 if args.seconds is not None and begun + longest > started + args.seconds:
                     return
-                row = run.train() | {"accuracy": run.accuracy(testing)}
+                run.rows.append(run.train() | {"accuracy": run.accuracy(testing)})
                 longest = max(longest, time.perf_counter() - begun)
-                run.save(row, settings)
-                yield row
-            profile[f"{name}, seed {seed}"] = run.profile(testing)
+                run.save(settings)
+                yield run.rows[-1]
+            if not run.profile:
+                run.profile = run.measure(testing)
+                run.save(settings)
+            profile[f"{name}, seed {seed}"] = run.profile
             del run
             runner.release(device)
 
@@ -192,6 +195,7 @@ class Run:
     def __init__(self, name: str, seed: int, args: argparse.Namespace, training: Images) -> None:
         self.args, self.name, self.seed, self.device = args, name, seed, torch.device(args.device)
         self.rows: list[Record] = []  # one per epoch
+        self.profile: Record = {}  # after the last one
         self.batches = TrainBatches(training, args.batch, seed, self.steps_done, self.device)
         reseed(seed, Purpose.WEIGHTS)
         self.net, self.call = make_network(name, args)
@@ -272,7 +276,7 @@ class Run:
         ]
         return int(torch.stack(right).sum()) / len(testing)
 
-    def profile(self, testing: Images) -> Record:
+    def measure(self, testing: Images) -> Record:
         """Return milliseconds per batch of each part of a step, and of evaluation."""
         self.net.train()
         milliseconds, before = {}, 0.0
@@ -299,11 +303,10 @@ class Run:
         folder = self.args.checkpoints
         return folder and folder / f"{self.name}-{self.seed}.pt"
 
-    def save(self, row: Record, settings: Record) -> None:
-        self.rows.append(row)
+    def save(self, settings: Record) -> None:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            content = {"settings": settings, "rows": self.rows}
+            content = {"settings": settings, "rows": self.rows, "profile": self.profile}
             state = {name: part.state_dict() for name, part in self.parts.items()}
             with replacing(self.path) as temporary:
                 torch.save(content | state, temporary)
@@ -320,7 +323,7 @@ class Run:
                 raise SystemExit(f"{self.path} has other settings: choose another --checkpoints")
             for name, part in self.parts.items():
                 part.load_state_dict(found[name])
-            self.rows = found["rows"]
+            self.rows, self.profile = found["rows"], found.get("profile", {})
         return self.rows
 
 

@@ -153,6 +153,15 @@ def percent(value: float | None, digits: int = 0) -> str:
     return "–" if value is None else f"{100 * value:.{digits}f}%"
 
 
+def by_seed(values: Sequence[float], digits: int) -> str:
+    """List shares in per cent, with mean and standard deviation if there are several."""
+    text = ", ".join(percent(value, digits) for value in values)
+    if len(values) < 2:
+        return text
+    mean, spread = statistics.fmean(values), statistics.stdev(values)
+    return f"{text}; {100 * mean:.{digits}f} ± {percent(spread, digits)}"
+
+
 def markdown(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---", *(["---:"] * (len(head) - 1))], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -555,31 +564,35 @@ def spoken_digits(result: Result) -> Parts:
 
 def accuracy(result: Result) -> Parts:
     """Yield a line for each network: its last accuracies and speeds, and the times of a step."""
-    settings, lines = result["settings"], []
+    settings, lines, profiles = result["settings"], [], result["settings"]["profile"]
     names = dict.fromkeys(row["name"] for row in result["rows"])
     steps = dict.fromkeys(row["T"] for row in result["rows"])
-    parts = list(next(iter(settings["profile"].values()))["ms"])
+    parts = list(next(iter(profiles.values()), {"ms": {}})["ms"])
     for name in names:
         rows = [row for row in result["rows"] if row["name"] == name]
         seeds = dict.fromkeys(row["seed"] for row in rows)
-        last = {row["seed"]: percent(row["accuracy"], 1) for row in rows}
+        last = {row["seed"]: row["accuracy"] for row in rows}
         whole = [sum(row["seconds"] for row in rows if row["seed"] == seed) for seed in seeds]
+        found = [[row["images_per_s"] for row in rows if row["T"] == T] for T in steps]
         # The first epoch of each number of steps compiles and records.
-        speeds = [[r["images_per_s"] for r in rows if r["T"] == T][-1] for T in steps]
-        profile = settings["profile"].get(f"{name}, seed {next(iter(seeds))}", {"ms": {}})["ms"]
+        speeds = [round(statistics.median(each[1:] or each)) for each in found]
+        profile = profiles.get(f"{name}, seed {next(iter(seeds))}", {"ms": {}})
+        pipeline = profile.get("augmented_images_per_s")
         lines.append([
-            *(name, ", ".join(last.values()), number(statistics.median(whole))),
+            *(name, by_seed(list(last.values()), 2), number(statistics.median(whole))),
             *(f"{speed:,}" for speed in speeds),
-            *(number(profile.get(part)) for part in parts),
+            *(number(pipeline), *(number(profile["ms"].get(part)) for part in parts)),
         ])  # fmt: skip
     early = settings["early"]
     epochs = f"{settings['epochs']} epochs" + (f", {early} of them with one step" if early else "")
     yield (
         f"{settings['data']}, {settings['model']}, T = {settings['T']}, {epochs}, batches of "
-        f"{settings['batch']}. The parts of a step, and evaluation, are in ms per batch:"
+        f"{settings['batch']}. The data pipeline alone reads and augments images. The parts of a "
+        "step, and evaluation, are in ms per batch:"
     )
-    head = ["", "test accuracy, by seed", "seconds"]
-    yield markdown([*head, *(f"images/s, T = {T}" for T in steps), *parts], lines)
+    head = ["", "test accuracy, by seed; mean ± standard deviation", "seconds"]
+    speeds = [f"images/s, T = {T}" for T in steps]
+    yield markdown([*head, *speeds, "images/s, data pipeline alone", *parts], lines)
 
 
 # Training
@@ -598,11 +611,12 @@ def training(results: Results, root: Path) -> str:
                 record.device(result),
                 ", ".join(str(row["seed"]) for row in rows),
                 ", ".join(number(row["seconds"]) for row in rows),
-                ", ".join(percent(row["test_accuracy"], 2) for row in rows),
+                by_seed([row["test_accuracy"] for row in rows], 2),
             ]
         )
         origins.append(f"- {config['dataset']}: {origin(result)}")
-    head = ["dataset", "network", "device", "seeds", "seconds", "accuracy"]
+    head = ["dataset", "network", "device", "seeds", "seconds"]
+    head.append("accuracy; mean ± standard deviation")
     return "\n\n".join([markdown(head, lines), "\n".join(origins)])
 
 
@@ -611,15 +625,17 @@ def papers(results: Results, root: Path) -> str:
     by_recipe, lines = {result["settings"]["recipe"]: result for _, result in results}, []
     for recipe, (printed, paper_seconds) in PAPERS.items():
         rows = by_recipe[recipe]["rows"] if recipe in by_recipe else []
-        accuracy = ", ".join(percent(row["test_accuracy"], 2) for row in rows) or "–"
+        accuracy = by_seed([row["test_accuracy"] for row in rows], 2) or "–"
         seconds = ", ".join(number(row["training_seconds"]) for row in rows) or "–"
         paper = "–" if printed is None else f"{printed:.2f}%"
         lines.append([f"`{recipe}`", paper, accuracy, number(paper_seconds), seconds])
-    head = ["recipe", "paper's accuracy", "ours", "paper's training seconds", "ours"]
+    head = ["recipe", "paper's accuracy", "ours, by seed; mean ± standard deviation"]
+    head += ["paper's training seconds", "ours"]
     origins = []
     for path, result in results:
         links = [link.removeprefix("!") for link in picture(path, root, "Curve")]
-        text = ". ".join([origin(result), *links])
+        seeds = ", ".join(str(row["seed"]) for row in result["rows"])
+        text = ". ".join([f"{origin(result)}, seeds {seeds}", *links])
         origins.append(f"- `{result['settings']['recipe']}`: {text}.")
     return "\n\n".join([markdown(head, lines), "\n".join(origins)]).rstrip()
 

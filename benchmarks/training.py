@@ -8,7 +8,8 @@
 digits, mnist and the recipes in `configs/`, which reproduce rows of the papers, run
 `spikefuse train`. A paper's accuracy is the highest of any epoch on the test images; ours is of the
 epoch chosen by the validation images. Seconds are the wall-clock time of the process, with imports,
-kernels, data, training, test and pictures.
+kernels, data, training, test and pictures. `--add RESULT` keeps the rows of a result with other
+seeds, so that each seed can have a call of its own.
 
 convergence trains the Large network of bptt-on-gpu with the kernels and with the eager loop, from
 the same weights, with the same batches and random numbers. Encoding, augmentation, loss and
@@ -118,9 +119,12 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument("--seeds", type=int, nargs="+",
                         help="one run each (0; convergence 0 1; digits 0 1 2)")  # fmt: skip
     parser.add_argument("--data-dir", type=Path, help="folder of the data sets")
+    parser.add_argument("--add", type=Path, help="result of other seeds of the same task")
     args = runner.parse(parser, argv)
     count = 1 if args.quick else {"digits": 3, CONVERGENCE: 2}.get(args.task, 1)
     args.seeds = list(dict.fromkeys(args.seeds or range(count)))
+    if args.add is not None and args.task == CONVERGENCE:
+        parser.error("--add is for tasks that run the trainer")
     return converge(args) if args.task == CONVERGENCE else run_trainer(args)
 
 
@@ -142,9 +146,17 @@ def run_trainer(args: argparse.Namespace) -> Path:
     if is_recipe:
         settings["recipe"] = args.task
 
+    earlier: list[Record] = []
+    if args.add is not None:
+        earlier, settings["config"] = earlier_rows(args)
+        settings["seeds"] = [row["seed"] for row in earlier] + args.seeds
+
     def rows() -> Iterator[Record]:
+        yield from earlier
         for seed in args.seeds:
-            row, settings["config"] = train(options, seed, is_recipe)
+            row, config = train(options, seed, is_recipe)
+            if settings.setdefault("config", config) != config:
+                raise SystemExit(f"{args.add} has another configuration")
             yield row
 
     def describe(row: Record) -> str:
@@ -153,6 +165,24 @@ def run_trainer(args: argparse.Namespace) -> Path:
 
     plot = plots.learning if is_recipe else None
     return runner.write_rows(args, rows(), describe, settings, plot=plot)
+
+
+def earlier_rows(args: argparse.Namespace) -> tuple[list[Record], Record]:
+    """Return the rows and the configuration of the result `--add`.
+
+    Raises:
+        SystemExit: it is of another task or machine, or has one of the seeds.
+    """
+    result = record.read(args.add)
+    machine = record.slug(record.machine(torch.device(args.device)))
+    found = (result["benchmark"], record.slug(result["machine"]), result["quick"])
+    if found != (args.name, machine, args.quick):
+        raise SystemExit(f"{args.add} is not a result of {args.task} on this machine")
+    rows: list[Record] = result["rows"]
+    repeated = {row["seed"] for row in rows} & set(args.seeds)
+    if repeated:
+        raise SystemExit(f"{args.add} has results of seeds {sorted(repeated)}")
+    return rows, result["settings"]["config"]
 
 
 def train(options: list[str], seed: int, is_recipe: bool) -> tuple[Record, Record]:

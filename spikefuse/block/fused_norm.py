@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -50,9 +51,11 @@ class FusedNorm(_BatchNorm):
         if not obstacle:
             return defer(self, read)
         if active.call is not None:
-            outcomes[self] = Outcome(None, reason=obstacle)
+            known = outcomes.get(self)
+            if known is None or known.reason is not obstacle:
+                outcomes[self] = Outcome(None, reason=obstacle)
             compute_earlier(self)
-        return self.plain(input)
+        return super().forward(input)
 
     def extra_repr(self) -> str:
         outcome, text = outcomes.get(self), super().extra_repr()
@@ -80,7 +83,7 @@ class FusedNorm(_BatchNorm):
         if x.is_cpu and passing is None and not isinstance(self, nn.SyncBatchNorm):
             fewest = MIN_TRAINING if self.training else MIN_EVALUATION
             if x.numel() < fewest:
-                return f"its input has {x.numel():,} values: on a CPU, fusing pays from {fewest:,}"
+                return _too_small(x.numel(), fewest)
         if (
             self._forward_hooks
             or self._backward_hooks
@@ -138,6 +141,11 @@ class FusedSyncBatchNorm(FusedNorm, nn.SyncBatchNorm):
 
 
 _PLAIN = (Tensor, nn.Parameter)
+
+
+@lru_cache(maxsize=512)
+def _too_small(number: int, fewest: int) -> str:
+    return f"its input has {number:,} values: on a CPU, fusing pays from {fewest:,}"
 
 
 def _has_fake_mode() -> bool:

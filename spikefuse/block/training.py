@@ -41,7 +41,6 @@ from spikefuse.scan.state_passing import (
     StatePassing,
     exchange_gradients,
     incoming_of,
-    slice_of,
 )
 
 _requires_grad = attrgetter("requires_grad")
@@ -123,14 +122,34 @@ class TrainingCall:
         self, tensors: BlockTensors, saved: Tensors, incoming: Incoming, needs: Needs
     ) -> BlockGradients:
         """Both passes. `needs.params` are those of the neuron's own tensors."""
-        if self.passing is WHOLE and self._adds_correction(needs.inputs, tensors.inputs[0]):
-            return self._scan_once(tensors, saved, incoming, needs)
-        arguments = self.arguments(tensors)
-        if self.passing is WHOLE:
-            parts = [MicrobatchScan(None, self.execution, arguments, saved)]
-        else:
-            parts = state_passing.split(self.passing, self.program.name, arguments)
-            parts = state_passing.unflatten(parts, saved, self.counts)
+        if self.passing is not WHOLE:
+            return self._backward_in_parts(tensors, saved, incoming, needs)
+        execution, x = self.execution, tensors.inputs[0]
+        rebuild = not self.saves_states and execution.num_saved > 0
+        if rebuild:
+            saved = execution.new_saved()
+        # If the correction is added later, the first pass also writes the gradients of the inputs,
+        # as if the statistics were constants.
+        adds = self._adds_correction(needs.inputs, x)
+        arguments = self.arguments(tensors, self._no_correction if adds else ())
+        part = MicrobatchScan(None, execution, arguments, saved)
+        found = self.reduce(part, incoming, needs.params, rebuild, needs.inputs if adds else None)
+        sums = self.named(found, needs.params)
+        correction, weight, shift = self.correct(self.totals(execution, sums))
+        inputs = found.inputs
+        if adds:
+            self._add_correction(inputs[0], x, correction, execution)
+        elif True in needs.inputs:
+            inputs = self.write(part, incoming, needs.inputs, (tensors, correction))
+        own = self.own_gradients(execution, sums, tensors.own)
+        return BlockGradients(inputs, found.states, weight, shift, own)
+
+    def _backward_in_parts(
+        self, tensors: BlockTensors, saved: Tensors, incoming: Incoming, needs: Needs
+    ) -> BlockGradients:
+        """`backward` over microbatches, whose states other processes send."""
+        parts = state_passing.split(self.passing, self.program.name, self.arguments(tensors))
+        parts = state_passing.unflatten(parts, saved, self.counts)
         totals: list[Tensor] = []
         starts: list[list[Tensor]] = []
         by_own: list[list[Tensor | None]] = []
@@ -155,31 +174,25 @@ class TrainingCall:
         if True in needs.inputs:
             inputs = self.execution.new_gradients(Needs(needs.inputs, False, ())).inputs
             for part, ends in zip(parts, buffers, strict=True):
-                into = [slice_of(g, part.rows) for g in inputs]
+                into = [g[:, part.rows] for g in inputs]
                 arriving = incoming_of(incoming, part.rows, ends)
                 self.write(part, arriving, needs.inputs, (tensors, correction), into)
         # Gradients of states that arrived from another process have gone back there.
         states: list[Tensor] = []
         if tensors.states:
-            states = [r[0] if len(r) == 1 else torch.cat(r) for r in zip(*starts, strict=True)]
+            states = [torch.cat(rows) for rows in zip(*starts, strict=True)]
         own = [None if g[0] is None else reduce(add, g) for g in zip(*by_own, strict=True)]
         return BlockGradients(inputs, states, weight, shift, own)
 
-    def _scan_once(
-        self, tensors: BlockTensors, saved: Tensors, incoming: Incoming, needs: Needs
-    ) -> BlockGradients:
-        """Backward whose first pass also writes the gradient of the input as if the statistics
-        were constants; the second adds what flows through them."""
-        execution = self.execution
-        arguments = self.arguments(tensors, self._no_correction)
-        needed = self.program.sums(needs.params).needed
-        found = execution.new_gradients(Needs(needs.inputs, bool(arguments.states), needed))
-        execution.backward(arguments, saved, incoming, found)
-        sums = self.named(found, needs.params)
-        correction, weight, shift = self.correct(self.totals(execution, sums))
-        self._add_correction(found.inputs[0], tensors.inputs[0], correction, execution)
-        own = self.own_gradients(execution, sums, tensors.own)
-        return BlockGradients(found.inputs, found.states, weight, shift, own)
+    def compile_backward(self, arguments: Arguments, results: Results, needs: Needs) -> None:
+        """Begin to compile both passes of `backward`, while other layers run forward."""
+        execution, states = self.execution, bool(arguments.states)
+        variant = REBUILD if not self.saves_states and execution.num_saved else PLAIN
+        none = (False,) * len(self.program.tensors)
+        first = Needs((False,) * len(needs.inputs), states, self.program.sums(needs.params).needed)
+        execution.compile_backward(arguments, results, first, variant)
+        if True in needs.inputs:
+            execution.compile_backward(arguments, results, Needs(needs.inputs, states, none))
 
     @property
     def _no_correction(self) -> tuple[Tensor, Tensor]:
@@ -206,12 +219,18 @@ class TrainingCall:
             grad.copy_(written)
 
     def reduce(
-        self, part: MicrobatchScan, incoming: Incoming, needs_own: Sequence[bool], rebuild: bool
+        self,
+        part: MicrobatchScan,
+        incoming: Incoming,
+        needs_own: Sequence[bool],
+        rebuild: bool,
+        needs_inputs: tuple[bool, ...] | None = None,
     ) -> ScanGradients:
-        """The first pass: gradients of the initial states, and sums per neuron."""
-        states = bool(part.arguments.states)
+        """The first pass: gradients of the initial states and of the needed inputs (default: none),
+        and sums per neuron."""
+        needs_inputs = needs_inputs or (False,) * len(part.arguments.inputs)
         needed = self.program.sums(needs_own).needed
-        needs = Needs((False,) * len(part.arguments.inputs), states, needed)
+        needs = Needs(needs_inputs, bool(part.arguments.states), needed)
         gradients = part.execution.new_gradients(needs)
         variant = REBUILD if rebuild else PLAIN
         return part.execution.backward(part.arguments, part.saved, incoming, gradients, variant)
@@ -292,6 +311,10 @@ class _Training(torch.autograd.Function):
         saved: Tensors = results.saved or ()
         if call.passing is not WHOLE:
             saved, call.counts = state_passing.flatten(parts)
+        elif not call.execution.is_ahead:
+            needed = ctx.needs_input_grad[2:]
+            needs = Needs(needed[:split], False, needed[end + 2 :])
+            call.compile_backward(parts[0].arguments, results, needs)
         ctx.save_for_backward(*block.inputs, *block.states, block.shift, *block.own, *saved)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.num_own, call.bits = call, len(block.own), results.bits

@@ -6,6 +6,7 @@ of a frame, S = ceil(V bits / 8) bytes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -149,13 +150,26 @@ class Frames:
         packed: uint8 `[B, T, S]`, in memory or memory-mapped.
         labels: int64 `[B]`.
         shape: of one frame: (P, H, W), or (W,) for audio.
-        bits: bits per count.
+        bits: bits per count: 1, 2, 4 or 8. Of 8 bits, `packed` is `counts.flatten(2)`.
+
+    Raises:
+        ValueError: `packed` does not hold frames of this shape.
     """
 
     packed: Tensor
     labels: Tensor
     shape: tuple[int, ...]
     bits: int
+
+    def __post_init__(self) -> None:
+        size = -(-math.prod(self.shape) * self.bits // 8)
+        packed = self.packed
+        if packed.dtype != torch.uint8 or packed.ndim != 3 or packed.shape[2] != size:
+            raise ValueError(
+                f"packed is {packed.dtype} {list(packed.shape)}: expected torch.uint8 "
+                f"[B, T, {size}], since a frame of shape {tuple(self.shape)} has {size} bytes at "
+                f"{self.bits} bits per count (pack frames with spikefuse.data.frames.pack)"
+            )
 
     def __len__(self) -> int:
         return len(self.labels)

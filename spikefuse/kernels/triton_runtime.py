@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from typing import Any
 
@@ -51,6 +53,26 @@ class TritonLaunch:
         # Attributes of torch.device are slow to read.
         self.is_cpu, self.index = device.type == "cpu", device.index
         self.compiled: dict[tuple[int, ...], tuple[Any, FastLaunch | None]] = {}
+        self.ahead: Future[None] | None = None
+
+    def compile_ahead(
+        self,
+        sequences: Sequence[Tensor | None],
+        states: Sequence[Tensor | None] = (),
+        sums: Sequence[Tensor | None] = (),
+        params: Sequence[float | Tensor] = (),
+    ) -> None:
+        """Begin to compile the kernel for such arguments, if tensors are aligned, on another
+        thread. The first launch waits for the result."""
+        if self.ahead is None and not self.is_cpu:
+            arguments = [*sequences, *states, *sums, *params]
+            kinds = [x.dtype if isinstance(x, Tensor) else x for x in arguments]
+            self.ahead = _compilers().submit(self._compile, kinds)
+
+    def _compile(self, kinds: Sequence[Any]) -> None:
+        # Layers of other sizes need the same kernel, which Triton would compile twice at a time.
+        with _lock_of(self.kernel), torch.cuda.device(self.device):
+            self.kernel.warmup(*kinds, *self.integers, grid=self.grid, **self.options)
 
     def __call__(
         self,
@@ -92,6 +114,8 @@ class TritonLaunch:
             run(*self.grid, stream, *fixed, *raw, *self.integers)
 
     def _first_launch(self, arguments: Sequence[Any]) -> Any:
+        if self.ahead is not None:
+            wait([self.ahead])  # an error recurs below
         compiled = self._dispatch(arguments)
         if self.tight and torch.version.cuda is not None and compiled is not None:  # noqa: SIM102
             if REGISTER_LIMIT < compiled.n_regs <= MAX_REGISTERS:
@@ -149,6 +173,17 @@ def _is_profiled() -> bool:
 
 # torch.cuda.current_device without its check that CUDA is initialized.
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+@cache
+def _compilers() -> ThreadPoolExecutor:
+    """Return the threads that compile kernels. Most of the work is done outside of Python."""
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), "spikefuse-compiler")
+
+
+@cache
+def _lock_of(kernel: Any) -> threading.Lock:
+    return threading.Lock()
 
 
 @cache

@@ -60,6 +60,7 @@ def recurrent(
     pool: int | None = None,
     dropout: float = 0.15,
     feedback: bool = True,
+    self_connections: bool = True,
     learned: bool = True,
 ) -> nn.Sequential:
     """Build a network whose hidden layers receive their own spikes of the previous time step.
@@ -77,6 +78,7 @@ def recurrent(
             inputs of SHD and SSC, and none of others.
         dropout: probability that the spike of a hidden neuron is dropped.
         feedback: False builds the feed-forward network of the same widths.
+        self_connections: whether a neuron receives its own spikes, see `Recurrent`.
         learned: whether each `AdLIF` and `SEAdLIF` neuron learns its own decays and couplings, in
             the ranges of the sources, from random values. Those of other neurons stay as they are.
     """
@@ -89,8 +91,10 @@ def recurrent(
         width = -(-width // pool)
     for features in hidden:
         layers += [nn.Linear(width, features, bias=False), nn.BatchNorm1d(features)]
-        made = _learned(neuron(), features) if learned else neuron()
-        layers.append(Recurrent(made, features) if feedback else made)  # type: ignore[arg-type]
+        layer = _learned(neuron(), features) if learned else neuron()
+        if feedback:
+            layer = Recurrent(layer, features, self_connections=self_connections)  # type: ignore[arg-type]
+        layers.append(layer)
         layers.append(nn.Dropout(dropout))
         width = features
     readout = LI(math.exp(-1 / READOUT_STEPS), decay_input=True)
@@ -98,5 +102,7 @@ def recurrent(
 
 
 recurrent_720 = partial(recurrent, hidden=(720, 720))  # Baronig et al., SSC
-# Bittar and Garner; dropout as in the defaults of the authors' code.
-recurrent_1024 = partial(recurrent, hidden=(1024, 1024), pool=1, dropout=0.1)
+# Bittar and Garner; dropout and the lack of self-connections as in the authors' code.
+recurrent_1024 = partial(
+    recurrent, hidden=(1024, 1024), pool=1, dropout=0.1, self_connections=False
+)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spikefuse.kernels.triton_runtime import TritonLaunch
 from spikefuse.scan.layout import MAX_STRIDES, layout_from, outer_stride
 from spikefuse.scan.program import CHANNEL, FLOAT, Launch, Launcher, Variant, program
 
@@ -97,6 +98,8 @@ class ScanGradients(NamedTuple):
 
 
 _dtype, _is_none = attrgetter("dtype"), partial(operator.is_, None)
+#: Variant, needs, missing gradients of results, and what describes the sequences.
+_BackwardKey = tuple[Variant, Needs, tuple[bool, ...], tuple[Hashable, ...]]
 
 PLAIN, REPAIR, REBUILD = Variant(), Variant(repair=True), Variant(rebuild=True)
 
@@ -116,6 +119,8 @@ class Execution:
         self.num_saved = (self.layout.num_steps - 1) // self.program.chunk(self.layout.num_steps)
         self._inputs = inputs
         self._launches: dict[Hashable, Launch] = {}
+        #: Whether the kernels of a first backward pass are being compiled, see `compile_backward`.
+        self.is_ahead = False
 
     def forward(self, arguments: Arguments, results: Results, repair: bool = False) -> Results:
         """Run the program and write `results`.
@@ -180,19 +185,7 @@ class Execution:
         missing = (*map(_is_none, incoming.outputs), *map(_is_none, incoming.finals))
         described = *map(Tensor.stride, sequences), *map(_dtype, sequences)
         key = (variant, needs, missing, described)
-        launch = self._launches.get(key)
-        if launch is None:
-            if not self.program.is_differentiable:
-                warnings.warn(
-                    f"no output of {self.program.step.name}.step has a gradient, so nothing before "
-                    "it learns from its outputs: make spikes with a surrogate, as in "
-                    "self.surrogate(v - threshold), not with a comparison",
-                    stacklevel=2,
-                )
-            # A repair adds the gradients of final states to those that ignored them.
-            absent = () if variant.repair else self.program.absent(missing)
-            kernel = self.program.backward(*self._names(needs), absent)
-            launch = self._prepare(key, kernel, sequences, variant, True in needs.params)
+        launch = self._launches.get(key) or self._prepare_backward(key, sequences)
         by_state = self._by_state(
             arguments.states and self._conform_steps(arguments.states),
             saved or self._no_rows,
@@ -204,6 +197,33 @@ class Execution:
         if written is not gradients.inputs:
             _copy_back(written, gradients.inputs)
         return gradients
+
+    def compile_backward(
+        self, arguments: Arguments, results: Results, needs: Needs, variant: Variant = PLAIN
+    ) -> None:
+        """Begin to compile a kernel that `backward` is expected to need: for gradients of all
+        outputs, in the memory order of the outputs, and of no final states."""
+        self.is_ahead, fits = True, self.layout.num_neurons and self._inputs_fit
+        if self.device.type == "cpu" or not fits or not self.program.is_differentiable:
+            return
+        memory = self.layout.shape, self.layout.all_strides
+        written = [torch.empty_strided(*memory, dtype=dtype, device="meta")
+                   for dtype in compress(self.dtypes, needs.inputs)]  # fmt: skip
+        sequences = [*arguments.inputs, *results.outputs, *written]
+        missing = (False,) * self.num_outputs + (True,) * len(results.finals)
+        row = torch.empty(0, device="meta")
+        by_state = self._by_state(
+            [row] * self.num_states if arguments.states else None,
+            [row] * self.num_states,
+            None,
+            [row] * self.num_states if needs.states else None,
+        )
+        sums = [row] * sum(needs.params)
+        described = *map(Tensor.stride, sequences), *map(_dtype, sequences)
+        key = (variant, needs, missing, described)
+        launch = self._launches.get(key) or self._prepare_backward(key, sequences)
+        if isinstance(launch, TritonLaunch):
+            launch.compile_ahead(sequences, by_state, sums, self.values(arguments))
 
     def new_results(self, wanted: Wanted, outputs: list[Tensor] | None = None) -> Results:
         """Unwritten results, `outputs` among them if they are given."""
@@ -284,6 +304,20 @@ class Execution:
         launcher = launcher_of(self.program.backend)
         by_channel, itemsize = CHANNEL in self.program.kinds, self.dtypes[0].itemsize
         return launcher.sums_shape(self.layout, itemsize, self.device, by_channel)
+
+    def _prepare_backward(self, key: _BackwardKey, sequences: Tensors) -> Launch:
+        variant, needs, missing, _ = key
+        if not self.program.is_differentiable:
+            warnings.warn(
+                f"no output of {self.program.step.name}.step has a gradient, so nothing before "
+                "it learns from its outputs: make spikes with a surrogate, as in "
+                "self.surrogate(v - threshold), not with a comparison",
+                stacklevel=3,
+            )
+        # A repair adds the gradients of final states to those that ignored them.
+        absent = () if variant.repair else self.program.absent(missing)
+        kernel = self.program.backward(*self._names(needs), absent)
+        return self._prepare(key, kernel, sequences, variant, True in needs.params)
 
     def _prepare(
         self,

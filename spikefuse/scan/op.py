@@ -224,7 +224,11 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: ScanCall, wanted: Wanted, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results, saved = call.forward(call.arguments(tensors), wanted)
+        arguments = call.arguments(tensors)
+        results, saved = call.forward(arguments, wanted)
+        if call.execution is not None and not call.execution.is_ahead:
+            needs = call.needs(ctx.needs_input_grad[2:])
+            call.execution.compile_backward(arguments, results, needs)
         ctx.save_for_backward(*tensors, *saved)
         ctx.set_materialize_grads(False)
         ctx.call, call.bits, call.num_outputs = call, results.bits, len(results.outputs)
@@ -489,12 +493,8 @@ def implement(
         )
 
 
-def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    pass
-
-
 #: The `autograd` of an op that computes gradients.
-ONCE = no_double_backward, _setup_nothing
+ONCE: Any = no_double_backward, lambda ctx, inputs, output: None
 
 implement("scan", _scan, _scan_fake, (_op_backward, _setup_context))
 implement("scan_backward", _scan_backward, _scan_backward_fake, ONCE)

@@ -190,11 +190,6 @@ def split(passing: StatePassing, name: str, arguments: Arguments) -> list[Microb
     return found
 
 
-def slice_of(x: Tensor, rows: slice | None) -> Tensor:
-    """A microbatch of a sequence `[T, B, ...]`."""
-    return x if rows is None else x[:, rows]
-
-
 def scan_forward(
     passing: StatePassing, name: str, arguments: Arguments, wanted: Wanted
 ) -> tuple[Results, list[MicrobatchScan]]:
@@ -221,7 +216,7 @@ def scan_forward(
 
     def compute(i: int, states: list[Tensor]) -> Results:
         part = parts[i]
-        results = part.execution.new_results(inner, [slice_of(y, part.rows) for y in outputs])
+        results = part.execution.new_results(inner, [y[:, part.rows] for y in outputs])
         return part.execution.forward(part.arguments._replace(states=states), results)
 
     def repair(i: int, results: Results, states: list[Tensor]) -> None:
@@ -258,7 +253,7 @@ def scan_backward(
 
     def compute(i: int, ends: list[Tensor]) -> ScanGradients:
         rows, execution, arguments, saved = parts[i]
-        into = execution.new_gradients(whole.needs, [slice_of(g, rows) for g in whole.inputs])
+        into = execution.new_gradients(whole.needs, [g[:, rows] for g in whole.inputs])
         return execution.backward(arguments, saved, incoming_of(incoming, rows, ends), into)
 
     def finish(i: int, found: ScanGradients) -> list[Tensor]:
@@ -286,10 +281,6 @@ def exchange_gradients(
 ) -> Buffers:
     """`exchange` against time, with repair where kernels support it; `steps` are its `compute` and
     `finish`. Returns the gradients of the final states that arrived."""
-    if passing is WHOLE:
-        compute, finish = steps
-        finish(0, compute(0, []))
-        return [[]]
     receives = not passing.is_last
     buffers = [part.execution.new_steps() if receives else [] for part in parts]
 
@@ -305,8 +296,6 @@ def exchange_gradients(
 
 def incoming_of(incoming: Incoming, rows: slice | None, ends: Tensors) -> Incoming:
     """The gradients of a microbatch's results; `ends` arrived for its final states."""
-    if rows is None:
-        return incoming
     outputs = [None if g is None else g[:, rows] for g in incoming.outputs]
     own = [None if g is None else g[rows] for g in incoming.finals]
     if not (own and ends):

@@ -379,7 +379,10 @@ class Classifier(pl.LightningModule):
         self.log_dict({"test_loss": loss, "test_accuracy": accuracy})
 
     def evaluate(self, examples: Iterable[Batch]) -> tuple[float, float]:
-        """Return loss and accuracy on `examples`, in evaluation mode and without Lightning."""
+        """Return loss and accuracy on `examples`, in evaluation mode and without Lightning.
+
+        All processes of the run must call this.
+        """
         self.eval()
         self.eval_totals = MetricTotals()
         precision = self.config.precision
@@ -387,7 +390,7 @@ class Classifier(pl.LightningModule):
         with torch.no_grad(), autocast:
             for index, batch in enumerate(examples):
                 self.test_step(batch, index)
-        return self.eval_totals.mean()
+        return self.eval_totals.reduced(self.processes, self.device).mean()
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to `eval_totals`."""

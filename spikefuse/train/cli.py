@@ -342,7 +342,8 @@ def _eval(arguments: argparse.Namespace) -> int:
         device=arguments.device, data_dir=arguments.data_dir, download=arguments.download
     )
     loss, accuracy = run.evaluate(loaded, options)
-    print(f"test accuracy {100 * accuracy:.2f} %, loss {loss:.4f} ({loaded.config.dataset})")
+    if _main_process():
+        print(f"test accuracy {100 * accuracy:.2f} %, loss {loss:.4f} ({loaded.config.dataset})")
     return 0
 
 

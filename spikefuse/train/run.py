@@ -109,8 +109,8 @@ def _train(
     rows = module.history
     if len(rows) < config.epochs:
         show(
-            f"stopped after epoch {len(rows)}: no higher validation accuracy for "
-            f"{config.patience} epochs (--patience)"
+            f"stopped after epoch {len(rows)}: no higher validation accuracy with "
+            f"--patience {config.patience}"
         )
     facts = {
         "parameters": sum(p.numel() for p in module.parameters()),
@@ -132,15 +132,19 @@ def _train(
 def evaluate(loaded: LoadedRun, options: RunOptions) -> tuple[float, float]:
     """Return the loss and the accuracy of a checkpoint on the test examples of its dataset.
 
+    Processes that torchrun started share each batch; all of them return the same.
+
     Raises:
         ConfigError, DataError: a setting or a file is invalid.
     """
-    config = loaded.config
-    device = _device(options.device, config.precision, Processes())
-    test = _load_data(config, options).test
-    module = _make_module(config, device)
-    load_weights(module, loaded)
-    return _test(module, test, device)
+    config, processes = loaded.config, Processes.started()
+    device = _device(options.device, config.precision, processes)
+    with processes.connected(device):
+        with processes.local_main_first():
+            test = _load_data(config, options).test
+        module = _make_module(config, device, processes)
+        load_weights(module, loaded)
+        return _test(module, test, device)
 
 
 # Setup

@@ -57,9 +57,15 @@ def test_a_run_continues_from_its_checkpoint(
         with pytest.raises(KeyboardInterrupt):
             accuracy.main(options)
     (first,) = record.read(accuracy.main([*options, "--seconds", "1e-6"]))["rows"]
-    again = record.read(accuracy.main(options))["rows"]
+    result = record.read(accuracy.main(options))
+    again, (profile,) = result["rows"], result["settings"]["profile"].values()
     assert again[0] == first
     assert [row["loss"] for row in again] == pytest.approx([row["loss"] for row in whole], rel=1e-4)
+    with monkeypatch.context() as patch:
+        patch.delattr(accuracy.Run, "measure")  # a complete run is not measured again
+        complete = record.read(accuracy.main(options))
+    assert complete["rows"] == again
+    assert list(complete["settings"]["profile"].values()) == [profile]
     with pytest.raises(SystemExit, match=r"relu-0\.pt has other settings"):
         accuracy.main([*options, "--lr", "0.1"])
 

@@ -165,6 +165,34 @@ def test_a_failed_training_ends_the_script(monkeypatch: pytest.MonkeyPatch) -> N
         training.main(["digits", *QUICK])
 
 
+def test_seeds_are_added_to_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"epochs": 1}
+
+    def train(options: list[str], seed: int, is_recipe: bool) -> tuple[Any, Any]:
+        row = {"seed": seed, "seconds": 1.0, "test_accuracy": 0.5, "test_images": 2}
+        return row, dict(config)
+
+    monkeypatch.setenv("SPIKEFUSE_REVISION", "0")  # otherwise git is run
+    monkeypatch.setattr(training, "train", train)
+    options = ["digits", "--quick", "--device", "cpu", "--out", str(tmp_path)]
+    path = training.main([*options, "--seeds", "0", "1"])
+    add = ["--add", str(path)]
+    result = record.read(training.main([*options, *add, "--seeds", "2"]))
+    assert [row["seed"] for row in result["rows"]] == result["settings"]["seeds"] == [0, 1, 2]
+    with pytest.raises(SystemExit, match=r"has results of seeds \[2\]"):
+        training.main([*options, *add, "--seeds", "2", "3"])
+    with pytest.raises(SystemExit, match="is not a result of mnist on this machine"):
+        training.main(["mnist", *options[1:], *add, "--seeds", "3"])
+    config["epochs"] = 2
+    with pytest.raises(SystemExit, match="has another configuration"):
+        training.main([*options, *add, "--seeds", "3"])
+    with pytest.raises(SystemExit):
+        training.main(["convergence", *options[1:], *add])
+    assert "--add is for tasks that run the trainer" in capsys.readouterr().err
+
+
 def test_failed_ranks_leave_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.CompletedProcess([], 3)
     monkeypatch.setattr(event_scaling.subprocess, "run", lambda *_, **__: done)

@@ -84,6 +84,32 @@ def test_converted_networks() -> None:
     assert reasons == "- Net, training in float32, original, CUDA graph: no graph."
 
 
+def test_seeds_have_a_mean_and_a_spread() -> None:
+    assert tables.by_seed([], 2) == ""
+    assert tables.by_seed([0.9956], 2) == "99.56%"
+    assert tables.by_seed([0.99, 0.98, 0.97], 1) == "99.0%, 98.0%, 97.0%; 98.0 ± 1.0%"
+
+
+def test_accuracy_of_runs_that_are_not_complete() -> None:
+    """The first epoch of each number of steps compiles; only complete runs have a profile."""
+    shared = {"name": "spikefuse", "T": 4, "seconds": 1.0}
+    rows = [
+        shared | {"seed": seed, "epoch": epoch, "accuracy": 0.8 + seed / 50, "images_per_s": speed}
+        for seed in (0, 1)
+        for epoch, speed in enumerate((100, 400, 410, 390), 1)
+    ]
+    settings = {"data": "d", "model": "m", "T": 4, "epochs": 4, "early": 0, "batch": 64}
+    result = {"rows": rows, "settings": settings | {"profile": {}}}
+    _, table = tables.accuracy(result)
+    assert (
+        table.splitlines()[-1] == "| spikefuse | 80.00%, 82.00%; 81.00 ± 1.41% | 4.00 | 400 | – |"
+    )
+    profile = {"ms": {"forward": 2.0}, "augmented_images_per_s": 50_000}
+    result["settings"]["profile"] = {"spikefuse, seed 0": profile}
+    _, table = tables.accuracy(result)
+    assert table.splitlines()[-1].endswith("| 400 | 50,000 | 2.00 |")
+
+
 def test_quick_results_are_left_out(tmp_path: Path) -> None:
     (path,) = record.RESULTS.glob("first_call-*.json")
     record.write(tmp_path, record.read(path) | {"quick": True})

@@ -125,6 +125,20 @@ def test_frames_index_like_images(batch: tuple[Frames, np.ndarray]) -> None:
         assert torch.equal(part.labels, torch.arange(6)[index])
 
 
+@pytest.mark.parametrize(
+    ("packed", "what"),
+    [
+        (torch.zeros(4, 3, 2, 3, 3, dtype=torch.uint8), r"torch\.uint8 \[4, 3, 2, 3, 3\]"),
+        (torch.zeros(4, 3, 18, dtype=torch.uint8), r"torch\.uint8 \[4, 3, 18\]"),
+        (torch.zeros(4, 3, 9), r"torch\.float32 \[4, 3, 9\]"),
+    ],
+)
+def test_bytes_that_hold_no_such_frames(packed: torch.Tensor, what: str) -> None:
+    """Two polarities of 3 x 3 pixels at 4 bits are 9 bytes."""
+    with pytest.raises(ValueError, match=rf"packed is {what}: expected .* \[B, T, 9\]"):
+        Frames(packed, torch.arange(4), (2, 3, 3), 4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
 def test_expand_puts_time_first(batch: tuple[Frames, np.ndarray], dtype: torch.dtype) -> None:
     frames, counts = batch

@@ -7,7 +7,8 @@ from torch import nn
 import spikefuse as sf
 from spikefuse.compiler.emit_triton import chunk
 from spikefuse.kernels import norm_triton
-from spikefuse.scan import launch_triton
+from spikefuse.kernels.triton_runtime import TritonLaunch
+from spikefuse.scan import execution, launch_triton
 from spikefuse.testing import lay_out, make_input
 
 
@@ -48,6 +49,27 @@ def test_a_training_step_replays_from_a_cuda_graph():
     torch.testing.assert_close(y, expected)
     for a, b in zip(grads, wanted, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("steps", [1, 6, 20])
+@pytest.mark.parametrize("fused", [False, True])
+def test_backward_kernels_are_compiled_during_the_forward_pass(fused, steps, monkeypatch):
+    net = sf.fuse(network()) if fused else network()
+    begun, compile_ahead = [], TritonLaunch.compile_ahead
+
+    def noting(launch, *arguments):
+        begun.append(launch)
+        compile_ahead(launch, *arguments)
+
+    monkeypatch.setattr(TritonLaunch, "compile_ahead", noting)
+    execution.execution_for.cache_clear()
+    loss = net(make_input((steps, 4, 2, 8, 8), device="cuda")).square().mean()
+    assert len(begun) == 1 + fused
+    assert not any(launch.compiled for launch in begun)
+    loss.backward()
+    for launch in begun:
+        assert launch.ahead.exception() is None
+        assert len(launch.compiled) == 1  # the launch that backward has used
 
 
 def test_graphs_recorded_when_no_counters_of_reductions_are_left():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,15 +143,14 @@ ROUNDED = [
 ]
 
 # model | operations at 224 x 224, in billions, as torchvision states them for the dense network
-OPERATIONS = [
-    ("resnet18", 1.814),
-    ("sew_resnet34", 3.664),
-    ("resnet50", 4.089),
-    ("sew_resnet101", 7.801),
-    ("sew_resnet152", 11.514),
-    ("vgg11", 7.609),
-    ("vgg16", 15.470),
-]
+OPERATIONS = {
+    **{"resnet18": 1.814, "resnet34": 3.664, "resnet50": 4.089},
+    **{"sew_resnet18": 1.814, "sew_resnet34": 3.664, "sew_resnet50": 4.089},
+    **{"sew_resnet101": 7.801, "sew_resnet152": 11.514},
+    **{"vgg11": 7.609, "vgg16": 15.470},
+}
+# The page with the numbers of parameters and operations, ours and the published ones.
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 # A small network of each family, and the norms that are not fused, by what reads their result.
 NO_NORMS: dict[str, int] = {}
@@ -218,11 +219,56 @@ def test_published_millions_of_parameters(name, arguments, published, difference
     assert abs(parameters(net) + difference - float(published) * 1e6) < unit
 
 
-@pytest.mark.parametrize(("name", "billions"), OPERATIONS)
-def test_published_operations(name: str, billions: float) -> None:
+def operations(name: str) -> float:
+    """Return billions of multiply-accumulates of the dense network at 224 x 224."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
         MODELS[name](nn.Identity, *IMAGENET).eval()(torch.empty(1, 3, 224, 224))
-    assert counter.get_total_flops() / 2e9 == pytest.approx(billions, abs=1e-3)
+    return counter.get_total_flops() / 2e9
+
+
+def named(cell: str) -> list[str]:
+    """Return the models in a cell of the page, such as `sew_resnet18`, `34`."""
+    found = re.findall(r"`([\w-]+)`", cell)
+    if " to " in cell:
+        first, last = (int(name[-1]) for name in found)
+        found = [f"{found[0][:-1]}{number}" for number in range(first, last + 1)]
+    start = found[0][:3]
+    family = [m for m in MODELS if m.startswith(start)]
+    return [n if n in MODELS else next(m for m in family if m.endswith(n)) for n in found]
+
+
+def test_parameters_of_the_page() -> None:
+    published = {name: millions for name, _, millions, _ in ROUNDED}
+    arguments = {row[0]: row[1] for row in [*PUBLISHED, *ROUNDED]}
+    lines = [line.split("|") for line in PAGE.read_text().splitlines() if line.count("|") == 6]
+    checked = set()
+    for cells in lines[2:]:
+        cell, _, theirs, ours, _ = (part.strip() for part in cells[1:-1])
+        names, printed = named(cell), re.findall(r"[\d.]+", theirs)
+        for name, millions in zip(names, printed, strict=bool(printed)):
+            assert published.get(name, millions) == millions, name
+        values = re.findall(r"\d+\.\d+", ours) or (printed if ours == "the same" else [])
+        for name, millions in zip(names, values, strict=bool(values)):
+            with torch.device("meta"):
+                net = MODELS[name](near, *arguments[name])
+            assert f"{parameters(net) / 1e6:.2f}" == millions, name
+            checked.add(name)
+    assert checked >= MODELS.keys() - {"mlp", "conv"} - {n for n in MODELS if "event" in n}
+
+
+@pytest.mark.parametrize(("name", "billions"), OPERATIONS.items())
+def test_published_operations(name: str, billions: float) -> None:
+    assert operations(name) == pytest.approx(billions, abs=1e-3)
+
+
+def test_operations_of_the_page() -> None:
+    """Every network for ImageNet has a row: its name, the published number and ours."""
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.–]+) \| ([\d.]+) \|$", PAGE.read_text(), re.M)
+    imagenet = [row[0] for row in [*PUBLISHED, *ROUNDED] if row[1] == IMAGENET]
+    assert sorted(name for name, _, _ in rows) == sorted({*imagenet} - {"alexnet"})
+    for name, published, ours in rows:
+        assert published == (f"{OPERATIONS[name]:.2f}" if name in OPERATIONS else "–"), name
+        assert ours == f"{operations(name):.2f}", name
 
 
 def sizes(net: nn.Sequential, x: torch.Tensor) -> list[tuple[int, ...]]:

@@ -56,6 +56,13 @@ def test_adaptive_neurons_learn_their_parameters(
     )
 
 
+def test_neurons_of_radlif_do_not_receive_their_own_spikes() -> None:
+    with torch.device("meta"):
+        nets = [build(sf.AdLIF, 1, 20, (1, 700)) for build in (MODELS["recurrent_1024"], recurrent)]
+    found = [m.self_connections for net in nets for m in net if isinstance(m, sf.Recurrent)]
+    assert found == [False, False, True, True]
+
+
 def test_inputs_of_other_data_are_not_pooled() -> None:
     net = recurrent(sf.LIF, 1, 3, (1, 40))
     assert not any(isinstance(m, nn.AvgPool1d) for m in net)

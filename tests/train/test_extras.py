@@ -38,7 +38,9 @@ def test_early_stopping(
     best = max(float(row["val_accuracy"]) for row in rows)
     assert max(float(row["val_accuracy"]) for row in rows[:-2]) == best
     out = capsys.readouterr().out
-    assert f"stopped after epoch {len(rows)}: no higher validation accuracy for 2 epochs" in out
+    assert (
+        f"stopped after epoch {len(rows)}: no higher validation accuracy with --patience 2" in out
+    )
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["validation_accuracy"] == best
 

@@ -43,13 +43,21 @@ def test_time_and_data_ranks_match_one_process_and_resume_on_fewer(
 
 
 def test_checkpointed_training_with_shared_time_learns_as_one(
-    alone: Spikefuse, tmp_path: Path
+    alone: Spikefuse, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Two processes then share the evaluation of the checkpoint."""
     assert alone("train", *OPTIONS, "--epochs", "2", "--out", "one") == 0
     command = "train", *SHARED, "--epochs", "1", "--memory", "checkpoint", "--out", "two"
     assert with_others(alone, tmp_path, *command)[0] == 0
     assert alone("train", "--resume", "two/last.ckpt", "--device", "cpu", "--epochs", "2") == 0
     assert_same_curve(tmp_path / "one", tmp_path / "two")
+    evaluation = "eval", "two/best.ckpt", "--device", "cpu"
+    capfd.readouterr()
+    assert alone(*evaluation) == 0
+    expected = capfd.readouterr().out
+    code, output = with_others(alone, tmp_path, *evaluation)
+    assert code == 0
+    assert output + capfd.readouterr().out == expected
 
 
 def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
