@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from spikefuse.block.block import NAMES
 from spikefuse.block.program import block_program
 from spikefuse.events.linear import EventLinear
-from spikefuse.inspect.explanation import LOOP_STEPS, Explanation, Layer, SavedBytes
+from spikefuse.inspect.explanation import LOOP_STEPS, Explanation, Layer, SavedBytes, label
 from spikefuse.inspect.observer import CallObserver, NeuronScan, unchanged
 from spikefuse.inspect.timing import copy_bandwidth, seconds
 from spikefuse.kernels.norm import by_batch
 from spikefuse.memory.saved_tensors import SavedTensors, num_bytes
+from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.temporal import Temporal
 from spikefuse.scan.layout import layout_of, outer_stride
@@ -58,7 +59,9 @@ def explain(
         layers = tuple(_layer(scan, time) for scan in call.scans)
     neurons = {name: m for name, m in model.named_modules() if isinstance(m, Neuron)}
     event_layers = {n: m for n, m in model.named_modules() if isinstance(m, EventLinear)}
+    loops = {n: m for n, m in model.named_modules() if isinstance(m, Feedback) and n in call.layers}
     called: set[nn.Module | None] = {*event_layers.values(), *call.recomputed}
+    called |= {m.neuron for m in loops.values()}
     called |= {m for scan in call.scans for m in (scan.neuron, scan.norm)}
     called |= {m.neuron for m in event_layers.values()}
     ours = called.union(*(m.modules() for m in neurons.values()))
@@ -71,12 +74,21 @@ def explain(
         num_others=sum(m not in ours and not isinstance(m, Temporal) for m in leaves),
         bandwidth=copy_bandwidth(timed[0].request.inputs[0].device) if timed else None,
         events=tuple(_describe_events(name, m) for name, m in event_layers.items()),
+        loops=tuple(_describe_loop(name, m) for name, m in loops.items()),
         recomputed=tuple(dict.fromkeys(call.recomputed.values())),
     )
 
 
+def _describe_loop(name: str, layer: Feedback) -> str:
+    return (
+        f"{label(name)}: Feedback, a Python loop over time: each step calls "
+        f"{type(layer.body).__name__} and a kernel of {type(layer.neuron).__name__}; on a GPU, "
+        "sf.graph_step records it"
+    )
+
+
 def _describe_events(name: str, layer: EventLinear) -> str:
-    widths = f"{name or '(the model)'}: EventLinear, {layer.in_features} to {layer.out_features}"
+    widths = f"{label(name)}: EventLinear, {layer.in_features} to {layer.out_features}"
     activity = layer.activity
     if activity is None:
         return f"{widths}: not called"
@@ -207,8 +219,8 @@ def _copied_inputs(scan: NeuronScan) -> Iterator[str]:
     inputs = scan.request.inputs
     labels = type(scan.neuron).input_names if scan.norm is None else NAMES
     layout = layout_of(inputs)
-    for i, (label, x) in enumerate(zip(labels, inputs, strict=False)):
+    for i, (name, x) in enumerate(zip(labels, inputs, strict=False)):
         if outer_stride(x.shape, x.stride(), layout.order, layout.inner) is None:
-            shape = f"input copied: {label} {list(x.shape)} with strides {list(x.stride())}"
+            shape = f"input copied: {name} {list(x.shape)} with strides {list(x.stride())}"
             first = "its steps are not dense, or their pieces are too short to read in place"
             yield f"{shape}: {'its layout differs from the first input' if i else first}"

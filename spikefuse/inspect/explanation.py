@@ -88,6 +88,7 @@ class Explanation:
         num_others: number of modules without submodules that are not neurons.
         bandwidth: bytes per second that a copy reads and writes, or None if not measured.
         events: a line per `EventLinear`: its implementation, the reason, and its input activity.
+        loops: a line per `Feedback`, whose steps run one after the other.
         recomputed: names of the networks that `Checkpoint` recomputes in backward. Their layers
             have no rows, except those that are not recomputed.
     """
@@ -98,13 +99,14 @@ class Explanation:
     num_others: int
     bandwidth: float | None
     events: tuple[str, ...] = ()
+    loops: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = _table(self.layers) if self.layers else []
         for layer in self.layers:
             lines += [f"{label(layer.name)}: {note}" for note in layer.notes]
-        lines += self.events
+        lines += [*self.events, *self.loops]
         for name in self.recomputed:
             lines.append(
                 f"{label(name)}: memory=Checkpoint() recomputes its layers in backward; they and "

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from spikefuse.block.deferred import materialized
 from spikefuse.nn.constant_input import ConstantSequence
+from spikefuse.nn.recurrent import Recurrent
 
 
 class Operations(NamedTuple):
@@ -75,6 +76,17 @@ def _values(x: Any) -> Any:
 def is_ternary(x: Tensor) -> bool:
     """Whether all values are 0, 1 or -1: products with them are additions."""
     return bool(((x == 0) | (x.abs() == 1)).all())
+
+
+def feedback(layer: Recurrent, outputs: Tensor, start: Tensor | None) -> Operations:
+    """The products of what a recurrent layer feeds back, its outputs and those before the call."""
+    targets = layer.features // layer.heads - (not layer.self_connections)
+    fed_back = [outputs[:-1]] if start is None else [outputs[:-1], start.unsqueeze(0)]
+    nonzero = float(sum(x.count_nonzero() for x in fed_back))
+    dense, inputs = float(outputs.numel() * targets), float(outputs.numel())
+    if all(map(is_ternary, fed_back)):
+        return Operations(nonzero * targets, 0.0, dense, nonzero, inputs)
+    return Operations(0.0, dense, dense, nonzero, inputs)
 
 
 def _matmul(y: Tensor, input: Tensor, other: Tensor, *, is_weight: bool = False) -> Operations:

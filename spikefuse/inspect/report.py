@@ -20,10 +20,11 @@ from spikefuse.inspect import plots
 from spikefuse.inspect.explain import explain
 from spikefuse.inspect.explanation import aligned, in_bytes, label
 from spikefuse.inspect.observer import ModuleObserver, unchanged
-from spikefuse.inspect.operations import OperationCounter, Operations
+from spikefuse.inspect.operations import OperationCounter, Operations, feedback
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.call import Scan, active
 from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.temporal import Temporal
 from spikefuse.scan.op import Request
 
@@ -246,7 +247,8 @@ def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Repor
         report.save("report.html")
 
     Operations are counted from the values that arrive at `F.linear`, convolutions and matrix
-    products, also where a layer calls them itself, and at `EventLinear`. An input whose values are
+    products, also where a layer calls them itself, at `EventLinear`, and from the spikes that a
+    `Recurrent` feeds back. An input whose values are
     all 0, 1 or -1 costs accumulates: one for each weight that is added. Any other input, such as an
     image, the average of spikes, or a sum of spikes in a residual network, costs the multiply-
     accumulates of a dense layer. Layers that receive the same input at each step run once, see
@@ -346,8 +348,8 @@ class _Counter(ModuleObserver):
                 self._batch = shapes[0][0 if module.batch_first else 1]
 
     def _count(self, operations: Operations | None, once: bool) -> None:
-        if isinstance(self.modules.get(self.layer), EventLinear):
-            return  # its dense products, which `leave` counts
+        if isinstance(self.modules.get(self.layer), EventLinear | Recurrent):
+            return  # its dense products: `leave` and `scan` count what was added
         if operations is None:
             self.unknown[self.layer] = None
         else:
@@ -364,6 +366,10 @@ class _Counter(ModuleObserver):
         if active.call is not None and self._batch is None:
             self._batch = outputs[0].shape[1]
         self._count_spikes(self.names.get(neuron, self.layer), outputs[0])
+        owner = getattr(scan, "__self__", neuron)
+        if isinstance(owner, Recurrent):
+            start = None if request.state is None else request.state[-1]
+            self._add(self.names.get(owner, self.layer), feedback(owner, outputs[0], start))
         return outputs, finals
 
     def leave(self, module: nn.Module, output: Any) -> None:

@@ -12,12 +12,43 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from spikefuse.models.blocks import MakeNeuron, Size
-from spikefuse.nn import LI, Recurrent
+from spikefuse.neurons.learnable import Learnable
+from spikefuse.nn import LI, AdLIF, Recurrent, SEAdLIF
 
 READOUT_STEPS = 15.0  # time constant
+SE_FACTOR = 120.0  # of the couplings of SE-adLIF neurons: q in the source
+
+
+class _Clipped(Learnable):
+    """A learnable value for each neuron, clipped to a range, times `factor`; at first uniform."""
+
+    def __init__(self, low: float, high: float, features: int, factor: float = 1.0) -> None:
+        super().__init__()
+        self.low, self.high, self.factor = low, high, factor
+        self.value = nn.Parameter(torch.empty(features).uniform_(low, high))
+
+    def forward(self) -> Tensor:
+        return self.factor * self.value.clamp(self.low, self.high)
+
+
+def _learned(neuron: nn.Module, features: int) -> nn.Module:
+    """Let an adaptive neuron learn its decays and couplings, in the ranges of its source."""
+    if not isinstance(neuron, AdLIF | SEAdLIF):
+        return neuron
+
+    def decay(shortest: float, longest: float) -> Learnable:
+        return _Clipped(math.exp(-1 / shortest), math.exp(-1 / longest), features)
+
+    is_se = isinstance(neuron, SEAdLIF)
+    neuron.decay = decay(5, 25)
+    neuron.adaptation_decay = decay(60, 300) if is_se else decay(30, 120)
+    neuron.coupling = _Clipped(0, 1, features, SE_FACTOR) if is_se else _Clipped(-1, 1, features)
+    neuron.jump = _Clipped(0, 2, features, SE_FACTOR if is_se else 1.0)
+    return neuron
 
 
 def recurrent(
@@ -30,6 +61,7 @@ def recurrent(
     dropout: float = 0.15,
     feedback: bool = True,
     self_connections: bool = True,
+    learned: bool = True,
 ) -> nn.Sequential:
     """Build a network whose hidden layers receive their own spikes of the previous time step.
 
@@ -47,6 +79,8 @@ def recurrent(
         dropout: probability that the spike of a hidden neuron is dropped.
         feedback: False builds the feed-forward network of the same widths.
         self_connections: whether a neuron receives its own spikes, see `Recurrent`.
+        learned: whether each `AdLIF` and `SEAdLIF` neuron learns its own decays and couplings, in
+            the ranges of the sources, from random values. Those of other neurons stay as they are.
     """
     layers: list[nn.Module] = [nn.Flatten()]
     width = in_channels * size[0] * size[1]
@@ -57,7 +91,7 @@ def recurrent(
         width = -(-width // pool)
     for features in hidden:
         layers += [nn.Linear(width, features, bias=False), nn.BatchNorm1d(features)]
-        layer: nn.Module = neuron()
+        layer = _learned(neuron(), features) if learned else neuron()
         if feedback:
             layer = Recurrent(layer, features, self_connections=self_connections)  # type: ignore[arg-type]
         layers.append(layer)

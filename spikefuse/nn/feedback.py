@@ -78,6 +78,12 @@ class Feedback(nn.Module):
     def receive(self, x: Tensor, spikes: Tensor) -> Tensor:
         """Return what the neurons receive in one step, of the shape of `x`."""
         sent = self.body(spikes)
+        if not isinstance(sent, Tensor):
+            raise TypeError(
+                f"body returned a {type(sent).__name__}: expected a tensor of the shape of the "
+                f"spikes {list(x.shape)}; wrap a module with several results in one that returns "
+                "a tensor"
+            )
         if sent.shape != x.shape:
             raise ValueError(
                 f"body returned {list(sent.shape)} for spikes {list(x.shape)}: expected the same "

@@ -97,6 +97,11 @@ def new_sums(like: Tensor, count: int) -> list[Tensor]:
     return [*torch.zeros(shape, dtype=torch.float64)]
 
 
+def pack(weight: Tensor, transposed: bool) -> Tensor:
+    """See `spikefuse.scan.program.Launcher`."""
+    return panels(weight if transposed else weight.mT)
+
+
 def run_recurrent(kernel: Any, operands: Operands) -> None:
     """See `spikefuse.scan.program.Launcher`."""
     read, sums = operands.read, operands.sums
@@ -107,9 +112,8 @@ def run_recurrent(kernel: Any, operands: Operands) -> None:
         p if isinstance(p, Tensor) and p.ndim else np.float32(float(p)) for p in operands.params
     ]
     tensors = filter(torch.is_tensor, params)
-    weight = operands.weight.mT if kernel.__name__ == "forward" else operands.weight
     given = (
-        panels(weight),
+        operands.packed,
         operands.start,
         *read,
         *operands.written,
@@ -137,7 +141,9 @@ _CACHED = 1 << 17
 
 def spike_product(grad: Tensor, spikes: Tensor, heads: int) -> Tensor | None:
     """See `spikefuse.scan.program.Launcher`."""
-    if float(spikes.sum()) > _SPARSE * spikes.numel():
+    start = spikes[0]  # may be any state
+    is_binary = bool(((start == 0) | (start == 1)).all())
+    if not is_binary or float(spikes.sum()) > _SPARSE * spikes.numel():
         return None
     neurons = grad.shape[2]
     width = neurons // heads

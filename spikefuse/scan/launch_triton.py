@@ -134,6 +134,18 @@ def new_sums(like: Tensor, count: int) -> list[Tensor]:
     return [*torch.empty(shape, dtype=torch.float32, device=like.device)]
 
 
+def pack(weight: Tensor, transposed: bool) -> Tensor:
+    """See `spikefuse.scan.program.Launcher`: bfloat16 tensors whose sum is the weight, along a new
+    first dim."""
+    pieces = weight.new_empty((PIECES[weight.dtype], *weight.shape), dtype=torch.bfloat16)
+    rest = weight
+    for i, piece in enumerate(pieces):
+        piece.copy_(rest)
+        if i + 1 < len(pieces):
+            rest = rest.float() - piece
+    return pieces
+
+
 def run_recurrent(kernel: Any, operands: Operands) -> None:
     """See `spikefuse.scan.program.Launcher`."""
     read, weight, start = operands.read, operands.weight, operands.start
@@ -161,7 +173,7 @@ def run_recurrent(kernel: Any, operands: Operands) -> None:
         *(TILE, *division, num_pieces, num_weights),
         *(_weight_bytes(weight, division) <= RESIDENT_BYTES, unit),
     )
-    sequences = [_split(weight, num_weights), start, *read, *operands.written]
+    sequences = [operands.packed, start, *read, *operands.written]
     dtypes = tuple([None if x is None else x.dtype for x in sequences])
     launch = _recurrent_launch(kernel, grid, integers, device, dtypes)
     launch(sequences, operands.steps, [*operands.sums, counters], operands.params)
@@ -193,15 +205,6 @@ def _weight_bytes(weight: Tensor, division: tuple[int, int, int, int]) -> int:
     """Bytes of the weights that a program multiplies by."""
     columns, depth, tiles, _ = division
     return 2 * PIECES[weight.dtype] * columns * depth * tiles
-
-
-def _split(weight: Tensor, count: int) -> Tensor:
-    """bfloat16 tensors whose sum is the weight, along a new first dim."""
-    pieces, rest = [], weight.float()
-    for _ in range(count):
-        pieces.append(rest.bfloat16())
-        rest = rest - pieces[-1].float()
-    return torch.stack(pieces)
 
 
 @lru_cache(maxsize=512)

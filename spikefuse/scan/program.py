@@ -72,6 +72,7 @@ class Operands(NamedTuple):
 
     Attributes:
         weight: `[heads, width, width]`.
+        packed: the weight as the kernel reads it, from `Launcher.pack`.
         binary: whether what is multiplied by the weight is sure to be 0 or 1.
         start: what is multiplied at the first step: outputs in their dtype for forward, gradients
             in float32 for backward; None for 0.
@@ -83,6 +84,7 @@ class Operands(NamedTuple):
     """
 
     weight: Tensor
+    packed: Tensor
     binary: bool
     start: Tensor | None
     read: Sequence[Tensor]
@@ -128,6 +130,10 @@ class Launcher(Protocol):
         to one value per neuron along dim 0."""
         ...
 
+    def pack(self, weight: Tensor, transposed: bool) -> Tensor:
+        """A weight as recurrent kernels read it, those of `backward` if it is transposed."""
+        ...
+
     def run_recurrent(self, kernel: Any, operands: Operands) -> None:
         """Run `forward` or `backward` of a recurrent module."""
         ...
@@ -138,7 +144,7 @@ class Launcher(Protocol):
 
         Args:
             grad: float32, contiguous `[T, B, N]`, where N is heads times width.
-            spikes: 0 or 1, likewise.
+            spikes: 0 or 1 after the first step, likewise.
         """
         ...
 

@@ -34,8 +34,9 @@ from spikefuse.scan.op import (
 )
 from spikefuse.scan.program import FLOAT, Operands, program, sizes_of
 
-# Values of a sequence that backward replays at a time, in as much memory for each state.
-REPLAYED = 1 << 23
+# Values of a sequence that backward replays at a time, in as much memory for each state and for
+# what is fed back. Fewer would take longer on a GPU.
+REPLAYED = 1 << 22
 
 library.define(
     "recurrent(str[] programs, Tensor[] tensors, int[] counts, float[] scalars, bool save) "
@@ -132,8 +133,10 @@ class RecurrentCall:
         execution = execution_of(self.programs[0], arguments.inputs)
         split = len(results) - save
         finals = results[num_outputs:split]
+        launcher = launcher_of(own.backend)
         operands = Operands(
             weight=weight.detach(),
+            packed=launcher.pack(weight.detach(), transposed=False),
             binary=own.step.binary[0],
             start=None if start is None else start.detach().to(y.dtype).contiguous(),
             read=[*map(_rows, arguments.inputs)],
@@ -142,7 +145,7 @@ class RecurrentCall:
             sums=[],
             params=execution.values(arguments),
         )
-        launcher_of(own.backend).run_recurrent(own.forward(recurrent=True), operands)
+        launcher.run_recurrent(own.forward(recurrent=True), operands)
         return results
 
     def new_results(self, tensors: Sequence[Tensor], save: bool) -> list[Tensor]:
@@ -160,76 +163,34 @@ class RecurrentCall:
         grads: Sequence[Tensor | None],
         needed: Sequence[bool],
         dtype: torch.dtype,
+        is_last: bool = False,
     ) -> list[Tensor]:
         """The gradients of the tensors that need one.
 
         Args:
             tensors: those of `forward`, with `current` in place of the first input.
             dtype: of the first input.
+            is_last: whether `current` is not needed afterwards, and may be overwritten.
         """
         weight, arguments, start = self.split(tensors)
-        current = arguments.inputs[0]
-        if not current.numel():
+        if not arguments.inputs[0].numel():
             return self.new_gradients(tensors, needed, dtype, zero=True)
-        own = program(self.programs[0])
-        num_inputs, num_outputs, num_states = len(arguments.inputs), *sizes_of(self.programs[0])
-        heads, end = len(weight), 1 + sum(self.counts)
-        kinds = zip(own.step.params, own.kinds, strict=True)
-        names = compress([name for name, kind in kinds if kind != FLOAT], needed[end:])
-        launcher = launcher_of(own.backend)
-        kernel = own.backward(own.step.inputs, (*names,), recurrent=True)
-        no_gradient = _float32(current, current.shape[2:]).zero_().expand(current.shape)
-        read = [current, *map(_rows, arguments.inputs[1:])]
-        read += [no_gradient if g is None else _rows(g) for g in grads[:num_outputs]]
         chunks = self._chunks(arguments, start)
-        shares_memory = len(chunks) == 1 and num_states > 0
-        written = [] if shares_memory else [_float32(current, current.shape)]
-        written += [torch.empty(x.shape, dtype=x.dtype, device=x.device)
-                    for x in arguments.inputs[1:]]  # fmt: skip
-        states = [None if g is None else g.float().contiguous() for g in grads[num_outputs:]]
-        sent: Tensor | None = None  # by the step after a chunk
-        totals: list[Tensor] = []
-        weight_grad: Tensor | None = None
+        chain = _Chain(self, tensors, grads, needed, dtype, is_last)
         for steps, part, before in reversed(chunks):
-            y, *past = self._replay(part, before)
-            if shares_memory:
-                # A kernel reads the states of a step before it writes the gradient in their place.
-                written.insert(0, past[0])
-            begins = [_float32(current, current.shape[1:]) for _ in range(num_states)]
-            sums = launcher.new_sums(current, sum(needed[end:]))
-            operands = Operands(
-                weight=weight,
-                binary=False,
-                start=sent,
-                read=[*(x[steps] for x in read), *past],
-                written=[x[steps] for x in written],
-                steps=_in_turn(states, begins),
-                sums=sums,
-                params=execution_of(self.programs[0], part.inputs).values(part),
-            )
-            launcher.run_recurrent(kernel, operands)
-            states, grad = [*begins], operands.written[0]
-            assert grad is not None
-            sent = grad[0]
-            partial = [s.sum(0) for s in sums]
-            totals = [*map(torch.add, totals, partial)] if totals else partial
-            if needed[0]:
-                product = None
-                if own.step.binary[0] and (before is None or _is_binary(before)):
-                    product = launcher.spike_product(grad, y, heads)
-                if product is None:
-                    rows, sources = (_by_head(x.to(weight.dtype), heads) for x in (grad, y))
-                    product = rows.mT @ sources
-                weight_grad = product if weight_grad is None else weight_grad + product
+            chain.run(steps, part, before)
+        first, end = 1 + self.counts[0], 1 + sum(self.counts)
         found: list[Tensor | None] = [None] * len(tensors)
-        found[0] = None if weight_grad is None else weight_grad.to(weight.dtype)
-        found[1 : 1 + num_inputs] = [written[0].to(dtype), *written[1:]]
+        if chain.matrix is not None:
+            found[0] = chain.matrix.to(weight.dtype).contiguous()
+        found[1:first] = chain.inputs
         if start is not None:
-            assert sent is not None
-            ending = torch.einsum("bhi,hij->bhj", sent.unflatten(1, (heads, -1)), weight.float())
-            given = zip((*states, ending.flatten(1)), (*arguments.states, start), strict=True)
-            found[1 + num_inputs : end] = [None if g is None else g.to(s.dtype) for g, s in given]
-        rest = iter(totals)
+            assert chain.sent is not None
+            sent = chain.sent.unflatten(1, (len(weight), -1))
+            ending = torch.einsum("bhi,hij->bhj", sent, weight.float()).flatten(1)
+            given = zip((*chain.states, ending), (*arguments.states, start), strict=True)
+            found[first:end] = [None if g is None else g.to(s.dtype) for g, s in given]
+        rest = iter(chain.params)
         for i in range(end, len(tensors)):
             if needed[i]:
                 total = next(rest)
@@ -242,8 +203,10 @@ class RecurrentCall:
         """Chunks of time whose states fit into little memory: their steps, their arguments with the
         states before them, and what was fed back before them."""
         num_steps, *shape = arguments.inputs[0].shape
-        length = min(num_steps, max(1, REPLAYED // math.prod(shape)))
+        # Of nearly equal lengths, since the longest one takes the most memory.
+        length = -(-num_steps // -(-num_steps * math.prod(shape) // REPLAYED))
         found = []
+        memory: list[Tensor] | None = None
         for first in range(0, num_steps, length):
             steps = slice(first, first + length)
             inputs = [x[steps].contiguous() for x in arguments.inputs]
@@ -251,7 +214,8 @@ class RecurrentCall:
             found.append((steps, part, start))
             if first + length < num_steps:
                 execution = execution_of(self.programs[1], inputs)
-                results = execution.forward(part, execution.new_results(Wanted(final=True)))
+                results = execution.new_results(Wanted(final=True), memory)
+                memory = execution.forward(part, results).outputs
                 arguments = arguments._replace(states=results.finals)
                 start = results.outputs[0][-1].clone()
         return found
@@ -287,12 +251,103 @@ class RecurrentCall:
         return [make(x.shape, dtype=kind, device=x.device) for x, kind in pairs]
 
 
+class _Chain:
+    """The chain of gradients of a call, one chunk of its steps after the other, from the last.
+
+    Attributes:
+        inputs: the gradients of the inputs.
+        params: those of the parameters, `[N]` each.
+        matrix: that of the weight, if it needs one.
+        states: those of the states before the last chunk that was run.
+        sent: that of what was fed back to this chunk, before its product with the weight.
+    """
+
+    def __init__(
+        self,
+        call: RecurrentCall,
+        tensors: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        needed: Sequence[bool],
+        dtype: torch.dtype,
+        is_last: bool,
+    ) -> None:
+        self.call, self.own = call, program(call.programs[0])
+        self.weight, arguments, _ = call.split(tensors)
+        current, *others = arguments.inputs
+        num_outputs, self.num_states = sizes_of(call.programs[0])
+        end = 1 + sum(call.counts)
+        self.needs_matrix, self.num_params = needed[0], sum(needed[end:])
+        kinds = zip(self.own.step.params, self.own.kinds, strict=True)
+        names = compress([name for name, kind in kinds if kind != FLOAT], needed[end:])
+        self.kernel = self.own.backward(self.own.step.inputs, (*names,), recurrent=True)
+        self.launcher = launcher_of(self.own.backend)
+        self.packed = self.launcher.pack(self.weight, transposed=True)
+        no_gradient = _float32(current, current.shape[2:]).zero_().expand(current.shape)
+        self.read = [current, *map(_rows, others)]
+        self.read += [no_gradient if g is None else _rows(g) for g in grads[:num_outputs]]
+        first = _at_its_end(current, dtype) if is_last else torch.empty_like(current, dtype=dtype)
+        self.inputs = [first, *(x.new_empty(x.shape) for x in others)]
+        self.states = [None if g is None else g.float().contiguous() for g in grads[num_outputs:]]
+        self.sent: Tensor | None = None
+        self.params: list[Tensor] = []
+        self.matrix: Tensor | None = None
+
+    def run(self, steps: slice, part: Arguments, before: Tensor | None) -> None:
+        """Extend the chain by the steps before those of the last call.
+
+        Args:
+            part: the arguments of these steps, and the states before them.
+            before: what was fed back before them.
+        """
+        y, *past = self.call._replay(part, before)
+        written = [x[steps] for x in self.inputs]
+        if written[0].dtype != torch.float32:
+            # The chain is float32. A kernel reads the states of a step before it writes its result.
+            written[0] = past[0] if past else _float32(y, y.shape)
+        begins = [_float32(y, y.shape[1:]) for _ in range(self.num_states)]
+        sums = self.launcher.new_sums(y, self.num_params)
+        operands = Operands(
+            weight=self.weight,
+            packed=self.packed,
+            binary=False,
+            start=self.sent,
+            read=[*(x[steps] for x in self.read), *past],
+            written=written,
+            steps=_in_turn(self.states, begins),
+            sums=sums,
+            params=execution_of(self.call.programs[0], part.inputs).values(part),
+        )
+        self.launcher.run_recurrent(self.kernel, operands)
+        gradient = written[0]
+        self.states, self.sent = [*begins], gradient[0].clone()
+        partial = [s.sum(0) for s in sums]
+        self.params = [*map(torch.add, self.params, partial)] if self.params else partial
+        if self.needs_matrix:
+            product = self._product(gradient, y)
+            # The product is in the dtype of the weight, the sum in float32.
+            self.matrix = product if self.matrix is None else self.matrix.float() + product
+        if gradient.dtype != self.inputs[0].dtype:
+            self.inputs[0][steps] = gradient
+
+    def _product(self, gradient: Tensor, y: Tensor) -> Tensor:
+        """The gradient of the weight by the product with what was fed back."""
+        heads = len(self.weight)
+        if self.own.step.binary[0]:
+            product = self.launcher.spike_product(gradient, y, heads)
+            if product is not None:
+                return product
+        rows, sources = (_by_head(x.to(self.weight.dtype), heads) for x in (gradient, y))
+        return rows.mT @ sources
+
+
 def _float32(like: Tensor, shape: Sequence[int]) -> Tensor:
     return like.new_empty(shape, dtype=torch.float32)
 
 
-def _is_binary(x: Tensor) -> bool:
-    return bool(((x == 0) | (x == 1)).all())
+def _at_its_end(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor like `x`, which is contiguous float32, in the memory of its last values. The values
+    of a step are behind those of earlier steps of `x`."""
+    return x.detach().flatten().view(dtype)[-x.numel() :].view(x.shape)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -378,7 +433,8 @@ def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | No
     """The gradients of a scan's tensors, None where none is needed."""
     call, tensors = ctx.call, list(ctx.saved_tensors)
     if not torch.is_grad_enabled() and is_plain(tensors):
-        found = call.backward(tensors, grads, ctx.needed, ctx.dtype)
+        is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
+        found = call.backward(tensors, grads, ctx.needed, ctx.dtype, is_last)
     else:
         # With create_graph, the op raises the error about double backward.
         found = torch.ops.spikefuse.recurrent_backward(

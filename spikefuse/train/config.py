@@ -372,11 +372,12 @@ class TrainConfig:
         for name in ("surrogate", "reset", "detach_reset"):
             if not {name, "firing"} & parameters.keys() and getattr(self, name) is not None:
                 yield f"{name} is given, but the neuron {self.neuron} takes none: remove it"
-        if self.decay is not None and "decay" not in parameters:
-            yield f"decay is given, but the neuron {self.neuron} has none: remove it"
+        learns = self.is_recurrent and self.neuron in ("adlif", "seadlif")
+        if self.decay is not None and (learns or "decay" not in parameters):
+            why = f"learns its own in {self.model}" if learns else "has none"
+            yield f"decay is given, but the neuron {self.neuron} {why}: remove it"
         for name in SIGMOID_PARAMETERS.get(self.neuron, ()):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < 1:
+            if (value := getattr(self, name)) is not None and not 0 < value < 1:
                 yield f"{name} is {value}: expected a number between 0 and 1 for {self.neuron}"
 
     def _check_event_neuron(self) -> None:
@@ -470,10 +471,9 @@ class TrainConfig:
             options["detach_reset"] = True
         elif self.surrogate is not None:
             options["surrogate"] = SURROGATES[self.surrogate]()
-        if self.reset is not None:
-            options["reset"] = self.reset
-        if self.detach_reset is not None:
-            options["detach_reset"] = self.detach_reset
+        for name in ("reset", "detach_reset"):
+            if (value := getattr(self, name)) is not None:
+                options[name] = value
         return kind(threshold=self.threshold, **options)
 
     def make_network(self) -> Temporal:

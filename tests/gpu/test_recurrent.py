@@ -70,7 +70,9 @@ def test_weights_that_do_not_fit(features, monkeypatch):
 
 @pytest.mark.parametrize("features", [128, 512])
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_cuda_graph(features, dtype):
+@pytest.mark.parametrize("length", [4, 10])
+def test_cuda_graph(features, dtype, length, monkeypatch):
+    monkeypatch.setattr(recurrent, "REPLAYED", length * 32 * features)
     made = layer(sf.LIF(0.75), features, "cuda")
     x = on_grid((10, 32, features), "cuda").to(dtype).requires_grad_()
 
@@ -110,7 +112,8 @@ def test_well_conditioned_sequence_equals_the_reference():
 
 
 def test_peak_memory(monkeypatch):
-    """Outputs, currents and the gradient of the input are whole sequences, states are not."""
+    """Outputs and currents are whole sequences. States are not, and the gradient of the input takes
+    the memory of the currents."""
     made = layer(sf.LIF(0.75), 256, "cuda")
     x = torch.randn(50, 64, 256, device="cuda", requires_grad=True)
     grad = torch.randn_like(x)
@@ -125,7 +128,7 @@ def test_peak_memory(monkeypatch):
         return torch.cuda.max_memory_allocated() - before
 
     peak("triton"), peak("reference")
-    assert peak("triton") < 0.85 * peak("reference")
+    assert peak("triton") < 0.65 * peak("reference")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of modules that Inductor imports

@@ -257,6 +257,21 @@ def test_checkpointed_networks() -> None:
     assert found[0].accumulates > 0
 
 
+def test_feedback_of_recurrent_layers_is_counted() -> None:
+    torch.manual_seed(0)
+    layer = sf.Recurrent(sf.LIF(0.75, 0.5), 12, heads=3, self_connections=False)
+    x = torch.rand(T, B, 12)
+    (found,) = (row for row in sf.report(sf.Temporal(layer), [x]).layers if row.name == "net")
+    fed_back = layer(x)[:-1]
+    assert fed_back.any()
+    assert found.accumulates == pytest.approx(fed_back.sum().item() * 3 / B)
+    assert found.ann == 12 * 3
+    assert found.nonzero == pytest.approx(fed_back.sum().item() / (T * B * 12))
+    graded = sf.report(sf.Temporal(sf.Recurrent(sf.IntegerLIF(), 12)), [4 * x])
+    assert graded.multiplies == T * 12 * 12
+    assert graded.not_counted == ()
+
+
 def test_unknown_operations_are_named() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -31,6 +31,31 @@ def test_options() -> None:
     assert {m.p for m in net.modules() if type(m) is nn.Dropout} == {0.3}
 
 
+@pytest.mark.parametrize(
+    ("neuron", "highest"), [(sf.AdLIF, (1.0, 2.0)), (sf.SEAdLIF, (120.0, 240.0))]
+)
+def test_adaptive_neurons_learn_their_parameters(
+    neuron: type[sf.AdLIF | sf.SEAdLIF], highest: tuple[float, float]
+) -> None:
+    torch.manual_seed(0)
+    net = recurrent(neuron, 1, 5, (1, 60), hidden=(40, 30))
+    for layer in (m for m in net if isinstance(m, sf.Recurrent)):
+        for value, high in zip((layer.neuron.coupling, layer.neuron.jump), highest, strict=True):
+            assert value().shape == (layer.features,)
+            assert 0.8 * high < value().max() <= high
+        for decay in (layer.neuron.decay, layer.neuron.adaptation_decay):
+            assert 0.8 < decay().min() < decay().max() < 1
+            with torch.no_grad():
+                decay.value.add_(1.0)
+            assert decay().max() < 1
+    sf.Temporal(net)(4 * torch.rand(20, 4, 60)).square().sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+    fixed = recurrent(neuron, 1, 5, (1, 60), hidden=(40,), learned=False)
+    assert not any(
+        True for m in fixed if isinstance(m, sf.Recurrent) for _ in m.neuron.parameters()
+    )
+
+
 def test_neurons_of_radlif_do_not_receive_their_own_spikes() -> None:
     with torch.device("meta"):
         nets = [build(sf.AdLIF, 1, 20, (1, 700)) for build in (MODELS["recurrent_1024"], recurrent)]

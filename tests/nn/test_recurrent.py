@@ -186,6 +186,8 @@ def test_equals_a_loop_over_a_linear_layer(backends):
 
 
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 19), st.integers(1, 40))
+# One of several states, one with a learnable parameter per neuron, and one that also sends -1.
+DRAWN = ("ALIF", "SEAdLIF", "TernaryLIF")
 
 
 @settings(
@@ -196,14 +198,15 @@ SIZES = st.tuples(st.integers(1, 5), st.integers(1, 19), st.integers(1, 40))
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(
+    st.sampled_from(DRAWN),
     SIZES,
     st.sampled_from(["contiguous", "batch_first", "constant", "strided", "reversed"]),
     st.sampled_from(DTYPES),
     st.integers(0, 99),
     st.booleans(),
 )
-def test_sizes_and_layouts(backends, size, layout, dtype, seed, given_state):
-    neuron = sf.ALIF(0.75, 0.75)
+def test_neurons_sizes_and_layouts(backends, name, size, layout, dtype, seed, given_state):
+    neuron = make(name, "hard", size[2], backends.device)
     made = layer(neuron, size[2], backends.device)
     x = on_grid(size, backends.device, seed).to(dtype)
     if layout == "batch_first":
@@ -244,6 +247,23 @@ def test_backward_in_chunks(backends, monkeypatch):
             check_gradients(made, [x], None, impl)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [4, 11])
+def test_gradients_take_the_memory_of_currents_once(length, dtype, backends, monkeypatch):
+    """The last backward through a graph overwrites what was saved; those before must not."""
+    monkeypatch.setattr(recurrent, "REPLAYED", length * 6 * 20)
+    made = layer(sf.ALIF(0.75, 0.75), 20, backends.device)
+    x = on_grid((11, 6, 20), backends.device).to(dtype).requires_grad_()
+    for impl in backends.impls:
+        y = made(x, impl=impl)
+        found = []
+        for keep in (True, True, False):
+            found.append(torch.autograd.grad(y.sum(), [x, made.weight], retain_graph=keep))
+        for a, b, c in zip(*found, strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(a, c)
+
+
 @pytest.mark.parametrize("most", [0.0, 1.0])
 def test_weight_gradients_of_sparse_and_dense_spikes(most, monkeypatch):
     """On a CPU, the weight gradient adds the rows of sparse spikes; a given start need not be 0 or
@@ -254,6 +274,8 @@ def test_weight_gradients_of_sparse_and_dense_spikes(most, monkeypatch):
     *states, spikes = state_of(made.neuron, (6, 20), "cpu")
     for start in (None, (*states, spikes), (*states, 0.5 * spikes)):
         check_gradients(made, [x], start, "numba")
+    (grad,) = torch.autograd.grad(made(x).sum(), made.weight)
+    assert grad.is_contiguous()  # as Inductor has been told
 
 
 def test_several_tiles_of_weights(monkeypatch):
@@ -268,6 +290,31 @@ def test_several_tiles_of_weights(monkeypatch):
     monkeypatch.setattr(launch_triton, "RESIDENT_BYTES", 0)
     check_steps(made, [x], None, "triton")
     check_gradients(made, [x], None, "triton")
+
+
+@pytest.mark.parametrize("kind", [sf.AdLIF, sf.SEAdLIF])
+def test_each_neuron_learns_its_decays_and_couplings(kind, backends):
+    """As in sparch and SE-adLIF: parameters of N values, through the modules that compute them."""
+    torch.manual_seed(0)
+    neuron = kind(
+        sf.LearnableTimeConstant(10.0, 20),
+        0.5,
+        sf.LearnableFraction(0.98, 20),
+        nn.Parameter(torch.rand(20)),
+        nn.Parameter(torch.rand(20)),
+    ).to(backends.device)
+    made = layer(neuron, 20, backends.device)
+    x = 4 * on_grid((11, 6, 20), backends.device)
+    for impl in backends.impls:
+        check_gradients(made, [x], None, impl)
+        grads = []
+        for _ in range(2):
+            made.zero_grad()
+            made(x, impl=impl).square().sum().backward()
+            grads.append([p.grad for p in made.parameters()])
+        assert all(g.any() for g in grads[0])
+        for a, b in zip(*grads, strict=True):
+            assert torch.equal(a, b)
 
 
 def network(norm=False):
@@ -342,6 +389,13 @@ def test_explain(device):
     assert saved.now < 0.35 * saved.eager
 
 
+def test_explain_says_that_feedback_is_a_loop(device):
+    net = nn.Sequential(sf.nn.Feedback(nn.Linear(8, 8), sf.LIF()), nn.Flatten()).to(device)
+    report = str(sf.explain(sf.Temporal(net), torch.randn(3, 2, 8, device=device)))
+    assert "net.0: Feedback, a Python loop over time: each step calls Linear" in report
+    assert "not called" not in report
+
+
 def test_double_backward_is_refused(device):
     made = layer(sf.LIF(), 8, device)
     x = torch.randn(4, 2, 8, device=device, requires_grad=True)
@@ -371,6 +425,8 @@ def test_errors():
         made(torch.rand(3, 2, 7))
     with pytest.raises(TypeError, match=r"v, spikes"):
         made(torch.rand(3, 2, 8), state=(torch.zeros(2, 8),))
+    with pytest.raises(ValueError, match="the weight is on meta, the input on cpu"):
+        sf.Recurrent(sf.LIF(), 8, device="meta")(torch.rand(3, 2, 8))
     with pytest.raises(TypeError, match="Recurrent"):
         sf.exportable(sf.Temporal(made))
 
@@ -426,5 +482,7 @@ def test_feedback_errors():
         sf.nn.Feedback(nn.Sequential(sf.LIF()), sf.LIF())
     with pytest.raises(TypeError, match="expected an instance"):
         sf.nn.Feedback(nn.Identity(), sf.LIF)
+    with pytest.raises(TypeError, match=r"returned a tuple: expected a tensor"):
+        sf.nn.Feedback(nn.LSTM(4, 4), sf.LIF())(torch.rand(2, 1, 4))
     with pytest.raises(ValueError, match="expected the same shape"):
         sf.nn.Feedback(nn.Linear(4, 3), sf.LIF())(torch.rand(2, 1, 4))

@@ -26,6 +26,10 @@ WRONG = [
     ({"lr": float("nan")}, "lr is nan: expected a number"),
     ({"decay": 1.5}, "decay is 1.5: expected a number from 0 to 1"),
     ({"decay": 0.5, "neuron": "if"}, "decay is given, but the neuron if has none: remove it"),
+    (
+        {"decay": 0.5, "neuron": "adlif", "model": "recurrent", "dataset": "shd"},
+        "decay is given, but the neuron adlif learns its own in recurrent: remove it",
+    ),
     ({"decay": 1.0, "neuron": "plif"}, "decay is 1.0: expected a number between 0 and 1 for plif"),
     ({"decay": 0.5, "neuron": "qif"}, "decay is given, but the neuron qif has none: remove it"),
     ({"neuron": "gatedlif"}, "threshold is 1.0: expected a number between 0 and 1 for gatedlif"),
