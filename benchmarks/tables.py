@@ -311,9 +311,9 @@ def block(result: Result) -> Parts:
         found = by_name(row)
         cells = [number(median(found.get(name), "device_ms")) for name in names]
         share = percent(found[OURS].get("fraction", {}).get("device_ms"))
-        shape = " × ".join(str(size) for size in row["shape"])
+        shape = "×".join(str(size) for size in row["shape"])
         lines.append([shape, row["dtype"], row["layout"], cells[0], share, *cells[1:]])
-    head = ["T × B × C × H × W", "dtype", "layout", "one block, ms", "roofline", *names[1:]]
+    head = ["T×B×C×H×W", "dtype", "layout", "one block, ms", "roofline", *names[1:]]
     yield markdown(head, lines)
 
 
