@@ -101,7 +101,7 @@ def value(row: Result, key: str) -> str:
     if key in FORMATS:
         return FORMATS[key](found)
     if isinstance(found, list):
-        return " × ".join(map(str, found))
+        return "×".join(map(str, found))
     if isinstance(found, float):
         return number(found)
     return f"{found:,}" if isinstance(found, int) else found
@@ -226,7 +226,7 @@ def neurons(result: Result) -> Parts:
 def block(result: Result) -> Parts:
     rows = result["rows"]
     ours = [row | flat([row])[0] for row in rows]
-    about = {"T × B × C × H × W": "shape", **keys("dtype", "layout")}
+    about = {"T×B×C×H×W": "shape", **keys("dtype", "layout")}
     others = contenders(rows, "device_ms", (RECOMPUTED, SEPARATE, RIVAL))
     yield table(ours, about | {"one block, ms": "device_ms", "roofline": "share"} | others)
 

@@ -58,7 +58,7 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
     """Copy `x` `[T, B, C, H, W]` to another memory layout, one of `LAYOUTS`.
 
     Args:
-        x: the sequence.
+        x: the sequence `[T, B, C, H, W]`.
         layout: in "batch_first" the batch is the outermost dimension in memory.
 
     Raises:

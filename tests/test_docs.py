@@ -9,6 +9,7 @@ import random
 import re
 import runpy
 import shlex
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from operator import attrgetter
@@ -208,9 +209,17 @@ def in_reference() -> list[Any]:
     """What the pages of the reference show, by `::: name`."""
     names = re.findall(r"^::: spikefuse\.(\S+)", reference(), re.M)
     assert len(names) == len(set(names))
-    for name in names:
-        importlib.import_module(f"spikefuse.{name}".rpartition(".")[0].removesuffix(".surrogate"))
-    return [attrgetter(name)(sf) for name in names]
+    return [shown(name) for name in names]
+
+
+def shown(name: str) -> Any:
+    """What mkdocstrings shows: a module, or else what its package or module calls by this name."""
+    module, _, attribute = f"spikefuse.{name}".rpartition(".")
+    with suppress(ModuleNotFoundError):
+        return importlib.import_module(f"{module}.{attribute}")
+    with suppress(ModuleNotFoundError):
+        return getattr(importlib.import_module(module), attribute)
+    return attrgetter(name)(sf)
 
 
 def read(page: str) -> str:

@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
 CHANGELOG = "changelog.md"
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
+LOADED = re.compile(
+    r'<(?:script|img|iframe|link rel="(?:stylesheet|icon|preconnect)")[^>]*="https?:[^>]*>'
+)
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -80,6 +84,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 def on_page_content(html: str, **_: Any) -> str:
     """Write formulas as MathML, which browsers render without a script."""
     return FORMULA.sub(_mathml, html)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> None:
+    """Refuse a page that would load something from another host."""
+    if found := LOADED.search(output):
+        raise PluginError(f"{page.file.src_uri} is not complete offline: {found[0]}")
 
 
 def _mathml(match: re.Match[str]) -> str:

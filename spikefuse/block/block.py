@@ -47,8 +47,6 @@ class Block(nn.Module):
     backward, x, the residual and the statistics are saved. Neither u nor the neuron's potential is
     stored, except for a potential in `outputs`.
 
-    Call: `block(x, residual=None, state=None, return_state=False, impl="auto", outputs=None)`
-
     Args:
         norm: an `nn.BatchNorm1d`, `2d`, `3d` or `nn.SyncBatchNorm`.
         neuron: takes one input.
@@ -56,16 +54,23 @@ class Block(nn.Module):
             for backward; None for the policy of `Temporal`, or `Recompute()` outside. Not
             `Checkpoint()`, which is for networks.
 
-    Shapes: `x` and `residual` are `[T, B, C, ...]`, float32, bfloat16 or float16, in any layout;
-    inside `Temporal` they are folded, as all tensors are. Others as in `Neuron`. Arithmetic is
-    float32. `impl="reference"` is the eager loop, any device, also float64.
-
-    Raises:
-        TypeError, ValueError: wrong modules, shapes or dtypes.
-
     Source: Liang et al., "Accelerating Spatiotemporal Supervised Training of Large-Scale Spiking
     Neural Networks on GPU", folds norm and neuron into one kernel; Ioffe and Szegedy, "Batch
     Normalization", for the norm and its gradient.
+
+    Call: `block(x, residual=None, state=None, return_state=False, impl="auto", outputs=None)`
+
+    Args:
+        x, residual: `[T, B, C, ...]`, float32, bfloat16 or float16, in any layout. Inside
+            `Temporal` they are folded, as all tensors are. Without a residual, nothing is added.
+            Arithmetic is float32.
+        state, return_state, impl, outputs: see `Neuron`.
+
+    Returns:
+        As in `Neuron`.
+
+    Raises:
+        TypeError, ValueError: wrong modules, shapes or dtypes.
     """
 
     is_leaf = True  # of traced graphs

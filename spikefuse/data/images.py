@@ -77,7 +77,7 @@ class Subset:
 
     Args:
         whole: the larger dataset.
-        rows: int64 positions in `whole`.
+        rows: positions in `whole`, int64 `[N]`.
     """
 
     whole: Examples

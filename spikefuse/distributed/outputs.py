@@ -58,7 +58,7 @@ def gather_steps(y: Tensor, axis: DeviceMesh, num_steps: int | None = None) -> T
     Backward sums the gradients of all ranks.
 
     Args:
-        y: this rank's steps, as many as `steps_of` assigns to it.
+        y: this rank's steps `[T_r, ...]`, as many as `steps_of` assigns to it.
         axis: the ranks that share the sequence.
         num_steps: T; None sums the ranks' numbers of steps, for which the host waits.
 

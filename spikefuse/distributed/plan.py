@@ -122,8 +122,14 @@ class Plan:
         return min(self.options, key=attrgetter("seconds"))
 
     def seconds(self, time: int, chunks: int, data: int = 1, speculate: bool = True) -> float:
-        """Predict the time of a training step on `data` × `time` ranks that send states in
-        `chunks` chunks of the batch and, with `speculate`, scan speculatively where they can."""
+        """Predict the time of a training step, in seconds.
+
+        Args:
+            time: ranks that share a sequence.
+            chunks: microbatches in which states are sent.
+            data: ranks that share a batch.
+            speculate: whether ranks scan speculatively where they can.
+        """
         total = self.fixed + self.scaled / (time * data)
         if time == 1:
             return total

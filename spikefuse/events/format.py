@@ -102,7 +102,10 @@ class Events:
 
     @classmethod
     def from_dense(cls, x: Tensor) -> Events:
-        """List spikes `[T, B, ...]`, 0 or 1, of any dtype; the dims after B become the sites.
+        """List the spikes of a dense tensor.
+
+        Args:
+            x: `[T, B, ...]`, 0 or 1, of any dtype; the dims after B become the sites.
 
         Raises:
             ValueError: a value is neither 0 nor 1, or there are fewer than two dims.
@@ -120,7 +123,7 @@ class Events:
         """List spikes `[T, B, S]` stored one per bit, the first site in the lowest bit.
 
         Args:
-            packed: uint8, S = ceil(width / 8); unused bits are 0.
+            packed: uint8 `[T, B, S]`, S = ceil(width / 8); unused bits are 0.
             width: number of sites.
 
         Raises:
@@ -164,7 +167,11 @@ class Events:
         return _kernels(self.indices).is_fired(self.lists)
 
     def to_dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the spikes as `[T, B, W]` of `dtype`, differentiable with respect to `values`."""
+        """Return the spikes as `[T, B, W]`, differentiable with respect to `values`.
+
+        Args:
+            dtype: of the result.
+        """
         values = self.values
         if values is None or not (values.requires_grad and torch.is_grad_enabled()):
             dense = _kernels(self.indices).dense(self.lists, self.shape[2], values, dtype)
@@ -174,7 +181,11 @@ class Events:
         return dense.index_put(sites, values.to(dtype)).view(self.shape)
 
     def truncate(self, limit: int) -> Events:
-        """Keep the first `limit` entries of each row, and count the spikes left out."""
+        """Keep the first entries of each row, and count the spikes left out in `dropped`.
+
+        Args:
+            limit: number of entries.
+        """
         counts, lost = self.offsets.diff().clamp(max=limit), (self.fired - limit).clamp(min=0)
         size, dropped = torch.stack((counts.sum(), lost.sum())).tolist()  # one synchronization
         if size == len(self.indices):
@@ -191,7 +202,12 @@ class Events:
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Events:
-        """Return the same events on another device, as `torch.Tensor.to` does."""
+        """Return the same events on another device, as `torch.Tensor.to` does.
+
+        Args:
+            device: the other device.
+            non_blocking: copy from pinned memory without waiting.
+        """
         names = ("offsets", "fired", "indices", "values")
         tensors = {name: x for name in names if (x := getattr(self, name)) is not None}
         moved = {name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()}

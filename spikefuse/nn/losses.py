@@ -2,7 +2,7 @@
 
 Outputs are `[T, B, N]`: T steps, B samples and N neurons, one per class unless stated otherwise;
 targets are class indices `[B]`, int64, or class probabilities `[B, N]`, such as those that
-`data.mixup` and `data.cutmix` return. With probabilities p, what a loss wants of a neuron is
+`data.mixup` and `data.cutmix` return. With probabilities p, the desired value of a neuron is
 `p correct + (1 - p) incorrect`. Each loss is a scalar, a mean over the batch, and computed in
 float32, or in float64 for outputs in float64. For class weights or other reductions, call
 `torch.nn.functional.cross_entropy` on the same arguments.
@@ -24,8 +24,8 @@ def ce_count(spikes: Tensor, target: Tensor) -> Tensor:
     Proceedings of the IEEE 111, 2023 (snnTorch's `ce_count_loss`).
 
     Args:
-        spikes: `[T, B, N]`.
-        target: `[B]`, or `[B, N]`.
+        spikes: `[T, B, N]`, N neurons, one per class.
+        target: class indices `[B]`, int64, or class probabilities `[B, N]`.
 
     Raises:
         ValueError: wrong shapes.
@@ -41,8 +41,8 @@ def ce_rate(x: Tensor, target: Tensor) -> Tensor:
     Re-weighting", ICLR 2022 (the TET loss; snnTorch's `ce_rate_loss`).
 
     Args:
-        x: spikes or logits `[T, B, N]`.
-        target: `[B]`, or `[B, N]`.
+        x: spikes or logits `[T, B, N]`, one per class.
+        target: class indices `[B]`, int64, or class probabilities `[B, N]`.
 
     Raises:
         ValueError: wrong shapes.
@@ -59,7 +59,7 @@ def ce_max_membrane(v: Tensor, target: Tensor) -> Tensor:
 
     Args:
         v: potentials `[T, B, N]`, such as those of `sf.LI` or of `outputs=("v",)`.
-        target: `[B]`, or `[B, N]`.
+        target: class indices `[B]`, int64, or class probabilities `[B, N]`.
 
     Raises:
         ValueError: wrong shapes.
@@ -73,15 +73,15 @@ def mse_count(
 ) -> Tensor:
     """Compute the squared error of spike counts, `1/T mean_{b,n} (sum_t s[t] - T r)^2`.
 
-    r is the rate wanted of a neuron: `correct_rate` for that of the target, `incorrect_rate` for
+    r is the desired rate of a neuron: `correct_rate` for that of the target, `incorrect_rate` for
     all others. The mean squared error of rates is this divided by T.
 
     Source: Shrestha and Orchard, "SLAYER: Spike Layer Error Reassignment in Time", NeurIPS 2018
     (the loss on the number of spikes), as in snnTorch's `mse_count_loss`.
 
     Args:
-        spikes: `[T, B, N]`.
-        target: `[B]`, or `[B, N]`.
+        spikes: `[T, B, N]`, N neurons, one per class.
+        target: class indices `[B]`, int64, or class probabilities `[B, N]`.
         correct_rate, incorrect_rate: spikes per step, in [0, 1].
 
     Raises:
@@ -95,15 +95,15 @@ def mse_count(
 def mse_membrane(v: Tensor, target: Tensor, correct: float = 1.0, incorrect: float = 0.0) -> Tensor:
     """Compute the squared error of potentials at all steps: `mean_{t,b,n} (v[t] - w)^2`.
 
-    w is the potential wanted of a neuron: `correct` for that of the target, `incorrect` for all
+    w is the desired potential of a neuron: `correct` for that of the target, `incorrect` for all
     others. For targets that change over time, use `torch.nn.functional.mse_loss`.
 
     Source: Eshraghian et al., 2023, as for `ce_count` (snnTorch's `mse_membrane_loss`).
 
     Args:
-        v: potentials `[T, B, N]`.
-        target: `[B]`, or `[B, N]`.
-        correct, incorrect: potentials.
+        v: potentials `[T, B, N]` of N neurons, one per class.
+        target: class indices `[B]`, int64, or class probabilities `[B, N]`.
+        correct, incorrect: potentials, in the unit of `v`.
 
     Raises:
         ValueError: wrong shapes.
@@ -122,8 +122,8 @@ def ce_temporal(spikes: Tensor, target: Tensor) -> Tensor:
     IEEE TNNLS 29, 2018 (cross-entropy of negative spike times).
 
     Args:
-        spikes: `[T, B, N]`.
-        target: `[B]`, or `[B, N]`.
+        spikes: `[T, B, N]`, N neurons, one per class.
+        target: class indices `[B]`, int64, or class probabilities `[B, N]`.
 
     Raises:
         ValueError: wrong shapes.
@@ -137,14 +137,14 @@ def mse_temporal(
 ) -> Tensor:
     """Compute the squared error of first spike times over T: `mean_{b,n} ((t - w) / T)^2`.
 
-    w is the time wanted of a neuron, `correct` for that of the target and `incorrect` for all
+    w is the desired time of a neuron, `correct` for that of the target and `incorrect` for all
     others. See `first_spike_time` for the gradient and for silent neurons.
 
     Source: Eshraghian et al., 2023, as for `ce_count` (snnTorch's `mse_temporal_loss`).
 
     Args:
-        spikes: `[T, B, N]`.
-        target: `[B]`, or `[B, N]`.
+        spikes: `[T, B, N]`, N neurons, one per class.
+        target: class indices `[B]`, int64, or class probabilities `[B, N]`.
         correct, incorrect: times in steps; None for T, no spike at all.
 
     Raises:
@@ -215,7 +215,7 @@ def l2_activity(spikes: Tensor) -> Tensor:
     Source: as for `l1_activity`.
 
     Args:
-        spikes: `[T, ...]`.
+        spikes: `[T, ...]`, such as a layer's in `sf.record(net, grad=True)`.
     """
     return spikes.mean(0, dtype=_precise(spikes)).square().mean()
 
@@ -224,14 +224,14 @@ def rate_bounds(spikes: Tensor, lower: float = 0.0, upper: float = 1.0) -> Tenso
     """Penalize neurons that fire too little or too much:
     `mean_n max(0, lower - r_n)^2 + max(0, r_n - upper)^2`.
 
-    r is a neuron's rate over T and B, its spikes per step. Neurons between the bounds, which differ
-    between samples, cost nothing.
+    r is a neuron's mean rate over T and B, in spikes per step. A rate between the bounds costs
+    nothing, so neurons may still differ between samples.
 
     Source: as for `l1_activity` (lower and upper bounds on activity).
 
     Args:
-        spikes: `[T, B, ...]`.
-        lower, upper: in spikes per step.
+        spikes: `[T, B, ...]`, such as a layer's in `sf.record(net, grad=True)`.
+        lower, upper: rates, in spikes per step.
 
     Raises:
         ValueError: `lower` is greater than `upper`.

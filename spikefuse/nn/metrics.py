@@ -14,8 +14,8 @@ def accuracy_by_rate(spikes: Tensor, target: Tensor) -> Tensor:
     Of several neurons that fire as often, the first one counts.
 
     Args:
-        spikes: `[T, B, N]`, or potentials.
-        target: `[B]`.
+        spikes: `[T, B, N]`, N neurons, one per class; or potentials.
+        target: class indices `[B]`, int64.
 
     Returns:
         A scalar, float32, on the device of the spikes.
@@ -34,8 +34,8 @@ def accuracy_by_first_spike(spikes: Tensor, target: Tensor) -> Tensor:
     counts as wrong.
 
     Args:
-        spikes: `[T, B, N]`.
-        target: `[B]`.
+        spikes: `[T, B, N]`, N neurons, one per class.
+        target: class indices `[B]`, int64.
 
     Returns:
         A scalar, float32, on the device of the spikes.

@@ -45,10 +45,6 @@ class Recurrent(nn.Module):
     or float16; `weight`: `[features, features]` as in nn.Linear, `weight[i, j]` from neuron j to
     neuron i, or with heads `[heads, features / heads, features / heads]`; states: `[B, features]`.
 
-    Call: `layer(x, ..., state=None, return_state=False, impl="auto")`, see `Neuron`. The state is
-    that of the neuron, with the fed-back output of the last step at its end. Calls on parts of a
-    sequence that pass the state on equal one call bit for bit.
-
     Args:
         neuron: an instance of any neuron model.
         features: number of neurons.
@@ -57,6 +53,19 @@ class Recurrent(nn.Module):
         self_connections: whether a neuron receives its own spikes. Otherwise the diagonal of the
             weight has no effect and no gradient.
         device: of the weight and the bias.
+
+    Call: `layer(x, ..., state=None, return_state=False, impl="auto")`
+
+    Args:
+        inputs: as many as the neuron takes, of one shape `[T, B, features]`.
+        state: the states of the neuron `[B, features]`, then the fed-back output of the last step,
+            or None to start from rest. Calls on parts of a sequence that pass the state on equal
+            one call bit for bit.
+        return_state: also return the final state.
+        impl: see `Neuron`.
+
+    Returns:
+        The output of the neuron; with `return_state` a pair (output, state).
 
     Raises:
         TypeError, ValueError: an argument or input is not as described.

@@ -183,7 +183,7 @@ class Classifier(pl.LightningModule):
 
         Args:
             outputs: `[T, B, classes]`, or a chunk of it with `config.tbptt`.
-            labels: as returned by `augment`.
+            labels: classes `[B]` or class probabilities `[B, classes]`, as `augment` returns them.
         """
         return sequence_loss(outputs, labels, self.config.loss, self.config.label_smoothing)
 
@@ -282,7 +282,15 @@ class Classifier(pl.LightningModule):
         return loss
 
     def gradients(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute gradients of this process's share of a batch; return its loss, logits, labels."""
+        """Compute gradients of this process's share of a batch.
+
+        Args:
+            inputs: bytes of the whole batch, as in `encode`.
+            labels: classes `[B]`.
+
+        Returns:
+            The loss, logits `[B, classes]` and labels of the share.
+        """
         self._optimizer().zero_grad()
         share = self.processes.share(len(labels))
         inputs, labels = self.augment(inputs, labels)
