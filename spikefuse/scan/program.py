@@ -22,6 +22,7 @@ from spikefuse.compiler import (
 )
 from spikefuse.compiler.adjoint import Reverse, reverse_step
 from spikefuse.compiler.trace import Step, trace_step
+from spikefuse.compiler.variables import KERNELS, Variables
 from spikefuse.neurons.definition import Definition
 from spikefuse.scan import cache
 from spikefuse.scan.layout import Layout
@@ -143,7 +144,6 @@ class Launcher(Protocol):
         ...
 
 
-KERNELS = "forward", "backward"
 #: The arguments of `Program.source`.
 _Key = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], bool, tuple[str, ...]]
 
@@ -229,14 +229,18 @@ class Program:
         kernels: tuple[str, ...] = KERNELS,
     ) -> str:
         reverse = self.reverse.select(self.step, grad_inputs, grad_params, absent)
-        channels, scalars = self.named(CHANNEL), self.named(SCALAR)
-        if self.backend == "triton":
-            triton = emit_recurrent_triton if recurrent else emit_triton
-            return triton.source(self.step, reverse, channels, scalars)
-        numba = emit_recurrent_numba if recurrent else emit_numba
-        return numba.source(self.step, reverse, channels, kernels)
+        emitter = _EMITTERS[self.backend, recurrent]
+        made = emitter(self.step, reverse, self.named(CHANNEL), self.named(SCALAR))
+        return made.source(kernels)
 
 
+# By backend, and whether outputs are fed back.
+_EMITTERS: dict[tuple[str, bool], type[Variables]] = {
+    ("numba", False): emit_numba.Emitter,
+    ("numba", True): emit_recurrent_numba.Emitter,
+    ("triton", False): emit_triton.Emitter,
+    ("triton", True): emit_recurrent_triton.Emitter,
+}
 # Neither tracing nor the import of generated source is thread-safe.
 _compiling = threading.RLock()
 _by_signature: dict[tuple[Any, ...], tuple[str, tuple[str, ...]]] = {}
