@@ -139,7 +139,7 @@ class Execution:
         saved = None if results.saved is None else results.saved or self._no_rows
         launch(
             sequences,
-            self._by_state(starts, results.finals, saved),
+            self.by_state(starts, results.finals, saved),
             results.bits or self._no_bits,
             self.values(arguments) if arguments.params else arguments.scalars,
         )
@@ -191,9 +191,9 @@ class Execution:
                 )
             # A repair adds the gradients of final states to those that ignored them.
             absent = () if variant.repair else self.program.absent(missing)
-            kernel = self.program.backward(*self._names(needs), absent)
+            kernel = self.program.backward(*self.names(needs), absent)
             launch = self._prepare(key, kernel, sequences, variant, True in needs.params)
-        by_state = self._by_state(
+        by_state = self.by_state(
             arguments.states and self._conform_steps(arguments.states),
             saved or self._no_rows,
             incoming.finals and self._conform_steps(incoming.finals),
@@ -320,7 +320,7 @@ class Execution:
     def _conform_steps(self, steps: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         return [None if x is None else self.layout.conform_step(x) for x in steps]
 
-    def _by_state(self, *roles: Sequence[Tensor | None] | None) -> list[Tensor | None]:
+    def by_state(self, *roles: Sequence[Tensor | None] | None) -> list[Tensor | None]:
         """The tensors of each state in turn, in the order of the kernel; a role may be absent."""
         found: list[Tensor | None] = []
         for i in range(self.num_states):
@@ -344,7 +344,7 @@ class Execution:
         places = sorted(range(len(kinds)), key=tensors_first.__getitem__)
         return itemgetter(*places) if len(places) > 1 else tuple
 
-    def _names(self, needs: Needs) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def names(self, needs: Needs) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The names of the inputs and parameters that need gradients."""
         step = self.program.step
         kinds = zip(step.params, self.program.kinds, strict=True)

@@ -1,81 +1,50 @@
-"""The recurrent scan as a PyTorch operation: kernels, gradients, library ops and their fakes.
+"""The recurrent scan as a PyTorch operation.
 
-`spikefuse::recurrent` runs a program over time. It adds the product of a weight `[heads, width,
-width]` and the first output of the previous step to the first input. Its tensors are the weight,
-the inputs, the initial states and the parameters. It returns the outputs, the final states and, if
-asked, the total of the first input, `current`.
+A recurrent scan adds the product of a weight `[heads, width, width]` and the first output of the
+previous step to the first input. Its tensors are the inputs, the initial states and that output
+before the first step, the parameters, and the weight.
 
-Backward recomputes the states from `current` with the neuron's own scan, parallel over neurons;
-only the chain of gradients through the weight is sequential. The gradient of the weight is one
-matrix product over all steps.
+Backward recomputes the states with the neuron's own scan, parallel over neurons, from `current`,
+the total of the first input; only the chain of gradients through the weight is sequential. The
+gradient of the weight is one matrix product over all steps.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 from itertools import compress
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.definition import Definition, States
-from spikefuse.scan.execution import Arguments, Wanted, execution_of, launcher_of
-from spikefuse.scan.op import (
-    ONCE,
-    check,
-    choose,
-    implement,
-    is_plain,
-    library,
-)
-from spikefuse.scan.program import FLOAT, Operands, program, sizes_of
+from spikefuse.neurons.definition import Definition
+from spikefuse.scan.execution import Arguments, Needs, Results, Wanted, execution_of, launcher_of
+from spikefuse.scan.op import Call, Request, check, choose, execute, register
+from spikefuse.scan.program import Operands, program, sizes_of
 
 # Values of a sequence that backward replays at a time, in as much memory for each state.
 REPLAYED = 1 << 23
 
-library.define(
-    "recurrent(str[] programs, Tensor[] tensors, int[] counts, float[] scalars, bool save) "
-    "-> Tensor[]"
-)
-library.define(
-    "recurrent_backward(str[] programs, Tensor[] tensors, int[] counts, float[] scalars, "
-    "Tensor?[] grads, bool[] needed, ScalarType dtype) -> Tensor[]"
-)
-
-
-class RecurrentResults(NamedTuple):
-    """What a recurrent scan returns.
-
-    Attributes:
-        outputs: `[T, B, N]` each.
-        finals: the final states, `[B, N]` each, the first output of the last step among them.
-        binary: for each output, whether all its values are sure to be 0 or 1.
-    """
-
-    outputs: tuple[Tensor, ...]
-    finals: States
-    binary: tuple[bool, ...]
-
 
 def recurrent_scan(
-    definition: Definition,
-    inputs: tuple[Tensor, ...],
-    state: States | None,
-    weight: Tensor,
-    backend: str,
-) -> RecurrentResults:
+    definition: Definition, request: Request, weight: Tensor
+) -> tuple[Results, tuple[bool, ...]]:
     """Run `definition` with feedback over dim 0 of the inputs; see `spikefuse.reference.scan`.
 
     Args:
+        request: all is returned that a call can return, but no bits.
         weight: `[heads, N / heads, N / heads]`, in the dtype of the outputs.
+
+    Returns:
+        The results, among the final states the first output of the last step, and for each output
+        whether all its values are sure to be 0 or 1.
     """
+    inputs, states, backend = request.inputs, request.state or (), request.backend
     check(backend, inputs[0])
-    chosen = choose(definition, backend, inputs[0])
-    num_outputs, num_states = sizes_of(chosen.name)
+    name, binary, scalars, params = choose(definition, backend, inputs[0])
+    num_outputs = sizes_of(name)[0]
     fed_back = "spikes" if num_outputs == 1 else "output0"
     if fed_back in definition.states:
         raise ValueError(
@@ -83,109 +52,85 @@ def recurrent_scan(
             "output that is fed back: rename the state"
         )
     replay = choose(definition, backend, inputs[0], (fed_back, *definition.states)).name
-    states = () if state is None else state
-    tensors = [weight, *inputs, *states, *chosen.params]
-    save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    counts = [len(inputs), len(states)]
-    call = RecurrentCall([chosen.name, replay], counts, list(chosen.scalars))
-    if not is_plain(tensors):
-        found = torch.ops.spikefuse.recurrent(call.programs, tensors, counts, call.scalars, save)
-    elif save:
-        found = _Recurrent.apply(call, *tensors)
-    else:
-        found = call.forward(tensors, save)
-    outputs = tuple(found[:num_outputs])
-    finals = (*found[num_outputs : num_outputs + num_states], outputs[0][-1].float())
-    return RecurrentResults(outputs, finals, chosen.binary)
+    call = RecurrentCall([name, replay], [len(inputs), len(states)], scalars)
+    found = execute(call, [*inputs, *states, *params, weight], True)
+    outputs = list(found[:num_outputs])
+    finals = [*found[num_outputs:], outputs[0][-1].float()]
+    return Results(outputs, finals, None, []), binary
 
 
-@dataclass
-class RecurrentCall:
-    """A recurrent scan without its tensors.
+class RecurrentCall(Call):
+    """A recurrent scan. `programs` are the neuron's, and the one whose outputs are the output that
+    is fed back and the states. For backward, `current` replaces the first input."""
 
-    Attributes:
-        programs: the names of the neuron's program, and of the one whose outputs are the output
-            that is fed back and the states.
-        counts: the numbers of inputs and of initial states, the fed-back output included.
-    """
+    op = "recurrent"
+    unread = 1
 
-    programs: Sequence[str]
-    counts: Sequence[int]
-    scalars: Sequence[float]
+    def split(self, tensors: Sequence[Tensor]) -> tuple[Arguments, Tensor | None, Tensor]:
+        """The arguments of the neuron, what is fed back before the first step, and the weight."""
+        *others, weight = tensors
+        arguments, start = self.arguments(others), None
+        if arguments.states:
+            *states, start = arguments.states
+            arguments = arguments._replace(states=states)
+        return arguments, start, weight
 
-    def split(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Arguments, Tensor | None]:
-        """The weight, the arguments of the neuron, and the initial fed-back output if given."""
-        weight, *others = tensors
-        split, end = self.counts[0], sum(self.counts)
-        states, start = others[split:end], None
-        if states:
-            *states, start = states
-        return weight, Arguments(others[:split], states, others[end:], self.scalars), start
-
-    def forward(self, tensors: Sequence[Tensor], save: bool) -> list[Tensor]:
-        weight, arguments, start = self.split(tensors)
-        results = self.new_results(tensors, save)
-        x, y = arguments.inputs[0], results[0]
-        if not x.numel():
-            return [result.zero_() for result in results]
-        own, num_outputs = program(self.programs[0]), sizes_of(self.programs[0])[0]
+    def forward(
+        self, tensors: Sequence[Tensor], save: bool, final: bool
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        arguments, start, weight = self.split(tensors)
+        found, own = self.new_results(tensors, save, final), program(self.programs[0])
+        num = self.num_results(final)
+        results, saved = found[:num], found[num:]
+        if not arguments.inputs[0].numel():
+            return [result.zero_() for result in results], saved
         execution = execution_of(self.programs[0], arguments.inputs)
-        split = len(results) - save
-        finals = results[num_outputs:split]
+        states = [s.detach().float().contiguous() for s in arguments.states]
+        outputs, finals = results[: self.num_outputs], results[self.num_outputs :]
         operands = Operands(
             weight=weight.detach(),
             binary=own.step.binary[0],
-            start=None if start is None else start.detach().to(y.dtype).contiguous(),
+            start=None if start is None else start.detach().to(outputs[0].dtype).contiguous(),
             read=[*map(_rows, arguments.inputs)],
-            written=[*results[:num_outputs], results[-1] if save else None],
-            steps=_in_turn(_steps(arguments.states, len(finals)), finals),
+            written=[*outputs, saved[0] if save else None],
+            steps=execution.by_state(states, finals),
             sums=[],
             params=execution.values(arguments),
         )
         launcher_of(own.backend).run_recurrent(own.forward(recurrent=True), operands)
-        return results
+        return results, saved
 
-    def new_results(self, tensors: Sequence[Tensor], save: bool) -> list[Tensor]:
-        """Unwritten outputs, final states and, with `save`, the total of the first input."""
-        inputs = self.split(tensors)[1].inputs
+    def new_results(self, tensors: Sequence[Tensor], save: bool, final: bool) -> list[Tensor]:
+        inputs = self.arguments(tensors).inputs
         dtype = reduce(torch.promote_types, [x.dtype for x in inputs])
         shape, (num_outputs, num_states) = inputs[0].shape, sizes_of(self.programs[0])
-        results = [inputs[0].new_empty(shape, dtype=dtype) for _ in range(num_outputs)]
-        results += [_float32(inputs[0], shape[1:]) for _ in range(num_states)]
-        return [*results, _float32(inputs[0], shape)] if save else results
+        outputs = [inputs[0].new_empty(shape, dtype=dtype) for _ in range(num_outputs)]
+        finals = [_float32(inputs[0], shape[1:]) for _ in range(num_states)]
+        return [*outputs, *finals, *([_float32(inputs[0], shape)] if save else [])]
 
     def backward(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        needed: Sequence[bool],
-        dtype: torch.dtype,
+        self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor]:
-        """The gradients of the tensors that need one.
-
-        Args:
-            tensors: those of `forward`, with `current` in place of the first input.
-            dtype: of the first input.
-        """
-        weight, arguments, start = self.split(tensors)
-        current = arguments.inputs[0]
+        *others, current = tensors
         if not current.numel():
-            return self.new_gradients(tensors, needed, dtype, zero=True)
+            return [grad.zero_() for grad in self.new_gradients(tensors, grads, needed)]
+        tensors = [current, *others]
+        arguments, start, weight = self.split(tensors)
         own = program(self.programs[0])
-        num_inputs, num_outputs, num_states = len(arguments.inputs), *sizes_of(self.programs[0])
-        heads, end = len(weight), 1 + sum(self.counts)
-        kinds = zip(own.step.params, own.kinds, strict=True)
-        names = compress([name for name, kind in kinds if kind != FLOAT], needed[end:])
-        launcher = launcher_of(own.backend)
-        kernel = own.backward(own.step.inputs, (*names,), recurrent=True)
+        execution = execution_of(self.programs[0], arguments.inputs)
+        launcher, heads = launcher_of(own.backend), len(weight)
+        num_inputs, end = self.counts[0], sum(self.counts)
+        needs = Needs((True,) * num_inputs, True, tuple(needed[end:-1]))
+        kernel = own.backward(*execution.names(needs), recurrent=True)
         no_gradient = _float32(current, current.shape[2:]).zero_().expand(current.shape)
-        read = [current, *map(_rows, arguments.inputs[1:])]
+        num_outputs, num_states = sizes_of(self.programs[0])
+        read = [*map(_rows, arguments.inputs)]
         read += [no_gradient if g is None else _rows(g) for g in grads[:num_outputs]]
         chunks = self._chunks(arguments, start)
+        # A kernel reads the states of a step before it writes a gradient in their place.
         shares_memory = len(chunks) == 1 and num_states > 0
-        written = [] if shares_memory else [_float32(current, current.shape)]
-        written += [torch.empty(x.shape, dtype=x.dtype, device=x.device)
-                    for x in arguments.inputs[1:]]  # fmt: skip
+        written = [torch.empty_like(x, memory_format=torch.contiguous_format)
+                   for x in arguments.inputs[1 if shares_memory else 0 :]]  # fmt: skip
         states = [None if g is None else g.float().contiguous() for g in grads[num_outputs:]]
         sent: Tensor | None = None  # by the step after a chunk
         totals: list[Tensor] = []
@@ -193,27 +138,25 @@ class RecurrentCall:
         for steps, part, before in reversed(chunks):
             y, *past = self._replay(part, before)
             if shares_memory:
-                # A kernel reads the states of a step before it writes the gradient in their place.
                 written.insert(0, past[0])
             begins = [_float32(current, current.shape[1:]) for _ in range(num_states)]
-            sums = launcher.new_sums(current, sum(needed[end:]))
+            sums = launcher.new_sums(current, sum(needs.params))
+            grad, *rest = [x[steps] for x in written]
             operands = Operands(
                 weight=weight,
                 binary=False,
                 start=sent,
                 read=[*(x[steps] for x in read), *past],
-                written=[x[steps] for x in written],
-                steps=_in_turn(states, begins),
+                written=[grad, *rest],
+                steps=execution.by_state(states, begins),
                 sums=sums,
-                params=execution_of(self.programs[0], part.inputs).values(part),
+                params=execution.values(part),
             )
             launcher.run_recurrent(kernel, operands)
-            states, grad = [*begins], operands.written[0]
-            assert grad is not None
-            sent = grad[0]
+            states, sent = [*begins], grad[0]
             partial = [s.sum(0) for s in sums]
             totals = [*map(torch.add, totals, partial)] if totals else partial
-            if needed[0]:
+            if needed[-1]:
                 product = None
                 if own.step.binary[0] and (before is None or _is_binary(before)):
                     product = launcher.spike_product(grad, y, heads)
@@ -221,20 +164,23 @@ class RecurrentCall:
                     rows, sources = (_by_head(x.to(weight.dtype), heads) for x in (grad, y))
                     product = rows.mT @ sources
                 weight_grad = product if weight_grad is None else weight_grad + product
-        found: list[Tensor | None] = [None] * len(tensors)
-        found[0] = None if weight_grad is None else weight_grad.to(weight.dtype)
-        found[1 : 1 + num_inputs] = [written[0].to(dtype), *written[1:]]
+        found = [*written]
         if start is not None:
             assert sent is not None
             ending = torch.einsum("bhi,hij->bhj", sent.unflatten(1, (heads, -1)), weight.float())
-            given = zip((*states, ending.flatten(1)), (*arguments.states, start), strict=True)
-            found[1 + num_inputs : end] = [None if g is None else g.to(s.dtype) for g, s in given]
-        rest = iter(totals)
-        for i in range(end, len(tensors)):
-            if needed[i]:
-                total = next(rest)
-                found[i] = (total if tensors[i].ndim else total.sum()).to(tensors[i].dtype)
-        return [g for g, need in zip(found, needed, strict=True) if need and g is not None]
+            found += [*begins, ending.flatten(1)]
+        found = [*compress(found, needed)]
+        params = [*compress(arguments.params, needs.params)]
+        found += execution.reduce(totals, params)
+        found += [] if weight_grad is None else [weight_grad]
+        return [g.to(t.dtype) for g, t in zip(found, compress(tensors, needed), strict=True)]
+
+    def new_gradients(
+        self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
+    ) -> list[Tensor]:
+        *others, current = tensors
+        wanted = compress((current, *others), needed)
+        return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in wanted]
 
     def _chunks(
         self, arguments: Arguments, start: Tensor | None
@@ -246,11 +192,10 @@ class RecurrentCall:
         found = []
         for first in range(0, num_steps, length):
             steps = slice(first, first + length)
-            inputs = [x[steps].contiguous() for x in arguments.inputs]
-            part = arguments._replace(inputs=inputs)
+            part = arguments._replace(inputs=[x[steps].contiguous() for x in arguments.inputs])
             found.append((steps, part, start))
             if first + length < num_steps:
-                execution = execution_of(self.programs[1], inputs)
+                execution = execution_of(self.programs[1], part.inputs)
                 results = execution.forward(part, execution.new_results(Wanted(final=True)))
                 arguments = arguments._replace(states=results.finals)
                 start = results.outputs[0][-1].clone()
@@ -262,29 +207,12 @@ class RecurrentCall:
         num_steps, *shape = inputs[0].shape
         rest = (0.0, *program(self.programs[0]).step.initial)
         found = [_float32(inputs[0], (num_steps + 1, *shape)) for _ in rest]
-        for x, value in zip(found, rest, strict=True):
-            x[0] = value
-        if start is not None:
-            for x, first in zip(found, (start, *arguments.states), strict=True):
-                x[0] = first
+        firsts: Sequence[float | Tensor] = rest if start is None else (start, *arguments.states)
+        for x, first in zip(found, firsts, strict=True):
+            x[0] = first
         execution = execution_of(self.programs[1], inputs)
-        results = execution.new_results(Wanted(), [x[1:] for x in found])
-        execution.forward(arguments, results)
+        execution.forward(arguments, execution.new_results(Wanted(), [x[1:] for x in found]))
         return [x[:-1] for x in found]
-
-    def new_gradients(
-        self,
-        tensors: Sequence[Tensor],
-        needed: Sequence[bool],
-        dtype: torch.dtype,
-        zero: bool = False,
-    ) -> list[Tensor]:
-        """Gradients as `backward` returns them, without values or 0."""
-        dtypes = [x.dtype for x in tensors]
-        dtypes[1] = dtype
-        make = torch.zeros if zero else torch.empty
-        pairs = compress(zip(tensors, dtypes, strict=True), needed)
-        return [make(x.shape, dtype=kind, device=x.device) for x, kind in pairs]
 
 
 def _float32(like: Tensor, shape: Sequence[int]) -> Tensor:
@@ -300,119 +228,9 @@ def _rows(x: Tensor) -> Tensor:
     return x.detach() if x.stride(2) == 1 or x.shape[2] == 1 else x.detach().contiguous()
 
 
-def _steps(states: Sequence[Tensor], count: int) -> list[Tensor | None]:
-    """States as contiguous float32 tensors, None for each that is at rest."""
-    return [s.detach().float().contiguous() for s in states] or [None] * count
-
-
-def _in_turn(*roles: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The tensors of each state in turn, in the order of the kernel."""
-    return [x for role in zip(*roles, strict=True) for x in role]
-
-
 def _by_head(x: Tensor, heads: int) -> Tensor:
     """`[heads, T * B, width]` of a sequence."""
     return x.reshape(-1, heads, x.shape[-1] // heads).transpose(0, 1)
 
 
-def _recurrent(
-    programs: list[str],
-    tensors: list[Tensor],
-    counts: list[int],
-    scalars: list[float],
-    save: bool,
-) -> list[Tensor]:
-    return RecurrentCall(programs, counts, scalars).forward(tensors, save)
-
-
-def _recurrent_fake(
-    programs: list[str],
-    tensors: list[Tensor],
-    counts: list[int],
-    scalars: list[float],
-    save: bool,
-) -> list[Tensor]:
-    return RecurrentCall(programs, counts, scalars).new_results(tensors, save)
-
-
-def _recurrent_backward(
-    programs: list[str],
-    tensors: list[Tensor],
-    counts: list[int],
-    scalars: list[float],
-    grads: list[Tensor | None],
-    needed: list[bool],
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    with torch.no_grad():
-        return RecurrentCall(programs, counts, scalars).backward(tensors, grads, needed, dtype)
-
-
-def _recurrent_backward_fake(
-    programs: list[str],
-    tensors: list[Tensor],
-    counts: list[int],
-    scalars: list[float],
-    grads: list[Tensor | None],
-    needed: list[bool],
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    return RecurrentCall(programs, counts, scalars).new_gradients(tensors, needed, dtype)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    programs, tensors, counts, scalars, save = inputs
-    _save(ctx, RecurrentCall(programs, counts, scalars), tensors, output[-1] if save else None)
-
-
-def _save(ctx: Any, call: RecurrentCall, tensors: Sequence[Tensor], current: Tensor | None) -> None:
-    ctx.call, ctx.dtype = call, tensors[1].dtype
-    ctx.needed = [t.requires_grad for t in tensors]
-    ctx.set_materialize_grads(False)
-    if current is not None:
-        # The first input itself is not read again.
-        ctx.save_for_backward(tensors[0], current, *tensors[2:])
-
-
-def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of a scan's tensors, None where none is needed."""
-    call, tensors = ctx.call, list(ctx.saved_tensors)
-    if not torch.is_grad_enabled() and is_plain(tensors):
-        found = call.backward(tensors, grads, ctx.needed, ctx.dtype)
-    else:
-        # With create_graph, the op raises the error about double backward.
-        found = torch.ops.spikefuse.recurrent_backward(
-            call.programs,
-            tensors,
-            call.counts,
-            call.scalars,
-            list(grads),
-            ctx.needed,
-            ctx.dtype,
-        )
-    rest = iter(found)
-    return [next(rest) if need else None for need in ctx.needed]
-
-
-def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    found = _differentiate(ctx, grads[:-1])  # the last one is that of `current`
-    # PyTorch takes an empty list for one of tensors, and expects the gradients of its items.
-    return None, found, None, None if ctx.call.scalars else [], None
-
-
-class _Recurrent(torch.autograd.Function):
-    """The autograd of eager scans."""
-
-    @staticmethod
-    def forward(ctx: Any, call: RecurrentCall, *tensors: Tensor) -> tuple[Tensor, ...]:
-        *results, current = call.forward(tensors, True)
-        _save(ctx, call, tensors, current)
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, *_differentiate(ctx, grads)
-
-
-implement("recurrent", _recurrent, _recurrent_fake, (_backward, _setup_context))
-implement("recurrent_backward", _recurrent_backward, _recurrent_backward_fake, ONCE)
+register(RecurrentCall)
