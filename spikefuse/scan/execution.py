@@ -21,6 +21,8 @@ from spikefuse.scan.layout import MAX_STRIDES, layout_from, outer_stride
 from spikefuse.scan.program import CHANNEL, FLOAT, Launch, Launcher, Variant, program
 
 Tensors = Sequence[Tensor]
+MaybeTensors = Sequence[Tensor | None]
+Flags = Sequence[bool]
 #: Shape, strides, dtype and device of an input.
 Spec = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]
 
@@ -74,8 +76,8 @@ class Results(NamedTuple):
 class Incoming(NamedTuple):
     """Gradients of the results, None for a result without one."""
 
-    outputs: Sequence[Tensor | None]
-    finals: Sequence[Tensor | None]
+    outputs: MaybeTensors
+    finals: MaybeTensors
 
 
 class Needs(NamedTuple):
@@ -211,7 +213,8 @@ class Execution:
             outputs = self._new_sequences((self.dtype,) * self.num_outputs)
         finals = self.new_steps() if wanted.final else []
         saved = self.new_saved() if wanted.save and self.num_saved else []
-        bits = [self._new_bits() for _ in self._no_bits] if wanted.bits and self.packs else []
+        num, num_bytes = len(self._no_bits), self.layout.num_steps * self.layout.num_neurons // 8
+        bits = self._empty(num, num_bytes, torch.uint8) if wanted.bits and self.packs else []
         return Results(outputs, finals, saved if wanted.save else None, bits)
 
     def new_gradients(self, needs: Needs, inputs: list[Tensor] | None = None) -> ScanGradients:
@@ -219,13 +222,9 @@ class Execution:
         if inputs is None:
             inputs = self._new_sequences(compress(self.dtypes, needs.inputs))
         starts = self.new_steps() if needs.states else []
-        params: list[Tensor] = []
-        if True in needs.params:
-            shape, dtype = self._sums_shape
-            # A scan of no neurons launches no kernel.
-            new = torch.empty if self.layout.num_neurons else torch.zeros
-            for _ in range(sum(needs.params)):
-                params.append(new(shape, dtype=dtype, device=self.device))
+        params = self._empty(sum(needs.params), *self._sums_shape) if True in needs.params else []
+        if not self.layout.num_neurons:  # no kernel is launched
+            params = [*map(torch.zero_, params)]
         return ScanGradients(needs, inputs, starts, params)
 
     def new_steps(self) -> list[Tensor]:
@@ -234,7 +233,8 @@ class Execution:
 
     def new_saved(self) -> list[Tensor]:
         """Unwritten saved states; none for a short sequence."""
-        return self._new_rows(self.num_states, self.num_saved) if self.num_saved else []
+        count = self.num_states if self.num_saved else 0
+        return self._empty(count, (self.num_saved, self.layout.num_neurons), torch.float32)
 
     @property
     def num_saved_bytes(self) -> int:
@@ -252,20 +252,14 @@ class Execution:
         totals = map(self.layout.reduce_to, sums, params)
         return [total.to(p.dtype) for total, p in zip(totals, params, strict=True)]
 
+    def _empty(self, count: int, shape: int | tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=self.device) for _ in range(count)]
+
     def _new_sequences(self, dtypes: Iterable[torch.dtype]) -> list[Tensor]:
         memory, found = (self.layout.shape, self.layout.all_strides), []
         for dtype in dtypes:
             found.append(torch.empty_strided(*memory, dtype=dtype, device=self.device))
         return found
-
-    def _new_rows(self, num: int, *rows: int) -> list[Tensor]:
-        """Unwritten tensors `[*rows, N]`."""
-        shape = (*rows, self.layout.num_neurons)
-        return [torch.empty(shape, dtype=torch.float32, device=self.device) for _ in range(num)]
-
-    def _new_bits(self) -> Tensor:
-        num = self.layout.num_steps * self.layout.num_neurons
-        return torch.empty(num // 8, dtype=torch.uint8, device=self.device)
 
     @cached_property
     def _no_bits(self) -> tuple[None, ...]:
@@ -317,10 +311,10 @@ class Execution:
                 return self._conform(sequences)
         return sequences
 
-    def _conform_steps(self, steps: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def _conform_steps(self, steps: MaybeTensors) -> MaybeTensors:
         return [None if x is None else self.layout.conform_step(x) for x in steps]
 
-    def by_state(self, *roles: Sequence[Tensor | None] | None) -> list[Tensor | None]:
+    def by_state(self, *roles: MaybeTensors | None) -> list[Tensor | None]:
         """The tensors of each state in turn, in the order of the kernel; a role may be absent."""
         found: list[Tensor | None] = []
         for i in range(self.num_states):

@@ -27,10 +27,13 @@ from spikefuse.scan.double_backward import no_double_backward
 from spikefuse.scan.execution import (
     Arguments,
     Execution,
+    Flags,
     Incoming,
+    MaybeTensors,
     Needs,
     Results,
     ScanGradients,
+    Tensors,
     Wanted,
     execution_of,
 )
@@ -136,13 +139,13 @@ class Call:
     passing: StatePassing | None = None
     wants_bits: bool = False
     num_outputs: int = 0
-    bits: Sequence[Tensor] = ()
+    bits: Tensors = ()
     #: The name of the library op.
     op: ClassVar[str]
     #: How many of the first tensors backward does not read.
     unread: ClassVar[int] = 0
 
-    def arguments(self, tensors: Sequence[Tensor]) -> Arguments:
+    def arguments(self, tensors: Tensors) -> Arguments:
         split, end = self.counts[0], sum(self.counts)
         return Arguments(tensors[:split], tensors[split:end], tensors[end:], self.scalars)
 
@@ -150,15 +153,11 @@ class Call:
         self.num_outputs, num_states = sizes_of(self.programs[0])
         return self.num_outputs + (num_states if final else 0)
 
-    def forward(
-        self, tensors: Sequence[Tensor], save: bool, final: bool
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def forward(self, tensors: Tensors, save: bool, final: bool) -> tuple[Tensors, Tensors]:
         """The outputs and final states, and what else to save for backward."""
         raise NotImplementedError
 
-    def backward(
-        self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
-    ) -> list[Tensor]:
+    def backward(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
         """The gradients of the needed tensors of `forward`.
 
         Args:
@@ -167,18 +166,16 @@ class Call:
         """
         raise NotImplementedError
 
-    def new_results(self, tensors: Sequence[Tensor], save: bool, final: bool) -> list[Tensor]:
+    def new_results(self, tensors: Tensors, save: bool, final: bool) -> list[Tensor]:
         """What `forward` returns, without values."""
         raise NotImplementedError
 
-    def new_gradients(
-        self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
-    ) -> list[Tensor]:
+    def new_gradients(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
         """What `backward` returns, without values."""
         raise NotImplementedError
 
 
-def execute(call: Call, tensors: Sequence[Tensor], final: bool) -> Sequence[Tensor]:
+def execute(call: Call, tensors: Tensors, final: bool) -> Tensors:
     """The outputs and final states of a call, with gradients of all tensors."""
     save = False
     if torch.is_grad_enabled():
@@ -221,10 +218,7 @@ _apply = super(torch.autograd.Function, _Eager).apply
 
 
 def _differentiate(
-    call: Call,
-    tensors: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    needed: Sequence[bool],
+    call: Call, tensors: Tensors, grads: MaybeTensors, needed: Flags
 ) -> list[Tensor | None]:
     """The gradients of a call's tensors, None where none is needed; see `Call.backward`."""
     # With create_graph, the library op raises the error about double backward. It passes no states.
@@ -251,12 +245,10 @@ class ScanCall(Call):
     execution: Execution | None = None
     microbatches: Sequence[tuple[int, int]] = ()
 
-    def forward(
-        self, tensors: Sequence[Tensor], save: bool, final: bool
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def forward(self, tensors: Tensors, save: bool, final: bool) -> tuple[Tensors, Tensors]:
         (name,), arguments = self.programs, self.arguments(tensors)
         wanted = Wanted(save, final, self.wants_bits)
-        saved: Sequence[Tensor]
+        saved: Tensors
         if self.passing is None:
             execution = self.execution = execution_of(name, arguments.inputs)
             results = execution.forward(arguments, execution.new_results(wanted))
@@ -267,9 +259,7 @@ class ScanCall(Call):
         self.num_outputs, self.bits = len(results.outputs), results.bits
         return [*results.outputs, *results.finals], saved
 
-    def backward(
-        self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
-    ) -> list[Tensor]:
+    def backward(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
         arguments, saved = self.arguments(tensors[: len(needed)]), tensors[len(needed) :]
         execution = self.execution or execution_of(self.programs[0], arguments.inputs)
         incoming = Incoming(grads[: execution.num_outputs], grads[execution.num_outputs :])
@@ -290,14 +280,12 @@ class ScanCall(Call):
         states = compress(found.states, needed[self.counts[0] : sum(self.counts)])
         return [*found.inputs, *states, *params]
 
-    def new_results(self, tensors: Sequence[Tensor], save: bool, final: bool) -> list[Tensor]:
+    def new_results(self, tensors: Tensors, save: bool, final: bool) -> list[Tensor]:
         execution = fake_execution(self.programs[0], self.arguments(tensors).inputs)
         results = execution.new_results(Wanted(save, final))
         return [*results.outputs, *results.finals, *(results.saved or ())]
 
-    def new_gradients(
-        self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
-    ) -> list[Tensor]:
+    def new_gradients(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
         arguments, needs = self.arguments(tensors[: len(needed)]), self.needs(needed)
         execution = fake_execution(self.programs[0], arguments.inputs)
         found = execution.new_gradients(needs._replace(params=()))
@@ -305,7 +293,7 @@ class ScanCall(Call):
         params = compress(arguments.params, needs.params)
         return [*found.inputs, *states, *map(torch.empty_like, params)]
 
-    def needs(self, needed: Sequence[bool]) -> Needs:
+    def needs(self, needed: Flags) -> Needs:
         split, end = self.counts[0], sum(self.counts)
         return Needs(tuple(needed[:split]), end > split, tuple(needed[end:]))
 
@@ -406,7 +394,7 @@ def _check_param(definition: Definition, name: str, value: Tensor, x: Tensor) ->
         raise no_gradient(name)
 
 
-def is_plain(tensors: Sequence[Tensor]) -> bool:
+def is_plain(tensors: Tensors) -> bool:
     """Whether nothing observes or transforms operations, so that the dispatcher can be skipped."""
     if (
         torch.compiler.is_compiling()
@@ -423,7 +411,7 @@ def is_plain(tensors: Sequence[Tensor]) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def fake_execution(name: str, inputs: Sequence[Tensor]) -> Execution:
+def fake_execution(name: str, inputs: Tensors) -> Execution:
     # Not cached: sizes may be symbols.
     return Execution(name, [(x.shape, x.stride(), x.dtype, x.device) for x in inputs])
 
@@ -480,7 +468,7 @@ def register(cls: type[Call]) -> None:
         ctx.save_for_backward(*tensors[cls.unread :], *output[ctx.num_results :])
         ctx.set_materialize_grads(False)
 
-    def backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    def backward(ctx: Any, grads: MaybeTensors) -> tuple[Any, ...]:
         found = _differentiate(ctx.call, ctx.saved_tensors, grads[: ctx.num_results], ctx.needed)
         # PyTorch takes an empty list for one of tensors, and expects the gradients of its items.
         return None, found, None, None if ctx.call.scalars else [], None, None

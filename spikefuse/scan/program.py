@@ -65,7 +65,6 @@ class Launch(Protocol):
             sums: backward: sums of the gradients of parameters; forward: outputs as bits.
             params: floats, and contiguous float32 tensors.
         """
-        ...
 
 
 class Operands(NamedTuple):
@@ -111,7 +110,6 @@ class Launcher(Protocol):
             by_channel: whether it reads parameters with one value per channel.
             has_sums: whether it sums gradients of parameters.
         """
-        ...
 
     def sums_shape(
         self, layout: Layout, itemsize: int, device: torch.device, by_channel: bool
@@ -122,16 +120,13 @@ class Launcher(Protocol):
         Args:
             itemsize: of the first input.
         """
-        ...
 
     def new_sums(self, like: Tensor, count: int) -> list[Tensor]:
         """Sums of the gradients of `count` parameters in recurrent scans like `like`, which add up
         to one value per neuron along dim 0."""
-        ...
 
     def run_recurrent(self, kernel: Any, operands: Operands) -> None:
         """Run `forward` or `backward` of a recurrent module."""
-        ...
 
     def spike_product(self, grad: Tensor, spikes: Tensor, heads: int) -> Tensor | None:
         """`out[h, i, j]`, the sum of `grad[t, b, h, i] spikes[t, b, h, j]` over steps and samples,
@@ -141,11 +136,6 @@ class Launcher(Protocol):
             grad: float32, contiguous `[T, B, N]`, where N is heads times width.
             spikes: 0 or 1, likewise.
         """
-        ...
-
-
-#: The arguments of `Program.source`.
-_Key = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], bool, tuple[str, ...]]
 
 
 @dataclass
@@ -159,7 +149,8 @@ class Program:
     reverse: Reverse
     backend: str
     kinds: tuple[str, ...]
-    modules: dict[_Key, ModuleType] = field(default_factory=dict)
+    #: By the arguments of `source`.
+    modules: dict[tuple[Any, ...], ModuleType] = field(default_factory=dict)
 
     def chunk(self, num_steps: int) -> int:
         """Steps between two saved states of a sequence."""
@@ -170,15 +161,13 @@ class Program:
         """Whether backward can do without saved states. Numba's kernels save few."""
         return self.backend == "triton" and bool(self.step.states)
 
+    #: Whether kernels can repair a pass that began from the wrong states.
+    repairs = rebuilds
+
     @cached_property
     def is_differentiable(self) -> bool:
         """Whether an output of the step passes gradients on."""
         return not self.reverse.graph.used().isdisjoint(f"g{y}" for y in self.step.outputs)
-
-    @property
-    def repairs(self) -> bool:
-        """Whether kernels can repair a pass that began from the wrong states."""
-        return self.rebuilds
 
     def named(self, kind: str) -> list[str]:
         return [n for n, k in zip(self.step.params, self.kinds, strict=True) if k == kind]
@@ -190,7 +179,7 @@ class Program:
 
     def forward(self, recurrent: bool = False) -> Any:
         """The forward kernel."""
-        return self._load((self.step.inputs, (), (), recurrent, self._with("forward"))).forward
+        return self._load("forward", self.step.inputs, (), (), recurrent)
 
     def backward(
         self,
@@ -201,19 +190,16 @@ class Program:
     ) -> Any:
         """The backward kernel that gives the gradients of these inputs and parameters, where
         `absent` gradients are neither read nor counted."""
-        key = grad_inputs, grad_params, absent, recurrent
-        return self._load((*key, self._with("backward"))).backward
+        return self._load("backward", grad_inputs, grad_params, absent, recurrent)
 
-    def _with(self, kernel: str) -> tuple[str, ...]:
-        """The kernels of a kernel's module. Numba's cache is keyed by the file, so neurons that
-        differ in their gradients only share the machine code of a forward kernel of its own."""
-        return (kernel,) if self.backend == "numba" else KERNELS
-
-    def _load(self, key: _Key) -> ModuleType:
+    def _load(self, kernel: str, *how: Any) -> Any:
+        # Numba's cache is keyed by the file, so neurons that differ in their gradients only share
+        # the machine code of a forward kernel of its own.
+        key = (*how, (kernel,) if self.backend == "numba" else KERNELS)
         if key not in self.modules:
             with _compiling:
                 self.modules[key] = cache.load(self.source(*key), self.step.name, self.backend)
-        return self.modules[key]
+        return getattr(self.modules[key], kernel)
 
     def absent(self, missing: Sequence[bool]) -> tuple[str, ...]:
         """See `Reverse.absent`; final states that are not wanted are missing."""

@@ -20,7 +20,17 @@ import torch
 from torch import Tensor
 
 from spikefuse.neurons.definition import Definition
-from spikefuse.scan.execution import Arguments, Needs, Results, Wanted, execution_of, launcher_of
+from spikefuse.scan.execution import (
+    Arguments,
+    Flags,
+    MaybeTensors,
+    Needs,
+    Results,
+    Tensors,
+    Wanted,
+    execution_of,
+    launcher_of,
+)
 from spikefuse.scan.op import Call, Request, check, choose, execute, register
 from spikefuse.scan.program import Operands, program, sizes_of
 
@@ -66,7 +76,7 @@ class RecurrentCall(Call):
     op = "recurrent"
     unread = 1
 
-    def split(self, tensors: Sequence[Tensor]) -> tuple[Arguments, Tensor | None, Tensor]:
+    def split(self, tensors: Tensors) -> tuple[Arguments, Tensor | None, Tensor]:
         """The arguments of the neuron, what is fed back before the first step, and the weight."""
         *others, weight = tensors
         arguments, start = self.arguments(others), None
@@ -75,9 +85,7 @@ class RecurrentCall(Call):
             arguments = arguments._replace(states=states)
         return arguments, start, weight
 
-    def forward(
-        self, tensors: Sequence[Tensor], save: bool, final: bool
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def forward(self, tensors: Tensors, save: bool, final: bool) -> tuple[Tensors, Tensors]:
         arguments, start, weight = self.split(tensors)
         found, own = self.new_results(tensors, save, final), program(self.programs[0])
         num = self.num_results(final)
@@ -100,7 +108,7 @@ class RecurrentCall(Call):
         launcher_of(own.backend).run_recurrent(own.forward(recurrent=True), operands)
         return results, saved
 
-    def new_results(self, tensors: Sequence[Tensor], save: bool, final: bool) -> list[Tensor]:
+    def new_results(self, tensors: Tensors, save: bool, final: bool) -> list[Tensor]:
         inputs = self.arguments(tensors).inputs
         dtype = reduce(torch.promote_types, [x.dtype for x in inputs])
         shape, (num_outputs, num_states) = inputs[0].shape, sizes_of(self.programs[0])
@@ -108,9 +116,7 @@ class RecurrentCall(Call):
         finals = [_float32(inputs[0], shape[1:]) for _ in range(num_states)]
         return [*outputs, *finals, *([_float32(inputs[0], shape)] if save else [])]
 
-    def backward(
-        self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
-    ) -> list[Tensor]:
+    def backward(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
         *others, current = tensors
         if not current.numel():
             return [grad.zero_() for grad in self.new_gradients(tensors, grads, needed)]
@@ -175,9 +181,7 @@ class RecurrentCall(Call):
         found += [] if weight_grad is None else [weight_grad]
         return [g.to(t.dtype) for g, t in zip(found, compress(tensors, needed), strict=True)]
 
-    def new_gradients(
-        self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
-    ) -> list[Tensor]:
+    def new_gradients(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
         *others, current = tensors
         wanted = compress((current, *others), needed)
         return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in wanted]
