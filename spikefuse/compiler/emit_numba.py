@@ -90,22 +90,21 @@ class Emitter(Variables):
         pairs = zip(names, values, strict=True)
         return [self.store(name + suffix, index.format(name), value) for name, value in pairs]
 
-    def first_rows(self) -> list[str]:
+    def first_rows(
+        self, name: str = "{v}", role: str = "start", rest: str = "{rest!r}"
+    ) -> list[str]:
         """Emit the rows of the states before the first step."""
-        return [self.load_row(v, f"{v}_start", rest) for v, rest in self.initial]
+        return self.each_state(
+            f"load_row({name}_row, {{v}}_{role}, {self.origin}, {self.size}, f32({rest}))"
+        )
 
     def first_gradient_rows(self) -> list[str]:
         """Emit the rows of the gradients after the last step."""
-        pairs = zip(self.vs, self.gvs, strict=True)
-        rows = [self.load_row(g, f"{v}_gfinal", 0.0) for v, g in pairs]
+        rows = self.first_rows("{g}", "gfinal", "0.0")
         return rows + [f"fill_row({g}_row, {self.size}, f32(0.0))" for g in self.grads]
 
-    def load_row(self, name: str, array: str, rest: float) -> str:
-        return f"load_row({name}_row, {array}, {self.origin}, {self.size}, f32({rest!r}))"
-
-    def store_rows(self, role: str, names: Sequence[str]) -> list[str]:
-        pairs = zip(self.vs, names, strict=True)
-        return [f"store_row({v}_{role}, {self.origin}, {x}_row, {self.size})" for v, x in pairs]
+    def store_rows(self, role: str, name: str) -> list[str]:
+        return self.each_state(f"store_row({{v}}_{role}, {self.origin}, {name}_row, {self.size})")
 
     def add_gradients(self, into: str, place: str) -> list[str]:
         """Add the gradients of parameters to their sums."""
@@ -185,26 +184,26 @@ class Emitter(Variables):
 
     def forward(self) -> list[str]:
         sequences, buffers = [*self.xs, *self.ys], _rows(self.vs) + _stream_buffers(self.ys)
-        lines = self.head("forward", sequences, self.pointers("start", "final", "saved"), buffers)
-        saves = [f"    store_row({v}_saved, saved, {v}_row, m)" for v in self.vs]
+        pointers = self.each_state("{v}_start", "{v}_final", "{v}_saved")
+        lines = self.head("forward", sequences, pointers, buffers)
         body = [
             *self.first_rows(),
             "for t in range(T):",
             "    if t > 0 and t % CHUNK == 0:",
             "        saved = (t // CHUNK - 1) * N + base",
-            *indent(saves, 1),
+            *self.each_state("        store_row({v}_saved, saved, {v}_row, m)"),
             *(f"    {x}_at = {x}_base + t * {x}_time" for x in sequences),
             *indent(_pieces(self.ys, self.forward_body()), 1),
-            *self.store_rows("final", self.vs),
+            *self.store_rows("final", "{v}"),
             "base += m",
         ]
         return [*lines, *indent(body, 2), "    if streamed: fence()"]
 
     def backward(self) -> list[str]:
         sequences = [*self.xs, *self.gys, *self.gxs]
-        pointers = self.pointers("start", "saved", "gfinal", "gstart")
+        pointers = self.each_state("{v}_start", "{v}_saved", "{v}_gfinal", "{v}_gstart")
         pointers += [f"{g}_data" for g in self.grads]
-        buffers = [f"{v}_past = np.empty(min(T, CHUNK) * BLOCK, np.float32)" for v in self.vs]
+        buffers = self.each_state("{v}_past = np.empty(min(T, CHUNK) * BLOCK, np.float32)")
         buffers += _rows([*self.gvs, *self.grads]) + _stream_buffers(self.gxs)
         lines = self.head("backward", sequences, pointers, buffers)
         body = [
@@ -217,7 +216,7 @@ class Emitter(Variables):
             "        past = k * BLOCK",
             *(f"        {x}_at = {x}_base + (start + k) * {x}_time" for x in sequences),
             *indent(_pieces(self.gxs, self.reverse_body()), 2),
-            *self.store_rows("gstart", self.gvs),
+            *self.store_rows("gstart", "{g}"),
             *self.add_gradients("N * channels", "base, channels, channel_inner"),
             "base += m",
         ]
@@ -226,13 +225,12 @@ class Emitter(Variables):
     def recompute(self) -> list[str]:
         """Recompute the states before each step of a chunk from the stored states."""
         lines = ["saved = (chunk - 1) * N + base"]
-        for v, rest in self.initial:
-            lines += [
-                "if chunk > 0:",
-                f"    load_row({v}_past, {v}_saved, saved, m, f32(0.0))",
-                "else:",
-                f"    load_row({v}_past, {v}_start, base, m, f32({rest!r}))",
-            ]
+        lines += self.each_state(
+            "if chunk > 0:",
+            "    load_row({v}_past, {v}_saved, saved, m, f32(0.0))",
+            "else:",
+            "    load_row({v}_past, {v}_start, base, m, f32({rest!r}))",
+        )
         body = [
             *self.load_all(self.xs, "_data", "{}_at + i"),
             *self.load_all(self.vs, "_past", "past + i"),

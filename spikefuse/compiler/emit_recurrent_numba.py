@@ -92,7 +92,7 @@ class Emitter(emit_numba.Emitter):
 
     def forward(self) -> list[str]:
         pointers = [f"{y}_data" for y in self.ys] + ["current_data"]
-        pointers += self.pointers("start", "final")
+        pointers += self.each_state("{v}_start", "{v}_final")
         lines = self.begin("forward", self.xs, pointers, self.vs, self.step.graph.used())
         saved = "    saved, saved_at = (current_data, at) if current_data.size else (scratch, 0)"
         body = [*self.first_rows(), *self.start(), "for t in range(T):"]
@@ -100,16 +100,16 @@ class Emitter(emit_numba.Emitter):
         # What is fed back has been rounded to the dtype of the output.
         sent = self.value(f"{self.ys[0]}_data", "at + i")
         body += ["        for i in range(N):", f"            values[row + i] = {sent}"]
-        return [*lines, *indent([*body, *self.store_rows("final", self.vs)], 2)]
+        return [*lines, *indent([*body, *self.store_rows("final", "{v}")], 2)]
 
     def backward(self) -> list[str]:
         # The gradient of the first input is written even if nothing else needs it.
         read = [*self.xs, *self.gys, *(f"{v}_past" for v in self.vs)]
-        pointers = [f"{g}_data" for g in self.gxs] + self.pointers("gfinal", "gstart")
+        pointers = [f"{g}_data" for g in self.gxs] + self.each_state("{v}_gfinal", "{v}_gstart")
         pointers += [f"{g}_data" for g in self.grads]
         buffers = [*self.gvs, *self.grads]
         lines = self.begin("backward", read, pointers, buffers, self.reverse.used())
         body = [*self.first_gradient_rows(), *self.start(), "for t in range(T - 1, -1, -1):"]
         body += indent(self.each_row(read, self.reverse_body()), 1)
-        body += [*self.store_rows("gstart", self.gvs), *self.add_gradients("B * N", "0, N, 1")]
+        body += [*self.store_rows("gstart", "{g}"), *self.add_gradients("B * N", "0, N, 1")]
         return [*lines, *indent(body, 2)]

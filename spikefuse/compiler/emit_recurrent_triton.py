@@ -205,8 +205,11 @@ class Emitter(emit_triton.Emitter):
             *(f"tl.store({s}_ptr + t * size + at, {s}, mask=live)" for s in self.ys),
             *self.send(y),
         ]
-        after = [f"tl.store({v}_final + at, {v}, mask=live)" for v in self.vs]
-        sequences, pointers = (self.xs, [*self.ys, "current"]), self.pointers("start", "final")
+        after = self.each_state("tl.store({v}_final + at, {v}, mask=live)")
+        sequences, pointers = (
+            (self.xs, [*self.ys, "current"]),
+            self.each_state("{v}_start", "{v}_final"),
+        )
         return self.sweep("forward", sequences, pointers, (self.initial_states(), step, after))
 
     def backward(self) -> list[str]:
@@ -224,10 +227,10 @@ class Emitter(emit_triton.Emitter):
             *(f"tl.store({s}_ptr + t * size + at, {s}, mask=live)" for s in self.gxs),
             *self.send(self.gxs[0]),
         ]
-        after = self.store_states("gstart", self.gvs)
+        after = self.store_states("gstart", "{g}")
         for g in self.grads:
             total = f"tl.sum(tl.where(live, {g}, 0.0), axis=0)"
             after.append(f"tl.store({g}_ptr + tile * N + neuron, {total}, mask=inside)")
         sequences = [*self.xs, *self.gys, *past], self.gxs
-        pointers = self.pointers("gfinal", "gstart") + [f"{g}_ptr" for g in self.grads]
+        pointers = self.each_state("{v}_gfinal", "{v}_gstart") + [f"{g}_ptr" for g in self.grads]
         return self.sweep("backward", sequences, pointers, (before, step, after))

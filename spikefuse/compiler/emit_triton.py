@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 from spikefuse.compiler.graph import Graph
 from spikefuse.compiler.variables import KERNELS, Variables, indent
@@ -150,31 +149,28 @@ class Emitter(Variables):
     def zeros(self, names: Sequence[str]) -> list[str]:
         return [f"{name} = tl.zeros({self.shape}, tl.float32)" for name in names]
 
-    def load_or_fill(self, name: str, pointer: str, value: float) -> list[str]:
-        """Load a value per neuron, or use a constant where the pointer is None."""
-        return [
+    def load_states(self, name: str, role: str, otherwise: str, *more: str) -> list[str]:
+        """Load a value per neuron and state, or use a constant where the pointer is None."""
+        pointer = f"{{v}}_{role}"
+        return self.each_state(
             f"if {pointer} is not None:",
             f"    {name} = tl.load({pointer} + {self.offset}, mask=live, other=0.0)",
             "else:",
-            f"    {name} = tl.full({self.shape}, {value!r}, tl.float32)",
-        ]
+            f"    {name} = tl.full({self.shape}, {otherwise}, tl.float32)",
+            *more,
+        )
 
-    def initial_states(self) -> list[str]:
-        lines = [self.load_or_fill(v, f"{v}_start", rest) for v, rest in self.initial]
-        return [*chain.from_iterable(lines)]
+    def initial_states(self, *more: str) -> list[str]:
+        return self.load_states("{v}", "start", "{rest!r}", *more)
 
     def final_gradients(self) -> list[str]:
-        pairs = zip(self.vs, self.gvs, strict=True)
-        return [*chain.from_iterable(self.load_or_fill(g, f"{v}_gfinal", 0.0) for v, g in pairs)]
+        return self.load_states("{g}", "gfinal", "0.0")
 
-    def store_states(self, role: str, names: Sequence[str], mask: str = "live") -> list[str]:
+    def store_states(self, role: str, name: str, mask: str = "live") -> list[str]:
         """Store a value per neuron and state, where the pointer is not None."""
-        lines = []
-        for v, name in zip(self.vs, names, strict=True):
-            pointer = f"{v}_{role}"
-            lines.append(f"if {pointer} is not None:")
-            lines.append(f"    tl.store({pointer} + {self.offset}, {name}, mask={mask})")
-        return lines
+        pointer = f"{{v}}_{role}"
+        store = f"    tl.store({pointer} + {self.offset}, {name}, mask={mask})"
+        return self.each_state(f"if {pointer} is not None:", store)
 
     def call(self, function: str, results: Sequence[str], arguments: Sequence[str]) -> str:
         return f"{', '.join(results)} = {function}({', '.join([*arguments, *self.params])})"
@@ -255,12 +251,12 @@ class Emitter(Variables):
         return ["if REPAIR:", *indent(repair, 1), "else:", *indent(scan, 1)]
 
     def forward(self) -> list[str]:
-        pointers = self.pointers("start", "final", "saved")
+        pointers = self.each_state("{v}_start", "{v}_final", "{v}_saved")
         pointers += [f"{y}_bits" for y in self.bits]
         chunks = ["for start in range(0, whole, CHUNK):", *indent(self.forward_chunk("live"), 1)]
         chunks += ["if RAGGED:", "    start = whole", *indent(self.forward_chunk("live_k"), 1)]
         scan = _single_or(["start = 0", *self.forward_steps("live")], chunks)
-        scan += self.store_states("final", self.vs)
+        scan += self.store_states("final", "{v}")
         body = [*self.initial_states(), *self.with_repair(scan, self.repair_forward())]
         return self.kernel("forward", [*self.xs, *self.ys], pointers, body)
 
@@ -270,29 +266,25 @@ class Emitter(Variables):
         From there on, all later results are equal as well.
         """
         compare = ["differs = tl.zeros([BLOCK], tl.int32)"]
-        for v in self.vs:
-            compare += [
-                f"before = tl.load({v}_saved + (start // CHUNK - 1) * N + first + lane, mask=live)",
-                f"unequal = {v}.to(tl.int32, bitcast=True) != before.to(tl.int32, bitcast=True)",
-                "differs = tl.where(unequal, 1, differs)",
-            ]
+        compare += self.each_state(
+            "before = tl.load({v}_saved + (start // CHUNK - 1) * N + first + lane, mask=live)",
+            "unequal = {v}.to(tl.int32, bitcast=True) != before.to(tl.int32, bitcast=True)",
+            "differs = tl.where(unequal, 1, differs)",
+        )
         chunk = [*self.forward_chunk("live_k"), "start += CHUNK"]
         chunk += ["diverged = (start < T).to(tl.int32)", "if diverged != 0:"]
         chunk += indent([*compare, "diverged = tl.max(tl.where(live, differs, 0))"], 1)
         lines = [DIVERGED, "start = tl.full([], 0, tl.int64)", "while diverged != 0:"]
         lines += indent(chunk, 1)
-        return lines + self.store_states("final", self.vs, "lane < tl.where(start >= T, count, 0)")
+        return lines + self.store_states("final", "{v}", "lane < tl.where(start >= T, count, 0)")
 
     def save_states(self, t: str) -> list[str]:
         """Store the states at the start of a chunk, except the first, which is an argument."""
-        lines = []
-        for v in self.vs:
-            lines += [
-                f"if {v}_saved is not None:",
-                f"    saved = {v}_saved + ({t} // CHUNK - 1) * N + first + lane",
-                f"    tl.store(saved, {v}, mask=lane < tl.where({t} > 0, count, 0))",
-            ]
-        return lines
+        return self.each_state(
+            "if {v}_saved is not None:",
+            f"    saved = {{v}}_saved + ({t} // CHUNK - 1) * N + first + lane",
+            f"    tl.store(saved, {{v}}, mask=lane < tl.where({t} > 0, count, 0))",
+        )
 
     def forward_chunk(self, mask: str) -> list[str]:
         return [*self.save_states("start"), *self.forward_steps(mask)]
@@ -314,7 +306,7 @@ class Emitter(Variables):
         return [*self.load_chunk(self.xs, "start", mask), EACH_STEP, *indent(steps, 1)]
 
     def backward(self) -> list[str]:
-        pointers = self.pointers("start", "saved", "gfinal", "gstart")
+        pointers = self.each_state("{v}_start", "{v}_saved", "{v}_gfinal", "{v}_gstart")
         pointers += [f"{g}_ptr" for g in self.grads]
         body = ["if REBUILD:", *indent(self.rebuild(), 1)] if self.vs else []
         body += self.final_gradients() + self.with_repair(
@@ -338,7 +330,7 @@ class Emitter(Variables):
             "    start = whole - CHUNK - back",
             *indent(self.backward_chunk("live"), 1),
         ]
-        return [*_single_or(single, chunks), *self.store_states("gstart", self.gvs)]
+        return [*_single_or(single, chunks), *self.store_states("gstart", "{g}")]
 
     def repair_backward(self) -> list[str]:
         """Add the contribution of the final states' gradients to the results of the first scan.
@@ -356,13 +348,11 @@ class Emitter(Variables):
         chunk += [f"left = tl.where(tl.abs({g}) <= limit, left, 1)" for g in self.gvs]
         chunk.append("diverged = tl.where(start >= 0, tl.max(tl.where(live, left, 0)), 0)")
         lines += ["while diverged != 0:", *indent(chunk, 1)]
-        for v, g in zip(self.vs, self.gvs, strict=True):
-            lines += [
-                f"if {v}_gstart is not None:",
-                "    reached = lane < tl.where(start < 0, count, 0)",
-                *indent(_add(f"{v}_gstart + first + lane", g, "reached"), 1),
-            ]
-        return lines
+        return lines + self.each_state(
+            "if {v}_gstart is not None:",
+            "    reached = lane < tl.where(start < 0, count, 0)",
+            *indent(_add("{v}_gstart + first + lane", "{g}", "reached"), 1),
+        )
 
     def rebuild(self) -> list[str]:
         """Walk forward and store the states that the forward kernel did not store."""
@@ -388,16 +378,12 @@ class Emitter(Variables):
 
     def saved_states(self) -> list[str]:
         """Load the states at the start of a chunk."""
-        lines = []
-        for v, rest in self.initial:
-            lines += [
-                *self.load_or_fill(v, f"{v}_start", rest),
-                f"if {v}_saved is not None:",
-                "    if start > 0:",
-                f"        saved = {v}_saved + (start // CHUNK - 1) * N + first + lane",
-                f"        {v} = tl.load(saved, mask=live, other=0.0)",
-            ]
-        return lines
+        return self.initial_states(
+            "if {v}_saved is not None:",
+            "    if start > 0:",
+            "        saved = {v}_saved + (start // CHUNK - 1) * N + first + lane",
+            "        {v} = tl.load(saved, mask=live, other=0.0)",
+        )
 
     def reverse_steps(self, mask: str, repairs: bool = False) -> list[str]:
         """Recompute the states before each step of a chunk, and walk back through it."""

@@ -29,8 +29,6 @@ class Variables:
         names, split = step.graph.inputs, len(step.inputs)
         self.xs, self.ys = names[:split], step.outputs
         self.vs = names[split : split + len(step.states)]
-        #: The states with their values at rest.
-        self.initial = list(zip(self.vs, step.initial, strict=True))
         identifiers = dict(zip(step.params, names[split + len(self.vs) :], strict=True))
         #: Identifiers of all parameters, of those with one value per channel and one in memory.
         self.params = [*identifiers.values()]
@@ -44,9 +42,10 @@ class Variables:
         #: The graph that computes the new states only.
         self.advance = step.graph.select(step.graph.outputs[len(self.ys) :])
 
-    def pointers(self, *roles: str) -> list[str]:
-        """The arguments for one step of each state in these roles."""
-        return [f"{v}_{role}" for v in self.vs for role in roles]
+    def each_state(self, *lines: str) -> list[str]:
+        """Emit lines for each state: `{v}`, its gradient `{g}` and its value `{rest}` at rest."""
+        states = zip(self.vs, self.gvs, self.step.initial, strict=True)
+        return [line.format(v=v, g=g, rest=rest) for v, g, rest in states for line in lines]
 
     def source(self, kernels: Sequence[str] = KERNELS) -> str:
         """Return a module with these kernels."""
