@@ -265,7 +265,9 @@ def prepare(
     if found is not None:
         return found
     with _compiling:
-        made = _make(definition, backend, dict(kinds))
+        step, reverse = _without_modes(_trace, definition, dict(kinds))
+        step = step.without_unused(step.graph.used() | reverse.graph.used())
+        made = Program(step, reverse, backend, tuple(dict(kinds)[name] for name in step.params))
         # The same kernels, called alike, have the same name in every process.
         identity = repr((made.step.params, made.kinds)) + made.source(
             made.step.inputs, made.learnable()
@@ -274,13 +276,6 @@ def prepare(
         name = f"{made.step.name}-{backend}-{digest}"
         _by_name.setdefault(name, made)
         return _by_signature.setdefault(signature, (name, made.step.params))
-
-
-def _make(definition: Definition, backend: str, kinds: dict[str, str]) -> Program:
-    step, reverse = _without_modes(_trace, definition, kinds)
-    used = step.graph.used() | reverse.graph.used()
-    step = step.without_unused(used)
-    return Program(step, reverse, backend, tuple(kinds[name] for name in step.params))
 
 
 def _without_modes(trace: Callable[..., T], *args: Any) -> T:

@@ -135,8 +135,8 @@ class RecurrentCall(Call):
         chunks = self._chunks(arguments, start)
         # A kernel reads the states of a step before it writes a gradient in their place.
         shares_memory = len(chunks) == 1 and num_states > 0
-        written = [torch.empty_like(x, memory_format=torch.contiguous_format)
-                   for x in arguments.inputs[1 if shares_memory else 0 :]]  # fmt: skip
+        inputs = arguments.inputs[1 if shares_memory else 0 :]
+        written = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
         states = [None if g is None else g.float().contiguous() for g in grads[num_outputs:]]
         sent: Tensor | None = None  # by the step after a chunk
         totals: list[Tensor] = []
