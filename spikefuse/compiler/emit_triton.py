@@ -309,9 +309,8 @@ class Emitter(Variables):
         pointers = self.each_state("{v}_start", "{v}_saved", "{v}_gfinal", "{v}_gstart")
         pointers += [f"{g}_ptr" for g in self.grads]
         body = ["if REBUILD:", *indent(self.rebuild(), 1)] if self.vs else []
-        body += self.final_gradients() + self.with_repair(
-            self.scan_backward(), self.repair_backward()
-        )
+        body += self.final_gradients()
+        body += self.with_repair(self.scan_backward(), self.repair_backward())
         sequences = [*self.xs, *self.gys, *self.gxs]
         return self.kernel("backward", sequences, pointers, body, self.grads)
 
@@ -363,18 +362,15 @@ class Emitter(Variables):
         # Each thread reads what it has itself stored, but Triton does not guarantee the order.
         return [*lines, *indent(walk, 1), "tl.debug_barrier()"]
 
-    def prefetch(self) -> list[str]:
-        """Load the sequences of the preceding chunk, if there is one."""
-        mask = "ahead = lane < tl.multiple_of(tl.where(start > 0, count, 0), UNIT)"
-        return [mask, *self.load_chunk(self.read_backward, "start - CHUNK", "ahead", "before_")]
-
-    def use_prefetched(self) -> list[str]:
-        return [f"{name} = before_{name}" for name in self.read_backward]
-
     def backward_chunk(self, mask: str) -> list[str]:
-        """Walk back through the chunk at `start`, while the one before it is loaded."""
-        states = self.saved_states()
-        return [*self.prefetch(), *states, *self.reverse_steps(mask), *self.use_prefetched()]
+        """Walk back through the chunk at `start`, while the one before it, if any, is loaded."""
+        return [
+            "ahead = lane < tl.multiple_of(tl.where(start > 0, count, 0), UNIT)",
+            *self.load_chunk(self.read_backward, "start - CHUNK", "ahead", "before_"),
+            *self.saved_states(),
+            *self.reverse_steps(mask),
+            *(f"{name} = before_{name}" for name in self.read_backward),
+        ]
 
     def saved_states(self) -> list[str]:
         """Load the states at the start of a chunk."""

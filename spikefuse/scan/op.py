@@ -37,7 +37,7 @@ from spikefuse.scan.execution import (
     Wanted,
     execution_of,
 )
-from spikefuse.scan.program import kind_of, prepare, program, sizes_of
+from spikefuse.scan.program import Kinds, kind_of, prepare, program, sizes_of
 from spikefuse.scan.state_passing import StatePassing
 
 #: Kernels are compiled in this process, and an exported program would not find them in another.
@@ -330,17 +330,14 @@ def choose(
 
 
 def _prepare(
-    definition: Definition,
-    backend: str,
-    kinds: tuple[tuple[str, str], ...],
-    outputs: tuple[str, ...],
+    definition: Definition, backend: str, kinds: Kinds, outputs: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...], tuple[bool, ...]]:
     definition = with_outputs(definition, outputs)
     name, used = prepare(definition, backend, definition.describe()[1], kinds)
     return name, used, program(name).step.binary
 
 
-def _kinds(values: Mapping[str, float | Tensor]) -> tuple[tuple[str, str], ...]:
+def _kinds(values: Mapping[str, float | Tensor]) -> Kinds:
     return tuple([(name, kind_of(value)) for name, value in values.items()])
 
 
@@ -456,6 +453,7 @@ def register(cls: type[Call]) -> None:
     def method(name: str) -> Callable[..., list[Tensor]]:
         def op(programs: Any, tensors: Any, counts: Any, scalars: Any, *rest: Any) -> list[Tensor]:
             found = getattr(cls(programs, counts, scalars), name)(tensors, *rest)
+            # An op returns one list.
             return [*chain(*found)] if name == "forward" else found
 
         return torch.no_grad()(op)

@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 # A parameter is a Python float, a 0-d tensor, or a tensor of one value per channel.
 FLOAT, SCALAR, CHANNEL = "float", "scalar", "channel"
+#: (name, kind) of every run-time value of a definition.
+Kinds = tuple[tuple[str, str], ...]
 
 
 class Variant(NamedTuple):
@@ -252,13 +254,12 @@ def prepare(
     definition: Definition,
     backend: str,
     statics: tuple[Any, ...],
-    kinds: tuple[tuple[str, str], ...],
+    kinds: Kinds,
 ) -> tuple[str, tuple[str, ...]]:
     """The name of a definition's program, and the run-time values that it reads.
 
     Args:
         statics: the constants of `definition.describe()`.
-        kinds: (name, kind) of every run-time value of the definition.
     """
     signature = (statics, backend, kinds)
     found = _by_signature.get(signature)

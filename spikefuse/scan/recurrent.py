@@ -44,7 +44,7 @@ def recurrent_scan(
     """Run `definition` with feedback over dim 0 of the inputs; see `spikefuse.reference.scan`.
 
     Args:
-        request: all is returned that a call can return, but no bits.
+        request: its inputs, state and backend are read; final states are always returned.
         weight: `[heads, N / heads, N / heads]`, in the dtype of the outputs.
 
     Returns:
