@@ -72,7 +72,8 @@ class Layout:
 
     def conform_step(self, x: Tensor) -> Tensor:
         """One step as a float32 tensor in this layout, copied only if it must be."""
-        if x.dtype == torch.float32 and _same_strides(x, self.step_strides):
+        strides = zip(x.shape, x.stride(), self.step_strides, strict=True)
+        if x.dtype == torch.float32 and all(size == 1 or a == b for size, a, b in strides):
             return x
         return self.empty_step(x.device).copy_(x)
 
@@ -171,7 +172,3 @@ def outer_stride(
         if outer is None and reached > inner:
             return None
     return inner if outer is None else outer
-
-
-def _same_strides(x: Tensor, strides: tuple[int, ...]) -> bool:
-    return all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), strides, strict=True))
