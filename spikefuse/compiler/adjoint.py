@@ -55,14 +55,12 @@ class Reverse:
 
         It adds the gradients of `params` to further variables `g<parameter>`, the running sums.
         """
-        num_inputs, num_states = len(step.inputs), len(step.states)
-        chosen = [self.inputs.index(name) for name in inputs]
-        chosen += range(num_inputs, num_inputs + num_states)
-        chosen += [num_inputs + num_states + self.params.index(name) for name in params]
-        names = dict(zip(step.params, step.graph.inputs[num_inputs + num_states :], strict=True))
-        sums = tuple(f"g{names[name]}" for name in params)
+        first, split = len(step.inputs), len(step.inputs) + len(step.states)
+        sums = tuple(f"g{step.graph.inputs[split + step.params.index(name)]}" for name in params)
         graph = self.graph.without(absent) if absent else self.graph
-        outputs = [graph.outputs[i] for i in chosen]
+        outputs = [graph.outputs[self.inputs.index(name)] for name in inputs]
+        outputs += graph.outputs[first:split]
+        outputs += [graph.outputs[split + self.params.index(name)] for name in params]
         graph = replace(graph, inputs=(*_variables(step), *sums))
         graph = contracted(graph.accumulate(outputs, sums))
         return Reverse(tuple(inputs), tuple(params), graph)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spikefuse.compiler.adjoint import Reverse
 from spikefuse.compiler.ops import UnsupportedOperation
-from spikefuse.compiler.trace import Step
-from spikefuse.compiler.variables import Variables, indent
+from spikefuse.compiler.variables import KERNELS, Variables, indent
 
 # Neurons that a thread processes at a time: their states and CHUNK past steps stay in its second
 # cache. Over few steps, SHORT_BLOCK neurons stay in its first, which is faster up to SHORT steps.
@@ -33,33 +31,39 @@ PIECE = {PIECE}
 '''
 
 
-def source(
-    step: Step,
-    reverse: Reverse,
-    channel_params: Sequence[str],
-    kernels: Sequence[str] = ("forward", "backward"),
-) -> str:
-    """Return a module with these kernels.
-
-    Backward adds gradients of parameters to sums per channel. A range of neurons has sums of its
-    own: there are `rows` of them, of which it takes the one at its first neuron's share.
-
-    Args:
-        channel_params: parameters with one value per channel; the others are scalars.
-    """
-    return module(HEADER, Emitter(step, reverse, channel_params), kernels)
-
-
-def module(header: str, emitter: Emitter, kernels: Sequence[str]) -> str:
-    texts = ["\n".join(getattr(emitter, kernel)()) for kernel in kernels]
-    return header.format(name=emitter.step.name) + "\n" + "\n\n\n".join(texts)
-
-
 class Emitter(Variables):
+    """A scan. Backward adds gradients of parameters to sums per channel. A range of neurons has
+    sums of its own: there are `rows` of them, of which it takes the one at its first neuron's
+    share."""
+
+    header = HEADER
+    #: Where the neurons that are processed together begin in a step, and their number.
+    origin, size = "base", "m"
+    #: The index of a neuron in rows of values; array suffix and index of results and past states.
+    index, result, past = "i", ("_out", "{}_first + i"), ("_past", "past + i")
     #: Numbers of a kernel's arrays.
     slots: dict[str, int]
     #: Parameters with one value per channel that a kernel reads.
     rows: list[str]
+
+    def source(self, kernels: Sequence[str] = KERNELS) -> str:
+        texts = ["\n".join(getattr(self, kernel)()) for kernel in kernels]
+        return self.header.format(name=self.step.name) + "\n" + "\n\n\n".join(texts)
+
+    def signature(
+        self, name: str, integers: str, arrays: Sequence[str], used: set[str], channel: str
+    ) -> list[str]:
+        """Emit the signature of a kernel that reads the parameters in `used`.
+
+        Args:
+            arrays: of sequences with strides, see `strided`, and others.
+            channel: suffix of parameters with one value per channel.
+        """
+        self.slots = {}
+        self.rows = [p for p in self.channel if p in used]
+        params = [f"{p}_{channel}" if p in self.channel else p for p in self.params]
+        arguments = ", ".join(("first, last, rows", integers, *arrays, *params))
+        return ["@kernel", f"def {name}({arguments}):"]
 
     def slot(self, array: str) -> int:
         """Return the number of an array in the alias metadata."""
@@ -70,9 +74,6 @@ class Emitter(Variables):
             )
         return self.slots.setdefault(array, len(self.slots))
 
-    def load(self, name: str, array: str, index: str) -> str:
-        return f"{name} = {self.value(array, index)}"
-
     def value(self, array: str, index: str) -> str:
         return f"load({array}, {index}, {self.slot(array)})"
 
@@ -81,7 +82,7 @@ class Emitter(Variables):
 
     def load_all(self, names: Sequence[str], suffix: str, index: str) -> list[str]:
         """Load `name` from the array `name + suffix` for each name; `{}` in `index` is the name."""
-        return [self.load(name, name + suffix, index.format(name)) for name in names]
+        return [f"{name} = {self.value(name + suffix, index.format(name))}" for name in names]
 
     def store_all(
         self, names: Sequence[str], suffix: str, index: str, values: Sequence[str]
@@ -89,33 +90,81 @@ class Emitter(Variables):
         pairs = zip(names, values, strict=True)
         return [self.store(name + suffix, index.format(name), value) for name, value in pairs]
 
-    def load_params(self) -> list[str]:
-        return self.load_all(self.rows, "_row", "i")
+    def first_rows(
+        self, name: str = "{v}", role: str = "start", rest: str = "{rest!r}"
+    ) -> list[str]:
+        """Emit the rows of the states before the first step."""
+        return self.each_state(
+            f"load_row({name}_row, {{v}}_{role}, {self.origin}, {self.size}, f32({rest}))"
+        )
+
+    def first_gradient_rows(self) -> list[str]:
+        """Emit the rows of the gradients after the last step."""
+        rows = self.first_rows("{g}", "gfinal", "0.0")
+        return rows + [f"fill_row({g}_row, {self.size}, f32(0.0))" for g in self.grads]
+
+    def store_rows(self, role: str, name: str) -> list[str]:
+        return self.each_state(f"store_row({{v}}_{role}, {self.origin}, {name}_row, {self.size})")
+
+    def add_gradients(self, into: str, place: str) -> list[str]:
+        """Add the gradients of parameters to their sums."""
+        return [
+            f"add_by_channel({g}_row, {self.size}, {g}_data, first * rows // {into}, {place})"
+            for g in self.grads
+        ]
+
+    def forward_body(self) -> list[str]:
+        """Emit one step of neuron i."""
+        results, split = self.step.graph.results("numba"), len(self.ys)
+        return [
+            *self.load_all(self.xs, "_data", "{}_at + i"),
+            *self.receive(self.xs[0], "saved"),
+            *self.load_all(self.vs, "_row", self.index),
+            *self.load_all(self.rows, "_row", "i"),
+            *self.step.graph.lines("numba"),
+            *self.store_all(self.ys, *self.result, results[:split]),
+            *self.store_all(self.vs, "_row", self.index, results[split:]),
+        ]
+
+    def reverse_body(self) -> list[str]:
+        """Emit the reverse of one step of neuron i."""
+        results, split = self.reverse.results("numba"), len(self.gxs)
+        rows = [*self.gvs, *self.grads]
+        return [
+            *self.load_all([*self.xs, *self.gys], "_data", "{}_at + i"),
+            *self.receive(self.gys[0]),
+            *self.load_all(self.vs, *self.past),
+            *self.load_all(rows, "_row", self.index),
+            *self.load_all(self.rows, "_row", "i"),
+            *self.reverse.lines("numba"),
+            *self.store_all(self.gxs, *self.result, results[:split]),
+            *self.send(results),
+            *self.store_all(rows, "_row", self.index, results[split:]),
+        ]
+
+    def receive(self, name: str, current: str = "") -> list[str]:
+        """Emit what is added to a variable, and the store of the sum to `current`."""
+        return []
+
+    def send(self, results: Sequence[str]) -> list[str]:
+        """Emit the store of the first result, which `receive` adds in the next step."""
+        return []
 
     def head(
         self, name: str, sequences: Sequence[str], pointers: Sequence[str], buffers: Sequence[str]
     ) -> list[str]:
-        """Emit the signature, and the allocation of a thread's `buffers`."""
-        self.slots = {}
-        graph = self.step.graph if name == "forward" else self.reverse
-        used = graph.used() | self.advance.used()
-        self.rows = [p for p in self.channel if p in used]
-        names = ["first", "last", "rows", "T", "N", "inner", "channels", "channel_inner"]
-        names.append("streamed")
-        for s in sequences:
-            names += [f"{s}_data", f"{s}_time", f"{s}_outer"]
-        names += pointers
-        names += [f"{p}_data" if p in self.channel else p for p in self.params.values()]
-        lines = ["@kernel", f"def {name}({', '.join(names)}):"]
-        return [*lines, *indent(buffers, 1)]
-
-    def block(self, sequences: Sequence[str]) -> list[str]:
-        """Emit the head of the loop over blocks of neurons that are adjacent in all sequences.
+        """Emit a kernel down to the head of its loop over blocks of neurons that are adjacent in
+        all sequences, with the allocation of a thread's `buffers`.
 
         Blocks of whole samples have the same rows of channel values, which are filled once.
         """
+        integers = "T, N, inner, channels, channel_inner, streamed"
+        graph = self.step.graph if name == "forward" else self.reverse
+        used = graph.used() | self.advance.used()
+        arrays = [*strided(sequences), *pointers]
         lines = [
-            *indent(_rows(self.rows), 1),
+            *self.signature(name, integers, arrays, used, "data"),
+            *indent([*buffers, *_rows(self.rows)], 1),
             "    period, phase = channels * channel_inner, -1",
             "    block = SHORT_BLOCK if T <= SHORT else BLOCK",
             "    block -= block % period if period <= block else 0",
@@ -134,78 +183,58 @@ class Emitter(Variables):
         return lines
 
     def forward(self) -> list[str]:
-        sequences = [*self.xs, *self.ys]
-        pointers = [f"{v}_{role}" for v in self.vs for role in ("start", "final", "saved")]
-        buffers = _rows(self.vs) + _stream_buffers(self.ys)
-        lines = [*self.head("forward", sequences, pointers, buffers), *self.block(sequences)]
-        for v, rest in self.initial:
-            lines.append(f"        load_row({v}_row, {v}_start, base, m, f32({rest!r}))")
-        lines += ["        for t in range(T):", "            if t > 0 and t % CHUNK == 0:"]
-        lines.append("                saved = (t // CHUNK - 1) * N + base")
-        for v in self.vs:
-            lines.append(f"                store_row({v}_saved, saved, {v}_row, m)")
-        lines += [f"            {x}_at = {x}_base + t * {x}_time" for x in sequences]
-        lines += indent(_pieces(self.ys, self.forward_body()), 3)
-        for v in self.vs:
-            lines.append(f"        store_row({v}_final, base, {v}_row, m)")
-        return [*lines, "        base += m", "    if streamed: fence()"]
-
-    def forward_body(self) -> list[str]:
-        results = self.step.graph.results("numba")
-        split = len(self.ys)
-        return [
-            *self.load_all(self.xs, "_data", "{}_at + i"),
-            *self.load_all(self.vs, "_row", "i"),
-            *self.load_params(),
-            *self.step.graph.lines("numba"),
-            *self.store_all(self.ys, "_out", "{}_first + i", results[:split]),
-            *self.store_all(self.vs, "_row", "i", results[split:]),
+        sequences, buffers = [*self.xs, *self.ys], _rows(self.vs) + _stream_buffers(self.ys)
+        pointers = self.each_state("{v}_start", "{v}_final", "{v}_saved")
+        lines = self.head("forward", sequences, pointers, buffers)
+        body = [
+            *self.first_rows(),
+            "for t in range(T):",
+            "    if t > 0 and t % CHUNK == 0:",
+            "        saved = (t // CHUNK - 1) * N + base",
+            *self.each_state("        store_row({v}_saved, saved, {v}_row, m)"),
+            *(f"    {x}_at = {x}_base + t * {x}_time" for x in sequences),
+            *indent(_pieces(self.ys, self.forward_body()), 1),
+            *self.store_rows("final", "{v}"),
+            "base += m",
         ]
+        return [*lines, *indent(body, 2), "    if streamed: fence()"]
 
     def backward(self) -> list[str]:
         sequences = [*self.xs, *self.gys, *self.gxs]
-        roles = ("start", "saved", "gfinal", "gstart")
-        pointers = [f"{v}_{role}" for v in self.vs for role in roles]
+        pointers = self.each_state("{v}_start", "{v}_saved", "{v}_gfinal", "{v}_gstart")
         pointers += [f"{g}_data" for g in self.grads]
-        buffers = [f"{v}_past = np.empty(min(T, CHUNK) * BLOCK, np.float32)" for v in self.vs]
+        buffers = self.each_state("{v}_past = np.empty(min(T, CHUNK) * BLOCK, np.float32)")
         buffers += _rows([*self.gvs, *self.grads]) + _stream_buffers(self.gxs)
-        lines = [*self.head("backward", sequences, pointers, buffers), *self.block(sequences)]
-        for v, g in zip(self.vs, self.gvs, strict=True):
-            lines.append(f"        load_row({g}_row, {v}_gfinal, base, m, f32(0.0))")
-        lines += [f"        fill_row({g}_row, m, f32(0.0))" for g in self.grads]
-        lines += [
-            "        for chunk in range((T + CHUNK - 1) // CHUNK - 1, -1, -1):",
-            "            start = chunk * CHUNK",
-            "            steps = min(CHUNK, T - start)",
-            *indent(self.recompute(), 3),
-            "            for k in range(steps - 1, -1, -1):",
-            "                past = k * BLOCK",
+        lines = self.head("backward", sequences, pointers, buffers)
+        body = [
+            *self.first_gradient_rows(),
+            "for chunk in range((T + CHUNK - 1) // CHUNK - 1, -1, -1):",
+            "    start = chunk * CHUNK",
+            "    steps = min(CHUNK, T - start)",
+            *indent(self.recompute(), 1),
+            "    for k in range(steps - 1, -1, -1):",
+            "        past = k * BLOCK",
+            *(f"        {x}_at = {x}_base + (start + k) * {x}_time" for x in sequences),
+            *indent(_pieces(self.gxs, self.reverse_body()), 2),
+            *self.store_rows("gstart", "{g}"),
+            *self.add_gradients("N * channels", "base, channels, channel_inner"),
+            "base += m",
         ]
-        lines += [f"                {x}_at = {x}_base + (start + k) * {x}_time" for x in sequences]
-        lines += indent(_pieces(self.gxs, self.reverse_body()), 4)
-        for v, g in zip(self.vs, self.gvs, strict=True):
-            lines.append(f"        store_row({v}_gstart, base, {g}_row, m)")
-        for g in self.grads:
-            into = f"{g}_data, first * rows // N * channels"
-            lines.append(
-                f"        add_by_channel({g}_row, m, {into}, base, channels, channel_inner)"
-            )
-        return [*lines, "        base += m", "    if streamed: fence()"]
+        return [*lines, *indent(body, 2), "    if streamed: fence()"]
 
     def recompute(self) -> list[str]:
         """Recompute the states before each step of a chunk from the stored states."""
         lines = ["saved = (chunk - 1) * N + base"]
-        for v, rest in self.initial:
-            lines += [
-                "if chunk > 0:",
-                f"    load_row({v}_past, {v}_saved, saved, m, f32(0.0))",
-                "else:",
-                f"    load_row({v}_past, {v}_start, base, m, f32({rest!r}))",
-            ]
+        lines += self.each_state(
+            "if chunk > 0:",
+            "    load_row({v}_past, {v}_saved, saved, m, f32(0.0))",
+            "else:",
+            "    load_row({v}_past, {v}_start, base, m, f32({rest!r}))",
+        )
         body = [
             *self.load_all(self.xs, "_data", "{}_at + i"),
             *self.load_all(self.vs, "_past", "past + i"),
-            *self.load_params(),
+            *self.load_all(self.rows, "_row", "i"),
             *self.advance.lines("numba"),
             *self.store_all(self.vs, "_past", "past + BLOCK + i", self.advance.results("numba")),
         ]
@@ -213,18 +242,10 @@ class Emitter(Variables):
         lines += [f"    {x}_at = {x}_base + (start + k) * {x}_time" for x in self.xs]
         return [*lines, "    for i in range(m):", *indent(body, 2)]
 
-    def reverse_body(self) -> list[str]:
-        results = self.reverse.results("numba")
-        split, rows = len(self.gxs), [*self.gvs, *self.grads]
-        return [
-            *self.load_all([*self.xs, *self.gys], "_data", "{}_at + i"),
-            *self.load_all(self.vs, "_past", "past + i"),
-            *self.load_all(rows, "_row", "i"),
-            *self.load_params(),
-            *self.reverse.lines("numba"),
-            *self.store_all(self.gxs, "_out", "{}_first + i", results[:split]),
-            *self.store_all(rows, "_row", "i", results[split:]),
-        ]
+
+def strided(sequences: Sequence[str]) -> list[str]:
+    """The arguments for sequences with their strides."""
+    return [f"{s}_{kind}" for s in sequences for kind in ("data", "time", "outer")]
 
 
 def _pieces(results: Sequence[str], body: Sequence[str]) -> list[str]:

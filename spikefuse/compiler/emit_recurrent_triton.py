@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spikefuse.compiler.adjoint import Reverse
-from spikefuse.compiler.emit_triton import HEADER, Emitter, function
-from spikefuse.compiler.trace import Step
+from spikefuse.compiler import emit_triton
+from spikefuse.compiler.emit_triton import function
 from spikefuse.compiler.variables import indent
 
 # Tensor cores multiply bfloat16 and add in float32. Other values are sums of bfloat16 pieces: a
@@ -88,37 +87,23 @@ if BLOCKS > 1:
 """.splitlines()
 
 
-def source(
-    step: Step,
-    reverse: Reverse,
-    channel_params: Sequence[str],
-    tensor_params: Sequence[str],
-) -> str:
-    """Return a module with kernels `forward` and `backward`.
+class Emitter(emit_triton.Emitter):
+    """A scan with feedback.
 
     `forward` adds the product of the weights with the first output of the previous step to the
     first input. `backward` adds the product of the transposed weights with the gradient of the
     first input of the next step to the gradient of the first output. It reads the states before
-    each step.
-
-    Args:
-        channel_params: parameters with one value per channel, here per neuron.
-        tensor_params: parameters with a single value, read from memory; the others are floats.
+    each step. A channel is a neuron.
     """
-    emitter = _Recurrent(step, reverse, channel_params)
-    emitter.tensors = [emitter.params[name] for name in tensor_params]
-    parts = [
-        HEADER.format(name=f"recurrent {step.name}").splitlines(),
-        MULTIPLY,
-        function("step", step.graph),
-        function("reverse", emitter.reverse),
-        emitter.forward(),
-        emitter.backward(),
-    ]
-    return "\n\n\n".join("\n".join(part) for part in parts) + "\n"
 
+    title = "recurrent {}, forward and backward over all time steps"
+    shape, offset = "[BLOCK_B, BLOCK_N]", "at"
+    channel_value = "tl.load({}_ptr + neuron, mask=inside, other=0.0)[None, :]"
 
-class _Recurrent(Emitter):
+    def functions(self) -> list[list[str]]:
+        steps = function("step", self.step.graph), function("reverse", self.reverse)
+        return [MULTIPLY, *steps]
+
     def sweep(
         self,
         name: str,
@@ -134,20 +119,11 @@ class _Recurrent(Emitter):
         """
         read, written = sequences
         before, step, after = parts
-        integers = [f"{s}_{kind}" for s in read for kind in ("time", "outer")]
-        integers += ["N", "width"]
-        in_memory = [*self.channel, *self.tensors]
-        floats = [p for p in self.params.values() if p not in in_memory]
+        units = [*(f"{s}_{kind}" for s in read for kind in ("time", "outer")), "N", "width"]
+        integers = [*(f"{i}: tl.int64" for i in units), "T: tl.int32", "B: tl.int32"]
         arguments = ["weight_ptr", "start_ptr", *(f"{s}_ptr" for s in (*read, *written))]
-        arguments += [*pointers, "counter_ptr"]
-        arguments += [
-            f"{p}: tl.float32" if p in floats else f"{p}_ptr" for p in self.params.values()
-        ]
-        arguments += [f"{i}: tl.int64" for i in integers] + ["T: tl.int32", "B: tl.int32"]
-        arguments += [f"{constant}: tl.constexpr" for constant in CONSTANTS]
-        body = [f"{i} = {i} * UNIT" for i in integers]
+        body = [f"{i} = {i} * UNIT" for i in units]
         body += [line.replace("WEIGHT,", f"{self.weight(name)},") for line in EACH_TASK]
-        body += indent(self.load_params(floats), 1)
         backwards = name == "backward"
         ahead = "t - 1" if backwards else "t + 1"
         inner = [
@@ -158,29 +134,12 @@ class _Recurrent(Emitter):
             *self.product(name),
             *step,
         ]
-        tile = [f"{s}_at = row[:, None] * {s}_outer + neuron[None, :]" for s in read]
+        tile = self.load_params(self.params)
+        tile += [f"{s}_at = row[:, None] * {s}_outer + neuron[None, :]" for s in read]
         tile += self.load_ahead(read, "T - 1" if backwards else "0", "live")
         tile += [*before, "for count in tl.range(0, T, num_stages=1):", *indent(inner, 1), *after]
-        return [
-            f"@triton.jit(do_not_specialize={[*integers, 'T', 'B']!r})",
-            f"def {name}(",
-            *(f"    {argument}," for argument in arguments),
-            "):",
-            *indent([*body, *indent(tile, 1)], 1),
-        ]
-
-    def load_params(self, floats: Sequence[str]) -> list[str]:
-        lines = [
-            f"{p} = tl.load({p}_ptr + neuron, mask=inside, other=0.0)[None, :]"
-            for p in self.channel
-        ]
-        lines += [f"{p} = tl.load({p}_ptr)" for p in self.tensors]
-        # The interpreter passes Python floats, which are in double precision.
-        lines += [f"{p} = tl.full([], {p}, tl.float32)" for p in floats]
-        if not self.params:
-            return lines
-        # The interpreter cannot combine a condition on a scalar with one on a block.
-        return [*lines, "if not FAST:", *indent(_spread([*self.params.values()]), 1)]
+        body += indent(tile, 1)
+        return self.jit(name, [*arguments, *pointers, "counter_ptr"], integers, CONSTANTS, body)
 
     def weight(self, name: str) -> str:
         """The tile of piece j of the weights for the inputs of tile i."""
@@ -224,21 +183,17 @@ class _Recurrent(Emitter):
             "total = tl.where(live, total, 0.0)",
         ]
 
-    def send(self, value: str, sequence: str) -> list[str]:
-        """Make `value`, which has been stored to `sequence`, that of the next product."""
+    def send(self, sequence: str) -> list[str]:
+        """Make a value, which has been stored to its sequence, that of the next product."""
         return [
             "if REGISTERS:",
-            f"    sent = {value}.to({sequence}_ptr.dtype.element_ty).to(tl.float32)",
+            f"    sent = {sequence}.to({sequence}_ptr.dtype.element_ty).to(tl.float32)",
             "else:",
             f"    previous = {sequence}_ptr + t * size",
             *indent(WAIT, 1),
         ]
 
     def forward(self) -> list[str]:
-        pointers = [f"{v}_{role}" for v in self.vs for role in ("start", "final")]
-        before = []
-        for v, rest in self.initial:
-            before += _load_or_fill(v, f"{v}_start", rest)
         x, y = self.xs[0], self.ys[0]
         values = [f"{s}.to(tl.float32)" for s in self.xs]
         step = [
@@ -246,56 +201,36 @@ class _Recurrent(Emitter):
             "if current_ptr is not None:",
             f"    tl.store(current_ptr + t * size + at, {x}, mask=live)",
             self.call("step", [*self.ys, *self.vs], [*values, *self.vs]),
-            *_spread(self.vs),
+            *self.spread(self.vs),
             *(f"tl.store({s}_ptr + t * size + at, {s}, mask=live)" for s in self.ys),
-            *self.send(y, y),
+            *self.send(y),
         ]
-        after = [f"tl.store({v}_final + at, {v}, mask=live)" for v in self.vs]
-        written = [*self.ys, "current"]
-        return self.sweep("forward", (self.xs, written), pointers, (before, step, after))
+        after = self.each_state("tl.store({v}_final + at, {v}, mask=live)")
+        sequences, pointers = (
+            (self.xs, [*self.ys, "current"]),
+            self.each_state("{v}_start", "{v}_final"),
+        )
+        return self.sweep("forward", sequences, pointers, (self.initial_states(), step, after))
 
     def backward(self) -> list[str]:
-        pointers = [f"{v}_{role}" for v in self.vs for role in ("gfinal", "gstart")]
-        pointers += [f"{g}_ptr" for g in self.grads]
         past = [f"{v}_past" for v in self.vs]
-        read = [*self.xs, *self.gys, *past]
-        before = [f"{g} = tl.zeros([BLOCK_B, BLOCK_N], tl.float32)" for g in self.grads]
-        for v, g in zip(self.vs, self.gvs, strict=True):
-            before += _load_or_fill(g, f"{v}_gfinal", 0.0)
+        before = self.zeros(self.grads) + self.final_gradients()
         arguments = [f"{s}.to(tl.float32)" for s in (*self.xs, *past)]
-        arguments += [*self.params.values(), *(f"{g}.to(tl.float32)" for g in self.gys)]
+        arguments += [*self.params, *(f"{g}.to(tl.float32)" for g in self.gys)]
         arguments += [*self.gvs, *self.grads]
         results = [*self.gxs, *self.gvs, *self.grads]
-        gx, gy = self.gxs[0], self.gys[0]
+        gy = self.gys[0]
         step = [
             f"{gy} = {gy}.to(tl.float32) + total",
             f"{', '.join(results)} = reverse({', '.join(arguments)})",
-            *_spread(results),
+            *self.spread(results),
             *(f"tl.store({s}_ptr + t * size + at, {s}, mask=live)" for s in self.gxs),
-            *self.send(gx, gx),
+            *self.send(self.gxs[0]),
         ]
-        after = []
-        for v, g in zip(self.vs, self.gvs, strict=True):
-            after += [
-                f"if {v}_gstart is not None:",
-                f"    tl.store({v}_gstart + at, {g}, mask=live)",
-            ]
+        after = self.store_states("gstart", "{g}")
         for g in self.grads:
             total = f"tl.sum(tl.where(live, {g}, 0.0), axis=0)"
             after.append(f"tl.store({g}_ptr + tile * N + neuron, {total}, mask=inside)")
-        return self.sweep("backward", (read, self.gxs), pointers, (before, step, after))
-
-
-def _spread(names: Sequence[str]) -> list[str]:
-    """Give values the shape of a block; a result may depend on parameters only."""
-    return [f"{name} = tl.broadcast_to({name}, [BLOCK_B, BLOCK_N])" for name in names]
-
-
-def _load_or_fill(name: str, pointer: str, value: float) -> list[str]:
-    """Load a value per neuron, or use a constant where the pointer is None."""
-    return [
-        f"if {pointer} is not None:",
-        f"    {name} = tl.load({pointer} + at, mask=live, other=0.0)",
-        "else:",
-        f"    {name} = tl.full([BLOCK_B, BLOCK_N], {value!r}, tl.float32)",
-    ]
+        sequences = [*self.xs, *self.gys, *past], self.gxs
+        pointers = self.each_state("{v}_gfinal", "{v}_gstart") + [f"{g}_ptr" for g in self.grads]
+        return self.sweep("backward", sequences, pointers, (before, step, after))

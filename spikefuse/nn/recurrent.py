@@ -11,7 +11,6 @@ from spikefuse import reference
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.call import mark_binary, wants_bits
 from spikefuse.nn.neuron import Neuron, backend_of, check
-from spikefuse.scan.execution import Results
 from spikefuse.scan.op import Request
 from spikefuse.scan.recurrent import recurrent_scan
 
@@ -154,10 +153,11 @@ class Recurrent(nn.Module):
         with torch.autocast(kind, enabled=False):
             if backend == "reference":
                 return reference.scan(neuron, inputs, state, weight)
-            found = recurrent_scan(neuron, inputs, state, weight, backend)
+            request = Request(inputs, state, backend)
+            results, binary = recurrent_scan(neuron, request, weight)
         if wants_bits(inputs[0]):
-            mark_binary(Results(list(found.outputs), [], None, []), found.binary)
-        return found.outputs, found.finals
+            mark_binary(results, binary)
+        return tuple(results.outputs), tuple(results.finals)
 
     def _effective_weight(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """The weight `[heads, width, width]` in the dtype of the outputs."""

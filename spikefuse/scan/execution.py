@@ -22,6 +22,8 @@ from spikefuse.scan.layout import MAX_STRIDES, layout_from, outer_stride
 from spikefuse.scan.program import CHANNEL, FLOAT, Launch, Launcher, Variant, program
 
 Tensors = Sequence[Tensor]
+MaybeTensors = Sequence[Tensor | None]
+Flags = Sequence[bool]
 #: Shape, strides, dtype and device of an input.
 Spec = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]
 
@@ -75,8 +77,8 @@ class Results(NamedTuple):
 class Incoming(NamedTuple):
     """Gradients of the results, None for a result without one."""
 
-    outputs: Sequence[Tensor | None]
-    finals: Sequence[Tensor | None]
+    outputs: MaybeTensors
+    finals: MaybeTensors
 
 
 class Needs(NamedTuple):
@@ -144,7 +146,7 @@ class Execution:
         saved = None if results.saved is None else results.saved or self._no_rows
         launch(
             sequences,
-            self._by_state(starts, results.finals, saved),
+            self.by_state(starts, results.finals, saved),
             results.bits or self._no_bits,
             self.values(arguments) if arguments.params else arguments.scalars,
         )
@@ -186,7 +188,7 @@ class Execution:
         described = *map(Tensor.stride, sequences), *map(_dtype, sequences)
         key = (variant, needs, missing, described)
         launch = self._launches.get(key) or self._prepare_backward(key, sequences)
-        by_state = self._by_state(
+        by_state = self.by_state(
             arguments.states and self._conform_steps(arguments.states),
             saved or self._no_rows,
             incoming.finals and self._conform_steps(incoming.finals),
@@ -212,7 +214,7 @@ class Execution:
         sequences = [*arguments.inputs, *results.outputs, *written]
         missing = (False,) * self.num_outputs + (True,) * len(results.finals)
         row = torch.empty(0, device="meta")
-        by_state = self._by_state(
+        by_state = self.by_state(
             [row] * self.num_states if arguments.states else None,
             [row] * self.num_states,
             None,
@@ -231,7 +233,8 @@ class Execution:
             outputs = self._new_sequences((self.dtype,) * self.num_outputs)
         finals = self.new_steps() if wanted.final else []
         saved = self.new_saved() if wanted.save and self.num_saved else []
-        bits = [self._new_bits() for _ in self._no_bits] if wanted.bits and self.packs else []
+        num, num_bytes = len(self._no_bits), self.layout.num_steps * self.layout.num_neurons // 8
+        bits = self._empty(num, num_bytes, torch.uint8) if wanted.bits and self.packs else []
         return Results(outputs, finals, saved if wanted.save else None, bits)
 
     def new_gradients(self, needs: Needs, inputs: list[Tensor] | None = None) -> ScanGradients:
@@ -239,13 +242,9 @@ class Execution:
         if inputs is None:
             inputs = self._new_sequences(compress(self.dtypes, needs.inputs))
         starts = self.new_steps() if needs.states else []
-        params: list[Tensor] = []
-        if True in needs.params:
-            shape, dtype = self._sums_shape
-            # A scan of no neurons launches no kernel.
-            new = torch.empty if self.layout.num_neurons else torch.zeros
-            for _ in range(sum(needs.params)):
-                params.append(new(shape, dtype=dtype, device=self.device))
+        params = self._empty(sum(needs.params), *self._sums_shape) if True in needs.params else []
+        if not self.layout.num_neurons:  # no kernel is launched
+            params = [*map(torch.zero_, params)]
         return ScanGradients(needs, inputs, starts, params)
 
     def new_steps(self) -> list[Tensor]:
@@ -254,7 +253,8 @@ class Execution:
 
     def new_saved(self) -> list[Tensor]:
         """Unwritten saved states; none for a short sequence."""
-        return self._new_rows(self.num_states, self.num_saved) if self.num_saved else []
+        count = self.num_states if self.num_saved else 0
+        return self._empty(count, (self.num_saved, self.layout.num_neurons), torch.float32)
 
     @property
     def num_saved_bytes(self) -> int:
@@ -272,20 +272,14 @@ class Execution:
         totals = map(self.layout.reduce_to, sums, params)
         return [total.to(p.dtype) for total, p in zip(totals, params, strict=True)]
 
+    def _empty(self, count: int, shape: int | tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=self.device) for _ in range(count)]
+
     def _new_sequences(self, dtypes: Iterable[torch.dtype]) -> list[Tensor]:
         memory, found = (self.layout.shape, self.layout.all_strides), []
         for dtype in dtypes:
             found.append(torch.empty_strided(*memory, dtype=dtype, device=self.device))
         return found
-
-    def _new_rows(self, num: int, *rows: int) -> list[Tensor]:
-        """Unwritten tensors `[*rows, N]`."""
-        shape = (*rows, self.layout.num_neurons)
-        return [torch.empty(shape, dtype=torch.float32, device=self.device) for _ in range(num)]
-
-    def _new_bits(self) -> Tensor:
-        num = self.layout.num_steps * self.layout.num_neurons
-        return torch.empty(num // 8, dtype=torch.uint8, device=self.device)
 
     @cached_property
     def _no_bits(self) -> tuple[None, ...]:
@@ -316,7 +310,7 @@ class Execution:
             )
         # A repair adds the gradients of final states to those that ignored them.
         absent = () if variant.repair else self.program.absent(missing)
-        kernel = self.program.backward(*self._names(needs), absent)
+        kernel = self.program.backward(*self.names(needs), absent)
         return self._prepare(key, kernel, sequences, variant, True in needs.params)
 
     def _prepare(
@@ -351,10 +345,10 @@ class Execution:
                 return self._conform(sequences)
         return sequences
 
-    def _conform_steps(self, steps: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def _conform_steps(self, steps: MaybeTensors) -> MaybeTensors:
         return [None if x is None else self.layout.conform_step(x) for x in steps]
 
-    def _by_state(self, *roles: Sequence[Tensor | None] | None) -> list[Tensor | None]:
+    def by_state(self, *roles: MaybeTensors | None) -> list[Tensor | None]:
         """The tensors of each state in turn, in the order of the kernel; a role may be absent."""
         found: list[Tensor | None] = []
         for i in range(self.num_states):
@@ -378,7 +372,7 @@ class Execution:
         places = sorted(range(len(kinds)), key=tensors_first.__getitem__)
         return itemgetter(*places) if len(places) > 1 else tuple
 
-    def _names(self, needs: Needs) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def names(self, needs: Needs) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The names of the inputs and parameters that need gradients."""
         step = self.program.step
         kinds = zip(step.params, self.program.kinds, strict=True)

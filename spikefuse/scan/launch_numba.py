@@ -21,31 +21,14 @@ _STREAMED = 1 << 25
 _MIN_ROW = 1 << 10
 
 
-def prepare(
-    kernel: Any,
-    layout: Layout,
-    sequences: Sequence[Tensor],
-    variant: Variant,
-    by_channel: bool,
-    has_sums: bool,
-) -> _Launch:
-    """See `spikefuse.scan.program.Launcher`."""
-    assert not any(variant)
-    return _Launch(kernel, layout, sequences)
-
-
-def sums_shape(
-    layout: Layout, itemsize: int, device: torch.device, by_channel: bool
-) -> tuple[tuple[int], torch.dtype]:
-    """See `spikefuse.scan.program.Launcher`: threads add their sums to one for each channel."""
-    return (layout.channels,), torch.float64
-
-
 class _Launch:
     """A kernel and its integer arguments."""
 
-    def __init__(self, kernel: Any, layout: Layout, sequences: Sequence[Tensor]) -> None:
-        self.kernel, self.layout = kernel, layout
+    def __init__(
+        self, kernel: Any, layout: Layout, sequences: Sequence[Tensor], variant: Variant, *_: bool
+    ) -> None:
+        assert not any(variant)
+        self.kernel = kernel
         self.strides = [layout.strides(x) for x in sequences]
         size = layout.num_steps * layout.num_neurons * sequences[-1].itemsize
         streamed = size >= _STREAMED and layout.inner >= _MIN_ROW
@@ -84,6 +67,17 @@ class _Launch:
             for total, found in zip(sums, partial.sum(1), strict=True):
                 assert total is not None
                 total.copy_(found)
+
+
+#: See `spikefuse.scan.program.Launcher`.
+prepare = _Launch
+
+
+def sums_shape(
+    layout: Layout, itemsize: int, device: torch.device, by_channel: bool
+) -> tuple[tuple[int], torch.dtype]:
+    """See `spikefuse.scan.program.Launcher`: threads add their sums to one for each channel."""
+    return (layout.channels,), torch.float64
 
 
 # Multiplications of a recurrent product that take about the time of one neuron-step.

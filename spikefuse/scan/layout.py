@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ MIN_INNER = 16
 MAX_STRIDES = 64
 
 
-@dataclass(frozen=True)
+@dataclass
 class Layout:
     """The memory order that all tensors of one call share."""
 
@@ -34,25 +33,17 @@ class Layout:
         for d in reversed(self.order):
             strides[d] = stride
             stride *= max(self.step_shape[d], 1)
-        fill = partial(object.__setattr__, self)
-        fill("num_neurons", math.prod(self.step_shape))
-        fill("step_strides", tuple(strides))
-        fill("shape", (self.num_steps, *self.step_shape))
-        fill("all_strides", (self.num_neurons, *strides))
-        fill("channels", self.step_shape[1] if len(strides) > 1 else 1)
-        fill("channel_inner", strides[1] if len(strides) > 1 else self.num_neurons)
-        fill("outer_strides", {})
-
-    num_neurons: int = field(init=False)
-    step_strides: tuple[int, ...] = field(init=False)
-    #: Of a new sequence, time outermost.
-    shape: tuple[int, ...] = field(init=False)
-    all_strides: tuple[int, ...] = field(init=False)
-    channels: int = field(init=False)
-    #: Neighbours in memory that share a channel: neuron n has channel (n // this) % C.
-    channel_inner: int = field(init=False)
-    #: Outer strides of sequences seen so far, by their strides; None if kernels cannot read them.
-    outer_strides: dict[tuple[int, ...], int | None] = field(init=False, compare=False, repr=False)
+        self.num_neurons = math.prod(self.step_shape)
+        self.step_strides = tuple(strides)
+        #: Of a new sequence, time outermost.
+        self.shape = (self.num_steps, *self.step_shape)
+        self.all_strides = (self.num_neurons, *strides)
+        self.channels = self.step_shape[1] if len(strides) > 1 else 1
+        #: Neighbours in memory that share a channel: neuron n has channel (n // this) % C.
+        self.channel_inner = strides[1] if len(strides) > 1 else self.num_neurons
+        #: Outer strides of sequences seen so far, by their strides; None if kernels cannot read
+        #: them.
+        self.outer_strides: dict[tuple[int, ...], int | None] = {}
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """A new sequence, time outermost."""
@@ -81,7 +72,8 @@ class Layout:
 
     def conform_step(self, x: Tensor) -> Tensor:
         """One step as a float32 tensor in this layout, copied only if it must be."""
-        if x.dtype == torch.float32 and _same_strides(x, self.step_strides):
+        strides = zip(x.shape, x.stride(), self.step_strides, strict=True)
+        if x.dtype == torch.float32 and all(size == 1 or a == b for size, a, b in strides):
             return x
         return self.empty_step(x.device).copy_(x)
 
@@ -180,7 +172,3 @@ def outer_stride(
         if outer is None and reached > inner:
             return None
     return inner if outer is None else outer
-
-
-def _same_strides(x: Tensor, strides: tuple[int, ...]) -> bool:
-    return all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), strides, strict=True))

@@ -1,20 +1,17 @@
 """The fused scan as a PyTorch operation: library ops, their fakes, and autograd.
 
-`spikefuse::scan` runs a program forward on inputs, initial states and parameters, the first two of
-which `counts` counts. It returns the outputs, then the final states (if asked), then the states
-saved for backward (if asked). `spikefuse::scan_backward` also takes the saved states, and the
-gradients of outputs and final states. It returns the gradients of the needed inputs, of all initial
-states and of the needed parameters. Eager calls share forward and backward with the ops but skip
-the dispatcher, which costs several times a small kernel.
+A `Call` is an operation without its tensors. `register` makes it an op of the library and its
+backward another one, for torch.compile, fake tensors and subclasses. Eager calls share forward and
+backward with the ops but skip the dispatcher, which costs several times a small kernel.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import compress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from itertools import chain, compress
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,14 +27,17 @@ from spikefuse.scan.double_backward import no_double_backward
 from spikefuse.scan.execution import (
     Arguments,
     Execution,
+    Flags,
     Incoming,
+    MaybeTensors,
     Needs,
     Results,
     ScanGradients,
+    Tensors,
     Wanted,
     execution_of,
 )
-from spikefuse.scan.program import kind_of, prepare, program, sizes_of
+from spikefuse.scan.program import Kinds, kind_of, prepare, program, sizes_of
 from spikefuse.scan.state_passing import StatePassing
 
 #: Kernels are compiled in this process, and an exported program would not find them in another.
@@ -49,14 +49,6 @@ NO_EXPORT = (
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 library = torch.library.Library("spikefuse", "DEF")
-library.define(
-    "scan(str program, Tensor[] tensors, int[] counts, float[] scalars, bool save, bool final) "
-    "-> Tensor[]"
-)
-library.define(
-    "scan_backward(str program, Tensor[] tensors, int[] counts, float[] scalars, "
-    "Tensor?[] grads, bool[] needed) -> Tensor[]"
-)
 
 
 class Request(NamedTuple):
@@ -112,27 +104,13 @@ def run(
     name: str, arguments: Arguments, wanted: Wanted, passing: StatePassing | None = None
 ) -> Results:
     """Run a program, with gradients of all tensors. The results hold no saved states."""
-    tensors = (*arguments.inputs, *arguments.states, *arguments.params)
-    if torch.is_grad_enabled():
-        for t in tensors:
-            if t.requires_grad:
-                wanted = wanted._replace(save=True)
-                break
-    if passing is None and not is_plain(tensors):
-        return _run_op(name, arguments, wanted)
-    if torch.compiler.is_compiling():
-        return _run_outside_dynamo(name, arguments, wanted, passing)
-    return _run_eager(name, arguments, wanted, passing)
-
-
-def _run_op(name: str, arguments: Arguments, wanted: Wanted) -> Results:
     inputs, states, params, scalars = arguments
     counts = [len(inputs), len(states)]
-    tensors = [*inputs, *states, *params]
-    found = torch.ops.spikefuse.scan(
-        name, tensors, counts, list(scalars), wanted.save, wanted.final
-    )
-    return split_results(name, found, wanted.final)
+    call = ScanCall([name], counts, scalars, passing, wanted.bits)
+    found = execute(call, [*inputs, *states, *params], wanted.final)
+    # The graph keeps `call` alive, but must not hold the bits.
+    num, bits, call.bits = call.num_outputs, list(call.bits), ()
+    return Results(list(found[:num]), list(found[num:]), None, bits)
 
 
 def split_results(name: str, found: list[Tensor], final: bool) -> Results:
@@ -141,142 +119,189 @@ def split_results(name: str, found: list[Tensor], final: bool) -> Results:
     return Results(found[:num_outputs], found[num_outputs:end], None, [])
 
 
-def _run_eager(
-    name: str, arguments: Arguments, wanted: Wanted, passing: StatePassing | None
-) -> Results:
-    call = ScanCall(name, arguments.scalars, len(arguments.inputs), len(arguments.states), passing)
-    if not wanted.save:
-        return call.forward(arguments, wanted)[0]
-    tensors = (*arguments.inputs, *arguments.states, *arguments.params)
-    found, num_outputs = _apply(call, wanted, *tensors), call.num_outputs
-    # The graph keeps `call` alive, but must not hold the bits.
-    bits, call.bits = call.bits, []
-    return Results(list(found[:num_outputs]), list(found[num_outputs:]), None, bits)
+@dataclass
+class Call:
+    """An operation without its tensors: what autograd keeps between forward and backward.
+
+    Its tensors are inputs, initial states and others. `forward` returns outputs, final states (if
+    asked), and what backward reads besides the tensors (if asked). `backward` takes what was saved,
+    and returns the gradients of the needed tensors.
+
+    Attributes:
+        programs: their names; the first one determines the outputs and states.
+        counts: the numbers of inputs and initial states.
+        num_outputs: known after forward.
+        overwrites: whether backward may write into what forward saved.
+    """
+
+    programs: Sequence[str]
+    counts: Sequence[int]
+    scalars: Sequence[float]
+    passing: StatePassing | None = None
+    wants_bits: bool = False
+    num_outputs: int = 0
+    overwrites: bool = False
+    bits: Tensors = ()
+    #: The name of the library op.
+    op: ClassVar[str]
+    #: How many of the first tensors backward does not read.
+    unread: ClassVar[int] = 0
+
+    def arguments(self, tensors: Tensors) -> Arguments:
+        split, end = self.counts[0], sum(self.counts)
+        return Arguments(tensors[:split], tensors[split:end], tensors[end:], self.scalars)
+
+    def num_results(self, final: bool) -> int:
+        self.num_outputs, num_states = sizes_of(self.programs[0])
+        return self.num_outputs + (num_states if final else 0)
+
+    def forward(self, tensors: Tensors, save: bool, final: bool) -> tuple[Tensors, Tensors]:
+        """The outputs and final states, and what else to save for backward."""
+        raise NotImplementedError
+
+    def backward(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
+        """The gradients of the needed tensors of `forward`.
+
+        Args:
+            tensors: those of `forward` but the unread, and then what else was saved.
+            grads: of the outputs and final states.
+        """
+        raise NotImplementedError
+
+    def new_results(self, tensors: Tensors, save: bool, final: bool) -> list[Tensor]:
+        """What `forward` returns, without values."""
+        raise NotImplementedError
+
+    def new_gradients(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
+        """What `backward` returns, without values."""
+        raise NotImplementedError
+
+
+def execute(call: Call, tensors: Tensors, final: bool) -> Tensors:
+    """The outputs and final states of a call, with gradients of all tensors."""
+    save = False
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t.requires_grad:
+                save = True
+                break
+    if call.passing is None:
+        if not is_plain(tensors):
+            given = call.programs, list(tensors), call.counts, list(call.scalars), save, final
+            return getattr(torch.ops.spikefuse, call.op)(*given)[: call.num_results(final)]
+    elif torch.compiler.is_compiling():
+        return _execute_outside_dynamo(call, tensors, final)
+    return _apply(call, final, *tensors) if save else call.forward(tensors, False, final)[0]
 
 
 # States are passed between processes, which torch.compile must not trace.
-_run_outside_dynamo = _disable_dynamo(_run_eager)
+_execute_outside_dynamo = _disable_dynamo(execute)
 
 
-@dataclass
-class ScanCall:
-    """A scan without its tensors: what autograd keeps between forward and backward.
-
-    Attributes:
-        num_inputs, num_states: of the tensors, which are inputs, states and parameters.
-        counts: with state passing, the numbers of initial and saved states of each microbatch.
-    """
-
-    name: str
-    scalars: Sequence[float]
-    num_inputs: int
-    num_states: int
-    passing: StatePassing | None = None
-    num_outputs: int = 0
-    execution: Execution | None = None
-    counts: list[tuple[int, int]] = field(default_factory=list)
-    bits: list[Tensor] = field(default_factory=list)
-
-    def arguments(self, tensors: Sequence[Tensor]) -> Arguments:
-        split, end = self.num_inputs, self.num_inputs + self.num_states
-        return Arguments(tensors[:split], tensors[split:end], tensors[end:], self.scalars)
-
-    def needs(self, needed: Sequence[bool]) -> Needs:
-        split, end = self.num_inputs, self.num_inputs + self.num_states
-        return Needs(tuple(needed[:split]), self.num_states > 0, tuple(needed[end:]))
-
-    def forward(self, arguments: Arguments, wanted: Wanted) -> tuple[Results, Sequence[Tensor]]:
-        """The results, and the states to save for backward."""
-        if self.passing is not None:
-            done = state_passing.scan_forward(self.passing, self.name, arguments, wanted)
-            results, parts = done
-            saved, self.counts = state_passing.flatten(parts)
-            return results, saved
-        execution = self.execution = execution_of(self.name, arguments.inputs)
-        results = execution.forward(arguments, execution.new_results(wanted))
-        return results, results.saved or ()
-
-    def backward(
-        self, arguments: Arguments, saved: Sequence[Tensor], incoming: Incoming, needs: Needs
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Gradients of the inputs, the initial states and the parameters, as far as needed."""
-        execution = self.execution
-        if self.passing is None:
-            execution = execution or execution_of(self.name, arguments.inputs)
-            found = execution.new_gradients(needs)
-            execution.backward(arguments, saved, incoming, found)
-            if not found.params:
-                return found.inputs, found.states, []
-            params = list(compress(arguments.params, needs.params))
-            return found.inputs, found.states, execution.reduce(found.params, params)
-        execution = execution_of(self.name, arguments.inputs)
-        parts = state_passing.split(self.passing, self.name, arguments)
-        parts = state_passing.unflatten(parts, saved, self.counts)
-        inputs = execution.new_gradients(Needs(needs.inputs, False, ())).inputs
-        starts = bool(parts[0].arguments.states)
-        whole = ScanGradients(needs._replace(states=starts), inputs, [], [])
-        totals = state_passing.scan_backward(self.passing, parts, whole, incoming)
-        return whole.inputs, whole.states if needs.states else [], totals
-
-
-class _Scan(torch.autograd.Function):
-    """The autograd of eager scans."""
+class _Eager(torch.autograd.Function):
+    """The autograd of eager calls."""
 
     @staticmethod
-    def forward(ctx: Any, call: ScanCall, wanted: Wanted, *tensors: Tensor) -> tuple[Tensor, ...]:
-        arguments = call.arguments(tensors)
-        results, saved = call.forward(arguments, wanted)
-        if call.execution is not None and not call.execution.is_ahead:
-            needs = call.needs(ctx.needs_input_grad[2:])
-            call.execution.compile_backward(arguments, results, needs)
-        ctx.save_for_backward(*tensors, *saved)
+    def forward(ctx: Any, call: Call, final: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results, saved = call.forward(tensors, True, final)
+        ctx.save_for_backward(*tensors[call.unread :], *saved)
         ctx.set_materialize_grads(False)
-        ctx.call, call.bits, call.num_outputs = call, results.bits, len(results.outputs)
-        return (*results.outputs, *results.finals)
+        ctx.call = call
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        call, saved, needs = ctx.call, ctx.saved_tensors, ctx.needs_input_grad[2:]
-        return (None, None, *_differentiate(call, saved, grads, needs))
+        needed = ctx.needs_input_grad[2:]
+        return None, None, *_differentiate(ctx.call, ctx.saved_tensors, grads, needed)
 
 
 # That of torch.autograd.Function first looks for transforms, which `is_plain` has excluded.
-_apply = super(torch.autograd.Function, _Scan).apply
+_apply = super(torch.autograd.Function, _Eager).apply
 
 
 def _differentiate(
-    call: ScanCall,
-    tensors: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    needed: Sequence[bool],
+    call: Call, tensors: Tensors, grads: MaybeTensors, needed: Flags
 ) -> list[Tensor | None]:
-    """The gradients of a scan's tensors, None where none is needed.
-
-    Args:
-        tensors: inputs, states, parameters, then what the forward pass saved.
-        needed: whether a tensor, saved ones excepted, needs a gradient.
-    """
-    arguments = call.arguments(tensors[: len(needed)])
-    needs = call.needs(needed)
+    """The gradients of a call's tensors, None where none is needed; see `Call.backward`."""
     # With create_graph, the library op raises the error about double backward. It passes no states.
-    plain = not torch.is_grad_enabled() and is_plain(tensors)
-    if call.passing is not None or plain:
-        incoming = Incoming(grads[: call.num_outputs], grads[call.num_outputs :])
-        saved = tensors[len(needed) :]
+    if call.passing is not None or (not torch.is_grad_enabled() and is_plain(tensors)):
+        call.overwrites = not torch._C._autograd._get_current_graph_task_keep_graph()
         with torch.no_grad():
-            inputs, states, params = call.backward(arguments, saved, incoming, needs)
+            found = call.backward(tensors, grads, needed)
     else:
-        counts = [call.num_inputs, call.num_states]
-        given = call.name, list(tensors), counts, list(call.scalars), list(grads), list(needed)
-        found = torch.ops.spikefuse.scan_backward(*given)
-        split = sum(needs.inputs)
-        end = split + call.num_states
-        inputs, states, params = found[:split], found[split:end], found[end:]
-    if states:
-        states = [g.to(s.dtype) for g, s in zip(states, arguments.states, strict=True)]
-    rest = iter((*inputs, *states, *params))
-    returned = (*needs.inputs, *(True,) * call.num_states, *needs.params)
-    return [next(rest) if need else None for need in returned]
+        given = call.programs, list(tensors), call.counts, list(call.scalars)
+        backward = getattr(torch.ops.spikefuse, f"{call.op}_backward")
+        found = backward(*given, list(grads), list(needed))
+    rest = iter(found)
+    return [next(rest) if need else None for need in needed]
+
+
+@dataclass
+class ScanCall(Call):
+    """A scan; its tensors are inputs, initial states and parameters.
+
+    Attributes:
+        microbatches: with state passing, the numbers of initial and saved states of each.
+    """
+
+    op = "scan"
+    execution: Execution | None = None
+    microbatches: Sequence[tuple[int, int]] = ()
+
+    def forward(self, tensors: Tensors, save: bool, final: bool) -> tuple[Tensors, Tensors]:
+        (name,), arguments = self.programs, self.arguments(tensors)
+        wanted = Wanted(save, final, self.wants_bits)
+        saved: Tensors
+        if self.passing is None:
+            execution = self.execution = execution_of(name, arguments.inputs)
+            results = execution.forward(arguments, execution.new_results(wanted))
+            if save and not execution.is_ahead:
+                needs = self.needs([t.requires_grad for t in tensors])
+                execution.compile_backward(arguments, results, needs)
+            saved = results.saved or ()
+        else:
+            results, parts = state_passing.scan_forward(self.passing, name, arguments, wanted)
+            saved, self.microbatches = state_passing.flatten(parts)
+        self.num_outputs, self.bits = len(results.outputs), results.bits
+        return [*results.outputs, *results.finals], saved
+
+    def backward(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
+        arguments, saved = self.arguments(tensors[: len(needed)]), tensors[len(needed) :]
+        execution = self.execution or execution_of(self.programs[0], arguments.inputs)
+        incoming = Incoming(grads[: execution.num_outputs], grads[execution.num_outputs :])
+        needs = self.needs(needed)
+        if self.passing is None:
+            found = execution.new_gradients(needs)
+            execution.backward(arguments, saved, incoming, found)
+            params = found.params
+            if params:
+                params = execution.reduce(params, [*compress(arguments.params, needs.params)])
+        else:
+            parts = state_passing.split(self.passing, self.programs[0], arguments)
+            parts = state_passing.unflatten(parts, saved, self.microbatches)
+            inputs = execution.new_gradients(Needs(needs.inputs, False, ())).inputs
+            starts = bool(parts[0].arguments.states)
+            found = ScanGradients(needs._replace(states=starts), inputs, [], [])
+            params = state_passing.scan_backward(self.passing, parts, found, incoming)
+        states = compress(found.states, needed[self.counts[0] : sum(self.counts)])
+        return [*found.inputs, *states, *params]
+
+    def new_results(self, tensors: Tensors, save: bool, final: bool) -> list[Tensor]:
+        execution = fake_execution(self.programs[0], self.arguments(tensors).inputs)
+        results = execution.new_results(Wanted(save, final))
+        return [*results.outputs, *results.finals, *(results.saved or ())]
+
+    def new_gradients(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
+        arguments, needs = self.arguments(tensors[: len(needed)]), self.needs(needed)
+        execution = fake_execution(self.programs[0], arguments.inputs)
+        found = execution.new_gradients(needs._replace(params=()))
+        states = compress(found.states, needed[self.counts[0] : sum(self.counts)])
+        params = compress(arguments.params, needs.params)
+        return [*found.inputs, *states, *map(torch.empty_like, params)]
+
+    def needs(self, needed: Flags) -> Needs:
+        split, end = self.counts[0], sum(self.counts)
+        return Needs(tuple(needed[:split]), end > split, tuple(needed[end:]))
 
 
 def choose(
@@ -311,17 +336,14 @@ def choose(
 
 
 def _prepare(
-    definition: Definition,
-    backend: str,
-    kinds: tuple[tuple[str, str], ...],
-    outputs: tuple[str, ...],
+    definition: Definition, backend: str, kinds: Kinds, outputs: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...], tuple[bool, ...]]:
     definition = with_outputs(definition, outputs)
     name, used = prepare(definition, backend, definition.describe()[1], kinds)
     return name, used, program(name).step.binary
 
 
-def _kinds(values: Mapping[str, float | Tensor]) -> tuple[tuple[str, str], ...]:
+def _kinds(values: Mapping[str, float | Tensor]) -> Kinds:
     return tuple([(name, kind_of(value)) for name, value in values.items()])
 
 
@@ -375,7 +397,7 @@ def _check_param(definition: Definition, name: str, value: Tensor, x: Tensor) ->
         raise no_gradient(name)
 
 
-def is_plain(tensors: Sequence[Tensor]) -> bool:
+def is_plain(tensors: Tensors) -> bool:
     """Whether nothing observes or transforms operations, so that the dispatcher can be skipped."""
     if (
         torch.compiler.is_compiling()
@@ -392,82 +414,9 @@ def is_plain(tensors: Sequence[Tensor]) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _scan(
-    name: str,
-    tensors: list[Tensor],
-    counts: list[int],
-    scalars: list[float],
-    save: bool,
-    final: bool,
-) -> list[Tensor]:
-    call = ScanCall(name, scalars, counts[0], counts[1])
-    results, saved = call.forward(call.arguments(tensors), Wanted(save, final))
-    return [*results.outputs, *results.finals, *saved]
-
-
-def _scan_fake(
-    name: str,
-    tensors: list[Tensor],
-    counts: list[int],
-    scalars: list[float],
-    save: bool,
-    final: bool,
-) -> list[Tensor]:
-    results = fake_execution(name, tensors[: counts[0]]).new_results(Wanted(save, final))
-    return [*results.outputs, *results.finals, *(results.saved or ())]
-
-
-def _scan_backward(
-    name: str,
-    tensors: list[Tensor],
-    counts: list[int],
-    scalars: list[float],
-    grads: list[Tensor | None],
-    needed: list[bool],
-) -> list[Tensor]:
-    call = ScanCall(name, scalars, counts[0], counts[1])
-    num, num_outputs = len(needed), program(name).step.num_outputs
-    incoming = Incoming(grads[:num_outputs], grads[num_outputs:])
-    arguments = call.arguments(tensors[:num])
-    inputs, states, params = call.backward(arguments, tensors[num:], incoming, call.needs(needed))
-    return [*inputs, *states, *params]
-
-
-def _scan_backward_fake(
-    name: str,
-    tensors: list[Tensor],
-    counts: list[int],
-    scalars: list[float],
-    grads: list[Tensor | None],
-    needed: list[bool],
-) -> list[Tensor]:
-    call = ScanCall(name, scalars, counts[0], counts[1])
-    arguments, needs = call.arguments(tensors[: len(needed)]), call.needs(needed)
-    found = fake_execution(name, arguments.inputs).new_gradients(needs._replace(params=()))
-    params = compress(arguments.params, needs.params)
-    return [*found.inputs, *found.states, *map(torch.empty_like, params)]
-
-
-def fake_execution(name: str, inputs: Sequence[Tensor]) -> Execution:
+def fake_execution(name: str, inputs: Tensors) -> Execution:
     # Not cached: sizes may be symbols.
     return Execution(name, [(x.shape, x.stride(), x.dtype, x.device) for x in inputs])
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    name, tensors, counts, scalars, _, final = inputs
-    num_outputs, num_states = sizes_of(name)
-    ctx.call = ScanCall(name, scalars, counts[0], counts[1], num_outputs=num_outputs)
-    ctx.num_tensors, ctx.end = len(tensors), num_outputs + (num_states if final else 0)
-    ctx.save_for_backward(*tensors, *output[ctx.end :])
-    ctx.set_materialize_grads(False)
-
-
-def _op_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    tensors = ctx.saved_tensors
-    needed = [t.requires_grad for t in tensors[: ctx.num_tensors]]
-    found = _differentiate(ctx.call, tensors, grads[: ctx.end], needed)
-    # PyTorch takes an empty list for one of tensors, and expects the gradients of its items.
-    return None, found, None, None if ctx.call.scalars else [], None, None
 
 
 def implement(
@@ -493,8 +442,43 @@ def implement(
         )
 
 
-#: The `autograd` of an op that computes gradients.
-ONCE: Any = no_double_backward, lambda ctx, inputs, output: None
+def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    pass
 
-implement("scan", _scan, _scan_fake, (_op_backward, _setup_context))
-implement("scan_backward", _scan_backward, _scan_backward_fake, ONCE)
+
+#: The `autograd` of an op that computes gradients.
+ONCE = no_double_backward, _setup_nothing
+
+
+def register(cls: type[Call]) -> None:
+    """Make a kind of call an op of the library, and its backward another one."""
+    given = "(str[] programs, Tensor[] tensors, int[] counts, float[] scalars"
+    library.define(f"{cls.op}{given}, bool save, bool final) -> Tensor[]")
+    library.define(f"{cls.op}_backward{given}, Tensor?[] grads, bool[] needed) -> Tensor[]")
+
+    def method(name: str) -> Callable[..., list[Tensor]]:
+        def op(programs: Any, tensors: Any, counts: Any, scalars: Any, *rest: Any) -> list[Tensor]:
+            found = getattr(cls(programs, counts, scalars), name)(tensors, *rest)
+            # An op returns one list.
+            return [*chain(*found)] if name == "forward" else found
+
+        return torch.no_grad()(op)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+        programs, tensors, counts, scalars, _, final = inputs
+        ctx.call = cls(programs, counts, scalars)
+        ctx.num_results = ctx.call.num_results(final)
+        ctx.needed = [t.requires_grad for t in tensors]
+        ctx.save_for_backward(*tensors[cls.unread :], *output[ctx.num_results :])
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, grads: MaybeTensors) -> tuple[Any, ...]:
+        found = _differentiate(ctx.call, ctx.saved_tensors, grads[: ctx.num_results], ctx.needed)
+        # PyTorch takes an empty list for one of tensors, and expects the gradients of its items.
+        return None, found, None, None if ctx.call.scalars else [], None, None
+
+    implement(cls.op, method("forward"), method("new_results"), (backward, setup_context))
+    implement(f"{cls.op}_backward", method("backward"), method("new_gradients"), ONCE)
+
+
+register(ScanCall)

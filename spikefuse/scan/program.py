@@ -22,6 +22,7 @@ from spikefuse.compiler import (
 )
 from spikefuse.compiler.adjoint import Reverse, reverse_step
 from spikefuse.compiler.trace import Step, trace_step
+from spikefuse.compiler.variables import KERNELS, Variables
 from spikefuse.neurons.definition import Definition
 from spikefuse.scan import cache
 from spikefuse.scan.layout import Layout
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 # A parameter is a Python float, a 0-d tensor, or a tensor of one value per channel.
 FLOAT, SCALAR, CHANNEL = "float", "scalar", "channel"
+#: (name, kind) of every run-time value of a definition.
+Kinds = tuple[tuple[str, str], ...]
 
 
 class Variant(NamedTuple):
@@ -64,7 +67,6 @@ class Launch(Protocol):
             sums: backward: sums of the gradients of parameters; forward: outputs as bits.
             params: floats, and contiguous float32 tensors.
         """
-        ...
 
 
 class Operands(NamedTuple):
@@ -112,7 +114,6 @@ class Launcher(Protocol):
             by_channel: whether it reads parameters with one value per channel.
             has_sums: whether it sums gradients of parameters.
         """
-        ...
 
     def sums_shape(
         self, layout: Layout, itemsize: int, device: torch.device, by_channel: bool
@@ -123,12 +124,10 @@ class Launcher(Protocol):
         Args:
             itemsize: of the first input.
         """
-        ...
 
     def new_sums(self, like: Tensor, count: int) -> list[Tensor]:
         """Sums of the gradients of `count` parameters in recurrent scans like `like`, which add up
         to one value per neuron along dim 0."""
-        ...
 
     def pack(self, weight: Tensor, transposed: bool) -> Tensor:
         """A weight as recurrent kernels read it, those of `backward` if it is transposed."""
@@ -136,7 +135,6 @@ class Launcher(Protocol):
 
     def run_recurrent(self, kernel: Any, operands: Operands) -> None:
         """Run `forward` or `backward` of a recurrent module."""
-        ...
 
     def spike_product(self, grad: Tensor, spikes: Tensor, heads: int) -> Tensor | None:
         """`out[h, i, j]`, the sum of `grad[t, b, h, i] spikes[t, b, h, j]` over steps and samples,
@@ -146,12 +144,6 @@ class Launcher(Protocol):
             grad: float32, contiguous `[T, B, N]`, where N is heads times width.
             spikes: 0 or 1 after the first step, likewise.
         """
-        ...
-
-
-KERNELS = "forward", "backward"
-#: The arguments of `Program.source`.
-_Key = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], bool, tuple[str, ...]]
 
 
 @dataclass
@@ -165,7 +157,8 @@ class Program:
     reverse: Reverse
     backend: str
     kinds: tuple[str, ...]
-    modules: dict[_Key, ModuleType] = field(default_factory=dict)
+    #: By the arguments of `source`.
+    modules: dict[tuple[Any, ...], ModuleType] = field(default_factory=dict)
 
     def chunk(self, num_steps: int) -> int:
         """Steps between two saved states of a sequence."""
@@ -176,15 +169,13 @@ class Program:
         """Whether backward can do without saved states. Numba's kernels save few."""
         return self.backend == "triton" and bool(self.step.states)
 
+    #: Whether kernels can repair a pass that began from the wrong states.
+    repairs = rebuilds
+
     @cached_property
     def is_differentiable(self) -> bool:
         """Whether an output of the step passes gradients on."""
         return not self.reverse.graph.used().isdisjoint(f"g{y}" for y in self.step.outputs)
-
-    @property
-    def repairs(self) -> bool:
-        """Whether kernels can repair a pass that began from the wrong states."""
-        return self.rebuilds
 
     def named(self, kind: str) -> list[str]:
         return [n for n, k in zip(self.step.params, self.kinds, strict=True) if k == kind]
@@ -196,7 +187,7 @@ class Program:
 
     def forward(self, recurrent: bool = False) -> Any:
         """The forward kernel."""
-        return self._load((self.step.inputs, (), (), recurrent, self._with("forward"))).forward
+        return self._load("forward", self.step.inputs, (), (), recurrent)
 
     def backward(
         self,
@@ -207,19 +198,16 @@ class Program:
     ) -> Any:
         """The backward kernel that gives the gradients of these inputs and parameters, where
         `absent` gradients are neither read nor counted."""
-        key = grad_inputs, grad_params, absent, recurrent
-        return self._load((*key, self._with("backward"))).backward
+        return self._load("backward", grad_inputs, grad_params, absent, recurrent)
 
-    def _with(self, kernel: str) -> tuple[str, ...]:
-        """The kernels of a kernel's module. Numba's cache is keyed by the file, so neurons that
-        differ in their gradients only share the machine code of a forward kernel of its own."""
-        return (kernel,) if self.backend == "numba" else KERNELS
-
-    def _load(self, key: _Key) -> ModuleType:
+    def _load(self, kernel: str, *how: Any) -> Any:
+        # Numba's cache is keyed by the file, so neurons that differ in their gradients only share
+        # the machine code of a forward kernel of its own.
+        key = (*how, (kernel,) if self.backend == "numba" else KERNELS)
         if key not in self.modules:
             with _compiling:
                 self.modules[key] = cache.load(self.source(*key), self.step.name, self.backend)
-        return self.modules[key]
+        return getattr(self.modules[key], kernel)
 
     def absent(self, missing: Sequence[bool]) -> tuple[str, ...]:
         """See `Reverse.absent`; final states that are not wanted are missing."""
@@ -235,14 +223,18 @@ class Program:
         kernels: tuple[str, ...] = KERNELS,
     ) -> str:
         reverse = self.reverse.select(self.step, grad_inputs, grad_params, absent)
-        channels, scalars = self.named(CHANNEL), self.named(SCALAR)
-        if self.backend == "triton":
-            triton = emit_recurrent_triton if recurrent else emit_triton
-            return triton.source(self.step, reverse, channels, scalars)
-        numba = emit_recurrent_numba if recurrent else emit_numba
-        return numba.source(self.step, reverse, channels, kernels)
+        emitter = _EMITTERS[self.backend, recurrent]
+        made = emitter(self.step, reverse, self.named(CHANNEL), self.named(SCALAR))
+        return made.source(kernels)
 
 
+# By backend, and whether outputs are fed back.
+_EMITTERS: dict[tuple[str, bool], type[Variables]] = {
+    ("numba", False): emit_numba.Emitter,
+    ("numba", True): emit_recurrent_numba.Emitter,
+    ("triton", False): emit_triton.Emitter,
+    ("triton", True): emit_recurrent_triton.Emitter,
+}
 # Neither tracing nor the import of generated source is thread-safe.
 _compiling = threading.RLock()
 _by_signature: dict[tuple[Any, ...], tuple[str, tuple[str, ...]]] = {}
@@ -268,20 +260,21 @@ def prepare(
     definition: Definition,
     backend: str,
     statics: tuple[Any, ...],
-    kinds: tuple[tuple[str, str], ...],
+    kinds: Kinds,
 ) -> tuple[str, tuple[str, ...]]:
     """The name of a definition's program, and the run-time values that it reads.
 
     Args:
         statics: the constants of `definition.describe()`.
-        kinds: (name, kind) of every run-time value of the definition.
     """
     signature = (statics, backend, kinds)
     found = _by_signature.get(signature)
     if found is not None:
         return found
     with _compiling:
-        made = _make(definition, backend, dict(kinds))
+        step, reverse = _without_modes(_trace, definition, dict(kinds))
+        step = step.without_unused(step.graph.used() | reverse.graph.used())
+        made = Program(step, reverse, backend, tuple(dict(kinds)[name] for name in step.params))
         # The same kernels, called alike, have the same name in every process.
         identity = repr((made.step.params, made.kinds)) + made.source(
             made.step.inputs, made.learnable()
@@ -290,13 +283,6 @@ def prepare(
         name = f"{made.step.name}-{backend}-{digest}"
         _by_name.setdefault(name, made)
         return _by_signature.setdefault(signature, (name, made.step.params))
-
-
-def _make(definition: Definition, backend: str, kinds: dict[str, str]) -> Program:
-    step, reverse = _without_modes(_trace, definition, kinds)
-    used = step.graph.used() | reverse.graph.used()
-    step = step.without_unused(used)
-    return Program(step, reverse, backend, tuple(kinds[name] for name in step.params))
 
 
 def _without_modes(trace: Callable[..., T], *args: Any) -> T:

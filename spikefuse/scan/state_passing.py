@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -46,11 +47,9 @@ class Collectives(Protocol):
 
     def sum(self, x: Tensor) -> None:
         """Replace `x` by its sum over the processes."""
-        ...
 
     def gather(self, x: Tensor) -> Tensor:
         """`x` of all k processes, `[k, ...]`."""
-        ...
 
 
 class Channel:
@@ -258,10 +257,8 @@ def scan_backward(
 
     def finish(i: int, found: ScanGradients) -> list[Tensor]:
         _, execution, arguments, _ = parts[i]
-        params = [
-            p for p, needed in zip(arguments.params, whole.needs.params, strict=True) if needed
-        ]
-        reduced = execution.reduce(found.params, params)
+        params = compress(arguments.params, whole.needs.params)
+        reduced = execution.reduce(found.params, [*params])
         totals[:] = [a + b for a, b in zip(totals, reduced, strict=True)] if i else reduced
         starts.append(found.states)
         return found.states
