@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -53,7 +53,7 @@ class TritonLaunch:
         # Attributes of torch.device are slow to read.
         self.is_cpu, self.index = device.type == "cpu", device.index
         self.compiled: dict[tuple[int, ...], tuple[Any, FastLaunch | None]] = {}
-        self.ahead: Future[None] | None = None
+        self.is_ahead = False
 
     def compile_ahead(
         self,
@@ -62,15 +62,13 @@ class TritonLaunch:
         sums: Sequence[Tensor | None] = (),
         params: Sequence[float | Tensor] = (),
     ) -> None:
-        """Begin to compile the kernel for such arguments, if tensors are aligned, on another
-        thread. The first launch waits for the result."""
-        if self.ahead is None and not self.is_cpu:
-            arguments = [*sequences, *states, *sums, *params]
+        """Begin to compile the kernel for such arguments, with aligned tensors, on a thread."""
+        if not (self.is_ahead or self.is_cpu):
+            self.is_ahead, arguments = True, [*sequences, *states, *sums, *params]
             kinds = [x.dtype if isinstance(x, Tensor) else x for x in arguments]
-            self.ahead = _compilers().submit(self._compile, kinds)
+            _compilers().submit(self._compile, kinds)
 
     def _compile(self, kinds: Sequence[Any]) -> None:
-        # Layers of other sizes need the same kernel, which Triton would compile twice at a time.
         with _lock_of(self.kernel), torch.cuda.device(self.device):
             self.kernel.warmup(*kinds, *self.integers, grid=self.grid, **self.options)
 
@@ -114,9 +112,8 @@ class TritonLaunch:
             run(*self.grid, stream, *fixed, *raw, *self.integers)
 
     def _first_launch(self, arguments: Sequence[Any]) -> Any:
-        if self.ahead is not None:
-            wait([self.ahead])  # an error recurs below
-        compiled = self._dispatch(arguments)
+        with _lock_of(self.kernel):
+            compiled = self._dispatch(arguments)
         if self.tight and torch.version.cuda is not None and compiled is not None:  # noqa: SIM102
             if REGISTER_LIMIT < compiled.n_regs <= MAX_REGISTERS:
                 return self._dispatch(arguments, maxnreg=REGISTER_LIMIT)
@@ -183,6 +180,7 @@ def _compilers() -> ThreadPoolExecutor:
 
 @cache
 def _lock_of(kernel: Any) -> threading.Lock:
+    """Return the lock of a kernel. Without it, two threads would compile the same variant."""
     return threading.Lock()
 
 
