@@ -40,7 +40,7 @@ def test_regions_have_measured_times() -> None:
     text = tables.filled("".join(map(region, tables.REGIONS)), record.RESULTS, record.ROOT)
     for line in (
         "| 32 | 0.211 | 0.443 | 0.296 | 7.59 | 0.678 | 0.150 |",
-        "| 32×100×64×56×56 | bfloat16 | channels-last | 3.30 | 74% | 3.46 | 8.30 | 9.60 |",
+        "| 32×100×64×56×56 | bfloat16 | channels-last | 3.39 | 71% | 3.69 | 8.17 | 9.48 |",
         "| spikefuse, eager | 2 | 8.34 | 11.8 | 17,000 | 1.42× | – / – |",
         "| shd | 2,940 | 0.5% | 132 | 1,756 | 1,754 | 127 | 13.3× |",
         "| numba | LIF, second | 0.934 | 0.0388 |",
