@@ -319,7 +319,8 @@ def make_network(name: str, args: argparse.Namespace) -> tuple[nn.Module, Call]:
         return net, call
     surrogate = sf.surrogate.PiecewiseQuadratic(1.0)
     neuron = partial(sf.LIF, DECAY, surrogate=surrogate, reset="soft", detach_reset=True)
-    temporal = sf.fuse(sf.Temporal(make(neuron)))
+    # Memory is not scarce here, and unpacking bits takes time.
+    temporal = sf.fuse(sf.Temporal(make(neuron), memory=sf.memory.SaveAll()))
     return temporal, lambda images, steps: temporal(direct(images, steps))
 
 
