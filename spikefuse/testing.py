@@ -19,6 +19,8 @@ LAYOUTS = ("contiguous", "channels_last", "batch_first")
 
 # Largest relative error of one rounding from float32.
 ROUNDING = dict(zip(DTYPES, (2.0**-24, 2.0**-8, 2.0**-11), strict=True))
+# Random losses whose gradients show how far the loop errs in a parameter's, a few values each.
+LOSSES = 5
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Run:
     states: States
     leaves: dict[str, Tensor]
 
-    def backward(self, weights: Sequence[Tensor]) -> dict[str, Tensor]:
+    def backward(self, weights: Sequence[Tensor], retain_graph: bool = False) -> dict[str, Tensor]:
         """Return the gradients of the weighted sum of outputs and states, by name of the leaf."""
         results = (*self.outputs, *self.states)
         terms = [(r.double() * w).sum() for r, w in zip(results, weights, strict=True)]
@@ -108,7 +110,9 @@ class Run:
         if not loss.requires_grad:  # no result depends on a leaf
             return {name: torch.zeros_like(x) for name, x in self.leaves.items()}
         leaves = list(self.leaves.values())
-        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(
+            loss, leaves, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
+        )
         return dict(zip(self.leaves, gradients, strict=True))
 
 
@@ -145,6 +149,10 @@ def assert_matches_reference(
     `within_budget`. Gradients must match the reference within its own float64 error. Neurons that
     spike differently in float64 are excluded from the loss, so that all compute the same function.
 
+    A parameter's gradient is a sum of terms that cancel, and has few values. One of them says
+    little about its own error, since the loop's roundings may cancel as well, nor does it show how
+    large the terms are. Both come from the gradients of several random losses.
+
     Args:
         neuron: the neuron or block.
         inputs: `[T, B, ...]`, as many as the neuron takes.
@@ -156,26 +164,28 @@ def assert_matches_reference(
     Raises:
         AssertionError: the error names what differs and by how much.
     """
-    parameters = dict(neuron.named_parameters())
     expected = run(neuron, inputs, state, "reference")
     truth = run(neuron, inputs, state, "float64")
     pairs = zip(expected.outputs, truth.outputs, strict=True)
     same = torch.stack([((a - b).abs() < 0.5).all(0) for a, b in pairs]).all(0)
     generator = torch.Generator().manual_seed(1)
-    weights = [
-        torch.randn(r.shape, generator=generator).to(r.device) * same
-        for r in (*expected.outputs, *expected.states)
+    parameters = [name for name, _ in neuron.named_parameters()]
+    losses = [
+        [
+            torch.randn(r.shape, generator=generator).to(r.device) * same
+            for r in (*expected.outputs, *expected.states)
+        ]
+        for _ in range(LOSSES if parameters else 1)
     ]
-    wanted, true = expected.backward(weights), truth.backward(weights)
+    wanted, true = ([r.backward(w, retain_graph=True) for w in losses] for r in (expected, truth))
+    limits = {name: _error_and_scale(name, wanted, true) for name in parameters}
     # exp and similar functions err by up to 2 ulp here and by 1/2 to 1 in PyTorch, at every step.
     share = 2.0 if exact else 8.0
-    # A parameter's gradient is a sum of canceling terms, each about as large as inputs' gradients.
-    summed = true["input 0"].double().norm().item()
     for impl, layout in itertools.product(impls, layouts):
         where = f"{impl}, {layout}"
         with poisoned():
             actual = run(neuron, [lay_out(x, layout) for x in inputs], state, impl)
-            gradients = actual.backward(weights)
+            gradients = actual.backward(losses[0])
         # Triton's interpreter truncates to bfloat16 where GPUs round.
         truncated = impl == "triton" and inputs[0].device.type == "cpu"
         for role in ("outputs", "states"):
@@ -186,9 +196,9 @@ def assert_matches_reference(
                 elif not (a.dtype == e.dtype and torch.equal(a, e)):
                     raise AssertionError(f"{where}: {role} {i} {a.dtype}: {_difference(a, e)}")
         for name, gradient in gradients.items():
-            label, scale = f"{where}: gradient of {name}", summed if name in parameters else 0.0
-            results = gradient, wanted[name], true[name]
-            within_budget(label, results, share, scale, truncated)
+            label, (error, scale) = f"{where}: gradient of {name}", limits.get(name, (0.0, 0.0))
+            results = gradient, wanted[0][name], true[0][name]
+            within_budget(label, results, share, scale, truncated, error)
 
 
 def within_budget(
@@ -197,14 +207,15 @@ def within_budget(
     share: float = 2.0,
     scale: float = 0.0,
     truncated: bool = False,
+    error: float = 0.0,
 ) -> None:
     """Compare a result with that of the eager loop, given both and the float64 truth.
 
     Infinities and NaN must be equal. The error of the result against the truth must be about that
-    of the eager loop: the budget is `share` times the largest error of the loop, plus a few
-    roundings of the largest value (or of `scale`, if larger), because float32 arithmetic may round
-    in another order. Results are rounded to their dtype once, or `truncated`, which doubles that
-    error.
+    of the eager loop: the budget is `share` times the largest error of the loop (or `error`, if
+    larger), plus a few roundings of the largest value (or of `scale`, if larger), because float32
+    arithmetic may round in another order. Results are rounded to their dtype once, or `truncated`,
+    which doubles that error.
 
     Args:
         name: of the result, for the error.
@@ -212,6 +223,7 @@ def within_budget(
         share: multiple of the loop's error.
         scale: least value that roundings refer to.
         truncated: whether results are truncated to their dtype.
+        error: least error of the loop that the budget assumes.
 
     Raises:
         AssertionError: the error exceeds the budget, or infinities or NaN differ.
@@ -229,9 +241,19 @@ def within_budget(
     a, e, t = a[finite], e[finite], t[finite]
     scale = max(scale, t.abs().max().item())
     conversion = ROUNDING[actual.dtype] * (2 if truncated else 1)
-    budget = share * (e - t).abs().max() + (8 * ROUNDING[torch.float32] + conversion) * scale
-    error = (a - t).abs().max()
-    assert error <= budget, f"{name} errs by {error:.3g}, the budget is {budget:.3g}"
+    error = max(error, (e - t).abs().max().item())
+    budget = share * error + (8 * ROUNDING[torch.float32] + conversion) * scale
+    found = (a - t).abs().max().item()
+    assert found <= budget, f"{name} errs by {found:.3g}, the budget is {budget:.3g}"
+
+
+def _error_and_scale(
+    name: str, wanted: Sequence[dict[str, Tensor]], true: Sequence[dict[str, Tensor]]
+) -> tuple[float, float]:
+    """Return the loop's largest error in the gradients of `name`, and their largest value."""
+    e, t = (torch.stack([found[name].double() for found in rows]) for rows in (wanted, true))
+    error, scale = (x.abs().nan_to_num(0.0, 0.0).max().item() for x in (e - t, t))
+    return error, scale
 
 
 def _difference(a: Tensor, b: Tensor) -> str:

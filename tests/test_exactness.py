@@ -1,14 +1,14 @@
-"""Every definition, backend, reset, dtype, layout and T against the eager loop.
+"""Every definition, backend, reset, dtype, layout and T against the eager loop."""
 
-tests/gpu/test_exactness.py runs the same tests on a GPU.
-"""
+import itertools
+from zlib import crc32
 
 import pytest
 import torch
 
 import spikefuse as sf
 from spikefuse import reference
-from spikefuse.testing import DTYPES, LAYOUTS, assert_matches_reference, make_input
+from spikefuse.testing import DTYPES, LAYOUTS, Backends, assert_matches_reference, make_input
 
 # Threads share kernels of any size, also where they end in the middle of a sample.
 pytestmark = pytest.mark.usefixtures("any_threads", "two_threads")
@@ -89,6 +89,11 @@ RESETS_OF |= dict.fromkeys(("LI", "LI-decay-input"), ("none",))
 SMOOTH = ("EIF", "CLIF")
 
 
+def turn_of(name):
+    """A number that decides what a neuron sees. It does not depend on the other neurons."""
+    return crc32(name.encode())
+
+
 def cases():
     """Half precision with every reset of the core where there is a GPU, else with the first."""
     every = CORE if torch.cuda.is_available() else {}
@@ -108,13 +113,13 @@ def calls(name, reset, dtype, device):
     """
     every = device == "cuda"
     if name not in CORE:
-        turn = list(DEFINITIONS).index(name)
+        turn = turn_of(name)
         yield 19, SHAPES[0] if every else (SMALL, SHAPES[1])[turn % 2], False, True, LAYOUTS
         yield 3, SHAPES[1], True, False, LAYOUTS[:1]
         return
     turn = RESETS.index(reset) + DTYPES.index(dtype)
     for i, num_steps in enumerate(STEPS):
-        if turn > 0 and not every and (i + turn + list(CORE).index(name)) % 2:
+        if turn > 0 and not every and (i + turn + turn_of(name)) % 2:
             continue
         shape, is_given = SHAPES[i % 2], i % 3 > 0
         if num_steps == 33 and not every:
@@ -131,12 +136,13 @@ def impls_of(name, reset, dtype, backends):
 
     On a CPU a model of the zoo has both in float32 with its first reset, and else takes turns: one
     half precision and one of two more resets are Numba's, the others Triton's, and each reset and
-    dtype is both's.
+    dtype is both's. The few models without a reset have both.
     """
     resets = RESETS_OF.get(name, RESETS)
-    turn = list(DEFINITIONS).index(name) + resets.index(reset) + DTYPES.index(dtype)
+    turn = turn_of(name) + resets.index(reset) + DTYPES.index(dtype)
     first = reset == resets[0] and dtype == torch.float32
-    if name in CORE or first or backends.device == "cuda" or len(backends.impls) == 1:
+    every = name in CORE or first or len(resets) == 1
+    if every or backends.device == "cuda" or len(backends.impls) == 1:
         return backends.impls
     return backends.impls[turn % 2 :][:1]
 
@@ -185,3 +191,14 @@ def test_equals_reference(name, reset, dtype, backends):
             )
         except AssertionError as error:
             raise AssertionError(f"T = {num_steps}, constant {constant}: {error}") from error
+
+
+def test_turns_cover_every_combination():
+    for reset, dtype in itertools.product(RESETS, DTYPES):
+        steps = {call[0] for name in CORE for call in calls(name, reset, dtype, "cpu")}
+        assert steps == {*STEPS}, f"{reset}, {dtype}: T is one of {steps} only"
+    both, seen = Backends("cpu", ("numba", "triton")), {}
+    for name, reset, dtype in (case.values for case in cases()):
+        if name in ZOO:
+            seen.setdefault((reset, dtype), set()).update(impls_of(name, reset, dtype, both))
+    assert all(impls == {*both.impls} for impls in seen.values()), seen

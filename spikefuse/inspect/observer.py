@@ -24,7 +24,7 @@ from spikefuse.memory.policies import Policy, Recompute
 from spikefuse.memory.saved_tensors import SavedTensors
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.call import Observer, Scan, active, observing
-from spikefuse.nn.neuron import Neuron, backend_of
+from spikefuse.nn.neuron import Neuron, backend_of, check_module
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.scan.op import Request
 
@@ -110,8 +110,7 @@ class ModuleObserver(Observer):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+        check_module("model", model)
         neurons = [m for m in model.modules() if isinstance(m, Neuron)]
         inner = {m for neuron in neurons for m in neuron.modules()}.difference(neurons)
         self.names = {m: name for name, m in model.named_modules() if m not in inner}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from spikefuse.neurons.definition import States
 from spikefuse.nn.call import active
-from spikefuse.nn.neuron import Neuron, backend_of, check
+from spikefuse.nn.neuron import Neuron, backend_of, check, check_module, refuse_class
 from spikefuse.nn.recurrent import NO_SHARDS
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import Request
@@ -50,10 +50,10 @@ class Feedback(nn.Module):
 
     def __init__(self, body: nn.Module, neuron: Neuron) -> None:
         super().__init__()
-        if not isinstance(body, nn.Module):
-            raise TypeError(f"body is a {type(body).__name__}: expected a torch.nn.Module")
+        check_module("body", body)
         if any(isinstance(module, Neuron) for module in body.modules()):
             raise ValueError("body contains a neuron, whose state would be lost after each step")
+        refuse_class("neuron", neuron)
         if not isinstance(neuron, Neuron) or len(type(neuron).input_names) != 1:
             raise TypeError(f"neuron is {neuron!r}: expected an instance of a neuron of one input")
         self.body, self.neuron = body, neuron

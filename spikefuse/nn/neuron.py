@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spikefuse import reference
 from spikefuse.neurons.definition import Definition, Outputs, States, with_outputs
@@ -167,6 +167,21 @@ def backend_of(inputs: tuple[Tensor, ...], impl: str) -> str:
         f"no kernels for device '{x.device.type}': move the input to cuda or cpu, or pass "
         'impl="reference" for the eager loop'
     )
+
+
+def check_module(name: str, value: Any) -> None:
+    """Refuse an argument that is no module, or a class of modules."""
+    refuse_class(name, value)
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{name} is a {type(value).__name__}: expected a torch.nn.Module")
+
+
+def refuse_class(name: str, value: Any) -> None:
+    """Refuse a class of modules where an instance is expected."""
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        kind = value.__name__
+        call = f"sf.{kind}()" if value.__module__ == "spikefuse.nn.zoo" else f"{kind}(...)"
+        raise TypeError(f"{name} is the class {kind}: expected an instance, as in {call}")
 
 
 def check(

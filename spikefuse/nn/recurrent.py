@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from spikefuse import reference
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.call import mark_binary, wants_bits
-from spikefuse.nn.neuron import Neuron, backend_of, check
+from spikefuse.nn.neuron import Neuron, backend_of, check, refuse_class
 from spikefuse.scan.op import Request
 from spikefuse.scan.recurrent import recurrent_scan
 
@@ -86,9 +86,9 @@ class Recurrent(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        refuse_class("neuron", neuron)
         if not isinstance(neuron, Neuron):
-            kind = f"the class {neuron.__name__}" if isinstance(neuron, type) else repr(neuron)
-            raise TypeError(f"neuron is {kind}: expected an instance of a neuron, such as sf.LIF()")
+            raise TypeError(f"neuron is {neuron!r}: expected a neuron, such as sf.LIF()")
         for name, value in (("features", features), ("heads", heads)):
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} is {value!r}: expected an integer of at least 1")

@@ -9,6 +9,7 @@ from torch import nn
 
 from spikefuse.neurons.definition import States
 from spikefuse.nn.call import TemporalCall
+from spikefuse.nn.neuron import check_module
 from spikefuse.nn.temporal import Temporal, check_state, neurons_of
 
 
@@ -41,8 +42,7 @@ class Stream:
     """
 
     def __init__(self, net: nn.Module) -> None:
-        if not isinstance(net, nn.Module):
-            raise TypeError(f"net is a {type(net).__name__}: expected a torch.nn.Module")
+        check_module("net", net)
         if isinstance(net, Temporal):
             if net.passing is not None:
                 raise ValueError("the time of the network is sharded: stream a copy that is not")

@@ -18,7 +18,7 @@ from spikefuse.memory.spikes import saving
 from spikefuse.neurons.definition import States
 from spikefuse.nn.call import NotingSums, Saving, TemporalCall
 from spikefuse.nn.constant_input import fold
-from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron
+from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron, check_module
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import refuse_export
 from spikefuse.scan.state_passing import StatePassing
@@ -104,8 +104,7 @@ class Temporal(nn.Module):
         batch_first: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(net, nn.Module):
-            raise TypeError(f"net is a {type(net).__name__}: expected a torch.nn.Module")
+        check_module("net", net)
         if any(isinstance(m, Temporal) for m in net.modules()):
             raise ValueError("a Temporal inside a Temporal: wrap the outermost network only")
         if (memory == "auto") != (budget is not None):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.nn.activations import ACTIVATIONS
-from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.neuron import Neuron, check_module
 from spikefuse.nn.temporal import Temporal
 from spikefuse.transforms.converters import norse, snntorch, spikingjelly
 from spikefuse.transforms.converters.common import (
@@ -129,8 +129,7 @@ def convert(
         TypeError: `model` is not a module.
         ValueError: a module or the code of the network can't be converted.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+    check_module("model", model)
     if any(isinstance(m, Temporal) for m in model.modules()):
         raise ValueError("the model has a Temporal in it: convert the network, then wrap it")
     source, replacements = copying.deepcopy(model) if copy else model, dict(extra or {})

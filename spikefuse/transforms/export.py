@@ -16,7 +16,7 @@ from spikefuse.block.fused_norm import FUSED
 from spikefuse.events.linear import EventLinear
 from spikefuse.neurons.definition import States, with_outputs
 from spikefuse.neurons.surrogate import Surrogate
-from spikefuse.nn.neuron import Neuron, checked_names
+from spikefuse.nn.neuron import Neuron, check_module, checked_names
 from spikefuse.nn.pool import MaxPool2d
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.temporal import Temporal
@@ -55,8 +55,7 @@ def exportable(net: nn.Module, step: bool = False) -> nn.Module:
             a subclass of a neuron, surrogate, `Temporal` or `Block` with its own `forward`.
         ValueError: the time of `net` is sharded.
     """
-    if not isinstance(net, nn.Module):
-        raise TypeError(f"net is a {type(net).__name__}: expected a torch.nn.Module")
+    check_module("net", net)
     if step and not isinstance(net, Temporal):
         raise TypeError(f"net is a {type(net).__name__}: expected a Temporal with step=True")
     for name, module in net.named_modules():

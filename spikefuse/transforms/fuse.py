@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.block import Block
 from spikefuse.block.fused_norm import FUSED, FusedNorm
-from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.neuron import Neuron, check_module
 from spikefuse.nn.pool import MaxPool2d
 from spikefuse.nn.temporal import Temporal
 from spikefuse.transforms.fusion import Fusion
@@ -57,8 +57,7 @@ def fuse(model: nn.Module) -> nn.Module:
         RuntimeError: in a call of the result, a tensor is changed in place after a norm has read it
             and before the result of the norm is used.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+    check_module("model", model)
     closed = [m for m in model.modules() if _is_closed(m)]
     reasons = _reasons(model, closed)
     norms: dict[nn.Module, nn.Module] = {}

@@ -18,7 +18,7 @@ from spikefuse.events.linear import EventLinear
 from spikefuse.neurons.surrogate import Surrogate
 from spikefuse.nn import zoo
 from spikefuse.nn.feedback import Feedback
-from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.neuron import Neuron, check_module
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.temporal import Temporal
 from spikefuse.transforms.converters.common import Above, Refusal
@@ -71,8 +71,7 @@ def to_nir(net: nn.Module, sample: Tensor, *, dt: float) -> Any:
     for interoperable brain-inspired computing", Nature Communications 15, 2024.
     """
     nir, dt = package(), check_dt(dt)
-    if not isinstance(net, nn.Module):
-        raise TypeError(f"net is a {type(net).__name__}: expected a torch.nn.Module")
+    check_module("net", net)
     if not isinstance(sample, Tensor):
         raise TypeError(f"sample is a {type(sample).__name__}: expected a tensor [T, B, ...]")
     for name, module in net.named_modules():

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from spikefuse.nn.activations import ACTIVATIONS, FUNCTIONS, METHODS
-from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.neuron import Neuron, check_module
 from spikefuse.nn.temporal import Temporal
 
 MakeNeuron = Callable[[], Neuron]
@@ -46,8 +46,7 @@ def spiking(
             neuron can replace. Calls are found in the source of the model's classes, not in
             functions that these call, nor in layers of torch.nn such as nn.LSTM.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+    check_module("model", model)
     if any(isinstance(m, Temporal) for m in model.modules()):
         raise ValueError("the model has a Temporal in it: convert the network, then wrap it")
     if isinstance(neuron, nn.Module) or not callable(neuron):

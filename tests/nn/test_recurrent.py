@@ -414,7 +414,7 @@ def test_initial_weight():
 
 def test_errors():
     for arguments, options, message in (
-        ((sf.LIF, 8), {}, "the class LIF"),
+        ((sf.LIF, 8), {}, r"the class LIF: expected an instance, as in sf.LIF\(\)"),
         ((sf.LIF(), 0), {}, "features is 0"),
         ((sf.LIF(), 8), {"heads": 3}, "multiple of the heads"),
     ):
@@ -480,7 +480,7 @@ def test_feedback_through_a_matrix_equals_recurrent(device):
 def test_feedback_errors():
     with pytest.raises(ValueError, match="contains a neuron"):
         sf.nn.Feedback(nn.Sequential(sf.LIF()), sf.LIF())
-    with pytest.raises(TypeError, match="expected an instance"):
+    with pytest.raises(TypeError, match=r"neuron is the class LIF: .* as in sf.LIF\(\)"):
         sf.nn.Feedback(nn.Identity(), sf.LIF)
     with pytest.raises(TypeError, match=r"returned a tuple: expected a tensor"):
         sf.nn.Feedback(nn.LSTM(4, 4), sf.LIF())(torch.rand(2, 1, 4))

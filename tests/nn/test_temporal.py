@@ -502,6 +502,8 @@ TYPE_ERRORS = {
     r"the input is missing: expected a tensor": lambda: linear()(),
     r"the input is a str and a dict: expected a tensor": lambda: linear()("x", y={"z": 1}),
     r"net is a \w+: expected a torch.nn.Module": lambda: sf.Temporal(torch.relu),
+    r"net is the class LIF: expected an instance, as in sf.LIF\(\)": lambda: sf.Temporal(sf.LIF),
+    r"net is the class ReLU: .* as in ReLU\(\.\.\.\)": lambda: sf.Temporal(nn.ReLU),
     r"the input is a list: expected a tensor": lambda: linear()([1.0]),
     r"state is a tuple: expected a dict": lambda: linear()(X, state=(torch.zeros(2, 5),)),
     r"state must be a tuple of tensors \(v,\)": lambda: linear()(X, state={"1": 1.0}),

@@ -563,6 +563,8 @@ def test_nothing_to_fuse() -> None:
         assert sf.fuse(net) is net
     with pytest.raises(TypeError, match="model is a list: expected"):
         sf.fuse([net])
+    with pytest.raises(TypeError, match=r"model is the class OwnNorm: .* as in OwnNorm\(\.\.\.\)"):
+        sf.fuse(OwnNorm)
 
 
 def residual(n: Net, x: Tensor) -> Tensor:
