@@ -155,10 +155,11 @@ def _train(
 ) -> Results:
     """With the statistics of the batch."""
     inputs, states = request.inputs, request.state or ()
-    weights = () if norm.weight is None else (norm.weight,)
     saves = not program.rebuilds or _saves_states(memory, execution_of(program.name, inputs))
     call = training_call(norm, program, saves, request)
-    tensors = [*inputs, *states, *own, shift_of(norm, inputs[0]), *weights]
+    tensors, weight = [*inputs, *states, *own, shift_of(norm, inputs[0])], norm.weight
+    if weight is not None:
+        tensors.append(weight)
     return op.execute(call, tensors, request.final)
 
 

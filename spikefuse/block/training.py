@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import compress
 from operator import add, itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,10 +88,7 @@ class TrainingCall(Call):
 
     def __post_init__(self) -> None:
         self._mean_and_scale = self.statistics.unbind(0)[:2]
-        split, end = self.counts[0], sum(self.counts)
-        last = end + len(self.program.own)
-        self.read = slice(last + 1)  # the statistics contain the weight
-        self._split = itemgetter(slice(split), slice(split, end), last, slice(end, last))
+        self.read, self._split = _places(*self.counts, len(self.program.own))
 
     def arguments_of(self, tensors: BlockTensors, correction: Tensors = ()) -> Arguments:
         """The arguments of the program; only the second backward pass reads the `correction`."""
@@ -304,3 +301,12 @@ class TrainingCall(Call):
             layout.reduce_to(sums[n], p).to(p.dtype) if n in sums else None
             for n, p in zip(names, own, strict=True)
         ]
+
+
+@lru_cache
+def _places(num_inputs: int, num_states: int, num_own: int) -> tuple[slice, itemgetter[Any]]:
+    """Where the tensors of a block are that backward reads, and those of `BlockTensors`."""
+    end, last = num_inputs + num_states, num_inputs + num_states + num_own
+    places = slice(num_inputs), slice(num_inputs, end), last, slice(end, last)
+    # The statistics contain the weight, which comes last.
+    return slice(last + 1), itemgetter(*places)
