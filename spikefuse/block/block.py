@@ -20,7 +20,7 @@ from spikefuse.block.batch_norm import (
 )
 from spikefuse.block.definition import with_batch_norm
 from spikefuse.block.program import BlockProgram, block_program
-from spikefuse.block.training import BlockTensors, TrainingCall, train
+from spikefuse.block.training import TrainingCall
 from spikefuse.kernels.norm import by_batch, update_running_stats
 from spikefuse.memory.policies import Policy
 from spikefuse.neurons.definition import Outputs, States, with_outputs
@@ -113,7 +113,8 @@ def scan(
     inputs, state = request.inputs, request.state
     backend, batch = backend_of(inputs, request.backend), by_batch(norm)
     check(neuron, NAMES[: len(inputs)], inputs, state, backend)
-    check_norm(norm, neuron, inputs[0], batch and not _shares(request))
+    alone = request.passing is None or request.passing.statistics is None
+    check_norm(norm, neuron, inputs[0], batch and alone)
     if backend == "reference":
         return _reference(norm, neuron, request)
     op.check(backend, inputs[0])
@@ -154,10 +155,12 @@ def _train(
 ) -> Results:
     """With the statistics of the batch."""
     inputs, states = request.inputs, request.state or ()
-    tensors = BlockTensors(inputs, states, shift_of(norm, inputs[0]), own)
     saves = not program.rebuilds or _saves_states(memory, execution_of(program.name, inputs))
     call = training_call(norm, program, saves, request)
-    return train(call, tensors, norm.weight, request.bits)
+    tensors, weight = [*inputs, *states, *own, shift_of(norm, inputs[0])], norm.weight
+    if weight is not None:
+        tensors.append(weight)
+    return op.execute(call, tensors, request.final)
 
 
 def training_call(
@@ -165,9 +168,22 @@ def training_call(
 ) -> TrainingCall:
     """Take the statistics of the batch, and note all that does not change in this call."""
     passing, inputs = request.passing or WHOLE, request.inputs
-    statistics = batch_statistics(norm, inputs[0], program.backend, passing.statistics)
-    execution = execution_of(program.name, inputs)
-    return TrainingCall(program, execution, *statistics, saves_states, request.final, passing)
+    statistics, number, collectives = batch_statistics(
+        norm, inputs[0], program.backend, passing.statistics
+    )
+    return TrainingCall(
+        [program.name],
+        [len(inputs), len(request.state or ())],
+        program.scalars,
+        passing=passing,
+        wants_bits=request.bits,
+        saves_states=saves_states,
+        program=program,
+        execution=execution_of(program.name, inputs),
+        statistics=statistics,
+        number=number,
+        collectives=collectives,
+    )
 
 
 def _saves_states(memory: Policy | None, execution: Execution) -> bool:
@@ -223,11 +239,6 @@ def _reference(norm: _BatchNorm, neuron: Neuron, request: Request) -> tuple[Outp
     outputs, finals = reference.scan(definition, (x, *inputs[1:]), request.state)
     dtype = reduce(torch.promote_types, (x.dtype for x in inputs))
     return tuple(y.to(dtype) for y in outputs), finals
-
-
-def _shares(request: Request) -> bool:
-    """Whether other processes hold further values of the statistics of the batch."""
-    return request.passing is not None and request.passing.statistics is not None
 
 
 def check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor, alone: bool) -> None:

@@ -1,19 +1,11 @@
 """Blocks as PyTorch library ops, with their fakes and autograd, for torch.compile.
 
 `spikefuse::norm_statistics` returns the results of `kernels.norm.statistics`, and the unbiased
-variance. `spikefuse::block` runs a block in training on the statistics, the inputs, the initial
-states, the weight of the norm if it has one, the shift, and the neuron's own tensors; `counts`
-counts inputs, states and weights. It returns outputs, final states (if asked) and saved states (if
-asked).
-`spikefuse::block_backward` also takes the saved states, and the gradients of outputs and final
-states. It returns the gradients of the needed inputs, of all initial states, of weight and shift,
-and of the neuron's needed tensors.
+variance. `spikefuse::block` runs a block in training on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -22,31 +14,24 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.batch_norm import momentum_of, running_of, shift_of
 from spikefuse.block.program import BlockProgram, block_program
-from spikefuse.block.training import BlockTensors, TrainingCall
+from spikefuse.block.training import TrainingCall
 from spikefuse.kernels.norm import statistics, update_running_stats
 from spikefuse.neurons.definition import Definition
 from spikefuse.scan import op
 from spikefuse.scan.execution import (
     Arguments,
-    Incoming,
-    Needs,
+    Flags,
+    MaybeTensors,
     Results,
+    Tensors,
     Wanted,
     execution_of,
 )
-from spikefuse.scan.op import Request
-from spikefuse.scan.program import kind_of, sizes_of
+from spikefuse.scan.op import Call, Request
+from spikefuse.scan.program import kind_of
 
 op.library.define(
     "norm_statistics(Tensor x, Tensor? weight, float eps, str backend) -> (Tensor, Tensor)"
-)
-op.library.define(
-    "block(str program, Tensor[] tensors, int[] counts, float[] scalars, bool save, bool final) "
-    "-> Tensor[]"
-)
-op.library.define(
-    "block_backward(str program, Tensor[] tensors, int[] counts, float[] scalars, "
-    "Tensor?[] grads, bool[] needed) -> Tensor[]"
 )
 
 _programs: dict[str, BlockProgram] = {}
@@ -111,14 +96,10 @@ def train(
         )
         update_running_stats(running_of(norm), values[0], unbiased, momentum_of(norm))
     weights = [] if weight is None else [weight]
-    tensors = [values, *request.inputs, *states, *weights, shift_of(norm, x), *program.own]
-    counts = [len(request.inputs), len(states), len(weights)]
-    save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    save = save and (saves_states or not program.rebuilds)
-    results = torch.ops.spikefuse.block(
-        program.name, tensors, counts, program.scalars, save, request.final
-    )
-    return op.split_results(program.name, results, request.final)
+    tensors = [*request.inputs, *states, *program.own, shift_of(norm, x), *weights, values]
+    counts, saves_states = [len(request.inputs), len(states)], saves_states or not program.rebuilds
+    call = BlockCall([program.name], counts, program.scalars, saves_states=saves_states)
+    return op.execute(call, tensors, request.final)
 
 
 def evaluate(norm: _BatchNorm, program: TracedProgram, scale: Tensor, request: Request) -> Results:
@@ -148,125 +129,39 @@ def _statistics_fake(
     return values, values.new_empty((x.shape[2],))
 
 
-class _Split(NamedTuple):
-    statistics: Tensor
-    block: BlockTensors
-    saved: Sequence[Tensor]
+class BlockCall(Call):
+    """A block in training, in a traced graph. Its tensors are those of a `TrainingCall`, and the
+    statistics."""
 
+    op = "block"
 
-def _split(name: str, tensors: Sequence[Tensor], counts: Sequence[int]) -> _Split:
-    inputs, states, weights = counts
-    statistics, *rest = tensors
-    begin, shift = inputs + states, inputs + states + weights
-    end = shift + 1 + len(_programs[name].own)
-    block = BlockTensors(rest[:inputs], rest[inputs:begin], rest[shift], rest[shift + 1 : end])
-    return _Split(statistics, block, rest[end:])
+    def forward(self, tensors: Tensors, save: bool, final: bool) -> tuple[Tensors, Tensors]:
+        *others, statistics = tensors
+        return self._training(others, statistics, save).forward(others, save, final)
 
+    def backward(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
+        *others, statistics = tensors[: len(needed)]
+        saved, needed = tensors[len(needed) :], needed[:-1]
+        call = self._training(others, statistics, bool(saved))
+        found = call.backward([*others[call.read], *saved], grads, needed)
+        # The gradients of shift and weight are rows of one tensor, which an op must not return.
+        norm = slice(sum(needed[: call.read.stop - 1]), None)
+        found[norm] = map(torch.clone, found[norm])
+        return found
 
-def _call(
-    name: str, split: _Split, scalars: Sequence[float], saves_states: bool, final: bool
-) -> TrainingCall:
-    inputs = split.block.inputs
-    execution, number = execution_of(name, inputs), inputs[0].numel() / inputs[0].shape[2]
-    sizes = split.statistics, number, None
-    return TrainingCall(_programs[name], execution, *sizes, saves_states, final, scalars=scalars)
-
-
-def _block(
-    name: str,
-    tensors: list[Tensor],
-    counts: list[int],
-    scalars: list[float],
-    save: bool,
-    final: bool,
-) -> list[Tensor]:
-    split = _split(name, tensors, counts)
-    results, _ = _call(name, split, scalars, save, final).forward(split.block, save, False)
-    return [*results.outputs, *results.finals, *(results.saved or ())]
-
-
-def _block_fake(
-    name: str,
-    tensors: list[Tensor],
-    counts: list[int],
-    scalars: list[float],
-    save: bool,
-    final: bool,
-) -> list[Tensor]:
-    execution = op.fake_execution(name, tensors[1 : 1 + counts[0]])
-    results = execution.new_results(Wanted(save, final))
-    return [*results.outputs, *results.finals, *(results.saved or ())]
-
-
-def _block_backward(
-    name: str,
-    tensors: list[Tensor],
-    counts: list[int],
-    scalars: list[float],
-    grads: list[Tensor | None],
-    needed: list[bool],
-) -> list[Tensor]:
-    split, num_outputs = _split(name, tensors, counts), sizes_of(name)[0]
-    block, saved = split.block, split.saved
-    incoming = Incoming(grads[:num_outputs], grads[num_outputs:])
-    call = _call(name, split, scalars, bool(saved), False)
-    results = call.backward(block, saved, incoming, _needs(block, needed))
-    dtype = block.shift.dtype
-    states = [g.to(s.dtype) for g, s in zip(results.states, block.states, strict=True)]
-    own = [g for g in results.own if g is not None]
-    # The rows of one tensor, which an op must not return as they are.
-    return [*results.inputs, *states, results.weight.to(dtype, copy=True),
-            results.shift.to(dtype, copy=True), *own]  # fmt: skip
-
-
-def _block_backward_fake(
-    name: str,
-    tensors: list[Tensor],
-    counts: list[int],
-    scalars: list[float],
-    grads: list[Tensor | None],
-    needed: list[bool],
-) -> list[Tensor]:
-    block = _split(name, tensors, counts).block
-    needs = _needs(block, needed)
-    execution = op.fake_execution(name, block.inputs)
-    inputs = execution.new_gradients(needs._replace(params=())).inputs
-    own = compress(block.own, needs.params)
-    return [*inputs, *map(torch.empty_like, (*block.states, block.shift, block.shift, *own))]
-
-
-def _needs(block: BlockTensors, needed: Sequence[bool]) -> Needs:
-    """What backward computes; `needed` says so of each tensor but the saved ones."""
-    inputs = tuple(needed[1 : 1 + len(block.inputs)])
-    return Needs(inputs, False, tuple(needed[len(needed) - len(block.own) :]))
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    name, tensors, counts, scalars, _, final = inputs
-    num_outputs, num_states = sizes_of(name)
-    ctx.settings = name, counts, scalars
-    ctx.num_tensors, ctx.end = len(tensors), num_outputs + (num_states if final else 0)
-    ctx.save_for_backward(*tensors, *output[ctx.end :])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    (name, counts, scalars), tensors = ctx.settings, ctx.saved_tensors
-    needed = [t.requires_grad for t in tensors[: ctx.num_tensors]]
-    found = iter(
-        torch.ops.spikefuse.block_backward(
-            name, list(tensors), counts, scalars, list(grads[: ctx.end]), needed
+    def _training(self, tensors: Tensors, statistics: Tensor, saves_states: bool) -> TrainingCall:
+        (name,), inputs = self.programs, tensors[: self.counts[0]]
+        return TrainingCall(
+            self.programs,
+            self.counts,
+            self.scalars,
+            saves_states=saves_states,
+            program=_programs[name],
+            execution=execution_of(name, inputs),
+            statistics=statistics,
+            number=inputs[0].numel() / inputs[0].shape[2],
         )
-    )
-    inputs, states, weights = counts
-    gradients = [None, *(next(found) if need else None for need in needed[1 : 1 + inputs])]
-    gradients += [next(found) for _ in range(states)]
-    weight, shift = next(found), next(found)
-    gradients += [weight] * weights + [shift]
-    gradients += [next(found) if need else None for need in needed[len(gradients) :]]
-    return None, gradients, None, None if scalars else [], None, None
 
 
 op.implement("norm_statistics", _statistics, _statistics_fake, None)
-op.implement("block", _block, _block_fake, (_backward, _setup_context))
-op.implement("block_backward", _block_backward, _block_backward_fake, op.ONCE)
+op.register(BlockCall)

@@ -62,7 +62,7 @@ class BlockProgram:
         """
         return self._in_order((*norm, *own))
 
-    @property
+    @cached_property
     def adds_correction(self) -> bool:
         """Whether what flows through the statistics is added to a gradient in memory. It takes
         fewer instructions than a second scan, which bound a CPU, but moves more bytes."""

@@ -8,9 +8,10 @@ the second pass writes the gradient of the input.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import reduce
-from operator import add, attrgetter
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from itertools import compress
+from operator import add, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,19 +22,21 @@ from spikefuse.block.program import BlockProgram
 from spikefuse.kernels.channels import ChannelLayout
 from spikefuse.kernels.norm import gradient_sums
 from spikefuse.scan import state_passing
-from spikefuse.scan.double_backward import once
 from spikefuse.scan.execution import (
     PLAIN,
     REBUILD,
     Arguments,
     Execution,
+    Flags,
     Incoming,
+    MaybeTensors,
     Needs,
     Results,
     ScanGradients,
     Tensors,
     Wanted,
 )
+from spikefuse.scan.op import Call
 from spikefuse.scan.state_passing import (
     WHOLE,
     Collectives,
@@ -42,8 +45,6 @@ from spikefuse.scan.state_passing import (
     exchange_gradients,
     incoming_of,
 )
-
-_requires_grad = attrgetter("requires_grad")
 
 
 class BlockTensors(NamedTuple):
@@ -57,73 +58,76 @@ class BlockTensors(NamedTuple):
 
 
 class BlockGradients(NamedTuple):
-    """What backward returns: gradients of the needed inputs, of all initial states, of weight and
-    shift, and of the neuron's own tensors (None where not needed)."""
+    """What both passes return: gradients of the needed inputs, of all initial states, of the
+    neuron's own tensors (None where not needed), and of weight and shift."""
 
     inputs: list[Tensor]
     states: list[Tensor]
-    weight: Tensor
-    shift: Tensor
     own: list[Tensor | None]
+    norm: list[Tensor]
 
 
-@dataclass
-class TrainingCall:
-    """One call of a block in training, without the tensors that autograd saves.
+@dataclass(kw_only=True)
+class TrainingCall(Call):
+    """A block in training. Its tensors are the inputs, the initial states, the neuron's own, the
+    shift, and the weight of the norm if it has one.
 
     Attributes:
         execution: of the whole batch.
         statistics: `[4, C]`, see `spikefuse.kernels.norm.statistics`.
         number: values per channel, of all processes.
         collectives: over which the statistics were taken.
-        saves_states: whether forward saves states; otherwise backward rebuilds them.
-        final: whether forward returns the final states.
-        scalars: the values of the program's float parameters; None for those that it holds.
-        counts: the numbers of initial and saved states of each microbatch.
     """
 
     program: BlockProgram
     execution: Execution
     statistics: Tensor
     number: float | Tensor
-    collectives: Collectives | None
-    saves_states: bool
-    final: bool
+    collectives: Collectives | None = None
     passing: StatePassing = WHOLE
-    scalars: Sequence[float] | None = None
-    num_inputs: int = 0
-    num_states: int = 0
-    counts: list[tuple[int, int]] = field(default_factory=list)
-    bits: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._mean_and_scale = self.statistics.unbind(0)[:2]
+        self.read, self._split = _places(*self.counts, len(self.program.own))
 
-    def arguments(self, tensors: BlockTensors, correction: Tensors = ()) -> Arguments:
+    def arguments_of(self, tensors: BlockTensors, correction: Tensors = ()) -> Arguments:
         """The arguments of the program; only the second backward pass reads the `correction`."""
         mean, scale = self._mean_and_scale
         norm = mean, scale, tensors.shift, *(correction or (mean, mean))
         params = self.program.params(norm, tensors.own)
-        scalars = self.program.scalars if self.scalars is None else self.scalars
-        return Arguments(tensors.inputs, tensors.states, params, scalars)
+        return Arguments(tensors.inputs, tensors.states, params, self.scalars)
 
-    def forward(
-        self, tensors: BlockTensors, save: bool, bits: bool
-    ) -> tuple[Results, list[MicrobatchScan]]:
-        """The results, and the microbatches with what is to be saved for backward."""
-        wanted = Wanted(save and self.saves_states, self.final, bits)
-        arguments = self.arguments(tensors)
-        if self.passing is not WHOLE:
-            return state_passing.scan_forward(self.passing, self.program.name, arguments, wanted)
-        results = self.execution.forward(arguments, self.execution.new_results(wanted))
-        return results, [MicrobatchScan(None, self.execution, arguments, results.saved or [])]
+    def forward(self, tensors: Tensors, save: bool, final: bool) -> tuple[Tensors, Tensors]:
+        arguments = self.arguments_of(BlockTensors(*self._split(tensors)))
+        wanted = Wanted(save and self.saves_states, final, self.wants_bits)
+        saved: Tensors
+        if self.passing is WHOLE:
+            results = self.execution.forward(arguments, self.execution.new_results(wanted))
+            saved = results.saved or ()
+            if save and not self.execution.is_ahead:
+                self._compile_backward(arguments, results, [t.requires_grad for t in tensors])
+        else:
+            name = self.program.name
+            results, parts = state_passing.scan_forward(self.passing, name, arguments, wanted)
+            saved, self.microbatches = state_passing.flatten(parts)
+        self.num_outputs, self.bits = len(results.outputs), results.bits
+        return [*results.outputs, *results.finals], saved
 
-    def backward(
+    def backward(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
+        block, saved = BlockTensors(*self._split(tensors)), tensors[self.read.stop :]
+        for_inputs, for_states, _, for_own = self._split(needed)
+        needs = Needs(tuple(for_inputs), bool(for_states), tuple(for_own))
+        num_outputs, dtype = len(self.program.binary), block.shift.dtype
+        incoming = Incoming(grads[:num_outputs], grads[num_outputs:])
+        differentiate = self._differentiate if self.passing is WHOLE else self._differentiate_parts
+        inputs, states, own, (weight, shift) = differentiate(block, saved, incoming, needs)
+        norm = compress((shift.to(dtype), weight.to(dtype)), needed[self.read.stop - 1 :])
+        return [*inputs, *compress(states, for_states), *filter(torch.is_tensor, own), *norm]
+
+    def _differentiate(
         self, tensors: BlockTensors, saved: Tensors, incoming: Incoming, needs: Needs
     ) -> BlockGradients:
-        """Both passes. `needs.params` are those of the neuron's own tensors."""
-        if self.passing is not WHOLE:
-            return self._backward_in_parts(tensors, saved, incoming, needs)
+        """Both passes of backward. `needs.params` are those of the neuron's own tensors."""
         execution, x = self.execution, tensors.inputs[0]
         rebuild = not self.saves_states and execution.num_saved > 0
         if rebuild:
@@ -131,25 +135,25 @@ class TrainingCall:
         # If the correction is added later, the first pass also writes the gradients of the inputs,
         # as if the statistics were constants.
         adds = self._adds_correction(needs.inputs, x)
-        arguments = self.arguments(tensors, self._no_correction if adds else ())
+        arguments = self.arguments_of(tensors, self._no_correction if adds else ())
         part = MicrobatchScan(None, execution, arguments, saved)
         found = self.reduce(part, incoming, needs.params, rebuild, needs.inputs if adds else None)
         sums = self.named(found, needs.params)
-        correction, weight, shift = self.correct(self.totals(execution, sums))
+        correction, *norm = self.correct(self.totals(execution, sums))
         inputs = found.inputs
         if adds:
             self._add_correction(inputs[0], x, correction, execution)
         elif True in needs.inputs:
             inputs = self.write(part, incoming, needs.inputs, (tensors, correction))
         own = self.own_gradients(execution, sums, tensors.own)
-        return BlockGradients(inputs, found.states, weight, shift, own)
+        return BlockGradients(inputs, found.states, own, norm)
 
-    def _backward_in_parts(
+    def _differentiate_parts(
         self, tensors: BlockTensors, saved: Tensors, incoming: Incoming, needs: Needs
     ) -> BlockGradients:
-        """`backward` over microbatches, whose states other processes send."""
-        parts = state_passing.split(self.passing, self.program.name, self.arguments(tensors))
-        parts = state_passing.unflatten(parts, saved, self.counts)
+        """`_differentiate` over microbatches, whose states other processes send."""
+        parts = state_passing.split(self.passing, self.program.name, self.arguments_of(tensors))
+        parts = state_passing.unflatten(parts, saved, self.microbatches)
         totals: list[Tensor] = []
         starts: list[list[Tensor]] = []
         by_own: list[list[Tensor | None]] = []
@@ -169,7 +173,7 @@ class TrainingCall:
             return gradients.states
 
         buffers = exchange_gradients(self.passing, parts, (compute, finish))
-        correction, weight, shift = self.correct(reduce(add, totals))
+        correction, *norm = self.correct(reduce(add, totals))
         inputs: list[Tensor] = []
         if True in needs.inputs:
             inputs = self.execution.new_gradients(Needs(needs.inputs, False, ())).inputs
@@ -182,17 +186,19 @@ class TrainingCall:
         if tensors.states:
             states = [torch.cat(rows) for rows in zip(*starts, strict=True)]
         own = [None if g[0] is None else reduce(add, g) for g in zip(*by_own, strict=True)]
-        return BlockGradients(inputs, states, weight, shift, own)
+        return BlockGradients(inputs, states, own, norm)
 
-    def compile_backward(self, arguments: Arguments, results: Results, needs: Needs) -> None:
+    def _compile_backward(self, arguments: Arguments, results: Results, needed: Flags) -> None:
         """Begin to compile both passes of `backward`, while other layers run forward."""
-        execution, states = self.execution, bool(arguments.states)
+        needs_inputs, starts, _, needs_own = self._split(needed)
+        execution, states = self.execution, bool(starts)
         variant = REBUILD if not self.saves_states and execution.num_saved else PLAIN
         none = (False,) * len(self.program.tensors)
-        first = Needs((False,) * len(needs.inputs), states, self.program.sums(needs.params).needed)
+        first = Needs((False,) * len(needs_inputs), states, self.program.sums(needs_own).needed)
         execution.compile_backward(arguments, results, first, variant)
-        if True in needs.inputs:
-            execution.compile_backward(arguments, results, Needs(needs.inputs, states, none))
+        if True in needs_inputs:
+            needs = Needs(tuple(needs_inputs), states, none)
+            execution.compile_backward(arguments, results, needs)
 
     @property
     def _no_correction(self) -> tuple[Tensor, Tensor]:
@@ -251,7 +257,7 @@ class TrainingCall:
         """
         (tensors, correction), x = values, part.arguments.inputs[0]
         adds = self._adds_correction(needs_inputs, x)
-        params = self.arguments(tensors, self._no_correction if adds else correction).params
+        params = self.arguments_of(tensors, self._no_correction if adds else correction).params
         part = part._replace(arguments=part.arguments._replace(params=params))
         none = (False,) * len(self.program.tensors)
         # The gradients of the initial states come again, but nobody reads them.
@@ -297,68 +303,10 @@ class TrainingCall:
         ]
 
 
-class _Training(torch.autograd.Function):
-    """The autograd of a block in training. Its tensors are the inputs, the initial states, weight
-    and shift of the norm, and the neuron's own."""
-
-    @staticmethod
-    def forward(ctx: Any, call: TrainingCall, bits: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        split, end = call.num_inputs, call.num_inputs + call.num_states
-        block = BlockTensors(
-            tensors[:split], tensors[split:end], tensors[end + 1], tensors[end + 2 :]
-        )
-        results, parts = call.forward(block, True, bits)
-        saved: Tensors = results.saved or ()
-        if call.passing is not WHOLE:
-            saved, call.counts = state_passing.flatten(parts)
-        elif not call.execution.is_ahead:
-            needed = ctx.needs_input_grad[2:]
-            needs = Needs(needed[:split], False, needed[end + 2 :])
-            call.compile_backward(parts[0].arguments, results, needs)
-        ctx.save_for_backward(*block.inputs, *block.states, block.shift, *block.own, *saved)
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.num_own, call.bits = call, len(block.own), results.bits
-        return (*results.outputs, *results.finals)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        call, tensors = ctx.call, ctx.saved_tensors
-        split, end = call.num_inputs, call.num_inputs + call.num_states
-        last = end + 1 + ctx.num_own
-        block = BlockTensors(
-            tensors[:split], tensors[split:end], tensors[end], tensors[end + 1 : last]
-        )
-        needed = ctx.needs_input_grad[2:]
-        needs = Needs(needed[:split], False, needed[end + 2 :])
-        num_outputs = len(call.program.binary)
-        incoming = Incoming(grads[:num_outputs], grads[num_outputs:])
-        with torch.no_grad():
-            results = call.backward(block, tensors[last:], incoming, needs)
-        inputs, dtype = iter(results.inputs), block.shift.dtype
-        gradients = (
-            *(None, None),
-            *[next(inputs) if need else None for need in needs.inputs],
-            *[g.to(s.dtype) for g, s in zip(results.states, block.states, strict=True)],
-            results.weight.to(dtype) if needed[end] else None,
-            results.shift.to(dtype) if needed[end + 1] else None,
-            *results.own,
-        )
-        return once(gradients, *tensors, *grads) if torch.is_grad_enabled() else gradients
-
-
-# That of torch.autograd.Function first looks for transforms, which `scan.op.check` has refused.
-_apply = super(torch.autograd.Function, _Training).apply
-
-
-def train(call: TrainingCall, tensors: BlockTensors, weight: Tensor | None, bits: bool) -> Results:
-    """The results of a block in training, with gradients of its tensors."""
-    inputs, states, shift, own = tensors
-    leaves = (*inputs, *states, weight, shift, *own)
-    needs = map(_requires_grad, filter(torch.is_tensor, leaves))
-    if not (torch.is_grad_enabled() and True in needs):
-        return call.forward(tensors, False, bits)[0]
-    call.num_inputs, call.num_states = len(inputs), len(states)
-    results, end = _apply(call, bits, *leaves), len(call.program.binary)
-    # The graph keeps `call` alive, but must not hold the bits.
-    written, call.bits = call.bits, []
-    return Results(list(results[:end]), list(results[end:]), None, written)
+@lru_cache
+def _places(num_inputs: int, num_states: int, num_own: int) -> tuple[slice, itemgetter[Any]]:
+    """Where the tensors of a block are that backward reads, and those of `BlockTensors`."""
+    end, last = num_inputs + num_states, num_inputs + num_states + num_own
+    places = slice(num_inputs), slice(num_inputs, end), last, slice(end, last)
+    # The statistics contain the weight, which comes last.
+    return slice(last + 1), itemgetter(*places)

@@ -245,7 +245,7 @@ class _Run(Store):
             neuron.check(called.neuron, names, tuple(inputs), None, program.backend)
             op.check(program.backend, inputs[0])
             execution = execution_of(program.name, inputs)
-            arguments = call.arguments(BlockTensors(inputs, states, shift, own))
+            arguments = call.arguments_of(BlockTensors(inputs, states, shift, own))
             wanted = Wanted(False, self._sends, wants_bits(inputs[0]))
             results = execution.forward(arguments, execution.new_results(wanted))
             if wanted.bits:

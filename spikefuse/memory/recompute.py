@@ -84,7 +84,7 @@ class RecomputedBlock:
         self.inputs = self.values.sequences(segment.block.inputs)
         self.tensors = tensors._replace(inputs=tuple(x.detach() for x in self.inputs))
         execution = execution_of(call.program.name, self.tensors.inputs)
-        arguments = call.arguments(self.tensors)
+        arguments = call.arguments_of(self.tensors)
         saved: list[Tensor] = []
         stores = execution.num_saved > 0
         self.rebuild = stores and not call.saves_states

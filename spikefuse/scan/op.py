@@ -23,7 +23,7 @@ from spikefuse.kernels.triton_runtime import interpreted
 from spikefuse.neurons.definition import Definition, States, channel_view, with_outputs
 from spikefuse.neurons.surrogate import no_gradient
 from spikefuse.scan import state_passing
-from spikefuse.scan.double_backward import no_double_backward
+from spikefuse.scan.double_backward import no_double_backward, once
 from spikefuse.scan.execution import (
     Arguments,
     Execution,
@@ -107,16 +107,7 @@ def run(
     inputs, states, params, scalars = arguments
     counts = [len(inputs), len(states)]
     call = ScanCall([name], counts, scalars, passing, wanted.bits)
-    found = execute(call, [*inputs, *states, *params], wanted.final)
-    # The graph keeps `call` alive, but must not hold the bits.
-    num, bits, call.bits = call.num_outputs, list(call.bits), ()
-    return Results(list(found[:num]), list(found[num:]), None, bits)
-
-
-def split_results(name: str, found: list[Tensor], final: bool) -> Results:
-    num_outputs, num_states = sizes_of(name)
-    end = num_outputs + (num_states if final else 0)
-    return Results(found[:num_outputs], found[num_outputs:end], None, [])
+    return execute(call, [*inputs, *states, *params], wanted.final)
 
 
 @dataclass
@@ -130,8 +121,10 @@ class Call:
     Attributes:
         programs: their names; the first one determines the outputs and states.
         counts: the numbers of inputs and initial states.
+        saves_states: whether forward saves what backward could recompute.
         num_outputs: known after forward.
         overwrites: whether backward may write into what forward saved.
+        microbatches: with state passing, the numbers of initial and saved states of each.
     """
 
     programs: Sequence[str]
@@ -139,13 +132,15 @@ class Call:
     scalars: Sequence[float]
     passing: StatePassing | None = None
     wants_bits: bool = False
+    saves_states: bool = True
     num_outputs: int = 0
     overwrites: bool = False
     bits: Tensors = ()
+    microbatches: Sequence[tuple[int, int]] = ()
     #: The name of the library op.
     op: ClassVar[str]
-    #: How many of the first tensors backward does not read.
-    unread: ClassVar[int] = 0
+    #: Which of the tensors backward reads.
+    read = slice(None)
 
     def arguments(self, tensors: Tensors) -> Arguments:
         split, end = self.counts[0], sum(self.counts)
@@ -163,35 +158,51 @@ class Call:
         """The gradients of the needed tensors of `forward`.
 
         Args:
-            tensors: those of `forward` but the unread, and then what else was saved.
+            tensors: those of `forward` that it reads, and then what else was saved.
             grads: of the outputs and final states.
         """
         raise NotImplementedError
 
     def new_results(self, tensors: Tensors, save: bool, final: bool) -> list[Tensor]:
         """What `forward` returns, without values."""
-        raise NotImplementedError
+        execution = fake_execution(self.programs[0], self.arguments(tensors).inputs)
+        results = execution.new_results(Wanted(save, final))
+        return [*results.outputs, *results.finals, *(results.saved or ())]
 
     def new_gradients(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
         """What `backward` returns, without values."""
-        raise NotImplementedError
+        arguments, needs = self.arguments(tensors[: len(needed)]), self.needs(needed)
+        execution = fake_execution(self.programs[0], arguments.inputs)
+        found = execution.new_gradients(needs._replace(params=()))
+        states = compress(found.states, needed[self.counts[0] : sum(self.counts)])
+        params = compress(arguments.params, needs.params)
+        return [*found.inputs, *states, *map(torch.empty_like, params)]
+
+    def needs(self, needed: Flags) -> Needs:
+        split, end = self.counts[0], sum(self.counts)
+        return Needs(tuple(needed[:split]), end > split, tuple(needed[end:]))
 
 
-def execute(call: Call, tensors: Tensors, final: bool) -> Tensors:
-    """The outputs and final states of a call, with gradients of all tensors."""
+def execute(call: Call, tensors: Tensors, final: bool) -> Results:
+    """The results of a call, with gradients of all tensors. They hold no saved states."""
     save = False
     if torch.is_grad_enabled():
         for t in tensors:
             if t.requires_grad:
                 save = True
                 break
-    if call.passing is None:
-        if not is_plain(tensors):
-            given = call.programs, list(tensors), call.counts, list(call.scalars), save, final
-            return getattr(torch.ops.spikefuse, call.op)(*given)[: call.num_results(final)]
-    elif torch.compiler.is_compiling():
+    found: Tensors
+    if call.passing is None and not is_plain(tensors):
+        given = call.programs, list(tensors), call.counts, list(call.scalars)
+        run_op = getattr(torch.ops.spikefuse, call.op)
+        found = run_op(*given, save and call.saves_states, final)[: call.num_results(final)]
+    elif call.passing is not None and torch.compiler.is_compiling():
         return _execute_outside_dynamo(call, tensors, final)
-    return _apply(call, final, *tensors) if save else call.forward(tensors, False, final)[0]
+    else:
+        found = _apply(call, final, *tensors) if save else call.forward(tensors, False, final)[0]
+    # The graph keeps `call` alive, but must not hold the bits.
+    num, bits, call.bits = call.num_outputs, list(call.bits), ()
+    return Results(list(found[:num]), list(found[num:]), None, bits)
 
 
 # States are passed between processes, which torch.compile must not trace.
@@ -204,7 +215,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, final: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         results, saved = call.forward(tensors, True, final)
-        ctx.save_for_backward(*tensors[call.unread :], *saved)
+        ctx.save_for_backward(*tensors[call.read], *saved)
         ctx.set_materialize_grads(False)
         ctx.call = call
         return tuple(results)
@@ -215,7 +226,7 @@ class _Eager(torch.autograd.Function):
         return None, None, *_differentiate(ctx.call, ctx.saved_tensors, grads, needed)
 
 
-# That of torch.autograd.Function first looks for transforms, which `is_plain` has excluded.
+# That of torch.autograd.Function first looks for transforms, which `is_plain` or `check` excludes.
 _apply = super(torch.autograd.Function, _Eager).apply
 
 
@@ -223,11 +234,13 @@ def _differentiate(
     call: Call, tensors: Tensors, grads: MaybeTensors, needed: Flags
 ) -> list[Tensor | None]:
     """The gradients of a call's tensors, None where none is needed; see `Call.backward`."""
-    # With create_graph, the library op raises the error about double backward. It passes no states.
-    if call.passing is not None or (not torch.is_grad_enabled() and is_plain(tensors)):
+    found: MaybeTensors
+    if call.passing is not None or is_plain(tensors):  # the library op passes no states
         call.overwrites = not torch._C._autograd._get_current_graph_task_keep_graph()
         with torch.no_grad():
             found = call.backward(tensors, grads, needed)
+        if torch.is_grad_enabled():
+            found = once(found, *tensors, *grads)
     else:
         given = call.programs, list(tensors), call.counts, list(call.scalars)
         backward = getattr(torch.ops.spikefuse, f"{call.op}_backward")
@@ -238,15 +251,10 @@ def _differentiate(
 
 @dataclass
 class ScanCall(Call):
-    """A scan; its tensors are inputs, initial states and parameters.
-
-    Attributes:
-        microbatches: with state passing, the numbers of initial and saved states of each.
-    """
+    """A scan; its tensors are inputs, initial states and parameters."""
 
     op = "scan"
     execution: Execution | None = None
-    microbatches: Sequence[tuple[int, int]] = ()
 
     def forward(self, tensors: Tensors, save: bool, final: bool) -> tuple[Tensors, Tensors]:
         (name,), arguments = self.programs, self.arguments(tensors)
@@ -285,23 +293,6 @@ class ScanCall(Call):
             params = state_passing.scan_backward(self.passing, parts, found, incoming)
         states = compress(found.states, needed[self.counts[0] : sum(self.counts)])
         return [*found.inputs, *states, *params]
-
-    def new_results(self, tensors: Tensors, save: bool, final: bool) -> list[Tensor]:
-        execution = fake_execution(self.programs[0], self.arguments(tensors).inputs)
-        results = execution.new_results(Wanted(save, final))
-        return [*results.outputs, *results.finals, *(results.saved or ())]
-
-    def new_gradients(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
-        arguments, needs = self.arguments(tensors[: len(needed)]), self.needs(needed)
-        execution = fake_execution(self.programs[0], arguments.inputs)
-        found = execution.new_gradients(needs._replace(params=()))
-        states = compress(found.states, needed[self.counts[0] : sum(self.counts)])
-        params = compress(arguments.params, needs.params)
-        return [*found.inputs, *states, *map(torch.empty_like, params)]
-
-    def needs(self, needed: Flags) -> Needs:
-        split, end = self.counts[0], sum(self.counts)
-        return Needs(tuple(needed[:split]), end > split, tuple(needed[end:]))
 
 
 def choose(
@@ -469,7 +460,7 @@ def register(cls: type[Call]) -> None:
         ctx.call = cls(programs, counts, scalars)
         ctx.num_results = ctx.call.num_results(final)
         ctx.needed = [t.requires_grad for t in tensors]
-        ctx.save_for_backward(*tensors[cls.unread :], *output[ctx.num_results :])
+        ctx.save_for_backward(*tensors[ctx.call.read], *output[ctx.num_results :])
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, grads: MaybeTensors) -> tuple[Any, ...]:

@@ -55,8 +55,7 @@ def recurrent_scan(
     inputs, states, backend = request.inputs, request.state or (), request.backend
     check(backend, inputs[0])
     name, binary, scalars, params = choose(definition, backend, inputs[0])
-    num_outputs = sizes_of(name)[0]
-    fed_back = "spikes" if num_outputs == 1 else "output0"
+    fed_back = "spikes" if sizes_of(name)[0] == 1 else "output0"
     if fed_back in definition.states:
         raise ValueError(
             f"{type(definition).__name__} has a state '{fed_back}', which is the name of the "
@@ -64,10 +63,9 @@ def recurrent_scan(
         )
     replay = choose(definition, backend, inputs[0], (fed_back, *definition.states)).name
     call = RecurrentCall([name, replay], [len(inputs), len(states)], scalars)
-    found = execute(call, [*inputs, *states, *params, weight], True)
-    outputs = list(found[:num_outputs])
-    finals = [*found[num_outputs:], outputs[0][-1].float()]
-    return Results(outputs, finals, None, []), binary
+    results = execute(call, [*inputs, *states, *params, weight], True)
+    results.finals.append(results.outputs[0][-1].float())
+    return results, binary
 
 
 class RecurrentCall(Call):
@@ -75,7 +73,7 @@ class RecurrentCall(Call):
     is fed back and the states. For backward, `current` replaces the first input."""
 
     op = "recurrent"
-    unread = 1
+    read = slice(1, None)
 
     def split(self, tensors: Tensors) -> tuple[Arguments, Tensor | None, Tensor]:
         """The arguments of the neuron, what is fed back before the first step, and the weight."""

@@ -11,7 +11,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import spikefuse as sf
+from spikefuse.block import library
 from spikefuse.models import spikformer
+from spikefuse.scan.op import Request
+from spikefuse.testing import make_input
 
 
 @pytest.fixture(autouse=True)
@@ -254,3 +257,27 @@ def test_recomputed_functions():
     other = sf.fuse(sf.Temporal(Net()))
     y = torch.compile(other, backend="aot_eager")(x)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize("neuron", [sf.LIF(), sf.PLIF(channels=6)], ids=lambda n: type(n).__name__)
+@pytest.mark.parametrize("affine", [True, False])
+def test_opcheck(neuron, affine):
+    inputs = tuple(make_input((20, 2, 6), seed=i).requires_grad_() for i in range(2))
+    state = make_input((2, 6), seed=2).requires_grad_()
+    request = Request(inputs, (state,), "numba")
+    program = library.traced_program(neuron, has_residual=True, by_batch=True, request=request)
+    weights = [torch.rand(6, requires_grad=True)] if affine else []
+    shift = torch.rand(6, requires_grad=affine)
+    statistics, _ = torch.ops.spikefuse.norm_statistics(
+        inputs[0].detach(), *(weights or [None]), 1e-5, "numba"
+    )
+    own = [t.detach().requires_grad_() for t in program.own]
+    tensors = [*inputs, state, *own, shift, *weights, statistics.detach()]
+    call = [program.name], tensors, [2, 1], program.scalars
+    torch.library.opcheck(torch.ops.spikefuse.block.default, (*call, True, True))
+    needed = [t.requires_grad for t in tensors]
+    tensors = [t.detach() for t in tensors]
+    y, v, *saved = torch.ops.spikefuse.block(call[0], tensors, *call[2:], True, True)
+    for flags in (needed, [False, True, False, *needed[3:]]):
+        arguments = call[0], [*tensors, *saved], *call[2:], [y, v], flags
+        torch.library.opcheck(torch.ops.spikefuse.block_backward.default, arguments)

@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 import spikefuse as sf
 from spikefuse.compiler import emit_numba
 from spikefuse.kernels.triton_runtime import interpreted
-from spikefuse.scan import program
+from spikefuse.scan import op, program
+from spikefuse.scan.execution import Arguments, Wanted
+from spikefuse.scan.state_passing import StatePassing
 from spikefuse.testing import make_input, poisoned
 
 X = make_input((20, 2, 6))
@@ -322,6 +324,15 @@ def test_double_backward(make):
     (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     gradient.sum().backward()
     assert x.grad.isfinite().all()
+
+
+def test_double_backward_with_state_passing():
+    x, (name, _, scalars) = X.clone().requires_grad_(), prepared(sf.LIF())
+    arguments = Arguments([x], (), [], scalars)
+    (y,) = op.run(name, arguments, Wanted(), StatePassing()).outputs
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=DOUBLE):
+        gradient.sum().backward()
 
 
 def test_backward_twice():
