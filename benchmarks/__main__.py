@@ -1,7 +1,8 @@
 """Run the benchmarks that this machine is for, then rebuild the tables in docs/benchmarks.md,
 README.md and a tutorial.
 
-    python -m benchmarks            neurons, networks, events, first call, CPU
+    python -m benchmarks            on a GPU: neurons, recurrent layers, blocks and networks;
+                                    anywhere: events, first call, whole steps on a CPU
     python -m benchmarks --gpus     on several GPUs: data-parallel steps, time and neuron sharding
 
 Each runs in its own process, and the others still run if one fails. Training runs (`reproduce`,
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.gpus and available < 2:
         parser.error(f"--gpus needs two GPUs, this machine has {available}")
     if not available:
-        print("no GPU: neurons, blocks and networks are left out")
+        print("no GPU: neurons, recurrent layers, blocks and networks are left out")
     failed = []
     for command in commands(available if args.gpus else min(available, 1)):
         text = " ".join(command[1:])

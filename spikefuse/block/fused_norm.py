@@ -52,7 +52,7 @@ class FusedNorm(_BatchNorm):
             return defer(self, read)
         if active.call is not None:
             known = outcomes.get(self)
-            if known is None or known.reason is not obstacle:
+            if known is None or known.reason != obstacle:
                 outcomes[self] = Outcome(None, reason=obstacle)
             compute_earlier(self)
         return super().forward(input)

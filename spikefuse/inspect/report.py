@@ -366,10 +366,10 @@ class _Counter(ModuleObserver):
         if active.call is not None and self._batch is None:
             self._batch = outputs[0].shape[1]
         self._count_spikes(self.names.get(neuron, self.layer), outputs[0])
-        owner = getattr(scan, "__self__", neuron)
-        if isinstance(owner, Recurrent):
+        layer = self.modules.get(self.layer)
+        if isinstance(layer, Recurrent):
             start = None if request.state is None else request.state[-1]
-            self._add(self.names.get(owner, self.layer), feedback(owner, outputs[0], start))
+            self._add(self.layer, feedback(layer, outputs[0], start))
         return outputs, finals
 
     def leave(self, module: nn.Module, output: Any) -> None:

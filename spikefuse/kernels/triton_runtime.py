@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -54,6 +55,7 @@ class TritonLaunch:
         self.is_cpu, self.index = device.type == "cpu", device.index
         self.compiled: dict[tuple[int, ...], tuple[Any, FastLaunch | None]] = {}
         self.is_ahead = False
+        self.lock = _locks.setdefault(kernel, threading.Lock())
 
     def compile_ahead(
         self,
@@ -66,10 +68,12 @@ class TritonLaunch:
         if not (self.is_ahead or self.is_cpu):
             self.is_ahead, arguments = True, [*sequences, *states, *sums, *params]
             kinds = [x.dtype if isinstance(x, Tensor) else x for x in arguments]
-            _compilers().submit(self._compile, kinds)
+            # When Python exits, threads take no more work.
+            with suppress(RuntimeError):
+                _compilers().submit(self._compile, kinds)
 
     def _compile(self, kinds: Sequence[Any]) -> None:
-        with _lock_of(self.kernel), torch.cuda.device(self.device):
+        with self.lock, torch.cuda.device(self.device):
             self.kernel.warmup(*kinds, *self.integers, grid=self.grid, **self.options)
 
     def __call__(
@@ -112,7 +116,7 @@ class TritonLaunch:
             run(*self.grid, stream, *fixed, *raw, *self.integers)
 
     def _first_launch(self, arguments: Sequence[Any]) -> Any:
-        with _lock_of(self.kernel):
+        with self.lock:
             compiled = self._dispatch(arguments)
         if self.tight and torch.version.cuda is not None and compiled is not None:  # noqa: SIM102
             if REGISTER_LIMIT < compiled.n_regs <= MAX_REGISTERS:
@@ -175,13 +179,14 @@ _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device
 @cache
 def _compilers() -> ThreadPoolExecutor:
     """Return the threads that compile kernels. Most of the work is done outside of Python."""
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), "spikefuse-compiler")
+    threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "spikefuse-compiler")
+    # Python waits for threads when it exits: only for the kernels that they are compiling by then.
+    threading._register_atexit(threads.shutdown, cancel_futures=True)  # type: ignore[attr-defined]
+    return threads
 
 
-@cache
-def _lock_of(kernel: Any) -> threading.Lock:
-    """Return the lock of a kernel. Without it, two threads would compile the same variant."""
-    return threading.Lock()
+#: By kernel. Without a lock, two threads would compile the same variant.
+_locks: dict[Any, threading.Lock] = {}
 
 
 @cache

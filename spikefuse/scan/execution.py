@@ -205,6 +205,8 @@ class Execution:
     ) -> None:
         """Begin to compile a kernel that `backward` is expected to need: for gradients of all
         outputs, in the memory order of the outputs, and of no final states."""
+        if True not in (*needs.inputs, *needs.params):
+            return  # in a graph of torch.compile, where no tensor requires a gradient
         self.is_ahead, fits = True, self.layout.num_neurons and self._inputs_fit
         if self.device.type == "cpu" or not fits or not self.program.is_differentiable:
             return

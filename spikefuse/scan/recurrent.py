@@ -34,8 +34,8 @@ from spikefuse.scan.execution import (
 from spikefuse.scan.op import Call, Request, check, choose, execute, register
 from spikefuse.scan.program import Operands, program, sizes_of
 
-# Values of a sequence that backward replays at a time, in as much memory for each state and for
-# what is fed back. Fewer would take longer on a GPU.
+# Values of a sequence whose states backward recomputes at a time. Each state, and what is fed back,
+# takes as much memory. Shorter chunks would take longer on a GPU.
 REPLAYED = 1 << 22
 
 
@@ -189,11 +189,12 @@ class _Chain:
     """The chain of gradients of a call, one chunk of its steps after the other, from the last.
 
     Attributes:
-        inputs: the gradients of the inputs.
-        params: sums of those of the parameters, `[N]` each.
-        matrix: that of the weight, if it needs one.
-        states: those of the states before the last chunk that was run.
-        sent: that of what was fed back to this chunk, before its product with the weight.
+        inputs: gradients of the inputs.
+        params: sums of the gradients of the parameters, `[N]` each.
+        matrix: gradient of the weight; None if it needs none.
+        states: gradients of the states before the chunk that was run last.
+        sent: gradient of the total of the first input at the first step of that chunk. Its product
+            with the weight is the gradient of what was fed back before.
     """
 
     def __init__(
@@ -264,7 +265,7 @@ class _Chain:
             self.inputs[0][steps] = gradient
 
     def _product(self, gradient: Tensor, y: Tensor) -> Tensor:
-        """The gradient of the weight by the product with what was fed back."""
+        """The gradient of the weight, from that of the currents and `y`, what was fed back."""
         heads = len(self.weight)
         if self.own.step.binary[0]:
             product = self.launcher.spike_product(gradient, y, heads)
@@ -279,8 +280,8 @@ def _float32(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _at_its_end(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor like `x`, which is contiguous float32, in the memory of its last values. The values
-    of a step are behind those of earlier steps of `x`."""
+    """A tensor like `x`, which is contiguous float32, in the last part of its memory. Writing a
+    step leaves the earlier steps of `x` as they are."""
     return x.detach().flatten().view(dtype)[-x.numel() :].view(x.shape)
 
 

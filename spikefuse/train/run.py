@@ -328,8 +328,9 @@ def _test(module: Classifier, test: Examples, device: torch.device) -> tuple[flo
     module.to(device)
     size, packed = module.config.batch_size, module.config.on_events
     steps = EvalBatches(batches.place(test, device), size, device, packed)
+    hidden = None if module.processes.main else True  # None: unless on a terminal
     with _threads(module.config):
-        return module.evaluate(tqdm(steps, "test", disable=None, leave=False))
+        return module.evaluate(tqdm(steps, "test", disable=hidden, leave=False))
 
 
 def _finish(

@@ -170,7 +170,6 @@ def test_memory_saved_for_backward():
 
 
 def test_new_steps_sizes_and_values_compile_nothing():
-
     compiled, counts = [], []
     knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
     # A forward and a backward kernel for 5 steps, for whole chunks of 5 and of 8, and for chunks of
@@ -245,7 +244,6 @@ def test_repeat_launches_use_the_current_stream():
 
 
 def test_profilers_see_repeat_launches():
-
     x, neuron, seen = torch.randn(4, 1, 256, device="cuda"), sf.LIF(), []
     neuron(x)
 

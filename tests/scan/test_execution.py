@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import spikefuse as sf
 from spikefuse.compiler.emit_triton import LONGEST, chunk
@@ -39,6 +39,15 @@ def execution(
 def test_executions_are_shared_across_values():
     assert execution(X) is execution(2 * X)
     assert execution(X) is execution(X, neuron=sf.LIF(0.25, 2.0))
+
+
+def test_what_a_compiled_graph_needs_is_unknown_in_its_forward_pass():
+    net = sf.Temporal(nn.Sequential(nn.Linear(6, 6), sf.LIF()))
+    execution_for.cache_clear()
+    torch.compile(net, backend="aot_eager")(X).sum().backward()
+    assert not execution(X).is_ahead
+    net(X).sum().backward()
+    assert execution(X).is_ahead
 
 
 @pytest.mark.parametrize(
