@@ -241,10 +241,14 @@ def verify_data(task: Task, alone: RankStep, together: RankStep) -> None:
 
 
 def earlier_rows(args: argparse.Namespace) -> list[Record]:
-    """Return the rows of the result that will be replaced: those of other numbers of ranks."""
+    """Return the rows of the result that will be replaced: those of other numbers of ranks, if they
+    were measured at the same revision with the same versions."""
     args.out = record.folder(args.out, args.quick)
-    path = record.path_of(args.out, args.name, record.machine(torch.device(args.device)))
-    return record.read(path)["rows"] if path.exists() else []
+    now = record.document(args.name, torch.device(args.device), args.quick, {})
+    path = record.path_of(args.out, args.name, now["machine"])
+    before = record.read(path) if path.exists() else {}
+    same = all(before.get(key) == now[key] for key in ("revision", "dirty", "versions"))
+    return before["rows"] if same else []
 
 
 def event_rows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib
 import subprocess
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import benchmarks.__main__ as everything
-from benchmarks import events, neurons, record, reproduce, time_sharding
+from benchmarks import events, neurons, parallel, record, reproduce, time_sharding
 from benchmarks.events import DENSE, EVENTS
 from benchmarks.layers import LOOP, OURS
 from tests.processes import finish, torchrun
@@ -90,6 +92,19 @@ def test_numbers_of_ranks_share_a_result(tmp_path: Path) -> None:
     assert {ranks: row["neurons"] for ranks, row in rows.items()} == {1: 200, 2: 400}
     assert rows[1]["efficiency"] == 1
     assert rows[2]["efficiency"] > 0
+
+
+def test_rows_of_another_revision_are_not_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = argparse.Namespace(out=tmp_path, name="event_scaling", device="cpu", quick=True)
+    monkeypatch.setenv("SPIKEFUSE_REVISION", "0")
+    assert parallel.earlier_rows(args) == []
+    result = record.document(args.name, torch.device("cpu"), args.quick, {})
+    record.write(tmp_path, result | {"rows": [{"ranks": 2}]})
+    assert parallel.earlier_rows(args) == [{"ranks": 2}]
+    monkeypatch.setenv("SPIKEFUSE_REVISION", "1")
+    assert parallel.earlier_rows(args) == []
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
