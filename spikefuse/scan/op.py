@@ -236,6 +236,7 @@ def _differentiate(
     """The gradients of a call's tensors, None where none is needed; see `Call.backward`."""
     found: MaybeTensors
     if call.passing is not None or is_plain(tensors):  # the library op passes no states
+        # Without retain_graph, nobody reads the saved tensors after this.
         call.overwrites = not torch._C._autograd._get_current_graph_task_keep_graph()
         with torch.no_grad():
             found = call.backward(tensors, grads, needed)

@@ -215,12 +215,12 @@ class _Chain:
         self.read = [current, *map(_rows, others)]
         self.read += [no_gradient if g is None else _rows(g) for g in grads[:num_outputs]]
         dtype = call.dtype_of(grads)
-        overwrites = call.overwrites and current.is_contiguous()
-        first = (
-            _at_its_end(current, dtype)
-            if overwrites
-            else current.new_empty(current.shape, dtype=dtype)
-        )
+        # Numba's kernels are compiled for sequences that do not overlap.
+        self.may_overlap = self.own.backend == "triton"
+        if self.may_overlap and call.overwrites and current.is_contiguous():
+            first = _at_its_end(current, dtype)
+        else:
+            first = current.new_empty(current.shape, dtype=dtype)
         self.inputs = [first, *(x.new_empty(x.shape) for x in others)]
         self.states = [None if g is None else g.float().contiguous() for g in grads[num_outputs:]]
         self.sent: Tensor | None = None
@@ -238,7 +238,7 @@ class _Chain:
         written = [x[steps] for x in self.inputs]
         if written[0].dtype != torch.float32:
             # The chain is float32. A kernel reads the states of a step before it writes its result.
-            written[0] = past[0] if past else _float32(y, y.shape)
+            written[0] = past[0] if past and self.may_overlap else _float32(y, y.shape)
         begins = [_float32(y, y.shape[1:]) for _ in range(self.num_states)]
         sums = self.launcher.new_sums(y, self.num_params)
         operands = Operands(

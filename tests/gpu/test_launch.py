@@ -170,6 +170,9 @@ def test_memory_saved_for_backward():
 
 
 def test_new_steps_sizes_and_values_compile_nothing():
+    # What earlier tests have begun to compile does not count.
+    triton_runtime._compilers().shutdown()
+    triton_runtime._compilers.cache_clear()
     compiled, counts = [], []
     knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
     # A forward and a backward kernel for 5 steps, for whole chunks of 5 and of 8, and for chunks of
