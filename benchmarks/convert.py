@@ -3,7 +3,7 @@
     python -m benchmarks.convert
     python -m benchmarks.convert --networks "Spikformer-4-384, CIFAR-10" --dtype float32
 
-The networks of `tests/parity/published.py` have SpikingJelly's neurons and fresh weights.
+The networks of `benchmarks/published.py` have SpikingJelly's neurons and fresh weights.
 "original" is the network as it is; "converted" is `sf.fuse(sf.convert(network))`. Only
 "SEW-ResNet18 in containers" is written for one time step, so only its batch norms are fused (see
 docs/converting.md).
@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spikefuse as sf
-from benchmarks import runner
+from benchmarks import published, runner
 from benchmarks.agreement import difference
 from benchmarks.layers import DTYPES, spikingjelly
 from benchmarks.networks import LEARNING_RATE
@@ -52,7 +52,6 @@ from benchmarks.runner import (
     cudnn_search,
     measure,
 )
-from tests.parity import published
 
 ORIGINAL, CONVERTED = "original", "converted"
 STEPS = ("training", "evaluation")

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from benchmarks import convert, record
-from benchmarks.runner import NO_GRAPHS
-from spikefuse.transforms.converters import over_time
-from tests.parity.published import (
+from benchmarks.published import (
     SEWResNet,
     SpikeDrivenTransformer,
     lif,
@@ -25,6 +23,8 @@ from tests.parity.published import (
     spikes_of,
     spikformer,
 )
+from benchmarks.runner import NO_GRAPHS
+from spikefuse.transforms.converters import over_time
 
 REASON = "SpikingJelly is not installed: see CONTRIBUTING.md"
 neuron = pytest.importorskip("spikingjelly.activation_based.neuron", reason=REASON)
