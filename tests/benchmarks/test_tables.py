@@ -109,7 +109,7 @@ def test_numbers_have_three_digits(value: float) -> None:
 @pytest.mark.parametrize("name", PLOTS)
 def test_plots(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    (path,) = record.RESULTS.glob(f"{name}*-nvidia-h200.json")
+    path, *_ = sorted(record.RESULTS.glob(f"{name}*-nvidia-h200.json"))
     drawn = PLOTS[name](record.read(path), tmp_path / "plot.png")
     assert drawn is not None
     assert drawn.read_bytes().startswith(b"\x89PNG")

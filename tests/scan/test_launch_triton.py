@@ -196,7 +196,8 @@ def test_kernels_just_over_the_register_limit(monkeypatch, num_steps, registers,
 def test_kernels_that_add_to_gradients_run_once(repairs):
     """A kernel that is compiled again with fewer registers runs twice."""
     x = torch.zeros(16, 2, 32, dtype=torch.bfloat16)
-    kernel = SimpleNamespace(__name__="backward")
+    kernel = Kernel(Compiled)
+    kernel.__name__ = "backward"
     made = launch_triton.prepare(
         kernel, layout_of([x]), [x, x, x], Variant(repair=repairs), False, False
     )
