@@ -51,7 +51,7 @@ from benchmarks.runner import (
     spread,
     synchronize,
 )
-from spikefuse.distributed import NeuronShard, Replicated, connect, shard_neurons
+from spikefuse.distributed import NeuronShard, Replicated, connect, disconnect, shard_neurons
 from spikefuse.distributed.neuron_sharding import bounds
 from spikefuse.nn import EventLinear, Events, scale_to_rate
 from spikefuse.train.processes import Processes
@@ -114,8 +114,7 @@ def run_processes(
         path = runner.write_rows(args, rows(args, device), settings, plot=plot)
     else:
         deque(rows(args, device), maxlen=0)
-    dist.barrier()  # skipped after an exception: it needs all processes
-    dist.destroy_process_group()
+    disconnect()  # skipped after an exception: it needs all processes
     return path
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import spikefuse as sf
-from spikefuse.distributed import connect, steps_of
+from spikefuse.distributed import connect, disconnect, steps_of
 from spikefuse.nn.encode import direct
 
 NUM_STEPS, BATCH = 8, 64
@@ -73,7 +73,7 @@ def main(epochs: int) -> float:
     accuracy = correct.item() / len(test)
     if rank == 0:
         print(f"accuracy {accuracy:.3f} with {count} processes")
-    dist.destroy_process_group()
+    disconnect()
     return accuracy
 
 

@@ -1,7 +1,7 @@
 """Training on several processes that share the time of a sequence or the neurons of a network."""
 
 from spikefuse.distributed.faults import RankLost
-from spikefuse.distributed.mesh import connect, make_mesh, steps_of
+from spikefuse.distributed.mesh import connect, disconnect, make_mesh, steps_of
 from spikefuse.distributed.neuron_sharding import NeuronShard, Replicated, shard_neurons
 from spikefuse.distributed.outputs import (
     carry_state,
@@ -20,6 +20,7 @@ __all__ = [
     "Replicated",
     "carry_state",
     "connect",
+    "disconnect",
     "gather_steps",
     "last_step",
     "make_mesh",

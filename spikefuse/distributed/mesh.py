@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -93,6 +94,18 @@ def connect(backend: str) -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=count)
+
+
+def disconnect() -> None:
+    """Destroy the default process group; every process must call it.
+
+    After a collective, threads of Gloo free its tensors, for which they need Python's lock. A
+    process that ends, or drops the group, before they have done so may hang or abort (an error of
+    PyTorch). So this waits for all processes, and then for a tenth of a second.
+    """
+    dist.barrier()
+    time.sleep(0.1)
+    dist.destroy_process_group()
 
 
 def steps_of(num_steps: int, rank: int, size: int) -> slice:

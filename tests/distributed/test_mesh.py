@@ -40,14 +40,13 @@ THREADS = """
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from spikefuse.distributed import connect
+from spikefuse.distributed import connect, disconnect
 
 connect("gloo")
 DistributedDataParallel(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
-dist.destroy_process_group()
+disconnect()
 print(sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")))
 """
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import spikefuse as sf
 from spikefuse.distributed import (
+    disconnect,
     faults,
     gather_steps,
     make_mesh,
@@ -159,7 +160,7 @@ def main() -> None:
         if count > time_size and count % time_size == 0:
             check(make_mesh(count // time_size, time_size, device.type), device)
     print(f"rank {dist.get_rank()} of {count}: all is well", flush=True)
-    dist.destroy_process_group()
+    disconnect()
 
 
 if __name__ == "__main__":
