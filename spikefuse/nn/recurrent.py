@@ -138,18 +138,18 @@ class Recurrent(nn.Module):
                 f"Recurrent: the input has shape {list(inputs[0].shape)}: expected "
                 f"[T, B, {self.features}], or inside Temporal [T*B, {self.features}]"
             )
-        if self.weight.device != inputs[0].device:
-            raise ValueError(
-                f"Recurrent: the weight is on {self.weight.device}, the input on "
-                f"{inputs[0].device}: move the layer with layer.to(x.device)"
-            )
         kind = inputs[0].device.type
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             inputs = tuple(x.to(dtype) for x in inputs)
+        weight = self._effective_weight(inputs)
+        if weight.device != inputs[0].device:
+            raise ValueError(
+                f"Recurrent: the weight is on {weight.device}, the input on "
+                f"{inputs[0].device}: move the layer with layer.to(x.device)"
+            )
         if self.bias is not None:
             inputs = (inputs[0] + self.bias.to(inputs[0].dtype), *inputs[1:])
-        weight = self._effective_weight(inputs)
         with torch.autocast(kind, enabled=False):
             if backend == "reference":
                 return reference.scan(neuron, inputs, state, weight)
