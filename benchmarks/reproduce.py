@@ -94,7 +94,8 @@ def main(argv: list[str] | None = None) -> Path:
         options.append("--no-cuda-graph")  # which changes no result
     if args.data_dir is not None:
         options += ["--data-dir", str(args.data_dir.expanduser().resolve())]
-    settings: Record = {"command": ["spikefuse", "train", *config], "recipe": args.recipe}
+    shown = ["spikefuse", "train", "--config", f"configs/{args.recipe}.yaml"]
+    settings: Record = {"command": shown, "recipe": args.recipe}
     settings |= {"device": args.device, "seeds": args.seeds}
     return runner.write_rows(args, rows(args, options, settings), settings, plot=plots.learning)
 
