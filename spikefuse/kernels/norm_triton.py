@@ -390,7 +390,8 @@ def _take_counters(number: int, device: torch.device, captured: bool) -> Tensor 
     counters, used = _counters.get(device, (None, 0))
     if counters is None or used + number > len(counters):
         return None
-    _counters[device] = counters, used + number
+    # Aligned, because Triton compiles another kernel for pointers that are not.
+    _counters[device] = counters, used + -(-number // 4) * 4
     taken = counters[used : used + number]
     if captured:
         _recorded.append(taken)
