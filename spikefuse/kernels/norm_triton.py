@@ -461,6 +461,12 @@ def gradient_sums(
     return launch(scale_sums, shift_sums, statistics, numbers=(number,))
 
 
+def compile_gradient_sums(layout: ChannelLayout, device: torch.device) -> None:
+    """Begin to compile the kernel of `gradient_sums`."""
+    launch = _launch("gradient_sums", layout, (), device, (torch.float32,), _owner(device)).launch
+    launch.compile_ahead((*[torch.float32] * 5, torch.int32), params=(1.0,))
+
+
 def merge_statistics(
     shares: Tensor, weight: Tensor | None, running: _Running, numbers: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
