@@ -121,6 +121,8 @@ class Execution:
         self.num_saved = (self.layout.num_steps - 1) // self.program.chunk(self.layout.num_steps)
         self._inputs = inputs
         self._launches: dict[Hashable, Launch] = {}
+        #: Whether no kernel has been asked for yet.
+        self.is_new = True
         #: Whether the kernels of a first backward pass are being compiled, see `compile_backward`.
         self.is_ahead = False
 
@@ -207,7 +209,7 @@ class Execution:
 
     def compile_forward(self, arguments: Arguments, wanted: Wanted) -> None:
         """Begin to compile the kernel of a first `forward`. Of parameters, only dtypes matter."""
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" and self._inputs_fit:
             self.forward(arguments, self.new_results(wanted), ahead=True)
 
     def compile_backward(
@@ -238,11 +240,6 @@ class Execution:
         launch = self._launches.get(key) or self._prepare_backward(key, sequences)
         if isinstance(launch, TritonLaunch):
             launch.compile_ahead(sequences, by_state, sums, self.values(arguments))
-
-    @property
-    def is_new(self) -> bool:
-        """Whether nothing has been launched or compiled yet."""
-        return not self._launches
 
     def new_results(self, wanted: Wanted, outputs: list[Tensor] | None = None) -> Results:
         """Unwritten results, `outputs` among them if they are given."""
@@ -348,7 +345,7 @@ class Execution:
         launch = launcher.prepare(kernel, layout, sequences, variant, by_channel, has_sums)
         if len(self._launches) >= MAX_STRIDES:
             self._launches.clear()
-        self._launches[key] = launch
+        self._launches[key], self.is_new = launch, False
         return launch
 
     def _conform(self, sequences: Tensors) -> list[Tensor]:
