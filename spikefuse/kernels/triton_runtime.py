@@ -76,6 +76,7 @@ class TritonLaunch:
                 _compilers().submit(self._compile, kinds)
 
     def _compile(self, kinds: Sequence[Any]) -> None:
+        _prepare()
         with self.lock, torch.cuda.device(self.device):
             compiled = self.kernel.warmup(*kinds, *self.integers, grid=self.grid, **self.options)
             if compiled is not None and _triton_version() < (3, 7):
@@ -125,6 +126,7 @@ class TritonLaunch:
             run(*self.grid, stream, *fixed, *raw, *self.integers)
 
     def _first_launch(self, arguments: Sequence[Any]) -> Any:
+        _prepare()
         with self.lock:
             compiled = self._dispatch(arguments)
         if self.tight and torch.version.cuda is not None and compiled is not None:  # noqa: SIM102
@@ -206,12 +208,17 @@ def prepare() -> None:
 
 
 def _prepare() -> None:
+    """Do what `prepare` began, or wait for it."""
     from triton.runtime import cache, driver
 
-    driver.active.get_current_target()
-    cache.triton_key()
+    # Versions that `_fast_launch` does not know may lack these internals.
+    with _preparing, suppress(AttributeError):
+        cache.triton_key()
+        driver.active.get_current_target()
 
 
+#: Without a lock, each thread that compiles a first kernel would hash Triton's files.
+_preparing = threading.Lock()
 #: By kernel. Without a lock, two threads would compile the same variant.
 _locks: dict[Any, threading.Lock] = {}
 
