@@ -155,16 +155,27 @@ def _train(
 ) -> Results:
     """With the statistics of the batch."""
     inputs, states = request.inputs, request.state or ()
-    saves = not program.rebuilds or _saves_states(memory, execution_of(program.name, inputs))
-    call = training_call(norm, program, saves, request)
+    execution = execution_of(program.name, inputs)
+    saves = not program.rebuilds or _saves_states(memory, execution)
     tensors, weight = [*inputs, *states, *own, shift_of(norm, inputs[0])], norm.weight
     if weight is not None:
         tensors.append(weight)
+    if execution.is_new and request.passing is None:
+        # While the kernel of the statistics is compiled.
+        params = [torch.empty(0, device="meta")] * len(program.tensors)
+        save = saves and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        arguments = Arguments(inputs, states, params, program.scalars)
+        execution.compile_forward(arguments, Wanted(save, request.final, request.bits))
+    call = training_call(norm, program, execution, saves, request)
     return op.execute(call, tensors, request.final)
 
 
 def training_call(
-    norm: _BatchNorm, program: BlockProgram, saves_states: bool, request: Request
+    norm: _BatchNorm,
+    program: BlockProgram,
+    execution: Execution,
+    saves_states: bool,
+    request: Request,
 ) -> TrainingCall:
     """Take the statistics of the batch, and note all that does not change in this call."""
     passing, inputs = request.passing or WHOLE, request.inputs
@@ -179,7 +190,7 @@ def training_call(
         wants_bits=request.bits,
         saves_states=saves_states,
         program=program,
-        execution=execution_of(program.name, inputs),
+        execution=execution,
         statistics=statistics,
         number=number,
         collectives=collectives,

@@ -199,6 +199,11 @@ class TrainingCall(Call):
         if True in needs_inputs:
             needs = Needs(tuple(needs_inputs), states, none)
             execution.compile_backward(arguments, results, needs)
+        if self.program.backend == "triton" and execution.layout.num_neurons:
+            from spikefuse.kernels import norm_triton
+
+            place = ChannelLayout(*execution.layout.by_channel(execution.num_sums))
+            norm_triton.compile_gradient_sums(place, execution.device)
 
     @property
     def _no_correction(self) -> tuple[Tensor, Tensor]:
@@ -276,7 +281,7 @@ class TrainingCall(Call):
     def totals(self, execution: Execution, sums: Mapping[str, Tensor]) -> Tensor:
         """The result of `gradient_sums` for the sums of a first pass."""
         _, scale, shift = NORM_VALUES
-        place = ChannelLayout(*execution.layout.by_channel(sums[scale]))
+        place = ChannelLayout(*execution.layout.by_channel(len(sums[scale])))
         backend = self.program.backend
         number = self.number if isinstance(self.number, float) else 1.0
         return gradient_sums(sums[scale], sums[shift], self.statistics, place, number, backend)

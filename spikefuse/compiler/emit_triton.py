@@ -236,11 +236,11 @@ class Emitter(Variables):
         self, names: Sequence[str], start: str, mask: str, prefix: str = ""
     ) -> list[str]:
         """Load CHUNK steps of each name into a tuple."""
-        lines = [f"{prefix}{name} = ()" for name in names] + [EACH_STEP]
+        lines = [f"{prefix}{name} = ()" for name in names]
+        lines += [*_first_step(names, start), EACH_STEP]
         lines += [f"    {PARTIAL}"] if mask == "live_k" else []
         for name in names:
-            address = f"{name}_base + ({start} + k) * {name}_time + {name}_at"
-            value = f"tl.load({address}, mask={mask}, other=0.0)"
+            value = f"tl.load({_step(name)}, mask={mask}, other=0.0)"
             lines.append(f"    {prefix}{name} = {prefix}{name} + ({value},)")
         return lines
 
@@ -302,8 +302,8 @@ class Emitter(Variables):
                 f"    row = {y}_bits + ((start + k) * N + first) // 8",
                 "    tl.store(row + byte, packed, mask=byte < count // 8)",
             ]
-        steps = _within_sequence(mask, steps)
-        return [*self.load_chunk(self.xs, "start", mask), EACH_STEP, *indent(steps, 1)]
+        steps = [EACH_STEP, *indent(_within_sequence(mask, steps), 1)]
+        return [*self.load_chunk(self.xs, "start", mask), *_first_step(self.ys, "start"), *steps]
 
     def backward(self) -> list[str]:
         pointers = self.each_state("{v}_start", "{v}_saved", "{v}_gfinal", "{v}_gstart")
@@ -391,7 +391,7 @@ class Emitter(Variables):
             walk += [f"past_{v} = past_{v} + ({v},)" for v in self.vs]
             lines += ["for k in tl.static_range(CHUNK - 1):", *indent(walk, 1)]
         steps = _within_sequence(mask, self.reverse_step(repairs))
-        return [*lines, EACH_STEP_BACK, *indent(steps, 1)]
+        return [*lines, *_first_step(self.gxs, "start"), EACH_STEP_BACK, *indent(steps, 1)]
 
     def reverse_step(self, repairs: bool = False) -> list[str]:
         zero = "tl.zeros([BLOCK], tl.float32)"
@@ -407,7 +407,7 @@ class Emitter(Variables):
         lines = [f"{', '.join(results)} = reverse({', '.join(arguments)})"]
         for g in self.gxs:
             if repairs:
-                lines += _add(f"{g}_base + (start + k) * {g}_time + {g}_at", f"{g}_k", "live")
+                lines += _add(_step(g), f"{g}_k", "live")
             else:
                 lines.append(_store(g, f"{g}_k"))
         return lines
@@ -424,8 +424,18 @@ def function(name: str, graph: Graph) -> list[str]:
     return ["@triton.jit", f"def {name}({', '.join(graph.inputs)}):", *indent(body, 1)]
 
 
+def _first_step(names: Sequence[str], start: str) -> list[str]:
+    """Emit pointers to the first step of a chunk."""
+    return [f"{s}_first = {s}_base + ({start}) * {s}_time + {s}_at" for s in names]
+
+
+def _step(name: str) -> str:
+    """Step k of a chunk. Chunks share `k * time`, so that Triton compiles fewer instructions."""
+    return f"{name}_first + k * {name}_time"
+
+
 def _store(name: str, value: str) -> str:
-    return f"tl.store({name}_base + (start + k) * {name}_time + {name}_at, {value}, mask=live)"
+    return f"tl.store({_step(name)}, {value}, mask=live)"
 
 
 def _add(pointer: str, value: str, mask: str) -> list[str]:

@@ -51,6 +51,11 @@ def unpack(bits: Tensor, x: Tensor) -> None:
         _launch("unpack", x.numel(), x.dtype, x.device)((bits, x))
 
 
+def compile_unpack(x: Tensor) -> None:
+    """Begin to compile the kernel that unpacks the bits of `x`."""
+    _launch("unpack", x.numel(), x.dtype, x.device).compile_ahead((torch.uint8, x.dtype))
+
+
 # Keyed by name, because a kernel is slow to hash.
 _KERNELS = {"pack": pack_kernel, "unpack": unpack_kernel}
 

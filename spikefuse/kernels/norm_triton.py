@@ -390,7 +390,8 @@ def _take_counters(number: int, device: torch.device, captured: bool) -> Tensor 
     counters, used = _counters.get(device, (None, 0))
     if counters is None or used + number > len(counters):
         return None
-    _counters[device] = counters, used + number
+    # Aligned, because Triton compiles another kernel for pointers that are not.
+    _counters[device] = counters, used + -(-number // 4) * 4
     taken = counters[used : used + number]
     if captured:
         _recorded.append(taken)
@@ -458,6 +459,12 @@ def gradient_sums(
     device = scale_sums.device
     launch = _launch("gradient_sums", layout, (), device, (torch.float32,), _owner(device))
     return launch(scale_sums, shift_sums, statistics, numbers=(number,))
+
+
+def compile_gradient_sums(layout: ChannelLayout, device: torch.device) -> None:
+    """Begin to compile the kernel of `gradient_sums`."""
+    launch = _launch("gradient_sums", layout, (), device, (torch.float32,), _owner(device)).launch
+    launch.compile_ahead((*[torch.float32] * 5, torch.int32), params=(1.0,))
 
 
 def merge_statistics(

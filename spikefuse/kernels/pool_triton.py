@@ -156,7 +156,10 @@ def forward(x: Tensor, maps: Maps, save: bool) -> tuple[Tensor, Tensor | None]:
     shape = (*x.shape[:2], maps.out_rows, maps.out_columns)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_format(maps))
     positions = torch.empty_like(y, dtype=torch.uint8) if save else None
-    _launch(False, _num_maps(x.shape, maps), maps, x.dtype, x.device)((x, y, positions))
+    num = _num_maps(x.shape, maps)
+    if save:
+        _launch(True, num, maps, x.dtype, x.device).compile_ahead((y, positions, x))
+    _launch(False, num, maps, x.dtype, x.device)((x, y, positions))
     return y, positions
 
 

@@ -59,12 +59,15 @@ class TritonLaunch:
 
     def compile_ahead(
         self,
-        sequences: Sequence[Tensor | None],
+        sequences: Sequence[Tensor | torch.dtype | None],
         states: Sequence[Tensor | None] = (),
         sums: Sequence[Tensor | None] = (),
         params: Sequence[float | Tensor] = (),
     ) -> None:
-        """Begin to compile the kernel for such arguments, with aligned tensors, on a thread."""
+        """Begin to compile the kernel for such arguments, with aligned tensors, on a thread.
+
+        A dtype stands for a tensor of that dtype.
+        """
         if not (self.is_ahead or self.is_cpu):
             self.is_ahead, arguments = True, [*sequences, *states, *sums, *params]
             kinds = [x.dtype if isinstance(x, Tensor) else x for x in arguments]
@@ -73,8 +76,15 @@ class TritonLaunch:
                 _compilers().submit(self._compile, kinds)
 
     def _compile(self, kinds: Sequence[Any]) -> None:
+        _prepare()
         with self.lock, torch.cuda.device(self.device):
-            self.kernel.warmup(*kinds, *self.integers, grid=self.grid, **self.options)
+            compiled = self.kernel.warmup(*kinds, *self.integers, grid=self.grid, **self.options)
+            if compiled is not None and _triton_version() < (3, 7):
+                from triton.runtime import driver
+
+                # These versions compile C code to start the kernel, else at the first launch, and
+                # find it in their cache there.
+                driver.active.launcher_cls(compiled.src, compiled.metadata)
 
     def __call__(
         self,
@@ -116,6 +126,7 @@ class TritonLaunch:
             run(*self.grid, stream, *fixed, *raw, *self.integers)
 
     def _first_launch(self, arguments: Sequence[Any]) -> Any:
+        _prepare()
         with self.lock:
             compiled = self._dispatch(arguments)
         if self.tight and torch.version.cuda is not None and compiled is not None:  # noqa: SIM102
@@ -179,12 +190,35 @@ _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device
 @cache
 def _compilers() -> ThreadPoolExecutor:
     """Return the threads that compile kernels. Most of the work is done outside of Python."""
-    threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "spikefuse-compiler")
+    threads = ThreadPoolExecutor(min(16, os.cpu_count() or 1), "spikefuse-compiler")
     # Python waits for threads when it exits: only for the kernels that they are compiling by then.
     threading._register_atexit(threads.shutdown, cancel_futures=True)  # type: ignore[attr-defined]
     return threads
 
 
+@cache
+def prepare() -> None:
+    """Begin what Triton does once in a process, before its first kernel, on a thread.
+
+    Triton loads its driver, and hashes its own files, 400 MB: the hash is part of the keys of its
+    cache.
+    """
+    with suppress(RuntimeError):
+        _compilers().submit(_prepare)
+
+
+def _prepare() -> None:
+    """Do what `prepare` began, or wait for it."""
+    from triton.runtime import cache, driver
+
+    # Versions that `_fast_launch` does not know may lack these internals.
+    with _preparing, suppress(AttributeError):
+        cache.triton_key()
+        driver.active.get_current_target()
+
+
+#: Without a lock, each thread that compiles a first kernel would hash Triton's files.
+_preparing = threading.Lock()
 #: By kernel. Without a lock, two threads would compile the same variant.
 _locks: dict[Any, threading.Lock] = {}
 

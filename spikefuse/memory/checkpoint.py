@@ -233,7 +233,8 @@ class _Run(Store):
         if len(program.binary) != 1:
             raise multiple_outputs_error(segment)
         request = Request((x,) * len(called.inputs), final=self._sends, passing=self.passing)
-        call = block.training_call(called.norm, program, not program.rebuilds, request)
+        execution, saves = execution_of(program.name, request.inputs), not program.rebuilds
+        call = block.training_call(called.norm, program, execution, saves, request)
         self.calls[segment] = call
         shift = shift_of(called.norm, x)
 

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from spikefuse.kernels.norm import by_batch
+from spikefuse.kernels.triton_runtime import prepare
 from spikefuse.memory.policies import Auto, Policy, Recompute
 from spikefuse.memory.saved_tensors import SavedTensors, can_measure
 from spikefuse.memory.spikes import saving
@@ -170,6 +171,8 @@ class Temporal(nn.Module):
         names = dict(zip(map(id, neurons.values()), neurons, strict=True))
         call = TemporalCall(num_steps, names, impl, state, return_state, cache=self._cache)
         call.passing = self.passing
+        if sequences[0].device.type == "cuda" and not torch.compiler.is_compiling():
+            prepare()
         if call.passing is not None:
             self._begin(call.passing, sequences, call)
         try:

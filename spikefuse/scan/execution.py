@@ -121,14 +121,19 @@ class Execution:
         self.num_saved = (self.layout.num_steps - 1) // self.program.chunk(self.layout.num_steps)
         self._inputs = inputs
         self._launches: dict[Hashable, Launch] = {}
+        #: Whether no kernel has been asked for yet.
+        self.is_new = True
         #: Whether the kernels of a first backward pass are being compiled, see `compile_backward`.
         self.is_ahead = False
 
-    def forward(self, arguments: Arguments, results: Results, repair: bool = False) -> Results:
+    def forward(
+        self, arguments: Arguments, results: Results, repair: bool = False, ahead: bool = False
+    ) -> Results:
         """Run the program and write `results`.
 
         Args:
             results: from `new_results`, or with outputs that lie elsewhere.
+            ahead: see `compile_forward`.
             repair: `results` hold a scan from rest. Scan again from `arguments.states` until every
                 state of a thread block equals, to the last bit, the state that is there.
         """
@@ -144,12 +149,14 @@ class Execution:
             launch = self._prepare(key, self.program.forward(), sequences, variant)
         starts = arguments.states and self._conform_steps(arguments.states)
         saved = None if results.saved is None else results.saved or self._no_rows
-        launch(
-            sequences,
-            self.by_state(starts, results.finals, saved),
-            results.bits or self._no_bits,
-            self.values(arguments) if arguments.params else arguments.scalars,
-        )
+        by_state = self.by_state(starts, results.finals, saved)
+        bits = results.bits or self._no_bits
+        values = self.values(arguments) if arguments.params else arguments.scalars
+        if ahead:
+            assert isinstance(launch, TritonLaunch)
+            launch.compile_ahead(sequences, by_state, bits, values)
+            return results
+        launch(sequences, by_state, bits, values)
         if outputs is not results.outputs:
             _copy_back(outputs, results.outputs)
         return results
@@ -199,6 +206,11 @@ class Execution:
         if written is not gradients.inputs:
             _copy_back(written, gradients.inputs)
         return gradients
+
+    def compile_forward(self, arguments: Arguments, wanted: Wanted) -> None:
+        """Begin to compile the kernel of a first `forward`. Of parameters, only dtypes matter."""
+        if self.device.type != "cpu" and self._inputs_fit:
+            self.forward(arguments, self.new_results(wanted), ahead=True)
 
     def compile_backward(
         self, arguments: Arguments, results: Results, needs: Needs, variant: Variant = PLAIN
@@ -257,6 +269,11 @@ class Execution:
         """Unwritten saved states; none for a short sequence."""
         count = self.num_states if self.num_saved else 0
         return self._empty(count, (self.num_saved, self.layout.num_neurons), torch.float32)
+
+    @property
+    def num_sums(self) -> int:
+        """Values that add up to the gradients of one parameter."""
+        return self._sums_shape[0][0]
 
     @property
     def num_saved_bytes(self) -> int:
@@ -328,7 +345,7 @@ class Execution:
         launch = launcher.prepare(kernel, layout, sequences, variant, by_channel, has_sums)
         if len(self._launches) >= MAX_STRIDES:
             self._launches.clear()
-        self._launches[key] = launch
+        self._launches[key], self.is_new = launch, False
         return launch
 
     def _conform(self, sequences: Tensors) -> list[Tensor]:

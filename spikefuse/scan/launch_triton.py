@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.compiler.emit_triton import chunk
+from spikefuse.kernels import bits_triton
 from spikefuse.kernels.triton_runtime import TritonLaunch, multiprocessors
 from spikefuse.scan.layout import Layout
 from spikefuse.scan.program import Operands, Variant
@@ -57,6 +58,8 @@ def prepare(
         flags = variant.repair, variant.rebuild
     else:
         shape = PACKING if variant.pack and layout.num_neurons >= MANY else FORWARD[itemsize]
+        if variant.pack:  # bits are unpacked in backward
+            bits_triton.compile_unpack(sequences[-1])
     # A launch that limits registers may run twice, which a repair, an addition, must not.
     tight = shape is BACKWARD_LONG and itemsize == 2 and not variant.repair
     num = _num_programs(layout, shape, device, walks)

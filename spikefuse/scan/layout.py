@@ -84,15 +84,16 @@ class Layout:
         assert outer is not None
         return (x.stride(0) if self.num_steps > 1 else 0), outer
 
-    def by_channel(self, sums: Tensor) -> tuple[int, int, int]:
-        """The array `[outer, channels, inner]` in sums per channel, or per neuron in whole rows of
-        channels."""
-        inner = 1 if len(sums) == self.channels else self.channel_inner
-        return len(sums) // max(self.channels * inner, 1), self.channels, inner
+    def by_channel(self, count: int) -> tuple[int, int, int]:
+        """The array `[outer, channels, inner]` in `count` sums, one per channel, or per neuron in
+        whole rows of channels."""
+        inner = 1 if count == self.channels else self.channel_inner
+        return count // max(self.channels * inner, 1), self.channels, inner
 
     def sum_by_channel(self, sums: Tensor) -> Tensor:
         """Sums per channel `[C]`, of what `by_channel` describes."""
-        return sums if len(sums) == self.channels else sums.view(self.by_channel(sums)).sum((0, 2))
+        count = len(sums)
+        return sums if count == self.channels else sums.view(self.by_channel(count)).sum((0, 2))
 
     def reduce_to(self, sums: Tensor, like: Tensor) -> Tensor:
         """Reduce sums to the gradient of a parameter: a scalar, or one value per channel."""

@@ -56,5 +56,6 @@ def test_counters_are_never_allocated_in_a_cuda_graph(monkeypatch):
     for number, t in enumerate(taken, 1):
         t.fill_(number)
     assert [t.unique().tolist() for t in taken] == [[n] for n in range(1, 10)]
+    assert not any(t.data_ptr() % 16 for t in taken)
     assert norm_triton._take_counters(2 * reserve, device, captured=True) is None
     assert len(norm_triton._recorded) == 6

@@ -1,7 +1,16 @@
 """Threads that compile kernels, without a GPU."""
 
+import contextlib
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spikefuse.kernels import triton_runtime
+from spikefuse.kernels.triton_runtime import TritonLaunch
 
 # One thread, which works until Python begins to exit.
 BEGIN = """
@@ -47,3 +56,38 @@ _compilers()
 threading.Thread(target=late).start()
 """
     assert run(code) == "called\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "launchers"), [((3, 6), [("source", "metadata")]), ((3, 7), [])]
+)
+def test_what_a_first_launch_would_compile_is_compiled_ahead(version, launchers, monkeypatch):
+    """Until version 3.6, Triton compiles C code for each signature of a kernel."""
+    pytest.importorskip("triton")
+    made = []
+    driver = SimpleNamespace(launcher_cls=lambda *given: made.append(given))
+    monkeypatch.setattr("triton.runtime.driver._active", driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(triton_runtime, "_triton_version", lambda: version)
+
+    class Kernel:
+        def warmup(self, *arguments, grid, **options):
+            self.arguments = arguments
+            return SimpleNamespace(src="source", metadata="metadata")
+
+    kernel = Kernel()
+    launch = TritonLaunch(kernel, (1, 1, 1), (7,), 4, torch.device("cuda", 0))
+    with ThreadPoolExecutor(1) as threads:
+        monkeypatch.setattr(triton_runtime, "_compilers", lambda: threads)
+        launch.compile_ahead([torch.ones(1), torch.uint8], [None], params=[0.5])
+    assert kernel.arguments == (torch.float32, torch.uint8, None, 0.5, 7)
+    assert made == launchers
+
+
+def test_what_triton_does_once_in_a_process(monkeypatch):
+    cache = pytest.importorskip("triton.runtime.cache")
+    driver = SimpleNamespace(get_current_target=lambda: None)
+    monkeypatch.setattr("triton.runtime.driver._active", driver)
+    cache.triton_key.cache_clear()
+    triton_runtime._prepare()
+    assert cache.triton_key.cache_info().currsize == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 import spikefuse as sf
 from spikefuse.compiler.emit_triton import LONGEST, chunk
 from spikefuse.kernels import bits
+from spikefuse.kernels.triton_runtime import TritonLaunch
 from spikefuse.scan import launch_triton
 from spikefuse.scan.execution import (
     REPAIR,
@@ -160,3 +163,39 @@ def test_bits_are_not_written_where_steps_share_bytes(backends):
     x = make_input((4, 3, 5), device=backends.device)
     assert not execution(x, backend="triton").packs
     assert not execution(make_input((4, 3, 16)), backend="numba").packs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_compiled_ahead_are_those_launched(dtype, monkeypatch):
+    pytest.importorskip("triton")
+    asked: dict[str, list[Any]] = {"compile_ahead": [], "__call__": []}
+
+    def note(method: str) -> Any:
+        def call(launch: TritonLaunch, *groups: Any) -> None:
+            kinds = [x.dtype if isinstance(x, Tensor) else x for group in groups for x in group]
+            asked[method].append((launch.kernel, launch.integers, launch.options, kinds))
+
+        return call
+
+    for method in asked:
+        monkeypatch.setattr(TritonLaunch, method, note(method))
+    x = make_input((20, 2, 16), dtype)
+    execution_for.cache_clear()
+    made = execution(x, backend="triton")
+    arguments = Arguments([x], [], [], [0.5] * len(made.program.step.params))
+    wanted, needs = Wanted(save=True, bits=True), Needs((True,), False, ())
+    made.device = torch.device("meta")  # a CPU compiles nothing ahead
+    assert made.is_new
+    made.compile_forward(arguments, wanted)
+    made.device = x.device
+    results = made.forward(arguments, made.new_results(wanted))
+    made.device = torch.device("meta")
+    made.compile_backward(arguments, results, needs)
+    made.device = x.device
+    incoming = Incoming(results.outputs, [])
+    made.backward(arguments, results.saved or [], incoming, made.new_gradients(needs))
+    unpacking, *ahead = asked["compile_ahead"]
+    assert unpacking[3] == [torch.uint8, dtype]
+    assert len(ahead) == 2
+    assert ahead == asked["__call__"]
+    assert not made.is_new
