@@ -172,7 +172,7 @@ class TrainingCall(Call):
             starts.append(gradients.states)
             return gradients.states
 
-        buffers = exchange_gradients(self.passing, parts, (compute, finish))
+        buffers = exchange_gradients(self.passing, parts, compute, finish)
         correction, *norm = self.correct(reduce(add, totals))
         inputs: list[Tensor] = []
         if True in needs.inputs:

@@ -31,11 +31,12 @@ class Reverse:
         """Return the variables of gradients that are absent at all steps.
 
         Args:
-            missing: for each output, whether it has no gradient, then for each final state.
+            missing: for each output, whether it has no gradient, then for each final state; none of
+                the states has a gradient if these are left out.
         """
         outputs = tuple(f"g{y}" for y in step.outputs)
         states, first = identifiers("gv", step.states), len(step.inputs)
-        known = zip((*outputs, *states), missing, strict=True)
+        known = zip((*outputs, *states), missing, strict=False)
         present = {name for name, is_missing in known if not is_missing}
         reads = [self.graph.select([o]).used() for o in self.graph.outputs[first:][: len(states)]]
         # The gradient of a state goes to the step before.

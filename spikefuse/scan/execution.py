@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spikefuse.kernels.triton_runtime import TritonLaunch
 from spikefuse.scan.layout import MAX_STRIDES, layout_from, outer_stride
-from spikefuse.scan.program import CHANNEL, FLOAT, Launch, Launcher, Variant, program
+from spikefuse.scan.program import CHANNEL, FLOAT, SCALAR, Launch, Launcher, Variant, program
 
 Tensors = Sequence[Tensor]
 MaybeTensors = Sequence[Tensor | None]
@@ -311,7 +311,8 @@ class Execution:
                 stacklevel=3,
             )
         # A repair adds the gradients of final states to those that ignored them.
-        absent = () if variant.repair else self.program.absent(missing)
+        program, step = self.program, self.program.step
+        absent = () if variant.repair else program.reverse.absent(step, missing)
         kernel = self.program.backward(*self.names(needs), absent)
         return self._prepare(key, kernel, sequences, variant, True in needs.params)
 
@@ -376,10 +377,8 @@ class Execution:
 
     def names(self, needs: Needs) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The names of the inputs and parameters that need gradients."""
-        step = self.program.step
-        kinds = zip(step.params, self.program.kinds, strict=True)
-        tensors = [name for name, kind in kinds if kind != FLOAT]
-        return tuple(compress(step.inputs, needs.inputs)), tuple(compress(tensors, needs.params))
+        inputs, tensors = self.program.step.inputs, self.program.params(SCALAR, CHANNEL)
+        return tuple(compress(inputs, needs.inputs)), tuple(compress(tensors, needs.params))
 
 
 def launcher_of(backend: str) -> Launcher:

@@ -17,10 +17,9 @@ A neuron that forgets nothing is followed to its last step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +36,6 @@ from spikefuse.scan.execution import (
     execution_of,
 )
 
-V = TypeVar("V")
 #: The states of each microbatch, or their gradients.
 Buffers = Sequence[list[Tensor]]
 
@@ -126,58 +124,6 @@ class MicrobatchScan(NamedTuple):
     saved: Tensors
 
 
-def exchange(
-    channel: Channel,
-    count: int,
-    compute: Callable[[int, list[Tensor]], V],
-    finish: Callable[[int, V], Sequence[Tensor]],
-    repair: Callable[[int, V, list[Tensor]], None] | None = None,
-) -> None:
-    """Compute `count` microbatches, each from the states that arrive for it, and send what `finish`
-    returns.
-
-    Args:
-        repair: compute all microbatches from nothing first, and repair each one with its states.
-    """
-    begun = [compute(i, []) for i in range(count)] if repair is not None else []
-    for i in range(count):
-        states = channel.receive(i)
-        if repair is None:
-            result = compute(i, states)
-        else:
-            result = begun[i]
-            repair(i, result, states)
-        channel.send(i, finish(i, result))
-    channel.close()
-
-
-class StateMemory(NamedTuple):
-    """How states lie in memory on their way: alike in all processes, whatever kernels write."""
-
-    num: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    device: torch.device
-
-    @classmethod
-    def like(cls, x: Tensor, num: int) -> StateMemory:
-        """For `num` states of a scan of `x` `[T, B, ...]`, sample after sample."""
-        inner = torch.empty_like(x[0, 0], device="meta").stride()
-        return cls(num, x.shape[2:], (math.prod(x.shape[2:]), *inner), x.device)
-
-    def empty(self, batch: int) -> list[Tensor]:
-        shape, dtype = (batch, *self.shape), torch.float32
-        return [
-            torch.empty_strided(shape, self.strides, dtype=dtype, device=self.device)
-            for _ in range(self.num)
-        ]
-
-    def conform(self, states: Sequence[Tensor]) -> Sequence[Tensor]:
-        if all(s.stride() == self.strides for s in states):
-            return states
-        return [y.copy_(s) for y, s in zip(self.empty(len(states[0])), states, strict=True)]
-
-
 def split(passing: StatePassing, name: str, arguments: Arguments) -> list[MicrobatchScan]:
     """The microbatches of a scan, with their initial states as far as they are here."""
     found = []
@@ -201,8 +147,6 @@ def scan_forward(
     parts = split(passing, name, arguments)
     outputs = execution_of(name, arguments.inputs).new_results(Wanted()).outputs
     receives = not passing.is_first
-    buffers = [part.execution.new_steps() if receives else list(part.arguments.states)
-               for part in parts]  # fmt: skip
     speculates = receives and can_speculate(passing, parts)
     # A repair ends where a saved state is what it was.
     inner = Wanted(
@@ -210,30 +154,28 @@ def scan_forward(
         final=wanted.final or not passing.is_last,
         bits=wanted.bits and len(parts) == 1,
     )
-    finals: list[list[Tensor]] = []
-    bits: list[Tensor] = []
 
-    def compute(i: int, states: list[Tensor]) -> Results:
-        part = parts[i]
+    def compute(part: MicrobatchScan, states: list[Tensor]) -> Results:
         results = part.execution.new_results(inner, [y[:, part.rows] for y in outputs])
         return part.execution.forward(part.arguments._replace(states=states), results)
 
-    def repair(i: int, results: Results, states: list[Tensor]) -> None:
-        arguments = parts[i].arguments._replace(states=states)
-        parts[i].execution.forward(arguments, results, repair=True)
-
-    def finish(i: int, results: Results) -> list[Tensor]:
-        saved = (results.saved or []) if wanted.save else []
-        arguments = parts[i].arguments._replace(states=buffers[i])
-        parts[i] = parts[i]._replace(arguments=arguments, saved=saved)
-        finals.append(results.finals)
-        bits.extend(results.bits)
-        return results.finals
-
+    buffers = [part.execution.new_steps() if receives else list(part.arguments.states)
+               for part in parts]  # fmt: skip
     channel = passing.forward(buffers)
-    exchange(channel, len(parts), compute, finish, repair if speculates else None)
-    ends = [torch.cat(rows) for rows in zip(*finals, strict=True)] if wanted.final else []
-    return Results(outputs, ends, None, bits), parts
+    found = [compute(part, []) for part in parts] if speculates else []
+    for i, part in enumerate(parts):
+        states = channel.receive(i)
+        part = part._replace(arguments=part.arguments._replace(states=states))
+        if speculates:
+            part.execution.forward(part.arguments, found[i], repair=True)
+        else:
+            found.append(compute(part, states))
+        parts[i] = part._replace(saved=(found[i].saved or []) if wanted.save else [])
+        channel.send(i, found[i].finals)
+    channel.close()
+    rows = zip(*[results.finals for results in found], strict=True)
+    finals = [torch.cat(states) for states in rows] if wanted.final else []
+    return Results(outputs, finals, None, [x for results in found for x in results.bits]), parts
 
 
 def scan_backward(
@@ -263,7 +205,7 @@ def scan_backward(
         starts.append(found.states)
         return found.states
 
-    exchange_gradients(passing, parts, (compute, finish))
+    exchange_gradients(passing, parts, compute, finish)
     whole.states[:] = [torch.cat(rows) for rows in zip(*starts, strict=True)]
     return totals
 
@@ -271,24 +213,31 @@ def scan_backward(
 def exchange_gradients(
     passing: StatePassing,
     parts: Sequence[MicrobatchScan],
-    steps: tuple[
-        Callable[[int, list[Tensor]], ScanGradients],
-        Callable[[int, ScanGradients], Sequence[Tensor]],
-    ],
+    compute: Callable[[int, list[Tensor]], ScanGradients],
+    finish: Callable[[int, ScanGradients], Sequence[Tensor]],
 ) -> Buffers:
-    """`exchange` against time, with repair where kernels support it; `steps` are its `compute` and
-    `finish`. Returns the gradients of the final states that arrived."""
+    """Differentiate microbatches, with repair where kernels support it.
+
+    Args:
+        compute: differentiate a microbatch, given the gradients of its final states.
+        finish: return the gradients to send.
+
+    Returns:
+        The gradients of the final states that arrived.
+    """
     receives = not passing.is_last
-    buffers = [part.execution.new_steps() if receives else [] for part in parts]
-
-    def repair(i: int, found: ScanGradients, ends: list[Tensor]) -> None:
-        _, execution, arguments, saved = parts[i]
-        execution.backward(arguments, saved, Incoming((), ends), found, REPAIR)
-
     speculates = receives and can_speculate(passing, parts)
-    channel = passing.backward(buffers)
-    exchange(channel, len(parts), *steps, repair if speculates else None)
-    return buffers
+    channel = passing.backward([p.execution.new_steps() if receives else [] for p in parts])
+    begun = [compute(i, []) for i in range(len(parts))] if speculates else []
+    for i in range(len(parts)):
+        ends = channel.receive(i)
+        found = begun[i] if speculates else compute(i, ends)
+        if speculates:
+            _, execution, arguments, saved = parts[i]
+            execution.backward(arguments, saved, Incoming((), ends), found, REPAIR)
+        channel.send(i, finish(i, found))
+    channel.close()
+    return channel.buffers
 
 
 def incoming_of(incoming: Incoming, rows: slice | None, ends: Tensors) -> Incoming:
