@@ -5,20 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spikefuse.compiler import emit_triton
-from spikefuse.compiler.emit_triton import function
+from spikefuse.compiler.graph import Graph
 from spikefuse.compiler.variables import indent
-
-# Tensor cores multiply bfloat16 and add in float32. Other values are sums of bfloat16 pieces: a
-# float32 of three, exactly. The interpreter knows no bfloat16 products.
-MULTIPLY = """\
-@triton.jit
-def multiply(a, b, total):
-    if FAST:
-        total = tl.dot(a, b, total)
-    else:
-        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
-    return total
-""".splitlines()
 
 CONSTANTS = [
     *("BLOCK_B", "BLOCK_N", "BLOCK_K", "TILES", "BLOCKS"),
@@ -69,6 +57,8 @@ else:
     ).to(tl.float32)
 """.splitlines()
 
+# Tensor cores multiply bfloat16 and add in float32. Other values are sums of bfloat16 pieces: a
+# float32 of three, exactly.
 SPLIT = """\
 pieces = ()
 for p in tl.static_range(PIECES):
@@ -100,9 +90,8 @@ class Emitter(emit_triton.Emitter):
     shape, offset = "[BLOCK_B, BLOCK_N]", "at"
     channel_value = "tl.load({}_ptr + neuron, mask=inside, other=0.0)[None, :]"
 
-    def functions(self) -> list[list[str]]:
-        steps = function("step", self.step.graph), function("reverse", self.reverse)
-        return [MULTIPLY, *steps]
+    def functions(self) -> dict[str, Graph]:
+        return {"step": self.step.graph, "reverse": self.reverse}
 
     def sweep(
         self,
