@@ -11,7 +11,7 @@ from spikefuse.kernels.triton_runtime import interpreted
 
 __all__ = ["FAST", "multiply", "reciprocal", "sigmoid"]
 
-# / and exp take several instructions; the interpreter has no inline assembly, nor bfloat16 products.
+# / and exp take several instructions. The interpreter has no inline assembly or bfloat16 products.
 FAST: tl.constexpr = tl.constexpr(torch.version.cuda is not None and not interpreted())
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.kernels.triton_runtime import TritonLaunch
-from spikefuse.scan.layout import MAX_STRIDES, layout_from, outer_stride
+from spikefuse.scan.layout import MAX_STRIDES, layout_of, outer_stride
 from spikefuse.scan.program import CHANNEL, FLOAT, SCALAR, Launch, Launcher, Variant, program
 
 Tensors = Sequence[Tensor]
@@ -112,7 +112,7 @@ class Execution:
     def __init__(self, name: str, inputs: Sequence[Spec]) -> None:
         self.program = program(name)
         step = self.program.step
-        self.layout = layout_from([(shape, strides) for shape, strides, _, _ in inputs])
+        self.layout = layout_of([(shape, strides) for shape, strides, _, _ in inputs])
         self.dtypes = [dtype for _, _, dtype, _ in inputs]
         self.dtype = reduce(torch.promote_types, self.dtypes)
         self.device = inputs[0][3]

@@ -122,7 +122,7 @@ class RecurrentCall(Call):
         if not current.numel():
             return [grad.zero_() for grad in self.new_gradients(tensors, grads, needed)]
         arguments, start, weight = self.split([current, *others])
-        chain = _Chain(self, [current, *others], grads, needed)
+        chain = _Chain(self, arguments, weight, grads, needed)
         for steps, part, before in reversed(self._chunks(arguments, start)):
             chain.run(steps, part, before)
         found = [*chain.inputs]
@@ -198,10 +198,14 @@ class _Chain:
     """
 
     def __init__(
-        self, call: RecurrentCall, tensors: Tensors, grads: MaybeTensors, needed: Flags
+        self,
+        call: RecurrentCall,
+        arguments: Arguments,
+        weight: Tensor,
+        grads: MaybeTensors,
+        needed: Flags,
     ) -> None:
-        self.call, self.own = call, program(call.programs[0])
-        arguments, _, self.weight = call.split(tensors)
+        self.call, self.own, self.weight = call, program(call.programs[0]), weight
         current, *others = arguments.inputs
         self.execution = execution_of(call.programs[0], arguments.inputs)
         num_outputs, self.num_states = sizes_of(call.programs[0])
