@@ -39,6 +39,8 @@ class Emitter(Variables):
     header = HEADER
     #: Where the neurons that are processed together begin in a step, and their number.
     origin, size = "base", "m"
+    #: Suffix of the arrays of parameters with one value per channel.
+    values = "_data"
     #: The index of a neuron in rows of values; array suffix and index of results and past states.
     index, result, past = "i", ("_out", "{}_first + i"), ("_past", "past + i")
     #: Numbers of a kernel's arrays.
@@ -51,17 +53,12 @@ class Emitter(Variables):
         return self.header.format(name=self.step.name) + "\n" + "\n\n\n".join(texts)
 
     def signature(
-        self, name: str, integers: str, arrays: Sequence[str], used: set[str], channel: str
+        self, name: str, integers: str, arrays: Sequence[str], used: set[str]
     ) -> list[str]:
-        """Emit the signature of a kernel that reads the parameters in `used`.
-
-        Args:
-            arrays: of sequences with strides, see `strided`, and others.
-            channel: suffix of parameters with one value per channel.
-        """
+        """Emit the signature of a kernel that reads the parameters in `used`."""
         self.slots = {}
         self.rows = [p for p in self.channel if p in used]
-        params = [f"{p}_{channel}" if p in self.channel else p for p in self.params]
+        params = [p + self.values if p in self.channel else p for p in self.params]
         arguments = ", ".join(("first, last, rows", integers, *arrays, *params))
         return ["@kernel", f"def {name}({arguments}):"]
 
@@ -163,7 +160,7 @@ class Emitter(Variables):
         used = graph.used() | self.advance.used()
         arrays = [*strided(sequences), *pointers]
         lines = [
-            *self.signature(name, integers, arrays, used, "data"),
+            *self.signature(name, integers, arrays, used),
             *indent([*buffers, *_rows(self.rows)], 1),
             "    period, phase = channels * channel_inner, -1",
             "    block = SHORT_BLOCK if T <= SHORT else BLOCK",

@@ -47,6 +47,7 @@ class Emitter(emit_numba.Emitter):
 
     header = HEADER
     origin, size = "origin", "m * N"
+    values = "_row"
     index, result, past = "row + i", ("_data", "at + i"), ("_past_data", "{}_past_at + i")
 
     def begin(
@@ -66,7 +67,7 @@ class Emitter(emit_numba.Emitter):
         arrays = ["weight", "start", *strided(read), *pointers]
         rows = [f"{name}_row = np.empty(size, f32)" for name in buffers]
         lines = [*BUFFERS, *rows, "scratch = np.empty(N, f32)", *EACH_BLOCK]
-        return [*self.signature(name, "T, B, N, width", arrays, used, "row"), *indent(lines, 1)]
+        return [*self.signature(name, "T, B, N, width", arrays, used), *indent(lines, 1)]
 
     def each_row(self, read: Sequence[str], body: Sequence[str], *before: str) -> list[str]:
         """Emit the product, and the loops over the samples and neurons of a block at step t."""

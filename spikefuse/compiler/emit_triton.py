@@ -22,10 +22,6 @@ from spikefuse.kernels.triton_math import *
 # with each. All its blocks have the same channels, so it reads their values once. 64-bit integers
 # are scalars here and cost nothing; offsets within a block are 32-bit. N and the strides are passed
 # in units of UNIT, which lets Triton prove that accesses can be 16 bytes wide.
-PROLOGUE = """\
-lane = tl.arange(0, BLOCK)
-own = tl.program_id(0).to(tl.int64) * BLOCK + lane
-""".splitlines()
 EACH_BLOCK = """\
 for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(N, BLOCK), tl.num_programs(0)):
     first = block * BLOCK
@@ -35,12 +31,8 @@ for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(N, BLOCK), tl.num_prog
     place = (first + lane) % inner
 """.splitlines()
 
-# The mask of step `start + k` in a partial chunk.
-PARTIAL = "live_k = lane < tl.multiple_of(tl.where(start + k < T, count, 0), UNIT)"
-FLAGS = {"forward": ["BLOCK", "CHUNK", "SINGLE", "RAGGED", "FLAT", "UNIT", "REPAIR"]}
-FLAGS["backward"] = [*FLAGS["forward"], "REBUILD"]
+CONSTANTS = ["BLOCK", "CHUNK", "SINGLE", "RAGGED", "FLAT", "UNIT", "REPAIR"]
 EACH_STEP = "for k in tl.static_range(CHUNK):"
-EACH_STEP_BACK = "for k in tl.static_range(CHUNK - 1, -1, -1):"
 # Whether the repaired scan still differs from the first one.
 DIVERGED = "diverged = tl.full([], 1, tl.int32)"
 # Fraction of a final state's gradient below which a repair stops following it.
@@ -95,11 +87,6 @@ class Emitter(Variables):
             "):",
             *indent(body, 1),
         ]
-
-    @property
-    def floats(self) -> list[str]:
-        """Parameters that are arguments themselves."""
-        return [p for p in self.params if p not in (*self.channel, *self.tensors)]
 
     def load_params(self, spread: Sequence[str]) -> list[str]:
         """Load the parameters, and give those in `spread` the shape of a block."""
@@ -164,16 +151,14 @@ class Emitter(Variables):
         sequences: Sequence[str],
         pointers: Sequence[str],
         body: Sequence[str],
-        sums: Sequence[str] = (),
     ) -> list[str]:
-        """Emit a kernel.
-
-        Args:
-            sums: names of accumulators, each with a pointer to where the program stores its value.
-        """
+        """Emit a kernel, where `body` is for a block of neurons. Backward adds up the gradients of
+        parameters in its blocks."""
+        sums, flags = ([], []) if name == "forward" else (self.grads, ["REBUILD"])
         units = [*(f"{s}_{kind}" for s in sequences for kind in ("time", "outer")), "N", "inner"]
         integers = [f"{i}: tl.int64" for i in (*units, "T", "channels", "channel_inner")]
-        before = [f"{i} = {i} * UNIT" for i in units] + PROLOGUE
+        before = [f"{i} = {i} * UNIT" for i in units] + ["lane = tl.arange(0, BLOCK)"]
+        before.append("own = tl.program_id(0).to(tl.int64) * BLOCK + lane")
         if self.channel:
             before.append("channel = (own // channel_inner) % channels")
         before += self.load_params([*self.tensors, *self.floats])
@@ -196,16 +181,17 @@ class Emitter(Variables):
                 f"    tl.store({g}_ptr + own, total_{g}, mask=own < N)",
             ]
         lines = [*before, "whole = T // CHUNK * CHUNK", *EACH_BLOCK, *indent(block, 1), *after]
-        return self.jit(
-            name, [f"{s}_ptr" for s in sequences] + [*pointers], integers, FLAGS[name], lines
-        )
+        pointers = [*(f"{s}_ptr" for s in sequences), *pointers]
+        return self.jit(name, pointers, integers, CONSTANTS + flags, lines)
 
     def load_chunk(
         self, names: Sequence[str], start: str, mask: str, prefix: str = ""
     ) -> list[str]:
         """Load CHUNK steps of each name into a tuple."""
         lines = [f"{prefix}{name} = ()" for name in names] + [EACH_STEP]
-        lines += [f"    {PARTIAL}"] if mask == "live_k" else []
+        if mask == "live_k":
+            within = "tl.multiple_of(tl.where(start + k < T, count, 0), UNIT)"
+            lines.append(f"    live_k = lane < {within}")
         for name in names:
             address = f"{name}_base + ({start} + k) * {name}_time + {name}_at"
             value = f"tl.load({address}, mask={mask}, other=0.0)"
@@ -280,7 +266,7 @@ class Emitter(Variables):
         body += self.final_gradients()
         body += self.with_repair(self.scan_backward(), self.repair_backward())
         sequences = [*self.xs, *self.gys, *self.gxs]
-        return self.kernel("backward", sequences, pointers, body, self.grads)
+        return self.kernel("backward", sequences, pointers, body)
 
     def scan_backward(self) -> list[str]:
         single = ["start = 0", *self.load_chunk(self.read_backward, "start", "live")]
@@ -358,10 +344,6 @@ class Emitter(Variables):
             walk = _within_sequence(mask, walk)
             walk += [f"past_{v} = past_{v} + ({v},)" for v in self.vs]
             lines += ["for k in tl.static_range(CHUNK - 1):", *indent(walk, 1)]
-        steps = _within_sequence(mask, self.reverse_step(repairs))
-        return [*lines, EACH_STEP_BACK, *indent(steps, 1)]
-
-    def reverse_step(self, repairs: bool = False) -> list[str]:
         zero = "tl.zeros([BLOCK], tl.float32)"
         arguments = [
             *self.inputs_k,
@@ -372,13 +354,14 @@ class Emitter(Variables):
             *self.grads,
         ]
         results = [*(f"{g}_k" for g in self.gxs), *self.gvs, *self.grads]
-        lines = [f"{', '.join(results)} = reverse({', '.join(arguments)})"]
+        step = [f"{', '.join(results)} = reverse({', '.join(arguments)})"]
         for g in self.gxs:
             if repairs:
-                lines += _add(f"{g}_base + (start + k) * {g}_time + {g}_at", f"{g}_k", "live")
+                step += _add(f"{g}_base + (start + k) * {g}_time + {g}_at", f"{g}_k", "live")
             else:
-                lines.append(_store(g, f"{g}_k"))
-        return lines
+                step.append(_store(g, f"{g}_k"))
+        lines.append("for k in tl.static_range(CHUNK - 1, -1, -1):")
+        return [*lines, *indent(_within_sequence(mask, step), 1)]
 
 
 def _function(name: str, graph: Graph) -> list[str]:
