@@ -108,8 +108,8 @@ class TrainingCall(Call):
                 self._compile_backward(arguments, results, [t.requires_grad for t in tensors])
         else:
             name = self.program.name
-            results, parts = state_passing.scan_forward(self.passing, name, arguments, wanted)
-            saved, self.microbatches = state_passing.flatten(parts)
+            passed = state_passing.scan_forward(self.passing, name, arguments, wanted)
+            results, saved, self.microbatches = passed
         self.num_outputs, self.bits = len(results.outputs), results.bits
         return [*results.outputs, *results.finals], saved
 
@@ -153,7 +153,7 @@ class TrainingCall(Call):
     ) -> BlockGradients:
         """`_differentiate` over microbatches, whose states other processes send."""
         parts = state_passing.split(self.passing, self.program.name, self.arguments_of(tensors))
-        parts = state_passing.unflatten(parts, saved, self.microbatches)
+        parts = state_passing.restored(parts, saved, self.microbatches)
         totals: list[Tensor] = []
         starts: list[list[Tensor]] = []
         by_own: list[list[Tensor | None]] = []

@@ -270,8 +270,8 @@ class ScanCall(Call):
                 execution.compile_backward(arguments, results, needs)
             saved = results.saved or ()
         else:
-            results, parts = state_passing.scan_forward(self.passing, name, arguments, wanted)
-            saved, self.microbatches = state_passing.flatten(parts)
+            passed = state_passing.scan_forward(self.passing, name, arguments, wanted)
+            results, saved, self.microbatches = passed
         self.num_outputs, self.bits = len(results.outputs), results.bits
         return [*results.outputs, *results.finals], saved
 
@@ -288,7 +288,7 @@ class ScanCall(Call):
                 params = execution.reduce(params, [*compress(arguments.params, needs.params)])
         else:
             parts = state_passing.split(self.passing, self.programs[0], arguments)
-            parts = state_passing.unflatten(parts, saved, self.microbatches)
+            parts = state_passing.restored(parts, saved, self.microbatches)
             inputs = execution.new_gradients(Needs(needs.inputs, False, ())).inputs
             starts = bool(parts[0].arguments.states)
             found = ScanGradients(needs._replace(states=starts), inputs, [], [])

@@ -49,19 +49,12 @@ class Variant(NamedTuple):
     rebuild: bool = False
 
 
+_Maybe = Sequence[Tensor | None]
 #: A kernel on sequences of certain shapes, strides, dtypes and on one device. In the order of the
 #: kernel, it takes sequences (inputs, then what is written; all fit the layout), states (one step
 #: each, or None where the kernel may do without), for backward sums of the gradients of parameters
 #: or for forward outputs as bits, and parameters (floats, and contiguous float32 tensors).
-Launch = Callable[
-    [
-        Sequence[Tensor],
-        Sequence[Tensor | None],
-        Sequence[Tensor | None],
-        Sequence[float | Tensor],
-    ],
-    None,
-]
+Launch = Callable[[Sequence[Tensor], _Maybe, _Maybe, Sequence[float | Tensor]], None]
 
 
 class Operands(NamedTuple):
@@ -179,7 +172,7 @@ class Program:
         return tuple(n for n in self.params(SCALAR, CHANNEL) if n in self.reverse.params)
 
     def forward(self, recurrent: bool = False) -> Any:
-        return self._load("forward", self.step.inputs, (), (), recurrent)
+        return self._load("forward", (self.step.inputs, (), (), recurrent))
 
     def backward(
         self,
@@ -190,12 +183,12 @@ class Program:
     ) -> Any:
         """The backward kernel that gives the gradients of these inputs and parameters, where
         `absent` gradients are neither read nor counted."""
-        return self._load("backward", grad_inputs, grad_params, absent, recurrent)
+        return self._load("backward", (grad_inputs, grad_params, absent, recurrent))
 
-    def _load(self, kernel: str, *how: Any) -> Any:
+    def _load(self, kernel: str, key: tuple[Any, ...]) -> Any:
         # Numba's cache is keyed by the file, so neurons that differ in their gradients only share
         # the machine code of a forward kernel of its own.
-        key = (*how, (kernel,) if self.backend == "numba" else KERNELS)
+        key = (*key, (kernel,) if self.backend == "numba" else KERNELS)
         if key not in self.modules:
             with _compiling:
                 self.modules[key] = cache.load(self.source(*key), self.step.name, self.backend)

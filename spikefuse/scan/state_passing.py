@@ -18,7 +18,7 @@ A neuron that forgets nothing is followed to its last step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import compress
+from itertools import compress, islice
 from typing import NamedTuple, Protocol
 
 import torch
@@ -137,12 +137,13 @@ def split(passing: StatePassing, name: str, arguments: Arguments) -> list[Microb
 
 def scan_forward(
     passing: StatePassing, name: str, arguments: Arguments, wanted: Wanted
-) -> tuple[Results, list[MicrobatchScan]]:
+) -> tuple[Results, list[Tensor], list[tuple[int, int]]]:
     """Run a program forward over microbatches.
 
     Returns:
-        The results for the whole batch, without saved states, and the microbatches with theirs.
-        Bits are written for a single microbatch only.
+        The results for the whole batch, without saved states; the initial and saved states of all
+        microbatches, for autograd to save, and their numbers in each. Bits are written for a single
+        microbatch only.
     """
     parts = split(passing, name, arguments)
     outputs = execution_of(name, arguments.inputs).new_results(Wanted()).outputs
@@ -163,19 +164,24 @@ def scan_forward(
                for part in parts]  # fmt: skip
     channel = passing.forward(buffers)
     found = [compute(part, []) for part in parts] if speculates else []
+    tensors: list[Tensor] = []
+    counts: list[tuple[int, int]] = []
     for i, part in enumerate(parts):
         states = channel.receive(i)
-        part = part._replace(arguments=part.arguments._replace(states=states))
         if speculates:
-            part.execution.forward(part.arguments, found[i], repair=True)
+            repaired = part.arguments._replace(states=states)
+            part.execution.forward(repaired, found[i], repair=True)
         else:
             found.append(compute(part, states))
-        parts[i] = part._replace(saved=(found[i].saved or []) if wanted.save else [])
+        saved = (found[i].saved or []) if wanted.save else []
+        tensors += [*states, *saved]
+        counts.append((len(states), len(saved)))
         channel.send(i, found[i].finals)
     channel.close()
     rows = zip(*[results.finals for results in found], strict=True)
     finals = [torch.cat(states) for states in rows] if wanted.final else []
-    return Results(outputs, finals, None, [x for results in found for x in results.bits]), parts
+    bits = [x for results in found for x in results.bits]
+    return Results(outputs, finals, None, bits), tensors, counts
 
 
 def scan_backward(
@@ -253,21 +259,13 @@ def can_speculate(passing: StatePassing, parts: Sequence[MicrobatchScan]) -> boo
     return passing.speculates and parts[0].execution.program.repairs
 
 
-def flatten(parts: Sequence[MicrobatchScan]) -> tuple[list[Tensor], list[tuple[int, int]]]:
-    """The initial and saved states of microbatches, for autograd to save, and their numbers."""
-    tensors = [x for part in parts for x in (*part.arguments.states, *part.saved)]
-    return tensors, [(len(part.arguments.states), len(part.saved)) for part in parts]
-
-
-def unflatten(
+def restored(
     parts: Sequence[MicrobatchScan], tensors: Sequence[Tensor], counts: Sequence[tuple[int, int]]
 ) -> list[MicrobatchScan]:
-    """Microbatches from `split`, with the states that `flatten` gave."""
+    """Microbatches from `split`, with the states that `scan_forward` gave to save."""
     rest = iter(tensors)
     found = []
     for part, (num_states, num_saved) in zip(parts, counts, strict=True):
-        states = [next(rest) for _ in range(num_states)]
-        saved = [next(rest) for _ in range(num_saved)]
-        arguments = part.arguments._replace(states=states)
-        found.append(part._replace(arguments=arguments, saved=saved))
+        arguments = part.arguments._replace(states=[*islice(rest, num_states)])
+        found.append(part._replace(arguments=arguments, saved=[*islice(rest, num_saved)]))
     return found
