@@ -235,9 +235,9 @@ def is_supported(packet: Any) -> bool:
     return packet in BY_ATEN or packet in REWRITES
 
 
-def literal(value: float, language: str) -> str:
-    """Return a constant as source text."""
-    if isinstance(value, bool):
-        return repr(value)
-    text = repr(float(value)) if math.isfinite(value) else f'float("{value}")'
-    return f"f32({text})" if language == "numba" else text
+def text(operand: Operand, language: str) -> str:
+    """Return a name or a constant as source text."""
+    if isinstance(operand, str | bool):
+        return str(operand)
+    number = repr(float(operand)) if math.isfinite(operand) else f'float("{operand}")'
+    return f"f32({number})" if language == "numba" else number

@@ -216,13 +216,9 @@ class Execution:
         sequences = [*arguments.inputs, *results.outputs, *written]
         missing = (False,) * self.num_outputs + (True,) * len(results.finals)
         row = torch.empty(0, device="meta")
-        by_state = self.by_state(
-            [row] * self.num_states if arguments.states else None,
-            [row] * self.num_states,
-            None,
-            [row] * self.num_states if needs.states else None,
-        )
-        sums = [row] * sum(needs.params)
+        rows, sums = [row] * self.num_states, [row] * sum(needs.params)
+        starts, gradients = rows if arguments.states else None, rows if needs.states else None
+        by_state = self.by_state(starts, rows, None, gradients)
         described = *map(Tensor.stride, sequences), *map(_dtype, sequences)
         key = (variant, needs, missing, described)
         launch = self._launches.get(key) or self._prepare_backward(key, sequences)

@@ -86,12 +86,12 @@ class RecurrentCall(Call):
 
     def forward(self, tensors: Tensors, save: bool, final: bool) -> tuple[Tensors, Tensors]:
         arguments, start, weight = self.split(tensors)
-        found, own = self.new_results(tensors, save, final), program(self.programs[0])
-        num = self.num_results(final)
+        found, num = self.new_results(tensors, save, final), self.num_results(final)
         results, saved = found[:num], found[num:]
         if not arguments.inputs[0].numel():
             return [result.zero_() for result in results], saved
         execution = execution_of(self.programs[0], arguments.inputs)
+        own = execution.program
         states = [s.detach().float().contiguous() for s in arguments.states]
         outputs, finals = results[: self.num_outputs], results[self.num_outputs :]
         launcher = launcher_of(own.backend)
@@ -205,10 +205,10 @@ class _Chain:
         grads: MaybeTensors,
         needed: Flags,
     ) -> None:
-        self.call, self.own, self.weight = call, program(call.programs[0]), weight
+        self.call, self.weight = call, weight
         current, *others = arguments.inputs
         self.execution = execution_of(call.programs[0], arguments.inputs)
-        num_outputs, self.num_states = sizes_of(call.programs[0])
+        self.own, num_outputs = self.execution.program, self.execution.num_outputs
         params = tuple(needed[sum(call.counts) : -1])
         self.needs_matrix, self.num_params = needed[-1], sum(params)
         needs = Needs((True,) * len(arguments.inputs), True, params)
@@ -243,7 +243,7 @@ class _Chain:
         if written[0].dtype != torch.float32:
             # The chain is float32. A kernel reads the states of a step before it writes its result.
             written[0] = past[0] if past and self.may_overlap else _float32(y, y.shape)
-        begins = [_float32(y, y.shape[1:]) for _ in range(self.num_states)]
+        begins = [_float32(y, y.shape[1:]) for _ in range(self.execution.num_states)]
         sums = self.launcher.new_sums(y, self.num_params)
         operands = Operands(
             weight=self.weight,

@@ -148,7 +148,7 @@ def scan_forward(
     parts = split(passing, name, arguments)
     outputs = execution_of(name, arguments.inputs).new_results(Wanted()).outputs
     receives = not passing.is_first
-    speculates = receives and can_speculate(passing, parts)
+    speculates = receives and passing.speculates and parts[0].execution.program.repairs
     # A repair ends where a saved state is what it was.
     inner = Wanted(
         save=wanted.save or speculates,
@@ -232,7 +232,7 @@ def exchange_gradients(
         The gradients of the final states that arrived.
     """
     receives = not passing.is_last
-    speculates = receives and can_speculate(passing, parts)
+    speculates = receives and passing.speculates and parts[0].execution.program.repairs
     channel = passing.backward([p.execution.new_steps() if receives else [] for p in parts])
     begun = [compute(i, []) for i in range(len(parts))] if speculates else []
     for i in range(len(parts)):
@@ -253,10 +253,6 @@ def incoming_of(incoming: Incoming, rows: slice | None, ends: Tensors) -> Incomi
     if not (own and ends):
         return Incoming(outputs, own or ends)
     return Incoming(outputs, [b if a is None else a + b for a, b in zip(own, ends, strict=True)])
-
-
-def can_speculate(passing: StatePassing, parts: Sequence[MicrobatchScan]) -> bool:
-    return passing.speculates and parts[0].execution.program.repairs
 
 
 def restored(

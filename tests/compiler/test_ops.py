@@ -343,8 +343,8 @@ def test_a_bool_attribute_and_a_constant_output(backends):
     ],
 )
 def test_literal(value, numba, triton):
-    assert ops.literal(value, "numba") == numba
-    assert ops.literal(value, "triton") == triton
+    assert ops.text(value, "numba") == numba
+    assert ops.text(value, "triton") == triton
 
 
 class WholePowers(Neuron):
