@@ -33,7 +33,6 @@ from spikefuse.scan.execution import (
     MaybeTensors,
     Needs,
     Results,
-    ScanGradients,
     Tensors,
     Wanted,
     execution_of,
@@ -290,9 +289,8 @@ class ScanCall(Call):
             parts = state_passing.split(self.passing, self.programs[0], arguments)
             parts = state_passing.restored(parts, saved, self.microbatches)
             inputs = execution.new_gradients(Needs(needs.inputs, False, ())).inputs
-            starts = bool(parts[0].arguments.states)
-            found = ScanGradients(needs._replace(states=starts), inputs, [], [])
-            params = state_passing.scan_backward(self.passing, parts, found, incoming)
+            found = state_passing.scan_backward(self.passing, parts, incoming, needs, inputs)
+            params = found.params
         states = compress(found.states, needed[self.counts[0] : sum(self.counts)])
         return [*found.inputs, *states, *params]
 

@@ -17,7 +17,9 @@ A neuron that forgets nothing is followed to its last step.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import compress, islice
 from typing import NamedTuple, Protocol
 
@@ -29,6 +31,7 @@ from spikefuse.scan.execution import (
     Arguments,
     Execution,
     Incoming,
+    Needs,
     Results,
     ScanGradients,
     Tensors,
@@ -185,65 +188,63 @@ def scan_forward(
 
 
 def scan_backward(
-    passing: StatePassing, parts: Sequence[MicrobatchScan], whole: ScanGradients, incoming: Incoming
-) -> list[Tensor]:
+    passing: StatePassing,
+    parts: Sequence[MicrobatchScan],
+    incoming: Incoming,
+    needs: Needs,
+    inputs: list[Tensor],
+) -> ScanGradients:
     """Run a program's backward over microbatches.
 
     Args:
-        whole: its `inputs` are written; `needs` are those of each microbatch.
+        inputs: the unwritten gradients of the needed inputs.
 
     Returns:
-        The reduced gradients of the parameters; those of the initial states go to `whole.states`.
+        The gradients, among them reduced ones of the parameters.
     """
-    totals: list[Tensor] = []
-    starts: list[list[Tensor]] = []
+    # Gradients of states that arrived go back to the process that sent the states.
+    needs = needs._replace(states=bool(parts[0].arguments.states))
 
     def compute(i: int, ends: list[Tensor]) -> ScanGradients:
         rows, execution, arguments, saved = parts[i]
-        into = execution.new_gradients(whole.needs, [g[:, rows] for g in whole.inputs])
+        into = execution.new_gradients(needs, [g[:, rows] for g in inputs])
         return execution.backward(arguments, saved, incoming_of(incoming, rows, ends), into)
 
-    def finish(i: int, found: ScanGradients) -> list[Tensor]:
-        _, execution, arguments, _ = parts[i]
-        params = compress(arguments.params, whole.needs.params)
-        reduced = execution.reduce(found.params, [*params])
-        totals[:] = [a + b for a, b in zip(totals, reduced, strict=True)] if i else reduced
-        starts.append(found.states)
-        return found.states
-
-    exchange_gradients(passing, parts, compute, finish)
-    whole.states[:] = [torch.cat(rows) for rows in zip(*starts, strict=True)]
-    return totals
+    found, _ = exchange_gradients(passing, parts, compute)
+    states = [torch.cat(rows) for rows in zip(*[g.states for g in found], strict=True)]
+    params = list(compress(parts[0].arguments.params, needs.params))
+    reduced = [parts[i].execution.reduce(g.params, params) for i, g in enumerate(found)]
+    totals = [reduce(operator.add, terms) for terms in zip(*reduced, strict=True)]
+    return ScanGradients(needs, inputs, states, totals)
 
 
 def exchange_gradients(
     passing: StatePassing,
     parts: Sequence[MicrobatchScan],
     compute: Callable[[int, list[Tensor]], ScanGradients],
-    finish: Callable[[int, ScanGradients], Sequence[Tensor]],
-) -> Buffers:
+) -> tuple[list[ScanGradients], Buffers]:
     """Differentiate microbatches, with repair where kernels support it.
 
     Args:
         compute: differentiate a microbatch, given the gradients of its final states.
-        finish: return the gradients to send.
 
     Returns:
-        The gradients of the final states that arrived.
+        What `compute` returned, and the gradients of the final states that arrived.
     """
     receives = not passing.is_last
     speculates = receives and passing.speculates and parts[0].execution.program.repairs
     channel = passing.backward([p.execution.new_steps() if receives else [] for p in parts])
-    begun = [compute(i, []) for i in range(len(parts))] if speculates else []
+    found = [compute(i, []) for i in range(len(parts))] if speculates else []
     for i in range(len(parts)):
         ends = channel.receive(i)
-        found = begun[i] if speculates else compute(i, ends)
         if speculates:
             _, execution, arguments, saved = parts[i]
-            execution.backward(arguments, saved, Incoming((), ends), found, REPAIR)
-        channel.send(i, finish(i, found))
+            execution.backward(arguments, saved, Incoming((), ends), found[i], REPAIR)
+        else:
+            found.append(compute(i, ends))
+        channel.send(i, found[i].states)
     channel.close()
-    return channel.buffers
+    return found, channel.buffers
 
 
 def incoming_of(incoming: Incoming, rows: slice | None, ends: Tensors) -> Incoming:
