@@ -40,7 +40,7 @@ class Emitter(Variables):
     #: Where the neurons that are processed together begin in a step, and their number.
     origin, size = "base", "m"
     #: Suffix of the arrays of parameters with one value per channel.
-    values = "_data"
+    channel_suffix = "_data"
     #: The index of a neuron in rows of values; array suffix and index of results and past states.
     index, result, past = "i", ("_out", "{}_first + i"), ("_past", "past + i")
     #: Numbers of a kernel's arrays.
@@ -58,7 +58,7 @@ class Emitter(Variables):
         """Emit the signature of a kernel that reads the parameters in `used`."""
         self.slots = {}
         self.rows = [p for p in self.channel if p in used]
-        params = [p + self.values if p in self.channel else p for p in self.params]
+        params = [p + self.channel_suffix if p in self.channel else p for p in self.params]
         arguments = ", ".join(("first, last, rows", integers, *arrays, *params))
         return ["@kernel", f"def {name}({arguments}):"]
 

@@ -47,7 +47,7 @@ class Emitter(emit_numba.Emitter):
 
     header = HEADER
     origin, size = "origin", "m * N"
-    values = "_row"
+    channel_suffix = "_row"
     index, result, past = "row + i", ("_data", "at + i"), ("_past_data", "{}_past_at + i")
 
     def begin(

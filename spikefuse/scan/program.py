@@ -142,9 +142,16 @@ class Program:
     reverse: Reverse
     backend: str
     kinds: tuple[str, ...]
-    name: str = ""
     #: By the arguments of `source`.
     modules: dict[tuple[Any, ...], ModuleType] = field(default_factory=dict)
+
+    @cached_property
+    def name(self) -> str:
+        """The name, in every process that of the same kernels, called alike."""
+        identity = repr((self.step.params, self.kinds))
+        identity += self.source(self.step.inputs, self.learnable())
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+        return f"{self.step.name}-{self.backend}-{digest}"
 
     def chunk(self, num_steps: int) -> int:
         """Steps between two saved states of a sequence."""
@@ -262,10 +269,6 @@ def prepare(
     with _compiling:
         step, reverse = _without_modes(_trace, definition, dict(kinds))
         made = Program(step, reverse, backend, tuple(dict(kinds)[name] for name in step.params))
-        # The same kernels, called alike, have the same name in every process.
-        identity = repr((step.params, made.kinds)) + made.source(step.inputs, made.learnable())
-        digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
-        made.name = f"{step.name}-{backend}-{digest}"
         return _by_signature.setdefault(signature, _by_name.setdefault(made.name, made))
 
 

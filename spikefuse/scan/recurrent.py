@@ -222,7 +222,8 @@ class _Chain:
         # Numba's kernels are compiled for sequences that do not overlap.
         self.may_overlap = self.own.backend == "triton"
         if self.may_overlap and call.overwrites and current.is_contiguous():
-            first = _at_its_end(current, dtype)
+            # At the end of its memory, where writing a step leaves the earlier steps as they are.
+            first = current.detach().flatten().view(dtype)[-current.numel() :].view(current.shape)
         else:
             first = current.new_empty(current.shape, dtype=dtype)
         self.inputs = [first, *(x.new_empty(x.shape) for x in others)]
@@ -270,12 +271,13 @@ class _Chain:
 
     def _product(self, gradient: Tensor, y: Tensor) -> Tensor:
         """The gradient of the weight, from that of the currents and `y`, what was fed back."""
-        heads = len(self.weight)
+        heads, width, _ = self.weight.shape
         if self.own.step.binary[0]:
             product = self.launcher.spike_product(gradient, y, heads)
             if product is not None:
                 return product
-        rows, sources = (_by_head(x.to(self.weight.dtype), heads) for x in (gradient, y))
+        values = [x.to(self.weight.dtype).reshape(-1, heads, width) for x in (gradient, y)]
+        rows, sources = (x.transpose(0, 1) for x in values)
         return rows.mT @ sources
 
 
@@ -283,20 +285,9 @@ def _float32(like: Tensor, shape: Sequence[int]) -> Tensor:
     return like.new_empty(shape, dtype=torch.float32)
 
 
-def _at_its_end(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor like `x`, which is contiguous float32, in the last part of its memory. Writing a
-    step leaves the earlier steps of `x` as they are."""
-    return x.detach().flatten().view(dtype)[-x.numel() :].view(x.shape)
-
-
 def _rows(x: Tensor) -> Tensor:
     """A sequence as it is if the neurons of a sample are adjacent in memory, else a copy."""
     return x.detach() if x.stride(2) == 1 or x.shape[2] == 1 else x.detach().contiguous()
-
-
-def _by_head(x: Tensor, heads: int) -> Tensor:
-    """`[heads, T * B, width]` of a sequence."""
-    return x.reshape(-1, heads, x.shape[-1] // heads).transpose(0, 1)
 
 
 register(RecurrentCall)
