@@ -184,10 +184,10 @@ class Emitter(Variables):
         pointers = [*(f"{s}_ptr" for s in sequences), *pointers]
         return self.jit(name, pointers, integers, CONSTANTS + flags, lines)
 
-    def load_chunk(
-        self, names: Sequence[str], start: str, mask: str, prefix: str = ""
-    ) -> list[str]:
-        """Load CHUNK steps of each name into a tuple."""
+    def load_chunk(self, names: Sequence[str], mask: str = "live") -> list[str]:
+        """Load CHUNK steps of each name into a tuple: of the chunk at `start`, or with the mask
+        "ahead" of the one before it."""
+        prefix, start = ("before_", "start - CHUNK") if mask == "ahead" else ("", "start")
         lines = [f"{prefix}{name} = ()" for name in names] + [EACH_STEP]
         if mask == "live_k":
             within = "tl.multiple_of(tl.where(start + k < T, count, 0), UNIT)"
@@ -257,7 +257,7 @@ class Emitter(Variables):
                 "    tl.store(row + byte, packed, mask=byte < count // 8)",
             ]
         steps = _within_sequence(mask, steps)
-        return [*self.load_chunk(self.xs, "start", mask), EACH_STEP, *indent(steps, 1)]
+        return [*self.load_chunk(self.xs, mask), EACH_STEP, *indent(steps, 1)]
 
     def backward(self) -> list[str]:
         pointers = self.each_state("{v}_start", "{v}_saved", "{v}_gfinal", "{v}_gstart")
@@ -269,16 +269,15 @@ class Emitter(Variables):
         return self.kernel("backward", sequences, pointers, body)
 
     def scan_backward(self) -> list[str]:
-        single = ["start = 0", *self.load_chunk(self.read_backward, "start", "live")]
+        single = ["start = 0", *self.load_chunk(self.read_backward)]
         single += [*self.initial_states(), *self.reverse_steps("live")]
         # Sequences are loaded one chunk ahead of their use.
-        ragged = ["start = whole", *self.load_chunk(self.read_backward, "start", "live_k")]
-        last = ["start = whole - CHUNK", *self.load_chunk(self.read_backward, "start", "live")]
+        ragged = [*self.load_chunk(self.read_backward, "live_k"), *self.backward_chunk("live_k")]
         chunks = [
             "if RAGGED:",
-            *indent([*ragged, *self.backward_chunk("live_k")], 1),
+            *indent(["start = whole", *ragged], 1),
             "else:",
-            *indent(last, 1),
+            *indent(["start = whole - CHUNK", *self.load_chunk(self.read_backward)], 1),
             "for back in range(0, whole, CHUNK):",
             "    start = whole - CHUNK - back",
             *indent(self.backward_chunk("live"), 1),
@@ -294,7 +293,7 @@ class Emitter(Variables):
         lines += [f"limit += tl.abs({g})" for g in self.gvs]
         lines.append(f'limit = tl.where(limit < float("inf"), limit * {NEGLIGIBLE!r}, 0.0)')
         lines += [DIVERGED, "start = tl.full([], 0, tl.int64) + (T - 1) // CHUNK * CHUNK"]
-        chunk = [*self.load_chunk(self.xs, "start", "live_k"), *self.saved_states()]
+        chunk = [*self.load_chunk(self.xs, "live_k"), *self.saved_states()]
         chunk += [*self.reverse_steps("live_k", repairs=True), "start -= CHUNK"]
         chunk.append("left = tl.zeros([BLOCK], tl.int32)")
         # Written so that NaN counts as left.
@@ -309,7 +308,7 @@ class Emitter(Variables):
 
     def rebuild(self) -> list[str]:
         """Walk forward and store the states that the forward kernel did not store."""
-        walk = [*self.load_chunk(self.xs, "start", "live"), EACH_STEP]
+        walk = [*self.load_chunk(self.xs), EACH_STEP]
         walk.append("    " + self.call("advance", self.vs, [*self.inputs_k, *self.vs]))
         walk += ["reached = start + CHUNK", *self.save_states("reached")]
         lines = [*self.initial_states(), "for start in range(0, (T - 1) // CHUNK * CHUNK, CHUNK):"]
@@ -320,7 +319,7 @@ class Emitter(Variables):
         """Walk back through the chunk at `start`, while the one before it, if any, is loaded."""
         return [
             "ahead = lane < tl.multiple_of(tl.where(start > 0, count, 0), UNIT)",
-            *self.load_chunk(self.read_backward, "start - CHUNK", "ahead", "before_"),
+            *self.load_chunk(self.read_backward, "ahead"),
             *self.saved_states(),
             *self.reverse_steps(mask),
             *(f"{name} = before_{name}" for name in self.read_backward),
