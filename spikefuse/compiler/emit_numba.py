@@ -84,17 +84,15 @@ class Emitter(Variables):
         pairs = zip(names, values, strict=True)
         return [self.store(name + suffix, index.format(name), value) for name, value in pairs]
 
-    def first_rows(
-        self, name: str = "{v}", role: str = "start", rest: str = "{rest!r}"
-    ) -> list[str]:
+    def first_rows(self) -> list[str]:
         """Emit the rows of the states before the first step."""
-        return self.each_state(
-            f"load_row({name}_row, {{v}}_{role}, {self.origin}, {self.size}, f32({rest}))"
-        )
+        place = f"{self.origin}, {self.size}"
+        return self.each_state(f"load_row({{v}}_row, {{v}}_start, {place}, f32({{rest!r}}))")
 
     def first_gradient_rows(self) -> list[str]:
         """Emit the rows of the gradients after the last step."""
-        rows = self.first_rows("{g}", "gfinal", "0.0")
+        place = f"{self.origin}, {self.size}"
+        rows = self.each_state(f"load_row({{g}}_row, {{v}}_gfinal, {place}, f32(0.0))")
         return rows + [f"fill_row({g}_row, {self.size}, f32(0.0))" for g in self.grads]
 
     def store_rows(self, role: str, name: str) -> list[str]:
