@@ -147,7 +147,7 @@ class Program:
 
     @cached_property
     def name(self) -> str:
-        """The name, in every process that of the same kernels, called alike."""
+        """A name that the same kernels, called alike, have in every process."""
         identity = repr((self.step.params, self.kinds))
         identity += self.source(self.step.inputs, self.learnable())
         digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
