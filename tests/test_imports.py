@@ -99,6 +99,7 @@ ORDER = {
         "vectors_numba",
         "numba_host",
         "triton_runtime",
+        "triton_math",
         "bits_numba",
         "bits_triton",
         "bits",

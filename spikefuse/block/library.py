@@ -28,7 +28,7 @@ from spikefuse.scan.execution import (
     execution_of,
 )
 from spikefuse.scan.op import Call, Request
-from spikefuse.scan.program import kind_of
+from spikefuse.scan.program import kinds_of
 
 op.library.define(
     "norm_statistics(Tensor x, Tensor? weight, float eps, str backend) -> (Tensor, Tensor)"
@@ -60,10 +60,9 @@ def traced_program(
 ) -> TracedProgram:
     """`block_program` inside torch.compile."""
     values: dict[str, Any] = neuron.values()
-    kinds = tuple([(name, kind_of(value)) for name, value in values.items()])
     kind = has_residual, by_batch, request.outputs
     name, scalars, own, rebuilds, tensors = neuron.evaluate(
-        _prepare, request.backend, request.inputs[0].device, kind, kinds
+        _prepare, request.backend, request.inputs[0].device, kind, kinds_of(values)
     )
     read = [values[n] for n in scalars], [values[n] for n in own]
     return TracedProgram(name, *read, rebuilds, tensors, own)
@@ -163,5 +162,5 @@ class BlockCall(Call):
         )
 
 
-op.implement("norm_statistics", _statistics, _statistics_fake, None)
+op.implement("norm_statistics", _statistics, _statistics_fake)
 op.register(BlockCall)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spikefuse.block.definition import CORRECTION, NORM_VALUES, NormedNeuron, with_batch_norm
 from spikefuse.neurons.definition import Definition, with_outputs
-from spikefuse.scan.program import kind_of, prepare, program
+from spikefuse.scan.program import kinds_of, prepare
 
 _kind = attrgetter("ndim")
 
@@ -112,13 +112,12 @@ def block_program(
 
 def _make(definition: NormedNeuron, backend: str) -> BlockProgram:
     values, statics = definition.describe()
-    kinds = tuple((name, kind_of(value)) for name, value in values.items())
-    name, used = prepare(definition, backend, statics, kinds)
+    compiled = prepare(definition, backend, statics, kinds_of(values))
+    used = compiled.step.params
     tensors = tuple(label for label in used if isinstance(values[label], Tensor))
     floats = {label: v for label in used if isinstance(v := values[label], float)}
-    compiled = program(name)
     return BlockProgram(
-        name=name,
+        name=compiled.name,
         backend=backend,
         binary=compiled.step.binary,
         num_states=len(compiled.step.states),

@@ -108,8 +108,8 @@ class TrainingCall(Call):
                 self._compile_backward(arguments, results, [t.requires_grad for t in tensors])
         else:
             name = self.program.name
-            results, parts = state_passing.scan_forward(self.passing, name, arguments, wanted)
-            saved, self.microbatches = state_passing.flatten(parts)
+            passed = state_passing.scan_forward(self.passing, name, arguments, wanted)
+            results, saved, self.microbatches = passed
         self.num_outputs, self.bits = len(results.outputs), results.bits
         return [*results.outputs, *results.finals], saved
 
@@ -153,9 +153,8 @@ class TrainingCall(Call):
     ) -> BlockGradients:
         """`_differentiate` over microbatches, whose states other processes send."""
         parts = state_passing.split(self.passing, self.program.name, self.arguments_of(tensors))
-        parts = state_passing.unflatten(parts, saved, self.microbatches)
+        parts = state_passing.restored(parts, saved, self.microbatches)
         totals: list[Tensor] = []
-        starts: list[list[Tensor]] = []
         by_own: list[list[Tensor | None]] = []
 
         def compute(i: int, ends: list[Tensor]) -> ScanGradients:
@@ -165,14 +164,11 @@ class TrainingCall(Call):
                 parts[i] = part = part._replace(saved=part.execution.new_saved())
             return self.reduce(part, incoming_of(incoming, part.rows, ends), needs.params, rebuild)
 
-        def finish(i: int, gradients: ScanGradients) -> list[Tensor]:
-            execution, sums = parts[i].execution, self.named(gradients, needs.params)
-            totals.append(self.totals(execution, sums))
-            by_own.append(self.own_gradients(execution, sums, tensors.own))
-            starts.append(gradients.states)
-            return gradients.states
-
-        buffers = exchange_gradients(self.passing, parts, (compute, finish))
+        found, buffers = exchange_gradients(self.passing, parts, compute)
+        for part, gradients in zip(parts, found, strict=True):
+            sums = self.named(gradients, needs.params)
+            totals.append(self.totals(part.execution, sums))
+            by_own.append(self.own_gradients(part.execution, sums, tensors.own))
         correction, *norm = self.correct(reduce(add, totals))
         inputs: list[Tensor] = []
         if True in needs.inputs:
@@ -184,7 +180,7 @@ class TrainingCall(Call):
         # Gradients of states that arrived from another process have gone back there.
         states: list[Tensor] = []
         if tensors.states:
-            states = [torch.cat(rows) for rows in zip(*starts, strict=True)]
+            states = [torch.cat(rows) for rows in zip(*[g.states for g in found], strict=True)]
         own = [None if g[0] is None else reduce(add, g) for g in zip(*by_own, strict=True)]
         return BlockGradients(inputs, states, own, norm)
 

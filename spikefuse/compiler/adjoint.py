@@ -31,11 +31,12 @@ class Reverse:
         """Return the variables of gradients that are absent at all steps.
 
         Args:
-            missing: for each output, whether it has no gradient, then for each final state.
+            missing: for each output, whether it has no gradient, then for each final state; none of
+                the states has a gradient if these are left out.
         """
         outputs = tuple(f"g{y}" for y in step.outputs)
         states, first = identifiers("gv", step.states), len(step.inputs)
-        known = zip((*outputs, *states), missing, strict=True)
+        known = zip((*outputs, *states), missing, strict=False)
         present = {name for name, is_missing in known if not is_missing}
         reads = [self.graph.select([o]).used() for o in self.graph.outputs[first:][: len(states)]]
         # The gradient of a state goes to the step before.
@@ -108,21 +109,20 @@ def _transient(leaves: Sequence[Tensor], results: Sequence[Tensor], step: Step) 
     states = leaves[len(step.inputs) : len(step.inputs) + len(step.states)]
     if not states:
         return []
-    reads = [
-        [g is not None for g in _gradients(result, states, True)] if result.requires_grad else []
-        for result in results
-    ]
-    transient: list[int] = []
+    reads = {
+        i: [g is not None for g in _gradients(result, states, True)]
+        for i, result in enumerate(results)
+        if result.requires_grad
+    }
+    found: list[int] = []
     while True:
-        others = [row for i, row in enumerate(reads) if i not in transient and row]
-        found = [
-            step.num_outputs + i
-            for i in range(len(states))
-            if not any(row[i] for row in others) and results[step.num_outputs + i].requires_grad
-        ]
+        transient, found = found, []
+        for i, state in enumerate(range(step.num_outputs, len(results))):
+            read = any(row[i] for result, row in reads.items() if result not in transient)
+            if state in reads and not read:
+                found.append(state)
         if found == transient:
             return found
-        transient = found
 
 
 def reverse_step(
@@ -137,15 +137,10 @@ def reverse_step(
         UnsupportedOperation: the derivative uses an operation that kernels do not support.
     """
     function = step_function(definition, step.params)
-    num_variables = len(step.inputs) + len(step.states)
-    num_all = num_variables + len(step.params)
-    learnable = [
-        i
-        for i, name in enumerate(step.params)
-        if (learned is None or name in learned) and has_gradient(definition, name)
-    ]
-
-    wanted = [*range(num_variables), *(num_variables + i for i in learnable)]
+    candidates = step.params if learned is None else [n for n in step.params if n in learned]
+    params = tuple(name for name in candidates if has_gradient(definition, name))
+    split, num = len(step.inputs) + len(step.states), len(step.graph.inputs)
+    wanted = [*range(split), *(split + step.params.index(name) for name in params)]
 
     def run(args: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
         """Return the variables as leaves, and the results of the step."""
@@ -155,9 +150,9 @@ def reverse_step(
         return [values[i] for i in wanted], function(*values)
 
     def vjp(*args: Tensor) -> tuple[Tensor, ...]:
-        transient = _transient(*run(args[:num_all]), step)
-        leaves, results = run(args[:num_all])
-        pairs = [*zip(results, args[num_all:], strict=True)]
+        transient = _transient(*run(args[:num]), step)
+        leaves, results = run(args[:num])
+        pairs = [*zip(results, args[num:], strict=True)]
         lasting = [y * g for i, (y, g) in enumerate(pairs) if i not in transient]
         products = [product for product in lasting if product.requires_grad]
         totals = [torch.zeros((), dtype=torch.float32)] * len(leaves)
@@ -172,5 +167,4 @@ def reverse_step(
                     totals[i] = totals[i] + torch.where(gradient != 0, g, 0.0)
         return tuple(totals)
 
-    params = tuple(step.params[i] for i in learnable)
     return Reverse(step.inputs, params, capture(vjp, _variables(step), step.name, gradients=True))

@@ -47,15 +47,11 @@ class Emitter(emit_numba.Emitter):
 
     header = HEADER
     origin, size = "origin", "m * N"
+    channel_suffix = "_row"
     index, result, past = "row + i", ("_data", "at + i"), ("_past_data", "{}_past_at + i")
 
     def begin(
-        self,
-        name: str,
-        read: Sequence[str],
-        pointers: Sequence[str],
-        buffers: Sequence[str],
-        used: set[str],
+        self, name: str, read: Sequence[str], pointers: Sequence[str], buffers: Sequence[str]
     ) -> list[str]:
         """Emit a kernel down to the head of the loop over blocks of samples.
 
@@ -64,9 +60,10 @@ class Emitter(emit_numba.Emitter):
             buffers: names of values of a block that pass from step to step.
         """
         arrays = ["weight", "start", *strided(read), *pointers]
+        graph = self.step.graph if name == "forward" else self.reverse
         rows = [f"{name}_row = np.empty(size, f32)" for name in buffers]
         lines = [*BUFFERS, *rows, "scratch = np.empty(N, f32)", *EACH_BLOCK]
-        return [*self.signature(name, "T, B, N, width", arrays, used, "row"), *indent(lines, 1)]
+        return [*self.signature(name, "T, B, N, width", arrays, graph.used()), *indent(lines, 1)]
 
     def each_row(self, read: Sequence[str], body: Sequence[str], *before: str) -> list[str]:
         """Emit the product, and the loops over the samples and neurons of a block at step t."""
@@ -93,7 +90,7 @@ class Emitter(emit_numba.Emitter):
     def forward(self) -> list[str]:
         pointers = [f"{y}_data" for y in self.ys] + ["current_data"]
         pointers += self.each_state("{v}_start", "{v}_final")
-        lines = self.begin("forward", self.xs, pointers, self.vs, self.step.graph.used())
+        lines = self.begin("forward", self.xs, pointers, self.vs)
         saved = "    saved, saved_at = (current_data, at) if current_data.size else (scratch, 0)"
         body = [*self.first_rows(), *self.start(), "for t in range(T):"]
         body += indent(self.each_row(self.xs, self.forward_body(), saved), 1)
@@ -107,8 +104,7 @@ class Emitter(emit_numba.Emitter):
         read = [*self.xs, *self.gys, *(f"{v}_past" for v in self.vs)]
         pointers = [f"{g}_data" for g in self.gxs] + self.each_state("{v}_gfinal", "{v}_gstart")
         pointers += [f"{g}_data" for g in self.grads]
-        buffers = [*self.gvs, *self.grads]
-        lines = self.begin("backward", read, pointers, buffers, self.reverse.used())
+        lines = self.begin("backward", read, pointers, [*self.gvs, *self.grads])
         body = [*self.first_gradient_rows(), *self.start(), "for t in range(T - 1, -1, -1):"]
         body += indent(self.each_row(read, self.reverse_body()), 1)
         body += [*self.store_rows("gstart", "{g}"), *self.add_gradients("B * N", "0, N, 1")]

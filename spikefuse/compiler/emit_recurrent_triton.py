@@ -5,20 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spikefuse.compiler import emit_triton
-from spikefuse.compiler.emit_triton import function
+from spikefuse.compiler.graph import Graph
 from spikefuse.compiler.variables import indent
-
-# Tensor cores multiply bfloat16 and add in float32. Other values are sums of bfloat16 pieces: a
-# float32 of three, exactly. The interpreter knows no bfloat16 products.
-MULTIPLY = """\
-@triton.jit
-def multiply(a, b, total):
-    if FAST:
-        total = tl.dot(a, b, total)
-    else:
-        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
-    return total
-""".splitlines()
 
 CONSTANTS = [
     *("BLOCK_B", "BLOCK_N", "BLOCK_K", "TILES", "BLOCKS"),
@@ -49,14 +37,16 @@ for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0), num_stages=1):
         resident = ()
         for i in tl.static_range(TILES):
             for j in tl.static_range(WEIGHTS):
-                resident = resident + (WEIGHT,)
+                resident = resident + ({weight},)
     if REGISTERS:
         sent = tl.load(start_ptr + at, mask=live, other=0.0).to(tl.float32)
     else:
         previous = start_ptr
-""".splitlines()
+"""
 
-LOAD_SENT = """\
+# Tensor cores multiply bfloat16 and add in float32. Other values are sums of bfloat16 pieces: a
+# float32 of three, exactly.
+MULTIPLY = """\
 if REGISTERS:
     rest = sent
 else:
@@ -67,24 +57,31 @@ else:
         other=0.0,
         cache_modifier=".cg",
     ).to(tl.float32)
-""".splitlines()
-
-SPLIT = """\
 pieces = ()
 for p in tl.static_range(PIECES):
     piece = rest.to(tl.bfloat16)
     rest = rest - piece.to(tl.float32)
     pieces = pieces + (piece,)
-""".splitlines()
+for j in tl.static_range(WEIGHTS):
+    tile_of_weights = {weight}
+    for p in tl.static_range(PIECES):
+        if p + j < PIECES or p + j < WEIGHTS:
+            total = multiply(pieces[p], tile_of_weights, total)
+"""
 
-# Other programs read what was stored before their barrier through the second cache.
-WAIT = """\
-tl.debug_barrier()
-if BLOCKS > 1:
-    tl.atomic_add(counter_ptr + task, 1, sem="release")
-    while tl.atomic_add(counter_ptr + task, 0, sem="acquire") < (count + 1) * BLOCKS:
-        pass
-""".splitlines()
+# Makes a value, which has been stored to its sequence, that of the next product. Other programs
+# read what was stored before their barrier through the second cache.
+SEND = """\
+if REGISTERS:
+    sent = {s}.to({s}_ptr.dtype.element_ty).to(tl.float32)
+else:
+    previous = {s}_ptr + t * size
+    tl.debug_barrier()
+    if BLOCKS > 1:
+        tl.atomic_add(counter_ptr + task, 1, sem="release")
+        while tl.atomic_add(counter_ptr + task, 0, sem="acquire") < (count + 1) * BLOCKS:
+            pass
+"""
 
 
 class Emitter(emit_triton.Emitter):
@@ -100,46 +97,36 @@ class Emitter(emit_triton.Emitter):
     shape, offset = "[BLOCK_B, BLOCK_N]", "at"
     channel_value = "tl.load({}_ptr + neuron, mask=inside, other=0.0)[None, :]"
 
-    def functions(self) -> list[list[str]]:
-        steps = function("step", self.step.graph), function("reverse", self.reverse)
-        return [MULTIPLY, *steps]
+    def functions(self) -> dict[str, Graph]:
+        return {"step": self.step.graph, "reverse": self.reverse}
 
-    def sweep(
-        self,
-        name: str,
-        sequences: tuple[Sequence[str], Sequence[str]],
-        pointers: Sequence[str],
-        parts: tuple[Sequence[str], Sequence[str], Sequence[str]],
+    def kernel(
+        self, name: str, sequences: Sequence[str], pointers: Sequence[str], body: Sequence[str]
     ) -> list[str]:
-        """Emit a kernel that walks over time.
-
-        Args:
-            sequences: those that are read, and those that are written.
-            parts: the code before the first step, for each step and after the last one.
-        """
-        read, written = sequences
-        before, step, after = parts
-        units = [*(f"{s}_{kind}" for s in read for kind in ("time", "outer")), "N", "width"]
+        """Emit a kernel that reads sequences, where `body` is for a tile of samples and neurons."""
+        units = [*(f"{s}_{kind}" for s in sequences for kind in ("time", "outer")), "N", "width"]
         integers = [*(f"{i}: tl.int64" for i in units), "T: tl.int32", "B: tl.int32"]
-        arguments = ["weight_ptr", "start_ptr", *(f"{s}_ptr" for s in (*read, *written))]
-        body = [f"{i} = {i} * UNIT" for i in units]
-        body += [line.replace("WEIGHT,", f"{self.weight(name)},") for line in EACH_TASK]
-        backwards = name == "backward"
-        ahead = "t - 1" if backwards else "t + 1"
-        inner = [
-            f"t = {'T - 1 - count' if backwards else 'count'}",
-            *(f"{s} = ahead_{s}" for s in read),
+        lines = [f"{i} = {i} * UNIT" for i in units]
+        lines += EACH_TASK.format(weight=self.weight(name)).splitlines()
+        tile = self.load_params(self.params)
+        tile += [f"{s}_at = row[:, None] * {s}_outer + neuron[None, :]" for s in sequences]
+        tile += self.load_ahead(sequences, "0" if name == "forward" else "T - 1", "live")
+        lines += indent([*tile, *body], 1)
+        pointers = ["weight_ptr", "start_ptr", *(f"{s}_ptr" for s in sequences), *pointers]
+        return self.jit(name, [*pointers, "counter_ptr"], integers, CONSTANTS, lines)
+
+    def each_step(self, name: str, sequences: Sequence[str], step: Sequence[str]) -> list[str]:
+        """Emit the loop over time."""
+        t, ahead = ("count", "t + 1") if name == "forward" else ("T - 1 - count", "t - 1")
+        body = [
+            f"t = {t}",
+            *(f"{s} = ahead_{s}" for s in sequences),
             "more = (row < tl.where(count + 1 < T, B, 0))[:, None] & inside[None, :]",
-            *self.load_ahead(read, ahead, "more"),
+            *self.load_ahead(sequences, ahead, "more"),
             *self.product(name),
             *step,
         ]
-        tile = self.load_params(self.params)
-        tile += [f"{s}_at = row[:, None] * {s}_outer + neuron[None, :]" for s in read]
-        tile += self.load_ahead(read, "T - 1" if backwards else "0", "live")
-        tile += [*before, "for count in tl.range(0, T, num_stages=1):", *indent(inner, 1), *after]
-        body += indent(tile, 1)
-        return self.jit(name, [*arguments, *pointers, "counter_ptr"], integers, CONSTANTS, body)
+        return ["for count in tl.range(0, T, num_stages=1):", *indent(body, 1)]
 
     def weight(self, name: str) -> str:
         """The tile of piece j of the weights for the inputs of tile i."""
@@ -159,42 +146,22 @@ class Emitter(emit_triton.Emitter):
 
     def product(self, name: str) -> list[str]:
         """Compute `total`, the product of what was sent in the step before with the weights."""
-
-        def pieces(weight: str) -> list[str]:
-            return [
-                *LOAD_SENT,
-                *SPLIT,
-                "for j in tl.static_range(WEIGHTS):",
-                f"    tile_of_weights = {weight}",
-                "    for p in tl.static_range(PIECES):",
-                "        if p + j < PIECES or p + j < WEIGHTS:",
-                "            total = multiply(pieces[p], tile_of_weights, total)",
-            ]
-
+        weights = "resident[i * WEIGHTS + j]", self.weight(name)
+        resident, loaded = (MULTIPLY.format(weight=weight).splitlines() for weight in weights)
         return [
             "total = tl.zeros([BLOCK_B, BLOCK_N], tl.float32)",
             "if RESIDENT:",
             "    for i in tl.static_range(TILES):",
-            *indent(pieces("resident[i * WEIGHTS + j]"), 2),
+            *indent(resident, 2),
             "else:",
             "    for i in tl.range(0, TILES):",
-            *indent(pieces(self.weight(name)), 2),
+            *indent(loaded, 2),
             # Otherwise the compiler would start the sum at what the product is added to.
             "total = tl.where(live, total, 0.0)",
         ]
 
-    def send(self, sequence: str) -> list[str]:
-        """Make a value, which has been stored to its sequence, that of the next product."""
-        return [
-            "if REGISTERS:",
-            f"    sent = {sequence}.to({sequence}_ptr.dtype.element_ty).to(tl.float32)",
-            "else:",
-            f"    previous = {sequence}_ptr + t * size",
-            *indent(WAIT, 1),
-        ]
-
     def forward(self) -> list[str]:
-        x, y = self.xs[0], self.ys[0]
+        x = self.xs[0]
         values = [f"{s}.to(tl.float32)" for s in self.xs]
         step = [
             f"{x} = {x}.to(tl.float32) + total",
@@ -203,18 +170,17 @@ class Emitter(emit_triton.Emitter):
             self.call("step", [*self.ys, *self.vs], [*values, *self.vs]),
             *self.spread(self.vs),
             *(f"tl.store({s}_ptr + t * size + at, {s}, mask=live)" for s in self.ys),
-            *self.send(y),
+            *SEND.format(s=self.ys[0]).splitlines(),
         ]
-        after = self.each_state("tl.store({v}_final + at, {v}, mask=live)")
-        sequences, pointers = (
-            (self.xs, [*self.ys, "current"]),
-            self.each_state("{v}_start", "{v}_final"),
-        )
-        return self.sweep("forward", sequences, pointers, (self.initial_states(), step, after))
+        body = [*self.initial_states(), *self.each_step("forward", self.xs, step)]
+        body += self.each_state("tl.store({v}_final + at, {v}, mask=live)")
+        pointers = [*(f"{y}_ptr" for y in self.ys), "current_ptr"]
+        pointers += self.each_state("{v}_start", "{v}_final")
+        return self.kernel("forward", self.xs, pointers, body)
 
     def backward(self) -> list[str]:
         past = [f"{v}_past" for v in self.vs]
-        before = self.zeros(self.grads) + self.final_gradients()
+        read = [*self.xs, *self.gys, *past]
         arguments = [f"{s}.to(tl.float32)" for s in (*self.xs, *past)]
         arguments += [*self.params, *(f"{g}.to(tl.float32)" for g in self.gys)]
         arguments += [*self.gvs, *self.grads]
@@ -225,12 +191,13 @@ class Emitter(emit_triton.Emitter):
             f"{', '.join(results)} = reverse({', '.join(arguments)})",
             *self.spread(results),
             *(f"tl.store({s}_ptr + t * size + at, {s}, mask=live)" for s in self.gxs),
-            *self.send(self.gxs[0]),
+            *SEND.format(s=self.gxs[0]).splitlines(),
         ]
-        after = self.store_states("gstart", "{g}")
+        body = self.zeros(self.grads) + self.final_gradients()
+        body += self.each_step("backward", read, step) + self.store_states("gstart", "{g}")
         for g in self.grads:
             total = f"tl.sum(tl.where(live, {g}, 0.0), axis=0)"
-            after.append(f"tl.store({g}_ptr + tile * N + neuron, {total}, mask=inside)")
-        sequences = [*self.xs, *self.gys, *past], self.gxs
-        pointers = self.each_state("{v}_gfinal", "{v}_gstart") + [f"{g}_ptr" for g in self.grads]
-        return self.sweep("backward", sequences, pointers, (before, step, after))
+            body.append(f"tl.store({g}_ptr + tile * N + neuron, {total}, mask=inside)")
+        pointers = [f"{g}_ptr" for g in self.gxs] + self.each_state("{v}_gfinal", "{v}_gstart")
+        pointers += [f"{g}_ptr" for g in self.grads]
+        return self.kernel("backward", read, pointers, body)

@@ -116,15 +116,12 @@ class Graph:
 
     def lines(self, language: str) -> list[str]:
         """Return one assignment per node, in "triton" or "numba"."""
-
-        def text(operand: Operand) -> str:
-            return operand if isinstance(operand, str) else ops.literal(operand, language)
-
-        return [
-            f"{n.name} = " + getattr(ops.TABLE[n.op], language).format(*map(text, n.operands))
-            for n in self.nodes
-        ]
+        lines = []
+        for node in self.nodes:
+            operands = [ops.text(operand, language) for operand in node.operands]
+            lines.append(f"{node.name} = {getattr(ops.TABLE[node.op], language).format(*operands)}")
+        return lines
 
     def results(self, language: str) -> list[str]:
         """Return the outputs as source text."""
-        return [o if isinstance(o, str) else ops.literal(o, language) for o in self.outputs]
+        return [ops.text(output, language) for output in self.outputs]

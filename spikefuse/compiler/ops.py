@@ -25,15 +25,13 @@ class UnsupportedOperation(NotImplementedError):
 class Op:
     """One row: source text with `{0}`, `{1}`, ... for the operands.
 
-    `exact` operations are correctly rounded, and so equal PyTorch's bit for bit. A rounding error
-    of the operand can change the result of `discontinuous` operations by a step.
+    A rounding error of the operand can change the result of `discontinuous` operations by a step.
     """
 
     triton: str
     numba: str
     operands: str = "ff"  # one letter per operand: f(loat) or b(ool)
     result: str = "f"
-    exact: bool = True
     discontinuous: bool = False
     aten: tuple[Any, ...] = ()
 
@@ -53,17 +51,17 @@ TABLE: dict[str, Op] = {
     # Division is approximate in Triton by default, but not in PyTorch.
     "div": Op("tl.div_rn({0}, {1})", "({0} / {1})", aten=(aten.div,)),
     # Fused multiply-adds, for gradients only: `a * b + c` and `c - a * b`.
-    "fma": Op("tl.fma({0}, {1}, {2})", "fma({0}, {1}, {2})", operands="fff", exact=False),
-    "fnma": Op("tl.fma(-{0}, {1}, {2})", "fma(-{0}, {1}, {2})", operands="fff", exact=False),
-    "approximate_div": Op("({0} * reciprocal({1}))", "({0} / {1})", exact=False),
+    "fma": Op("tl.fma({0}, {1}, {2})", "fma({0}, {1}, {2})", operands="fff"),
+    "fnma": Op("tl.fma(-{0}, {1}, {2})", "fma(-{0}, {1}, {2})", operands="fff"),
+    "approximate_div": Op("({0} * reciprocal({1}))", "({0} / {1})"),
     "neg": _both("(-{0})", operands="f", aten=(aten.neg,)),
     "abs": Op("tl.abs({0})", "abs({0})", operands="f", aten=(aten.abs,)),
     # Correctly rounded here, but not in every CPU build of PyTorch.
-    "sqrt": Op("tl.sqrt_rn({0})", "sqrt({0})", operands="f", exact=False, aten=(aten.sqrt,)),
+    "sqrt": Op("tl.sqrt_rn({0})", "sqrt({0})", operands="f", aten=(aten.sqrt,)),
     "floor": Op("tl.floor({0})", "floor({0})", "f", discontinuous=True, aten=(aten.floor,)),
-    "exp": Op("tl.exp({0})", "exp({0})", operands="f", exact=False, aten=(aten.exp,)),
-    "sigmoid": _both("sigmoid({0})", operands="f", exact=False, aten=(aten.sigmoid,)),
-    "log": Op("tl.log({0})", "log({0})", operands="f", exact=False, aten=(aten.log,)),
+    "exp": Op("tl.exp({0})", "exp({0})", operands="f", aten=(aten.exp,)),
+    "sigmoid": _both("sigmoid({0})", operands="f", aten=(aten.sigmoid,)),
+    "log": Op("tl.log({0})", "log({0})", operands="f", aten=(aten.log,)),
     "maximum": Op(
         "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
         "({0} if {0} > {1} or {0} != {0} else {1})",
@@ -90,9 +88,6 @@ TABLE: dict[str, Op] = {
 }
 
 BY_ATEN = {packet: name for name, op in TABLE.items() for packet in op.aten}
-
-# Operations that return their operand unchanged.
-IDENTITIES = {aten.detach, aten.alias, aten.clone, aten.lift_fresh, aten.lift_fresh_copy}
 
 
 class Builder(Protocol):
@@ -181,7 +176,9 @@ def _constant(value: float) -> Callable[..., Operand]:
     return lambda b, shape, **options: _full(b, shape, value, **options)
 
 
+_IDENTITIES = aten.detach, aten.alias, aten.clone, aten.lift_fresh, aten.lift_fresh_copy
 REWRITES: dict[Any, Callable[..., Operand]] = {
+    **dict.fromkeys(_IDENTITIES, lambda b, x, **_: x),
     aten.add: _scaled("add"),
     aten.sub: _scaled("sub"),
     aten.rsub: lambda b, x, y, alpha=1: _scaled("sub")(b, y, x, alpha),
@@ -235,12 +232,12 @@ def refusal(packet: Any, args: Any, kwargs: Any, result: Any) -> str | None:
 
 def is_supported(packet: Any) -> bool:
     """Return whether kernels support this ATen operation."""
-    return packet in BY_ATEN or packet in REWRITES or packet in IDENTITIES
+    return packet in BY_ATEN or packet in REWRITES
 
 
-def literal(value: float, language: str) -> str:
-    """Return a constant as source text."""
-    if isinstance(value, bool):
-        return repr(value)
-    text = repr(float(value)) if math.isfinite(value) else f'float("{value}")'
-    return f"f32({text})" if language == "numba" else text
+def text(operand: Operand, language: str) -> str:
+    """Return a name or a constant as source text."""
+    if isinstance(operand, str | bool):
+        return str(operand)
+    number = repr(float(operand)) if math.isfinite(operand) else f'float("{operand}")'
+    return f"f32({number})" if language == "numba" else number

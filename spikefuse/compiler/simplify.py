@@ -61,7 +61,7 @@ def contracted(graph: Graph) -> Graph:
         return node
 
     nodes = [contract(node) for node in graph.nodes]
-    return Graph(graph.inputs, nodes, graph.outputs, graph.kinds).select(graph.outputs)
+    return replace(graph, nodes=nodes).select(graph.outputs)
 
 
 def _deciding(graph: Graph) -> set[str]:

@@ -314,8 +314,6 @@ class _Recorder(TorchDispatchMode):
         self, packet: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor
     ) -> Operand:
         operands = [self.operand(a) for a in args]
-        if packet in ops.IDENTITIES:
-            return operands[0]
         tensors = [o for a, o in zip(args, operands, strict=True) if isinstance(a, Tensor)]
         if tensors and not any(isinstance(o, str) for o in tensors):
             return result.item()  # all operands are constants

@@ -30,10 +30,12 @@ class Variables:
         self.xs, self.ys = names[:split], step.outputs
         self.vs = names[split : split + len(step.states)]
         identifiers = dict(zip(step.params, names[split + len(self.vs) :], strict=True))
-        #: Identifiers of all parameters, of those with one value per channel and one in memory.
+        #: Identifiers of all parameters, of those with one value per channel, of those with one
+        #: value in memory, and of those that are arguments themselves.
         self.params = [*identifiers.values()]
         self.channel = [identifiers[name] for name in channel_params]
         self.tensors = [identifiers[name] for name in tensor_params]
+        self.floats = [p for p in self.params if p not in (*self.channel, *self.tensors)]
         inputs = dict(zip(step.inputs, self.xs, strict=True))
         self.gxs = [f"g{inputs[name]}" for name in reverse.inputs]
         self.gys, self.gvs = [f"g{y}" for y in self.ys], [f"g{v}" for v in self.vs]

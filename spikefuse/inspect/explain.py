@@ -218,7 +218,7 @@ def _copied_inputs(scan: NeuronScan) -> Iterator[str]:
     """Yield a note for every input that kernels cannot read in place."""
     inputs = scan.request.inputs
     labels = type(scan.neuron).input_names if scan.norm is None else NAMES
-    layout = layout_of(inputs)
+    layout = layout_of([(x.shape, x.stride()) for x in inputs])
     for i, (name, x) in enumerate(zip(labels, inputs, strict=False)):
         if outer_stride(x.shape, x.stride(), layout.order, layout.inner) is None:
             shape = f"input copied: {name} {list(x.shape)} with strides {list(x.stride())}"

@@ -121,49 +121,57 @@ def _reversed(y: Tensor, input: Tensor, other: Tensor) -> Operations:
     return _matmul(y, other, input)
 
 
-def _conv(
-    y: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Operations:
-    size = weight.shape[2:]
-    numbers = zip(*(_each(v, len(size)) for v in (stride, dilation)), strict=True)
+class _Conv(NamedTuple):
+    """The arguments of `F.conv2d` and its like, in their order."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Any = None
+    stride: Any = 1
+    padding: Any = 0
+    dilation: Any = 1
+    groups: int = 1
+
+
+class _ConvTranspose(NamedTuple):
+    """The arguments of `F.conv_transpose2d` and its like, in their order."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Any = None
+    stride: Any = 1
+    padding: Any = 0
+    output_padding: Any = 0
+    groups: int = 1
+    dilation: Any = 1
+
+
+def _conv(y: Tensor, *args: Any, **kwargs: Any) -> Operations:
+    c = _Conv(*args, **kwargs)
+    size = c.weight.shape[2:]
+    numbers = zip(*(_each(v, len(size)) for v in (c.stride, c.dilation)), strict=True)
     windows = [
-        _windows(n, m, k, s, d, _before(padding, i, k, d))
+        _windows(n, m, k, s, d, _before(c.padding, i, k, d))
         for i, (n, m, k, (s, d)) in enumerate(
-            zip(input.shape[-len(size) :], y.shape[-len(size) :], size, numbers, strict=True)
+            zip(c.input.shape[-len(size) :], y.shape[-len(size) :], size, numbers, strict=True)
         )
     ]
-    dense = float(y.numel() * weight[0].numel())
-    return _convolved(input, windows, len(weight) // groups, dense)
+    dense = float(y.numel() * c.weight[0].numel())
+    return _convolved(c.input, windows, len(c.weight) // c.groups, dense)
 
 
-def _conv_transpose(
-    y: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Operations:
-    size = weight.shape[2:]
-    numbers = zip(*(_each(v, len(size)) for v in (stride, padding, dilation)), strict=True)
+def _conv_transpose(y: Tensor, *args: Any, **kwargs: Any) -> Operations:
+    c = _ConvTranspose(*args, **kwargs)
+    size = c.weight.shape[2:]
+    numbers = zip(*(_each(v, len(size)) for v in (c.stride, c.padding, c.dilation)), strict=True)
     windows = []
     for n, m, k, (s, p, d) in zip(
-        input.shape[-len(size) :], y.shape[-len(size) :], size, numbers, strict=True
+        c.input.shape[-len(size) :], y.shape[-len(size) :], size, numbers, strict=True
     ):
         targets = torch.arange(n)[:, None] * s - p + torch.arange(k) * d
         windows.append(((targets >= 0) & (targets < m)).sum(1))
-    dense = float(input.numel() * weight[0].numel())
-    return _convolved(input, windows, weight.shape[1], dense)
+    dense = float(c.input.numel() * c.weight[0].numel())
+    return _convolved(c.input, windows, c.weight.shape[1], dense)
 
 
 def _convolved(input: Tensor, windows: list[Tensor], channels: int, dense: float) -> Operations:

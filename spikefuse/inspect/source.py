@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spikefuse.nn.neuron import Neuron
-from spikefuse.scan.program import kind_of, prepare, program
+from spikefuse.scan.program import kinds_of, prepare
 
 BACKENDS = ("numba", "triton")
 
@@ -40,7 +40,6 @@ def source(neuron: Neuron, backend: str = "numba") -> str:
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}: expected one of {', '.join(BACKENDS)}")
     description = neuron.description()
-    kinds = tuple((name, kind_of(value)) for name, value in description.values().items())
-    name, _ = prepare(neuron, backend, (*description.statics, ()), kinds)
-    made = program(name)
+    kinds = kinds_of(description.values())
+    made = prepare(neuron, backend, (*description.statics, ()), kinds)
     return made.source(made.step.inputs, made.learnable())

@@ -20,7 +20,14 @@ from spikefuse.block.deferred import Outcome, outcomes
 from spikefuse.block.program import BlockProgram, block_program
 from spikefuse.block.training import BlockTensors, TrainingCall
 from spikefuse.kernels import bits
-from spikefuse.memory.microbatch import Gradient, Microbatch, batch_size, empty_batch, split
+from spikefuse.memory.microbatch import (
+    Gradient,
+    Microbatch,
+    StateMemory,
+    batch_size,
+    empty_batch,
+    split,
+)
 from spikefuse.memory.policies import Checkpoint
 from spikefuse.memory.recompute import Gradients, RecomputedBlock, RecomputedNeuron, gradients
 from spikefuse.memory.segment_values import Store, Values, multiple_outputs_error
@@ -36,7 +43,7 @@ from spikefuse.scan.double_backward import once
 from spikefuse.scan.execution import Wanted, execution_of
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import Request
-from spikefuse.scan.state_passing import WHOLE, StateMemory, exchange
+from spikefuse.scan.state_passing import WHOLE
 
 
 def _is_recomputed_call(net: nn.Module, x: Tensor, impl: str) -> bool:
@@ -276,11 +283,10 @@ class _Run(Store):
             receives, sends, begin = sends, receives, self.passing.backward
         channel = begin([memory.empty(batch_size(m)) if receives else [] for m in microbatches])
 
-        def compute(i: int, states: list[Tensor]) -> Sequence[Tensor]:
-            results = run(microbatches[i], states)
-            return memory.conform(results) if sends else results
-
-        exchange(channel, len(microbatches), compute, lambda i, results: results)
+        for i, microbatch in enumerate(microbatches):
+            results = run(microbatch, channel.receive(i))
+            channel.send(i, memory.conform(results) if sends else results)
+        channel.close()
         return dict(zip(microbatches, channel.buffers, strict=True))
 
     @property

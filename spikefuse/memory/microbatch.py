@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,33 @@ def empty_batch(like: Tensor, batch: int) -> Tensor:
     shape, size = like.shape[2:], math.prod(like.shape[2:])
     inner = torch.empty_like(like[0, 0], device="meta").stride()
     return like.new_empty_strided((len(like), batch, *shape), (batch * size, size, *inner))
+
+
+class StateMemory(NamedTuple):
+    """How states lie in memory on their way: alike in all processes, whatever kernels write."""
+
+    num: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def like(cls, x: Tensor, num: int) -> StateMemory:
+        """For `num` states of a scan of `x` `[T, B, ...]`, sample after sample."""
+        inner = torch.empty_like(x[0, 0], device="meta").stride()
+        return cls(num, x.shape[2:], (math.prod(x.shape[2:]), *inner), x.device)
+
+    def empty(self, batch: int) -> list[Tensor]:
+        shape, dtype = (batch, *self.shape), torch.float32
+        return [
+            torch.empty_strided(shape, self.strides, dtype=dtype, device=self.device)
+            for _ in range(self.num)
+        ]
+
+    def conform(self, states: Sequence[Tensor]) -> Sequence[Tensor]:
+        if all(s.stride() == self.strides for s in states):
+            return states
+        return [y.copy_(s) for y, s in zip(self.empty(len(states[0])), states, strict=True)]
 
 
 def take(saved: Sequence[tuple[Microbatch, Saved]], microbatch: Microbatch) -> Tensor:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from spikefuse.kernels.triton_runtime import TritonLaunch
-from spikefuse.scan.layout import MAX_STRIDES, layout_from, outer_stride
-from spikefuse.scan.program import CHANNEL, FLOAT, Launch, Launcher, Variant, program
+from spikefuse.scan.layout import MAX_STRIDES, layout_of, outer_stride
+from spikefuse.scan.program import CHANNEL, FLOAT, SCALAR, Launch, Launcher, Variant, program
 
 Tensors = Sequence[Tensor]
 MaybeTensors = Sequence[Tensor | None]
@@ -112,7 +112,7 @@ class Execution:
     def __init__(self, name: str, inputs: Sequence[Spec]) -> None:
         self.program = program(name)
         step = self.program.step
-        self.layout = layout_from([(shape, strides) for shape, strides, _, _ in inputs])
+        self.layout = layout_of([(shape, strides) for shape, strides, _, _ in inputs])
         self.dtypes = [dtype for _, _, dtype, _ in inputs]
         self.dtype = reduce(torch.promote_types, self.dtypes)
         self.device = inputs[0][3]
@@ -228,13 +228,9 @@ class Execution:
         sequences = [*arguments.inputs, *results.outputs, *written]
         missing = (False,) * self.num_outputs + (True,) * len(results.finals)
         row = torch.empty(0, device="meta")
-        by_state = self.by_state(
-            [row] * self.num_states if arguments.states else None,
-            [row] * self.num_states,
-            None,
-            [row] * self.num_states if needs.states else None,
-        )
-        sums = [row] * sum(needs.params)
+        rows, sums = [row] * self.num_states, [row] * sum(needs.params)
+        starts, gradients = rows if arguments.states else None, rows if needs.states else None
+        by_state = self.by_state(starts, rows, None, gradients)
         described = *map(Tensor.stride, sequences), *map(_dtype, sequences)
         key = (variant, needs, missing, described)
         launch = self._launches.get(key) or self._prepare_backward(key, sequences)
@@ -328,7 +324,8 @@ class Execution:
                 stacklevel=3,
             )
         # A repair adds the gradients of final states to those that ignored them.
-        absent = () if variant.repair else self.program.absent(missing)
+        program, step = self.program, self.program.step
+        absent = () if variant.repair else program.reverse.absent(step, missing)
         kernel = self.program.backward(*self.names(needs), absent)
         return self._prepare(key, kernel, sequences, variant, True in needs.params)
 
@@ -393,10 +390,8 @@ class Execution:
 
     def names(self, needs: Needs) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The names of the inputs and parameters that need gradients."""
-        step = self.program.step
-        kinds = zip(step.params, self.program.kinds, strict=True)
-        tensors = [name for name, kind in kinds if kind != FLOAT]
-        return tuple(compress(step.inputs, needs.inputs)), tuple(compress(tensors, needs.params))
+        inputs, tensors = self.program.step.inputs, self.program.params(SCALAR, CHANNEL)
+        return tuple(compress(inputs, needs.inputs)), tuple(compress(tensors, needs.params))
 
 
 def launcher_of(backend: str) -> Launcher:

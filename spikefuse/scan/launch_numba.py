@@ -106,20 +106,13 @@ def run_recurrent(kernel: Any, operands: Operands) -> None:
         p if isinstance(p, Tensor) and p.ndim else np.float32(float(p)) for p in operands.params
     ]
     tensors = filter(torch.is_tensor, params)
-    given = (
-        operands.packed,
-        operands.start,
-        *read,
-        *operands.written,
-        *operands.steps,
-        *sums,
-        *tensors,
-    )
+    others = *operands.written, *operands.steps, *sums
+    given = operands.packed, operands.start, *read, *others, *tensors
     values = iter(arrays(given, are_large=True))
     arguments: list[Any] = [rows, num_steps, batch, neurons, width, next(values), next(values)]
     for x in read:
         arguments += (next(values), x.stride(0), x.stride(1))
-    arguments += islice(values, len(operands.written) + len(operands.steps) + len(sums))
+    arguments += islice(values, len(others))
     arguments += [next(values) if isinstance(p, Tensor) else p for p in params]
     work = num_steps * batch * neurons * (1 + width // _PER_STEP)
     shared(kernel, batch, ROWS, work, *arguments)

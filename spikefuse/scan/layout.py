@@ -100,16 +100,9 @@ class Layout:
         return sums.sum() if like.ndim == 0 else self.sum_by_channel(sums)
 
 
-Strided = tuple[Sequence[int], Sequence[int]]
-
-
-def layout_of(tensors: Sequence[Tensor]) -> Layout:
-    """The layout of a call: the order of the first tensor, split where any tensor needs it."""
-    return layout_from([(x.shape, x.stride()) for x in tensors])
-
-
-def layout_from(tensors: Sequence[Strided]) -> Layout:
-    """The same, from the (shape, strides) of each tensor."""
+def layout_of(tensors: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Layout:
+    """The layout of a call from the (shape, strides) of its tensors: the order of the first one,
+    split where any tensor needs it."""
     shape, strides = tensors[0]
     step, dims = tuple(shape[1:]), range(len(shape) - 1)
     # A batch of 1 is outermost whatever its stride, as in all memory formats of torch.

@@ -8,8 +8,9 @@ backward with the ops but skip the dispatcher, which costs several times a small
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, compress
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,12 +33,11 @@ from spikefuse.scan.execution import (
     MaybeTensors,
     Needs,
     Results,
-    ScanGradients,
     Tensors,
     Wanted,
     execution_of,
 )
-from spikefuse.scan.program import Kinds, kind_of, prepare, program, sizes_of
+from spikefuse.scan.program import Kinds, kinds_of, prepare, sizes_of
 from spikefuse.scan.state_passing import StatePassing
 
 #: Kernels are compiled in this process, and an exported program would not find them in another.
@@ -269,8 +269,8 @@ class ScanCall(Call):
                 execution.compile_backward(arguments, results, needs)
             saved = results.saved or ()
         else:
-            results, parts = state_passing.scan_forward(self.passing, name, arguments, wanted)
-            saved, self.microbatches = state_passing.flatten(parts)
+            passed = state_passing.scan_forward(self.passing, name, arguments, wanted)
+            results, saved, self.microbatches = passed
         self.num_outputs, self.bits = len(results.outputs), results.bits
         return [*results.outputs, *results.finals], saved
 
@@ -287,11 +287,10 @@ class ScanCall(Call):
                 params = execution.reduce(params, [*compress(arguments.params, needs.params)])
         else:
             parts = state_passing.split(self.passing, self.programs[0], arguments)
-            parts = state_passing.unflatten(parts, saved, self.microbatches)
+            parts = state_passing.restored(parts, saved, self.microbatches)
             inputs = execution.new_gradients(Needs(needs.inputs, False, ())).inputs
-            starts = bool(parts[0].arguments.states)
-            found = ScanGradients(needs._replace(states=starts), inputs, [], [])
-            params = state_passing.scan_backward(self.passing, parts, found, incoming)
+            found = state_passing.scan_backward(self.passing, parts, incoming, needs, inputs)
+            params = found.params
         states = compress(found.states, needed[self.counts[0] : sum(self.counts)])
         return [*found.inputs, *states, *params]
 
@@ -302,7 +301,7 @@ def choose(
     """The program of a definition on a backend, for inputs like `x`; see `Request.outputs`."""
     if torch.compiler.is_compiling():
         notes, values = None, definition.values()
-        name, used, binary = definition.evaluate(_prepare, backend, _kinds(values), outputs)
+        name, used, binary = definition.evaluate(_prepare, backend, kinds_of(values), outputs)
     else:
         description = definition.description()
         notes = description.notes
@@ -311,8 +310,8 @@ def choose(
             return found
         values = description.values()
         selected, statics = with_outputs(definition, outputs), (*description.statics, outputs)
-        name, used = prepare(selected, backend, statics, _kinds(values))
-        binary = program(name).step.binary
+        made = prepare(selected, backend, statics, kinds_of(values))
+        name, used, binary = made.name, made.step.params, made.step.binary
     scalars, params = [], []
     for label in used:
         value = values[label]
@@ -331,12 +330,8 @@ def _prepare(
     definition: Definition, backend: str, kinds: Kinds, outputs: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...], tuple[bool, ...]]:
     definition = with_outputs(definition, outputs)
-    name, used = prepare(definition, backend, definition.describe()[1], kinds)
-    return name, used, program(name).step.binary
-
-
-def _kinds(values: Mapping[str, float | Tensor]) -> Kinds:
-    return tuple([(name, kind_of(value)) for name, value in values.items()])
+    made = prepare(definition, backend, definition.describe()[1], kinds)
+    return made.name, made.step.params, made.step.binary
 
 
 def refuse_export() -> None:
@@ -411,35 +406,12 @@ def fake_execution(name: str, inputs: Tensors) -> Execution:
     return Execution(name, [(x.shape, x.stride(), x.dtype, x.device) for x in inputs])
 
 
-def implement(
-    name: str,
-    function: Callable[..., Any],
-    fake: Callable[..., Any],
-    autograd: tuple[Callable[..., Any], Callable[..., Any]] | None,
-) -> None:
-    """Implement an op of the library.
-
-    Args:
-        fake: its results without values.
-        autograd: its backward and `setup_context`, if it has them.
-    """
+def implement(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Implement an op of the library; `fake` returns its results without values."""
     for key in ("CPU", "CUDA"):
         # torch.compile must call it, not trace it.
         library.impl(name, _disable_dynamo(function), key)
     torch.library.register_fake(f"spikefuse::{name}", fake, lib=library)
-    if autograd is not None:
-        backward, setup = autograd
-        torch.library.register_autograd(
-            f"spikefuse::{name}", backward, setup_context=setup, lib=library
-        )
-
-
-def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    pass
-
-
-#: The `autograd` of an op that computes gradients.
-ONCE = no_double_backward, _setup_nothing
 
 
 def register(cls: type[Call]) -> None:
@@ -469,8 +441,11 @@ def register(cls: type[Call]) -> None:
         # PyTorch takes an empty list for one of tensors, and expects the gradients of its items.
         return None, found, None, None if ctx.call.scalars else [], None, None
 
-    implement(cls.op, method("forward"), method("new_results"), (backward, setup_context))
-    implement(f"{cls.op}_backward", method("backward"), method("new_gradients"), ONCE)
+    implement(cls.op, method("forward"), method("new_results"))
+    implement(f"{cls.op}_backward", method("backward"), method("new_gradients"))
+    differentiate = partial(torch.library.register_autograd, lib=library)
+    differentiate(f"spikefuse::{cls.op}", backward, setup_context=setup_context)
+    differentiate(f"spikefuse::{cls.op}_backward", no_double_backward)
 
 
 register(ScanCall)

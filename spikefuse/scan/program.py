@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -49,24 +49,12 @@ class Variant(NamedTuple):
     rebuild: bool = False
 
 
-class Launch(Protocol):
-    """A kernel on sequences of certain shapes, strides, dtypes and on one device."""
-
-    def __call__(
-        self,
-        sequences: Sequence[Tensor],
-        states: Sequence[Tensor | None],
-        sums: Sequence[Tensor | None],
-        params: Sequence[float | Tensor],
-    ) -> None:
-        """Run `forward` or `backward` of a module; all tensors are in the order of the kernel.
-
-        Args:
-            sequences: inputs, then what is written; all fit the layout.
-            states: one step each, or None where the kernel may do without.
-            sums: backward: sums of the gradients of parameters; forward: outputs as bits.
-            params: floats, and contiguous float32 tensors.
-        """
+_Maybe = Sequence[Tensor | None]
+#: A kernel on sequences of certain shapes, strides, dtypes and on one device. In the order of the
+#: kernel, it takes sequences (inputs, then what is written; all fit the layout), states (one step
+#: each, or None where the kernel may do without), for backward sums of the gradients of parameters
+#: or for forward outputs as bits, and parameters (floats, and contiguous float32 tensors).
+Launch = Callable[[Sequence[Tensor], _Maybe, _Maybe, Sequence[float | Tensor]], None]
 
 
 class Operands(NamedTuple):
@@ -148,10 +136,7 @@ class Launcher(Protocol):
 
 @dataclass
 class Program:
-    """One traced definition on one backend.
-
-    `params` are the run-time values that the step reads, `kinds` what each of them is.
-    """
+    """One traced definition on one backend; `kinds` says what each parameter of the step is."""
 
     step: Step
     reverse: Reverse
@@ -159,6 +144,14 @@ class Program:
     kinds: tuple[str, ...]
     #: By the arguments of `source`.
     modules: dict[tuple[Any, ...], ModuleType] = field(default_factory=dict)
+
+    @cached_property
+    def name(self) -> str:
+        """A name that the same kernels, called alike, have in every process."""
+        identity = repr((self.step.params, self.kinds))
+        identity += self.source(self.step.inputs, self.learnable())
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+        return f"{self.step.name}-{self.backend}-{digest}"
 
     def chunk(self, num_steps: int) -> int:
         """Steps between two saved states of a sequence."""
@@ -177,17 +170,16 @@ class Program:
         """Whether an output of the step passes gradients on."""
         return not self.reverse.graph.used().isdisjoint(f"g{y}" for y in self.step.outputs)
 
-    def named(self, kind: str) -> list[str]:
-        return [n for n, k in zip(self.step.params, self.kinds, strict=True) if k == kind]
+    def params(self, *kinds: str) -> list[str]:
+        """The parameters of these kinds."""
+        return [n for n, k in zip(self.step.params, self.kinds, strict=True) if k in kinds]
 
     def learnable(self) -> tuple[str, ...]:
         """Parameters that may require gradients."""
-        tensors = zip(self.step.params, self.kinds, strict=True)
-        return tuple(n for n, k in tensors if k != FLOAT and n in self.reverse.params)
+        return tuple(n for n in self.params(SCALAR, CHANNEL) if n in self.reverse.params)
 
     def forward(self, recurrent: bool = False) -> Any:
-        """The forward kernel."""
-        return self._load("forward", self.step.inputs, (), (), recurrent)
+        return self._load("forward", (self.step.inputs, (), (), recurrent))
 
     def backward(
         self,
@@ -198,21 +190,16 @@ class Program:
     ) -> Any:
         """The backward kernel that gives the gradients of these inputs and parameters, where
         `absent` gradients are neither read nor counted."""
-        return self._load("backward", grad_inputs, grad_params, absent, recurrent)
+        return self._load("backward", (grad_inputs, grad_params, absent, recurrent))
 
-    def _load(self, kernel: str, *how: Any) -> Any:
+    def _load(self, kernel: str, key: tuple[Any, ...]) -> Any:
         # Numba's cache is keyed by the file, so neurons that differ in their gradients only share
         # the machine code of a forward kernel of its own.
-        key = (*how, (kernel,) if self.backend == "numba" else KERNELS)
+        key = (*key, (kernel,) if self.backend == "numba" else KERNELS)
         if key not in self.modules:
             with _compiling:
                 self.modules[key] = cache.load(self.source(*key), self.step.name, self.backend)
         return getattr(self.modules[key], kernel)
-
-    def absent(self, missing: Sequence[bool]) -> tuple[str, ...]:
-        """See `Reverse.absent`; final states that are not wanted are missing."""
-        num = self.step.num_outputs + len(self.step.states) - len(missing)
-        return self.reverse.absent(self.step, (*missing, *(True,) * num))
 
     def source(
         self,
@@ -224,7 +211,7 @@ class Program:
     ) -> str:
         reverse = self.reverse.select(self.step, grad_inputs, grad_params, absent)
         emitter = _EMITTERS[self.backend, recurrent]
-        made = emitter(self.step, reverse, self.named(CHANNEL), self.named(SCALAR))
+        made = emitter(self.step, reverse, self.params(CHANNEL), self.params(SCALAR))
         return made.source(kernels)
 
 
@@ -237,12 +224,12 @@ _EMITTERS: dict[tuple[str, bool], type[Variables]] = {
 }
 # Neither tracing nor the import of generated source is thread-safe.
 _compiling = threading.RLock()
-_by_signature: dict[tuple[Any, ...], tuple[str, tuple[str, ...]]] = {}
+_by_signature: dict[tuple[Any, ...], Program] = {}
 _by_name: dict[str, Program] = {}
 
 
 def program(name: str) -> Program:
-    """The program of a name that `prepare` returned."""
+    """The program of a name."""
     return _by_name[name]
 
 
@@ -256,13 +243,21 @@ def sizes_of(name: str) -> tuple[int, int]:
 setattr(sizes_of, "_dynamo_marked_constant", True)  # noqa: B010
 
 
+def kinds_of(values: Mapping[str, float | Tensor]) -> Kinds:
+    """The kinds of a definition's run-time values."""
+
+    def kind(value: float | Tensor) -> str:
+        if isinstance(value, float):
+            return FLOAT
+        return SCALAR if value.ndim == 0 else CHANNEL
+
+    return tuple([(name, kind(value)) for name, value in values.items()])
+
+
 def prepare(
-    definition: Definition,
-    backend: str,
-    statics: tuple[Any, ...],
-    kinds: Kinds,
-) -> tuple[str, tuple[str, ...]]:
-    """The name of a definition's program, and the run-time values that it reads.
+    definition: Definition, backend: str, statics: tuple[Any, ...], kinds: Kinds
+) -> Program:
+    """The program of a definition.
 
     Args:
         statics: the constants of `definition.describe()`.
@@ -273,16 +268,8 @@ def prepare(
         return found
     with _compiling:
         step, reverse = _without_modes(_trace, definition, dict(kinds))
-        step = step.without_unused(step.graph.used() | reverse.graph.used())
         made = Program(step, reverse, backend, tuple(dict(kinds)[name] for name in step.params))
-        # The same kernels, called alike, have the same name in every process.
-        identity = repr((made.step.params, made.kinds)) + made.source(
-            made.step.inputs, made.learnable()
-        )
-        digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
-        name = f"{made.step.name}-{backend}-{digest}"
-        _by_name.setdefault(name, made)
-        return _by_signature.setdefault(signature, (name, made.step.params))
+        return _by_signature.setdefault(signature, _by_name.setdefault(made.name, made))
 
 
 def _without_modes(trace: Callable[..., T], *args: Any) -> T:
@@ -302,10 +289,5 @@ def _trace(definition: Definition, kinds: dict[str, str]) -> tuple[Step, Reverse
     step = trace_step(definition)
     # A float is not learned, so operations that only its gradient needs may lack a kernel.
     learned = [name for name, kind in kinds.items() if kind != FLOAT]
-    return step, reverse_step(definition, step, learned)
-
-
-def kind_of(value: float | Tensor) -> str:
-    if isinstance(value, float):
-        return FLOAT
-    return SCALAR if value.ndim == 0 else CHANNEL
+    reverse = reverse_step(definition, step, learned)
+    return step.without_unused(step.graph.used() | reverse.graph.used()), reverse

@@ -86,12 +86,12 @@ class RecurrentCall(Call):
 
     def forward(self, tensors: Tensors, save: bool, final: bool) -> tuple[Tensors, Tensors]:
         arguments, start, weight = self.split(tensors)
-        found, own = self.new_results(tensors, save, final), program(self.programs[0])
-        num = self.num_results(final)
+        found, num = self.new_results(tensors, save, final), self.num_results(final)
         results, saved = found[:num], found[num:]
         if not arguments.inputs[0].numel():
             return [result.zero_() for result in results], saved
         execution = execution_of(self.programs[0], arguments.inputs)
+        own = execution.program
         states = [s.detach().float().contiguous() for s in arguments.states]
         outputs, finals = results[: self.num_outputs], results[self.num_outputs :]
         launcher = launcher_of(own.backend)
@@ -122,7 +122,7 @@ class RecurrentCall(Call):
         if not current.numel():
             return [grad.zero_() for grad in self.new_gradients(tensors, grads, needed)]
         arguments, start, weight = self.split([current, *others])
-        chain = _Chain(self, [current, *others], grads, needed)
+        chain = _Chain(self, arguments, weight, grads, needed)
         for steps, part, before in reversed(self._chunks(arguments, start)):
             chain.run(steps, part, before)
         found = [*chain.inputs]
@@ -198,13 +198,17 @@ class _Chain:
     """
 
     def __init__(
-        self, call: RecurrentCall, tensors: Tensors, grads: MaybeTensors, needed: Flags
+        self,
+        call: RecurrentCall,
+        arguments: Arguments,
+        weight: Tensor,
+        grads: MaybeTensors,
+        needed: Flags,
     ) -> None:
-        self.call, self.own = call, program(call.programs[0])
-        arguments, _, self.weight = call.split(tensors)
+        self.call, self.weight = call, weight
         current, *others = arguments.inputs
         self.execution = execution_of(call.programs[0], arguments.inputs)
-        num_outputs, self.num_states = sizes_of(call.programs[0])
+        self.own, num_outputs = self.execution.program, self.execution.num_outputs
         params = tuple(needed[sum(call.counts) : -1])
         self.needs_matrix, self.num_params = needed[-1], sum(params)
         needs = Needs((True,) * len(arguments.inputs), True, params)
@@ -218,7 +222,8 @@ class _Chain:
         # Numba's kernels are compiled for sequences that do not overlap.
         self.may_overlap = self.own.backend == "triton"
         if self.may_overlap and call.overwrites and current.is_contiguous():
-            first = _at_its_end(current, dtype)
+            # At the end of its memory, where writing a step leaves the earlier steps as they are.
+            first = current.detach().flatten().view(dtype)[-current.numel() :].view(current.shape)
         else:
             first = current.new_empty(current.shape, dtype=dtype)
         self.inputs = [first, *(x.new_empty(x.shape) for x in others)]
@@ -239,7 +244,7 @@ class _Chain:
         if written[0].dtype != torch.float32:
             # The chain is float32. A kernel reads the states of a step before it writes its result.
             written[0] = past[0] if past and self.may_overlap else _float32(y, y.shape)
-        begins = [_float32(y, y.shape[1:]) for _ in range(self.num_states)]
+        begins = [_float32(y, y.shape[1:]) for _ in range(self.execution.num_states)]
         sums = self.launcher.new_sums(y, self.num_params)
         operands = Operands(
             weight=self.weight,
@@ -266,12 +271,13 @@ class _Chain:
 
     def _product(self, gradient: Tensor, y: Tensor) -> Tensor:
         """The gradient of the weight, from that of the currents and `y`, what was fed back."""
-        heads = len(self.weight)
+        heads, width, _ = self.weight.shape
         if self.own.step.binary[0]:
             product = self.launcher.spike_product(gradient, y, heads)
             if product is not None:
                 return product
-        rows, sources = (_by_head(x.to(self.weight.dtype), heads) for x in (gradient, y))
+        values = [x.to(self.weight.dtype).reshape(-1, heads, width) for x in (gradient, y)]
+        rows, sources = (x.transpose(0, 1) for x in values)
         return rows.mT @ sources
 
 
@@ -279,20 +285,9 @@ def _float32(like: Tensor, shape: Sequence[int]) -> Tensor:
     return like.new_empty(shape, dtype=torch.float32)
 
 
-def _at_its_end(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor like `x`, which is contiguous float32, in the last part of its memory. Writing a
-    step leaves the earlier steps of `x` as they are."""
-    return x.detach().flatten().view(dtype)[-x.numel() :].view(x.shape)
-
-
 def _rows(x: Tensor) -> Tensor:
     """A sequence as it is if the neurons of a sample are adjacent in memory, else a copy."""
     return x.detach() if x.stride(2) == 1 or x.shape[2] == 1 else x.detach().contiguous()
-
-
-def _by_head(x: Tensor, heads: int) -> Tensor:
-    """`[heads, T * B, width]` of a sequence."""
-    return x.reshape(-1, heads, x.shape[-1] // heads).transpose(0, 1)
 
 
 register(RecurrentCall)

@@ -17,10 +17,11 @@ A neuron that forgets nothing is followed to its last step.
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Callable, Sequence
-from itertools import compress
-from typing import NamedTuple, Protocol, TypeVar
+from functools import reduce
+from itertools import compress, islice
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from spikefuse.scan.execution import (
     Arguments,
     Execution,
     Incoming,
+    Needs,
     Results,
     ScanGradients,
     Tensors,
@@ -37,7 +39,6 @@ from spikefuse.scan.execution import (
     execution_of,
 )
 
-V = TypeVar("V")
 #: The states of each microbatch, or their gradients.
 Buffers = Sequence[list[Tensor]]
 
@@ -126,58 +127,6 @@ class MicrobatchScan(NamedTuple):
     saved: Tensors
 
 
-def exchange(
-    channel: Channel,
-    count: int,
-    compute: Callable[[int, list[Tensor]], V],
-    finish: Callable[[int, V], Sequence[Tensor]],
-    repair: Callable[[int, V, list[Tensor]], None] | None = None,
-) -> None:
-    """Compute `count` microbatches, each from the states that arrive for it, and send what `finish`
-    returns.
-
-    Args:
-        repair: compute all microbatches from nothing first, and repair each one with its states.
-    """
-    begun = [compute(i, []) for i in range(count)] if repair is not None else []
-    for i in range(count):
-        states = channel.receive(i)
-        if repair is None:
-            result = compute(i, states)
-        else:
-            result = begun[i]
-            repair(i, result, states)
-        channel.send(i, finish(i, result))
-    channel.close()
-
-
-class StateMemory(NamedTuple):
-    """How states lie in memory on their way: alike in all processes, whatever kernels write."""
-
-    num: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    device: torch.device
-
-    @classmethod
-    def like(cls, x: Tensor, num: int) -> StateMemory:
-        """For `num` states of a scan of `x` `[T, B, ...]`, sample after sample."""
-        inner = torch.empty_like(x[0, 0], device="meta").stride()
-        return cls(num, x.shape[2:], (math.prod(x.shape[2:]), *inner), x.device)
-
-    def empty(self, batch: int) -> list[Tensor]:
-        shape, dtype = (batch, *self.shape), torch.float32
-        return [
-            torch.empty_strided(shape, self.strides, dtype=dtype, device=self.device)
-            for _ in range(self.num)
-        ]
-
-    def conform(self, states: Sequence[Tensor]) -> Sequence[Tensor]:
-        if all(s.stride() == self.strides for s in states):
-            return states
-        return [y.copy_(s) for y, s in zip(self.empty(len(states[0])), states, strict=True)]
-
-
 def split(passing: StatePassing, name: str, arguments: Arguments) -> list[MicrobatchScan]:
     """The microbatches of a scan, with their initial states as far as they are here."""
     found = []
@@ -191,104 +140,111 @@ def split(passing: StatePassing, name: str, arguments: Arguments) -> list[Microb
 
 def scan_forward(
     passing: StatePassing, name: str, arguments: Arguments, wanted: Wanted
-) -> tuple[Results, list[MicrobatchScan]]:
+) -> tuple[Results, list[Tensor], list[tuple[int, int]]]:
     """Run a program forward over microbatches.
 
     Returns:
-        The results for the whole batch, without saved states, and the microbatches with theirs.
-        Bits are written for a single microbatch only.
+        The results for the whole batch, without saved states; the initial and saved states of all
+        microbatches, for autograd to save, and their numbers in each. Bits are written for a single
+        microbatch only.
     """
     parts = split(passing, name, arguments)
     outputs = execution_of(name, arguments.inputs).new_results(Wanted()).outputs
     receives = not passing.is_first
-    buffers = [part.execution.new_steps() if receives else list(part.arguments.states)
-               for part in parts]  # fmt: skip
-    speculates = receives and can_speculate(passing, parts)
+    speculates = receives and passing.speculates and parts[0].execution.program.repairs
     # A repair ends where a saved state is what it was.
     inner = Wanted(
         save=wanted.save or speculates,
         final=wanted.final or not passing.is_last,
         bits=wanted.bits and len(parts) == 1,
     )
-    finals: list[list[Tensor]] = []
-    bits: list[Tensor] = []
 
-    def compute(i: int, states: list[Tensor]) -> Results:
-        part = parts[i]
+    def compute(part: MicrobatchScan, states: list[Tensor]) -> Results:
         results = part.execution.new_results(inner, [y[:, part.rows] for y in outputs])
         return part.execution.forward(part.arguments._replace(states=states), results)
 
-    def repair(i: int, results: Results, states: list[Tensor]) -> None:
-        arguments = parts[i].arguments._replace(states=states)
-        parts[i].execution.forward(arguments, results, repair=True)
-
-    def finish(i: int, results: Results) -> list[Tensor]:
-        saved = (results.saved or []) if wanted.save else []
-        arguments = parts[i].arguments._replace(states=buffers[i])
-        parts[i] = parts[i]._replace(arguments=arguments, saved=saved)
-        finals.append(results.finals)
-        bits.extend(results.bits)
-        return results.finals
-
+    buffers = [part.execution.new_steps() if receives else list(part.arguments.states)
+               for part in parts]  # fmt: skip
     channel = passing.forward(buffers)
-    exchange(channel, len(parts), compute, finish, repair if speculates else None)
-    ends = [torch.cat(rows) for rows in zip(*finals, strict=True)] if wanted.final else []
-    return Results(outputs, ends, None, bits), parts
+    found = [compute(part, []) for part in parts] if speculates else []
+    tensors: list[Tensor] = []
+    counts: list[tuple[int, int]] = []
+    for i, part in enumerate(parts):
+        states = channel.receive(i)
+        if speculates:
+            repaired = part.arguments._replace(states=states)
+            part.execution.forward(repaired, found[i], repair=True)
+        else:
+            found.append(compute(part, states))
+        saved = (found[i].saved or []) if wanted.save else []
+        tensors += [*states, *saved]
+        counts.append((len(states), len(saved)))
+        channel.send(i, found[i].finals)
+    channel.close()
+    rows = zip(*[results.finals for results in found], strict=True)
+    finals = [torch.cat(states) for states in rows] if wanted.final else []
+    bits = [x for results in found for x in results.bits]
+    return Results(outputs, finals, None, bits), tensors, counts
 
 
 def scan_backward(
-    passing: StatePassing, parts: Sequence[MicrobatchScan], whole: ScanGradients, incoming: Incoming
-) -> list[Tensor]:
+    passing: StatePassing,
+    parts: Sequence[MicrobatchScan],
+    incoming: Incoming,
+    needs: Needs,
+    inputs: list[Tensor],
+) -> ScanGradients:
     """Run a program's backward over microbatches.
 
     Args:
-        whole: its `inputs` are written; `needs` are those of each microbatch.
+        inputs: the unwritten gradients of the needed inputs.
 
     Returns:
-        The reduced gradients of the parameters; those of the initial states go to `whole.states`.
+        The gradients, among them reduced ones of the parameters.
     """
-    totals: list[Tensor] = []
-    starts: list[list[Tensor]] = []
+    # Gradients of states that arrived go back to the process that sent the states.
+    needs = needs._replace(states=bool(parts[0].arguments.states))
 
     def compute(i: int, ends: list[Tensor]) -> ScanGradients:
         rows, execution, arguments, saved = parts[i]
-        into = execution.new_gradients(whole.needs, [g[:, rows] for g in whole.inputs])
+        into = execution.new_gradients(needs, [g[:, rows] for g in inputs])
         return execution.backward(arguments, saved, incoming_of(incoming, rows, ends), into)
 
-    def finish(i: int, found: ScanGradients) -> list[Tensor]:
-        _, execution, arguments, _ = parts[i]
-        params = compress(arguments.params, whole.needs.params)
-        reduced = execution.reduce(found.params, [*params])
-        totals[:] = [a + b for a, b in zip(totals, reduced, strict=True)] if i else reduced
-        starts.append(found.states)
-        return found.states
-
-    exchange_gradients(passing, parts, (compute, finish))
-    whole.states[:] = [torch.cat(rows) for rows in zip(*starts, strict=True)]
-    return totals
+    found, _ = exchange_gradients(passing, parts, compute)
+    states = [torch.cat(rows) for rows in zip(*[g.states for g in found], strict=True)]
+    params = list(compress(parts[0].arguments.params, needs.params))
+    reduced = [parts[i].execution.reduce(g.params, params) for i, g in enumerate(found)]
+    totals = [reduce(operator.add, terms) for terms in zip(*reduced, strict=True)]
+    return ScanGradients(needs, inputs, states, totals)
 
 
 def exchange_gradients(
     passing: StatePassing,
     parts: Sequence[MicrobatchScan],
-    steps: tuple[
-        Callable[[int, list[Tensor]], ScanGradients],
-        Callable[[int, ScanGradients], Sequence[Tensor]],
-    ],
-) -> Buffers:
-    """`exchange` against time, with repair where kernels support it; `steps` are its `compute` and
-    `finish`. Returns the gradients of the final states that arrived."""
+    compute: Callable[[int, list[Tensor]], ScanGradients],
+) -> tuple[list[ScanGradients], Buffers]:
+    """Differentiate microbatches, with repair where kernels support it.
+
+    Args:
+        compute: differentiate a microbatch, given the gradients of its final states.
+
+    Returns:
+        What `compute` returned, and the gradients of the final states that arrived.
+    """
     receives = not passing.is_last
-    buffers = [part.execution.new_steps() if receives else [] for part in parts]
-
-    def repair(i: int, found: ScanGradients, ends: list[Tensor]) -> None:
-        _, execution, arguments, saved = parts[i]
-        execution.backward(arguments, saved, Incoming((), ends), found, REPAIR)
-
-    speculates = receives and can_speculate(passing, parts)
-    channel = passing.backward(buffers)
-    exchange(channel, len(parts), *steps, repair if speculates else None)
-    return buffers
+    speculates = receives and passing.speculates and parts[0].execution.program.repairs
+    channel = passing.backward([p.execution.new_steps() if receives else [] for p in parts])
+    found = [compute(i, []) for i in range(len(parts))] if speculates else []
+    for i in range(len(parts)):
+        ends = channel.receive(i)
+        if speculates:
+            _, execution, arguments, saved = parts[i]
+            execution.backward(arguments, saved, Incoming((), ends), found[i], REPAIR)
+        else:
+            found.append(compute(i, ends))
+        channel.send(i, found[i].states)
+    channel.close()
+    return found, channel.buffers
 
 
 def incoming_of(incoming: Incoming, rows: slice | None, ends: Tensors) -> Incoming:
@@ -300,25 +256,13 @@ def incoming_of(incoming: Incoming, rows: slice | None, ends: Tensors) -> Incomi
     return Incoming(outputs, [b if a is None else a + b for a, b in zip(own, ends, strict=True)])
 
 
-def can_speculate(passing: StatePassing, parts: Sequence[MicrobatchScan]) -> bool:
-    return passing.speculates and parts[0].execution.program.repairs
-
-
-def flatten(parts: Sequence[MicrobatchScan]) -> tuple[list[Tensor], list[tuple[int, int]]]:
-    """The initial and saved states of microbatches, for autograd to save, and their numbers."""
-    tensors = [x for part in parts for x in (*part.arguments.states, *part.saved)]
-    return tensors, [(len(part.arguments.states), len(part.saved)) for part in parts]
-
-
-def unflatten(
+def restored(
     parts: Sequence[MicrobatchScan], tensors: Sequence[Tensor], counts: Sequence[tuple[int, int]]
 ) -> list[MicrobatchScan]:
-    """Microbatches from `split`, with the states that `flatten` gave."""
+    """Microbatches from `split`, with the states that `scan_forward` gave to save."""
     rest = iter(tensors)
     found = []
     for part, (num_states, num_saved) in zip(parts, counts, strict=True):
-        states = [next(rest) for _ in range(num_states)]
-        saved = [next(rest) for _ in range(num_saved)]
-        arguments = part.arguments._replace(states=states)
-        found.append(part._replace(arguments=arguments, saved=saved))
+        arguments = part.arguments._replace(states=[*islice(rest, num_states)])
+        found.append(part._replace(arguments=arguments, saved=[*islice(rest, num_saved)]))
     return found

@@ -24,7 +24,7 @@ from spikefuse.scan.execution import (
     execution_of,
 )
 from spikefuse.scan.op import choose
-from spikefuse.scan.program import kind_of, prepare
+from spikefuse.scan.program import kinds_of, prepare
 from spikefuse.testing import DTYPES, make_input
 
 X = make_input((20, 2, 6))
@@ -35,8 +35,7 @@ def execution(
 ) -> Execution:
     neuron = sf.LIF() if neuron is None else neuron
     values, statics = neuron.describe()
-    kinds = tuple((name, kind_of(value)) for name, value in values.items())
-    return execution_of(prepare(neuron, backend, statics, kinds)[0], inputs)
+    return execution_of(prepare(neuron, backend, statics, kinds_of(values)).name, inputs)
 
 
 def test_executions_are_shared_across_values():

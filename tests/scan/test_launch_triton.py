@@ -109,7 +109,9 @@ def driver(monkeypatch):
 def launch(kind: type[Compiled] = Compiled) -> tuple[Kernel, Any, list[Any]]:
     x, y, saved = torch.zeros(4, 1, 32), torch.zeros(4, 1, 32), torch.zeros(1, 32)
     kernel = Kernel(kind)
-    made = launch_triton.prepare(kernel, layout_of([x]), [x, y], Variant(), False, False)
+    made = launch_triton.prepare(
+        kernel, layout_of([(x.shape, x.stride())]), [x, y], Variant(), False, False
+    )
     return kernel, made, [x, y, None, None, saved, 0.5]
 
 
@@ -183,7 +185,9 @@ def test_kernels_just_over_the_register_limit(monkeypatch, num_steps, registers,
     x = torch.zeros(num_steps, 1, 32, dtype=torch.bfloat16)
     kernel = Kernel(Compiled)
     kernel.__name__, kernel.compiled.n_regs = "backward", registers
-    made = launch_triton.prepare(kernel, layout_of([x]), [x, x, x], Variant(), False, False)
+    made = launch_triton.prepare(
+        kernel, layout_of([(x.shape, x.stride())]), [x, x, x], Variant(), False, False
+    )
     made._launch([x, x, x])
     assert kernel.options.get("maxnreg") == limit
     assert kernel.dispatched == (1 if limit is None else 2)
@@ -199,7 +203,7 @@ def test_kernels_that_add_to_gradients_run_once(repairs):
     kernel = Kernel(Compiled)
     kernel.__name__ = "backward"
     made = launch_triton.prepare(
-        kernel, layout_of([x]), [x, x, x], Variant(repair=repairs), False, False
+        kernel, layout_of([(x.shape, x.stride())]), [x, x, x], Variant(repair=repairs), False, False
     )
     assert made.tight is not repairs
 
@@ -252,7 +256,7 @@ def test_a_program_takes_blocks_of_the_same_channels(monkeypatch, shape):
     monkeypatch.setattr(launch_triton, "BACKWARD", small)
     monkeypatch.setattr(launch_triton, "FORWARD", {4: small})
     x, channels = torch.randn(shape), shape[2]
-    layout = layout_of([x])
+    layout = layout_of([(x.shape, x.stride())])
     ((num_sums,), _) = launch_triton.sums_shape(layout, 4, x.device, True)
     assert num_sums < layout.num_neurons
     assert num_sums % (channels * layout.channel_inner) == 0

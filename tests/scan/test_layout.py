@@ -11,10 +11,15 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 import spikefuse as sf
+from spikefuse.scan import layout as layouts
 from spikefuse.scan import op
 from spikefuse.scan.execution import execution_for, execution_of
-from spikefuse.scan.layout import MAX_STRIDES, MIN_INNER, Layout, layout_of
+from spikefuse.scan.layout import MAX_STRIDES, MIN_INNER, Layout
 from spikefuse.testing import lay_out, make_input
+
+
+def layout_of(tensors: list[Tensor]) -> Layout:
+    return layouts.layout_of([(x.shape, x.stride()) for x in tensors])
 
 
 def copied(x: Tensor, layout: Layout | None = None) -> bool:

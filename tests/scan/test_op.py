@@ -40,11 +40,10 @@ class Pair(sf.Neuron):
 def prepared(neuron: sf.Neuron, backend: str = "numba"):
     """(name, tensor parameters, scalars) of a neuron's call."""
     values, statics = neuron.describe()
-    kinds = tuple((name, program.kind_of(value)) for name, value in values.items())
-    name, used = program.prepare(neuron, backend, statics, kinds)
-    chosen = [values[label] for label in used]
+    made = program.prepare(neuron, backend, statics, program.kinds_of(values))
+    chosen = [values[label] for label in made.step.params]
     params = [v.detach().requires_grad_() for v in chosen if isinstance(v, Tensor)]
-    return name, params, [v for v in chosen if isinstance(v, float)]
+    return made.name, params, [v for v in chosen if isinstance(v, float)]
 
 
 @pytest.mark.parametrize(("save", "final"), [(True, True), (True, False), (False, True)])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from spikefuse import LIF, Neuron, UnsupportedOperation
 from spikefuse.neurons.surrogate import Arctan, Custom, Sigmoid
-from spikefuse.scan.program import kind_of, prepare, program
+from spikefuse.scan.program import kinds_of, prepare
 
 
 def test_a_value_may_be_a_float_or_a_tensor() -> None:
@@ -43,8 +43,7 @@ def test_neurons_that_differ_in_gradients_share_the_forward_kernel(recurrent: bo
     made = []
     for neuron in (LIF(), LIF(surrogate=Arctan()), LIF(surrogate=Sigmoid(), detach_reset=True)):
         values, statics = neuron.describe()
-        kinds = tuple((name, kind_of(value)) for name, value in values.items())
-        made.append(program(prepare(neuron, "numba", statics, kinds)[0]))
+        made.append(prepare(neuron, "numba", statics, kinds_of(values)))
     assert len({p.forward(recurrent) for p in made}) == 1
     assert len({p.backward(("x",), (), (), recurrent) for p in made}) == 3
 

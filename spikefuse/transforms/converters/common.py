@@ -126,12 +126,9 @@ def _load(
     module: nn.Module,
     state: dict[str, Any],
     prefix: str,
-    metadata: Any,
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
+    *options: Any,
 ) -> None:
+    *_, errors = options  # after the metadata, strict, and the missing and unexpected keys
     for ours, theirs in names.items():
         if prefix + theirs in state:
             state[prefix + ours] = state.pop(prefix + theirs)

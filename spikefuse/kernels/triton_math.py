@@ -1,0 +1,54 @@
+"""Functions of generated Triton kernels that are single instructions on a GPU."""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from spikefuse.kernels.triton_runtime import interpreted
+
+__all__ = ["FAST", "multiply", "reciprocal", "sigmoid"]
+
+# / and exp take several instructions. The interpreter has no inline assembly or bfloat16 products.
+FAST: tl.constexpr = tl.constexpr(torch.version.cuda is not None and not interpreted())
+
+
+@triton.jit
+def reciprocal(x):
+    """Approximate `1 / x`."""
+    if FAST:
+        y = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        y = 1.0 / x
+    return y
+
+
+@triton.jit
+def sigmoid(x):
+    """Approximate `1 / (1 + exp(-x))`."""
+    if FAST:
+        e = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [x * -1.4426950408889634],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        e = tl.exp(-x)
+    return reciprocal(1.0 + e)
+
+
+@triton.jit
+def multiply(a, b, total):
+    """Add the product of bfloat16 matrices to a float32 matrix."""
+    if FAST:
+        total = tl.dot(a, b, total)
+    else:
+        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    return total
