@@ -87,8 +87,9 @@ class Layout:
     def by_channel(self, sums: Tensor) -> tuple[int, int, int]:
         """The array `[outer, channels, inner]` in sums per channel, or per neuron in whole rows of
         channels."""
-        inner = 1 if len(sums) == self.channels else self.channel_inner
-        return len(sums) // max(self.channels * inner, 1), self.channels, inner
+        num, channels = sums.shape[0], self.channels
+        inner = 1 if num == channels else self.channel_inner
+        return num // max(channels * inner, 1), channels, inner
 
     def sum_by_channel(self, sums: Tensor) -> Tensor:
         """Sums per channel `[C]`, of what `by_channel` describes."""
