@@ -179,7 +179,8 @@ class Execution:
         layout, needs = self.layout, gradients.needs
         if not layout.num_neurons:
             return gradients
-        inputs = arguments.inputs if self._inputs_fit else self._conform(arguments.inputs)
+        # Saved-tensor hooks may return inputs in another layout than that of the forward pass.
+        inputs = self._fitting(arguments.inputs)
         written = gradients.inputs and self._fitting(gradients.inputs)
         arriving: list[Tensor] = []
         for g in incoming.outputs:
