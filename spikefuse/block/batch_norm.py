@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.kernels.norm import merge_statistics, statistics
 from spikefuse.scan.state_passing import Collectives
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -55,11 +54,7 @@ def running_of(norm: _BatchNorm) -> Running:
     """The running statistics that a call updates."""
     if not (norm.training and norm.track_running_stats):
         return None, None, None
-    buffers = norm._buffers
-    try:  # nn.Module looks for buffers last
-        return buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
-    except KeyError:
-        return norm.running_mean, norm.running_var, norm.num_batches_tracked
+    return norm.running_mean, norm.running_var, norm.num_batches_tracked
 
 
 def momentum_of(norm: _BatchNorm) -> float:
@@ -70,29 +65,7 @@ def momentum_of(norm: _BatchNorm) -> float:
     return 0.0 if batches is None else 1.0 / (1.0 + batches.item())  # a mean over all batches
 
 
-def batch_statistics(
-    norm: _BatchNorm, x: Tensor, backend: str, collectives: Collectives | None = None
-) -> tuple[Tensor, float | Tensor, Collectives | None]:
-    """The results of `statistics`, the number of values per channel, and the collectives used.
-
-    Args:
-        collectives: over which to take the statistics; an `nn.SyncBatchNorm` has its own.
-    """
-    number = x.numel() / x.shape[2]
-    if isinstance(norm, nn.SyncBatchNorm):
-        collectives = _collectives_of(norm)
-    running, weight = running_of(norm), norm.weight
-    if collectives is None:
-        momentum = momentum_of(norm)
-        values = statistics(x, weight, running, momentum, norm.eps, backend)
-        return values, number, None
-    own = statistics(x, None, (None, None, None), 0.0, norm.eps, backend)
-    share = torch.cat((own[0], own[3], own.new_full((1,), number)))
-    settings = weight, running, momentum_of(norm), norm.eps, backend
-    return *merge_statistics(collectives.gather(share), *settings), collectives
-
-
-def _collectives_of(norm: nn.SyncBatchNorm) -> Collectives | None:
+def collectives_of(norm: nn.SyncBatchNorm) -> Collectives | None:
     """Of the group of a norm, if it has several processes."""
     if not (norm.training and dist.is_initialized()):
         return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from spikefuse import reference
 from spikefuse.block import library
 from spikefuse.block.batch_norm import (
     NORMS,
-    batch_statistics,
+    collectives_of,
     momentum_of,
     running_of,
     shift_of,
@@ -21,13 +22,19 @@ from spikefuse.block.batch_norm import (
 from spikefuse.block.definition import with_batch_norm
 from spikefuse.block.program import BlockProgram, block_program
 from spikefuse.block.training import TrainingCall
-from spikefuse.kernels.norm import by_batch, update_running_stats
+from spikefuse.kernels.norm import (
+    by_batch,
+    merge_statistics,
+    statistics,
+    update_running_stats,
+)
 from spikefuse.memory.policies import Policy
 from spikefuse.neurons.definition import Outputs, States, with_outputs
 from spikefuse.nn.call import active, mark_binary, wants_bits
 from spikefuse.nn.neuron import Neuron, backend_of, check, checked_names
 from spikefuse.scan import op
-from spikefuse.scan.execution import Arguments, Execution, Results, Wanted, execution_of
+from spikefuse.scan.execution import Arguments, Execution, Wanted, execution_of
+from spikefuse.scan.layout import MAX_STRIDES
 from spikefuse.scan.op import Request
 from spikefuse.scan.state_passing import WHOLE
 
@@ -106,30 +113,79 @@ class Block(nn.Module):
         return self.neuron.call(run, Request(inputs, state, impl, return_state, outputs=names))
 
 
+class Plan(NamedTuple):
+    """What the blocks of a neuron share on inputs of one description, once these are checked."""
+
+    program: BlockProgram
+    execution: Execution
+
+
 def scan(
     norm: _BatchNorm, neuron: Neuron, memory: Policy | None, request: Request
 ) -> tuple[Outputs, States]:
     """Run norm and neuron as one on inputs `[T, B, C, ...]`: (outputs, final states)."""
-    inputs, state = request.inputs, request.state
+    inputs, passing = request.inputs, request.passing
     backend, batch = backend_of(inputs, request.backend), by_batch(norm)
-    check(neuron, NAMES[: len(inputs)], inputs, state, backend)
-    alone = request.passing is None or request.passing.statistics is None
-    check_norm(norm, neuron, inputs[0], batch and alone)
-    if backend == "reference":
-        return _reference(norm, neuron, request)
-    op.check(backend, inputs[0])
-    if torch.compiler.is_compiling():
+    alone = batch and (passing is None or passing.statistics is None)
+    if backend == "reference" or torch.compiler.is_compiling():
+        check(neuron, NAMES[: len(inputs)], inputs, request.state, backend)
+        check_norm(norm, neuron, inputs[0], alone)
+        if backend == "reference":
+            return _reference(norm, neuron, request)
+        op.check(backend, inputs[0])
         return _trace(norm, neuron, memory, request._replace(backend=backend))
-    program, own = block_program(neuron, backend, len(inputs) > 1, batch, request.outputs)
-    if wants_bits(inputs[0]):
-        request = request._replace(bits=True)
+    description = neuron.description()
+    values: dict[str, Any] = description.values()
+    plans: dict[Hashable, Plan] = description.notes.setdefault("blocks", {})
+    key: list[Hashable] = [backend, batch, alone, norm.num_features, request.outputs]
+    if description.tensors:
+        key += [values[name].ndim for name, _, _ in description.tensors]
+    for x in inputs:
+        if isinstance(x, Tensor):
+            key += x.shape, x.stride(), x.dtype, x.device
+    plan = plans.get(tuple(key))
+    if plan is None or request.state is not None:
+        check(neuron, NAMES[: len(inputs)], inputs, request.state, backend)
+        check_norm(norm, neuron, inputs[0], alone)
+    op.check(backend, inputs[0])
+    if plan is None:
+        program, _ = block_program(neuron, backend, len(inputs) > 1, batch, request.outputs)
+        if len(plans) >= MAX_STRIDES:
+            plans.clear()
+        plan = plans[tuple(key)] = Plan(program, execution_of(program.name, inputs))
+    program, own = plan.program, [*map(values.__getitem__, plan.program.own)]
+    states, bits = request.state or (), wants_bits(inputs[0])
     if batch:
-        results = _train(norm, program, own, memory, request)
+        saves = not program.rebuilds or _saves_states(memory, plan.execution)
+        tensors, weight = [*inputs, *states, *own, shift_of(norm, inputs[0])], norm.weight
+        if weight is not None:
+            tensors.append(weight)
+        if plan.execution.is_new and passing is None:
+            _compile_forward(plan, request, tensors, saves, bits)
+        call = training_call(norm, plan, request, saves, bits)
+        results = op.execute(call, tensors, request.final)
     else:
-        results = _evaluate(norm, program, own, request)
-    if request.bits:
+        assert norm.running_mean is not None
+        scale, shift = _running_scale(norm), shift_of(norm, inputs[0])
+        params = program.params((norm.running_mean, scale, shift, *own))
+        arguments = Arguments(inputs, states, params, program.scalars)
+        wanted = Wanted(False, request.final, bits)
+        results = op.run(program.name, arguments, wanted, passing)
+    if bits:
         mark_binary(results, program.binary)
     return tuple(results.outputs), tuple(results.finals)
+
+
+def _compile_forward(
+    plan: Plan, request: Request, tensors: list[Tensor], saves_states: bool, bits: bool
+) -> None:
+    """Begin to compile the kernel, while that of the statistics is compiled."""
+    program, execution = plan
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    unknown = [torch.empty(0, device="meta")] * len(program.tensors)
+    arguments = Arguments(request.inputs, request.state or (), unknown, program.scalars)
+    wanted = Wanted(saves_states and needs_grad, request.final, bits)
+    execution.compile_forward(arguments, wanted)
 
 
 def _trace(
@@ -146,55 +202,25 @@ def _trace(
     return tuple(results.outputs), tuple(results.finals)
 
 
-def _train(
-    norm: _BatchNorm,
-    program: BlockProgram,
-    own: list[Tensor],
-    memory: Policy | None,
-    request: Request,
-) -> Results:
-    """With the statistics of the batch."""
-    inputs, states = request.inputs, request.state or ()
-    execution = execution_of(program.name, inputs)
-    saves = not program.rebuilds or _saves_states(memory, execution)
-    tensors, weight = [*inputs, *states, *own, shift_of(norm, inputs[0])], norm.weight
-    if weight is not None:
-        tensors.append(weight)
-    if execution.is_new and request.passing is None:
-        # While the kernel of the statistics is compiled.
-        params = [torch.empty(0, device="meta")] * len(program.tensors)
-        save = saves and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        arguments = Arguments(inputs, states, params, program.scalars)
-        execution.compile_forward(arguments, Wanted(save, request.final, request.bits))
-    call = training_call(norm, program, execution, saves, request)
-    return op.execute(call, tensors, request.final)
-
-
 def training_call(
-    norm: _BatchNorm,
-    program: BlockProgram,
-    execution: Execution,
-    saves_states: bool,
-    request: Request,
+    norm: _BatchNorm, plan: Plan, request: Request, saves_states: bool, bits: bool = False
 ) -> TrainingCall:
     """Take the statistics of the batch, and note all that does not change in this call."""
-    passing, inputs = request.passing or WHOLE, request.inputs
-    statistics, number, collectives = batch_statistics(
-        norm, inputs[0], program.backend, passing.statistics
-    )
-    return TrainingCall(
-        [program.name],
-        [len(inputs), len(request.state or ())],
-        program.scalars,
-        passing=passing,
-        wants_bits=request.bits,
-        saves_states=saves_states,
-        program=program,
-        execution=execution,
-        statistics=statistics,
-        number=number,
-        collectives=collectives,
-    )
+    passing, (program, execution) = request.passing or WHOLE, plan
+    x, weight, eps, backend = request.inputs[0], norm.weight, norm.eps, program.backend
+    number: Any = x.numel() / x.shape[2]
+    collectives, running = passing.statistics, running_of(norm)
+    if isinstance(norm, nn.SyncBatchNorm):
+        collectives = collectives_of(norm)
+    if collectives is None:
+        values = statistics(x, weight, running, momentum_of(norm), eps, backend)
+    else:
+        own = statistics(x, None, (None, None, None), 0.0, eps, backend)
+        shares = collectives.gather(torch.cat((own[0], own[3], own.new_full((1,), number))))
+        values, number = merge_statistics(shares, weight, running, momentum_of(norm), eps, backend)
+    found = values, number, collectives
+    num_states = len(request.state or ())
+    return TrainingCall(program, execution, *found, num_states, passing, bits, saves_states)
 
 
 def _saves_states(memory: Policy | None, execution: Execution) -> bool:
@@ -208,21 +234,8 @@ def _saves_states(memory: Policy | None, execution: Execution) -> bool:
     return saves
 
 
-def _evaluate(
-    norm: _BatchNorm, program: BlockProgram, own: list[Tensor], request: Request
-) -> Results:
-    """With running statistics: the norm is an affine map."""
-    assert norm.running_mean is not None
-    scale = _running_scale(norm)
-    shift = shift_of(norm, request.inputs[0])
-    params = program.params((norm.running_mean, scale, shift), own)
-    arguments = Arguments(request.inputs, request.state or (), params, program.scalars)
-    wanted = Wanted(False, request.final, request.bits)
-    return op.run(program.name, arguments, wanted, request.passing)
-
-
 def _running_scale(norm: _BatchNorm) -> Tensor:
-    """The factor of the affine map, by running statistics."""
+    """The factor of the affine map that the norm is with running statistics."""
     assert norm.running_var is not None
     scale = torch.rsqrt(norm.running_var + norm.eps)
     return scale if norm.weight is None else scale * norm.weight

@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +22,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from spikefuse.block.block import scan
-from spikefuse.nn.call import ADDITIONS, METADATA, Scan, active
+from spikefuse.nn.call import ADDITIONS, METADATA, Scan, TemporalCall, active
 from spikefuse.nn.neuron import Deferred, Neuron
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How the last result of a norm was computed.
 
     Attributes:
@@ -58,24 +56,19 @@ class NormCall:
         read: the tensors that determine the result, the input first.
     """
 
+    has_updated_stats = False
+    result: tuple[Tensor, int] | None = None  # with its version
+
     def __init__(self, module: _BatchNorm, read: list[Tensor]) -> None:
-        self.module, self.x, self.norm = module, read[0], copy_of(module)
+        self.module, self.norm, self.read, self.x = module, copy_of(module), read, read[0]
         self.number, self.temporal = next(_call_numbers), active.call
-        self.deferrals: Deferrals | None = None
-        if self.temporal is not None:
-            if self.temporal.deferred is None:
-                self.temporal.deferred = Deferrals()
-            assert isinstance(self.temporal.deferred, Deferrals)
-            self.deferrals = self.temporal.deferred
+        self.deferrals = None if self.temporal is None else deferrals_of(self.temporal)
         self.grad, self.hooks = torch.is_grad_enabled(), _top_hooks(False)
-        device = self.x.device.type
+        device = "cuda" if self.x.is_cuda else "cpu"
         enabled = torch.is_autocast_enabled(device)
         self.autocast = device, torch.get_autocast_dtype(device) if enabled else None, enabled
-        self.read = read
         self.versions = list(map(_version, read))
-        self.needs_grad = self.grad and True in map(_requires_grad, self.read)
-        self.has_updated_stats = False
-        self.result: tuple[Tensor, int] | None = None  # with its version
+        self.needs_grad = self.grad and True in map(_requires_grad, read)
 
     def can_fuse(self, neuron: Neuron | None = None) -> bool:
         """Whether a block that is run now computes what this call would have computed."""
@@ -126,18 +119,20 @@ class NormCall:
         leaves = {t: t.detach().requires_grad_() for t in self.read if t.requires_grad}
         norm, x = copy_of(self.norm), leaves.get(self.x, self.x)
         norm.__dict__["track_running_stats"] = False
-        for name, p in self.norm._parameters.items():
-            if p is not None:
-                norm._parameters[name] = leaves.get(p, p)  # type: ignore[assignment]
+        for name in ("weight", "bias"):
+            p = norm.__dict__[name]
+            norm.__dict__[name] = leaves.get(p, p)
         with self.modes():
             y = norm.plain(x)  # type: ignore[operator]
         grads = torch.autograd.grad(y, list(leaves.values()), grad)
         return list(zip(leaves, grads, strict=True))
 
-    def check(self) -> None:
-        """Refuse tensors that were changed after the call."""
+    def check(self, residual: Tensor | None = None, version: int = 0) -> None:
+        """Refuse tensors that were changed after the call, and a residual of another version."""
         if list(map(_version, self.read)) != self.versions:
             raise _changed("a tensor that a batch norm reads", self.x)
+        if residual is not None and residual._version != version:
+            raise _changed("a residual", residual)
 
     @contextlib.contextmanager
     def modes(self) -> Iterator[None]:
@@ -159,12 +154,12 @@ class DeferredNorm(Deferred, Tensor):
     """The result of a `FusedNorm`, or its sum with a residual, before anything has read it."""
 
     call: NormCall
-    residual: Tensor | None
-    residual_version: int
-    total: tuple[Tensor, int] | None  # once computed, with its version
     needs_grad: bool
-    is_routed: bool  # whether gradients that arrive here are passed on
-    has_history: bool  # whether `total` is connected to the autograd.Function that returned this
+    residual: Tensor | None = None
+    residual_version = 0
+    total: tuple[Tensor, int] | None = None  # once computed, with its version
+    is_routed = False  # whether gradients that arrive here are passed on
+    has_history = False  # whether `total` is connected to the autograd.Function that returned this
 
     @staticmethod
     def of(call: NormCall, residual: Tensor | None = None) -> DeferredNorm:
@@ -174,9 +169,9 @@ class DeferredNorm(Deferred, Tensor):
         deferred: DeferredNorm = Tensor._make_wrapper_subclass(
             DeferredNorm, x.shape, dtype=x.dtype, device=x.device, requires_grad=needed
         )
-        deferred.call, deferred.needs_grad, deferred.is_routed = call, needed, False
-        deferred.residual, deferred.total, deferred.has_history = residual, None, False
-        deferred.residual_version = 0 if residual is None else residual._version
+        deferred.call, deferred.needs_grad = call, needed
+        if residual is not None:
+            deferred.residual, deferred.residual_version = residual, residual._version
         return deferred
 
     def block(self, neuron: Neuron) -> tuple[Scan, tuple[Tensor, ...]]:
@@ -186,7 +181,7 @@ class DeferredNorm(Deferred, Tensor):
         is_read = self.total is not None
         if is_read or not call.can_fuse(neuron) or len(type(neuron).input_names) != 1:
             return neuron._scan, (self._read(type(neuron).__name__),)
-        self._check()
+        call.check(residual, self.residual_version)
         run = partial(scan, call.norm, neuron, None)
         call.finish(Outcome(neuron, residual is not None))
         return run, (call.x,) if residual is None else (call.x, residual)
@@ -202,7 +197,7 @@ class DeferredNorm(Deferred, Tensor):
             if self.residual is None:
                 return self.call.value(reader)
             value = self.call.unchanged_value(reader)
-            self._check()
+            self.call.check(self.residual, self.residual_version)
             with self.call.modes():
                 y = value + self.residual
             self.total = y, y._version
@@ -232,11 +227,6 @@ class DeferredNorm(Deferred, Tensor):
         residual = self.residual
         changed = list(map(_version, self.call.read)) != self.call.versions
         return not changed and (residual is None or residual._version == self.residual_version)
-
-    def _check(self) -> None:
-        self.call.check()
-        if self.residual is not None and self.residual._version != self.residual_version:
-            raise _changed("a residual", self.residual)
 
     def _read(self, reader: str) -> Tensor:
         """The values, for a reader that may have recorded an edge of autograd's graph to this
@@ -336,19 +326,30 @@ class Deferrals:
         self.read.clear()
 
 
+def deferrals_of(temporal: TemporalCall) -> Deferrals:
+    """The deferred results of a call, none at first."""
+    if temporal.deferred is None:
+        temporal.deferred = Deferrals()
+    assert isinstance(temporal.deferred, Deferrals)
+    return temporal.deferred
+
+
 def compute_earlier(norm: _BatchNorm) -> None:
     """Prepare a call of a norm that is computed at once: earlier calls update the running
     statistics before it, and later ones are not deferred."""
     if active.call is not None:
-        deferrals = active.call.deferred = active.call.deferred or Deferrals()
-        assert isinstance(deferrals, Deferrals)
+        deferrals = deferrals_of(active.call)
         if norm in deferrals.pending:
             deferrals.pending[norm].value("a second call of the norm")
         deferrals.computed.add(norm)
 
 
 def defer(norm: _BatchNorm, read: list[Tensor]) -> Tensor:
-    """The result of a norm, computed when it is needed, from `tensors_of(norm, x)`."""
+    """The result of a norm, computed when it is needed.
+
+    Args:
+        read: all tensors that determine it, the input first.
+    """
     call = NormCall(norm, read)
     deferrals = call.deferrals
     if deferrals is not None:
@@ -372,10 +373,13 @@ def copy_of(norm: _BatchNorm) -> _BatchNorm:
     """A copy with the same settings, parameters and buffers, on which later assignments to the
     module have no effect."""
     copy = object.__new__(type(norm))
-    copy.__dict__.update(norm.__dict__)
-    copy.__dict__["_parameters"] = norm._parameters.copy()
-    copy.__dict__["_buffers"] = norm._buffers.copy()
-    copy.__dict__["_original"] = norm.__dict__.get("_original", norm)
+    settings = copy.__dict__
+    settings.update(norm.__dict__)
+    # As plain attributes, which nn.Module finds faster.
+    settings.update(norm._parameters)
+    settings.update(norm._buffers)
+    settings["_parameters"] = settings["_buffers"] = {}
+    settings.setdefault("_original", norm)
     return copy
 
 
@@ -383,19 +387,6 @@ def original(norm: _BatchNorm) -> _BatchNorm:
     """The module of which `norm` is a copy, or `norm` itself."""
     module: _BatchNorm = norm.__dict__.get("_original", norm)
     return module
-
-
-def tensors_of(norm: _BatchNorm, x: Tensor) -> list[Tensor]:
-    """All that the result of the norm depends on, `x` first."""
-    tensors = [x]
-    own, buffers = norm._parameters, norm._buffers
-    read: list[Tensor | None] = [own.get("weight"), own.get("bias")]
-    if not norm.training:
-        read += [buffers.get("running_mean"), buffers.get("running_var")]
-    for t in read:
-        if t is not None:
-            tensors.append(t)
-    return tensors
 
 
 def is_ordinary(x: Any) -> bool:

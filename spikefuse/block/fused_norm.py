@@ -19,7 +19,6 @@ from spikefuse.block.deferred import (
     defer,
     materialized,
     outcomes,
-    tensors_of,
 )
 from spikefuse.kernels.norm import by_batch
 from spikefuse.nn.call import active
@@ -46,7 +45,14 @@ class FusedNorm(_BatchNorm):
             return traced.normalize(self, input)
         if isinstance(input, DeferredNorm):
             input = materialized(input)
-        read = tensors_of(self, input)
+        own, buffers = self._parameters, self._buffers
+        found: list[Tensor | None] = [input, own.get("weight"), own.get("bias")]
+        if not self.training:
+            found += [buffers.get("running_mean"), buffers.get("running_var")]
+        read = []
+        for t in found:
+            if t is not None:
+                read.append(t)
         obstacle = self._obstacle(input, read)
         if not obstacle:
             return defer(self, read)
@@ -103,8 +109,9 @@ class FusedNorm(_BatchNorm):
             return "it is traced or transformed"
         if isinstance(x, ConstantSequence):
             return "its input is the same at each step, so it is computed once"
+        device = x.device
         for t in read:
-            if type(t) not in _PLAIN or t.dtype not in DTYPES or t.device != x.device:
+            if type(t) not in _PLAIN or t.dtype not in DTYPES or t.device != device:
                 return f"it reads a {type(t).__name__} that a block does not take"
             if t.is_inference():
                 return "it reads a tensor of inference mode"
@@ -115,13 +122,13 @@ class FusedNorm(_BatchNorm):
         if not isinstance(self.momentum, (float, int, type(None))):
             return f"its momentum is {self.momentum!r}"
         self._check_input_dim(x)
-        rows, channels = x.shape[:2]
+        shape = x.shape
         alone = passing is None or passing.statistics is None
-        if channels != self.num_features or (alone and x.numel() == channels and by_batch(self)):
-            return f"its input has shape {list(x.shape)}"
-        if temporal is None or rows % temporal.num_steps == 0:
+        if shape[1] != self.num_features or (alone and x.numel() == shape[1] and by_batch(self)):
+            return f"its input has shape {list(shape)}"
+        if temporal is None or shape[0] % temporal.num_steps == 0:
             return ""
-        return f"its input has {rows} rows, which is not T * B"
+        return f"its input has {shape[0]} rows, which is not T * B"
 
 
 class FusedBatchNorm1d(FusedNorm, nn.BatchNorm1d):

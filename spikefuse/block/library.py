@@ -149,17 +149,19 @@ class BlockCall(Call):
         return found
 
     def _training(self, tensors: Tensors, statistics: Tensor, saves_states: bool) -> TrainingCall:
-        (name,), inputs = self.programs, tensors[: self.counts[0]]
-        return TrainingCall(
-            self.programs,
-            self.counts,
-            self.scalars,
+        (name,), (split, num_states) = self.programs, self.counts
+        inputs, program = tensors[:split], _programs[name]
+        number = inputs[0].numel() / inputs[0].shape[2]
+        call = TrainingCall(
+            program,
+            execution_of(name, inputs),
+            statistics,
+            number,
+            num_states=num_states,
             saves_states=saves_states,
-            program=_programs[name],
-            execution=execution_of(name, inputs),
-            statistics=statistics,
-            number=inputs[0].numel() / inputs[0].shape[2],
         )
+        call.scalars = self.scalars
+        return call
 
 
 op.implement("norm_statistics", _statistics, _statistics_fake)

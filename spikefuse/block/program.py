@@ -53,15 +53,6 @@ class BlockProgram:
     own: tuple[str, ...]
     _sums: dict[tuple[bool, ...], Sums] = field(default_factory=dict, compare=False, repr=False)
 
-    def params(self, norm: Sequence[Tensor], own: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The tensor parameters in the program's order.
-
-        Args:
-            norm: `NORM_VALUES` and, with the statistics of the batch, `CORRECTION`.
-            own: the neuron's tensors.
-        """
-        return self._in_order((*norm, *own))
-
     @cached_property
     def adds_correction(self) -> bool:
         """Whether what flows through the statistics is added to a gradient in memory. It takes
@@ -69,7 +60,9 @@ class BlockProgram:
         return self.backend == "numba"
 
     @cached_property
-    def _in_order(self) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    def params(self) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+        """Put tensor parameters in the program's order. They are `NORM_VALUES`, with the statistics
+        of the batch `CORRECTION`, and the neuron's tensors."""
         norm = (*NORM_VALUES, *CORRECTION) if self.by_batch else NORM_VALUES
         names = (*norm, *(f"neuron.{name}" for name in self.own))
         return itemgetter(*map(names.index, self.tensors))

@@ -8,7 +8,6 @@ the second pass writes the gradient of the input.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, reduce
 from itertools import compress
 from operator import add, itemgetter
@@ -57,44 +56,48 @@ class BlockTensors(NamedTuple):
     own: Tensors
 
 
-class BlockGradients(NamedTuple):
-    """What both passes return: gradients of the needed inputs, of all initial states, of the
-    neuron's own tensors (None where not needed), and of weight and shift."""
-
-    inputs: list[Tensor]
-    states: list[Tensor]
-    own: list[Tensor | None]
-    norm: list[Tensor]
+#: Gradients of the needed inputs, of all initial states, of the neuron's own tensors (None where
+#: not needed), and of weight and shift.
+BlockGradients = tuple[list[Tensor], list[Tensor], list[Tensor | None], tuple[Tensor, Tensor]]
 
 
-@dataclass(kw_only=True)
 class TrainingCall(Call):
     """A block in training. Its tensors are the inputs, the initial states, the neuron's own, the
     shift, and the weight of the norm if it has one.
 
-    Attributes:
+    Args:
         execution: of the whole batch.
         statistics: `[4, C]`, see `spikefuse.kernels.norm.statistics`.
         number: values per channel, of all processes.
         collectives: over which the statistics were taken.
     """
 
-    program: BlockProgram
-    execution: Execution
-    statistics: Tensor
-    number: float | Tensor
-    collectives: Collectives | None = None
-    passing: StatePassing = WHOLE
+    passing: StatePassing
 
-    def __post_init__(self) -> None:
-        self._mean_and_scale = self.statistics.unbind(0)[:2]
-        self.read, self._split = _places(*self.counts, len(self.program.own))
+    def __init__(
+        self,
+        program: BlockProgram,
+        execution: Execution,
+        statistics: Tensor,
+        number: float | Tensor,
+        collectives: Collectives | None = None,
+        num_states: int = 0,
+        passing: StatePassing = WHOLE,
+        wants_bits: bool = False,
+        saves_states: bool = True,
+    ) -> None:
+        self.programs, self.counts = [program.name], [len(execution.dtypes), num_states]
+        self.program, self.execution, self.scalars = program, execution, program.scalars
+        self.statistics, self.number, self.collectives = statistics, number, collectives
+        self.passing, self.wants_bits, self.saves_states = passing, wants_bits, saves_states
+        self._mean_and_scale = statistics[0], statistics[1]
+        self.read, self._split = _places(*self.counts, len(program.own))
 
     def arguments_of(self, tensors: BlockTensors, correction: Tensors = ()) -> Arguments:
         """The arguments of the program; only the second backward pass reads the `correction`."""
         mean, scale = self._mean_and_scale
         norm = mean, scale, tensors.shift, *(correction or (mean, mean))
-        params = self.program.params(norm, tensors.own)
+        params = self.program.params((*norm, *tensors.own))
         return Arguments(tensors.inputs, tensors.states, params, self.scalars)
 
     def forward(self, tensors: Tensors, save: bool, final: bool) -> tuple[Tensors, Tensors]:
@@ -121,7 +124,9 @@ class TrainingCall(Call):
         incoming = Incoming(grads[:num_outputs], grads[num_outputs:])
         differentiate = self._differentiate if self.passing is WHOLE else self._differentiate_parts
         inputs, states, own, (weight, shift) = differentiate(block, saved, incoming, needs)
-        norm = compress((shift.to(dtype), weight.to(dtype)), needed[self.read.stop - 1 :])
+        if dtype is not torch.float32:
+            weight, shift = weight.to(dtype), shift.to(dtype)
+        norm = compress((shift, weight), needed[self.read.stop - 1 :])
         return [*inputs, *compress(states, for_states), *filter(torch.is_tensor, own), *norm]
 
     def _differentiate(
@@ -139,14 +144,14 @@ class TrainingCall(Call):
         part = MicrobatchScan(None, execution, arguments, saved)
         found = self.reduce(part, incoming, needs.params, rebuild, needs.inputs if adds else None)
         sums = self.named(found, needs.params)
-        correction, *norm = self.correct(self.totals(execution, sums))
+        correction, norm = self.correct(self.totals(execution, sums))
         inputs = found.inputs
         if adds:
             self._add_correction(inputs[0], x, correction, execution)
         elif True in needs.inputs:
             inputs = self.write(part, incoming, needs.inputs, (tensors, correction))
         own = self.own_gradients(execution, sums, tensors.own)
-        return BlockGradients(inputs, found.states, own, norm)
+        return inputs, found.states, own, norm
 
     def _differentiate_parts(
         self, tensors: BlockTensors, saved: Tensors, incoming: Incoming, needs: Needs
@@ -169,7 +174,7 @@ class TrainingCall(Call):
             sums = self.named(gradients, needs.params)
             totals.append(self.totals(part.execution, sums))
             by_own.append(self.own_gradients(part.execution, sums, tensors.own))
-        correction, *norm = self.correct(reduce(add, totals))
+        correction, norm = self.correct(reduce(add, totals))
         inputs: list[Tensor] = []
         if True in needs.inputs:
             inputs = self.execution.new_gradients(Needs(needs.inputs, False, ())).inputs
@@ -182,7 +187,7 @@ class TrainingCall(Call):
         if tensors.states:
             states = [torch.cat(rows) for rows in zip(*[g.states for g in found], strict=True)]
         own = [None if g[0] is None else reduce(add, g) for g in zip(*by_own, strict=True)]
-        return BlockGradients(inputs, states, own, norm)
+        return inputs, states, own, norm
 
     def _compile_backward(self, arguments: Arguments, results: Results, needed: Flags) -> None:
         """Begin to compile both passes of `backward`, while other layers run forward."""
@@ -259,15 +264,16 @@ class TrainingCall(Call):
         (tensors, correction), x = values, part.arguments.inputs[0]
         adds = self._adds_correction(needs_inputs, x)
         params = self.arguments_of(tensors, self._no_correction if adds else correction).params
-        part = part._replace(arguments=part.arguments._replace(params=params))
+        (inputs, states, _, scalars), execution = part.arguments, part.execution
+        arguments = Arguments(inputs, states, params, scalars)
         none = (False,) * len(self.program.tensors)
         # The gradients of the initial states come again, but nobody reads them.
-        needs = Needs(tuple(needs_inputs), bool(part.arguments.states), none)
-        gradients = part.execution.new_gradients(needs, into)
+        needs = Needs(tuple(needs_inputs), bool(states), none)
+        gradients = execution.new_gradients(needs, into)
         variant = REBUILD if rebuild else PLAIN
-        part.execution.backward(part.arguments, part.saved, incoming, gradients, variant)
+        execution.backward(arguments, part.saved, incoming, gradients, variant)
         if adds:
-            self._add_correction(gradients.inputs[0], x, correction, part.execution)
+            self._add_correction(gradients.inputs[0], x, correction, execution)
         return gradients.inputs
 
     def named(self, gradients: ScanGradients, needs_own: Sequence[bool]) -> dict[str, Tensor]:
@@ -282,14 +288,14 @@ class TrainingCall(Call):
         number = self.number if isinstance(self.number, float) else 1.0
         return gradient_sums(sums[scale], sums[shift], self.statistics, place, number, backend)
 
-    def correct(self, totals: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    def correct(self, totals: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """The correction (offset, slope), and the gradients of the weight and the shift."""
         if self.collectives is not None:
             everywhere = totals[:2]  # changed in place
             self.collectives.sum(everywhere)
             everywhere /= self.number
         offset, slope, by_weight, by_shift = totals.unbind(0)
-        return (offset, slope), by_weight, by_shift
+        return (offset, slope), (by_weight, by_shift)
 
     def own_gradients(
         self, execution: Execution, sums: Mapping[str, Tensor], own: Tensors

@@ -34,11 +34,6 @@ class Packed(NamedTuple):
         _kernels(memory).unpack(self.bits, memory)
         return memory.as_strided(self.shape, self.strides, self.offset)
 
-    def viewed_as(self, view: Tensor) -> Packed:
-        """Return the same bits for a view of the tensor, which filled its storage."""
-        shape, strides, offset = tuple(view.shape), view.stride(), view.storage_offset()
-        return Packed(self.bits, self.num, self.dtype, shape, strides, int(offset))
-
 
 def pack(x: Tensor) -> Packed:
     """Store one bit per value of `x`: whether it is nonzero. This is lossless for binary tensors.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -10,6 +13,13 @@ from spikefuse.kernels.channels import ChannelLayout, channel_layout
 
 #: Running mean and variance `[C]`, and the number of batches; None where they are not tracked.
 Running = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+@cache
+def _triton() -> Any:
+    from spikefuse.kernels import norm_triton
+
+    return norm_triton
 
 
 def by_batch(norm: _BatchNorm) -> bool:
@@ -40,9 +50,7 @@ def statistics(
         repeats, x = x.shape[0], x[:1]
     x, layout = channel_layout(x, 2)
     if backend == "triton":
-        from spikefuse.kernels import norm_triton
-
-        return norm_triton.statistics(x, layout, repeats, weight, running, (momentum, eps))
+        return _triton().statistics(x, layout, repeats, weight, running, (momentum, eps))
     from spikefuse.kernels.norm_numba import moments
 
     results = torch.empty((4, layout.channels), dtype=torch.float32)
@@ -73,9 +81,7 @@ def merge_statistics(
         float32 scalar.
     """
     if backend == "triton":
-        from spikefuse.kernels import norm_triton
-
-        return norm_triton.merge_statistics(shares, weight, running, (momentum, eps))
+        return _triton().merge_statistics(shares, weight, running, (momentum, eps))
     channels = shares.shape[1] // 2
     means, variances, numbers = shares.split([channels, channels, 1], 1)
     number = numbers.sum()
@@ -145,9 +151,7 @@ def gradient_sums(
         Float32 `[4, C]`: offset, slope, gradient of the weight, gradient of the shift.
     """
     if backend == "triton":
-        from spikefuse.kernels import norm_triton
-
-        return norm_triton.gradient_sums(scale_sums, shift_sums, statistics, layout, number)
+        return _triton().gradient_sums(scale_sums, shift_sums, statistics, layout, number)
     grad_weight, share = scale_sums * statistics[2], -statistics[1] / number
     offset, slope = share * shift_sums, share * statistics[2] * grad_weight
     return torch.stack((offset, slope, grad_weight, shift_sums)).float()

@@ -346,13 +346,12 @@ class ReductionLaunch:
 
     def __call__(self, *arguments: Any, numbers: tuple[float, ...]) -> Tensor:
         """Return the four rows of results."""
-        results, scratch = [
-            torch.empty_strided(sizes, self.strides, dtype=torch.float32, device=self.device)
-            for sizes in self.sizes
-        ]
+        sizes, strides, device, dtype = self.sizes, self.strides, self.device, torch.float32
+        results = torch.empty_strided(sizes[0], strides, dtype=dtype, device=device)
+        scratch = torch.empty_strided(sizes[1], strides, dtype=dtype, device=device)
         arrived = self.arrived
         if arrived is None:
-            arrived = torch.zeros(self.tiles, dtype=torch.int32, device=self.device)
+            arrived = torch.zeros(self.tiles, dtype=torch.int32, device=device)
         self.launch((*arguments, results, scratch, arrived), params=numbers)
         return results
 
@@ -443,8 +442,10 @@ def statistics(
     numbers: tuple[float, float],
 ) -> Tensor:
     """See `spikefuse.kernels.norm.statistics`; `numbers` are momentum and eps."""
-    dtypes = x.dtype, *(None if t is None else t.dtype for t in (weight, running[0]))
-    launch = _launch("statistics", layout, (repeats,), x.device, dtypes, _owner(x.device))
+    device, mean = x.device, running[0]
+    scale_dtype = None if weight is None else weight.dtype
+    dtypes = x.dtype, scale_dtype, None if mean is None else mean.dtype
+    launch = _launch("statistics", layout, (repeats,), device, dtypes, _owner(device))
     return launch(x, weight, *running, numbers=numbers)
 
 

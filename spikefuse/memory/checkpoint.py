@@ -240,8 +240,8 @@ class _Run(Store):
         if len(program.binary) != 1:
             raise multiple_outputs_error(segment)
         request = Request((x,) * len(called.inputs), final=self._sends, passing=self.passing)
-        execution, saves = execution_of(program.name, request.inputs), not program.rebuilds
-        call = block.training_call(called.norm, program, execution, saves, request)
+        plan = block.Plan(program, execution_of(program.name, request.inputs))
+        call = block.training_call(called.norm, plan, request, not program.rebuilds)
         self.calls[segment] = call
         shift = shift_of(called.norm, x)
 
@@ -410,7 +410,7 @@ class _Run(Store):
             return recomputed.reduce(grad.get(microbatch), ends, needs_own, sums)
 
         ends = self._exchange(memory, microbatches, reduce, backward=True)
-        correction, *by_norm = call.correct(call.totals(call.execution, sums))
+        correction, by_norm = call.correct(call.totals(call.execution, sums))
         heads = [called.norm.weight, called.norm.bias, *own]
         by_own = call.own_gradients(call.execution, sums, own)
         self._differentiate_parameters(called, heads, [*by_norm, *by_own])

@@ -38,19 +38,20 @@ class _BinaryTensor:
     version: int
     num: int
     dtype: torch.dtype
-    packed: bits.Packed | None = None
+    packed: Tensor | None = None  # its bits
     stream: int = 0
     is_saved: bool = False
 
     def save(self, x: Tensor) -> bits.Packed:
         """Return the bits of `x`, a view of this tensor."""
         self.is_saved = True
-        stream = _stream(x.device)
+        stream = _stream(x)
         # Bits packed on one stream may not be ready on another.
         if self.packed is None or self.stream != stream:
             memory = x.detach().as_strided((self.num,), (1,), 0)
-            self.packed, self.stream = bits.pack(memory), stream
-        return self.packed.viewed_as(x)
+            self.packed, self.stream = bits.pack(memory).bits, stream
+        offset = int(x.storage_offset())
+        return bits.Packed(self.packed, self.num, self.dtype, x.shape, x.stride(), offset)
 
 
 class Spikes:
@@ -78,11 +79,11 @@ class Spikes:
             return
         storage = x.untyped_storage()
         if storage.nbytes() == num * x.itemsize:
-            binary = _BinaryTensor(StorageWeakRef(storage), neuron, x._version, num, x.dtype)
-            if packed is not None:
-                binary.packed = bits.Packed(packed, num, x.dtype, tuple(x.shape), x.stride())
-                binary.stream = _stream(x.device)
-            self._registered[storage._cdata] = binary
+            stored = packed, 0 if packed is None else _stream(x)
+            reference = StorageWeakRef(storage)
+            self._registered[reference.cdata] = _BinaryTensor(
+                reference, neuron, x._version, num, x.dtype, *stored
+            )
 
     def register_selection(self, y: Tensor, x: Tensor) -> None:
         """Register `y`, all of whose values are values of `x`, if `x` is binary."""
@@ -172,7 +173,5 @@ def active_hook() -> Any:
     return None if top is None else top[0]
 
 
-def _stream(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    return torch._C._cuda_getCurrentRawStream(device.index)
+def _stream(x: Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0

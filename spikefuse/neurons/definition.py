@@ -186,21 +186,22 @@ class Description:
         #: Results that depend only on the statics, the floats and the kinds of the tensors.
         self.notes: dict[Hashable, Any] = {}
         self._values: dict[str, Any] = {}
-        self._tensors: list[tuple[str, dict[str, Any], str]] = []
+        #: Name, and where to read it, of each value that is no float.
+        self.tensors: list[tuple[str, dict[str, Any], str]] = []
         for name in names:
             group, key = _locate(definition, name)
             is_float = isinstance(group[key], float)
             self._values[name] = group[key] if is_float else None
             if not is_float:
-                self._tensors.append((name, group, key))
+                self.tensors.append((name, group, key))
         # Compared as text because -0.0 == 0.0.
         self.basis = self.statics, repr(self._values)
 
     def values(self) -> dict[str, float | Tensor]:
-        if not self._tensors:
+        if not self.tensors:
             return self._values
         values = self._values.copy()
-        for name, group, key in self._tensors:
+        for name, group, key in self.tensors:
             value = group[key]
             values[name] = value() if isinstance(value, Learnable) else value
         return values

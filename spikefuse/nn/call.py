@@ -267,18 +267,20 @@ def observing(observer: Observer) -> Iterator[None]:
 def wants_bits(x: Tensor) -> bool:
     """Whether the binary outputs of a neuron that reads `x` should be returned as bits, too."""
     call = active.call
-    if call is None or x.numel() < MIN_VALUES or torch.compiler.is_compiling():
+    if call is None or call.saving is None or call.saving.spikes is None:
         return False
-    return call.spikes is not None and call.policy.packs_spikes
+    packs = call.policy.packs_spikes and x.numel() >= MIN_VALUES
+    return packs and not torch.compiler.is_compiling()
 
 
 def mark_binary(results: Results, binary: tuple[bool, ...]) -> None:
     """Mark binary outputs in the running call, which `wants_bits`, so that layers save them as
     bits."""
     call = active.call
-    assert call is not None and call.spikes is not None
+    assert call is not None and call.saving is not None and call.saving.spikes is not None
+    register = call.saving.spikes.register
     for y, bits in zip_longest(compress(results.outputs, binary), results.bits):
-        call.spikes.register(y, call.current, bits)
+        register(y, call.current, bits)
 
 
 class _Folding(NamedTuple):

@@ -140,23 +140,26 @@ class Execution:
         if not self.layout.num_neurons:
             return results
         inputs = arguments.inputs if self._inputs_fit else self._conform(arguments.inputs)
-        outputs = self._writable(results.outputs)
-        sequences = [*inputs, *outputs]
-        key = (len(results.bits), repair, *map(Tensor.stride, outputs))
+        outputs: Tensors = results.outputs
+        finals, saved, bits = results.finals, results.saved, results.bits
+        key = len(bits), repair, *map(Tensor.stride, outputs)
         launch = self._launches.get(key)
-        if launch is None:
-            variant = Variant(pack=bool(results.bits), repair=repair)
-            launch = self._prepare(key, self.program.forward(), sequences, variant)
+        if launch is None:  # of outputs in this layout, or of others
+            outputs = self._fitting(outputs)
+            key = len(bits), repair, *map(Tensor.stride, outputs)
+            variant = Variant(pack=bool(bits), repair=repair)
+            sequences = [*inputs, *outputs]
+            launch = self._launches.get(key) or self._prepare(
+                key, self.program.forward(), sequences, variant
+            )
         starts = arguments.states and self._conform_steps(arguments.states)
-        saved = None if results.saved is None else results.saved or self._no_rows
-        by_state = self.by_state(starts, results.finals, saved)
-        bits = results.bits or self._no_bits
+        by_state = self.by_state(starts, finals, None if saved is None else saved or self._no_rows)
         values = self.values(arguments) if arguments.params else arguments.scalars
         if ahead:
             assert isinstance(launch, TritonLaunch)
-            launch.compile_ahead(sequences, by_state, bits, values)
+            launch.compile_ahead([*inputs, *outputs], by_state, bits or self._no_bits, values)
             return results
-        launch(sequences, by_state, bits, values)
+        launch([*inputs, *outputs], by_state, bits or self._no_bits, values)
         if outputs is not results.outputs:
             _copy_back(outputs, results.outputs)
         return results
@@ -181,8 +184,9 @@ class Execution:
         layout, needs = self.layout, gradients.needs
         if not layout.num_neurons:
             return gradients
-        inputs = arguments.inputs if self._inputs_fit else self._conform(arguments.inputs)
-        written = self._writable(gradients.inputs)
+        # Saved-tensor hooks may return inputs in another layout than that of the forward pass.
+        inputs = self._fitting(arguments.inputs)
+        written = gradients.inputs and self._fitting(gradients.inputs)
         arriving: list[Tensor] = []
         for g in incoming.outputs:
             if g is None:
@@ -193,7 +197,7 @@ class Execution:
         sequences = [*inputs, *arriving, *written]
         missing = (*map(_is_none, incoming.outputs), *map(_is_none, incoming.finals))
         described = *map(Tensor.stride, sequences), *map(_dtype, sequences)
-        key = (variant, needs, missing, described)
+        key = variant, needs, missing, described
         launch = self._launches.get(key) or self._prepare_backward(key, sequences)
         by_state = self.by_state(
             arguments.states and self._conform_steps(arguments.states),
@@ -232,7 +236,7 @@ class Execution:
         starts, gradients = rows if arguments.states else None, rows if needs.states else None
         by_state = self.by_state(starts, rows, None, gradients)
         described = *map(Tensor.stride, sequences), *map(_dtype, sequences)
-        key = (variant, needs, missing, described)
+        key = variant, needs, missing, described
         launch = self._launches.get(key) or self._prepare_backward(key, sequences)
         if isinstance(launch, TritonLaunch):
             launch.compile_ahead(sequences, by_state, sums, self.values(arguments))
@@ -271,7 +275,7 @@ class Execution:
         """Values that add up to the gradients of one parameter."""
         return self._sums_shape[0][0]
 
-    @property
+    @cached_property
     def num_saved_bytes(self) -> int:
         """Bytes of the saved states."""
         return 4 * self.num_saved * self.num_states * self.layout.num_neurons
@@ -288,7 +292,10 @@ class Execution:
         return [total.to(p.dtype) for total, p in zip(totals, params, strict=True)]
 
     def _empty(self, count: int, shape: int | tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-        return [torch.empty(shape, dtype=dtype, device=self.device) for _ in range(count)]
+        found = []
+        for _ in range(count):
+            found.append(torch.empty(shape, dtype=dtype, device=self.device))
+        return found
 
     def _new_sequences(self, dtypes: Iterable[torch.dtype]) -> list[Tensor]:
         memory, found = (self.layout.shape, self.layout.all_strides), []
@@ -353,8 +360,8 @@ class Execution:
         order, inner = self.layout.order, self.layout.inner
         return all(outer_stride(x[0], x[1], order, inner) is not None for x in self._inputs)
 
-    def _writable(self, sequences: list[Tensor]) -> list[Tensor]:
-        """The sequences themselves if kernels can write all of them in place, else copies."""
+    def _fitting(self, sequences: Tensors) -> Tensors:
+        """The sequences themselves if kernels can access all of them in place, else copies."""
         known = self.layout.outer_strides
         for x in sequences:
             if not known.get(x.stride()) and not self.layout.fits(x):

@@ -87,8 +87,9 @@ class Layout:
     def by_channel(self, count: int) -> tuple[int, int, int]:
         """The array `[outer, channels, inner]` in `count` sums, one per channel, or per neuron in
         whole rows of channels."""
-        inner = 1 if count == self.channels else self.channel_inner
-        return count // max(self.channels * inner, 1), self.channels, inner
+        channels = self.channels
+        inner = 1 if count == channels else self.channel_inner
+        return count // max(channels * inner, 1), channels, inner
 
     def sum_by_channel(self, sums: Tensor) -> Tensor:
         """Sums per channel `[C]`, of what `by_channel` describes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, compress
 from typing import Any, ClassVar, NamedTuple
@@ -133,10 +133,10 @@ class Call:
     passing: StatePassing | None = None
     wants_bits: bool = False
     saves_states: bool = True
-    num_outputs: int = 0
-    overwrites: bool = False
-    bits: Tensors = ()
-    microbatches: Sequence[tuple[int, int]] = ()
+    num_outputs: int = field(default=0, init=False)
+    overwrites: bool = field(default=False, init=False)
+    bits: Tensors = field(default=(), init=False)
+    microbatches: Sequence[tuple[int, int]] = field(default=(), init=False)
     #: The name of the library op.
     op: ClassVar[str]
     #: Which of the tensors backward reads.
@@ -238,16 +238,20 @@ def _differentiate(
     if call.passing is not None or is_plain(tensors):  # the library op passes no states
         # Without retain_graph, nobody reads the saved tensors after this.
         call.overwrites = not torch._C._autograd._get_current_graph_task_keep_graph()
-        with torch.no_grad():
-            found = call.backward(tensors, grads, needed)
         if torch.is_grad_enabled():
+            with torch.no_grad():
+                found = call.backward(tensors, grads, needed)
             found = once(found, *tensors, *grads)
+        else:
+            found = call.backward(tensors, grads, needed)
     else:
         given = call.programs, list(tensors), call.counts, list(call.scalars)
         backward = getattr(torch.ops.spikefuse, f"{call.op}_backward")
         found = backward(*given, list(grads), list(needed))
-    rest = iter(found)
-    return [next(rest) if need else None for need in needed]
+    if False in needed:
+        rest = iter(found)
+        return [next(rest) if need else None for need in needed]
+    return list(found)
 
 
 @dataclass

@@ -267,6 +267,21 @@ def test_errors():
         block(x.double())
 
 
+def test_errors_after_a_call_on_inputs_of_the_same_description():
+    block, x = make_block(), make_inputs(2, 1)[0]
+    block(x)
+    with pytest.raises(TypeError, match="state must be a tuple"):
+        block(x, state=x[0])
+    with pytest.raises(ValueError, match=r"state v is \[6, 3, 3\]"):
+        block(x, state=(x[0, 0],))
+    with pytest.raises(ValueError, match="C = 5"):
+        Block(nn.BatchNorm2d(5), block.neuron)(x)
+    with pytest.raises(TypeError, match="x is a list"):
+        block(x.tolist())
+    with pytest.raises(NotImplementedError, match="transforms of torch"):
+        torch.func.vmap(block, randomness="same")(x[None])
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_double_backward_is_refused(training):
     block = sf.nn.Block(nn.BatchNorm1d(3), sf.LIF()).train(training)

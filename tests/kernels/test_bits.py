@@ -85,7 +85,8 @@ def test_views(backends):
     x = spikes((4, 6, 8), device=backends.device)
     packed = bits.pack(x)
     for view in (x[1], x[:, 2:4, 1], x.transpose(0, 2), x[:, :1].expand(4, 6, 8), x.view(-1)):
-        found = packed.viewed_as(view).unpack()
+        strides, offset = view.stride(), view.storage_offset()
+        found = packed._replace(shape=view.shape, strides=strides, offset=offset).unpack()
         assert same(found, view)
         assert found.storage_offset() == view.storage_offset()
 

@@ -406,6 +406,21 @@ def test_tensors_saved_for_backward():
     assert [list(t.shape) for t in found if t.data_ptr() not in owned] == [[3, 12]] * 2
 
 
+@pytest.mark.parametrize(
+    "layers", [[sf.LIF()], [nn.BatchNorm2d(8), sf.LIF()]], ids=["LIF", "block"]
+)
+def test_saved_tensors_may_return_in_another_layout(layers, backends):
+    net = sf.fuse(sf.Temporal(nn.Sequential(*layers))).to(backends.device)
+    x = make_input((6, 2, 8, 5, 5), device=backends.device).flatten(0, 1)
+    x = x.to(memory_format=torch.channels_last).unflatten(0, (6, 2)).requires_grad_()
+    weight = make_input(x.shape, device=backends.device, seed=1)
+    for impl in backends.impls:
+        expected = torch.autograd.grad((net(x, impl=impl) * weight).sum(), x)
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.contiguous, lambda y: y):
+            loss = (net(x, impl=impl) * weight).sum()
+        assert all(map(torch.equal, torch.autograd.grad(loss, x), expected))
+
+
 def test_half_precision_inputs_are_saved_unconverted():
     x = make_input((20, 2, 6), torch.bfloat16).requires_grad_()
     found = kept(lambda: sf.LIF()(x))
