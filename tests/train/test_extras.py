@@ -43,6 +43,13 @@ def test_early_stopping(
     )
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["validation_accuracy"] == best
+    # Resumed, as after an interruption of the test, it ends where it had ended.
+    before = checkpoint(tmp_path / "run" / "last.ckpt")["spikefuse"]["history"]
+    assert spikefuse("train", "--resume", "run/last.ckpt", "--device", "cpu") == 0
+    assert checkpoint(tmp_path / "run" / "last.ckpt")["spikefuse"]["history"] == before
+    assert f"stopped after epoch {len(rows)}: " in capsys.readouterr().out
+    again = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert again["test_accuracy"] == result["test_accuracy"]
 
 
 def test_moving_average_of_the_weights(
