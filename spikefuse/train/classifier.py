@@ -228,6 +228,13 @@ class Classifier(pl.LightningModule):
                 f"{self.config.precision!r}: choose Trainer(precision={expected!r}), or another in "
                 "TrainConfig"
             )
+        epochs = self.config.epochs
+        if self.config.schedule != "constant" and self.trainer.max_epochs != epochs:
+            raise ConfigError(
+                f"the trainer has max_epochs {self.trainer.max_epochs}, and the schedule "
+                f"{self.config.schedule} is for {epochs}: choose Trainer(max_epochs={epochs}), or "
+                "other epochs in TrainConfig"
+            )
 
     def on_train_start(self) -> None:
         optimize.adapt_state(self._optimizer())
