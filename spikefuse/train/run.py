@@ -84,6 +84,7 @@ def _train(
         module = _make_module(config, device, processes)
         if resumed is not None:
             load_weights(module, resumed)  # only checks them early: Lightning loads them later
+            _check_examples(config, examples, resumed)
         if processes.time > 1:
             chunks = options.time_chunks or (1 if device.type == "cuda" else 4)
             module.share_time(make_mesh(None, processes.time, device.type), chunks)
@@ -209,6 +210,18 @@ def _load_data(config: TrainConfig, options: RunOptions) -> DataModule:
     examples = DataModule(config, options.data_dir, options.download)
     examples.setup()
     return examples
+
+
+def _check_examples(config: TrainConfig, examples: DataModule, resumed: LoadedRun) -> None:
+    """Check that an epoch of a resumed run still has as many batches."""
+    batches = len(examples.training) // config.batch_size
+    for row in resumed.history[-1:]:
+        if row.get("step") != batches * len(resumed.history):
+            raise ConfigError(
+                f"{resumed.path} has done {row.get('step')} steps in {len(resumed.history)} "
+                f"epochs, but {config.dataset} now has {batches} batches: restore the examples "
+                "with which the run began, or start a new one"
+            )
 
 
 def _make_module(

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from spikefuse.data import load as load_data
+from spikefuse.train import DataModule
 from spikefuse.train.checkpoint import LOCK, load, locked
 from spikefuse.train.cli import main
 from spikefuse.train.fields import ConfigError
@@ -119,6 +121,22 @@ def test_resume_without_best_checkpoint(
     shutil.copy(trained / "last.ckpt", "last.ckpt")
     assert spikefuse("train", "--resume", "last.ckpt", "--epochs", "3") == 2
     assert "best.ckpt is missing: resume a run in the folder" in capsys.readouterr().err
+
+
+def test_resume_with_other_examples(
+    spikefuse: Spikefuse,
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Such as after files of a data set were deleted."""
+    before = (trained / "last.ckpt").read_bytes()
+    train, test = load_data("digits")
+    monkeypatch.setattr(DataModule, "load", lambda self: (train[:700], test))
+    assert spikefuse("train", "--resume", trained / "last.ckpt", "--epochs", "3") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has done 20 steps in 2 epochs, but digits now has 4 batches: restore the exam" in line
+    assert (trained / "last.ckpt").read_bytes() == before
 
 
 @pytest.mark.parametrize("command", [["eval"], ["train", "--resume"]])
