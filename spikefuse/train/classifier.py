@@ -106,6 +106,10 @@ class Classifier(pl.LightningModule):
         self._axis: DeviceMesh | None = None
         self.activity = ActivityMonitor(self.net.net, config.capacity)
         self._rates = RateMonitor(self.net.net) if config.rate_penalty else None
+        if self._rates is not None and self._rates.num_layers == 0:
+            raise ConfigError(
+                f"rate_penalty is given, but {config.model} has no neurons of spikefuse: remove it"
+            )
         self.history: list[EpochMetrics] = []
         self._row: EpochMetrics = {}
         self.totals, self.eval_totals = MetricTotals(), MetricTotals()

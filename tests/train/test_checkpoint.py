@@ -80,7 +80,7 @@ def test_weights_of_another_network(
     torch.save(content, "other.ckpt")
     assert spikefuse(*command, "other.ckpt") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "the weights in other.ckpt do not fit the model conv" in line
+    assert "the weights in other.ckpt do not fit the model conv: they are of another model" in line
 
 
 @pytest.mark.parametrize(

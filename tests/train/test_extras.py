@@ -101,6 +101,15 @@ def test_rate_penalty_adds_the_mean_rate_and_lowers_it() -> None:
     assert rates[1] < 0.7 * rates[0]
 
 
+def test_rate_penalty_without_neurons() -> None:
+    class Dense(Classifier):
+        def make_network(self) -> sf.Temporal:
+            return sf.Temporal(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
+
+    with pytest.raises(ConfigError, match="rate_penalty is given, but conv has no neurons"):
+        Dense(TrainConfig(rate_penalty=0.1))
+
+
 def test_rate_penalty_of_recurrent_layers() -> None:
     torch.manual_seed(0)
     config = TrainConfig(model="recurrent", num_steps=4, rate_penalty=2.0, shift=0)
