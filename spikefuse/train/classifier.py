@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import spikefuse
 from spikefuse.data import (
@@ -242,6 +243,11 @@ class Classifier(pl.LightningModule):
 
     def on_train_start(self) -> None:
         optimize.adapt_state(self._optimizer())
+        if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers()):
+            raise ConfigError(
+                "configure_optimizers has returned ReduceLROnPlateau, which needs a metric: keep "
+                "it as an attribute, and call its step in on_validation_epoch_end"
+            )
         if not self.config.graph_obstacle(self.device, self.processes.count):
             self.graph = graph_step(
                 self._step,
@@ -273,8 +279,8 @@ class Classifier(pl.LightningModule):
         reseed(self.config.seed, Purpose.STEP, self.global_step)
         inputs, labels = batch
         optimizer = self.optimizers(use_pl_optimizer=True)
-        schedulers: Any = self.lr_schedulers()  # of a subclass: None, one, or a list
-        if schedulers is None:
+        schedulers = self._schedulers()
+        if not schedulers:
             steps = int(self.trainer.num_training_batches)
             rate = learning_rate(self.config, self.global_step, steps)
             optimize.set_learning_rate(self._optimizer(), rate)
@@ -285,7 +291,7 @@ class Classifier(pl.LightningModule):
             optimizer._on_before_step()  # type: ignore[union-attr]
             loss, logits, shown = self.graph(inputs, labels)
             optimizer._on_after_step()  # type: ignore[union-attr]
-        for scheduler in schedulers if isinstance(schedulers, list) else filter(None, [schedulers]):
+        for scheduler in schedulers:
             scheduler.step()
         self.totals.add(loss, logits, shown)
         if self.processes.count > 1 and (self.global_step % LOG_EVERY_STEPS) == 0:
@@ -348,8 +354,16 @@ class Classifier(pl.LightningModule):
 
     def _optimizer(self) -> Optimizer:
         optimizer = self.optimizers(use_pl_optimizer=False)
-        assert isinstance(optimizer, Optimizer)
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"configure_optimizers has returned {len(optimizer)} optimizers: expected one"
+            )
         return optimizer
+
+    def _schedulers(self) -> list[Any]:
+        """Return the schedulers of a subclass."""
+        schedulers = self.lr_schedulers()  # None, one, or a list
+        return schedulers if isinstance(schedulers, list) else [schedulers] if schedulers else []
 
     def images_per_second(self) -> float:
         """Return the training speed of all processes since the epoch began or was resumed."""

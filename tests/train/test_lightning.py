@@ -124,6 +124,21 @@ def test_the_precision_of_the_trainer_is_that_of_the_module() -> None:
         trainer(precision="bf16-mixed").fit(Classifier(CONFIG), datamodule=DataModule(CONFIG))
 
 
+def test_optimizers_that_the_step_cannot_use() -> None:
+    class Two(Classifier):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), 0.1) for _ in range(2)]
+
+    class Plateau(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
+
+    for kind, message in ((Two, "returned 2 optimizers: expected one"), (Plateau, "needs a metr")):
+        with pytest.raises(ConfigError, match=message):
+            trainer().fit(kind(CONFIG), datamodule=DataModule(CONFIG))
+
+
 def test_a_schedule_ends_with_the_trainer() -> None:
     for schedule in ("cosine", "step", "one-cycle"):
         config = TrainConfig(model="mlp", epochs=3, schedule=schedule)
