@@ -234,7 +234,8 @@ class Classifier(pl.LightningModule):
                 "TrainConfig"
             )
         epochs = self.config.epochs
-        if self.config.schedule != "constant" and self.trainer.max_epochs != epochs:
+        trial = bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
+        if self.config.schedule != "constant" and not (trial or self.trainer.max_epochs == epochs):
             raise ConfigError(
                 f"the trainer has max_epochs {self.trainer.max_epochs}, and the schedule "
                 f"{self.config.schedule} is for {epochs}: choose Trainer(max_epochs={epochs}), or "

@@ -146,6 +146,7 @@ def test_a_schedule_ends_with_the_trainer() -> None:
             ConfigError, match=f"max_epochs 2, and the schedule {schedule} is for 3"
         ):
             trainer().fit(Classifier(config), datamodule=DataModule(config))
+    trainer(fast_dev_run=True).fit(Classifier(config), datamodule=DataModule(config))
 
 
 def test_public_names() -> None:
