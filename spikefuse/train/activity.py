@@ -20,9 +20,11 @@ class RateMonitor:
 
     def __init__(self, net: nn.Module) -> None:
         self.last: dict[str, Tensor] = {}
+        self.num_layers = 0
         for name, module in net.named_modules():
             if isinstance(module, Neuron | Block | Recurrent) and not isinstance(module, LI):
                 module.register_forward_hook(self._observe(name))
+                self.num_layers += 1
 
     def _observe(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -197,7 +197,7 @@ def load_weights(module: nn.Module, loaded: LoadedRun) -> None:
         module.load_state_dict(loaded.weights)
     except (RuntimeError, TypeError) as error:
         model = loaded.config.model
-        cause = "they come from another version of spikefuse"
+        cause = "they are of another model or dataset, or of another version of spikefuse"
         if own.is_reference(model):
             cause = "it is another model, or its code has changed since"
         raise ConfigError(

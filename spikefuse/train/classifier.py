@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import spikefuse
 from spikefuse.data import (
@@ -106,6 +107,10 @@ class Classifier(pl.LightningModule):
         self._axis: DeviceMesh | None = None
         self.activity = ActivityMonitor(self.net.net, config.capacity)
         self._rates = RateMonitor(self.net.net) if config.rate_penalty else None
+        if self._rates is not None and self._rates.num_layers == 0:
+            raise ConfigError(
+                f"rate_penalty is given, but {config.model} has no neurons of spikefuse: remove it"
+            )
         self.history: list[EpochMetrics] = []
         self._row: EpochMetrics = {}
         self.totals, self.eval_totals = MetricTotals(), MetricTotals()
@@ -228,9 +233,22 @@ class Classifier(pl.LightningModule):
                 f"{self.config.precision!r}: choose Trainer(precision={expected!r}), or another in "
                 "TrainConfig"
             )
+        epochs = self.config.epochs
+        trial = bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
+        if self.config.schedule != "constant" and not (trial or self.trainer.max_epochs == epochs):
+            raise ConfigError(
+                f"the trainer has max_epochs {self.trainer.max_epochs}, and the schedule "
+                f"{self.config.schedule} is for {epochs}: choose Trainer(max_epochs={epochs}), or "
+                "other epochs in TrainConfig"
+            )
 
     def on_train_start(self) -> None:
         optimize.adapt_state(self._optimizer())
+        if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers()):
+            raise ConfigError(
+                "configure_optimizers has returned ReduceLROnPlateau, which needs a metric: keep "
+                "it as an attribute, and call its step in on_validation_epoch_end"
+            )
         if not self.config.graph_obstacle(self.device, self.processes.count):
             self.graph = graph_step(
                 self._step,
@@ -262,8 +280,8 @@ class Classifier(pl.LightningModule):
         reseed(self.config.seed, Purpose.STEP, self.global_step)
         inputs, labels = batch
         optimizer = self.optimizers(use_pl_optimizer=True)
-        schedulers: Any = self.lr_schedulers()  # of a subclass: None, one, or a list
-        if schedulers is None:
+        schedulers = self._schedulers()
+        if not schedulers:
             steps = int(self.trainer.num_training_batches)
             rate = learning_rate(self.config, self.global_step, steps)
             optimize.set_learning_rate(self._optimizer(), rate)
@@ -274,7 +292,7 @@ class Classifier(pl.LightningModule):
             optimizer._on_before_step()  # type: ignore[union-attr]
             loss, logits, shown = self.graph(inputs, labels)
             optimizer._on_after_step()  # type: ignore[union-attr]
-        for scheduler in schedulers if isinstance(schedulers, list) else filter(None, [schedulers]):
+        for scheduler in schedulers:
             scheduler.step()
         self.totals.add(loss, logits, shown)
         if self.processes.count > 1 and (self.global_step % LOG_EVERY_STEPS) == 0:
@@ -337,8 +355,16 @@ class Classifier(pl.LightningModule):
 
     def _optimizer(self) -> Optimizer:
         optimizer = self.optimizers(use_pl_optimizer=False)
-        assert isinstance(optimizer, Optimizer)
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"configure_optimizers has returned {len(optimizer)} optimizers: expected one"
+            )
         return optimizer
+
+    def _schedulers(self) -> list[Any]:
+        """Return the schedulers of a subclass."""
+        schedulers = self.lr_schedulers()  # None, one, or a list
+        return schedulers if isinstance(schedulers, list) else [schedulers] if schedulers else []
 
     def images_per_second(self) -> float:
         """Return the training speed of all processes since the epoch began or was resumed."""

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 
 from spikefuse import data
-from spikefuse.data import Examples
+from spikefuse.data import DataError, Examples
 from spikefuse.train import batches, own
 from spikefuse.train.batches import EvalBatches, TrainBatches
 from spikefuse.train.config import TrainConfig
@@ -67,7 +67,8 @@ class DataModule(pl.LightningDataModule):
         """Load and split the examples, once.
 
         Raises:
-            DataError: they do not fit the description of the dataset, or cannot be loaded.
+            DataError: they do not fit the description of the dataset, are too few to hold some out,
+                or cannot be loaded.
             ConfigError: there are fewer training examples than in a batch.
         """
         if self._ready:
@@ -78,6 +79,12 @@ class DataModule(pl.LightningDataModule):
         parts = rest, *published
         if not published:
             parts = data.split(rest, VALIDATION_FRACTION, VALIDATION_SEED)
+            if len(parts[1]) == 0:
+                raise DataError(
+                    f"the dataset {config.dataset} has {len(rest)} training examples, too few of "
+                    "each class to hold out a tenth for validation: add some, or read (training, "
+                    "validation, test)"
+                )
         self.training, self.validation = parts
         if config.batch_size > len(self.training):
             raise ConfigError(
@@ -92,10 +99,25 @@ class DataModule(pl.LightningDataModule):
             batches.place(self.training, device),
             config.batch_size,
             config.seed,
-            lambda: 0 if self.trainer is None else self.trainer.global_step,
+            self._steps_done,
             device,
             config.on_events,
         )
+
+    def _steps_done(self) -> int:
+        """Return the steps done, with epochs that the trainer's limit_train_batches ends as whole.
+
+        Lightning knows the number of batches of an epoch only after it has begun the first one.
+        """
+        if self.trainer is None:
+            return 0
+        whole, limit = (
+            len(self.training) // self.config.batch_size,
+            self.trainer.limit_train_batches,
+        )
+        limited = int(whole * limit) if isinstance(limit, float) else min(whole, limit)
+        epoch, batch = divmod(self.trainer.global_step, max(limited, 1))
+        return epoch * whole + batch
 
     def val_dataloader(self) -> EvalBatches:
         return self._in_order(self.validation)

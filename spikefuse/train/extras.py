@@ -30,10 +30,18 @@ def optional_callbacks(config: TrainConfig) -> list[pl.Callback]:
     """
     callbacks: list[pl.Callback] = []
     if config.patience is not None:
-        callbacks.append(EarlyStopping("val_accuracy", mode="max", patience=config.patience))
+        callbacks.append(Patience("val_accuracy", mode="max", patience=config.patience))
     if config.ema is not None:
         callbacks.append(MovingAverage(multi_avg_fn=get_ema_multi_avg_fn(config.ema)))
     return callbacks
+
+
+class Patience(EarlyStopping):
+    """Lightning's `EarlyStopping`, which also ends a resumed run that it had ended before."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.wait_count >= self.patience:
+            trainer.should_stop = True
 
 
 class MovingAverage(WeightAveraging):

@@ -86,7 +86,8 @@ def _shown(value: Any) -> str:
 def _check(name: str, value: Any, kind: type, allowed: Any) -> None:
     if kind is str:
         if not isinstance(value, str) or (allowed is not None and value not in allowed):
-            near = difflib.get_close_matches(value, allowed, 1) if isinstance(value, str) else []
+            word = value.lower() if isinstance(value, str) else ""
+            near = difflib.get_close_matches(word, allowed or (), 1)
             hint = f"did you mean {near[0]}? " if near else ""
             if name == "dataset" and isinstance(value, str) and os.sep in value:
                 hint = "data_dir names the folder of the files, and dataset what they hold: "

@@ -143,7 +143,7 @@ def _wrong_dataset(found: Any) -> str:
 
 
 def _kind(found: Any) -> str:
-    return "a function" if inspect.isroutine(found) else f"of type {type(found).__name__}"
+    return "a function" if inspect.isroutine(found) else f"an object of type {type(found).__name__}"
 
 
 def check_examples(name: str, parts: Any) -> None:

@@ -11,9 +11,10 @@ import yaml
 
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
+from spikefuse.train.run_options import RunOptions
 
-# Options that depend on the machine; only the command line accepts them.
-PLACE = ("config", "data_dir", "device", "download", "out", "resume")
+# Options of a place or of processes; only the command line accepts them.
+PLACE = ("config", "resume", *(f.name for f in fields(RunOptions)))
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from tqdm import tqdm
 
 import spikefuse
-from spikefuse.data import DATASETS, Examples
+from spikefuse.data import DATASETS, DataError, Examples
 from spikefuse.data.files import replacing
 from spikefuse.distributed import RankLost, make_mesh
 from spikefuse.nn import scale_to_rate
@@ -59,8 +59,8 @@ def train(
 
     Raises:
         ConfigError, DataError: a setting or a file is invalid, or another process trains in the
-            folder. Nothing has been written, unless the run's own best.ckpt turns out to be invalid
-            at the end.
+            folder. Nothing has been written, unless an example or the run's own best.ckpt turns out
+            to be invalid after the first epoch.
         OSError: a file cannot be written; the message names the checkpoint to resume from.
         RunInterrupted: a signal stopped the run.
     """
@@ -84,6 +84,7 @@ def _train(
         module = _make_module(config, device, processes)
         if resumed is not None:
             load_weights(module, resumed)  # only checks them early: Lightning loads them later
+            _check_examples(config, examples, resumed)
         if processes.time > 1:
             chunks = options.time_chunks or (1 if device.type == "cuda" else 4)
             module.share_time(make_mesh(None, processes.time, device.type), chunks)
@@ -100,8 +101,8 @@ def _train(
             saved = (directory / LAST).exists()
             if processes.main and resumed is None and not saved:
                 folder.remove(directory, existed)
-            if isinstance(error, OSError):
-                raise OSError(f"{error}; {folder.how_to_continue(config, directory)}") from error
+            if isinstance(error, OSError) or (isinstance(error, DataError) and saved):
+                raise _with_advice(error, config, directory) from error
             raise
         seconds = time.perf_counter() - start
     if not processes.main:
@@ -123,10 +124,18 @@ def _train(
     module.detach_processes()
     try:
         return _finish(module, examples.test, device, directory, facts)
-    except OSError as error:
-        raise OSError(f"{error}; {folder.how_to_continue(config, directory)}") from error
+    except (OSError, DataError) as error:
+        raise _with_advice(error, config, directory) from error
     except KeyboardInterrupt:
         raise RunInterrupted(signal.SIGINT, directory / LAST) from None
+
+
+def _with_advice(
+    error: OSError | DataError, config: TrainConfig, directory: Path
+) -> OSError | DataError:
+    """Return an error of a file, with what was saved and how to continue."""
+    kind = DataError if isinstance(error, DataError) else OSError
+    return kind(f"{error}; {folder.how_to_continue(config, directory)}")
 
 
 def evaluate(loaded: LoadedRun, options: RunOptions) -> tuple[float, float]:
@@ -211,6 +220,18 @@ def _load_data(config: TrainConfig, options: RunOptions) -> DataModule:
     return examples
 
 
+def _check_examples(config: TrainConfig, examples: DataModule, resumed: LoadedRun) -> None:
+    """Check that an epoch of a resumed run still has as many batches."""
+    batches = len(examples.training) // config.batch_size
+    for row in resumed.history[-1:]:
+        if row.get("step") != batches * len(resumed.history):
+            raise ConfigError(
+                f"{resumed.path} has done {row.get('step')} steps in {len(resumed.history)} "
+                f"epochs, but {config.dataset} now has {batches} batches: restore the examples "
+                "with which the run began, or start a new one"
+            )
+
+
 def _make_module(
     config: TrainConfig, device: torch.device, processes: Processes | None = None
 ) -> Classifier:
@@ -281,7 +302,7 @@ def _fit(
         except Exception as error:
             if processes.count > 1 and is_connection_error(error):
                 signals.give_up(str(error) if isinstance(error, RankLost) else "")
-            if resumed is None or saver.started or isinstance(error, OSError):
+            if resumed is None or saver.started or isinstance(error, (OSError, DataError)):
                 raise
             raise ConfigError(
                 f"cannot resume {resumed.path} ({type(error).__name__}): it is damaged or was "

@@ -18,6 +18,10 @@ from typing import Any
 import pytest
 import torch
 
+from spikefuse.data import DataError
+from spikefuse.data import load as load_data
+from spikefuse.train import DataModule
+from spikefuse.train.batches import EvalBatches
 from spikefuse.train.checkpoint import LOCK, load, locked
 from spikefuse.train.cli import main
 from spikefuse.train.fields import ConfigError
@@ -78,7 +82,7 @@ def test_weights_of_another_network(
     torch.save(content, "other.ckpt")
     assert spikefuse(*command, "other.ckpt") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "the weights in other.ckpt do not fit the model conv" in line
+    assert "the weights in other.ckpt do not fit the model conv: they are of another model" in line
 
 
 @pytest.mark.parametrize(
@@ -119,6 +123,22 @@ def test_resume_without_best_checkpoint(
     shutil.copy(trained / "last.ckpt", "last.ckpt")
     assert spikefuse("train", "--resume", "last.ckpt", "--epochs", "3") == 2
     assert "best.ckpt is missing: resume a run in the folder" in capsys.readouterr().err
+
+
+def test_resume_with_other_examples(
+    spikefuse: Spikefuse,
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Such as after files of a data set were deleted."""
+    before = (trained / "last.ckpt").read_bytes()
+    train, test = load_data("digits")
+    monkeypatch.setattr(DataModule, "load", lambda self: (train[:700], test))
+    assert spikefuse("train", "--resume", trained / "last.ckpt", "--epochs", "3") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has done 20 steps in 2 epochs, but digits now has 4 batches: restore the exam" in line
+    assert (trained / "last.ckpt").read_bytes() == before
 
 
 @pytest.mark.parametrize("command", [["eval"], ["train", "--resume"]])
@@ -266,6 +286,34 @@ def test_a_lock_ends_with_its_block(tmp_path: Path) -> None:
     with locked(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == [LOCK]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("part", ["training", "test"])
+def test_a_damaged_example_names_what_was_saved(
+    spikefuse: Spikefuse,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    small: list[str],
+    part: str,
+) -> None:
+    """Images of folders are read when their batch is due."""
+    original, calls = EvalBatches._fetch, []
+
+    def damaged(self: EvalBatches, rows: Any) -> Any:
+        calls.append(rows)
+        # An epoch of 10 batches and 2 of the validation; the test begins after both.
+        if len(calls) > {"training": 14, "test": 24}[part]:
+            raise DataError("a.png is damaged: remove it")
+        return original(self, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EvalBatches, "_fetch", damaged)
+        assert spikefuse("train", *small, "--model", "mlp", "--out", "run") == 2
+        last = "a.png is damaged: remove it; saved run/last.ckpt: continue with --resume run/last."
+        assert last in capsys.readouterr().err
+        assert spikefuse("train", "--resume", "run/last.ckpt", "--device", "cpu") == 2
+        assert last in capsys.readouterr().err  # and the checkpoint is not blamed
+    assert spikefuse("train", "--resume", "run/last.ckpt", "--device", "cpu") == 0
 
 
 def test_a_full_disk_names_what_was_saved(

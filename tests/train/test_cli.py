@@ -86,6 +86,8 @@ WRONG = [
     (["--dataset", "digit"], "unknown dataset 'digit': did you mean digits? choose one of"),
     (["--model", "vgg"], "unknown model 'vgg': did you mean vgg16? choose one of mlp"),
     (["--neuron", "if", "--decay", "0.5"], "decay is given, but the neuron if has none"),
+    (["--dataset", "MNIST"], "unknown dataset 'MNIST': did you mean mnist? choose one of digits"),
+    (["--optimizer", "AdamW"], "unknown optimizer 'AdamW': did you mean adamw? choose one of adam"),
     (["-T", "0"], "num_steps is 0: expected a whole number of at least 1"),
     (["-T", "9" * 20], f"num_steps is {'9' * 20}: expected a whole number below 2147483648"),
     (["--lr", "9" * 400], "lr is inf: expected a number"),

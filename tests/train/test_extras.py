@@ -43,6 +43,13 @@ def test_early_stopping(
     )
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["validation_accuracy"] == best
+    # Resumed, as after an interruption of the test, it ends where it had ended.
+    before = checkpoint(tmp_path / "run" / "last.ckpt")["spikefuse"]["history"]
+    assert spikefuse("train", "--resume", "run/last.ckpt", "--device", "cpu") == 0
+    assert checkpoint(tmp_path / "run" / "last.ckpt")["spikefuse"]["history"] == before
+    assert f"stopped after epoch {len(rows)}: " in capsys.readouterr().out
+    again = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert again["test_accuracy"] == result["test_accuracy"]
 
 
 def test_moving_average_of_the_weights(
@@ -92,6 +99,15 @@ def test_rate_penalty_adds_the_mean_rate_and_lowers_it() -> None:
             torch.testing.assert_close(module._loss(outputs, labels), expected, rtol=1e-4, atol=0)
             assert not module._rates.last
     assert rates[1] < 0.7 * rates[0]
+
+
+def test_rate_penalty_without_neurons() -> None:
+    class Dense(Classifier):
+        def make_network(self) -> sf.Temporal:
+            return sf.Temporal(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
+
+    with pytest.raises(ConfigError, match="rate_penalty is given, but conv has no neurons"):
+        Dense(TrainConfig(rate_penalty=0.1))
 
 
 def test_rate_penalty_of_recurrent_layers() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from spikefuse import data, train
 from spikefuse.train import Classifier, ConfigError, DataModule, TrainConfig, classifier
+from spikefuse.train.seeding import order
 
 CONFIG = TrainConfig(model="mlp", num_steps=2, batch_size=256, epochs=2)
 
@@ -69,6 +70,32 @@ def test_the_data_module_splits_as_the_command_does() -> None:
         DataModule(TrainConfig(batch_size=9999)).setup()
 
 
+@pytest.mark.parametrize("limit", [4, 0.7])
+def test_epochs_that_the_trainer_shortens(limit: int | float) -> None:
+    """Each has as many batches, of its own order, and is validated."""
+    seen: list[list[int]] = []
+
+    class Watched(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            seen.append(batch[1].tolist())
+            return super().training_step(batch, batch_idx)
+
+    module, examples = Watched(CONFIG), DataModule(CONFIG)
+    trainer(limit_train_batches=limit).fit(module, datamodule=examples)
+    taken = 4 if limit == 4 else 3
+    assert [row["step"] for row in module.history] == [taken, 2 * taken]
+    orders = [order(len(examples.training), CONFIG.seed, epoch).split(256) for epoch in (0, 1)]
+    rows = [*orders[0][:taken], *orders[1][:taken]]
+    assert seen == [examples.training.labels[row].tolist() for row in rows]
+
+
+def test_too_few_examples_to_hold_some_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    train_part, test = data.load("digits")
+    monkeypatch.setattr(DataModule, "load", lambda self: (train_part[:20], test))
+    with pytest.raises(data.DataError, match="digits has 20 training examples, too few of each"):
+        DataModule(TrainConfig(batch_size=4)).setup()
+
+
 def test_published_validation_examples_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     train_part, test = data.load("digits")
     parts = train_part[:300], train_part[300:340], test
@@ -95,6 +122,31 @@ def test_the_precision_of_the_trainer_is_that_of_the_module() -> None:
         ConfigError, match=r"the trainer has precision 'bf16-mixed', and the module"
     ):
         trainer(precision="bf16-mixed").fit(Classifier(CONFIG), datamodule=DataModule(CONFIG))
+
+
+def test_optimizers_that_the_step_cannot_use() -> None:
+    class Two(Classifier):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), 0.1) for _ in range(2)]
+
+    class Plateau(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
+
+    for kind, message in ((Two, "returned 2 optimizers: expected one"), (Plateau, "needs a metr")):
+        with pytest.raises(ConfigError, match=message):
+            trainer().fit(kind(CONFIG), datamodule=DataModule(CONFIG))
+
+
+def test_a_schedule_ends_with_the_trainer() -> None:
+    for schedule in ("cosine", "step", "one-cycle"):
+        config = TrainConfig(model="mlp", epochs=3, schedule=schedule)
+        with pytest.raises(
+            ConfigError, match=f"max_epochs 2, and the schedule {schedule} is for 3"
+        ):
+            trainer().fit(Classifier(config), datamodule=DataModule(config))
+    trainer(fast_dev_run=True).fit(Classifier(config), datamodule=DataModule(config))
 
 
 def test_public_names() -> None:

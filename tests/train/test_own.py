@@ -151,12 +151,12 @@ WRONG = [
     (
         "model",
         "my_code:NAMES",
-        "model is my_code:NAMES, which is of type tuple: expected a builder,",
+        "model is my_code:NAMES, which is an object of type tuple: expected",
     ),
     (
         "model",
         "my_code:network",
-        "model is my_code:network, which is of type Sequential: expected a",
+        "model is my_code:network, which is an object of type Sequential: e",
     ),
     (
         "model",
@@ -196,13 +196,13 @@ def test_errors_name_the_module_the_attribute_and_the_fix(
     [
         (
             ("my_code:wrapped", "my_code:shapes"),
-            "the builder my_code:wrapped has returned of type T",
+            "the builder my_code:wrapped has returned an object of type T",
         ),
         (
             ("my_code:unflattened", "my_code:shapes"),
             "the model my_code:unflattened has outputs [2, 27, 1, 6, 3]: expected [T, 27, 3], one",
         ),
-        (("my_code:small", "my_code:one_part"), "has read of type Images: expected (training, te"),
+        (("my_code:small", "my_code:one_part"), "has read an object of type Images: expected (tra"),
         (
             ("my_code:small", "my_code:wrong_shape"),
             "has read training torch.uint8 [N, 1, 6, 4]: expected torch.uint8 [N, 1, 4, 6]",

@@ -45,6 +45,14 @@ def test_values_convert_as_on_the_command_line(tmp_path: Path) -> None:
             "data-dir: here",
             "config {path}: data_dir is accepted on the command line only: pass --data-dir",
         ),
+        (
+            "logger: csv",
+            "config {path}: logger is accepted on the command line only: pass --logger",
+        ),
+        (
+            "time-ranks: 2",
+            "config {path}: time_ranks is accepted on the command line only: pass --time-ranks",
+        ),
         ("lr: fast", "config {path}: lr is 'fast': expected a number"),
         ("epochs: 0", "config {path}: epochs is 0: expected a whole number of at least 1"),
         ("- lr", "config {path}: expected lines like 'lr: 0.1', an option and its value"),

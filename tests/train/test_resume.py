@@ -53,7 +53,9 @@ def assert_same_run(one: Path, other: Path) -> None:
                 row.pop(name)
         for checkpoint in (a, b):  # an extended run was to end earlier when it was saved
             checkpoint["spikefuse"]["config"].pop("epochs")
-        for key in ("state_dict", "optimizer_states", "spikefuse", "epoch", "global_step"):
+        keys = "state_dict", "optimizer_states", "spikefuse", "epoch", "global_step"
+        average = ["current_model_state"] if "current_model_state" in a else []
+        for key in (*keys, *average):
             assert_equal(a[key], b[key], f"{name} {key}")
 
 
@@ -166,7 +168,9 @@ def test_every_training_feature_interrupted(
 ) -> None:
     features = shlex.split(
         "--model mlp --optimizer adamw --weight-decay 0.01 --schedule cosine --warmup 1.5 --clip 1 "
-        "--label-smoothing 0.1 --loss every --accumulate 2 --tbptt 2 -T 5 --flip"
+        "--label-smoothing 0.1 --loss every --accumulate 2 --tbptt 2 -T 5 --flip --ema 0.9 "
+        "--patience 3 --rate-penalty 0.1 --trivial-augment --cutout 3 --erase 0.5 --mixup 0.2 "
+        "--cutmix 1"
     )
     assert spikefuse("train", *four, *features, "--out", "straight") == 0
     with monkeypatch.context() as patch:
