@@ -32,7 +32,7 @@ from spikefuse.scan.execution import (
     launcher_of,
 )
 from spikefuse.scan.op import Call, Request, check, choose, execute, register
-from spikefuse.scan.program import Operands, program, sizes_of
+from spikefuse.scan.program import FLOAT, Operands, program, sizes_of
 
 # Values of a sequence whose states backward recomputes at a time. Each state, and what is fed back,
 # takes as much memory. Shorter chunks would take longer on a GPU.
@@ -123,7 +123,7 @@ class RecurrentCall(Call):
             return [grad.zero_() for grad in self.new_gradients(tensors, grads, needed)]
         arguments, start, weight = self.split([current, *others])
         chain = _Chain(self, [current, *others], grads, needed)
-        for steps, part, before in reversed(self._chunks(arguments, start)):
+        for steps, part, before in reversed(self._chunks(self._replayed(arguments), start)):
             chain.run(steps, part, before)
         found = [*chain.inputs]
         if start is not None:
@@ -148,6 +148,15 @@ class RecurrentCall(Call):
         """The dtype of the gradient of the first input: that of the outputs where it is known."""
         num_outputs = sizes_of(self.programs[0])[0]
         return next((g.dtype for g in grads[:num_outputs] if g is not None), torch.float32)
+
+    def _replayed(self, arguments: Arguments) -> Arguments:
+        """The arguments of the second program, which reads no parameters of other outputs."""
+        own, read = program(self.programs[0]), program(self.programs[1]).step.params
+        kinds = [*zip(own.step.params, own.kinds, strict=True)]
+        tensors = [name in read for name, kind in kinds if kind != FLOAT]
+        floats = [name in read for name, kind in kinds if kind == FLOAT]
+        params, scalars = compress(arguments.params, tensors), compress(arguments.scalars, floats)
+        return arguments._replace(params=[*params], scalars=[*scalars])
 
     def _chunks(
         self, arguments: Arguments, start: Tensor | None
@@ -204,6 +213,7 @@ class _Chain:
         arguments, _, self.weight = call.split(tensors)
         current, *others = arguments.inputs
         self.execution = execution_of(call.programs[0], arguments.inputs)
+        self.values = self.execution.values(arguments)
         num_outputs, self.num_states = sizes_of(call.programs[0])
         params = tuple(needed[sum(call.counts) : -1])
         self.needs_matrix, self.num_params = needed[-1], sum(params)
@@ -231,7 +241,7 @@ class _Chain:
         """Extend the chain by the steps before those of the last call.
 
         Args:
-            part: the arguments of these steps, and the states before them.
+            part: the arguments of the replay of these steps, and the states before them.
             before: what was fed back before them.
         """
         y, *past = self.call._replay(part, before)
@@ -250,7 +260,7 @@ class _Chain:
             written=written,
             steps=self.execution.by_state(self.states, begins),
             sums=sums,
-            params=self.execution.values(part),
+            params=self.values,
         )
         self.launcher.run_recurrent(self.kernel, operands)
         gradient = written[0]

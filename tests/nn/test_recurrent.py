@@ -235,6 +235,31 @@ def test_half_precision_gradients(dtype, backends):
         check_gradients(made, [x], None, impl, tolerance=share * ROUNDING[dtype])
 
 
+class Scaled(sf.Neuron):
+    """A neuron whose second output has parameters of its own, before and after those of the first."""
+
+    v = sf.State()
+
+    def __init__(self, value):
+        super().__init__()
+        self.gain, self.decay, self.offset = value(3.0), value(0.5), value(0.25)
+        self.surrogate = sf.surrogate.Arctan(2.0)
+
+    def step(self, x, v):
+        h = self.decay * v + x
+        s = self.surrogate(h - 1.0)
+        return (s, self.gain * h + self.offset), (h * (1 - s),)
+
+
+@pytest.mark.parametrize("value", [float, lambda v: nn.Parameter(torch.tensor(v))])
+def test_parameters_of_other_outputs_are_not_replayed(value, backends):
+    made = layer(Scaled(value).to(backends.device), 20, backends.device)
+    x = on_grid((7, 3, 20), backends.device)
+    for impl in backends.impls:
+        check_steps(made, [x], None, impl)
+        check_gradients(made, [x], None, impl)
+
+
 def test_backward_in_chunks(backends, monkeypatch):
     """Backward replays long sequences chunk by chunk: the gradients are the same to rounding."""
     made = layer(sf.PLIF(0.75, channels=20), 20, backends.device, heads=2)
