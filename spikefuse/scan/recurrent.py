@@ -19,7 +19,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.definition import Definition
+from spikefuse.neurons.definition import FIRST_OUTPUT, Definition
 from spikefuse.scan.execution import (
     Arguments,
     Flags,
@@ -45,7 +45,8 @@ def recurrent_scan(
     """Run `definition` with feedback over dim 0 of the inputs; see `spikefuse.reference.scan`.
 
     Args:
-        request: its inputs, state and backend are read; final states are always returned.
+        request: its inputs, state, backend and outputs are read. The first output is fed back, and
+            final states are always returned.
         weight: `[heads, N / heads, N / heads]`, in the dtype of the outputs.
 
     Returns:
@@ -54,17 +55,17 @@ def recurrent_scan(
     """
     inputs, states, backend = request.inputs, request.state or (), request.backend
     check(backend, inputs[0])
-    name, binary, scalars, params = choose(definition, backend, inputs[0])
-    fed_back = "spikes" if sizes_of(name)[0] == 1 else "output0"
-    if fed_back in definition.states:
+    if FIRST_OUTPUT in definition.states:
         raise ValueError(
-            f"{type(definition).__name__} has a state '{fed_back}', which is the name of the "
+            f"{type(definition).__name__} has a state '{FIRST_OUTPUT}', which is the name of the "
             "output that is fed back: rename the state"
         )
-    replay = choose(definition, backend, inputs[0], (fed_back, *definition.states)).name
+    name, binary, scalars, params = choose(definition, backend, inputs[0], request.outputs)
+    replay = choose(definition, backend, inputs[0], (FIRST_OUTPUT, *definition.states)).name
     call = RecurrentCall([name, replay], [len(inputs), len(states)], scalars)
     results = execute(call, [*inputs, *states, *params, weight], True)
-    results.finals.append(results.outputs[0][-1].float())
+    # A copy, since the output may be changed in place.
+    results.finals.append(results.outputs[0][-1].to(torch.float32, copy=True))
     return results, binary
 
 

@@ -236,7 +236,7 @@ def test_half_precision_gradients(dtype, backends):
 
 
 class Scaled(sf.Neuron):
-    """A neuron whose second output has parameters of its own, before and after those of the first."""
+    """A neuron whose second output has parameters of its own, around those of the first."""
 
     v = sf.State()
 
@@ -368,6 +368,40 @@ def test_in_temporal(device):
         assert torch.allclose(a, b, atol=1e-5)
 
 
+def test_changes_of_the_output_leave_the_state(device):
+    made, x = layer(sf.LIF(0.75), 20, device), on_grid((6, 3, 20), device)
+    y, wanted = made(x, return_state=True)
+    net = sf.Temporal(nn.Sequential(made, nn.Threshold(2.0, 3.0, inplace=True)))
+    changed, state = net(x, return_state=True)
+    assert bool((changed == 3).all())
+    assert 0 < y[-1].mean() < 1
+    assert torch.equal(state["0.neuron"][-1], wanted[-1])
+
+
+@pytest.mark.parametrize("kind", ["LIF", "Scaled"])
+def test_outputs(kind, backends):
+    """States over time and single outputs, with their gradients."""
+    neuron = sf.LIF(0.75) if kind == "LIF" else Scaled(lambda v: nn.Parameter(torch.tensor(v)))
+    made = layer(neuron.to(backends.device), 20, backends.device)
+    x = on_grid((6, 3, 20), backends.device).requires_grad_()
+    spikes, *_ = tensors(made(x))
+    first = "spikes" if kind == "LIF" else "output0"
+    for names in (("v",), ("v", first), (first, "v")):
+        found = []
+        for impl in (*backends.impls, "reference"):
+            made.zero_grad()
+            values, state = made(x, return_state=True, impl=impl, outputs=names)
+            values = dict(zip(names, values, strict=True))
+            assert torch.equal(values.get(first, spikes), spikes)
+            assert torch.equal(values["v"][-1], state[0])
+            (grad,) = torch.autograd.grad(sum(y.square().sum() for y in values.values()), x)
+            found.append(torch.cat([values["v"].detach(), grad]))
+        for a in found[:-1]:
+            assert torch.allclose(a, found[-1], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=f"no output or state is named 'w': .* '{first}'"):
+        made(x, outputs=("w",))
+
+
 def test_memory_policies_and_fusion_give_the_same_gradients(device):
     x = torch.randn(6, 3, 10, device=device)
     wanted = gradients_of(network().to(device), x)
@@ -435,6 +469,11 @@ def test_initial_weight():
         assert torch.allclose(matrix @ matrix.t(), torch.eye(4), atol=1e-5)
     assert not made.bias.any()
     assert repr(made).startswith("Recurrent(\n  12, bias=True, heads=3\n")
+    half = made.to(torch.bfloat16)
+    half.reset_parameters()
+    assert torch.allclose(
+        half.weight[0] @ half.weight[0].t(), torch.eye(4).to(half.weight), atol=0.05
+    )
 
 
 def test_errors():
@@ -502,11 +541,43 @@ def test_feedback_through_a_matrix_equals_recurrent(device):
     assert torch.allclose(body.weight.grad, 2 * made.weight.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_feedback_is_recomputed_by_torch_checkpoint(device):
+    torch.manual_seed(0)
+    feedback = sf.nn.Feedback(nn.Linear(8, 8), sf.LIF(0.75)).to(device)
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.feedback = feedback
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.feedback, x, use_reentrant=True)
+
+    x, grads = torch.randn(5, 3, 8, device=device), []
+    for net in (feedback, Checkpointed()):
+        leaf = x.clone().requires_grad_()
+        sf.Temporal(net)(leaf).square().sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
+def test_outputs_of_feedback(device):
+    made = layer(sf.LIF(0.75), 12, device)
+    body = nn.Linear(12, 12, bias=False).to(device)
+    body.load_state_dict({"weight": made.weight})
+    x = on_grid((6, 4, 12), device)
+    found = sf.nn.Feedback(body, sf.LIF(0.75))(x, outputs=("v", "spikes"))
+    for a, b in zip(found, made(x, outputs=("v", "spikes")), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_feedback_errors():
     with pytest.raises(ValueError, match="contains a neuron"):
         sf.nn.Feedback(nn.Sequential(sf.LIF()), sf.LIF())
     with pytest.raises(TypeError, match=r"neuron is the class LIF: .* as in sf.LIF\(\)"):
         sf.nn.Feedback(nn.Identity(), sf.LIF)
+    with pytest.raises(TypeError, match="has 2 outputs: expected one"):
+        sf.nn.Feedback(nn.Identity(), Scaled(float))(torch.rand(2, 1, 4))
     with pytest.raises(TypeError, match=r"returned a tuple: expected a tensor"):
         sf.nn.Feedback(nn.LSTM(4, 4), sf.LIF())(torch.rand(2, 1, 4))
     with pytest.raises(ValueError, match="expected the same shape"):
