@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -90,6 +91,12 @@ class Recurrent(nn.Module):
         refuse_class("neuron", neuron)
         if not isinstance(neuron, Neuron):
             raise TypeError(f"neuron is {neuron!r}: expected a neuron, such as sf.LIF()")
+        for state in neuron.states:
+            if re.fullmatch("spikes|output[0-9]+", state):
+                raise ValueError(
+                    f"{type(neuron).__name__} has a state '{state}', which is the name of an "
+                    "output: rename the state"
+                )
         for name, value in (("features", features), ("heads", heads)):
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} is {value!r}: expected an integer of at least 1")

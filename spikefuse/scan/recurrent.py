@@ -44,6 +44,8 @@ def recurrent_scan(
 ) -> tuple[Results, tuple[bool, ...]]:
     """Run `definition` with feedback over dim 0 of the inputs; see `spikefuse.reference.scan`.
 
+    Backward replays its states by their names, so none may have that of an output.
+
     Args:
         request: its inputs, state, backend and outputs are read. The first output is fed back, and
             final states are always returned.
@@ -55,11 +57,6 @@ def recurrent_scan(
     """
     inputs, states, backend = request.inputs, request.state or (), request.backend
     check(backend, inputs[0])
-    if FIRST_OUTPUT in definition.states:
-        raise ValueError(
-            f"{type(definition).__name__} has a state '{FIRST_OUTPUT}', which is the name of the "
-            "output that is fed back: rename the state"
-        )
     name, binary, scalars, params = choose(definition, backend, inputs[0], request.outputs)
     replay = choose(definition, backend, inputs[0], (FIRST_OUTPUT, *definition.states)).name
     call = RecurrentCall([name, replay], [len(inputs), len(states)], scalars)

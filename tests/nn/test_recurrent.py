@@ -489,6 +489,15 @@ def test_errors():
         made(torch.rand(3, 2, 7))
     with pytest.raises(TypeError, match=r"v, spikes"):
         made(torch.rand(3, 2, 8), state=(torch.zeros(2, 8),))
+
+    class Hidden(sf.Neuron):
+        output1 = sf.State()
+
+        def step(self, x, output1):
+            return (x, x), (output1,)
+
+    with pytest.raises(ValueError, match="Hidden has a state 'output1', which is the name of an"):
+        sf.Recurrent(Hidden(), 8)
     with pytest.raises(ValueError, match="the weight is on meta, the input on cpu"):
         sf.Recurrent(sf.LIF(), 8, device="meta")(torch.rand(3, 2, 8))
     with pytest.raises(TypeError, match="Recurrent"):
