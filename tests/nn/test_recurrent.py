@@ -500,15 +500,17 @@ def test_errors():
         sf.Recurrent(Hidden(), 8)
     with pytest.raises(ValueError, match="the weight is on meta, the input on cpu"):
         sf.Recurrent(sf.LIF(), 8, device="meta")(torch.rand(3, 2, 8))
-    with pytest.raises(TypeError, match="Recurrent"):
-        sf.exportable(sf.Temporal(made))
+    for module in (made, sf.nn.Feedback(nn.Linear(8, 8), sf.LIF())):
+        with pytest.raises(TypeError, match=f"'net' is a {type(module).__name__}, whose feedback"):
+            sf.exportable(sf.Temporal(module))
 
 
 def test_time_is_not_sharded():
-    net = sf.Temporal(sf.Recurrent(sf.LIF(), 8))
-    net.passing = NoPassing()
-    with pytest.raises(ValueError, match="can't be sharded"):
-        net(torch.rand(3, 2, 8))
+    for layer in (sf.Recurrent(sf.LIF(), 8), sf.nn.Feedback(nn.Linear(8, 8), sf.LIF())):
+        net = sf.Temporal(layer)
+        net.passing = NoPassing()
+        with pytest.raises(ValueError, match="can't be sharded"):
+            net(torch.rand(3, 2, 8))
 
 
 class NoPassing(StatePassing):
