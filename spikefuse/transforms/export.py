@@ -53,8 +53,8 @@ def exportable(net: nn.Module, step: bool = False) -> nn.Module:
     Raises:
         TypeError: `net` is not a module, is not a `Temporal` with `step`, or has a layer without
             an equivalent in plain operators: an `EventLinear`, a `Recurrent` or `Feedback`, a
-            compiled module, or a subclass of a neuron, surrogate, `Temporal` or `Block` with its own
-            `forward`.
+            compiled module, or a subclass of a neuron, surrogate, `Temporal` or `Block` with
+            its own `forward`.
         ValueError: the time of `net` is sharded.
     """
     check_module("net", net)
