@@ -170,7 +170,7 @@ class Recurrent(nn.Module):
                 selected = with_outputs(neuron, names)
                 outputs, final = reference.scan(selected, inputs, state, weight)
                 return outputs[skipped:], final
-            request = Request(inputs, state, backend, outputs=names)
+            request = Request(inputs, state, backend, request.final, outputs=names)
             results, binary = recurrent_scan(neuron, request, weight)
         if wants_bits(inputs[0]):
             mark_binary(results, binary)

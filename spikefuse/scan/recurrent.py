@@ -47,13 +47,12 @@ def recurrent_scan(
     Backward replays its states by their names, so none may have that of an output.
 
     Args:
-        request: its inputs, state, backend and outputs are read. The first output is fed back, and
-            final states are always returned.
+        request: the first one of its outputs must be the one that is fed back.
         weight: `[heads, N / heads, N / heads]`, in the dtype of the outputs.
 
     Returns:
-        The results, among the final states the first output of the last step, and for each output
-        whether all its values are sure to be 0 or 1.
+        The results, with the final states of the neuron, and, if they are requested, the first
+        output of the last step; and for each output whether all its values are sure to be 0 or 1.
     """
     inputs, states, backend = request.inputs, request.state or (), request.backend
     check(backend, inputs[0])
@@ -61,8 +60,9 @@ def recurrent_scan(
     replay = choose(definition, backend, inputs[0], (FIRST_OUTPUT, *definition.states)).name
     call = RecurrentCall([name, replay], [len(inputs), len(states)], scalars)
     results = execute(call, [*inputs, *states, *params, weight], True)
-    # A copy, since the output may be changed in place.
-    results.finals.append(results.outputs[0][-1].to(torch.float32, copy=True))
+    if request.final:
+        # A copy, since the output may be changed in place.
+        results.finals.append(results.outputs[0][-1].to(torch.float32, copy=True))
     return results, binary
 
 

@@ -95,8 +95,8 @@ def test_explain_says_that_it_is_a_loop(device):
 
 
 def test_time_is_not_sharded():
-    for layer in (sf.Recurrent(sf.LIF(), 8), sf.nn.Feedback(nn.Linear(8, 8), sf.LIF())):
-        net = sf.Temporal(layer)
+    for made in (sf.Recurrent(sf.LIF(), 8), sf.nn.Feedback(nn.Linear(8, 8), sf.LIF())):
+        net = sf.Temporal(made)
         net.passing = NoPassing()
         with pytest.raises(ValueError, match="can't be sharded"):
             net(torch.rand(3, 2, 8))
