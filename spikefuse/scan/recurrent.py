@@ -96,7 +96,7 @@ class RecurrentCall(Call):
         operands = Operands(
             weight=weight.detach(),
             packed=launcher.pack(weight.detach(), transposed=False),
-            binary=own.step.binary[0],
+            binary=own.step.binary[0] and start is None,  # a start may have any values
             start=None if start is None else start.detach().to(outputs[0].dtype).contiguous(),
             read=[*map(_rows, arguments.inputs)],
             written=[*outputs, saved[0] if save else None],
