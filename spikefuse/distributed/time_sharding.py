@@ -27,7 +27,7 @@ from spikefuse.distributed.links import AxisCollectives, PeerLink
 from spikefuse.distributed.mesh import check_axis, split_batch
 from spikefuse.distributed.sync_norm import average_statistics, share_statistics
 from spikefuse.events.linear import NO_EVENTS
-from spikefuse.nn import EventLinear, Recurrent, Temporal
+from spikefuse.nn import EventLinear, Feedback, Recurrent, Temporal
 from spikefuse.nn.recurrent import NO_SHARDS
 from spikefuse.scan.state_passing import Buffers, Channel, StatePassing
 
@@ -79,7 +79,7 @@ def shard_time(
 
     Raises:
         TypeError, ValueError: the model contains no `Temporal`, is sharded already, or contains an
-            `EventLinear` with neurons or a `Recurrent`; or an argument is invalid.
+            `EventLinear` with neurons, a `Recurrent` or a `Feedback`; or an argument is invalid.
     """
     containers = _containers(model)
     check_axis(axis)
@@ -108,7 +108,7 @@ def _containers(model: nn.Module) -> list[Temporal]:
     for module in (m for container in containers for m in container.modules()):
         if isinstance(module, EventLinear) and module.neuron is not None:
             raise ValueError(NO_EVENTS)
-        if isinstance(module, Recurrent):
+        if isinstance(module, Recurrent | Feedback):
             raise ValueError(NO_SHARDS)
     return containers
 

@@ -24,6 +24,7 @@ from spikefuse.memory.policies import Policy, Recompute
 from spikefuse.memory.saved_tensors import SavedTensors
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.call import Observer, Scan, active, observing
+from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import Neuron, backend_of, check_module
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.scan.op import Request
@@ -185,6 +186,9 @@ class CallObserver(ModuleObserver):
     def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
         """Run a scan, on the reference if the neuron cannot be compiled, and record it."""
         assert isinstance(neuron, Neuron)
+        owner = getattr(scan, "__self__", neuron)
+        if isinstance(owner, Feedback):  # many scans, of a step each
+            return super().scan(neuron, scan, request)
         self._enter(neuron, ())  # a block does not call the module
         try:
             backend, call = backend_of(request.inputs, request.backend), active.call
@@ -202,7 +206,7 @@ class CallObserver(ModuleObserver):
             recorded = NeuronScan(
                 name=self.names.get(neuron, OUTSIDE),
                 neuron=neuron,
-                owner=getattr(scan, "__self__", neuron),
+                owner=owner,
                 norm=None if norm is None else original(norm),
                 request=Request(
                     tuple(map(leaf, request.inputs)),

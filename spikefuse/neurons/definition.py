@@ -341,6 +341,10 @@ class UnknownOutput(ValueError):
     """A name is neither that of an output nor that of a state."""
 
 
+#: Names the first output of any definition, see `with_outputs`.
+FIRST_OUTPUT = "output0"
+
+
 def with_outputs(definition: _D, names: tuple[str, ...]) -> _D:
     """Return a copy, with the same tensors, whose step returns these outputs and new states;
     without names, the definition itself."""
@@ -353,8 +357,10 @@ def with_outputs(definition: _D, names: tuple[str, ...]) -> _D:
 
 def _select(definition: Definition, outputs: Outputs, states: States) -> Outputs:
     """Return the selected outputs and new states."""
-    labels = ["spikes"] if len(outputs) == 1 else [f"output{i}" for i in range(len(outputs))]
+    labels = [f"output{i}" for i in range(len(outputs))]
     known = dict(zip((*definition.states, *labels), (*states, *outputs), strict=True))
+    if len(outputs) == 1:
+        labels, known["spikes"] = ["spikes"], outputs[0]
     for name in definition._selected:
         if name not in known:
             valid = ", ".join(map(repr, dict.fromkeys((*labels, *definition.states))))

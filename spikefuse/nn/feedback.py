@@ -7,11 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spikefuse.neurons.definition import States
-from spikefuse.nn.call import active
-from spikefuse.nn.neuron import Neuron, backend_of, check, check_module, refuse_class
+from spikefuse.neurons.definition import FIRST_OUTPUT, Outputs, States
+from spikefuse.nn.neuron import (
+    Neuron,
+    backend_of,
+    check,
+    check_module,
+    checked_names,
+    refuse_class,
+)
 from spikefuse.nn.recurrent import NO_SHARDS
-from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import Request
 
 
@@ -28,19 +33,21 @@ class Feedback(nn.Module):
 
     Args:
         body: a module without states from the spikes of one step `[B, ...]` to a tensor of the same
-            shape. It sees each step alone, so batch norms in it must be in evaluation mode.
+            shape. It sees each step alone: a batch norm in training mode takes the statistics of
+            one step.
         neuron: an instance of a neuron model with one input and one output.
 
-    Call: `feedback(x, state=None, return_state=False, impl="auto")`
+    Call: `feedback(x, state=None, return_state=False, impl="auto", outputs=None)`
 
     Args:
         x: `[T, B, ...]`, inside `Temporal` `[T*B, ...]`.
         state: the states of the neuron and the last spikes, or None to start from rest.
         return_state: also return the final state.
-        impl: how the neuron is computed, see `Neuron`.
+        impl, outputs: of the neuron, see `Neuron`.
 
     Returns:
-        The spikes, of the shape of `x`; with `return_state` a pair (spikes, state).
+        The spikes, of the shape of `x`, or a tuple of `outputs`; with `return_state` a pair
+        (output, state).
 
     Raises:
         TypeError, ValueError: an argument or input is not as described.
@@ -64,16 +71,11 @@ class Feedback(nn.Module):
         state: States | None = None,
         return_state: bool = False,
         impl: str = "auto",
+        outputs: tuple[str, ...] | None = None,
     ) -> Any:
-        call, request = active.call, Request((x,), state, impl, return_state)
-        if call is None or id(self.neuron) not in call.names:
-            spikes, final = self._loop(request)
-            return (spikes, final) if return_state else spikes
-        request = call.unfolded(self.neuron, request)
-        if request.passing is not None:
-            raise ValueError(NO_SHARDS)
-        spikes, call.finals[call.names[id(self.neuron)]] = self._loop(request)
-        return flatten_steps(spikes)
+        names = () if outputs is None else checked_names(outputs)
+        request = Request((x,), state, impl, return_state, outputs=names)
+        return self.neuron.call(self._scan, request)
 
     def receive(self, x: Tensor, spikes: Tensor) -> Tensor:
         """Return what the neurons receive in one step, of the shape of `x`."""
@@ -91,21 +93,25 @@ class Feedback(nn.Module):
             )
         return x + sent
 
-    def _loop(self, request: Request) -> tuple[Tensor, States]:
+    def _scan(self, request: Request) -> tuple[Outputs, States]:
         neuron, (x,), state = self.neuron, request.inputs, request.state
+        if request.passing is not None:
+            raise ValueError(NO_SHARDS)
         backend = backend_of(request.inputs, request.backend)
         check(neuron, type(neuron).input_names, (x,), state, backend, ("spikes",))
+        names = request.outputs and (FIRST_OUTPUT, *request.outputs)
         own: States | None = None
         spikes = torch.zeros_like(x[0])
         if state is not None:
             own, spikes = tuple(state[:-1]), state[-1].to(x.dtype)
-        found = []
+        steps = []
         for now in x.unbind(0):
-            step = Request((self.receive(now, spikes).unsqueeze(0),), own, backend, final=True)
-            outputs, own = neuron._scan(step)
-            if len(outputs) > 1:
-                raise TypeError(f"neuron {neuron!r} has {len(outputs)} outputs: expected one")
-            spikes = outputs[0].squeeze(0)
-            found.append(spikes)
+            received = self.receive(now, spikes).unsqueeze(0)
+            found, own = neuron._scan(Request((received,), own, backend, True, outputs=names))
+            if len(found) > 1 and not names:
+                raise TypeError(f"neuron {neuron!r} has {len(found)} outputs: expected one")
+            spikes = found[0].squeeze(0)
+            steps.append(found[1:] if names else found)
         assert own is not None
-        return torch.stack(found), (*own, spikes.float())
+        outputs = tuple(map(torch.cat, zip(*steps, strict=True)))
+        return outputs, (*own, spikes.to(torch.promote_types(x.dtype, torch.float32)))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spikefuse import reference
-from spikefuse.neurons.definition import Outputs, States
+from spikefuse.neurons.definition import FIRST_OUTPUT, Outputs, States, with_outputs
 from spikefuse.nn.call import mark_binary, wants_bits
-from spikefuse.nn.neuron import Neuron, backend_of, check, refuse_class
+from spikefuse.nn.neuron import Neuron, backend_of, check, checked_names, refuse_class
 from spikefuse.scan.op import Request
 from spikefuse.scan.recurrent import recurrent_scan
 
 NO_SHARDS = (
-    "the time of a Recurrent layer can't be sharded, as it passes no state to other processes: "
+    "the time of a layer with feedback can't be sharded, as it passes no state to other processes: "
     "use data parallelism"
 )
 
@@ -53,7 +54,7 @@ class Recurrent(nn.Module):
             weight has no effect and no gradient.
         device: of the weight and the bias.
 
-    Call: `layer(x, ..., state=None, return_state=False, impl="auto")`
+    Call: `layer(x, ..., state=None, return_state=False, impl="auto", outputs=None)`
 
     Args:
         inputs: as many as the neuron takes, of one shape `[T, B, features]`.
@@ -61,10 +62,11 @@ class Recurrent(nn.Module):
             or None to start from rest. Calls on parts of a sequence that pass the state on equal
             one call bit for bit.
         return_state: also return the final state.
-        impl: see `Neuron`.
+        impl, outputs: see `Neuron`.
 
     Returns:
-        The output of the neuron; with `return_state` a pair (output, state).
+        The output of the neuron, or a tuple of `outputs`; with `return_state` a pair (output,
+        state).
 
     Raises:
         TypeError, ValueError: an argument or input is not as described.
@@ -89,6 +91,12 @@ class Recurrent(nn.Module):
         refuse_class("neuron", neuron)
         if not isinstance(neuron, Neuron):
             raise TypeError(f"neuron is {neuron!r}: expected a neuron, such as sf.LIF()")
+        for state in neuron.states:
+            if re.fullmatch("spikes|output[0-9]+", state):
+                raise ValueError(
+                    f"{type(neuron).__name__} has a state '{state}', which is the name of an "
+                    "output: rename the state"
+                )
         for name, value in (("features", features), ("heads", heads)):
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} is {value!r}: expected an integer of at least 1")
@@ -108,7 +116,8 @@ class Recurrent(nn.Module):
         """Initialize the weight to an orthogonal matrix, and the bias to 0."""
         with torch.no_grad():
             for matrix in self.weight.view(self.heads, *self.weight.shape[-2:]):
-                nn.init.orthogonal_(matrix)
+                # PyTorch has no half-precision decomposition.
+                matrix.copy_(nn.init.orthogonal_(matrix.float()))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -124,8 +133,11 @@ class Recurrent(nn.Module):
         state: States | None = None,
         return_state: bool = False,
         impl: str = "auto",
+        outputs: tuple[str, ...] | None = None,
     ) -> Any:
-        return self.neuron.call(self._scan, Request(inputs, state, impl, return_state))
+        names = () if outputs is None else checked_names(outputs)
+        request = Request(inputs, state, impl, return_state, outputs=names)
+        return self.neuron.call(self._scan, request)
 
     def _scan(self, request: Request) -> tuple[Outputs, States]:
         neuron, state, inputs = self.neuron, request.state, request.inputs
@@ -150,14 +162,19 @@ class Recurrent(nn.Module):
             )
         if self.bias is not None:
             inputs = (inputs[0] + self.bias.to(inputs[0].dtype), *inputs[1:])
+        # What is fed back must be the first output.
+        names = request.outputs and (FIRST_OUTPUT, *request.outputs)
+        skipped = 1 if names else 0
         with torch.autocast(kind, enabled=False):
             if backend == "reference":
-                return reference.scan(neuron, inputs, state, weight)
-            request = Request(inputs, state, backend)
+                selected = with_outputs(neuron, names)
+                outputs, final = reference.scan(selected, inputs, state, weight)
+                return outputs[skipped:], final
+            request = Request(inputs, state, backend, request.final, outputs=names)
             results, binary = recurrent_scan(neuron, request, weight)
         if wants_bits(inputs[0]):
             mark_binary(results, binary)
-        return tuple(results.outputs), tuple(results.finals)
+        return tuple(results.outputs[skipped:]), tuple(results.finals)
 
     def _effective_weight(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """The weight `[heads, width, width]` in the dtype of the outputs."""

@@ -19,7 +19,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.definition import Definition
+from spikefuse.neurons.definition import FIRST_OUTPUT, Definition
 from spikefuse.scan.execution import (
     Arguments,
     Flags,
@@ -32,7 +32,7 @@ from spikefuse.scan.execution import (
     launcher_of,
 )
 from spikefuse.scan.op import Call, Request, check, choose, execute, register
-from spikefuse.scan.program import Operands, program, sizes_of
+from spikefuse.scan.program import FLOAT, Operands, program, sizes_of
 
 # Values of a sequence whose states backward recomputes at a time. Each state, and what is fed back,
 # takes as much memory. Shorter chunks would take longer on a GPU.
@@ -44,27 +44,25 @@ def recurrent_scan(
 ) -> tuple[Results, tuple[bool, ...]]:
     """Run `definition` with feedback over dim 0 of the inputs; see `spikefuse.reference.scan`.
 
+    Backward replays its states by their names, so none may have that of an output.
+
     Args:
-        request: its inputs, state and backend are read; final states are always returned.
+        request: the first one of its outputs must be the one that is fed back.
         weight: `[heads, N / heads, N / heads]`, in the dtype of the outputs.
 
     Returns:
-        The results, among the final states the first output of the last step, and for each output
-        whether all its values are sure to be 0 or 1.
+        The results, with the final states of the neuron, and, if they are requested, the first
+        output of the last step; and for each output whether all its values are sure to be 0 or 1.
     """
     inputs, states, backend = request.inputs, request.state or (), request.backend
     check(backend, inputs[0])
-    name, binary, scalars, params = choose(definition, backend, inputs[0])
-    fed_back = "spikes" if sizes_of(name)[0] == 1 else "output0"
-    if fed_back in definition.states:
-        raise ValueError(
-            f"{type(definition).__name__} has a state '{fed_back}', which is the name of the "
-            "output that is fed back: rename the state"
-        )
-    replay = choose(definition, backend, inputs[0], (fed_back, *definition.states)).name
+    name, binary, scalars, params = choose(definition, backend, inputs[0], request.outputs)
+    replay = choose(definition, backend, inputs[0], (FIRST_OUTPUT, *definition.states)).name
     call = RecurrentCall([name, replay], [len(inputs), len(states)], scalars)
     results = execute(call, [*inputs, *states, *params, weight], True)
-    results.finals.append(results.outputs[0][-1].float())
+    if request.final:
+        # A copy, since the output may be changed in place.
+        results.finals.append(results.outputs[0][-1].to(torch.float32, copy=True))
     return results, binary
 
 
@@ -98,7 +96,7 @@ class RecurrentCall(Call):
         operands = Operands(
             weight=weight.detach(),
             packed=launcher.pack(weight.detach(), transposed=False),
-            binary=own.step.binary[0],
+            binary=own.step.binary[0] and start is None,  # a start may have any values
             start=None if start is None else start.detach().to(outputs[0].dtype).contiguous(),
             read=[*map(_rows, arguments.inputs)],
             written=[*outputs, saved[0] if save else None],
@@ -123,7 +121,7 @@ class RecurrentCall(Call):
             return [grad.zero_() for grad in self.new_gradients(tensors, grads, needed)]
         arguments, start, weight = self.split([current, *others])
         chain = _Chain(self, arguments, weight, grads, needed)
-        for steps, part, before in reversed(self._chunks(arguments, start)):
+        for steps, part, before in reversed(self._chunks(self._replayed(arguments), start)):
             chain.run(steps, part, before)
         found = [*chain.inputs]
         if start is not None:
@@ -148,6 +146,15 @@ class RecurrentCall(Call):
         """The dtype of the gradient of the first input: that of the outputs where it is known."""
         num_outputs = sizes_of(self.programs[0])[0]
         return next((g.dtype for g in grads[:num_outputs] if g is not None), torch.float32)
+
+    def _replayed(self, arguments: Arguments) -> Arguments:
+        """The arguments of the second program, which reads no parameters of other outputs."""
+        own, read = program(self.programs[0]), program(self.programs[1]).step.params
+        kinds = [*zip(own.step.params, own.kinds, strict=True)]
+        tensors = [name in read for name, kind in kinds if kind != FLOAT]
+        floats = [name in read for name, kind in kinds if kind == FLOAT]
+        params, scalars = compress(arguments.params, tensors), compress(arguments.scalars, floats)
+        return arguments._replace(params=[*params], scalars=[*scalars])
 
     def _chunks(
         self, arguments: Arguments, start: Tensor | None
@@ -209,6 +216,7 @@ class _Chain:
         current, *others = arguments.inputs
         self.execution = execution_of(call.programs[0], arguments.inputs)
         self.own, num_outputs = self.execution.program, self.execution.num_outputs
+        self.values = self.execution.values(arguments)
         params = tuple(needed[sum(call.counts) : -1])
         self.needs_matrix, self.num_params = needed[-1], sum(params)
         needs = Needs((True,) * len(arguments.inputs), True, params)
@@ -236,7 +244,7 @@ class _Chain:
         """Extend the chain by the steps before those of the last call.
 
         Args:
-            part: the arguments of these steps, and the states before them.
+            part: the arguments of the replay of these steps, and the states before them.
             before: what was fed back before them.
         """
         y, *past = self.call._replay(part, before)
@@ -255,7 +263,7 @@ class _Chain:
             written=written,
             steps=self.execution.by_state(self.states, begins),
             sums=sums,
-            params=self.execution.values(part),
+            params=self.values,
         )
         self.launcher.run_recurrent(self.kernel, operands)
         gradient = written[0]

@@ -16,6 +16,7 @@ from spikefuse.block.fused_norm import FUSED
 from spikefuse.events.linear import EventLinear
 from spikefuse.neurons.definition import States, with_outputs
 from spikefuse.neurons.surrogate import Surrogate
+from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import Neuron, check_module, checked_names
 from spikefuse.nn.pool import MaxPool2d
 from spikefuse.nn.recurrent import Recurrent
@@ -51,8 +52,9 @@ def exportable(net: nn.Module, step: bool = False) -> nn.Module:
 
     Raises:
         TypeError: `net` is not a module, is not a `Temporal` with `step`, or has a layer without
-            an equivalent in plain operators: an `EventLinear`, a `Recurrent`, a compiled module, or
-            a subclass of a neuron, surrogate, `Temporal` or `Block` with its own `forward`.
+            an equivalent in plain operators: an `EventLinear`, a `Recurrent` or `Feedback`, a
+            compiled module, or a subclass of a neuron, surrogate, `Temporal` or `Block` with
+            its own `forward`.
         ValueError: the time of `net` is sharded.
     """
     check_module("net", net)
@@ -286,10 +288,10 @@ def _check(name: str, module: nn.Module) -> None:
             f"{where}, whose lists of events have no plain operators: use nn.Linear, into which "
             "its state dict loads, and the neuron"
         )
-    if isinstance(module, Recurrent):
+    if isinstance(module, Recurrent | Feedback):
         raise TypeError(
             f"{where}, whose feedback is not exported: train it, and export a network that adds "
-            "its weight times the last spikes to the input of its neuron in a loop of your own"
+            "what the last spikes cause to the input of its neuron in a loop of your own"
         )
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
         raise TypeError(f"{where}, which is compiled: pass the network as it was before")

@@ -222,6 +222,22 @@ def test_layers_of_events() -> None:
     assert layers[0].weight.grad.any()
 
 
+def test_layers_with_feedback() -> None:
+    torch.manual_seed(0)
+    layers = sf.Recurrent(sf.LIF(), 6), sf.nn.Feedback(nn.Linear(6, 6), sf.LIF())
+    x = torch.randn(T, B, 6)
+    for layer in layers:
+        net = sf.Temporal(layer)
+        with sf.record(net, states=("spikes", "v"), grad=True) as record:
+            y, state = net(x, return_state=True)
+        found = record["net.neuron"]
+        assert torch.equal(found["spikes"], y)
+        assert torch.equal(found["v"][-1], state["neuron"][0])
+        layer.zero_grad()
+        found["v"].square().mean().backward()
+        assert all(p.grad.any() for p in layer.parameters())
+
+
 def test_several_calls() -> None:
     net, x = make_net().eval(), images()
     stream = sf.Stream(net)

@@ -272,6 +272,16 @@ def test_feedback_of_recurrent_layers_is_counted() -> None:
     assert graded.not_counted == ()
 
 
+def test_neurons_with_feedback_through_a_module_are_counted() -> None:
+    torch.manual_seed(0)
+    layer = sf.nn.Feedback(nn.Linear(12, 12, bias=False), sf.LIF(0.75, 0.5))
+    x = torch.rand(T, B, 12)
+    found = rows(sf.report(sf.Temporal(layer), [x]))
+    spikes = layer(x)
+    assert found["net.neuron"].rate == pytest.approx(spikes.mean().item())
+    assert found["net.body"].accumulates == pytest.approx(spikes[:-1].sum().item() * 12 / B)
+
+
 def test_unknown_operations_are_named() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
