@@ -19,10 +19,10 @@ import torch
 
 from benchmarks import record
 
-ON_GPU = ("neurons steps", "neurons", "recurrent", "block", "networks")
+ON_GPU = ("neurons steps", "neurons", "neurons block", "recurrent", "networks")
 PAGES = ("docs/benchmarks.md", "README.md", "docs/tutorials/fast.ipynb")
 TABLES = tuple(f"tables --page {page}" for page in PAGES)
-ANYWHERE = ("events", "first_call", "cpu", *TABLES)
+ANYWHERE = ("events", "neurons first_call", "cpu", *TABLES)
 WORKLOADS = ("resnet18-mnist", "alexnet-imagenet", "resnet34-imagenet")
 
 

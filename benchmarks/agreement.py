@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import spikefuse as sf
+from benchmarks.runner import difference
 
 if TYPE_CHECKING:
     from benchmarks.networks import Network, Task
@@ -51,14 +52,6 @@ class StepResult:
 
     def tensors(self) -> list[Tensor]:
         return [self.logits, *self.grads]
-
-
-def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return the norm of `found - expected` over the norm of `expected`."""
-    pairs = list(zip(found, expected, strict=True))
-    squares = sum((a.double() - b.double()).square().sum() for a, b in pairs)
-    size = sum(b.double().square().sum() for _, b in pairs)
-    return float((squares / size).sqrt())
 
 
 @dataclass

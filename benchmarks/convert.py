@@ -37,7 +37,6 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from benchmarks import published, runner
-from benchmarks.agreement import difference
 from benchmarks.layers import DTYPES, spikingjelly
 from benchmarks.networks import LEARNING_RATE
 from benchmarks.runner import (
@@ -50,6 +49,7 @@ from benchmarks.runner import (
     Timing,
     contender_of,
     cudnn_search,
+    difference,
     measure,
 )
 

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import spikefuse as sf
 from benchmarks import networks, plots, record, runner
-from benchmarks.agreement import ROUNDING, StepResult, difference
+from benchmarks.agreement import ROUNDING, StepResult
 from benchmarks.events import CLASSES, event_neuron
 from benchmarks.layers import DTYPES, LOOP, OURS
 from benchmarks.networks import FUSED, WORKLOADS, Task
@@ -45,6 +45,7 @@ from benchmarks.runner import (
     Contender,
     Record,
     Timing,
+    difference,
     first_line,
     measure,
     record_graph,

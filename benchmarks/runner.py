@@ -354,6 +354,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Return the norm of `found - expected` over the norm of `expected`."""
+    pairs = list(zip(found, expected, strict=True))
+    squares = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
+    size = sum(float(b.double().square().sum()) for _, b in pairs)
+    return math.sqrt(squares / size) if size else math.sqrt(squares)
+
+
 def first_line(error: BaseException) -> str:
     """Return an exception's type and message in one line of at most 300 characters."""
     text = str(error).strip().splitlines()

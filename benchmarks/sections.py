@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from benchmarks.block import RECOMPUTED, RIVAL, SEPARATE
 from benchmarks.convert import TITLES as BEFORE_AFTER
 from benchmarks.events import DENSE, EVENTS, LISTS, PRODUCTS, REPLAY
 from benchmarks.layers import OURS
+from benchmarks.neurons import RECOMPUTED, RIVAL, SEPARATE
 from benchmarks.reproduce import PAPERS
 from benchmarks.runner import WAYS
 

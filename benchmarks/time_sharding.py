@@ -35,13 +35,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spikefuse as sf
 from benchmarks import layers, plots, runner
-from benchmarks.agreement import ROUNDING, difference
+from benchmarks.agreement import ROUNDING
 from benchmarks.networks import Workload
 from benchmarks.parallel import averaging, highest, run_processes, ways
 from benchmarks.runner import (
     EAGER,
     GRAPH,
     Record,
+    difference,
     first_line,
     record_graph,
     spread,

@@ -21,15 +21,15 @@ from tests.processes import finish, torchrun
 QUICK = ("--quick", "--device", "cpu")
 SCRIPTS = (
     "neurons steps --dtype float32 --T 2",
-    "neurons --groups lif inference layout custom --dtype bfloat16",
+    "neurons --groups lif inference layout zoo --dtype bfloat16",
     "recurrent",
     "cpu",
-    "block --layout channels-last --shapes T=4",
+    "neurons block --layout channels-last --shapes T=4",
     "networks --dtype bfloat16 --name networks_trial --T 3",
     "events",
     "accuracy --names spikefuse --early 1 --cutmix 1",
     "spoken_digits --names spikefuse --dtype bfloat16",
-    "first_call --backend numba --neurons LIF",
+    "neurons first_call --backend numba --neurons LIF",
     "reproduce temporal-fusion-mnist-resnet18",
 )
 SHARED = ("parallel data --networks spikefuse", "time_sharding --chunks 1 2 --rounds 1")
