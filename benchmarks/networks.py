@@ -93,10 +93,8 @@ class Workload:
     optimizer: str = "adam"
     stem: str = "imagenet"  # of a ResNet
 
-    def neuron(self, factor: float = 1.0) -> sf.LIF:
-        """Make a neuron with its threshold multiplied by `factor`."""
-        surrogate = SURROGATES[self.surrogate]()
-        return sf.LIF(self.decay, self.threshold * factor, surrogate=surrogate)
+    def neuron(self) -> sf.LIF:
+        return sf.LIF(self.decay, self.threshold, surrogate=SURROGATES[self.surrogate]())
 
     def network(self, activation: Callable[[], nn.Module]) -> nn.Module:
         """Make the network for one time step, `[B, C, H, W]` to `[B, classes]`."""
@@ -137,37 +135,58 @@ USUAL = ("resnet18-mnist-sgd", "large-cifar10", "resnet18-stem3", "resnet18-gest
 
 
 class Task:
-    """A workload in one precision on one device, with the weights and batch that all share.
+    """What the contenders of a row share: a batch, a precision, and weights.
 
-    Weights are channels-last. The input is a Poisson encoding of random images. Running statistics
-    equal the statistics of the batch.
+    Running statistics equal the statistics of the batch.
     """
 
-    def __init__(self, workload: Workload, dtype: str, device: torch.device, seed: int = 0) -> None:
-        self.workload, self.dtype, self.device = workload, dtype, device
-        generator = torch.Generator(device).manual_seed(seed)
-        size = (workload.T, workload.batch, *workload.shape)
-        drawn = torch.rand(size, generator=generator, device=device)
-        rates = torch.rand(size[1:], generator=generator, device=device)
-        steps = (drawn < rates).float().flatten(0, 1)
-        self.x = steps.contiguous(memory_format=torch.channels_last).unflatten(0, size[:2])
-        self.labels = torch.randint(
-            workload.num_classes, (workload.batch,), generator=generator, device=device
-        )
+    optimizer, layout = "sgd", torch.channels_last
+
+    def __init__(self, x: Tensor, labels: Tensor, dtype: str) -> None:
+        self.x, self.labels, self.dtype, self.device = x, labels, dtype, x.device
+
+    def share(self, make: Callable[[], nn.Module], call: Callable[[nn.Module], Any]) -> nn.Module:
+        """Make the network whose weights are shared; `call` runs it on the batch."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # the same weights in every process
-            net = workload.network(workload.neuron)
-        net.to(device, memory_format=torch.channels_last)
-        for module in net.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.momentum = 1.0
+            net = make()
+        net.to(self.device, memory_format=self.layout)  # type: ignore[call-overload]
+        norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.momentum = 1.0
         with torch.no_grad(), self.autocast():
-            sf.Temporal(net)(self.x)
+            call(net)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
         self.state = {name: value.clone() for name, value in net.state_dict().items()}
+        return net
 
     def autocast(self) -> torch.autocast:
         enabled = DTYPES[self.dtype] is torch.bfloat16
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+
+    def restore(self, net: nn.Module) -> None:
+        """Copy the shared weights back into a network."""
+        with torch.no_grad():
+            for name, value in net.state_dict().items():
+                value.copy_(self.state[name])
+
+
+class WorkloadTask(Task):
+    """A workload in one precision on one device; the input is a Poisson encoding."""
+
+    def __init__(self, workload: Workload, dtype: str, device: torch.device, seed: int = 0) -> None:
+        self.workload, self.optimizer = workload, workload.optimizer
+        options: dict[str, Any] = {"device": device}
+        options["generator"] = torch.Generator(device).manual_seed(seed)
+        size = (workload.T, workload.batch, *workload.shape)
+        drawn = torch.rand(size, **options)
+        steps = (drawn < torch.rand(size[1:], **options)).float().flatten(0, 1)
+        x = steps.contiguous(memory_format=self.layout).unflatten(0, size[:2])
+        labels = torch.randint(workload.num_classes, (workload.batch,), **options)
+        super().__init__(x, labels, dtype)
+        self.share(lambda: workload.network(workload.neuron), lambda net: sf.Temporal(net)(x))
 
     def network(self, activation: Callable[[], nn.Module], norms: bool = True) -> nn.Module:
         """Make the network with the shared weights and other activations."""
@@ -181,12 +200,6 @@ class Task:
         net.load_state_dict(state, assign=True)
         return net
 
-    def restore(self, net: nn.Module) -> None:
-        """Copy the shared weights back into a network."""
-        with torch.no_grad():
-            for name, value in net.state_dict().items():
-                value.copy_(self.state[name])
-
 
 # A step takes input and labels, and returns logits and loss.
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -194,10 +207,10 @@ Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 @dataclass
 class Network:
-    """A network to measure: `net` for one time step, and its `call` over all time steps."""
+    """A network to measure: `net` with the weights, and its `call` over all time steps."""
 
     net: nn.Module
-    call: Callable[[Tensor], Tensor]  # [T, B, C, H, W] to [T, B, classes]
+    call: Callable[[Tensor], Tensor]  # the batch to [T, B, classes]
     neuron: type[nn.Module] | None = None  # of its spiking modules, [T*B, ...] to the same
     exact: bool = False  # its spikes equal the reference's bit for bit
     note: str = ""  # printed below tables
@@ -217,20 +230,18 @@ class Network:
 
 
 def spiking(
-    task: Task,
+    task: WorkloadTask,
     fused: bool = False,
     policy: memory.Policy | None = None,
     impl: str = "auto",
-    threshold: float = 1.0,
     wrap: Callable[[nn.Module], Callable[..., Tensor]] = lambda net: net,
 ) -> Network:
     """Make our network: a `Temporal` over ordinary torch modules.
 
     Args:
-        threshold: factor of the neurons' threshold.
         wrap: applied to the container, such as DistributedDataParallel.
     """
-    net = sf.Temporal(task.network(partial(task.workload.neuron, threshold)), policy)
+    net = sf.Temporal(task.network(task.workload.neuron), policy)
     note = ""
     if fused:
         net = sf.fuse(net)
@@ -246,7 +257,7 @@ def stateless(net: nn.Module, **options: Any) -> Network:
     return Network(net, lambda x: net(x.flatten(0, 1)).unflatten(0, x.shape[:2]), **options)
 
 
-def jelly_function(task: Task) -> Network:
+def jelly_function(task: WorkloadTask) -> Network:
     """Use SpikingJelly's function with a float32 state, its fastest path in both precisions."""
     jelly, options = _jelly(task)
     net = task.network(partial(JellyFunction, task.workload.T, jelly.function))
@@ -264,7 +275,7 @@ class JellyNode(nn.Module):
         return self.node(x.unflatten(0, (self.T, -1))).flatten(0, 1)
 
 
-def jelly_node(task: Task) -> Network:
+def jelly_node(task: WorkloadTask) -> Network:
     """Use SpikingJelly's modules, as its users do.
 
     Raises:
@@ -283,7 +294,7 @@ def jelly_node(task: Task) -> Network:
     return Network(net, call, JellyNode, **options)
 
 
-def _jelly(task: Task) -> tuple[Jelly, dict[str, Any]]:
+def _jelly(task: WorkloadTask) -> tuple[Jelly, dict[str, Any]]:
     """Return SpikingJelly's neurons, and options of `Network`."""
     workload = task.workload
     same = workload.surrogate == "sigmoid"
@@ -305,7 +316,7 @@ def compiled(net: nn.Module) -> Callable[..., Tensor]:
 
 NUM_USUAL = 6
 # A network that cannot be made raises an exception with the reason.
-NETWORKS: dict[str, Callable[[Task], Network]] = {
+NETWORKS: dict[str, Callable[[WorkloadTask], Network]] = {
     FUSED: partial(spiking, fused=True),
     OURS: spiking,
     COMPILED: partial(spiking, fused=True, wrap=compiled),
@@ -326,7 +337,7 @@ def training(task: Task, network: Network) -> Step:
     """Return a training step: forward, loss, backward, optimizer."""
     network.net.train()
     parameters = tuple(network.net.parameters())
-    if task.workload.optimizer == "sgd":
+    if task.optimizer == "sgd":
         optimizer: Any = torch.optim.SGD(parameters, LEARNING_RATE, momentum=0.9, fused=True)
     else:
         capturable = task.device.type == "cuda"
@@ -393,20 +404,15 @@ def measure_network(
     names: list[str], timing: Timing, workload: Workload, device: torch.device, about: Record
 ) -> Record:
     """Verify and time the step of several networks."""
-    task, kind = Task(workload, about["dtype"], device), about["steps"]
-    make = partial(spiking, task)
-    reference = NetworkReference.of(task, kind, make)
-    fused: NetworkReference | None = None
+    task, kind = WorkloadTask(workload, about["dtype"], device), about["steps"]
+    reference = NetworkReference(task, kind, spiking(task, impl="reference"))
     agreements: dict[str, Agreement] = {}
     networks: dict[str, Network] = {}  # by contender
     contenders: dict[str, tuple[str, str, Contender]] = {}
     for name in names:
         reason = ""
         try:
-            if name.startswith(FUSED) and fused is None:
-                fused = NetworkReference.of(task, kind, make, reference)
-            own = fused if name.startswith(FUSED) else reference
-            agreements[name] = Agreement(task, kind, NETWORKS[name], own)
+            agreements[name] = Agreement(task, kind, NETWORKS[name], reference)
         except Exception as error:  # the others are still measured
             reason = first_line(error)
         ways = STEP_WAYS if name.startswith(OURS) else WAYS
@@ -419,8 +425,7 @@ def measure_network(
                 contender = contender_of(title, way, step, (task.x, task.labels), device)
                 contender.note = network.note
             contenders[title] = name, way, contender
-    for agreement in agreements.values():
-        agreement.reference.spikes = []  # which verification does not need
+    del reference  # its spikes are no longer needed
 
     def verify(contender: Contender, found: tuple[Tensor, Tensor | None]) -> None:
         result = networks[contender.name].result(found)

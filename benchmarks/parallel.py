@@ -37,7 +37,7 @@ from benchmarks import networks, plots, record, runner
 from benchmarks.agreement import ROUNDING, StepResult
 from benchmarks.events import CLASSES, event_neuron
 from benchmarks.layers import DTYPES, LOOP, OURS
-from benchmarks.networks import FUSED, WORKLOADS, Task
+from benchmarks.networks import FUSED, WORKLOADS, WorkloadTask
 from benchmarks.runner import (
     EAGER,
     GRAPH,
@@ -145,7 +145,7 @@ def ways(device: torch.device) -> tuple[str, ...]:
 
 def data_rows(args: argparse.Namespace, device: torch.device) -> Iterator[Record]:
     workload = WORKLOADS["conv-mnist"].small() if args.quick else WORKLOADS[args.workload]
-    task = Task(workload, args.dtype, device, seed=dist.get_rank())
+    task = WorkloadTask(workload, args.dtype, device, seed=dist.get_rank())
     for name in args.networks:
         for way in ways(device):
             row = {"network": name, "way": way, "processes": dist.get_world_size()}
@@ -162,7 +162,9 @@ class RankStep:
     held_bytes: int = 0
 
 
-def measure_data(task: Task, options: dict[str, Any], way: str, args: argparse.Namespace) -> Record:
+def measure_data(
+    task: WorkloadTask, options: dict[str, Any], way: str, args: argparse.Namespace
+) -> Record:
     """Verify a step, then time it in turns. If one process fails, all report it."""
     device, count, reason = task.device, dist.get_world_size(), ""
     ids = [device] if device.type == "cuda" else None
@@ -214,7 +216,7 @@ def measure_data(task: Task, options: dict[str, Any], way: str, args: argparse.N
     return row
 
 
-def verify_data(task: Task, alone: RankStep, together: RankStep) -> None:
+def verify_data(task: WorkloadTask, alone: RankStep, together: RankStep) -> None:
     """Compare the step of all processes with the steps of each process alone.
 
     Raises:
