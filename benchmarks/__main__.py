@@ -34,10 +34,10 @@ def commands(gpus: int) -> list[list[str]]:
     if gpus > 1:
         names = [*TABLES]
         ranks = [
-            (gpus, "time_sharding"),
+            (gpus, "parallel time"),
             *((2, f"parallel data --workload {w}") for w in WORKLOADS),
         ]
-        ranks += [(n, "parallel events") for n in (1, 2, 4, 8) if n <= gpus]
+        ranks += [(n, "events sharded") for n in (1, 2, 4, 8) if n <= gpus]
     torchrun = [*python, "torch.distributed.run", "--standalone", "--nproc_per_node"]
     return [
         *([*torchrun, str(n), "-m", *f"benchmarks.{name}".split()] for n, name in ranks),

@@ -370,7 +370,7 @@ def event_scaling(result: Result) -> Parts:
 
 
 def events(result: Result) -> Parts:
-    """Yield samples a second by network and case, and the verification."""
+    """Yield samples a second by network and case."""
     rows, shown = result["rows"], (DENSE, DENSE + REPLAY, EVENTS, LISTS, PRODUCTS)
     names = [n for n in shown if any(n in row["samples_per_s"] for row in rows)]
     lines = [
@@ -381,13 +381,6 @@ def events(result: Result) -> Parts:
     yield "Samples a second, whole training steps:"
     columns = keys("case", "neurons", "activity", *names)
     yield table(lines, columns | {"events over dense": "gain"})
-    checks = [row["checks"][EVENTS] for row in rows if EVENTS in row["checks"]]
-    sites, flips = (sum(check[key] for check in checks) for key in ("sites", "flips"))
-    error = max((e for check in checks for e in check["errors"].values()), default=0.0)
-    yield (
-        f"Of {sites:,} spikes on events, {flips} differ from those in float64 for the same "
-        f"inputs, and no gradient differs by more than {error:.1g} of its norm."
-    )
 
 
 # Training

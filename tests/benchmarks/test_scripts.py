@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import benchmarks.__main__ as everything
-from benchmarks import events, neurons, parallel, record, reproduce, time_sharding
+from benchmarks import events, neurons, parallel, record, reproduce
 from benchmarks.events import DENSE, EVENTS
 from benchmarks.layers import LOOP, OURS
 from tests.processes import finish, torchrun
@@ -32,7 +32,7 @@ SCRIPTS = (
     "neurons first_call --backend numba --neurons LIF",
     "reproduce temporal-fusion-mnist-resnet18",
 )
-SHARED = ("parallel data --networks spikefuse", "time_sharding --chunks 1 2 --rounds 1")
+SHARED = ("parallel data --rounds 1", "parallel time --rounds 1")
 # tests/parity runs convert, because it needs other libraries.
 NAMES = {command.split()[0] for command in (*SCRIPTS, *SHARED)} | {"tables", "convert"}
 
@@ -72,22 +72,21 @@ def test_script(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_scripts_of_processes(tmp_path: Path) -> None:
     found = {}
     for command in SHARED:
-        name, *options = command.split()
-        options += [*QUICK, "--out", str(tmp_path / name)]
-        finish(torchrun(2, "-m", f"benchmarks.{name}", *options, folder=record.ROOT), 300)
-        found[name] = check(tmp_path / name)
-        assert all(row["status"] == "ok" for row in found[name])
-    layers = [row for row in found["time_sharding"] if row["what"] == "layer"]
-    networks = [row for row in found["time_sharding"] if row["what"] == "network"]
+        name, what, *options = command.split()
+        options += [*QUICK, "--out", str(tmp_path / what)]
+        finish(torchrun(2, "-m", f"benchmarks.{name}", what, *options, folder=record.ROOT), 300)
+        found[what] = check(tmp_path / what)
+        assert all(row["status"] == "ok" for row in found[what])
+    layers = [row for row in found["time"] if row["what"] == "layer"]
+    networks = [row for row in found["time"] if row["what"] == "network"]
     assert [row["time"] for row in layers] == [1, 2]
-    assert layers[1]["by_chunks"].keys() == {"1", "1, waiting", "2, waiting"}
     assert [(row["data"], row["time"]) for row in networks] == [(1, 1), (2, 1), (1, 2), (1, 2)]
 
 
 def test_numbers_of_ranks_share_a_result(tmp_path: Path) -> None:
-    options = ["events", "--rounds", "1", *QUICK, "--out", str(tmp_path)]
+    options = ["sharded", "--rounds", "1", *QUICK, "--out", str(tmp_path)]
     for ranks in (2, 1):
-        finish(torchrun(ranks, "-m", "benchmarks.parallel", *options, folder=record.ROOT), 300)
+        finish(torchrun(ranks, "-m", "benchmarks.events", *options, folder=record.ROOT), 300)
     rows = {row["ranks"]: row for row in check(tmp_path)}
     assert {ranks: row["neurons"] for ranks, row in rows.items()} == {1: 200, 2: 400}
     assert rows[1]["efficiency"] == 1
@@ -99,12 +98,12 @@ def test_rows_of_another_revision_are_not_continued(
 ) -> None:
     args = argparse.Namespace(out=tmp_path, name="event_scaling", device="cpu", quick=True)
     monkeypatch.setenv("SPIKEFUSE_REVISION", "0")
-    assert parallel.earlier_rows(args) == []
+    assert events.earlier_rows(args) == []
     result = record.document(args.name, torch.device("cpu"), args.quick, {})
     record.write(tmp_path, result | {"rows": [{"ranks": 2}]})
-    assert parallel.earlier_rows(args) == [{"ranks": 2}]
+    assert events.earlier_rows(args) == [{"ranks": 2}]
     monkeypatch.setenv("SPIKEFUSE_REVISION", "1")
-    assert parallel.earlier_rows(args) == []
+    assert events.earlier_rows(args) == []
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
@@ -116,9 +115,9 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_wrong_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for script, message in ((time_sharding, "start it with torchrun"), (neurons, "at least 1")):
+    for script, message in ((parallel, "start it with torchrun"), (neurons, "at least 1")):
         with pytest.raises(SystemExit):
-            script.main(["--quick", "--rounds", "-1" if script is neurons else "1"])
+            script.main(["models", "--rounds", "-1"] if script is neurons else ["time"])
         assert message in capsys.readouterr().err
 
 
@@ -127,11 +126,11 @@ def test_everything_is_run_and_failures_are_named(monkeypatch: pytest.MonkeyPatc
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         seen.append(" ".join(command))
-        return subprocess.CompletedProcess(command, int("parallel events" in seen[-1]))
+        return subprocess.CompletedProcess(command, int("events sharded" in seen[-1]))
 
     monkeypatch.setattr("subprocess.run", run)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    with pytest.raises(SystemExit, match=r"failed: .*--nproc_per_node 1 -m benchmarks\.parallel"):
+    with pytest.raises(SystemExit, match=r"failed: .*--nproc_per_node 1 -m benchmarks\.events"):
         everything.main(["--gpus"])
     assert "benchmarks.tables" in seen[-1]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

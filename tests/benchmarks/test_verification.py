@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,9 +18,8 @@ from benchmarks.agreement import Agreement, NetworkReference
 from benchmarks.events import DENSE, EVENTS, EventTask
 from benchmarks.layers import JELLY_NODE, OURS, Inputs, LayerResult, LayerTruth
 from benchmarks.networks import Network, Workload, WorkloadTask
+from benchmarks.parallel import NetworkStep
 from benchmarks.runner import Contender
-from benchmarks.time_sharding import verify_replay
-from spikefuse.events import products_numba
 from spikefuse.nn import Block
 
 CPU = torch.device("cpu")
@@ -173,10 +171,13 @@ def test_fused_networks(task: WorkloadTask, reference: NetworkReference) -> None
 
 
 def test_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.time_sharding.highest", lambda value, device: value)
+    monkeypatch.setattr("benchmarks.parallel.highest", lambda value, device: value)
 
-    class Step:
+    class Step(NetworkStep):
         device = CPU
+
+        def __init__(self) -> None:
+            pass
 
         def __call__(self) -> list[Tensor]:
             return [torch.tensor([1.0, 2.0])]
@@ -187,10 +188,10 @@ def test_replays(monkeypatch: pytest.MonkeyPatch) -> None:
         static.copy_(torch.tensor([value, 2.0]))
         return [static]
 
-    verify_replay(Step(), lambda: replay(1.0))
+    Step().verify(lambda: replay(1.0))
     for wrong in (lambda: replay(2.0), lambda: [static]):  # the second writes nothing
         with pytest.raises(AssertionError, match="a replay differs"):
-            verify_replay(Step(), wrong)
+            Step().verify(wrong)
 
 
 # Events
@@ -198,30 +199,19 @@ def test_replays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", [EVENTS, DENSE])
 @pytest.mark.parametrize("excitatory", [False, True])
-def test_events(name: str, excitatory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events(name: str, excitatory: bool) -> None:
     case = replace(events.QUICK, excitatory=excitatory)
     task = EventTask(case, 0.5 if excitatory else 0.1, CPU)
-    result = task.contender(name).run()
-    about = events.verify(task, name, result)
-    assert about["flips"] == 0
-    assert about["step"] < 1e-4
-    with pytest.raises(AssertionError, match="the step differs"):
-        events.verify(task, name, (result[0] + 1, result[1]))
-    if name == DENSE:
-        return
-    assert about["sites"] == 20 * 4 * 110  # compared with float64 layer by layer
-    assert 0 < about["errors"]["gradient of weights"] < 1e-4
-    finished = products_numba.Gradients.finished
-
-    def wrong(self: Any, sums: np.ndarray) -> object:
-        weight, bias, values = finished(self, sums)
-        weight[0] *= 1.01
-        return weight, bias, values
-
-    with monkeypatch.context() as patch:
-        patch.setattr(products_numba.Gradients, "finished", wrong)
-        with pytest.raises(AssertionError, match="gradient of weights differs by"):
-            events.verify(task, name, result)
-    task.networks[name].net[0].neuron.threshold = 0.999
-    with pytest.raises(AssertionError, match="a spike differs"):
-        events.verify(task, name, result)
+    logits, grads = task.contender(name).run()
+    events.verify(task, (logits, grads))
+    other = logits.clone()
+    other[0] += 1
+    for wrong, message in (
+        ((logits + 1, grads), "logits of 4 samples differ"),
+        ((logits, [1.01 * grads[0], *grads[1:]]), "gradient 0 differs by 0.01"),
+        ((other, [2 * grads[0], *grads[1:]]), "gradient 0 differs by 1"),  # of another sample
+        ((logits / 0, grads), "not finite"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            events.verify(task, wrong)
+    events.verify(task, (other, grads))
