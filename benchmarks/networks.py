@@ -13,8 +13,8 @@ entropy of the mean over time, backward, and a step of a fused optimizer; an
 evaluation step is forward without gradients, and the classes. float32 has TF32 convolutions,
 PyTorch's default; bfloat16 uses autocast, as in the trainer.
 
-SpikingJelly is measured if it is installed: its modules, and its function with a float32 state on
-views of the same tensors. "ReLU and batch norm" is the same network with ReLUs in place of neurons,
+SpikingJelly is measured if it is installed, by its function with a float32 state on views of the
+same tensors. "ReLU and batch norm" is the same network with ReLUs in place of neurons,
 on a batch T times as large; "convolutions alone" has no norms either.
 
 Memory is what a step needs beyond weights, optimizer and input: at its peak, or the growth of the
@@ -40,7 +40,6 @@ from benchmarks.agreement import Agreement, NetworkReference, StepResult
 from benchmarks.layers import (
     DTYPES,
     JELLY_FUNCTION,
-    JELLY_NODE,
     LOOP,
     OURS,
     Jelly,
@@ -259,48 +258,13 @@ def stateless(net: nn.Module, **options: Any) -> Network:
 
 def jelly_function(task: WorkloadTask) -> Network:
     """Use SpikingJelly's function with a float32 state, its fastest path in both precisions."""
-    jelly, options = _jelly(task)
-    net = task.network(partial(JellyFunction, task.workload.T, jelly.function))
-    return stateless(net, neuron=JellyFunction, **options)
-
-
-class JellyNode(nn.Module):
-    """SpikingJelly's module on the folded tensor."""
-
-    def __init__(self, T: int, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.T, self.node = T, make()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.node(x.unflatten(0, (self.T, -1))).flatten(0, 1)
-
-
-def jelly_node(task: WorkloadTask) -> Network:
-    """Use SpikingJelly's modules, as its users do.
-
-    Raises:
-        ValueError: in bfloat16, in which its state would be bfloat16 too.
-    """
-    if task.dtype != "float32":
-        raise ValueError(f"with a {task.dtype} state it has only an eager loop")
-    jelly, options = _jelly(task)
-    net = task.network(lambda: JellyNode(task.workload.T, jelly.node))
-
-    def call(x: Tensor) -> Tensor:
-        y = net(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        jelly.functional.reset_net(net)
-        return y
-
-    return Network(net, call, JellyNode, **options)
-
-
-def _jelly(task: WorkloadTask) -> tuple[Jelly, dict[str, Any]]:
-    """Return SpikingJelly's neurons, and options of `Network`."""
     workload = task.workload
     same = workload.surrogate == "sigmoid"
     jelly = Jelly(task.device, workload.decay, workload.threshold, sigmoid=same)
+    net = task.network(partial(JellyFunction, workload.T, jelly.function))
     missing = f"; without a {workload.surrogate} surrogate: PiecewiseQuadratic instead"
-    return jelly, {"note": jelly.note + ("" if same else missing), "same_gradient": same}
+    note = jelly.note + ("" if same else missing)
+    return stateless(net, neuron=JellyFunction, note=note, same_gradient=same)
 
 
 def compiled(net: nn.Module) -> Callable[..., Tensor]:
@@ -323,7 +287,6 @@ NETWORKS: dict[str, Callable[[WorkloadTask], Network]] = {
     JELLY_FUNCTION: jelly_function,
     RELU: lambda task: stateless(task.network(nn.ReLU)),
     CONVOLUTIONS: lambda task: stateless(task.network(nn.Identity, norms=False)),
-    JELLY_NODE: jelly_node,
     LOOP: partial(spiking, impl="reference"),
     **{
         f"{FUSED}, {name}": partial(spiking, fused=True, policy=policy)
