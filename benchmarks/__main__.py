@@ -29,15 +29,12 @@ WORKLOADS = ("resnet18-mnist", "alexnet-imagenet", "resnet34-imagenet")
 def commands(gpus: int) -> list[list[str]]:
     """Return the commands for no GPU, for one, or for several."""
     python = [sys.executable, "-m"]
-    names = [*(ON_GPU if gpus else ()), *ANYWHERE]
     ranks: list[tuple[int, str]] = []
+    names = [*(ON_GPU if gpus else ()), *ANYWHERE]
     if gpus > 1:
-        names = [*TABLES]
-        ranks = [
-            (gpus, "parallel time"),
-            *((2, f"parallel data --workload {w}") for w in WORKLOADS),
-        ]
-        ranks += [(n, "events sharded") for n in (1, 2, 4, 8) if n <= gpus]
+        names = list(TABLES)
+        ranks = [(gpus, "parallel time"), (gpus, "events sharded")]
+        ranks += [(2, f"parallel data --workload {w}") for w in WORKLOADS]
     torchrun = [*python, "torch.distributed.run", "--standalone", "--nproc_per_node"]
     return [
         *([*torchrun, str(n), "-m", *f"benchmarks.{name}".split()] for n, name in ranks),

@@ -2,7 +2,7 @@
 
     python -m benchmarks.events                     all cases
     python -m benchmarks.events --cases shd 47k     some of them
-    torchrun --nproc_per_node 1 -m benchmarks.events sharded      adds a row; also with 2, 4, ...
+    torchrun --nproc_per_node 4 -m benchmarks.events sharded --largest 256500
 
 The cases follow Finkbeiner and Neftci's poster "Drastically Improved SNN-Training Throughput on the
 IPU by Utilizing Activation Sparsity". A step is forward, backward and update. Random weights are
@@ -15,7 +15,8 @@ because small networks are bound by the host. The environment variable OMP_WAIT_
 matters on a CPU, is recorded.
 
 sharded: the neurons of each layer are split over ranks. Each rank adds as many neurons, in layers
-of constant width, and as many events. Efficiency is the time of one rank over that of K ranks.
+of constant width, and as many events. Efficiency is the time of one rank over that of K ranks; the
+ranks beside these K repeat their work.
 """
 
 from __future__ import annotations
@@ -38,14 +39,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spikefuse as sf
-from benchmarks import plots, record, runner
+from benchmarks import plots, runner
 from benchmarks.processes import highest, run_processes
 from benchmarks.runner import GRAPH, Contender, Record, Timing, contender_of, difference, measure
 from spikefuse.distributed import NeuronShard, Replicated, shard_neurons
 from spikefuse.distributed.neuron_sharding import bounds
 from spikefuse.models import event_mlp, mlp, split_widths
 from spikefuse.nn import EventLinear, Events, scale_to_rate
-from spikefuse.train.processes import Processes
 
 EVENTS, DENSE = "events", "dense, fused over time"
 LISTS, PRODUCTS = "events, lists only", "events, dense products only"
@@ -91,14 +91,12 @@ def main(argv: list[str] | None = None) -> Path | None:
     parser.add_argument("what", nargs="?", choices=("activity", "sharded"), default="activity")
     parser.add_argument("--cases", nargs="*", choices=CASES, metavar="CASE",
                         help=f"of {', '.join(CASES)} (all)")  # fmt: skip
-    parser.add_argument("--neurons", type=int, help="of each rank of sharded (47,500)")
+    parser.add_argument("--largest", type=int, help="neurons of each rank in one more sharded row")
     args = runner.parse(parser, argv)
     if args.what == "sharded":
         sizes = QUICK_SIZES if args.quick else SHARDED_SIZES
-        neurons = max(args.neurons or sizes["neurons"], sizes["width"])
-        vars(args).update({**sizes, "rate": RATE, "neurons": neurons, "name": "event_scaling"})
-        rows = partial(event_rows, earlier_rows(args) if Processes.started().main else [])
-        return run_processes(parser, args, rows, plots.weak_scaling, least=1)
+        vars(args).update({**sizes, "rate": RATE, "name": "event_scaling"})
+        return run_processes(parser, args, sharded_rows, plots.weak_scaling)
     if args.cases is None:
         args.cases = ["shd"] if args.quick else list(CASES)
     device, timing = torch.device(args.device), replace(Timing.of(args), turn_ms=0.0)
@@ -259,44 +257,35 @@ def verify(task: EventTask, result: Step) -> None:
 # Sharded event layers
 
 
-def earlier_rows(args: argparse.Namespace) -> list[Record]:
-    """Return the rows of the result that will be replaced: those of other numbers of ranks, if they
-    were measured at the same revision with the same versions."""
-    args.out = record.folder(args.out, args.quick)
-    now = record.document(args.name, torch.device(args.device), args.quick, {})
-    path = record.path_of(args.out, args.name, now["machine"])
-    before = record.read(path) if path.exists() else {}
-    same = all(before.get(key) == now[key] for key in ("revision", "dirty", "versions"))
-    return before["rows"] if same else []
+def sharded_rows(args: argparse.Namespace, device: torch.device) -> Iterator[Record]:
+    """Yield a row per number of ranks, and one of the largest network.
+
+    Groups of fewer ranks repeat the same work at the same time.
+    """
+    count, one = dist.get_world_size(), 0.0
+    for ranks in (k for k in range(1, count + 1) if count % k == 0):
+        group, _ = dist.new_subgroups(ranks)
+        row = {"what": "weak scaling"} | measure_sharded(args, args.neurons, group, device)
+        (found,) = row["contenders"]
+        if found["status"] == "ok":
+            taken = found["wall_ms"]["median"]
+            one = taken if ranks == 1 else one
+            row |= {"efficiency": round(one / taken, 4)} if one else {}
+        yield row
+    if args.largest:
+        row = measure_sharded(args, args.largest, dist.group.WORLD, device)
+        yield {"what": "the largest"} | row
 
 
-def event_rows(
-    earlier: list[Record], args: argparse.Namespace, device: torch.device
-) -> Iterator[Record]:
-    usual = args.neurons == (QUICK_SIZES if args.quick else SHARDED_SIZES)["neurons"]
-    row = {"what": "weak scaling" if usual else "the largest"} | measure_events(args, device)
-    key = row["what"], row["ranks"]
-    rows = [r for r in earlier if (r["what"], r["ranks"]) != key] + [row]
-    scaling = {r["ranks"]: milliseconds(r) for r in rows if r["what"] == "weak scaling"}
-    for found in rows:
-        one, taken = scaling.get(1), milliseconds(found)
-        if one and taken and found["what"] == "weak scaling":
-            found["efficiency"] = round(one / taken, 4)
-        yield found
-
-
-def milliseconds(row: Record) -> float | None:
-    (contender,) = row.get("contenders", [{}])
-    return contender["wall_ms"]["median"] if "wall_ms" in contender else None
-
-
-def measure_events(args: argparse.Namespace, device: torch.device) -> Record:
+def measure_sharded(
+    args: argparse.Namespace, neurons: int, group: Any, device: torch.device
+) -> Record:
     torch.manual_seed(0)
     drawn = torch.rand(args.T, args.batch, args.width) < RATE
     events = Events.from_dense(drawn.float().to(device))
     labels = torch.randint(CLASSES, (args.batch,)).to(device)
-    torch.manual_seed(1 + dist.get_rank())
-    net = event_network(args, events, device)
+    torch.manual_seed(1 + dist.get_rank(group))
+    net = sharded_network(args.width, neurons, events, group)
     temporal = sf.Temporal(net)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.0, fused=True)
 
@@ -308,34 +297,36 @@ def measure_events(args: argparse.Namespace, device: torch.device) -> Record:
 
     timing = Timing(Timing.of(args).clock, args.rounds, turn_ms=0.0)
     contender = Contender("events, neurons sharded", step)
-    found = measure([contender], lambda *_: verify_events(device), timing)
-    own = sum(p.numel() for shard in net[:-1] for p in shard.parameters())
-    total = torch.tensor(own, device=device)
-    dist.all_reduce(total)
+    found = measure([contender], lambda *_: verify_sharded(group, device), timing)
+    total = torch.tensor([p.numel() for p in net[:-1].parameters()], device=device).sum()
+    dist.all_reduce(total, group=group)
     row = {
-        "ranks": dist.get_world_size(),
+        "ranks": dist.get_world_size(group),
         "neurons": args.width * (len(net) - 1),
         "parameters": int(total) + sum(p.numel() for p in net[-1].parameters()),
     } | found
     if found["contenders"][0]["status"] == "ok":
-        row["samples_per_s"] = round(1e3 * args.batch / milliseconds(row), 2)
+        milliseconds = found["contenders"][0]["wall_ms"]["median"]
+        row["samples_per_s"] = round(1e3 * args.batch / milliseconds, 2)
     return row
 
 
-def event_network(args: argparse.Namespace, events: Events, device: torch.device) -> nn.Sequential:
+def sharded_network(width: int, neurons: int, events: Events, group: Any) -> nn.Sequential:
     """Make each rank's shards, layer by layer at the requested activity."""
     layers: list[nn.Module] = []
-    for _ in range(args.neurons // args.width * dist.get_world_size()):
-        shard = NeuronShard(args.width, args.width, event_neuron(), device=device)
+    for _ in range(max(1, neurons // width) * dist.get_world_size(group)):
+        shard = NeuronShard(width, width, event_neuron(), group, device=events.device)
         scale_to_rate(shard.layer, events, RATE)
         with torch.no_grad():
             events = shard(events)
         layers.append(shard)
     torch.manual_seed(0)
-    return nn.Sequential(*layers, Replicated(EventLinear(args.width, CLASSES, device=device)))
+    return nn.Sequential(
+        *layers, Replicated(EventLinear(width, CLASSES, device=events.device), group)
+    )
 
 
-def verify_events(device: torch.device) -> None:
+def verify_sharded(group: Any, device: torch.device) -> None:
     """Compare a small sharded network with the whole one, on every rank.
 
     Raises:
@@ -347,15 +338,16 @@ def verify_events(device: torch.device) -> None:
     whole = nn.Sequential(*(EventLinear(i, o, n, impl=lists) for i, o, n in sizes)).to(device)
     events = Events.from_dense((torch.rand(20, 4, 60) < 0.2).float().to(device))
     scale_to_rate(whole, events, 0.2)
-    sharded = shard_neurons(copy.deepcopy(whole))
+    sharded = shard_neurons(copy.deepcopy(whole), group)
     outputs = []
     for net in (whole, sharded):
         outputs.append(sf.Temporal(net)(events))
         outputs[-1].square().sum().backward()
     pairs = {"outputs": (outputs[1].detach(), outputs[0].detach())}
     for i, (layer, shard) in enumerate(zip(whole, sharded, strict=True)):
-        first = bounds(layer.out_features) if isinstance(shard, NeuronShard) else None
-        own = slice(None) if first is None else slice(*first[dist.get_rank() :][:2])
+        own = slice(None)
+        if isinstance(shard, NeuronShard):
+            own = slice(*bounds(layer.out_features, group)[dist.get_rank(group) :][:2])
         for name in ("weight", "bias"):
             grad, expected = getattr(shard.layer, name).grad, getattr(layer, name).grad
             pairs[f"gradients of {name} {i}"] = grad, expected[own]

@@ -28,12 +28,11 @@ def run_processes(
     args: argparse.Namespace,
     rows: Callable[[argparse.Namespace, torch.device], Iterator[Record]],
     plot: Callable[[Record, Path], Any] | None = None,
-    least: int = 2,
 ) -> Path | None:
     """Measure rows in all processes that torchrun started; the main process writes them."""
     processes, path = Processes.started(), None
-    if "TORCHELASTIC_RUN_ID" not in os.environ or processes.count < least:
-        parser.error(f"start it with torchrun --nproc_per_node N, N at least {least}")
+    if "TORCHELASTIC_RUN_ID" not in os.environ or processes.count < 2:
+        parser.error("start it with torchrun --nproc_per_node N, N at least 2")
     device = torch.device("cpu")
     if args.device == "cuda":
         device = torch.device("cuda", processes.local_rank)

@@ -132,13 +132,9 @@ def folder(out: Path | None, quick: bool) -> Path:
     return Path(tempfile.mkdtemp(prefix="spikefuse-quick-")) if quick else RESULTS
 
 
-def path_of(into: Path, benchmark: str, machine: dict[str, Any]) -> Path:
-    return into / f"{benchmark}-{slug(machine)}.json"
-
-
 def write(into: Path, result: dict[str, Any]) -> Path:
     """Write a result atomically."""
-    path = path_of(into, result["benchmark"], result["machine"])
+    path = into / f"{result['benchmark']}-{slug(result['machine'])}.json"
     into.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(result, indent=1) + "\n")

@@ -120,7 +120,7 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "event-scaling": (
         "event_scaling",
         each(sections.event_scaling, "efficiency over ranks"),
-        TORCHRUN.format("RANKS", "events sharded"),
+        TORCHRUN.format(4, "events sharded --largest 256500"),
     ),
     "spoken-digits": (
         "spoken_digits*",

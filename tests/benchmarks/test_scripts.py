@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import subprocess
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import benchmarks.__main__ as everything
 from benchmarks import events, neurons, parallel, record, reproduce
@@ -32,7 +30,11 @@ SCRIPTS = (
     "neurons first_call --backend numba --neurons LIF",
     "reproduce temporal-fusion-mnist-resnet18",
 )
-SHARED = ("parallel data --rounds 1", "parallel time --rounds 1")
+SHARED = (
+    "parallel data --rounds 1",
+    "parallel time --rounds 1",
+    "events sharded --rounds 1 --largest 300",
+)
 # tests/parity runs convert, because it needs other libraries.
 NAMES = {command.split()[0] for command in (*SCRIPTS, *SHARED)} | {"tables", "convert"}
 
@@ -76,34 +78,17 @@ def test_scripts_of_processes(tmp_path: Path) -> None:
         options += [*QUICK, "--out", str(tmp_path / what)]
         finish(torchrun(2, "-m", f"benchmarks.{name}", what, *options, folder=record.ROOT), 300)
         found[what] = check(tmp_path / what)
-        assert all(row["status"] == "ok" for row in found[what])
     layers = [row for row in found["time"] if row["what"] == "layer"]
     networks = [row for row in found["time"] if row["what"] == "network"]
+    assert all(row["status"] == "ok" for row in (*layers, *networks, *found["data"]))
     assert [row["time"] for row in layers] == [1, 2]
     assert [(row["data"], row["time"]) for row in networks] == [(1, 1), (2, 1), (1, 2), (1, 2)]
-
-
-def test_numbers_of_ranks_share_a_result(tmp_path: Path) -> None:
-    options = ["sharded", "--rounds", "1", *QUICK, "--out", str(tmp_path)]
-    for ranks in (2, 1):
-        finish(torchrun(ranks, "-m", "benchmarks.events", *options, folder=record.ROOT), 300)
-    rows = {row["ranks"]: row for row in check(tmp_path)}
-    assert {ranks: row["neurons"] for ranks, row in rows.items()} == {1: 200, 2: 400}
-    assert rows[1]["efficiency"] == 1
-    assert rows[2]["efficiency"] > 0
-
-
-def test_rows_of_another_revision_are_not_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = argparse.Namespace(out=tmp_path, name="event_scaling", device="cpu", quick=True)
-    monkeypatch.setenv("SPIKEFUSE_REVISION", "0")
-    assert events.earlier_rows(args) == []
-    result = record.document(args.name, torch.device("cpu"), args.quick, {})
-    record.write(tmp_path, result | {"rows": [{"ranks": 2}]})
-    assert events.earlier_rows(args) == [{"ranks": 2}]
-    monkeypatch.setenv("SPIKEFUSE_REVISION", "1")
-    assert events.earlier_rows(args) == []
+    assert [(row["ranks"], row["neurons"]) for row in found["sharded"]] == [
+        (1, 200),
+        (2, 400),
+        (2, 600),
+    ]
+    assert [row.get("efficiency", 0) > 0 for row in found["sharded"]] == [True, True, False]
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
@@ -130,7 +115,7 @@ def test_everything_is_run_and_failures_are_named(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("subprocess.run", run)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    with pytest.raises(SystemExit, match=r"failed: .*--nproc_per_node 1 -m benchmarks\.events"):
+    with pytest.raises(SystemExit, match=r"failed: .*--nproc_per_node 4 -m benchmarks\.events"):
         everything.main(["--gpus"])
     assert "benchmarks.tables" in seen[-1]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
