@@ -297,21 +297,13 @@ def converted(result: Result) -> Parts:
             f"{number(min(check['rates']))} to {number(max(check['rates']))}"
         ) + (f". {row['fusion'].capitalize()}." if "fusion" in row else ".")
         used.setdefault(row["note"], {})[f"{name} in {row['dtype']}"] = None
-    heads = ("original, ms", "converted, ms", "original as a graph, ms", "converted as a graph, ms")
-    cells = zip(heads, contenders(rows, "wall_ms", BEFORE_AFTER).values(), strict=True)
-    before, after, *graphs = cells
+    before, after, *graphs = contenders(rows, "wall_ms", BEFORE_AFTER).values()
     columns: Columns = {"network": "network", "step": "steps", "dtype": "dtype"}
-    columns |= dict([before, after, ("ratio", "ratio"), *graphs, ("ratio ", "speedup")])
-    yield table(lines, columns | {"MiB, original / converted": "peaks"})
+    columns |= {"original, ms": before, "converted, ms": after, "ratio": "ratio"}
+    columns |= {"original as a graph, ms": graphs[0], "converted as a graph, ms": graphs[1]}
+    yield table(lines, columns | {"ratio ": "speedup", "MiB, original / converted": "peaks"})
     yield "\n".join(notes.values())
     yield "\n".join(f"- {note}: {'; '.join(where)}." for note, where in used.items())
-    reasons = sorted({
-        f"- {c['network']}, {c['steps']} in {c['dtype']}, {c['name']}: {c['reason']}."
-        for c in flat(rows)
-        if c["status"] != "ok"
-    })  # fmt: skip
-    if reasons:
-        yield "\n".join(reasons)
 
 
 # Several processes
