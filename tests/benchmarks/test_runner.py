@@ -91,15 +91,13 @@ def test_failed_cases_are_left_out(tmp_path: Path) -> None:
     cases = (("right", lambda: {"contenders": []}), ("broken", failing))
     result = record.read(runner.run_cases(args, cases))
     assert [row["row"] for row in result["rows"]] == ["right"]
-    reason = "RuntimeError: no such kernel"
-    assert result["left_out"] == [{"row": "broken", "reason": reason}]
+    assert result["left_out"] == [{"row": "broken", "reason": "RuntimeError: no such kernel"}]
 
 
 def test_a_result_has_its_origin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPIKEFUSE_REVISION", "abc123-dirty")
     found = record.document("a_benchmark", torch.device("cpu"), False, {"T": 4})
     assert (found["revision"], found["dirty"]) == ("abc123", True)
-    assert found["machine"]["cores"] >= 1
     assert {"python", "torch", "numba", "spikefuse"} <= found["versions"].keys()
     monkeypatch.delenv("SPIKEFUSE_REVISION")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
