@@ -275,9 +275,7 @@ def measure_block(
 ) -> Record:
     inputs = Inputs.draw(shape, DTYPES[dtype], device).in_layout(LAYOUTS[layout])
     norm = make_norm(shape[2], device)
-    params = tuple(norm.parameters())
-
-    neuron = layers.lif()
+    params, neuron = tuple(norm.parameters()), layers.lif()
 
     def normalized(x: Tensor) -> Tensor:
         return norm(x.flatten(0, 1))

@@ -83,10 +83,7 @@ def test_first_epochs_of_one_time_step(tmp_path: Path) -> None:
     assert profile["augmented_images_per_s"] > 0
 
 
-# Spoken digits
-
-
-def test_networks_differ_in_feedback_alone() -> None:
+def test_networks_for_spoken_digits_differ_in_feedback_alone() -> None:
     nets = {}
     for name in (OURS, FEED_FORWARD):
         reseed(0, Purpose.WEIGHTS)

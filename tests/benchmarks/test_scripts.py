@@ -29,11 +29,7 @@ SCRIPTS = (
     "neurons first_call --backend numba --neurons LIF",
     "reproduce temporal-fusion-mnist-resnet18",
 )
-SHARED = (
-    "parallel data --rounds 1",
-    "parallel time --rounds 1",
-    "events sharded --rounds 1 --largest 300",
-)
+SHARED = ("parallel data", "parallel time", "events sharded --largest 300")
 
 
 def check(out: Path) -> list[dict[str, Any]]:
@@ -72,7 +68,7 @@ def test_scripts_of_processes(tmp_path: Path) -> None:
     found = {}
     for command in SHARED:
         name, what, *options = command.split()
-        options += [*QUICK, "--out", str(tmp_path / what)]
+        options += [*QUICK, "--rounds", "1", "--out", str(tmp_path / what)]
         finish(torchrun(2, "-m", f"benchmarks.{name}", what, *options, folder=record.ROOT), 300)
         found[what] = check(tmp_path / what)
     layers = [row for row in found["time"] if row["what"] == "layer"]
@@ -85,12 +81,13 @@ def test_scripts_of_processes(tmp_path: Path) -> None:
 
 
 def test_wrong_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parallel.main(["time"])
-    assert "start it with torchrun" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        neurons.main(["--rounds", "-1"])
-    assert "at least 1" in capsys.readouterr().err
+    for script, argument, message in (
+        (parallel, "time", "start it with torchrun"),
+        (neurons, "--rounds=-1", "at least 1"),
+    ):
+        with pytest.raises(SystemExit):
+            script.main([argument])
+        assert message in capsys.readouterr().err
 
 
 def test_everything_is_run_and_failures_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
