@@ -378,9 +378,9 @@ def events(result: Result) -> Parts:
 # Training
 
 
-def _last(rows: list[Result]) -> str:
-    """Return the accuracy of each seed after its last epoch."""
-    return by_seed(list({row["seed"]: row["accuracy"] for row in rows}.values()))
+def _last(rows: list[Result], epochs: int) -> str:
+    """Return the accuracy of each seed after all epochs, without runs that were stopped before."""
+    return by_seed([row["accuracy"] for row in rows if row["epoch"] == epochs])
 
 
 def spoken_digits(result: Result) -> Parts:
@@ -391,7 +391,7 @@ def spoken_digits(result: Result) -> Parts:
         speed, seconds = (
             statistics.median(row[key] for row in later) for key in ("examples_per_s", "seconds")
         )
-        lines.append({"name": name, "accuracy": _last(rows), "seconds": seconds,
+        lines.append({"name": name, "accuracy": _last(rows, settings["epochs"]), "seconds": seconds,
                       "examples/s": f"{speed:,.0f}"})  # fmt: skip
     yield (
         f"{settings['data']}, a random fifth held out; hidden layers of "
@@ -412,7 +412,7 @@ def accuracy(result: Result) -> Parts:
         profile = profiles.get(f"{name}, seed {next(iter(seeds))}", {"ms": {}})
         by_steps = {T: [r["images_per_s"] for r in rows if r["T"] == T] for T in steps}
         lines.append({
-            "": name, f"test accuracy, {BY_SEED}": _last(rows),
+            "": name, f"test accuracy, {BY_SEED}": _last(rows, settings["epochs"]),
             "seconds": statistics.median(sum(r["seconds"] for r in one) for one in seeds.values()),
             # The first epoch of each number of steps compiles and records.
             **{f"images/s, T = {T}": round(statistics.median(found[1:] or found))
