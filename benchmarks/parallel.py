@@ -48,6 +48,7 @@ from benchmarks.runner import (
     Contender,
     Record,
     Timing,
+    contender_of,
     difference,
     first_line,
     record_graph,
@@ -95,49 +96,35 @@ def data_rows(args: argparse.Namespace, device: torch.device) -> Iterator[Record
             gc.collect()  # a graph must not outlive its connections
 
 
-@dataclass(frozen=True)
-class RankStep:
-    """A network, its training step, and the memory that a graph of it holds."""
-
-    net: nn.Module
-    step: Callable[[], StepResult]
-    held_bytes: int = 0
-
-
 def measure_data(
     task: WorkloadTask, options: dict[str, Any], way: str, args: argparse.Namespace
 ) -> Record:
     """Verify a step, then time it in turns. If one process fails, all report it."""
-    device, count, reason = task.device, dist.get_world_size(), ""
+    device, count = task.device, dist.get_world_size()
     ids = [device] if device.type == "cuda" else None
     wraps: dict[str, Any] = {"alone": lambda net: net}
     wraps["together"] = partial(averaging, device=device, device_ids=ids)
-    steps: dict[str, RankStep] = {}
-    try:
-        for name, wrap in wraps.items():
-            network = networks.spiking(task, **options, wrap=wrap)
-            step, held = network.step(task, "training"), 0
-            if way == GRAPH:
-                step, held = record_graph(step)
-            steps[name] = RankStep(network.net, step, held)
-    except Exception as error:
-        reason = first_line(error)
+    steps: dict[str, Contender] = {}
+    for name, wrap in wraps.items():
+        network = networks.spiking(task, **options, wrap=wrap)
+        steps[name] = contender_of(name, way, network.step(task, "training"), (), device)
+        task.restore(network.net)  # recording has taken steps
+    reason = steps["alone"].unavailable or steps["together"].unavailable
     if row := failure("unavailable", reason, device):
         return row
+    alone, together = (step.run for step in steps.values())
     try:
-        verify_data(task, **steps)
+        verify_data(task, alone, together)
     except AssertionError as error:
         reason = str(error)
     if row := failure("wrong", reason, device):
         return row
     row = {"status": "ok"}
-    clock = Timing.of(args).clock
-    for name, one in steps.items():
-        memory = clock.memory(Contender(name, one.step, held_bytes=one.held_bytes))
+    for name, step in steps.items():
+        memory = Timing.of(args).clock.memory(step)
         row |= {f"{name}_bytes": value for value in memory.values()}
-    alone = steps["alone"].step if dist.get_rank() == 0 else lambda: None
-    timed = {"alone": alone, "together": steps["together"].step}
-    times = time_together(timed, device, args.rounds)
+    first = alone if dist.get_rank() == 0 else lambda: None  # the others wait
+    times = time_together({"alone": first, "together": together}, device, args.rounds)
     row |= {f"{name}_ms": ms for name, ms in times.items()}
     one, several = (ms["median"] for ms in times.values())
     row["images_per_second"] = round(count * task.workload.batch / several * 1e3, 1)
@@ -145,22 +132,20 @@ def measure_data(
     return row
 
 
-def verify_data(task: WorkloadTask, alone: RankStep, together: RankStep) -> None:
+def verify_data(
+    task: WorkloadTask, alone: Callable[[], StepResult], together: Callable[[], StepResult]
+) -> None:
     """Compare the step of all processes with the steps of each process alone.
 
     Raises:
         AssertionError: the loss or the gradients differ.
     """
-    task.restore(alone.net)
-    task.restore(together.net)
-    expected = alone.step()
+    expected = alone()
     means = [g.clone() for g in expected.grads]
     for mean in means:
         dist.all_reduce(mean)
         mean /= dist.get_world_size()
-    found, allowed = together.step(), ROUNDING[task.dtype]
-    assert expected.loss is not None
-    assert found.loss is not None
+    found, allowed = together(), ROUNDING[task.dtype]
     for what, error in (
         ("the loss", difference([found.loss], [expected.loss])),
         ("gradients", difference(found.grads, means)),
