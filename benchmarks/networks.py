@@ -47,7 +47,6 @@ from benchmarks.layers import (
 )
 from benchmarks.runner import (
     EAGER,
-    NO_GRAPHS,
     STEP_WAYS,
     WAYS,
     Contender,
@@ -381,8 +380,8 @@ def measure_network(
         ways = STEP_WAYS if name.startswith(OURS) else WAYS
         for way in (EAGER,) if name == COMPILED else ways:
             title = f"{name}, {way}"
-            contender = Contender(title, unavailable=reason or NO_GRAPHS)
-            if not reason and (way == EAGER or device.type == "cuda"):
+            contender = Contender(title, unavailable=reason)
+            if not reason:
                 network = networks[title] = NETWORKS[name](task)
                 step = STEPS[kind](task, network)
                 contender = contender_of(title, way, step, (task.x, task.labels), device)
