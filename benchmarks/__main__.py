@@ -19,25 +19,22 @@ import torch
 
 from benchmarks import record
 
-ON_GPU = ("neurons steps", "neurons", "recurrent", "block", "networks")
+ON_GPU = ("neurons steps", "neurons", "neurons block", "recurrent", "networks")
 PAGES = ("docs/benchmarks.md", "README.md", "docs/tutorials/fast.ipynb")
 TABLES = tuple(f"tables --page {page}" for page in PAGES)
-ANYWHERE = ("events", "first_call", "cpu", *TABLES)
+ANYWHERE = ("events", "neurons first_call", "cpu", *TABLES)
 WORKLOADS = ("resnet18-mnist", "alexnet-imagenet", "resnet34-imagenet")
 
 
 def commands(gpus: int) -> list[list[str]]:
     """Return the commands for no GPU, for one, or for several."""
     python = [sys.executable, "-m"]
-    names = [*(ON_GPU if gpus else ()), *ANYWHERE]
     ranks: list[tuple[int, str]] = []
+    names = [*(ON_GPU if gpus else ()), *ANYWHERE]
     if gpus > 1:
-        names = [*TABLES]
-        ranks = [
-            (gpus, "time_sharding"),
-            *((2, f"parallel data --workload {w}") for w in WORKLOADS),
-        ]
-        ranks += [(n, "parallel events") for n in (1, 2, 4, 8) if n <= gpus]
+        names = list(TABLES)
+        ranks = [(gpus, "parallel time"), (gpus, "events sharded")]
+        ranks += [(2, f"parallel data --workload {w}") for w in WORKLOADS]
     torchrun = [*python, "torch.distributed.run", "--standalone", "--nproc_per_node"]
     return [
         *([*torchrun, str(n), "-m", *f"benchmarks.{name}".split()] for n, name in ranks),

@@ -7,14 +7,12 @@ The networks of `benchmarks/published.py` have SpikingJelly's neurons and fresh 
 "original" is the network as it is; "converted" is `sf.fuse(sf.convert(network))`. Only
 "SEW-ResNet18 in containers" is written for one time step, so only its batch norms are fused (see
 docs/converting.md).
-Each runs eagerly and as a CUDA graph of the whole step: the original by torch.cuda.graph, the
-converted by `sf.graph_step`, which also copies input, labels and results.
 
-A training step is forward, the cross entropy of the mean over time, backward, and a step of fused
-SGD; an evaluation step is forward without gradients. float32 has TF32 convolutions, PyTorch's
-default; bfloat16 uses autocast. SpikingJelly chooses its kernels itself. Under autocast, its nodes
-would have a bfloat16 state, for which it has only an eager loop: here they get a float32 state, for
-which it has kernels.
+Steps are those of `benchmarks.networks`. Each network runs eagerly and as a CUDA graph of the whole
+step: the original by torch.cuda.graph, the converted by `sf.graph_step`, which also copies input,
+labels and results. SpikingJelly chooses its kernels itself. Under autocast, its nodes would have a
+bfloat16 state, for which it has only an eager loop: here they get a float32 state, for which it has
+kernels.
 
 Before timing, all spikes and the logits of two samples must be equal in float64, in training mode.
 Rounding flips spikes in other dtypes: there, each step must repeat the logits of its own network's
@@ -32,29 +30,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spikefuse as sf
 from benchmarks import published, runner
-from benchmarks.agreement import difference
 from benchmarks.layers import DTYPES, spikingjelly
-from benchmarks.networks import LEARNING_RATE
+from benchmarks.networks import STEPS, Network, Task
 from benchmarks.runner import (
     EAGER,
     GRAPH,
     GRAPH_STEP,
-    NO_GRAPHS,
     Contender,
     Record,
     Timing,
     contender_of,
     cudnn_search,
+    difference,
     measure,
 )
 
 ORIGINAL, CONVERTED = "original", "converted"
-STEPS = ("training", "evaluation")
 # The eager steps come first: graphs must repeat their logits.
 WAYS = ((ORIGINAL, EAGER), (CONVERTED, EAGER), (ORIGINAL, GRAPH), (CONVERTED, GRAPH_STEP))
 TITLES = tuple(f"{name}, {way}" for name, way in WAYS)
@@ -78,8 +73,7 @@ class Case:
     batch: int
     sizes: dict[str, Any] = field(default_factory=dict)
     one_step: bool = False
-    channels_last: bool = False
-    T: int = 4
+    layout: torch.memory_format = torch.contiguous_format
 
 
 SEW = {"stem": (7, 2), "widths": (64, 128, 256, 512), "blocks": (2, 2, 2, 2)}
@@ -87,10 +81,10 @@ CIFAR: dict[str, Any] = {"shape": (3, 32, 32), "classes": 10, "batch": 64}
 IMAGENET: dict[str, Any] = {"shape": (3, 224, 224), "classes": 1000, "batch": 32}
 NETWORKS = {
     "SEW-ResNet18, ImageNet": Case(
-        published.SEWResNet, **IMAGENET, sizes=SEW, channels_last=True
+        published.SEWResNet, **IMAGENET, sizes=SEW, layout=torch.channels_last
     ),
     "SEW-ResNet18 in containers, ImageNet": Case(
-        published.sew_sequential, **IMAGENET, sizes=SEW, one_step=True, channels_last=True
+        published.sew_sequential, **IMAGENET, sizes=SEW, one_step=True, layout=torch.channels_last
     ),
     "Spikformer-8-384, ImageNet": Case(
         published.spikformer,
@@ -113,72 +107,65 @@ NETWORKS = {
 }  # fmt: skip
 
 
-class Task:
-    """A case on one device: the network, whose weights all others share, and its batch.
+class PublishedTask(Task):
+    """A case in one precision: its network and its batch of uniform images."""
 
-    Running statistics equal the statistics of the batch. Images are uniform.
-    """
-
-    def __init__(self, case: Case, device: torch.device, quick: bool) -> None:
-        self.case, self.device = case, device
+    def __init__(self, case: Case, dtype: str, device: torch.device, quick: bool) -> None:
+        self.case, self.layout = case, case.layout
         (self.functional,) = spikingjelly("functional")
-        self.T, self.batch = (2, 4) if quick else (case.T, case.batch)
+        self.T, batch = (2, 4) if quick else (4, case.batch)
         shape, classes, sizes = case.shape, case.classes, case.sizes
         if quick:
             shape, classes, sizes = (2, 16, 16), 10, {}
-        generator = torch.Generator(device).manual_seed(0)
-        size = (self.T, self.batch) if case.one_step else (self.batch,)
-        layout = torch.channels_last if case.channels_last else torch.contiguous_format
-        x = 2 * torch.rand(math.prod(size), *shape, generator=generator, device=device)
-        self.x = x.contiguous(memory_format=layout).unflatten(0, size)
-        self.labels = torch.randint(classes, (self.batch,), generator=generator, device=device)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.net = case.make(self.T, channels=shape[0], classes=classes, **sizes)
-        self.net.to(device, memory_format=layout)
-        norms = [m for m in self.net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        momenta = [norm.momentum for norm in norms]
-        for norm in norms:
-            norm.momentum = 1.0
-        with torch.no_grad():
-            self.call(self.net, self.x)
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
-        self.state = {name: value.clone() for name, value in self.net.state_dict().items()}
+        options: dict[str, Any] = {"device": device}
+        options["generator"] = torch.Generator(device).manual_seed(0)
+        size = (self.T, batch) if case.one_step else (batch,)
+        x = 2 * torch.rand(math.prod(size), *shape, **options)
+        x = x.contiguous(memory_format=case.layout).unflatten(0, size)
+        super().__init__(x, torch.randint(classes, (batch,), **options), dtype)
+        make = partial(case.make, self.T, channels=shape[0], classes=classes, **sizes)
+        self.fused: sf.Temporal | None = None
+        self.net = self.share(make, lambda net: self.original(net)(x))
 
-    def call(self, net: Callable[[Tensor], Any], x: Tensor, name: str = ORIGINAL) -> Tensor:
-        """Return the logits, `[B, classes]`, the mean over time."""
-        y = net(x)
-        if name == ORIGINAL:
+    def original(self, net: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Return a call of a network of SpikingJelly, from rest."""
+
+        def call(x: Tensor) -> Tensor:
+            y = net(x)
             self.functional.reset_net(net)
+            return self.over_time(y)
+
+        return call
+
+    def over_time(self, y: Any) -> Tensor:
+        """Return logits `[T, B, classes]`, with T = 1 if the network has taken their mean."""
         y = y[0] if isinstance(y, tuple) else y
-        return y.mean(0) if self.case.one_step else y
+        return y if self.case.one_step else y.unsqueeze(0)
 
     def converted(self, net: nn.Module) -> nn.Module:
         """Convert a copy."""
         ours = sf.convert(net, copy=True)
         return sf.Temporal(ours) if self.case.one_step else ours
 
-    def network(self, name: str, dtype: str) -> tuple[nn.Module, str]:
-        """Make the network to measure, and say what was done."""
-        if name == CONVERTED:
-            return sf.fuse(self.converted(self.net)), ""
+    def network(self, side: str) -> Network:
+        """Make the network to measure; the note of the original says what was done."""
+        if side == CONVERTED:
+            ours = sf.fuse(self.converted(self.net))
+            if self.case.one_step and self.fused is None:  # the eager one, which always runs
+                self.fused = ours
+            return Network(
+                ours.net if self.case.one_step else ours, lambda x: self.over_time(ours(x))
+            )
         net, (neuron,) = copy.deepcopy(self.net), spikingjelly("neuron")
         nodes = [m for m in net.modules() if isinstance(m, neuron.BaseNode)]
         kind = "if" if isinstance(nodes[0], neuron.IFNode) else "lif"
-        note = self.functional.neuron_implementation(kind, self.device)["implementation"]
-        if dtype == "float32":
-            return net, f"SpikingJelly's implementation {note}"
-        for node in nodes:
-            node.materialize_states = float32_states
-        return net, f"SpikingJelly's implementation {note}, given float32 states"
-
-    def restore(self, net: nn.Module) -> None:
-        """Copy the shared weights back into a network."""
-        net = net.net if isinstance(net, sf.Temporal) else net
-        with torch.no_grad():
-            for name, value in net.state_dict().items():
-                value.copy_(self.state[name])
+        used = self.functional.neuron_implementation(kind, self.device)["implementation"]
+        note = f"SpikingJelly's implementation {used}"
+        if self.dtype != "float32":
+            note += ", given float32 states"
+            for node in nodes:
+                node.materialize_states = float32_states
+        return Network(net, self.original(net), note=note)
 
     def equality(self) -> Record:
         """Compare two samples in float64, and return how many outputs, and the rates.
@@ -197,7 +184,7 @@ class Task:
             enabled=True, benchmark=False, deterministic=True, allow_tf32=False
         )
         with torch.no_grad(), flags:
-            expected, logits = self.call(net, x), self.call(run, x, CONVERTED)
+            expected, logits = self.original(net)(x), self.over_time(run(x))
         differ = sum(
             int((a.reshape(y.shape) != y).sum())
             for a, y in zip(found.values(), wanted.values(), strict=True)
@@ -214,87 +201,43 @@ class Task:
             "rates": [float(f"{rate:.4g}") for rate in rates],
         }
 
-    def step(
-        self, net: nn.Module, name: str, kind: str, dtype: str
-    ) -> Callable[[Tensor, Tensor], Any]:
-        """Return a function of images and labels that runs a step and returns logits and loss."""
-        autocast = partial(
-            torch.autocast, self.device.type, torch.bfloat16, enabled=dtype == "bfloat16"
-        )
-        if kind == "evaluation":
-            net.eval()
-
-            def evaluate(x: Tensor, labels: Tensor) -> tuple[Tensor, None]:
-                with torch.no_grad(), autocast():
-                    return self.call(net, x, name).float(), None
-
-            return evaluate
-        net.train()
-        optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE, momentum=0.9, fused=True)
-
-        def train(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-            optimizer.zero_grad()
-            with autocast():
-                logits = self.call(net, x, name).float()
-                loss = F.cross_entropy(logits, labels)
-            loss.backward()
-            optimizer.step()
-            return logits.detach(), loss.detach()
-
-        return train
-
 
 def float32_states(inputs: Any, states: Any, step_mode: str) -> Any:
     """Return the states of a node of SpikingJelly at rest, in place of its method."""
     return torch.full_like(inputs[0][0], states[0], dtype=torch.float32), *states[1:]
 
 
-def measure_case(task: Task, timing: Timing, checked: Record, kind: str, dtype: str) -> Record:
-    """Verify and time the steps of one kind and dtype."""
-    networks: list[nn.Module] = []
-    made: dict[str, tuple[str, str, Contender]] = {}
-    fusion, note = "", ""
-    for title, (name, way) in zip(TITLES, WAYS, strict=True):
-        if way != EAGER and task.device.type != "cuda":
-            made[title] = name, way, Contender(title, unavailable=NO_GRAPHS)
-            continue
-        net, done = task.network(name, dtype)
-        note = done or note
-        networks.append(net)
-        step = task.step(net, name, kind, dtype)
-        contender = contender_of(title, way, step, (task.x, task.labels), task.device)
-        made[title] = name, way, contender
+def measure_case(task: PublishedTask, timing: Timing, checked: Record, kind: str) -> Record:
+    """Verify and time the steps of one kind."""
+    networks: list[Network] = []
+    made: list[Contender] = []
+    for title, (side, way) in zip(TITLES, WAYS, strict=True):
+        networks.append(task.network(side))
+        step = STEPS[kind](task, networks[-1])
+        made.append(contender_of(title, way, step, (task.x, task.labels), task.device))
     expected: dict[str, Tensor] = {}
 
     def verify(contender: Contender, result: tuple[Tensor, Tensor | None]) -> None:
-        logits, loss = result
-        name, _, _ = made[contender.name]
+        logits = result[0]
+        side, _ = WAYS[TITLES.index(contender.name)]
         assert logits.isfinite().all(), "the logits are not finite"
-        error = difference([logits], [expected.setdefault(name, logits.clone())])
-        assert error <= REPEATED[dtype], (
+        error = difference([logits], [expected.setdefault(side, logits.clone())])
+        assert error <= REPEATED[task.dtype], (
             f"the logits differ by {error:.3g} of the eager step's norm"
         )
-        if loss is not None:
-            found = F.cross_entropy(logits, task.labels)
-            assert torch.allclose(loss, found, rtol=1e-3), f"the loss is {loss}, not {found}"
 
     def prepare() -> None:
-        for net in networks:
-            task.restore(net)
+        for network in networks:
+            task.restore(network.net)
 
-    contenders = measure([c for _, _, c in made.values()], verify, timing, prepare=prepare)[
-        "contenders"
-    ]
-    for found in contenders:
-        found["side"], found["way"], _ = made[found["name"]]
-    for net in networks:
-        if isinstance(net, sf.Temporal):
-            fusion = net.fusion.summary
-    about: Record = {"steps": kind, "dtype": dtype, "T": task.T, "batch": task.batch}
-    layout = "channels-last" if task.case.channels_last else "contiguous"
-    about |= {"layout": layout, "float64": checked, "note": note}
-    if fusion:
-        about["fusion"] = fusion
+    contenders = measure(made, verify, timing, prepare=prepare)["contenders"]
+    for found, (side, way) in zip(contenders, WAYS, strict=True):
+        found |= {"side": side, "way": way}
+    layout = "channels-last" if task.layout == torch.channels_last else "contiguous"
+    about: Record = {"steps": kind, "dtype": task.dtype, "T": task.T, "batch": len(task.labels)}
+    about |= {"layout": layout, "float64": checked, "note": networks[0].note}
+    if task.fused is not None:
+        about["fusion"] = task.fused.fusion.summary
     if len(expected) == 2:  # rounding flips spikes of both
         error = difference([expected[CONVERTED]], [expected[ORIGINAL]])
         about["logits_difference"] = float(f"{error:.3g}")
@@ -312,13 +255,13 @@ def main(argv: list[str] | None = None) -> Path:
     timing, device = Timing.of(args, whole_steps=True), torch.device(args.device)
 
     @lru_cache(maxsize=1)
-    def checked(name: str) -> tuple[Task, Record]:
-        task = Task(NETWORKS[name], device, args.quick)
-        return task, task.equality()
+    def checked(name: str) -> Record:
+        return PublishedTask(NETWORKS[name], "float32", device, args.quick).equality()
 
     def measured(name: str, kind: str, dtype: str) -> Record:
-        task, equality = checked(name)
-        return {"network": name} | measure_case(task, timing, equality, kind, dtype)
+        equality = checked(name)
+        task = PublishedTask(NETWORKS[name], dtype, device, args.quick)
+        return {"network": name} | measure_case(task, timing, equality, kind)
 
     with cudnn_search(device):
         return runner.run_cases(args, (

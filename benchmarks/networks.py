@@ -13,8 +13,8 @@ entropy of the mean over time, backward, and a step of a fused optimizer; an
 evaluation step is forward without gradients, and the classes. float32 has TF32 convolutions,
 PyTorch's default; bfloat16 uses autocast, as in the trainer.
 
-SpikingJelly is measured if it is installed: its modules, and its function with a float32 state on
-views of the same tensors. "ReLU and batch norm" is the same network with ReLUs in place of neurons,
+SpikingJelly is measured if it is installed, by its function with a float32 state on views of the
+same tensors. "ReLU and batch norm" is the same network with ReLUs in place of neurons,
 on a batch T times as large; "convolutions alone" has no norms either.
 
 Memory is what a step needs beyond weights, optimizer and input: at its peak, or the growth of the
@@ -40,7 +40,6 @@ from benchmarks.agreement import Agreement, NetworkReference, StepResult
 from benchmarks.layers import (
     DTYPES,
     JELLY_FUNCTION,
-    JELLY_NODE,
     LOOP,
     OURS,
     Jelly,
@@ -48,7 +47,6 @@ from benchmarks.layers import (
 )
 from benchmarks.runner import (
     EAGER,
-    NO_GRAPHS,
     STEP_WAYS,
     WAYS,
     Contender,
@@ -93,10 +91,8 @@ class Workload:
     optimizer: str = "adam"
     stem: str = "imagenet"  # of a ResNet
 
-    def neuron(self, factor: float = 1.0) -> sf.LIF:
-        """Make a neuron with its threshold multiplied by `factor`."""
-        surrogate = SURROGATES[self.surrogate]()
-        return sf.LIF(self.decay, self.threshold * factor, surrogate=surrogate)
+    def neuron(self) -> sf.LIF:
+        return sf.LIF(self.decay, self.threshold, surrogate=SURROGATES[self.surrogate]())
 
     def network(self, activation: Callable[[], nn.Module]) -> nn.Module:
         """Make the network for one time step, `[B, C, H, W]` to `[B, classes]`."""
@@ -137,37 +133,58 @@ USUAL = ("resnet18-mnist-sgd", "large-cifar10", "resnet18-stem3", "resnet18-gest
 
 
 class Task:
-    """A workload in one precision on one device, with the weights and batch that all share.
+    """What the contenders of a row share: a batch, a precision, and weights.
 
-    Weights are channels-last. The input is a Poisson encoding of random images. Running statistics
-    equal the statistics of the batch.
+    Running statistics equal the statistics of the batch.
     """
 
-    def __init__(self, workload: Workload, dtype: str, device: torch.device, seed: int = 0) -> None:
-        self.workload, self.dtype, self.device = workload, dtype, device
-        generator = torch.Generator(device).manual_seed(seed)
-        size = (workload.T, workload.batch, *workload.shape)
-        drawn = torch.rand(size, generator=generator, device=device)
-        rates = torch.rand(size[1:], generator=generator, device=device)
-        steps = (drawn < rates).float().flatten(0, 1)
-        self.x = steps.contiguous(memory_format=torch.channels_last).unflatten(0, size[:2])
-        self.labels = torch.randint(
-            workload.num_classes, (workload.batch,), generator=generator, device=device
-        )
+    optimizer, layout = "sgd", torch.channels_last
+
+    def __init__(self, x: Tensor, labels: Tensor, dtype: str) -> None:
+        self.x, self.labels, self.dtype, self.device = x, labels, dtype, x.device
+
+    def share(self, make: Callable[[], nn.Module], call: Callable[[nn.Module], Any]) -> nn.Module:
+        """Make the network whose weights are shared; `call` runs it on the batch."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # the same weights in every process
-            net = workload.network(workload.neuron)
-        net.to(device, memory_format=torch.channels_last)
-        for module in net.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.momentum = 1.0
+            net = make()
+        net.to(self.device, memory_format=self.layout)  # type: ignore[call-overload]
+        norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.momentum = 1.0
         with torch.no_grad(), self.autocast():
-            sf.Temporal(net)(self.x)
+            call(net)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
         self.state = {name: value.clone() for name, value in net.state_dict().items()}
+        return net
 
     def autocast(self) -> torch.autocast:
         enabled = DTYPES[self.dtype] is torch.bfloat16
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+
+    def restore(self, net: nn.Module) -> None:
+        """Copy the shared weights back into a network."""
+        with torch.no_grad():
+            for name, value in net.state_dict().items():
+                value.copy_(self.state[name])
+
+
+class WorkloadTask(Task):
+    """A workload in one precision on one device; the input is a Poisson encoding."""
+
+    def __init__(self, workload: Workload, dtype: str, device: torch.device, seed: int = 0) -> None:
+        self.workload, self.optimizer = workload, workload.optimizer
+        options: dict[str, Any] = {"device": device}
+        options["generator"] = torch.Generator(device).manual_seed(seed)
+        size = (workload.T, workload.batch, *workload.shape)
+        drawn = torch.rand(size, **options)
+        steps = (drawn < torch.rand(size[1:], **options)).float().flatten(0, 1)
+        x = steps.contiguous(memory_format=self.layout).unflatten(0, size[:2])
+        labels = torch.randint(workload.num_classes, (workload.batch,), **options)
+        super().__init__(x, labels, dtype)
+        self.share(lambda: workload.network(workload.neuron), lambda net: sf.Temporal(net)(x))
 
     def network(self, activation: Callable[[], nn.Module], norms: bool = True) -> nn.Module:
         """Make the network with the shared weights and other activations."""
@@ -181,12 +198,6 @@ class Task:
         net.load_state_dict(state, assign=True)
         return net
 
-    def restore(self, net: nn.Module) -> None:
-        """Copy the shared weights back into a network."""
-        with torch.no_grad():
-            for name, value in net.state_dict().items():
-                value.copy_(self.state[name])
-
 
 # A step takes input and labels, and returns logits and loss.
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -194,10 +205,10 @@ Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 @dataclass
 class Network:
-    """A network to measure: `net` for one time step, and its `call` over all time steps."""
+    """A network to measure: `net` with the weights, and its `call` over all time steps."""
 
     net: nn.Module
-    call: Callable[[Tensor], Tensor]  # [T, B, C, H, W] to [T, B, classes]
+    call: Callable[[Tensor], Tensor]  # the batch to [T, B, classes]
     neuron: type[nn.Module] | None = None  # of its spiking modules, [T*B, ...] to the same
     exact: bool = False  # its spikes equal the reference's bit for bit
     note: str = ""  # printed below tables
@@ -217,20 +228,18 @@ class Network:
 
 
 def spiking(
-    task: Task,
+    task: WorkloadTask,
     fused: bool = False,
     policy: memory.Policy | None = None,
     impl: str = "auto",
-    threshold: float = 1.0,
     wrap: Callable[[nn.Module], Callable[..., Tensor]] = lambda net: net,
 ) -> Network:
     """Make our network: a `Temporal` over ordinary torch modules.
 
     Args:
-        threshold: factor of the neurons' threshold.
         wrap: applied to the container, such as DistributedDataParallel.
     """
-    net = sf.Temporal(task.network(partial(task.workload.neuron, threshold)), policy)
+    net = sf.Temporal(task.network(task.workload.neuron), policy)
     note = ""
     if fused:
         net = sf.fuse(net)
@@ -246,50 +255,15 @@ def stateless(net: nn.Module, **options: Any) -> Network:
     return Network(net, lambda x: net(x.flatten(0, 1)).unflatten(0, x.shape[:2]), **options)
 
 
-def jelly_function(task: Task) -> Network:
+def jelly_function(task: WorkloadTask) -> Network:
     """Use SpikingJelly's function with a float32 state, its fastest path in both precisions."""
-    jelly, options = _jelly(task)
-    net = task.network(partial(JellyFunction, task.workload.T, jelly.function))
-    return stateless(net, neuron=JellyFunction, **options)
-
-
-class JellyNode(nn.Module):
-    """SpikingJelly's module on the folded tensor."""
-
-    def __init__(self, T: int, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.T, self.node = T, make()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.node(x.unflatten(0, (self.T, -1))).flatten(0, 1)
-
-
-def jelly_node(task: Task) -> Network:
-    """Use SpikingJelly's modules, as its users do.
-
-    Raises:
-        ValueError: in bfloat16, in which its state would be bfloat16 too.
-    """
-    if task.dtype != "float32":
-        raise ValueError(f"with a {task.dtype} state it has only an eager loop")
-    jelly, options = _jelly(task)
-    net = task.network(lambda: JellyNode(task.workload.T, jelly.node))
-
-    def call(x: Tensor) -> Tensor:
-        y = net(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        jelly.functional.reset_net(net)
-        return y
-
-    return Network(net, call, JellyNode, **options)
-
-
-def _jelly(task: Task) -> tuple[Jelly, dict[str, Any]]:
-    """Return SpikingJelly's neurons, and options of `Network`."""
     workload = task.workload
     same = workload.surrogate == "sigmoid"
     jelly = Jelly(task.device, workload.decay, workload.threshold, sigmoid=same)
+    net = task.network(partial(JellyFunction, workload.T, jelly.function))
     missing = f"; without a {workload.surrogate} surrogate: PiecewiseQuadratic instead"
-    return jelly, {"note": jelly.note + ("" if same else missing), "same_gradient": same}
+    note = jelly.note + ("" if same else missing)
+    return stateless(net, neuron=JellyFunction, note=note, same_gradient=same)
 
 
 def compiled(net: nn.Module) -> Callable[..., Tensor]:
@@ -305,14 +279,13 @@ def compiled(net: nn.Module) -> Callable[..., Tensor]:
 
 NUM_USUAL = 6
 # A network that cannot be made raises an exception with the reason.
-NETWORKS: dict[str, Callable[[Task], Network]] = {
+NETWORKS: dict[str, Callable[[WorkloadTask], Network]] = {
     FUSED: partial(spiking, fused=True),
     OURS: spiking,
     COMPILED: partial(spiking, fused=True, wrap=compiled),
     JELLY_FUNCTION: jelly_function,
     RELU: lambda task: stateless(task.network(nn.ReLU)),
     CONVOLUTIONS: lambda task: stateless(task.network(nn.Identity, norms=False)),
-    JELLY_NODE: jelly_node,
     LOOP: partial(spiking, impl="reference"),
     **{
         f"{FUSED}, {name}": partial(spiking, fused=True, policy=policy)
@@ -326,7 +299,7 @@ def training(task: Task, network: Network) -> Step:
     """Return a training step: forward, loss, backward, optimizer."""
     network.net.train()
     parameters = tuple(network.net.parameters())
-    if task.workload.optimizer == "sgd":
+    if task.optimizer == "sgd":
         optimizer: Any = torch.optim.SGD(parameters, LEARNING_RATE, momentum=0.9, fused=True)
     else:
         capturable = task.device.type == "cuda"
@@ -393,34 +366,28 @@ def measure_network(
     names: list[str], timing: Timing, workload: Workload, device: torch.device, about: Record
 ) -> Record:
     """Verify and time the step of several networks."""
-    task, kind = Task(workload, about["dtype"], device), about["steps"]
-    make = partial(spiking, task)
-    reference = NetworkReference.of(task, kind, make)
-    fused: NetworkReference | None = None
+    task, kind = WorkloadTask(workload, about["dtype"], device), about["steps"]
+    reference = NetworkReference(task, kind, spiking(task, impl="reference"))
     agreements: dict[str, Agreement] = {}
     networks: dict[str, Network] = {}  # by contender
     contenders: dict[str, tuple[str, str, Contender]] = {}
     for name in names:
         reason = ""
         try:
-            if name.startswith(FUSED) and fused is None:
-                fused = NetworkReference.of(task, kind, make, reference)
-            own = fused if name.startswith(FUSED) else reference
-            agreements[name] = Agreement(task, kind, NETWORKS[name], own)
+            agreements[name] = Agreement(task, kind, NETWORKS[name], reference)
         except Exception as error:  # the others are still measured
             reason = first_line(error)
         ways = STEP_WAYS if name.startswith(OURS) else WAYS
         for way in (EAGER,) if name == COMPILED else ways:
             title = f"{name}, {way}"
-            contender = Contender(title, unavailable=reason or NO_GRAPHS)
-            if not reason and (way == EAGER or device.type == "cuda"):
+            contender = Contender(title, unavailable=reason)
+            if not reason:
                 network = networks[title] = NETWORKS[name](task)
                 step = STEPS[kind](task, network)
                 contender = contender_of(title, way, step, (task.x, task.labels), device)
                 contender.note = network.note
             contenders[title] = name, way, contender
-    for agreement in agreements.values():
-        agreement.reference.spikes = []  # which verification does not need
+    del reference  # its spikes are no longer needed
 
     def verify(contender: Contender, found: tuple[Tensor, Tensor | None]) -> None:
         result = networks[contender.name].result(found)

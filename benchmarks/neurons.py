@@ -1,56 +1,161 @@
-"""One layer of neurons: over time steps, models and sizes on a GPU, and on a CPU.
+"""One layer of neurons: over models, sizes and time steps, behind a batch norm, and its first call.
 
-    python -m benchmarks.neurons                    models and sizes, on a GPU
-    python -m benchmarks.neurons models --groups lif custom
+    python -m benchmarks.neurons                    models and sizes
+    python -m benchmarks.neurons models --groups lif zoo
     python -m benchmarks.neurons steps              time and memory of a LIF layer over T
+    python -m benchmarks.neurons block              batch norm and LIF neurons as one block
+    python -m benchmarks.neurons block --dtype bfloat16 --layout contiguous --shapes T=4
+    python -m benchmarks.neurons first_call         with empty and with filled caches
 
 steps is Fig. 5 of "Towards Scalable GPU-Accelerated SNN Training via Temporal Fusion" for one layer
 of 1,000,000 LIF neurons, with the eager loop (up to T = 64) and torch.compile (up to T = 32).
 
+block is compared with torch's batch norm followed by our neuron, and by SpikingJelly's function
+with a float32 state on a view of its result.
+
 The roofline is the time in which the machine copies the bytes that must move, measured in the same
-row: inputs are read twice, outputs and gradients of inputs written, gradients of outputs read.
+row: inputs are read twice, outputs and gradients of inputs written, gradients of outputs read. A
+block reads x four times (statistics, forward, two backward passes), the gradient of its output
+twice, and writes its output and the gradient of x.
+
+first_call times a neuron's first call in a process, to the end of its backward pass: tracing,
+importing the backend (Numba or Triton), compiling the kernels or loading them from disk, and
+running them. torch and spikefuse are imported before, and the device is used. A user-defined neuron
+comes first; the LIF after it finds the backend imported. "Cold" processes start with empty cache
+folders, "warm" ones with those that a cold process has filled.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 import spikefuse as sf
-from benchmarks import layers, plots, runner
-from benchmarks.layers import COMPILED, DTYPES, LOOP, OURS, Gated, Inputs, LayerTruth
-from benchmarks.runner import Contender, Record, Timing, measure
+from benchmarks import layers, plots, record, runner
+from benchmarks.layers import (
+    ALLOWED,
+    COMPILED,
+    DTYPES,
+    JELLY_FUNCTION,
+    LOOP,
+    OURS,
+    Inputs,
+    Jelly,
+    JellyFunction,
+    LayerResult,
+    LayerTruth,
+    compare,
+    trained,
+)
+from benchmarks.runner import (
+    Contender,
+    Record,
+    Timing,
+    first_line,
+    measure,
+    spread,
+    synchronize,
+)
+from spikefuse.nn import Block
 
-GROUPS = ("lif", "inference", "zoo", "custom", "layout", "long", "wide", "short", "host")
+GROUPS = ("lif", "inference", "zoo", "layout", "long", "wide", "short", "host")
 COPY_BYTES = 1 << 31  # many times the size of a GPU's cache
 CHANNELS_LAST = f"{OURS}, channels-last"
 MILLION = 1_000_000
 STEPS = tuple(1 << i for i in range(11))
 LARGEST_T = {LOOP: 64, COMPILED: 32}
 
+SHAPES = {"large": (32, 100, 64, 56, 56)}
+SHAPES |= {f"T={T}": (T, 1024 // T, 64, 32, 32) for T in (1, 4, 8, 32)}
+QUICK_SHAPE = (4, 3, 4, 5, 5)
+LAYOUTS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
+RECOMPUTED = f"{OURS}, recomputed states"
+SEPARATE = f"batch norm, then {OURS}"
+RIVAL = f"batch norm, then {JELLY_FUNCTION}"
+SEQUENCES = 8  # that a block must read or write: six reads and two writes
+# Allowed difference of contenders that round the result of a norm of their own to bfloat16, which
+# flips spikes near the threshold.
+ROUNDED_NORM = 0.05
+
+FIRST_CALL = "first_call"
+BACKENDS = {"triton": "cuda", "numba": "cpu"}
+CACHES = ("cold", "warm")
+FIRST_SHAPE, FIRST_ROUNDS, TIMEOUT = (32, 1, 1000), 3, 120.0
+
 Cases = Iterator[tuple[str, Callable[[], Record]]]
 
 
 def main(argv: list[str] | None = None) -> Path:
     parser = runner.make_parser("neurons", __doc__)
-    parser.add_argument("what", nargs="?", choices=MEASUREMENTS, default="models")
+    parser.add_argument("what", nargs="?", default="models",
+                        choices=(*MEASUREMENTS, FIRST_CALL))  # fmt: skip
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS),
                         metavar="GROUP", help="groups of models (all)")  # fmt: skip
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--T", type=int, nargs="+", help="of steps (1 2 ... 1024)")
     parser.add_argument("--N", type=int, help="neurons of steps (1,000,000)")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES),
+                        help="of block (all)")  # fmt: skip
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS),
+                        help="of block (both)")  # fmt: skip
+    parser.add_argument("--backend", nargs="+", choices=BACKENDS, help="of first_call (all usable)")
+    parser.add_argument("--neurons", nargs="+", choices=FIRST, default=list(FIRST),
+                        help="of first_call (both)")  # fmt: skip
     args = runner.parse(parser, argv)
     args.N = args.N or (1000 if args.quick else MILLION)
+    if args.what == FIRST_CALL:
+        args.name = FIRST_CALL
+        return runner.write_rows(args, first_call_rows(args))
     args.name, cases, plot = MEASUREMENTS[args.what]
     return runner.run_cases(args, cases(args), plot=plot)
 
 
 # Models and sizes
+
+
+class Gated(sf.Neuron):
+    """A user-defined neuron with an adaptive threshold and a gate between hard and soft reset::
+
+        h = decay * v + x,   theta = threshold + beta * a,   s = 1 if h >= theta else 0
+        v = h - s * (g * h + (1 - g) * theta)   with   g = sigmoid(gate)
+        a = rho * a + s
+
+    The outputs are the spike and the potential before reset.
+    """
+
+    v, a = sf.State(), sf.State()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.rho, self.beta, self.threshold = 0.9, 0.97, 0.18, 1.0
+        self.surrogate = sf.surrogate.Sigmoid(layers.WIDTH)
+
+    def step(self, x, gate, v, a):
+        h = self.decay * v + x
+        theta = self.threshold + self.beta * a
+        s = self.surrogate(h - theta)
+        g = torch.sigmoid(gate)
+        return (s, h), (h - s * (g * h + (1 - g) * theta), self.rho * a + s)
+
+
+def plif() -> sf.Neuron:
+    neuron = sf.PLIF(channels=64)
+    with torch.no_grad():  # a different decay in each channel
+        for logit in neuron.parameters():
+            logit.copy_(torch.linspace(-1, 1, 64))
+    return neuron
 
 
 @dataclass(frozen=True)
@@ -66,14 +171,6 @@ class Model:
     ports: int = 1
 
 
-def plif() -> sf.Neuron:
-    neuron = sf.PLIF(channels=64)
-    with torch.no_grad():  # a different decay in each channel
-        for logit in neuron.parameters():
-            logit.copy_(torch.linspace(-1, 1, 64))
-    return neuron
-
-
 MODELS = {
     "LIF": Model(layers.lif),
     "PLIF per channel": Model(plif),
@@ -86,19 +183,18 @@ MODELS = {
 
 def model_cases(args: argparse.Namespace) -> Cases:
     flat, picture, both = (1, MILLION), (16, 64, 32, 32), ("float32", "bfloat16")
-    zoo = (("PLIF per channel", picture), ("ALIF", flat), ("CubaLIF", flat), ("Izhikevich", flat))
     # Group, model, shape and dtypes.
     plan: list[tuple[str, str, tuple[int, ...], tuple[str, ...]]] = [
         ("lif", "LIF", (128, *flat), both),
-        ("inference", "LIF", (128, *flat), both[::-1]),
-        *(("zoo", model, (128, *shape), both) for model, shape in zoo),
+        ("inference", "LIF", (128, *flat), both),
+        ("zoo", "PLIF per channel", (128, *picture), both),
+        *(("zoo", model, (128, *flat), both) for model in ("ALIF", "CubaLIF", "Izhikevich")),
+        ("zoo", "two inputs, two outputs", (32, *flat), both),
         ("layout", "LIF", (32, 100, 64, 56, 56), ("bfloat16",)),
         ("long", "LIF", (1024, *flat), both),
         ("wide", "LIF", (32, 1, 8 * MILLION), both),
         ("short", "LIF", (4, *flat), ("float32",)),
         ("host", "LIF", (1, 1, 32), ("float32",)),
-        # Last, because FlexSN tunes its kernels for minutes.
-        ("custom", "two inputs, two outputs", (32, *flat), both[::-1]),
     ]
     timing, device = Timing.of(args, COPY_BYTES), torch.device(args.device)
     for group, model, shape, dtypes in plan:
@@ -121,28 +217,20 @@ def measure_model(
 ) -> Record:
     model, training = MODELS[name], group != "inference"
     neuron = model.make().to(device)
-    inputs = Inputs(shape, DTYPES[dtype], device, model.ports, model.high)
-    truth, prepared = LayerTruth(neuron, inputs, model.exact, training), [inputs]
-    first = layers.ours(neuron, inputs) if training else layers.inference(OURS, neuron, inputs)
-    chosen = [first]
+    inputs = Inputs.draw(shape, DTYPES[dtype], device, model.ports, model.high)
+    truth = LayerTruth(neuron, inputs, model.exact, training)
+    chosen = [layers.ours(neuron, inputs)]
+    if not training:
+        chosen = [Contender(OURS, partial(layers.infer, neuron, inputs))]
     if group in ("lif", "short", "host"):
         chosen += layers.jelly_lif(inputs)
-    if group == "custom" and dtype == "float32":  # FlexSN's state has the input's dtype
-        assert isinstance(neuron, Gated)
-        chosen.append(layers.flex(neuron, inputs))
     if group == "layout":
-        prepared.append(inputs.in_layout(torch.channels_last))
-        chosen.append(layers.ours(neuron, prepared[1], CHANNELS_LAST))
-
-    def prepare() -> None:
-        for one in prepared:
-            one.prepare()
-
+        last = inputs.in_layout(torch.channels_last)
+        chosen.append(layers.ours(neuron, last, CHANNELS_LAST))
     about = {"group": group, "neuron": name, "T": shape[0], "N": torch.Size(shape[1:]).numel()}
     about |= {"dtype": dtype, "training": training}
-    about["output_bytes"] = inputs.like.nbytes * model.ports
-    num_bytes = inputs.bytes_to_move(training)
-    return about | measure(chosen, truth.verify, timing, num_bytes, prepare)
+    about["output_bytes"] = inputs.xs[0].nbytes * model.ports
+    return about | measure(chosen, truth.verify, timing, inputs.bytes_to_move(training))
 
 
 # Time steps
@@ -156,22 +244,149 @@ def step_cases(args: argparse.Namespace) -> Cases:
 
 
 def measure_steps(args: argparse.Namespace, timing: Timing, T: int, dtype: str) -> Record:
-    inputs = Inputs((T, 1, args.N), DTYPES[dtype], torch.device(args.device))
+    inputs = Inputs.draw((T, 1, args.N), DTYPES[dtype], torch.device(args.device))
     neuron = layers.lif()
     truth = LayerTruth(neuron, inputs)
     chosen = [layers.ours(neuron, inputs), *layers.jelly_lif(inputs)]
-    for name, make in ((LOOP, partial(layers.eager_loop, neuron)), (COMPILED, layers.compiled)):
+    loop = trained(LOOP, partial(neuron, impl="reference"), inputs)
+    for name, make in ((LOOP, lambda: loop), (COMPILED, lambda: layers.compiled(inputs))):
         largest = 0 if args.quick and name == COMPILED else LARGEST_T[name]
         reason = f"measured up to T = {largest} only"
-        chosen.append(make(inputs) if largest >= T else Contender(name, unavailable=reason))
+        chosen.append(make() if largest >= T else Contender(name, unavailable=reason))
     about = {"T": T, "N": args.N, "dtype": dtype, "input_bytes": inputs.num_bytes}
-    return about | measure(chosen, truth.verify, timing, inputs.bytes_to_move(), inputs.prepare)
+    return about | measure(chosen, truth.verify, timing, inputs.bytes_to_move())
+
+
+# Batch norm and neurons as one block
+
+
+def block_cases(args: argparse.Namespace) -> Cases:
+    timing, device = Timing.of(args, COPY_BYTES), torch.device(args.device)
+    for layout in args.layout:
+        for name in args.shapes:
+            shape = QUICK_SHAPE if args.quick else SHAPES[name]
+            for dtype in args.dtype:
+                run = partial(measure_block, timing, shape, device, dtype, layout)
+                yield f"{name}, {dtype}, {layout}", run
+
+
+def measure_block(
+    timing: Timing, shape: tuple[int, ...], device: torch.device, dtype: str, layout: str
+) -> Record:
+    inputs = Inputs.draw(shape, DTYPES[dtype], device).in_layout(LAYOUTS[layout])
+    norm = make_norm(shape[2], device)
+    params, neuron = tuple(norm.parameters()), layers.lif()
+
+    def normalized(x: Tensor) -> Tensor:
+        return norm(x.flatten(0, 1))
+
+    made: dict[str, Callable[[Tensor], Tensor]] = {
+        OURS: Block(norm, layers.lif(), sf.memory.Bits()),
+        RECOMPUTED: Block(norm, layers.lif(), sf.memory.Recompute()),
+        SEPARATE: lambda x: neuron(normalized(x).unflatten(0, x.shape[:2])),
+    }
+    missing = []
+    try:
+        rival = JellyFunction(shape[0], Jelly(device).function)
+        made[RIVAL] = lambda x: rival(normalized(x)).unflatten(0, x.shape[:2])
+    except Exception as error:
+        missing = [Contender(RIVAL, unavailable=first_line(error))]
+    chosen = [trained(name, function, inputs, params) for name, function in made.items()]
+    verify = block_check(norm, inputs)
+    about = {"shape": list(shape), "dtype": dtype, "layout": layout}
+    return about | measure([*chosen, *missing], verify, timing, SEQUENCES * inputs.xs[0].nbytes)
+
+
+def make_norm(channels: int, device: torch.device) -> nn.BatchNorm2d:
+    norm = nn.BatchNorm2d(channels, device=device)
+    with torch.no_grad():  # different values in each channel
+        norm.weight.copy_(torch.linspace(0.5, 1.5, channels))
+        norm.bias.copy_(torch.linspace(-0.5, 0.5, channels))
+    return norm
+
+
+def block_check(norm: nn.BatchNorm2d, inputs: Inputs) -> Callable[[Contender, LayerResult], None]:
+    """Return a comparison with the reference's block."""
+    loop = partial(Block(norm, layers.lif()), impl="reference")
+    expected = layers.train(loop, inputs, tuple(norm.parameters()))
+
+    def verify(contender: Contender, result: LayerResult) -> None:
+        rounded = contender.name in (SEPARATE, RIVAL) and inputs.xs[0].dtype != torch.float32
+        compare(result, expected, ROUNDED_NORM if rounded else ALLOWED)
+
+    return verify
+
+
+# First calls
+
+# A neuron and its number of inputs and outputs, in the order of the calls.
+FIRST: dict[str, tuple[Callable[[], sf.Neuron], int]] = {"own": (Gated, 2), "LIF": (layers.lif, 1)}
+
+
+def first_call_rows(args: argparse.Namespace) -> Iterator[Record]:
+    """Yield a row per backend and neuron, or one for the backend if a process failed."""
+    usable = [b for b, device in BACKENDS.items() if device == "cpu" or torch.cuda.is_available()]
+    for backend in args.backend or usable:
+        seconds: dict[tuple[str, str], list[float]] = {}
+        try:
+            for _ in range(1 if args.quick else min(args.rounds, FIRST_ROUNDS)):
+                with tempfile.TemporaryDirectory(prefix="spikefuse-first-call-") as folder:
+                    for cache in CACHES:
+                        for name, taken in in_process(backend, args.neurons, Path(folder)).items():
+                            seconds.setdefault((name, cache), []).append(taken)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            yield {"backend": backend, "status": "failed", "reason": str(error)}
+            continue
+        for name in args.neurons:
+            row = {"backend": backend, "neuron": name, "status": "ok"}
+            yield row | {cache: spread(seconds[name, cache]) for cache in CACHES}
+
+
+def in_process(backend: str, names: list[str], folder: Path) -> dict[str, float]:
+    """Run `first_calls` in a process with its caches in `folder`.
+
+    Raises:
+        RuntimeError: the process failed; the message is its last line.
+    """
+    # By default, Numba's cache lies inside spikefuse's.
+    unset = ("NUMBA_CACHE_DIR", "TRITON_INTERPRET")
+    environment = {k: v for k, v in os.environ.items() if k not in unset}
+    for name in ("SPIKEFUSE_CACHE_DIR", "TRITON_CACHE_DIR"):
+        environment[name] = str(folder / name.lower())
+    code = f"from benchmarks.neurons import first_calls; first_calls({backend!r}, {names!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=record.ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT,
+    )  # fmt: skip
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
+        raise RuntimeError(f"exit code {done.returncode}: {lines[-1][:300]}")
+    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def first_calls(backend: str, names: list[str]) -> None:
+    """Time and verify the first call of each neuron in this process; print seconds by name."""
+    device, found = torch.device(BACKENDS[backend]), {}
+    for name in names:
+        make, ports = FIRST[name]
+        neuron = make()
+        inputs = Inputs.draw(FIRST_SHAPE, torch.float32, device, ports)
+        truth = LayerTruth(neuron, inputs, exact=name == "LIF")
+        synchronize(device)
+        start = time.perf_counter()
+        result = layers.train(neuron, inputs)
+        synchronize(device)
+        found[name] = round(time.perf_counter() - start, 4)
+        truth.verify(Contender(OURS), result)
+    print(json.dumps(found))
 
 
 # By command: the name of the result, its cases and its plot.
 MEASUREMENTS: dict[str, tuple[str, Callable[[argparse.Namespace], Cases], Callable | None]] = {
     "models": ("neurons", model_cases, None),
     "steps": ("timestep_scaling", step_cases, plots.timestep_scaling),
+    "block": ("block", block_cases, None),
 }
 
 

@@ -1,27 +1,31 @@
-"""Training on several GPUs: data-parallel steps, and event layers with sharded neurons.
+"""Training on several GPUs: data-parallel steps, and sequences sharded over GPUs.
 
     torchrun --nproc_per_node 2 -m benchmarks.parallel data --workload resnet34-imagenet
-    torchrun --nproc_per_node 1 -m benchmarks.parallel events     adds a row; also with 2, 4, ...
+    torchrun --nproc_per_node 4 -m benchmarks.parallel time
 
-data: training steps by DistributedDataParallel, eagerly and as replays of a CUDA graph. In turns,
-the first process steps alone while the others wait, and all step together. The gradients of the
-common step must equal the mean of the gradients that the processes compute alone.
+data: training steps by DistributedDataParallel. In turns, the first process steps alone while the
+others wait, and all step together. The gradients of the common step must equal the mean of the
+gradients that the processes compute alone.
 
-events: each rank adds as many neurons, in layers of constant width, and as many events, as in
-Finkbeiner and Neftci's poster. Efficiency is the time of one rank over that of K ranks. A small
-sharded network is compared with the whole one.
+time: a layer of a million LIF neurons, float32, forward and backward, on 1, 2, 4 ... GPUs, verified
+against one GPU before it is timed. And Spiking-ResNet18, fused: 128 x 128 pixels, T = 128, batch
+16, bfloat16, channels-last, with exact and with per-shard statistics of its batch norms; every data
+x time for the same work; and the largest T, doubled until one GPU runs out of memory. Ranks scan
+speculatively from rest, or wait for their first state; a row has the faster way. The speed-up of
+replays is also predicted, by the paper's Eq. 5 and by `spikefuse.distributed.plan`. If fewer ranks
+share the time than there are GPUs, groups of ranks repeat the same work at the same time.
+
+Steps run eagerly and as replays of a CUDA graph, which are verified against eager steps. On CPUs,
+over Gloo, only eager steps are measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
-import os
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,113 +34,53 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.device_mesh import DeviceMesh
 
 import spikefuse as sf
-from benchmarks import networks, plots, record, runner
-from benchmarks.agreement import ROUNDING, StepResult, difference
-from benchmarks.events import CLASSES, event_neuron
-from benchmarks.layers import DTYPES, LOOP, OURS
-from benchmarks.networks import FUSED, WORKLOADS, Task
+from benchmarks import layers, networks, plots, runner
+from benchmarks.agreement import ROUNDING, StepResult
+from benchmarks.layers import ALLOWED, LOOP, OURS, Inputs
+from benchmarks.networks import FUSED, WORKLOADS, Workload, WorkloadTask
+from benchmarks.processes import averaging, failure, highest, run_processes, time_together, ways
 from benchmarks.runner import (
     EAGER,
     GRAPH,
-    WAYS,
     Contender,
     Record,
     Timing,
+    contender_of,
+    difference,
     first_line,
-    measure,
     record_graph,
-    spread,
-    synchronize,
 )
-from spikefuse.distributed import NeuronShard, Replicated, connect, disconnect, shard_neurons
-from spikefuse.distributed.neuron_sharding import bounds
-from spikefuse.nn import EventLinear, Events, scale_to_rate
-from spikefuse.train.processes import Processes
+from spikefuse.distributed import Plan, make_mesh, mean_over_steps, plan, shard_time, steps_of
 
 SPIKING: dict[str, dict[str, Any]] = {FUSED: {"fused": True}, OURS: {}, LOOP: {"impl": "reference"}}
-WORKLOAD, DATA_REPETITIONS = "resnet18-mnist", 20
-
-RATE, EVENT_ROUNDING = 0.01, 1e-5  # neurons that fire; allowed difference, of the largest value
-EVENT_SIZES = {"width": 9_500, "T": 100, "batch": 48, "neurons": 47_500}
-QUICK_SIZES = {"width": 100, "T": 10, "batch": 4, "neurons": 200}
+WORKLOAD, DTYPE = "resnet18-mnist", "bfloat16"
+NETWORK = Workload("resnet18", (2, 128, 128), num_classes=11, T=128, batch=16)
+VERIFIED = 1 << 29  # largest number of elements for which a layer is compared with one GPU
+VARIATION = 2.0  # a replay may differ from an eager step by this multiple of two eager steps
 
 
 def main(argv: list[str] | None = None) -> Path | None:
+    """Measure; return the path of the result in the main process."""
     parser = runner.make_parser("parallel", __doc__)
     add = parser.add_argument
-    add("what", choices=("data", "events"))
+    add("what", choices=("data", "time"))
     add("--workload", choices=WORKLOADS, default=WORKLOAD, metavar="WORKLOAD",
         help=f"of data: {', '.join(WORKLOADS)} ({WORKLOAD})")  # fmt: skip
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of data (bfloat16)")
-    add("--networks", nargs="+", choices=SPIKING, metavar="NETWORK",
-        help=f"of data: {'; '.join(SPIKING)}")  # fmt: skip
-    add("--neurons", type=int, help="of each rank of events (47,500)")
+    add("--T", type=int, nargs="+", help="of the layer of time (64 256 1024 4096)")
     args = runner.parse(parser, argv)
-    if args.what == "events":
-        sizes = QUICK_SIZES if args.quick else EVENT_SIZES
-        neurons = max(args.neurons or sizes["neurons"], sizes["width"])
-        vars(args).update({**sizes, "rate": RATE, "neurons": neurons, "name": "event_scaling"})
-        rows = partial(event_rows, earlier_rows(args) if Processes.started().main else [])
-        return run_processes(parser, args, rows, plots.weak_scaling, least=1)
-    usual = (FUSED, LOOP) if args.workload.endswith("-imagenet") else (FUSED, OURS)
-    args.networks = args.networks or list(usual)
+    if args.what == "time":
+        args.name, args.T = (
+            "time_sharding",
+            args.T or ([8] if args.quick else [64, 256, 1024, 4096]),
+        )
+        return run_processes(parser, args, time_rows, plots.time_sharding)
     args.name = "ddp" if args.workload == WORKLOAD else f"ddp_{args.workload}"
+    args.dtype, second = DTYPE, LOOP if args.workload.endswith("-imagenet") else OURS
+    args.networks = [FUSED, second]
     return run_processes(parser, args, data_rows)
-
-
-# Shared with time_sharding
-
-
-def run_processes(
-    parser: argparse.ArgumentParser,
-    args: argparse.Namespace,
-    rows: Callable[[argparse.Namespace, torch.device], Iterator[Record]],
-    plot: Callable[[Record, Path], Any] | None = None,
-    least: int = 2,
-) -> Path | None:
-    """Measure rows in all processes that torchrun started; the main process writes them."""
-    processes, path = Processes.started(), None
-    if "TORCHELASTIC_RUN_ID" not in os.environ or processes.count < least:
-        parser.error(f"start it with torchrun --nproc_per_node N, N at least {least}")
-    device = torch.device("cpu")
-    if args.device == "cuda":
-        device = torch.device("cuda", processes.local_rank)
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True  # as in the trainer
-        # NCCL's error handling would query events while a graph is recorded.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    settings = runner.settings_of(args) | {"processes": processes.count}
-    connect("nccl" if device.type == "cuda" else "gloo")
-    if processes.main:
-        path = runner.write_rows(args, rows(args, device), settings, plot=plot)
-    else:
-        deque(rows(args, device), maxlen=0)
-    disconnect()  # skipped after an exception: it needs all processes
-    return path
-
-
-def highest(value: float, device: torch.device) -> float:
-    """Return the highest value of any rank."""
-    found = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
-
-
-def averaging(net: nn.Module, device: torch.device, **options: Any) -> nn.Module:
-    """Wrap a network in DistributedDataParallel so that its steps can be recorded."""
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    with torch.cuda.stream(stream):
-        model = DistributedDataParallel(net, **options)
-    if stream is not None:
-        torch.cuda.current_stream().wait_stream(stream)
-    return model
-
-
-def ways(device: torch.device) -> tuple[str, ...]:
-    return WAYS if device.type == "cuda" else (EAGER,)  # eager first, as recording may fail
 
 
 # Data-parallel steps
@@ -144,7 +88,7 @@ def ways(device: torch.device) -> tuple[str, ...]:
 
 def data_rows(args: argparse.Namespace, device: torch.device) -> Iterator[Record]:
     workload = WORKLOADS["conv-mnist"].small() if args.quick else WORKLOADS[args.workload]
-    task = Task(workload, args.dtype, device, seed=dist.get_rank())
+    task = WorkloadTask(workload, args.dtype, device, seed=dist.get_rank())
     for name in args.networks:
         for way in ways(device):
             row = {"network": name, "way": way, "processes": dist.get_world_size()}
@@ -152,83 +96,56 @@ def data_rows(args: argparse.Namespace, device: torch.device) -> Iterator[Record
             gc.collect()  # a graph must not outlive its connections
 
 
-@dataclass(frozen=True)
-class RankStep:
-    """A network, its training step, and the memory that a graph of it holds."""
-
-    net: nn.Module
-    step: Callable[[], StepResult]
-    held_bytes: int = 0
-
-
-def measure_data(task: Task, options: dict[str, Any], way: str, args: argparse.Namespace) -> Record:
+def measure_data(
+    task: WorkloadTask, options: dict[str, Any], way: str, args: argparse.Namespace
+) -> Record:
     """Verify a step, then time it in turns. If one process fails, all report it."""
-    device, count, reason = task.device, dist.get_world_size(), ""
+    device, count = task.device, dist.get_world_size()
     ids = [device] if device.type == "cuda" else None
     wraps: dict[str, Any] = {"alone": lambda net: net}
     wraps["together"] = partial(averaging, device=device, device_ids=ids)
-    steps: dict[str, RankStep] = {}
+    steps: dict[str, Contender] = {}
+    for name, wrap in wraps.items():
+        network = networks.spiking(task, **options, wrap=wrap)
+        steps[name] = contender_of(name, way, network.step(task, "training"), (), device)
+        task.restore(network.net)  # recording has taken steps
+    reason = steps["alone"].unavailable or steps["together"].unavailable
+    if row := failure("unavailable", reason, device):
+        return row
+    alone, together = (step.run for step in steps.values())
     try:
-        for name, wrap in wraps.items():
-            network = networks.spiking(task, **options, wrap=wrap)
-            step, held = network.step(task, "training"), 0
-            if way == GRAPH:
-                step, held = record_graph(step)
-            steps[name] = RankStep(network.net, step, held)
-    except Exception as error:
-        reason = first_line(error)
-    if highest(bool(reason), device):
-        return {"status": "unavailable", "reason": reason or "another process failed"}
-    try:
-        verify_data(task, **steps)
+        verify_data(task, alone, together)
     except AssertionError as error:
         reason = str(error)
-    if highest(bool(reason), device):
-        return {"status": "wrong", "reason": reason or "another process is wrong"}
-    row: Record = {"status": "ok"}
-    clock = Timing.of(args).clock
-    for name, one in steps.items():
-        memory = clock.memory(Contender(name, one.step, held_bytes=one.held_bytes))
+    if row := failure("wrong", reason, device):
+        return row
+    row = {"status": "ok"}
+    for name, step in steps.items():
+        memory = Timing.of(args).clock.memory(step)
         row |= {f"{name}_bytes": value for value in memory.values()}
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    repetitions = 1 if args.quick else DATA_REPETITIONS
-    for _ in range(args.rounds):
-        for name, one in steps.items():
-            seconds = 0.0
-            if dist.get_rank() == 0 or name == "together":
-                one.step()
-                synchronize(device)
-                start = time.perf_counter()
-                for _ in range(repetitions):
-                    one.step()
-                synchronize(device)
-                seconds = time.perf_counter() - start
-            # `highest` lets the other processes wait for the first.
-            taken[name].append(highest(seconds, device) / repetitions * 1e3)
-    alone, together = spread(taken["alone"]), spread(taken["together"])
-    row |= {"alone_ms": alone, "together_ms": together}
-    images = count * task.workload.batch / together["median"] * 1e3
-    row["images_per_second"] = round(images, 1)
-    row["throughput"] = round(count * alone["median"] / together["median"], 4)
+    first = alone if dist.get_rank() == 0 else lambda: None  # the others wait
+    times = time_together({"alone": first, "together": together}, device, args.rounds)
+    row |= {f"{name}_ms": ms for name, ms in times.items()}
+    one, several = (ms["median"] for ms in times.values())
+    row["images_per_second"] = round(count * task.workload.batch / several * 1e3, 1)
+    row["throughput"] = round(count * one / several, 4)
     return row
 
 
-def verify_data(task: Task, alone: RankStep, together: RankStep) -> None:
+def verify_data(
+    task: WorkloadTask, alone: Callable[[], StepResult], together: Callable[[], StepResult]
+) -> None:
     """Compare the step of all processes with the steps of each process alone.
 
     Raises:
         AssertionError: the loss or the gradients differ.
     """
-    task.restore(alone.net)
-    task.restore(together.net)
-    expected = alone.step()
+    expected = alone()
     means = [g.clone() for g in expected.grads]
     for mean in means:
         dist.all_reduce(mean)
         mean /= dist.get_world_size()
-    found, allowed = together.step(), ROUNDING[task.dtype]
-    assert expected.loss is not None
-    assert found.loss is not None
+    found, allowed = together(), ROUNDING[task.dtype]
     for what, error in (
         ("the loss", difference([found.loss], [expected.loss])),
         ("gradients", difference(found.grads, means)),
@@ -236,117 +153,280 @@ def verify_data(task: Task, alone: RankStep, together: RankStep) -> None:
         assert error <= allowed, f"{what} differ by {error:.3g}, allowed is {allowed:g}"
 
 
-# Sharded event layers
+# Sequences over several GPUs
 
 
-def earlier_rows(args: argparse.Namespace) -> list[Record]:
-    """Return the rows of the result that will be replaced: those of other numbers of ranks, if they
-    were measured at the same revision with the same versions."""
-    args.out = record.folder(args.out, args.quick)
-    now = record.document(args.name, torch.device(args.device), args.quick, {})
-    path = record.path_of(args.out, args.name, now["machine"])
-    before = record.read(path) if path.exists() else {}
-    same = all(before.get(key) == now[key] for key in ("revision", "dirty", "versions"))
-    return before["rows"] if same else []
+@dataclass(frozen=True)
+class Setup:
+    """What all measurements share; `meshes` by the number of ranks that share the time."""
+
+    args: argparse.Namespace
+    device: torch.device
+    meshes: dict[int, DeviceMesh]
+
+    @property
+    def ranks(self) -> int:
+        return max(self.meshes)
 
 
-def event_rows(
-    earlier: list[Record], args: argparse.Namespace, device: torch.device
-) -> Iterator[Record]:
-    usual = args.neurons == (QUICK_SIZES if args.quick else EVENT_SIZES)["neurons"]
-    row = {"what": "weak scaling" if usual else "the largest"} | measure_events(args, device)
-    key = row["what"], row["ranks"]
-    rows = [r for r in earlier if (r["what"], r["ranks"]) != key] + [row]
-    scaling = {r["ranks"]: milliseconds(r) for r in rows if r["what"] == "weak scaling"}
-    for found in rows:
-        one, taken = scaling.get(1), milliseconds(found)
-        if one and taken and found["what"] == "weak scaling":
-            found["efficiency"] = round(one / taken, 4)
-        yield found
+def time_rows(args: argparse.Namespace, device: torch.device) -> Iterator[Record]:
+    # Making a mesh is collective, so every process makes all of them.
+    count = dist.get_world_size()
+    sizes = [k for k in range(1, count + 1) if count % k == 0]
+    setup = Setup(args, device, {k: make_mesh(time=k, device=device.type) for k in sizes})
+    nets = {k: sf.Temporal(layers.lif()) for k in sizes}
+    for k, net in nets.items():
+        if k > 1:
+            shard_time(net, setup.meshes[k]["time"])
+    for way in ways(device):
+        for T in args.T:
+            yield from layer_rows(setup, nets, T, way)
+        yield from network_rows(setup, way)
+    if not args.quick:
+        yield longest(setup)
 
 
-def milliseconds(row: Record) -> float | None:
-    (contender,) = row.get("contenders", [{}])
-    return contender["wall_ms"]["median"] if "wall_ms" in contender else None
+def measure_step(setup: Setup, make: Callable[[], AnyStep], sharded: bool, way: str) -> Record:
+    """Verify and time a step with both ways to pass states; return the faster.
 
-
-def measure_events(args: argparse.Namespace, device: torch.device) -> Record:
-    torch.manual_seed(0)
-    drawn = torch.rand(args.T, args.batch, args.width) < RATE
-    events = Events.from_dense(drawn.float().to(device))
-    labels = torch.randint(CLASSES, (args.batch,)).to(device)
-    torch.manual_seed(1 + dist.get_rank())
-    net = event_network(args, events, device)
-    temporal = sf.Temporal(net)
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.0, fused=True)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(temporal(events).mean(0), labels).backward()
-        optimizer.step()
-        dist.barrier()
-
-    timing = Timing(Timing.of(args).clock, args.rounds, turn_ms=0.0)
-    contender = Contender("events, neurons sharded", step)
-    found = measure([contender], lambda *_: verify_events(device), timing)
-    own = sum(p.numel() for shard in net[:-1] for p in shard.parameters())
-    total = torch.tensor(own, device=device)
-    dist.all_reduce(total)
-    row = {
-        "ranks": dist.get_world_size(),
-        "neurons": args.width * (len(net) - 1),
-        "parameters": int(total) + sum(p.numel() for p in net[-1].parameters()),
-    } | found
-    if found["contenders"][0]["status"] == "ok":
-        row["samples_per_s"] = round(1e3 * args.batch / milliseconds(row), 2)
-    return row
-
-
-def event_network(args: argparse.Namespace, events: Events, device: torch.device) -> nn.Sequential:
-    """Make each rank's shards, layer by layer at the requested activity."""
-    layers: list[nn.Module] = []
-    for _ in range(args.neurons // args.width * dist.get_world_size()):
-        shard = NeuronShard(args.width, args.width, event_neuron(), device=device)
-        scale_to_rate(shard.layer, events, RATE)
-        with torch.no_grad():
-            events = shard(events)
-        layers.append(shard)
-    torch.manual_seed(0)
-    return nn.Sequential(*layers, Replicated(EventLinear(args.width, CLASSES, device=device)))
-
-
-def verify_events(device: torch.device) -> None:
-    """Compare a small sharded network with the whole one, on every rank.
-
-    Raises:
-        AssertionError: outputs or gradients differ, on all ranks.
+    The peak memory is measured for the last way, on the rank that needs the most.
     """
-    torch.manual_seed(0)
-    lists = "triton" if device.type == "cuda" else "numba"
-    sizes = ((60, 70, event_neuron()), (70, 50, event_neuron()), (50, CLASSES, None))
-    whole = nn.Sequential(*(EventLinear(i, o, n, impl=lists) for i, o, n in sizes)).to(device)
-    events = Events.from_dense((torch.rand(20, 4, 60) < 0.2).float().to(device))
-    scale_to_rate(whole, events, 0.2)
-    sharded = shard_neurons(copy.deepcopy(whole))
-    outputs = []
-    for net in (whole, sharded):
-        outputs.append(sf.Temporal(net)(events))
-        outputs[-1].square().sum().backward()
-    errors = {"outputs": _difference(outputs[1].detach(), outputs[0].detach())}
-    for i, (layer, shard) in enumerate(zip(whole, sharded, strict=True)):
-        first = bounds(layer.out_features) if isinstance(shard, NeuronShard) else None
-        own = slice(None) if first is None else slice(*first[dist.get_rank() :][:2])
-        for name in ("weight", "bias"):
-            grad, expected = getattr(shard.layer, name).grad, getattr(layer, name).grad
-            errors[f"gradients of {name} {i}"] = _difference(grad, expected[own])
-    largest = torch.tensor(list(errors.values()), device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)  # all ranks have to agree on the outcome
-    for what, error in zip(errors, largest.tolist(), strict=True):
-        assert error <= EVENT_ROUNDING, f"{what} of a sharded network differ by {error:.3g}"
+    row: Record = {"status": "ok"}
+    found: dict[bool, Record] = {}
+    device, on_gpu = setup.device, setup.device.type == "cuda"
+    gc.collect()
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    try:
+        step = make()
+        for speculates in (True, False) if sharded else (True,):
+            if step.net.passing is not None:  # in place, without opening new connections
+                step.net.passing.speculates = speculates
+            run: Callable[[], list[Tensor]] = step
+            if way == GRAPH:
+                used = torch.cuda.memory_allocated(device) - before
+                run, held = record_graph(step)
+                row["bytes"] = int(highest(used + held, device))
+            elif on_gpu:
+                torch.cuda.reset_peak_memory_stats(device)
+                step()
+                used = torch.cuda.max_memory_allocated(device) - before
+                row["bytes"] = int(highest(used, device))
+            step.verify(run)
+            found[speculates] = time_together({way: run}, device, setup.args.rounds)[way]
+            del run
+            gc.collect()  # frees a graph's memory before the next recording
+    except torch.OutOfMemoryError as error:
+        return {"status": "out of memory", "reason": first_line(error)}
+    except AssertionError as error:
+        return {"status": "wrong", "reason": first_line(error)}
+    except Exception as error:
+        if way == EAGER:
+            raise
+        return {"status": "unavailable", "reason": first_line(error)}
+    speculate = min(found, key=lambda how: found[how]["median"])
+    return row | {"chunks": 1, "speculate": speculate, "ms": found[speculate]}
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+def add_predictions(rows: Sequence[Record], made: Plan) -> None:
+    """Add the speed-up by Eq. 5 and by the plan."""
+    for row in rows:
+        if row["status"] == "ok":
+            seconds = made.seconds(row["time"], row["chunks"], row["data"], row["speculate"])
+            row |= {"predicted": made.whole / seconds}
+            row |= {"by_paper": made.speedup_by_paper(row["time"])}
+
+
+def layer_rows(setup: Setup, nets: dict[int, sf.Temporal], T: int, way: str) -> list[Record]:
+    """Return a row for each number of GPUs, with its best way to pass states."""
+    N, rows = 1000 if setup.args.quick else 1_000_000, []
+    batch = max(1, round(N**0.5))
+    shape = (T, batch, N // batch)
+    for k, mesh in setup.meshes.items():
+        if k <= T:
+            make = partial(LayerStep, nets[k], shape, mesh["time"], setup.device)
+            row = {"what": "layer", "way": way, "T": T, "N": N, "time": k, "data": 1}
+            rows.append(row | measure_step(setup, make, k > 1, way))
+            if rows[0]["status"] == rows[-1]["status"] == "ok":
+                rows[-1]["speedup"] = rows[0]["ms"]["median"] / rows[-1]["ms"]["median"]
+    if way == GRAPH and setup.ranks <= T and all(row["status"] == "ok" for row in rows):
+        x = torch.rand(shape, device=setup.device, requires_grad=True)
+        add_predictions(rows, plan(sf.Temporal(layers.lif()), x, setup.meshes[setup.ranks]))
+    gc.collect()
+    return rows
+
+
+class LayerStep:
+    """Forward and backward of a rank's time steps, for given gradients."""
+
+    def __init__(
+        self, net: sf.Temporal, shape: tuple[int, ...], axis: DeviceMesh, device: torch.device
+    ) -> None:
+        self.net, self.shape, self.device = net, shape, device
+        self.mine = steps_of(shape[0], axis.get_local_rank(), axis.size())
+        self.x = self.drawn(0, self.mine).requires_grad_()
+        self.grad = self.drawn(1, self.mine)
+
+    def drawn(self, what: int, steps: slice) -> Tensor:
+        """Draw uniform values with a seed per time step, so that no rank has to draw all steps."""
+        made = []
+        for t in range(self.shape[0])[steps]:
+            seed = (self.shape[0] * 2 + what) << 20 | t
+            generator = torch.Generator(self.device).manual_seed(seed)
+            made.append(torch.rand(self.shape[1:], generator=generator, device=self.device))
+        return torch.stack(made)
+
+    def __call__(self) -> list[Tensor]:
+        """Return the spikes and the gradient of x."""
+        self.x.grad = None
+        y = self.net(self.x)
+        y.backward(self.grad)
+        return [y.detach(), self.x.grad]
+
+    def verify(self, run: Callable[[], list[Tensor]]) -> None:
+        """Compare with one GPU that has all time steps, unless the layer is too large.
+
+        Raises:
+            AssertionError: the results differ, on all ranks.
+        """
+        if math.prod(self.shape) > VERIFIED:
+            return
+        everything = slice(0, self.shape[0])
+        whole = Inputs((self.drawn(0, everything).requires_grad_(),), (self.drawn(1, everything),))
+        expected = layers.train(layers.lif(), whole)
+        for tensor in run():
+            tensor.fill_(torch.nan)  # a replay has to overwrite it
+        y, grad = run()
+        same = torch.equal(y, expected.outputs[0][self.mine])
+        error = difference([grad], [expected.grads[0][self.mine]])
+        assert not highest(not same, self.device), "spikes differ from one GPU's"
+        # NaN counts as a difference.
+        assert not highest(not error <= ALLOWED, self.device), "gradients differ from one GPU's"
+
+
+class NetworkStep:
+    """A training step of the fused network without optimizer; returns the gradients.
+
+    Without a mesh, one GPU runs the whole step.
+    """
+
+    def __init__(
+        self, workload: Workload, mesh: DeviceMesh | None, device: torch.device, **options: Any
+    ) -> None:
+        torch.manual_seed(0)
+        net = sf.Temporal(workload.network(workload.neuron))
+        net.to(device, memory_format=torch.channels_last)
+        self.net = sf.fuse(net)
+        self.mesh, self.device = mesh, device
+        self.model: nn.Module = self.net
+        steps, rows = slice(0, workload.T), slice(0, workload.batch)
+        if mesh is not None:
+            time_axis, data = mesh["time"], mesh["data"]
+            steps = steps_of(workload.T, time_axis.get_local_rank(), time_axis.size())
+            rows = steps_of(workload.batch, data.get_local_rank(), data.size())
+            if time_axis.size() > 1:
+                shard_time(self.net, time_axis, **options)
+            # Running statistics need no broadcast: they agree, or are meant to differ.
+            self.model = averaging(
+                self.net, device, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
+        count, size = steps.stop - steps.start, rows.stop - rows.start
+        pixels = torch.randint(0, 3, (count * size, *workload.shape), device=device).float()
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
+        self.x = pixels.unflatten(0, (count, size))
+        self.labels = torch.zeros(size, dtype=torch.int64, device=device)
+
+    def __call__(self) -> list[Tensor]:
+        for p in self.net.parameters():
+            p.grad = None
+        with torch.autocast(self.device.type, torch.bfloat16):
+            y = self.model(self.x)
+        mean = y.mean(0) if self.mesh is None else mean_over_steps(y, self.mesh["time"])
+        F.cross_entropy(mean.float(), self.labels).backward()
+        return [p.grad for p in self.net.parameters() if p.grad is not None]
+
+    def verify(self, run: Callable[[], list[Tensor]]) -> None:
+        """Compare a replay's gradients with those of an eager step.
+
+        Raises:
+            AssertionError: the difference is too large, on all ranks.
+        """
+        if run is self:
+            return
+        expected = [g.clone() for g in self()]
+        repeated = highest(difference(self(), expected), self.device)
+        for grad in run():
+            grad.fill_(torch.nan)  # the replay has to overwrite it
+        error = difference(run(), expected)
+        # NaN counts as a difference, and all ranks have to agree on the outcome.
+        error = highest(error if error == error else 1e9, self.device)
+        allowed = max(ROUNDING[DTYPE], VARIATION * repeated)
+        assert error <= allowed, (
+            f"a replay differs by {error:.3g} from an eager step, allowed is {allowed:.3g}"
+        )
+
+
+AnyStep = LayerStep | NetworkStep
+
+
+def network_rows(setup: Setup, way: str) -> list[Record]:
+    """Return rows of one GPU, of all GPUs by every data x time, and of k GPUs by time alone."""
+    workload, whole = NETWORK, setup.ranks
+    if setup.args.quick:
+        workload = replace(NETWORK.small(), model="conv", T=max(2, whole), batch=max(2, whole))
+
+    def row(mesh: DeviceMesh | None, statistics: str, time: int, data: int) -> Record:
+        # If ranks share only time, each group of the mesh repeats all the work.
+        copies = 1 if mesh is None else whole // (time * data)
+        given = replace(workload, batch=workload.batch * copies)
+        make = partial(NetworkStep, given, mesh, setup.device, statistics=statistics)
+        about = {"what": "network", "way": way, "T": workload.T, "statistics": statistics}
+        about |= {"time": time, "data": data}
+        return about | measure_step(setup, make, time > 1, way)
+
+    one = row(None, "exact", 1, 1)
+    rows = [one | {"speedup": 1.0, "memory_of_one": 1.0}]
+    for statistics in ("exact", "shard"):
+        sharded = []
+        for k, mesh in setup.meshes.items():
+            if k > 1 or statistics == "exact":
+                sharded.append(row(mesh, statistics, k, whole // k))
+            if 1 < k < whole:
+                sharded.append(row(mesh, statistics, k, 1))
+        for found in sharded:
+            if found["status"] == one["status"] == "ok":
+                found["speedup"] = one["ms"]["median"] / found["ms"]["median"]
+                if "bytes" in one:
+                    found["memory_of_one"] = found["bytes"] / one["bytes"]
+        if way == GRAPH:
+            step = NetworkStep(workload, None, setup.device)
+            with torch.autocast(setup.device.type, torch.bfloat16):
+                made = plan(step.net, step.x, setup.meshes[whole], statistics)
+            add_predictions([found for found in sharded if found["time"] > 1], made)
+        rows += sharded
+    return rows
+
+
+def longest(setup: Setup) -> Record:
+    """Double T until one GPU, or all of them, run out of memory."""
+    T, alone, together = NETWORK.T, True, True
+    while alone and together and T < 1 << 14:
+        T *= 2
+        workload = replace(NETWORK, T=T)
+        alone = fits(workload, None, setup.device)
+        together = fits(workload, setup.meshes[setup.ranks], setup.device)
+    return {"what": "long", "T": T, "time": setup.ranks, "fits_one": alone, "fits": together}
+
+
+def fits(workload: Workload, mesh: DeviceMesh | None, device: torch.device) -> bool:
+    """Return whether a step fits into memory on all ranks."""
+    failed = 0.0
+    try:
+        NetworkStep(workload, mesh, device, statistics="shard", chunks=4)()
+    except torch.OutOfMemoryError:
+        failed = 1.0
+    gc.collect()
+    torch.cuda.empty_cache()
+    return not highest(failed, device)
 
 
 if __name__ == "__main__":

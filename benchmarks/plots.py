@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from benchmarks import record
 from benchmarks.layers import COMPILED, JELLY_FUNCTION, JELLY_NODE, LOOP, OURS
 
 STYLE = {
@@ -45,9 +46,8 @@ def plot(
             figure = Figure((size[0] * count, size[1]), layout="constrained", dpi=120)
             FigureCanvasAgg(figure)
             drawn = figure.subplots(1, count, squeeze=False)[0]
-            machine, settings = result["machine"], result["settings"]
+            settings, where = result["settings"], record.device(result)
             title = draw(drawn, rows) or settings.get("recipe") or settings.get("data")
-            where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
             figure.suptitle(f"{title}, {where}" if title else where)
             for panel in drawn:
                 panel.grid(alpha=0.3)

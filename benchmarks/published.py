@@ -24,18 +24,17 @@ from benchmarks.layers import spikingjelly
 
 def lif(threshold: float = 0.5) -> nn.Module:
     """Thresholds are lower than published: fresh weights drive neurons less."""
-    neuron, surrogate = spikingjelly("neuron", "surrogate")
-    return neuron.LIFNode(
-        tau=2.0, detach_reset=True, v_threshold=threshold, surrogate_function=surrogate.ATan(),
-        step_mode="m",
-    )  # fmt: skip
+    return _node("LIFNode", v_threshold=threshold, tau=2.0)
 
 
 def if_node() -> nn.Module:
+    return _node("IFNode", v_threshold=0.5)
+
+
+def _node(kind: str, **options: Any) -> nn.Module:
     neuron, surrogate = spikingjelly("neuron", "surrogate")
-    return neuron.IFNode(
-        v_threshold=0.5, detach_reset=True, surrogate_function=surrogate.ATan(), step_mode="m"
-    )
+    options |= {"detach_reset": True, "surrogate_function": surrogate.ATan(), "step_mode": "m"}
+    return getattr(neuron, kind)(**options)
 
 
 def stateless(*layers: nn.Module) -> nn.Module:
@@ -62,27 +61,22 @@ def spikes_of(net: nn.Module, kind: type) -> dict[str, Tensor]:
 class SEWBlock(nn.Module):
     def __init__(self, inplanes: int, planes: int, stride: int, cnf: str) -> None:
         super().__init__()
-        self.conv1 = stateless(
-            nn.Conv2d(inplanes, planes, 3, stride, 1, bias=False), nn.BatchNorm2d(planes)
-        )
-        self.sn1 = if_node()
-        self.conv2 = stateless(
-            nn.Conv2d(planes, planes, 3, 1, 1, bias=False), nn.BatchNorm2d(planes)
-        )
-        self.sn2 = if_node()
-        self.downsample = None
+
+        def conv(inputs: int, size: int, stride: int) -> nn.Module:
+            made = nn.Conv2d(inputs, planes, size, stride, size // 2, bias=False)
+            return stateless(made, nn.BatchNorm2d(planes))
+
+        self.conv1, self.sn1 = conv(inplanes, 3, stride), if_node()
+        self.conv2, self.sn2 = conv(planes, 3, 1), if_node()
+        self.downsample, self.cnf = None, cnf
         if stride > 1 or inplanes != planes:
-            conv = nn.Conv2d(inplanes, planes, 1, stride, bias=False)
-            self.downsample = nn.Sequential(stateless(conv, nn.BatchNorm2d(planes)), if_node())
-        self.cnf = cnf
+            self.downsample = nn.Sequential(conv(inplanes, 1, stride), if_node())
 
     def forward(self, x: Tensor) -> Tensor:
         identity = x if self.downsample is None else self.downsample(x)
         out = self.sn2(self.conv2(self.sn1(self.conv1(x))))
         if self.cnf == "ADD":
             return out + identity
-        if self.cnf == "AND":
-            return out * identity
         return identity * (1.0 - out)
 
 
@@ -196,8 +190,7 @@ class Block(nn.Module):
         t, b, c, h, w = x.shape
         x = x.flatten(3)
         x = x + self.attn(x)
-        x = x + self.mlp(x)
-        return x.reshape(t, b, c, h, w)
+        return (x + self.mlp(x)).reshape(t, b, c, h, w)
 
 
 class Patch(nn.Module):
@@ -319,7 +312,7 @@ class DrivenAttention(nn.Module):
         self.num_heads, self.shortcut_lif = heads, lif()
         self.q_conv, self.k_conv, self.v_conv = (nn.Conv2d(dim, dim, 1, bias=False) for _ in "qkv")
         self.q_bn, self.k_bn, self.v_bn = (nn.BatchNorm2d(dim) for _ in "qkv")
-        self.q_lif, self.k_lif, self.v_lif = lif(), lif(), lif()
+        self.q_lif, self.k_lif, self.v_lif = (lif() for _ in "qkv")
         self.talking_heads_lif = lif(0.25)
         self.proj_conv, self.proj_bn = nn.Conv2d(dim, dim, 1), nn.BatchNorm2d(dim)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 import spikefuse
+from spikefuse.data.files import replacing
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -86,7 +88,6 @@ def machine(device: torch.device) -> dict[str, Any]:
         found |= {
             "gpu": properties.name,
             "gpu_memory_bytes": properties.total_memory,
-            "l2_bytes": l2_bytes(device),
             "cuda": torch.version.cuda,
         }
     return found
@@ -96,13 +97,6 @@ def device(result: dict[str, Any]) -> str:
     """Name the GPU or CPU of a result."""
     machine = result["machine"]
     return machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
-
-
-def l2_bytes(device: torch.device) -> int:
-    """Return the size of a GPU's L2 cache; 0 for a CPU."""
-    if device.type != "cuda":
-        return 0
-    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 1 << 26)
 
 
 def _cpu_model() -> str:
@@ -117,14 +111,11 @@ def _cpu_model() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that shape a result."""
-    # torch's own string includes its build, such as +cpu.
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    found["spikefuse"] = spikefuse.__version__
+    found = {"python": platform.python_version(), "spikefuse": spikefuse.__version__}
+    found["torch"] = torch.__version__  # which includes its build, such as +cpu
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -141,24 +132,12 @@ def folder(out: Path | None, quick: bool) -> Path:
     return Path(tempfile.mkdtemp(prefix="spikefuse-quick-")) if quick else RESULTS
 
 
-def path_of(into: Path, benchmark: str, machine: dict[str, Any]) -> Path:
-    return into / f"{benchmark}-{slug(machine)}.json"
-
-
 def write(into: Path, result: dict[str, Any]) -> Path:
     """Write a result atomically."""
-    path = path_of(into, result["benchmark"], result["machine"])
+    path = into / f"{result['benchmark']}-{slug(result['machine'])}.json"
     into.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=into, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(result, file, indent=1)
-            file.write("\n")
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(result, indent=1) + "\n")
     return path
 
 

@@ -21,29 +21,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import spikefuse as sf
 from benchmarks import layers, runner
-from benchmarks.layers import DTYPES, LOOP, OURS
-from benchmarks.runner import (
-    EAGER,
-    GRAPH,
-    Contender,
-    Record,
-    Timing,
-    contender_of,
-    first_line,
-    measure,
-)
+from benchmarks.layers import DTYPES, LOOP, OURS, Inputs, LayerResult, compare, train
+from benchmarks.runner import EAGER, GRAPH, Contender, Record, Timing, contender_of, measure
 
 SIZES = ((100, 256, 128), (100, 256, 256), (100, 256, 512), (250, 128, 1024))
 LARGEST_REFERENCE = 512
 CPU_SIZE, QUICK_SIZE = (100, 64, 256), (5, 4, 32)
 DECAY, THRESHOLD, GRID = 0.75, 1.0, 1 / 64
 REFERENCE, RNN, RLEAKY = "eager reference", "nn.RNN", "snnTorch RLeaky"
-# Of the largest gradient, by dtype: the loops round every gradient to the dtype.
+# Allowed relative difference of gradients, which the loops round to the dtype in each step.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-1}
+
+loop = partial(layers.hand_written, decay=DECAY, threshold=THRESHOLD)
 
 
 def main(argv: list[str] | None = None) -> Path:
@@ -83,9 +75,15 @@ class Layer:
             return ((values / GRID).round() * GRID).to(device, DTYPES[dtype])
 
         # About 5 % of the neurons fire.
-        self.x = (draw(T, B, N, spread=0.35).clamp(-2, 2) + 0.125).requires_grad_()
+        x = draw(T, B, N, spread=0.35).clamp(-2, 2) + 0.125
         self.weight = draw(N, N, spread=max(1.5 / N**0.5, GRID)).clamp(-1, 1)
-        self.grad = torch.randn((T, B, N), generator=generator).to(self.x)
+        grad = torch.randn((T, B, N), generator=generator).to(x)
+        self.inputs = Inputs((x.requires_grad_(),), (grad,))
+        weight = self.weight.float().requires_grad_()
+        single = Inputs((x.detach().float().requires_grad_(),), (grad.float(),))
+        self.expected = train(partial(loop, weight=weight), single, (weight,))
+        rate = self.expected.outputs[0].mean().item()
+        assert 0.005 < rate < 0.3, f"{rate:.1%} of the neurons fire"
 
     def contenders(self) -> list[Contender]:
         N, dtype = self.size[2], DTYPES[self.dtype]
@@ -93,11 +91,11 @@ class Layer:
         ours = sf.Recurrent(neuron, N).to(self.device, dtype)
         with torch.no_grad():
             ours.weight.copy_(self.weight)
-        matrix = self.weight.detach().requires_grad_()
+        matrix = self.weight.clone().requires_grad_()
         rnn = nn.RNN(N, N, bias=False).to(self.device, dtype)
         steps: dict[str, tuple[Callable[[Tensor], Tensor], list[Tensor]]] = {
             OURS: (ours, [ours.weight]),
-            LOOP: (lambda x: hand_written(x, matrix), [matrix]),
+            LOOP: (partial(loop, weight=matrix), [matrix]),
             REFERENCE: (partial(ours, impl="reference"), [ours.weight]),
             RNN: (lambda x: rnn(x)[0], [*rnn.parameters()]),
         }
@@ -107,58 +105,27 @@ class Layer:
         try:
             steps[RLEAKY] = rleaky(N, self.device, dtype)
         except Exception as error:
-            missing = [Contender(RLEAKY, unavailable=first_line(error))]
+            missing = [Contender(RLEAKY, unavailable=runner.first_line(error))]
         for name, (function, params) in steps.items():
-            step = partial(self.step, function, params)
+            step = partial(train, function, self.inputs, params)
             found.append(contender_of(name, EAGER, step, (), self.device))
             if name in (OURS, LOOP, RNN) and self.device.type == "cuda":
                 found.append(contender_of(f"{name}, {GRAPH}", GRAPH, step, (), self.device))
         return found + missing
 
-    def step(
-        self, function: Callable[[Tensor], Tensor], params: list[Tensor]
-    ) -> tuple[Tensor, ...]:
-        y = function(self.x)
-        return y.detach(), *torch.autograd.grad(y, [self.x, *params], self.grad)
-
-    def verify(self, contender: Contender, result: tuple[Tensor, ...]) -> None:
+    def verify(self, contender: Contender, result: LayerResult) -> None:
         """Compare with the loop in float32: spikes bit for bit, gradients to rounding.
 
         Raises:
             AssertionError: the result is wrong.
         """
         name = contender.name.removesuffix(f", {GRAPH}")
-        y, *grads = result
-        assert y.shape == self.x.shape
-        assert all(g.isfinite().all() for g in grads)
-        if name not in (OURS, LOOP, REFERENCE):
-            return
-        x = self.x.detach().float().requires_grad_()
-        matrix = self.weight.detach().float().requires_grad_()
-        wanted = hand_written(x, matrix)
-        expected = torch.autograd.grad(wanted, [x, matrix], self.grad.float())
-        rate = wanted.mean().item()
-        assert 0.005 < rate < 0.3, f"{rate:.1%} of the neurons fire"
-        if name == LOOP and self.dtype != "float32":
-            return  # its currents are rounded, which flips spikes
-        differ = int((y.float() != wanted).sum())
-        assert not differ, f"{differ} spikes differ from the loop's"
-        for g, e in zip(grads, expected, strict=True):
-            error = ((g.float() - e).abs().max() / e.abs().max()).item()
-            assert error < TOLERANCE[self.dtype], f"a gradient errs by {error:.2g} of the largest"
-
-
-def hand_written(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute the layer by a loop over time as users write it."""
-    v = torch.zeros_like(x[0], dtype=torch.float32)
-    s, spikes = torch.zeros_like(x[0]), []
-    for current in x.unbind(0):
-        h = DECAY * v + (current + F.linear(s, weight))
-        fired = layers.Spike.apply(h - THRESHOLD)
-        v = h * (1 - fired)
-        s = fired.to(x.dtype)
-        spikes.append(s)
-    return torch.stack(spikes)
+        found = LayerResult(*(tuple(t.float() for t in ts) for ts in vars(result).values()))
+        assert all(g.isfinite().all() for g in (*found.grads, *found.params))
+        rounded = name == LOOP and self.dtype != "float32"  # its currents, which flips spikes
+        if name in (OURS, LOOP, REFERENCE) and not rounded:
+            assert torch.equal(found.outputs[0], self.expected.outputs[0]), "spikes differ"
+            compare(found, self.expected, TOLERANCE[self.dtype])
 
 
 def rleaky(

@@ -34,20 +34,8 @@ FACTS = (
     *("parameters", "training_seconds", "device", "versions"),
 )
 CURVE = ("train_loss", "train_accuracy", "val_loss", "val_accuracy")
-QUICK = [
-    "--dataset",
-    "digits",
-    "--model",
-    "conv",
-    "--shift",
-    "1",
-    "--epochs",
-    "1",
-    "--warmup",
-    "0",
-    "-T",
-    "2",
-]
+QUICK = ["--dataset", "digits", "--model", "conv", "--shift", "1", "--epochs", "1", "--warmup", "0",
+         "-T", "2"]  # fmt: skip
 
 # The papers' accuracy in per cent and training seconds; None where they give none.
 # temporal-fusion: Table 1, rows "Ours", on NVIDIA A100. bptt-on-gpu: Table I. radlif, se-adlif: the

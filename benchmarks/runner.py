@@ -29,8 +29,6 @@ from benchmarks import record
 FLUSH_BYTES = 1 << 30
 # The device then waits for twice the time of a call, at most this long: the host runs ahead of it.
 LONGEST_WAIT_MS, CYCLES_PER_MS = 20.0, 2_000_000
-# On a GPU: untimed calls at the start of a turn, and calls timed one by one at its end.
-TURN_WARMUP, TURN_SINGLES = 5, 3
 
 EAGER, GRAPH, GRAPH_STEP = STEP_WAYS = "eager", "CUDA graph", "sf.graph_step"  # to run a step
 WAYS = (EAGER, GRAPH)
@@ -62,18 +60,16 @@ class Contender:
 
 
 @dataclass
-class Copy:
+class Copy(Contender):
     """A copy that moves `num_bytes`, bytes read plus bytes written."""
 
-    name: str
-    run: Callable[[], Any]
-    num_bytes: int
+    num_bytes: int = 0
 
-
-def bandwidth_copy(num_bytes: int, device: torch.device) -> Copy:
-    source = torch.rand(num_bytes // 8, device=device)
-    target = torch.empty_like(source)
-    return Copy("copy", lambda: target.copy_(source), num_bytes)
+    @classmethod
+    def of(cls, num_bytes: int, device: torch.device) -> Copy:
+        source = torch.rand(num_bytes // 8, device=device)
+        target = torch.empty_like(source)
+        return cls("copy", lambda: target.copy_(source), num_bytes=num_bytes)
 
 
 class CpuClock:
@@ -94,14 +90,18 @@ class CpuClock:
 
 
 class GpuClock(CpuClock):
-    """Wall-clock time of back-to-back calls, and device time of single calls by CUDA events. The
-    device waits before a single call until the host has enqueued it."""
+    """Wall-clock time of back-to-back calls, and device time of single calls by CUDA events.
+
+    The device waits before a single call until the host has enqueued it.
+
+    Args:
+        warmup: untimed calls at the start of a turn.
+        singles: calls timed one by one at its end.
+    """
 
     bandwidth_kind = "device_ms"
 
-    def __init__(
-        self, device: torch.device, warmup: int = TURN_WARMUP, singles: int = TURN_SINGLES
-    ) -> None:
+    def __init__(self, device: torch.device, warmup: int = 5, singles: int = 3) -> None:
         if device.index is not None:
             torch.cuda.set_device(device)  # events belong to the current device
         self.device, self.warmup, self.singles = device, warmup, singles
@@ -146,14 +146,14 @@ class GpuClock(CpuClock):
 
 @dataclass(frozen=True)
 class Timing:
-    """How to time: `rounds` turns of about `turn_ms` milliseconds for each contender and copy."""
+    """How to time: `rounds` turns of about `turn_ms` milliseconds for each contender and a copy."""
 
     clock: CpuClock
     rounds: int = 11
     turn_ms: float = 5.0
     warmup: int = 3
     max_repetitions: int = 200
-    copies: tuple[Copy, ...] = ()
+    copy: Copy | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace, copy_bytes: int = 0, whole_steps: bool = False) -> Timing:
@@ -163,14 +163,13 @@ class Timing:
             copy_bytes: bytes moved by the copy that gives the bandwidth; 0 for none.
             whole_steps: each run is long and needs little warm-up.
         """
-        device = torch.device(args.device)
-        clock = CpuClock()
+        device, clock = torch.device(args.device), CpuClock()
         if device.type == "cuda":
             clock = GpuClock(device, 1, 1) if whole_steps else GpuClock(device)
         size = min(copy_bytes, 1 << 20) if args.quick else copy_bytes
-        copies = (bandwidth_copy(size, device),) if size else ()
         turn_ms, warmup = (0.5 if args.quick else 25.0), (2 if whole_steps else 3)
-        return cls(clock, args.rounds, turn_ms, warmup, copies=copies)
+        copy = Copy.of(size, device) if size else None
+        return cls(clock, args.rounds, turn_ms, warmup, copy=copy)
 
 
 def measure(
@@ -189,30 +188,31 @@ def measure(
 
     Returns:
         A dict with "contenders" and "copies", both lists of dicts. Times are dicts with median,
-        p10, p90 and the rounds. "fraction" is the time in which the first copy moves `num_bytes`
-        over the contender's time.
+        p10, p90 and the rounds. "fraction" is the time in which the copy moves `num_bytes` over the
+        contender's time.
     """
     if not __debug__:
         raise RuntimeError("verification needs assert statements: run Python without -O")
     results = [_verified(c, verify, timing.clock, prepare) for c in contenders]
     correct = [c for c, r in zip(contenders, results, strict=True) if r["status"] == "ok"]
-    times = _interleaved([*timing.copies, *correct], timing)
-    copies: list[Record] = []
-    for copy in timing.copies:
+    copies = [] if timing.copy is None else [timing.copy]
+    times = _interleaved([*copies, *correct], timing)
+    about: list[Record] = []
+    for copy in copies:
         rate = copy.num_bytes / times[copy.name][timing.clock.bandwidth_kind]["median"] / 1e6
-        about = {"name": copy.name, "num_bytes": copy.num_bytes, "gb_per_s": float(f"{rate:.6g}")}
-        copies.append(about | times[copy.name])
+        rate = float(f"{rate:.6g}")
+        about.append({"name": copy.name, "num_bytes": copy.num_bytes, "gb_per_s": rate})
+        about[-1] |= times[copy.name]
     for result in results:
-        if result["status"] != "ok":
-            continue
-        result |= times[result["name"]]
-        if copies:
-            floor = num_bytes / copies[0]["gb_per_s"] / 1e6
-            result["fraction"] = {
-                kind: float(f"{floor / value['median']:.4g}")
-                for kind, value in times[result["name"]].items()
-            }
-    return {"num_bytes": num_bytes, "copies": copies, "contenders": results}
+        if result["status"] == "ok":
+            result |= times[result["name"]]
+            if about:
+                floor = num_bytes / about[0]["gb_per_s"] / 1e6
+                result["fraction"] = {
+                    kind: float(f"{floor / value['median']:.4g}")
+                    for kind, value in times[result["name"]].items()
+                }
+    return {"num_bytes": num_bytes, "copies": about, "contenders": results}
 
 
 def _verified(
@@ -237,9 +237,7 @@ def _verified(
     return result | {"status": "ok"} | memory
 
 
-def _interleaved(
-    runners: Sequence[Contender | Copy], timing: Timing
-) -> dict[str, dict[str, Record]]:
+def _interleaved(runners: Sequence[Contender], timing: Timing) -> dict[str, dict[str, Record]]:
     repetitions = {}
     for runner in runners:
         assert runner.run is not None
@@ -280,19 +278,6 @@ def spread(values: Sequence[float]) -> Record:
     }
 
 
-@dataclass
-class Replay:
-    """A recorded step; `step` keeps alive what the graph uses, such as the optimizer's state."""
-
-    graph: torch.cuda.CUDAGraph
-    result: Any
-    step: Callable[[], Any]
-
-    def __call__(self) -> Any:
-        self.graph.replay()
-        return self.result
-
-
 def record_graph(step: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
     """Record a step as a CUDA graph; return its replay and the bytes that the graph holds."""
     stream = torch.cuda.Stream()
@@ -311,7 +296,13 @@ def record_graph(step: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
     # Other threads, such as NCCL's, are not recorded.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result = step()
-    return Replay(graph, result, step), torch.cuda.memory_reserved() - before
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    replay.step = step  # type: ignore[attr-defined]  # what the graph uses, such as optimizer state
+    return replay, torch.cuda.memory_reserved() - before
 
 
 def contender_of(
@@ -352,6 +343,14 @@ def cudnn_search(device: torch.device) -> Iterator[None]:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Return the norm of `found - expected` over the norm of `expected`."""
+    pairs = list(zip(found, expected, strict=True))
+    squares = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
+    size = sum(float(b.double().square().sum()) for _, b in pairs)
+    return math.sqrt(squares / size) if size else math.sqrt(squares)
 
 
 def first_line(error: BaseException) -> str:

@@ -114,13 +114,13 @@ REGIONS: dict[str, tuple[str, Callable[[Results, Path], str], str]] = {
     "time-sharding": (
         "time_sharding",
         each(sections.time_sharding, "speed-up over the number of time steps"),
-        TORCHRUN.format(4, "time_sharding"),
+        TORCHRUN.format(4, "parallel time"),
     ),
     "events": ("events", each(sections.events, "speed over activity"), BENCH),
     "event-scaling": (
         "event_scaling",
         each(sections.event_scaling, "efficiency over ranks"),
-        TORCHRUN.format("RANKS", "parallel events"),
+        TORCHRUN.format(4, "events sharded --largest 256500"),
     ),
     "spoken-digits": (
         "spoken_digits*",

@@ -32,9 +32,7 @@ class FakeClock:
         return {"peak_bytes": 7}
 
 
-@pytest.fixture
-def timing() -> Timing:
-    return Timing(FakeClock(), rounds=4, turn_ms=0.0, warmup=1)
+TIMING = Timing(FakeClock(), rounds=4, turn_ms=0.0, warmup=1)
 
 
 def expect_positive(contender: Contender, result: Any) -> None:
@@ -45,14 +43,14 @@ def failing() -> float:
     raise RuntimeError("no such kernel\nand more")
 
 
-def test_only_correct_results_are_timed(timing: Timing) -> None:
+def test_only_correct_results_are_timed() -> None:
     contenders = [
         Contender("right", lambda: 2.0, note="made by hand"),
         Contender("wrong", lambda: -1.0),
         Contender("broken", failing),
         Contender("absent", unavailable="not installed"),
     ]
-    right, *others = measure(contenders, expect_positive, timing)["contenders"]
+    right, *others = measure(contenders, expect_positive, TIMING)["contenders"]
     assert (right["status"], right["note"], right["peak_bytes"]) == ("ok", "made by hand", 7)
     assert right["wall_ms"]["median"] == 2.0
     assert others == [
@@ -62,22 +60,17 @@ def test_only_correct_results_are_timed(timing: Timing) -> None:
     ]
 
 
-def test_contenders_and_copies_take_turns(timing: Timing) -> None:
-    contenders = [Contender("a", lambda: 1.0), Contender("b", lambda: 2.0)]
-    timing = replace(timing, rounds=20, copies=(Copy("copy", lambda: 3.0, 10),))
-    measure(contenders, expect_positive, timing)
+def test_contenders_and_a_copy_take_turns() -> None:
+    contenders = [Contender("a", lambda: 1.0), Contender("b", lambda: 16.0)]
+    copy = Copy("copy", lambda: 4.0, num_bytes=8_000_000)
+    timing = replace(TIMING, rounds=20, copy=copy)
+    found = measure(contenders, expect_positive, timing, 4_000_000)
     turns = timing.clock.turns[-60:]  # type: ignore[attr-defined]
     rounds = [tuple(turns[i : i + 3]) for i in range(0, 60, 3)]
-    assert {tuple(sorted(order)) for order in rounds} == {(1.0, 2.0, 3.0)}
+    assert {tuple(sorted(order)) for order in rounds} == {(1.0, 4.0, 16.0)}
     assert len(set(rounds)) == 6  # all orders
-
-
-def test_fractions_are_of_the_first_copy(timing: Timing) -> None:
-    copies = Copy("copy", lambda: 4.0, 8_000_000), Copy("other", lambda: 1.0, 8_000_000)
-    ours = [Contender("ours", lambda: 16.0)]
-    found = measure(ours, expect_positive, replace(timing, copies=copies), 4_000_000)
-    assert [c["gb_per_s"] for c in found["copies"]] == [4.0, 16.0]  # 8 MB in 2 ms and in 0.5 ms
-    assert found["contenders"][0]["fraction"] == {"wall_ms": 1 / 16, "device_ms": 1 / 8}
+    assert found["copies"][0]["gb_per_s"] == 4.0  # 8 MB in 2 ms
+    assert found["contenders"][1]["fraction"] == {"wall_ms": 1 / 16, "device_ms": 1 / 8}
 
 
 def test_repetitions_fill_a_turn() -> None:
@@ -85,9 +78,6 @@ def test_repetitions_fill_a_turn() -> None:
     timing = Timing(CpuClock(), rounds=1, turn_ms=1e6, warmup=1, max_repetitions=13)
     measure([Contender("work", lambda: calls.append(1) or 1.0)], expect_positive, timing)
     assert len(calls) == 1 + 1 + 13  # verified, estimated, timed
-
-
-def test_spread() -> None:
     found = runner.spread([float(v) for v in range(11)])
     assert (found["median"], found["p10"], found["p90"]) == (5.0, 1.0, 9.0)
     assert found["rounds"] == [float(v) for v in range(11)]
@@ -99,15 +89,13 @@ def test_failed_cases_are_left_out(tmp_path: Path) -> None:
     cases = (("right", lambda: {"contenders": []}), ("broken", failing))
     result = record.read(runner.run_cases(args, cases))
     assert [row["row"] for row in result["rows"]] == ["right"]
-    reason = "RuntimeError: no such kernel"
-    assert result["left_out"] == [{"row": "broken", "reason": reason}]
+    assert result["left_out"] == [{"row": "broken", "reason": "RuntimeError: no such kernel"}]
 
 
 def test_a_result_has_its_origin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPIKEFUSE_REVISION", "abc123-dirty")
     found = record.document("a_benchmark", torch.device("cpu"), False, {"T": 4})
     assert (found["revision"], found["dirty"]) == ("abc123", True)
-    assert found["machine"]["cores"] >= 1
     assert {"python", "torch", "numba", "spikefuse"} <= found["versions"].keys()
     monkeypatch.delenv("SPIKEFUSE_REVISION")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
@@ -115,13 +103,10 @@ def test_a_result_has_its_origin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert record.revision() == {"revision": None, "dirty": None}
 
 
-def test_a_result_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_result_is_written_and_read(tmp_path: Path) -> None:
     result = {"schema": 1, "benchmark": "b", "machine": {"cpu": "A (R) 9", "cores": 2}, "rows": []}
     path = record.write(tmp_path, result)
     assert path.name == "b-a-r-9-2-cores.json"
-    with pytest.raises(TypeError):
-        record.write(tmp_path, result | {"rows": [object()]})
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
     assert record.read(path) == result
     path.write_text(json.dumps({"schema": 99}))
     with pytest.raises(ValueError, match="not a result of schema 1"):

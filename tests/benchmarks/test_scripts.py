@@ -1,8 +1,7 @@
-"""Every script runs end to end at tiny size on a CPU."""
+"""Every script runs end to end at tiny size on a CPU; tests/parity runs convert."""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import subprocess
@@ -10,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import benchmarks.__main__ as everything
-from benchmarks import events, neurons, parallel, record, reproduce, time_sharding
+from benchmarks import events, neurons, parallel, record, reproduce
 from benchmarks.events import DENSE, EVENTS
 from benchmarks.layers import LOOP, OURS
 from tests.processes import finish, torchrun
@@ -21,20 +19,17 @@ from tests.processes import finish, torchrun
 QUICK = ("--quick", "--device", "cpu")
 SCRIPTS = (
     "neurons steps --dtype float32 --T 2",
-    "neurons --groups lif inference layout custom --dtype bfloat16",
+    "neurons --groups lif inference layout zoo --dtype bfloat16",
     "recurrent",
     "cpu",
-    "block --layout channels-last --shapes T=4",
+    "neurons block --layout channels-last --shapes T=4",
     "networks --dtype bfloat16 --name networks_trial --T 3",
     "events",
-    "accuracy --names spikefuse --early 1 --cutmix 1",
     "spoken_digits --names spikefuse --dtype bfloat16",
-    "first_call --backend numba --neurons LIF",
+    "neurons first_call --backend numba --neurons LIF",
     "reproduce temporal-fusion-mnist-resnet18",
 )
-SHARED = ("parallel data --networks spikefuse", "time_sharding --chunks 1 2 --rounds 1")
-# tests/parity runs convert, because it needs other libraries.
-NAMES = {command.split()[0] for command in (*SCRIPTS, *SHARED)} | {"tables", "convert"}
+SHARED = ("parallel data", "parallel time", "events sharded --largest 300")
 
 
 def check(out: Path) -> list[dict[str, Any]]:
@@ -72,53 +67,26 @@ def test_script(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_scripts_of_processes(tmp_path: Path) -> None:
     found = {}
     for command in SHARED:
-        name, *options = command.split()
-        options += [*QUICK, "--out", str(tmp_path / name)]
-        finish(torchrun(2, "-m", f"benchmarks.{name}", *options, folder=record.ROOT), 300)
-        found[name] = check(tmp_path / name)
-        assert all(row["status"] == "ok" for row in found[name])
-    layers = [row for row in found["time_sharding"] if row["what"] == "layer"]
-    networks = [row for row in found["time_sharding"] if row["what"] == "network"]
+        name, what, *options = command.split()
+        options += [*QUICK, "--rounds", "1", "--out", str(tmp_path / what)]
+        finish(torchrun(2, "-m", f"benchmarks.{name}", what, *options, folder=record.ROOT), 300)
+        found[what] = check(tmp_path / what)
+    layers = [row for row in found["time"] if row["what"] == "layer"]
+    networks = [row for row in found["time"] if row["what"] == "network"]
+    assert all(row["status"] == "ok" for row in (*layers, *networks, *found["data"]))
     assert [row["time"] for row in layers] == [1, 2]
-    assert layers[1]["by_chunks"].keys() == {"1", "1, waiting", "2, waiting"}
     assert [(row["data"], row["time"]) for row in networks] == [(1, 1), (2, 1), (1, 2), (1, 2)]
-
-
-def test_numbers_of_ranks_share_a_result(tmp_path: Path) -> None:
-    options = ["events", "--rounds", "1", *QUICK, "--out", str(tmp_path)]
-    for ranks in (2, 1):
-        finish(torchrun(ranks, "-m", "benchmarks.parallel", *options, folder=record.ROOT), 300)
-    rows = {row["ranks"]: row for row in check(tmp_path)}
-    assert {ranks: row["neurons"] for ranks, row in rows.items()} == {1: 200, 2: 400}
-    assert rows[1]["efficiency"] == 1
-    assert rows[2]["efficiency"] > 0
-
-
-def test_rows_of_another_revision_are_not_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = argparse.Namespace(out=tmp_path, name="event_scaling", device="cpu", quick=True)
-    monkeypatch.setenv("SPIKEFUSE_REVISION", "0")
-    assert parallel.earlier_rows(args) == []
-    result = record.document(args.name, torch.device("cpu"), args.quick, {})
-    record.write(tmp_path, result | {"rows": [{"ranks": 2}]})
-    assert parallel.earlier_rows(args) == [{"ranks": 2}]
-    monkeypatch.setenv("SPIKEFUSE_REVISION", "1")
-    assert parallel.earlier_rows(args) == []
-
-
-@pytest.mark.parametrize("name", sorted(NAMES))
-def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        importlib.import_module(f"benchmarks.{name}").main(["--help"])
-    assert stopped.value.code == 0
-    assert f"python -m benchmarks.{name}" in capsys.readouterr().out
+    scaling = [(r["ranks"], r["neurons"], "efficiency" in r) for r in found["sharded"]]
+    assert scaling == [(1, 200, True), (2, 400, True), (2, 600, False)]
 
 
 def test_wrong_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for script, message in ((time_sharding, "start it with torchrun"), (neurons, "at least 1")):
+    for script, argument, message in (
+        (parallel, "time", "start it with torchrun"),
+        (neurons, "--rounds=-1", "at least 1"),
+    ):
         with pytest.raises(SystemExit):
-            script.main(["--quick", "--rounds", "-1" if script is neurons else "1"])
+            script.main([argument])
         assert message in capsys.readouterr().err
 
 
@@ -127,11 +95,11 @@ def test_everything_is_run_and_failures_are_named(monkeypatch: pytest.MonkeyPatc
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         seen.append(" ".join(command))
-        return subprocess.CompletedProcess(command, int("parallel events" in seen[-1]))
+        return subprocess.CompletedProcess(command, int("events sharded" in seen[-1]))
 
     monkeypatch.setattr("subprocess.run", run)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    with pytest.raises(SystemExit, match=r"failed: .*--nproc_per_node 1 -m benchmarks\.parallel"):
+    with pytest.raises(SystemExit, match=r"failed: .*--nproc_per_node 4 -m benchmarks\.events"):
         everything.main(["--gpus"])
     assert "benchmarks.tables" in seen[-1]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ def region(name: str) -> str:
 @pytest.mark.parametrize("page", PAGES)
 def test_page_is_up_to_date(page: str) -> None:
     tables.main(["--check", "--page", str(record.ROOT / page)])
+    assert "None" not in "".join(re.findall(r"^\|.*", (record.ROOT / page).read_text(), re.M))
 
 
 @pytest.mark.parametrize("name", tables.REGIONS)
@@ -35,24 +37,10 @@ def test_region_without_results(name: str, tmp_path: Path) -> None:
     assert f"Not measured yet: run `{command}`." in text or name == "papers"
 
 
-def test_regions_have_measured_times() -> None:
-    """Known values of the committed results."""
-    text = tables.filled("".join(map(region, tables.REGIONS)), record.RESULTS, record.ROOT)
-    for line in (
-        "| 32 | 0.211 | 0.443 | 0.296 | 7.59 | 0.678 | 0.150 |",
-        "| 32×100×64×56×56 | bfloat16 | channels-last | 3.39 | 71% | 3.69 | 8.17 | 9.48 |",
-        "| spikefuse, eager | 2 | 8.34 | 11.8 | 17,000 | 1.42× | – / – |",
-        "| shd | 2,940 | 0.5% | 132 | 1,756 | 1,754 | 127 | 13.3× |",
-        "| numba | LIF, second | 0.934 | 0.0388 |",
-        "![efficiency over ranks](benchmarks/results/event_scaling-nvidia-h200.png)",
-        "| 1,000,000 neurons, CUDA graph | 4,096 | 1 × 4 | – | 6.07 | 3.76× | 3.57× | 3.87× | 1 | – |",  # noqa: E501
-        "`bptt-on-gpu-fashion-mnist-large`",
-    ):
-        assert line in text, line
-    assert "None" not in text
-
-
-def test_seeds_have_a_mean_and_a_spread() -> None:
+def test_how_values_are_written() -> None:
+    for value in (1234.5, 45.67, 1.234, 0.4567, 0.0123):  # with three digits
+        shown = float(sections.number(value).replace(",", ""))
+        assert shown == pytest.approx(value, rel=5e-3)
     assert sections.by_seed([]) == ""
     assert sections.by_seed([0.9956]) == "99.56%"
     assert sections.by_seed([0.99, 0.98, 0.97]) == "99.00%, 98.00%, 97.00%; 98.00 ± 1.00%"
@@ -60,50 +48,40 @@ def test_seeds_have_a_mean_and_a_spread() -> None:
 
 def test_accuracy_of_runs_that_are_not_complete() -> None:
     """The first epoch of each number of steps compiles; only complete runs have a profile."""
-    shared = {"name": "spikefuse", "T": 4, "seconds": 1.0}
     rows = [
-        shared | {"seed": seed, "epoch": epoch, "accuracy": 0.8 + seed / 50, "images_per_s": speed}
+        {"name": "spikefuse", "T": 4, "seconds": 1.0, "seed": seed, "epoch": epoch,
+         "accuracy": 0.8 + seed / 50, "images_per_s": speed}
         for seed in (0, 1)
         for epoch, speed in enumerate((100, 400, 410, 390), 1)
-    ]
+    ]  # fmt: skip
     settings = {"data": "d", "model": "m", "T": 4, "epochs": 4, "early": 0, "batch": 64}
     result = {"rows": rows, "settings": settings | {"profile": {}}}
     _, table = sections.accuracy(result)
-    expected = "| spikefuse | 80.00%, 82.00%; 81.00 ± 1.41% | 4.00 | 400 | – |"
-    assert table.splitlines()[-1] == expected
+    line = "| spikefuse | 80.00%, 82.00%; 81.00 ± 1.41% | 4.00 | 400 |"
+    assert table.splitlines()[-1] == f"{line} – |"
     profile = {"ms": {"forward": 2.0}, "augmented_images_per_s": 50_000}
     result["settings"]["profile"] = {"spikefuse, seed 0": profile}
     _, table = sections.accuracy(result)
-    assert table.splitlines()[-1].endswith("| 400 | 50,000 | 2.00 |")
+    assert table.splitlines()[-1] == f"{line} 50,000 | 2.00 |"
 
 
 def test_quick_results_are_left_out(tmp_path: Path) -> None:
     (path,) = record.RESULTS.glob("first_call-*.json")
     record.write(tmp_path, record.read(path) | {"quick": True})
     assert "Not measured yet" in tables.filled(region("first-call"), tmp_path, tmp_path)
-
-
-def test_unknown_region(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no table is called 'speed'"):
         tables.filled(region("speed"), tmp_path, tmp_path)
 
 
-def test_check_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_changes_nothing(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     page.write_text(region("cpu-steps"))
     arguments = ["--page", str(page), "--results", str(tmp_path)]
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit):
         tables.main([*arguments, "--check"])
-    assert stopped.value.code == 1
     assert page.read_text() == region("cpu-steps")
     tables.main(arguments)
     tables.main([*arguments, "--check"])
-    assert "up to date" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("value", [1234.5, 45.67, 1.234, 0.4567, 0.0123])
-def test_numbers_have_three_digits(value: float) -> None:
-    assert float(sections.number(value).replace(",", "")) == pytest.approx(value, rel=5e-3)
 
 
 @pytest.mark.parametrize("name", PLOTS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import events, first_call, layers, networks, neurons, record
+from benchmarks import events, layers, networks, neurons, record
 from benchmarks.events import DENSE, EVENTS, REPLAY
 from benchmarks.networks import CONVOLUTIONS, FUSED, RELU
 from benchmarks.runner import WAYS
@@ -53,8 +53,7 @@ def test_networks(tmp_path: Path) -> None:
 
 
 def test_first_call(tmp_path: Path) -> None:
-    path = first_call.main([*QUICK, str(tmp_path), "--backend", "triton"])
-    assert path is not None
+    path = neurons.main(["first_call", *QUICK, str(tmp_path), "--backend", "triton"])
     rows = record.read(path)["rows"]
     assert [(row["neuron"], row["status"]) for row in rows] == [("own", "ok"), ("LIF", "ok")]
 
