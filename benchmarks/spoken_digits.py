@@ -1,4 +1,4 @@
-"""Accuracy over training time on spoken digits: recurrent, feed-forward, and snnTorch's neurons.
+"""Accuracy over training time on spoken digits: recurrent, adaptive, feed-forward, and snnTorch's.
 
     python -m benchmarks.spoken_digits --seeds 0 1 2
     python -m benchmarks.spoken_digits --hidden 128 128 --epochs 10        minutes on a CPU
@@ -13,6 +13,9 @@ a one-cycle learning rate, and the cross entropy of the mean potential over time
 
 - spikefuse: `Recurrent` layers of LIF neurons with snnTorch's reset, `DelayedResetLIF`
 - the same network without feedback
+- SE-adLIF, RadLIF: the same network of adaptive neurons, which learn their decays and couplings,
+  with the surrogates and resets of configs/se-adlif-shd.yaml and configs/radlif-shd.yaml; RadLIF
+  without self-connections
 - snnTorch: the first network, from the same weights, with `RLeaky` and `Leaky` in a loop over time.
   The linear layers and norms read all time steps at once, as in spikefuse. On a GPU there is a
   second row for the loop in a CUDA graph; spikefuse's steps are always recorded there.
@@ -38,10 +41,12 @@ from benchmarks.layers import DTYPES
 from benchmarks.runner import GRAPH
 from spikefuse.data import Frames, split
 from spikefuse.models import recurrent
+from spikefuse.models.blocks import MakeNeuron
 
 OURS, SNNTORCH = layers.OURS, "snnTorch"
 FEED_FORWARD, SNNTORCH_GRAPH = f"{OURS}, feed-forward", f"{SNNTORCH}, {GRAPH}"
-NAMES = (OURS, FEED_FORWARD, SNNTORCH, SNNTORCH_GRAPH)
+SE_ADLIF, RADLIF = f"{OURS}, SE-adLIF", f"{OURS}, RadLIF"
+NAMES = (OURS, FEED_FORWARD, SE_ADLIF, RADLIF, SNNTORCH, SNNTORCH_GRAPH)
 DECAY, SLOPE = 0.9, 25.0  # of the neurons, and of their fast sigmoid: the default of snnTorch
 HELD_OUT, INPUTS, CLASSES = 0.2, 700, 20
 QUICK = {"epochs": 2, "batch": 8, "hidden": [16, 16]}
@@ -81,10 +86,15 @@ def random_spikes() -> tuple[Tensor, Tensor]:
 
 def make_network(name: str, hidden: list[int], num_steps: int) -> sf.Temporal:
     """Build the network of a row, whose initial weights depend on the seed alone."""
-    surrogate = sf.surrogate.FastSigmoid(SLOPE)
-    neuron = partial(sf.DelayedResetLIF, DECAY, surrogate=surrogate)
-    feedback = name != FEED_FORWARD
-    net = recurrent(neuron, INPUTS, CLASSES, (1, 1), hidden, feedback=feedback)
+    neuron: MakeNeuron = partial(
+        sf.DelayedResetLIF, DECAY, surrogate=sf.surrogate.FastSigmoid(SLOPE)
+    )
+    if name == SE_ADLIF:
+        neuron = partial(sf.SEAdLIF, surrogate=sf.surrogate.FastSigmoid(), detach_reset=True)
+    elif name == RADLIF:
+        neuron = partial(sf.AdLIF, surrogate=sf.surrogate.Rectangle())
+    options = {"feedback": name != FEED_FORWARD, "self_connections": name != RADLIF}
+    net = recurrent(neuron, INPUTS, CLASSES, (1, 1), hidden, **options)
     if name in (SNNTORCH, SNNTORCH_GRAPH):
         for i, layer in enumerate(net):
             if isinstance(layer, sf.Recurrent | sf.LI):
