@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -383,6 +384,15 @@ def _last(rows: list[Result], epochs: int) -> str:
     return by_seed([row["accuracy"] for row in rows if row["epoch"] == epochs])
 
 
+def _command(script: str, result: Result, *options: str) -> str:
+    """Return the command that repeats a training."""
+    given = {name: [result["settings"][name]] for name in ("epochs", *options)}
+    for option, key in (("names", "name"), ("seeds", "seed")):
+        given[option] = list(grouped(result["rows"], key))
+    words = [f"--{name} {shlex.join(map(str, values))}" for name, values in given.items()]
+    return f"Command: `python -m benchmarks.{script} {' '.join(words)}`."
+
+
 def spoken_digits(result: Result) -> Parts:
     """Yield a line for each network: the last accuracy of every seed, and its speed."""
     settings, lines = result["settings"], []
@@ -400,6 +410,7 @@ def spoken_digits(result: Result) -> Parts:
     )
     yield table(lines, {"": "name", f"accuracy after the last epoch, {BY_SEED}": "accuracy",
                         "seconds an epoch": "seconds", "examples/s": "examples/s"})  # fmt: skip
+    yield _command("spoken_digits", result)
 
 
 def accuracy(result: Result) -> Parts:
@@ -427,6 +438,7 @@ def accuracy(result: Result) -> Parts:
         "augments images. The parts of a step, and evaluation, are in ms per batch:"
     )
     yield table(lines, keys(*lines[0]))
+    yield _command("accuracy", result, "early", "batch", "lr")
 
 
 def papers(results: Results, root: Path) -> str:

@@ -59,7 +59,8 @@ def filled(text: str, results: Path, root: Path) -> str:
         body = f"Not measured yet: run `{command}`."
         if found or name == "papers":  # whose own figures need no result
             body = show(found, root)
-            body += "" if command == BENCH else f"\n\nCommand: `{command}`."
+            if command != BENCH and "Command: " not in body:
+                body += f"\n\nCommand: `{command}`."
         return f"<!-- generated:{name} begin -->\n{body}\n<!-- generated:{name} end -->"
 
     pattern = r"<!-- generated:(?P<name>\S+) begin -->.*?<!-- generated:(?P=name) end -->"

@@ -54,14 +54,16 @@ def test_accuracy_of_runs_that_are_not_complete() -> None:
         for seed in (0, 1)
         for epoch, speed in enumerate((100, 400, 410, 390), 1)
     ]  # fmt: skip
-    settings = {"data": "d", "model": "m", "T": 4, "epochs": 4, "early": 0, "batch": 64}
+    settings = {"data": "d", "model": "m", "T": 4, "epochs": 4, "early": 0, "batch": 64, "lr": 0.1}
     result = {"rows": rows, "settings": settings | {"profile": {}}}
-    _, table = sections.accuracy(result)
+    _, table, command = sections.accuracy(result)
+    options = "--epochs 4 --early 0 --batch 64 --lr 0.1 --names spikefuse --seeds 0 1"
+    assert command == f"Command: `python -m benchmarks.accuracy {options}`."
     line = "| spikefuse | 80.00%, 82.00%; 81.00 ± 1.41% | 4.00 | 400 |"
     assert table.splitlines()[-1] == f"{line} – |"
     profile = {"ms": {"forward": 2.0}, "augmented_images_per_s": 50_000}
     result["settings"]["profile"] = {"spikefuse, seed 0": profile}
-    _, table = sections.accuracy(result)
+    _, table, _ = sections.accuracy(result)
     assert table.splitlines()[-1] == f"{line} 50,000 | 2.00 |"
 
 
