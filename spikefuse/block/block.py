@@ -138,18 +138,19 @@ def scan(
     values: dict[str, Any] = description.values()
     plans: dict[Hashable, Plan] = description.notes.setdefault("blocks", {})
     key: list[Hashable] = [backend, batch, alone, norm.num_features, request.outputs]
-    if description.tensors:
-        key += [values[name].ndim for name, _, _ in description.tensors]
-    for x in inputs:
-        if isinstance(x, Tensor):
-            key += x.shape, x.stride(), x.dtype, x.device
+    for name, _, _ in description.tensors:
+        key += values[name].shape, values[name].device, values[name].requires_grad
+    for x in inputs:  # what is no tensor has no plan, so `check` refuses it
+        key += (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (None,)
     plan = plans.get(tuple(key))
     if plan is None or request.state is not None:
         check(neuron, NAMES[: len(inputs)], inputs, request.state, backend)
         check_norm(norm, neuron, inputs[0], alone)
     op.check(backend, inputs[0])
     if plan is None:
-        program, _ = block_program(neuron, backend, len(inputs) > 1, batch, request.outputs)
+        program, own = block_program(neuron, backend, len(inputs) > 1, batch, request.outputs)
+        for label, value in zip(program.own, own, strict=True):
+            op.check_param(neuron, label, value, inputs[0])
         if len(plans) >= MAX_STRIDES:
             plans.clear()
         plan = plans[tuple(key)] = Plan(program, execution_of(program.name, inputs))
@@ -194,6 +195,8 @@ def _trace(
     """In a graph of torch.compile."""
     batch, has_residual = by_batch(norm), len(request.inputs) > 1
     program = library.traced_program(neuron, has_residual, batch, request)
+    for label, value in zip(program.own_names, program.own, strict=True):
+        op.check_param(neuron, label, value, request.inputs[0])
     if batch:
         saves = memory is not None and memory.saves_states
         results = library.train(norm, program, saves, request)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -79,12 +82,14 @@ class TritonLaunch:
         _prepare()
         with self.lock, torch.cuda.device(self.device):
             compiled = self.kernel.warmup(*kinds, *self.integers, grid=self.grid, **self.options)
-            if compiled is not None and _triton_version() < (3, 7):
-                from triton.runtime import driver
+            if compiled is None or _triton_version() >= (3, 7) or compiled in _launchable:
+                return
+            from triton.runtime import driver
 
-                # These versions compile C code to start the kernel, else at the first launch, and
-                # find it in their cache there.
-                driver.active.launcher_cls(compiled.src, compiled.metadata)
+            # These versions compile C code to start a variant, else at its first launch, and find
+            # it in their cache there.
+            driver.active.launcher_cls(compiled.src, compiled.metadata)
+            _launchable.add(compiled)
 
     def __call__(
         self,
@@ -209,16 +214,24 @@ def prepare() -> None:
 
 def _prepare() -> None:
     """Do what `prepare` began, or wait for it."""
+    from triton.compiler import code_generator
     from triton.runtime import cache, driver
 
     # Versions that `_fast_launch` does not know may lack these internals.
     with _preparing, suppress(AttributeError):
+        if _triton_version() < (3, 8) and code_generator.warnings is warnings:
+            # For each node of a kernel's syntax tree, these versions ignore deprecations and then
+            # restore the filters. All threads share the filters, so others would lose theirs.
+            without = {"catch_warnings": nullcontext, "simplefilter": lambda *_: None}
+            code_generator.warnings = SimpleNamespace(**vars(warnings) | without)
         cache.triton_key()
         driver.active.get_current_target()
 
 
 #: Without a lock, each thread that compiles a first kernel would hash Triton's files.
 _preparing = threading.Lock()
+#: Variants whose C code is compiled; `Any` is Triton's CompiledKernel.
+_launchable: weakref.WeakSet[Any] = weakref.WeakSet()
 #: By kernel. Without a lock, two threads would compile the same variant.
 _locks: dict[Any, threading.Lock] = {}
 

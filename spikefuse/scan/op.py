@@ -322,7 +322,7 @@ def choose(
         if isinstance(value, float):
             scalars.append(value)
         else:
-            _check_param(definition, label, value, x)
+            check_param(definition, label, value, x)
             params.append(value)
     chosen = ProgramChoice(name, binary, scalars, params)
     if notes is not None and all(isinstance(value, float) for value in values.values()):
@@ -377,7 +377,13 @@ def check(backend: str, x: Tensor) -> None:
             )
 
 
-def _check_param(definition: Definition, name: str, value: Tensor, x: Tensor) -> None:
+def check_param(definition: Definition, name: str, value: Tensor, x: Tensor) -> None:
+    """Refuse a tensor parameter of a wrong shape, on another device than `x`, or that a step gives
+    no gradient.
+
+    Raises:
+        ValueError, TypeError: it is refused.
+    """
     channel_view(name, value, x.shape[1:])
     if value.device != x.device:
         raise ValueError(

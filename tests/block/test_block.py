@@ -4,6 +4,7 @@ tests/gpu/test_block.py runs the same tests on a GPU.
 """
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -278,8 +279,26 @@ def test_errors_after_a_call_on_inputs_of_the_same_description():
         Block(nn.BatchNorm2d(5), block.neuron)(x)
     with pytest.raises(TypeError, match="x is a list"):
         block(x.tolist())
+    with pytest.raises(TypeError, match="residual is a float"):
+        block(x, 0.5)
     with pytest.raises(NotImplementedError, match="transforms of torch"):
         torch.func.vmap(block, randomness="same")(x[None])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("training", [True, False])
+def test_parameters_of_a_neuron_must_fit_the_channels(training):
+    """Kernels would read beyond the values of the channels that exist."""
+    x = torch.rand(3, 2, 6, 4)
+    fitting, other = (
+        Block(nn.BatchNorm1d(6), sf.PLIF(channels=channels)).train(training) for channels in (6, 4)
+    )
+    fitting(x)
+    ((name, logit),) = fitting.neuron.named_parameters(prefix="neuron")
+    replaced = partial(torch.func.functional_call, fitting, {name: logit[:4]})
+    for call in (other, torch.compile(other, backend="eager"), replaced):
+        with pytest.raises(ValueError, match=r"parameter 'decay' has shape \[4\].* C = 6"):
+            call(x)
 
 
 @pytest.mark.parametrize("training", [True, False])

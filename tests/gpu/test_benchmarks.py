@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,18 +15,33 @@ from benchmarks.runner import WAYS
 QUICK = ("--quick", "--device", "cuda", "--out")
 
 
+@pytest.fixture
+def without_spikingjelly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results do not depend on whether it is installed, nor on what it warns of, which would be an
+    error here."""
+
+    def unavailable(*names: str) -> tuple[Any, ...]:
+        raise ImportError("SpikingJelly is not compared here")
+
+    monkeypatch.setattr(layers, "spikingjelly", unavailable)
+
+
+@pytest.mark.usefixtures("without_spikingjelly")
 def test_timestep_scaling(tmp_path: Path) -> None:
     command = [*QUICK, str(tmp_path), "--N", "100000", "--T", "4", "32"]
-    for row in record.read(neurons.main(["steps", *command]))["rows"]:
+    result = record.read(neurons.main(["steps", *command]))
+    assert result["left_out"] == []
+    for row in result["rows"]:
         found = {c["name"]: c for c in row["contenders"]}
         ours, eager = found[layers.OURS], found[layers.LOOP]
-        assert ours["status"] == eager["status"] == "ok"
+        assert ours["status"] == eager["status"] == "ok", (ours, eager)
         assert ours["device_ms"]["median"] > 0
         # At the peak there are y and grad_x, as large as the inputs, and the saved states.
         assert row["input_bytes"] <= ours["peak_bytes"] < 2 * row["input_bytes"]
         assert ours["peak_bytes"] < eager["peak_bytes"]
 
 
+@pytest.mark.usefixtures("without_spikingjelly")
 def test_neurons(tmp_path: Path) -> None:
     result = record.read(neurons.main([*QUICK, str(tmp_path)]))
     assert result["left_out"] == []
@@ -33,7 +49,8 @@ def test_neurons(tmp_path: Path) -> None:
         ours, *others = row["contenders"]
         assert (ours["name"], ours["status"]) == (layers.OURS, "ok"), ours
         assert ours["device_ms"]["median"] > 0
-        assert all(c["status"] == "ok" for c in others if c["name"] == neurons.CHANNELS_LAST)
+        for other in others:
+            assert other["status"] == "ok" or other["name"] != neurons.CHANNELS_LAST, other
         if not row["training"]:
             # The allocator returns multiples of 512 bytes.
             assert ours["peak_bytes"] == -(-row["output_bytes"] // 512) * 512

@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -62,7 +63,7 @@ threading.Thread(target=late).start()
     ("version", "launchers"), [((3, 6), [("source", "metadata")]), ((3, 7), [])]
 )
 def test_what_a_first_launch_would_compile_is_compiled_ahead(version, launchers, monkeypatch):
-    """Until version 3.6, Triton compiles C code for each signature of a kernel."""
+    """Until version 3.6, Triton compiles C code for each variant of a kernel."""
     pytest.importorskip("triton")
     made = []
     driver = SimpleNamespace(launcher_cls=lambda *given: made.append(given))
@@ -70,16 +71,22 @@ def test_what_a_first_launch_would_compile_is_compiled_ahead(version, launchers,
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(triton_runtime, "_triton_version", lambda: version)
 
+    class Compiled:
+        src, metadata = "source", "metadata"
+
     class Kernel:
+        compiled = Compiled()
+
         def warmup(self, *arguments, grid, **options):
             self.arguments = arguments
-            return SimpleNamespace(src="source", metadata="metadata")
+            return self.compiled
 
     kernel = Kernel()
-    launch = TritonLaunch(kernel, (1, 1, 1), (7,), 4, torch.device("cuda", 0))
     with ThreadPoolExecutor(1) as threads:
         monkeypatch.setattr(triton_runtime, "_compilers", lambda: threads)
-        launch.compile_ahead([torch.ones(1), torch.uint8], [None], params=[0.5])
+        for size in (1, 2):  # of a grid, which share a variant
+            launch = TritonLaunch(kernel, (size, 1, 1), (7,), 4, torch.device("cuda", 0))
+            launch.compile_ahead([torch.ones(1), torch.uint8], [None], params=[0.5])
     assert kernel.arguments == (torch.float32, torch.uint8, None, 0.5, 7)
     assert made == launchers
 
@@ -91,3 +98,20 @@ def test_what_triton_does_once_in_a_process(monkeypatch):
     cache.triton_key.cache_clear()
     triton_runtime._prepare()
     assert cache.triton_key.cache_info().currsize == 1
+
+
+def test_compiling_leaves_the_filters_of_warnings_to_other_threads(monkeypatch):
+    """Until version 3.7, Triton changes the filters, which all threads share, at each node."""
+    generator = pytest.importorskip("triton.compiler.code_generator")
+    driver = SimpleNamespace(get_current_target=lambda: None)
+    monkeypatch.setattr("triton.runtime.driver._active", driver)
+    monkeypatch.setattr(triton_runtime, "_triton_version", lambda: (3, 6))
+    monkeypatch.setattr(generator, "warnings", warnings)
+    triton_runtime._prepare()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with generator.warnings.catch_warnings():
+            generator.warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.warn("another thread", DeprecationWarning, stacklevel=1)
+            generator.warnings.warn("a kernel", UserWarning, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["another thread", "a kernel"]
