@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 # Allowed relative difference of results that are rounded differently.
 ROUNDING = {"float32": 2e-3, "bfloat16": 2e-2}
-# The same for gradients of networks that are not exact. The norms of fused ones stay in float32,
-# those of the reference are rounded to bfloat16.
+# The same for gradients of networks that are not exact. Fused networks keep normalized values in
+# float32, the reference rounds them to bfloat16.
 INEXACT = {"float32": 2e-3, "bfloat16": 0.2}
 # Allowed share of spikes that this flips, and a number of spikes beside it.
 FLIP_RATE, SPARE_FLIPS = {"float32": 1e-5, "bfloat16": 2e-3}, 16

@@ -8,7 +8,7 @@ The networks of `benchmarks/published.py` have SpikingJelly's neurons and fresh 
 "SEW-ResNet18 in containers" is written for one time step, so only its batch norms are fused (see
 docs/converting.md).
 
-Steps are those of `benchmarks.networks`. Each network runs eagerly and as a CUDA graph of the whole
+Training steps are as in `benchmarks.networks`, eager and as a CUDA graph of the whole
 step: the original by torch.cuda.graph, the converted by `sf.graph_step`, which also copies input,
 labels and results. SpikingJelly chooses its kernels itself. Under autocast, its nodes would have a
 bfloat16 state, for which it has only an eager loop: here they get a float32 state, for which it has

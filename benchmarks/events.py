@@ -237,7 +237,7 @@ DIVERGED, ANOTHER = 0.1, 0.5
 
 
 def verify(task: EventTask, result: Step) -> None:
-    """Compare a training step with that of the dense network in the eager loop.
+    """Compare a training step with one of the dense network in the eager loop.
 
     Raises:
         AssertionError: the step is wrong.

@@ -345,7 +345,7 @@ class NetworkStep:
         return [p.grad for p in self.net.parameters() if p.grad is not None]
 
     def verify(self, run: Callable[[], list[Tensor]]) -> None:
-        """Compare a replay's gradients with those of an eager step.
+        """Compare the gradients of a replay and of an eager step.
 
         Raises:
             AssertionError: the difference is too large, on all ranks.

@@ -180,7 +180,7 @@ def scan(
 def _compile_forward(
     plan: Plan, request: Request, tensors: list[Tensor], saves_states: bool, bits: bool
 ) -> None:
-    """Begin to compile the kernel, while that of the statistics is compiled."""
+    """Begin to compile the forward kernel on a thread, beside the kernel of the statistics."""
     program, execution = plan
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     unknown = [torch.empty(0, device="meta")] * len(program.tensors)

@@ -69,8 +69,8 @@ for j in tl.static_range(WEIGHTS):
             total = multiply(pieces[p], tile_of_weights, total)
 """
 
-# Makes a value, which has been stored to its sequence, that of the next product. Other programs
-# read what was stored before their barrier through the second cache.
+# Passes a stored value on to the next product. After a barrier, other programs read it through the
+# L2 cache.
 SEND = """\
 if REGISTERS:
     sent = {s}.to({s}_ptr.dtype.element_ty).to(tl.float32)

@@ -184,7 +184,7 @@ class Execution:
         layout, needs = self.layout, gradients.needs
         if not layout.num_neurons:
             return gradients
-        # Saved-tensor hooks may return inputs in another layout than that of the forward pass.
+        # Saved-tensor hooks may have changed the layout of the inputs.
         inputs = self._fitting(arguments.inputs)
         written = gradients.inputs and self._fitting(gradients.inputs)
         arriving: list[Tensor] = []

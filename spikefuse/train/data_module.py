@@ -104,6 +104,11 @@ class DataModule(pl.LightningDataModule):
             config.on_events,
         )
 
+    @property
+    def num_batches(self) -> int:
+        """Training batches of an epoch."""
+        return len(self.training) // self.config.batch_size
+
     def _steps_done(self) -> int:
         """Return the steps done, with epochs that the trainer's limit_train_batches ends as whole.
 
@@ -111,10 +116,7 @@ class DataModule(pl.LightningDataModule):
         """
         if self.trainer is None:
             return 0
-        whole, limit = (
-            len(self.training) // self.config.batch_size,
-            self.trainer.limit_train_batches,
-        )
+        whole, limit = self.num_batches, self.trainer.limit_train_batches
         limited = int(whole * limit) if isinstance(limit, float) else min(whole, limit)
         epoch, batch = divmod(self.trainer.global_step, max(limited, 1))
         return epoch * whole + batch

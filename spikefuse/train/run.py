@@ -222,14 +222,14 @@ def _load_data(config: TrainConfig, options: RunOptions) -> DataModule:
 
 def _check_examples(config: TrainConfig, examples: DataModule, resumed: LoadedRun) -> None:
     """Check that an epoch of a resumed run still has as many batches."""
-    batches = len(examples.training) // config.batch_size
-    for row in resumed.history[-1:]:
-        if row.get("step") != batches * len(resumed.history):
-            raise ConfigError(
-                f"{resumed.path} has done {row.get('step')} steps in {len(resumed.history)} "
-                f"epochs, but {config.dataset} now has {batches} batches: restore the examples "
-                "with which the run began, or start a new one"
-            )
+    epochs = len(resumed.history)
+    steps = resumed.history[-1].get("step") if epochs else 0
+    if steps != examples.num_batches * epochs:
+        raise ConfigError(
+            f"{resumed.path} has done {steps} steps in {epochs} epochs, but {config.dataset} now "
+            f"has {examples.num_batches} batches: restore the examples with which the run began, "
+            "or start a new one"
+        )
 
 
 def _make_module(
