@@ -12,6 +12,9 @@ from benchmarks.events import DENSE, EVENTS, REPLAY
 from benchmarks.networks import CONVOLUTIONS, FUSED, RELU
 from benchmarks.runner import WAYS
 
+# Of modules that Inductor imports: the runner resets what torch.compile has compiled.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
 QUICK = ("--quick", "--device", "cuda", "--out")
 
 
