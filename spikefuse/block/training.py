@@ -105,10 +105,11 @@ class TrainingCall(Call):
         wanted = Wanted(save and self.saves_states, final, self.wants_bits)
         saved: Tensors
         if self.passing is WHOLE:
-            results = self.execution.forward(arguments, self.execution.new_results(wanted))
-            saved = results.saved or ()
+            results = self.execution.new_results(wanted)
             if save and not self.execution.is_ahead:
                 self._compile_backward(arguments, results, [t.requires_grad for t in tensors])
+            self.execution.forward(arguments, results)
+            saved = results.saved or ()
         else:
             name = self.program.name
             passed = state_passing.scan_forward(self.passing, name, arguments, wanted)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +128,18 @@ class Temporal(nn.Module):
         self._cache: dict[Any, Any] = {}
         #: Connects the neurons to processes that hold other steps of a sequence.
         self.passing: StatePassing | None = None
+        self._prepare()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        applied = super()._apply(fn, recurse)
+        self._prepare()
+        return applied
+
+    def _prepare(self) -> None:
+        """Prepare Triton before the first call, on a thread, if the network is on a GPU."""
+        first = next(self.parameters(), None)
+        if first is not None and first.is_cuda:
+            prepare()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy may get another network, and measures anew.
@@ -171,8 +183,6 @@ class Temporal(nn.Module):
         names = dict(zip(map(id, neurons.values()), neurons, strict=True))
         call = TemporalCall(num_steps, names, impl, state, return_state, cache=self._cache)
         call.passing = self.passing
-        if sequences[0].device.type == "cuda" and not torch.compiler.is_compiling():
-            prepare()
         if call.passing is not None:
             self._begin(call.passing, sequences, call)
         try:

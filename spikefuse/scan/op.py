@@ -267,10 +267,11 @@ class ScanCall(Call):
         saved: Tensors
         if self.passing is None:
             execution = self.execution = execution_of(name, arguments.inputs)
-            results = execution.forward(arguments, execution.new_results(wanted))
+            results = execution.new_results(wanted)
             if save and not execution.is_ahead:
                 needs = self.needs([t.requires_grad for t in tensors])
                 execution.compile_backward(arguments, results, needs)
+            execution.forward(arguments, results)
             saved = results.saved or ()
         else:
             passed = state_passing.scan_forward(self.passing, name, arguments, wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import spikefuse as sf
-from spikefuse.nn import EventLinear, Events
+from spikefuse.nn import EventLinear, Events, temporal
 from spikefuse.nn.call import active
 from spikefuse.scan.state_passing import StatePassing
 from spikefuse.testing import make_input
@@ -673,3 +674,15 @@ def test_auto_policy_measures_once_per_shape_and_mode():
     fused(x)
     (layer,) = sf.explain(fused, x).layers
     assert layer.memory == sf.memory.SaveAll()
+
+
+def test_triton_is_prepared_as_soon_as_the_network_is_on_a_gpu(monkeypatch):
+    prepared = []
+    monkeypatch.setattr(temporal, "prepare", lambda: prepared.append(True))
+    net = sf.Temporal(nn.Linear(2, 2))
+    net.to(torch.float64)
+    assert not prepared
+    monkeypatch.setattr(nn.Module, "parameters", lambda self: iter([SimpleNamespace(is_cuda=True)]))
+    net.to(torch.float32)
+    sf.Temporal(net.net)
+    assert len(prepared) == 2
