@@ -50,11 +50,12 @@ TABLE: dict[str, Op] = {
     "mul": _both("({0} * {1})", aten=(aten.mul,)),
     # Division is approximate in Triton by default, but not in PyTorch.
     "div": Op("tl.div_rn({0}, {1})", "({0} / {1})", aten=(aten.div,)),
-    # Fused multiply-adds, for gradients only: `a * b + c` and `c - a * b`.
+    # Fused multiply-adds, for gradients only: `a * b + c` and `c - a * b`. In Triton, `-x` is `0 - x`:
+    # a subtraction, and 0 for 0. A product with -1 becomes part of the instruction that reads it.
     "fma": Op("tl.fma({0}, {1}, {2})", "fma({0}, {1}, {2})", operands="fff"),
-    "fnma": Op("tl.fma(-{0}, {1}, {2})", "fma(-{0}, {1}, {2})", operands="fff"),
+    "fnma": Op("tl.fma({0} * -1.0, {1}, {2})", "fma(-{0}, {1}, {2})", operands="fff"),
     "approximate_div": Op("({0} * reciprocal({1}))", "({0} / {1})"),
-    "neg": _both("(-{0})", operands="f", aten=(aten.neg,)),
+    "neg": Op("({0} * -1.0)", "(-{0})", operands="f", aten=(aten.neg,)),
     "abs": Op("tl.abs({0})", "abs({0})", operands="f", aten=(aten.abs,)),
     # Correctly rounded here, but not in every CPU build of PyTorch.
     "sqrt": Op("tl.sqrt_rn({0})", "sqrt({0})", operands="f", aten=(aten.sqrt,)),
