@@ -23,7 +23,7 @@ from spikefuse.transforms.converters.common import (
     Rule,
     separate,
 )
-from spikefuse.transforms.converters.forward_code import Roles, read_code
+from spikefuse.transforms.converters.forward_code import CodeReader, Roles
 from spikefuse.transforms.converters.over_time import over_time, refuse_temporal
 
 MakeModule = Callable[[Any], nn.Module]
@@ -361,13 +361,13 @@ class _Converter:
             return
         must_read = is_sequence or self.roles.has_neurons(module)
         step_mode = "m" if is_sequence and self.keeps_time else "s"
-        lines, counting = read_code(module, self.roles, is_sequence, must_read, step_mode)
-        if is_sequence and not self.time_line and counting:
-            self.time_line = counting[0]
-        for line in lines:
+        code = CodeReader(module, self.roles, is_sequence, must_read, step_mode)
+        if is_sequence and not self.time_line and code.counting:
+            self.time_line = code.counting[0]
+        for line in code.findings:
             if not any(other.endswith(f": {line}") for other in self.refused):
                 self.refuse(name, module, line)
-        self.needs_step = self.needs_step or bool(lines)
+        self.needs_step = self.needs_step or bool(code.findings)
 
 
 def _label(name: str, module: nn.Module) -> str:
