@@ -17,6 +17,13 @@ from spikefuse.neurons.surrogate import Surrogate
 #: stateless one, once with all steps folded into the batch, `[T*B, ...]`.
 SEQUENCE, STEP, FOLDED = "sequence", "step", "folded"
 
+#: Names of layers of torch.nn that have no state and take one step, `[B, ...]`.
+STATELESS = (
+    *(f"{kind}{n}d" for kind in ("Conv", "ConvTranspose", "BatchNorm") for n in (1, 2, 3)),
+    *(f"{kind}Pool{n}d" for kind in ("Max", "Avg", "AdaptiveAvg") for n in (1, 2, 3)),
+    *("Linear", "Flatten", "GroupNorm", "Upsample"),
+)
+
 
 class Refusal(Exception):
     """Why a module is not converted, and what to do instead."""
