@@ -18,6 +18,7 @@ from spikefuse.block.fused_norm import FUSED, FusedNorm
 from spikefuse.nn.neuron import Neuron, check_module
 from spikefuse.nn.pool import MaxPool2d
 from spikefuse.nn.temporal import Temporal
+from spikefuse.transforms.converters.common import as_class
 from spikefuse.transforms.fusion import Fusion
 
 
@@ -68,8 +69,7 @@ def fuse(model: nn.Module) -> nn.Module:
         if type(module) in FUSED:
             norms[module] = _as(FUSED[type(module)], module)
         elif type(module) is nn.MaxPool2d:
-            pools[module] = _as(MaxPool2d, module)
-            _separate_hooks(pools[module])
+            pools[module] = as_class(MaxPool2d, module)
     result = _rebuilt(model, norms | pools, closed)
     blocks = {m for block in model.modules() if isinstance(block, Block) for m in block.modules()}
     names = {
@@ -107,11 +107,6 @@ def _as(kind: type[nn.Module], module: nn.Module) -> nn.Module:
     made = kind.__new__(kind)
     object.__setattr__(made, "__dict__", vars(module))
     return made
-
-
-def _separate_hooks(module: nn.Module) -> None:
-    copies = {k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()}
-    object.__setattr__(module, "__dict__", copies)
 
 
 def _is_closed(module: nn.Module) -> bool:
