@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -182,10 +182,14 @@ def _legend(explanation: Explanation) -> Iterator[str]:
 
 def in_bytes(number: int) -> str:
     """Return a size in the largest fitting unit."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= 0.9995 * size:  # 1 MB, not 1000 kB
-            return f"{number / size:.3g} {unit}"
-    return f"{number} B"
+    return with_unit(number, {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0})
+
+
+def with_unit(value: float, units: Mapping[str, float]) -> str:
+    """Format with three digits in the first unit that fits, or in the last; 1 MB, not 1000 kB."""
+    fitting = (unit for unit, size in units.items() if value >= 0.9995 * size)
+    unit = next(fitting, [*units][-1])
+    return f"{value / units[unit]:.3g} {unit}".rstrip()
 
 
 def _time(seconds: float) -> str:
