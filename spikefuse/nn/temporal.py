@@ -24,7 +24,8 @@ from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import refuse_export
 from spikefuse.scan.state_passing import StatePassing
 
-_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+#: Layers that remember something from one call to the next.
+RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
 class SparseSequence(Protocol):
@@ -366,7 +367,7 @@ def neurons_of(net: nn.Module, one_step: bool = False) -> dict[str, Neuron]:
     for name, module in _named_modules(net):
         if isinstance(module, Neuron):
             neurons[name] = module
-        elif isinstance(module, _RECURRENT):
+        elif isinstance(module, RECURRENT):
             raise TypeError(
                 f"layer '{name}' ({type(module).__name__}) has a memory of its own, but the layers "
                 "here are called once for all time steps: run it outside, as in "

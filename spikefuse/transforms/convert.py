@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.nn.activations import ACTIVATIONS
 from spikefuse.nn.neuron import Neuron, check_module
-from spikefuse.nn.temporal import Temporal
+from spikefuse.nn.temporal import RECURRENT, Temporal
 from spikefuse.transforms.converters import norse, snntorch, spikingjelly
 from spikefuse.transforms.converters.common import (
     FOLDED,
@@ -33,7 +33,6 @@ LIBRARIES: tuple[Library, ...] = (spikingjelly.LIBRARY, snntorch.LIBRARY, norse.
 #: Characters of a module in a table.
 MAX_TEXT = 72
 
-_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 # Layers of torch that compute the same on [T, B, ...] and on [T*B, ...].
 _TRAILING = (
     *(nn.Linear, nn.Identity, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Softmax),
@@ -294,7 +293,7 @@ class _Converter:
         return made, note
 
     def of_torch(self, module: nn.Module, name: str, context: str) -> tuple[nn.Module, str]:
-        if isinstance(module, _RECURRENT):
+        if isinstance(module, RECURRENT):
             self.refuse(
                 name,
                 module,
