@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import torch
 
 from spikefuse.memory.policies import Policy
+from spikefuse.transforms.tables import aligned
 
 # Steps for which the eager loop is measured; every further step saves as much as the last of them.
 LOOP_STEPS = 4
@@ -150,16 +150,6 @@ def _saved_table(layers: Sequence[SavedBytes], are_all: bool) -> list[str]:
         shown = "–" if row.eager is None else in_bytes(row.eager)
         rows.append([label(row.name), row.module, in_bytes(row.now), shown])
     return aligned(rows, numbers_from=2)
-
-
-def aligned(rows: list[list[str]], numbers_from: int) -> list[str]:
-    """Return the lines of a table; columns from `numbers_from` on are aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def pad(i: int, cell: str) -> str:
-        return cell.rjust(widths[i]) if i >= numbers_from else cell.ljust(widths[i])
-
-    return ["  ".join(map(pad, count(), row)).rstrip() for row in rows]
 
 
 def _legend(explanation: Explanation) -> Iterator[str]:

@@ -18,7 +18,7 @@ from spikefuse.events.format import Events
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect import plots
 from spikefuse.inspect.explain import explain
-from spikefuse.inspect.explanation import aligned, in_bytes, label, with_unit
+from spikefuse.inspect.explanation import in_bytes, label, with_unit
 from spikefuse.inspect.observer import ModuleObserver, unchanged
 from spikefuse.inspect.operations import OperationCounter, Operations, feedback
 from spikefuse.neurons.definition import Outputs, States
@@ -27,6 +27,7 @@ from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.temporal import Temporal
 from spikefuse.scan.op import Request
+from spikefuse.transforms.tables import aligned
 
 #: Joules per operation of 32-bit floating point in 45 nm: an addition, and with a multiplication.
 ACCUMULATE_JOULES, MULTIPLY_JOULES = 0.9e-12, 4.6e-12

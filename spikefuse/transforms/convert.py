@@ -25,6 +25,7 @@ from spikefuse.transforms.converters.common import (
 )
 from spikefuse.transforms.converters.forward_code import CodeReader, Roles
 from spikefuse.transforms.converters.over_time import over_time, refuse_temporal
+from spikefuse.transforms.tables import aligned
 
 MakeModule = Callable[[Any], nn.Module]
 
@@ -81,11 +82,7 @@ class Conversion:
     def __str__(self) -> str:
         cells = [("module", "was", "is", "note")]
         cells += [(r.name or "(the network)", r.before, r.after, r.note) for r in self.rows]
-        widths = [max(len(row[i]) for row in cells) for i in range(3)]
-        return "\n".join(
-            "  ".join([*(f"{c:{w}}" for c, w in zip(row, widths, strict=False)), row[3]]).rstrip()
-            for row in cells
-        )
+        return "\n".join(aligned(cells))
 
 
 def convert(
