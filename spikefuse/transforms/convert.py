@@ -55,7 +55,7 @@ and run it by spikefuse.Temporal(spikefuse.convert(net))(x) with x [T, B, ...]."
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one module.
+    """How one module was converted.
 
     Attributes:
         name: of the module in the network.
@@ -71,7 +71,7 @@ class Row:
 
 @dataclass
 class Conversion:
-    """What `convert` made of the modules of a network. It prints as a table.
+    """How `convert` converted the modules of a network. It prints as a table.
 
     Attributes:
         rows: a row for each module that was replaced, or has a note.
@@ -146,7 +146,7 @@ def library_of(module: nn.Module) -> Library | None:
 
 
 class _Converter:
-    """One conversion: what was made, and why the rest was not."""
+    """One conversion: the converted modules, and the reasons for those that were refused."""
 
     def __init__(
         self, model: nn.Module, extra: dict[type, MakeModule], time_line: str = ""
@@ -156,7 +156,7 @@ class _Converter:
         self.keeps_time, self.time_line = bool(time_line), time_line
         self.table = Conversion()
         self.refused: list[str] = []
-        self.needs_step = False  # whether code must be written anew for one step
+        self.needs_step = False  # whether code must be rewritten for one step
         self.made: dict[nn.Module, nn.Module] = {}
         self.places: dict[nn.Module, str] = {}
         self.roles = Roles(
@@ -270,7 +270,7 @@ class _Converter:
             return module, ""
         hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
         if rule.is_stateful and any(hooks):
-            self.refuse(name, module, "it has hooks: remove them, and register them anew")
+            self.refuse(name, module, "it has hooks: register them after the conversion")
             return module, ""
         try:
             if rule.inside:

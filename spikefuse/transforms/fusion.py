@@ -32,7 +32,7 @@ class Fusion:
     """Every batch norm of a model, in the model's order; `print` shows the table.
 
     Before the first call it lists what can be fused, and afterwards what the last call did. A copy
-    of the model starts anew.
+    of the model starts without a last call.
 
     Attributes:
         norms: the batch norms, by name.

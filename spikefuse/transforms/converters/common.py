@@ -31,7 +31,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of a class.
+    """How a class is converted.
 
     Attributes:
         make: returns the converted module, and a note for the user or "". Of a container, it gets

@@ -372,7 +372,7 @@ _PER_STEP = "it has weights of its own for each step, and a network of one step 
 REFUSED = {
     "GatedLIFNode": (
         "it has a conductance for each time step, spikefuse.GatedLIF a single one: use that, and "
-        "train it anew"
+        "train it from new weights"
     ),
     "LIAFNode": (
         "it emits a function of its potential: write it as a neuron of your own, see "
