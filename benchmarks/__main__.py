@@ -11,13 +11,13 @@ Each runs in its own process, and the others still run if one fails. Training ru
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 
 import torch
 
 from benchmarks import record
+from benchmarks.runner import plain_parser
 
 ON_GPU = ("neurons steps", "neurons", "neurons block", "recurrent", "networks")
 PAGES = ("docs/benchmarks.md", "README.md", "docs/tutorials/fast.ipynb")
@@ -43,11 +43,7 @@ def commands(gpus: int) -> list[list[str]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = plain_parser("benchmarks", __doc__)
     parser.add_argument("--gpus", action="store_true", help="the benchmarks of several GPUs")
     args = parser.parse_args(argv)
     available = torch.cuda.device_count()

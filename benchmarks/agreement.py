@@ -1,6 +1,6 @@
 """Verification of whole networks against the reference.
 
-A spike that rounding flips changes all layers behind it, so the results of two correct networks may
+A spike that rounding flips changes all layers after it, so the results of two correct networks may
 differ widely. Networks are therefore verified twice. In a forced step, each neuron's spikes are
 replaced by the reference's, and gradients pass through the neuron unchanged: the neuron's own
 spikes for the same inputs, the logits and the gradients are compared with the reference's. In

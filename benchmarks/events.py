@@ -198,11 +198,8 @@ class EventTask:
         if kind not in self.networks:
             self.networks[kind] = self.on_events(kind)
         step = partial(self.networks[kind].train, self.labels)
-        return (
-            Contender(name, step)
-            if name == kind
-            else contender_of(name, GRAPH, step, (), self.device)
-        )
+        way = runner.EAGER if name == kind else GRAPH
+        return contender_of(name, way, step, (), self.device)
 
     def on_events(self, name: str) -> EventNetwork:
         net = event_mlp(event_neuron, *self.shape).to(self.device)

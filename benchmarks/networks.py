@@ -37,14 +37,7 @@ from torch import Tensor, nn
 import spikefuse as sf
 from benchmarks import layers, runner
 from benchmarks.agreement import Agreement, NetworkReference, StepResult
-from benchmarks.layers import (
-    DTYPES,
-    JELLY_FUNCTION,
-    LOOP,
-    OURS,
-    Jelly,
-    JellyFunction,
-)
+from benchmarks.layers import DTYPES, JELLY_FUNCTION, LOOP, OURS, Jelly, JellyFunction
 from benchmarks.runner import (
     EAGER,
     STEP_WAYS,

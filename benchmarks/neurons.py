@@ -59,15 +59,7 @@ from benchmarks.layers import (
     compare,
     trained,
 )
-from benchmarks.runner import (
-    Contender,
-    Record,
-    Timing,
-    first_line,
-    measure,
-    spread,
-    synchronize,
-)
+from benchmarks.runner import Contender, Record, Timing, first_line, measure, spread, synchronize
 from spikefuse.nn import Block
 
 GROUPS = ("lif", "inference", "zoo", "layout", "long", "wide", "short", "host")

@@ -119,10 +119,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def slug(machine: dict[str, Any]) -> str:
-    """Return a machine's name for file names: `nvidia-h200`, `amd-epyc-2-cores`."""
-    name = machine.get("gpu") or f"{machine['cpu']} {machine['cores']} cores"
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+def slug(result: dict[str, Any]) -> str:
+    """Return the `device` of a result for file names: `nvidia-h200`, `amd-epyc-2-cores`."""
+    return re.sub(r"[^a-z0-9]+", "-", device(result).lower()).strip("-")
 
 
 def folder(out: Path | None, quick: bool) -> Path:
@@ -134,7 +133,7 @@ def folder(out: Path | None, quick: bool) -> Path:
 
 def write(into: Path, result: dict[str, Any]) -> Path:
     """Write a result atomically."""
-    path = into / f"{result['benchmark']}-{slug(result['machine'])}.json"
+    path = into / f"{result['benchmark']}-{slug(result)}.json"
     into.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(result, indent=1) + "\n")

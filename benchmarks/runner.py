@@ -362,13 +362,15 @@ def first_line(error: BaseException) -> str:
 # Scripts
 
 
+def plain_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """Make a parser without options, whose help shows the docstring of the module as it is."""
+    shown = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(f"python -m {module}", description=doc, formatter_class=shown)
+
+
 def make_parser(name: str, doc: str | None, rounds: int = 11) -> argparse.ArgumentParser:
     """Make a parser with the options that all scripts have; use it with `parse`."""
-    parser = argparse.ArgumentParser(
-        f"python -m benchmarks.{name}",
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = plain_parser(f"benchmarks.{name}", doc)
     parser.set_defaults(usual_rounds=rounds, name=name)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, help=f"timed turns of each contender ({rounds})")
@@ -435,8 +437,8 @@ def write_rows(
     result |= {"rows": [], "left_out": left_out}
     into = record.folder(args.out, args.quick)
     path = record.write(into, result)
-    machine = result["machine"]
-    print(f"{args.name}: {record.slug(machine)}, load average {machine['load_average']}")
+    load = result["machine"]["load_average"]
+    print(f"{args.name}: {record.slug(result)}, load average {load}")
     for row in rows:
         result["rows"].append(row)
         print(f"[{time.perf_counter() - started:.0f} s] {describe(row)}", flush=True)

@@ -7,7 +7,6 @@ python -m benchmarks.tables --check                      fail if the page is out
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Callable
@@ -15,17 +14,14 @@ from pathlib import Path
 
 from benchmarks import record, sections
 from benchmarks.claims import claims
+from benchmarks.runner import plain_parser
 from benchmarks.sections import Parts, Result, Results, origin, picture
 
 PAGE = record.ROOT / "docs" / "benchmarks.md"
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.tables",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = plain_parser("benchmarks.tables", __doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if outdated")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--results", type=Path, default=record.RESULTS)

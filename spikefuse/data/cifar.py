@@ -220,7 +220,7 @@ def _read_archive(layout: Layout, archive: Path) -> Batches:
                     part = tar.extractfile(member)
                     assert part is not None  # of a regular file
                     batches[name] = (archive, part.read())
-            while content.read(CHUNK):  # to the checksum behind the archive
+            while content.read(CHUNK):  # to the checksum after the archive
                 pass
         except Exception as error:  # a damaged header may raise anything
             what = " ".join(str(error).split())

@@ -7,7 +7,6 @@ in Neuroscience 11:309, 2017.
 from __future__ import annotations
 
 import re
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,28 +34,26 @@ def find_cifar10_dvs(directory: Path) -> tuple[RecordingSet, RecordingSet]:
     folder = find_folder("cifar10_dvs", CLASSES, directory, PAGE)
     how = f"get the zip file of the class from {PAGE} and unpack it there"
     pairs = zip(*class_files(folder, CLASSES, {".aedat"}, how), strict=True)
-    ordered = sorted(pairs, key=lambda pair: (pair[1], _number(pair[0])))
-    train = [(file, label) for file, label in ordered if _number(file) >= NUM_TEST]
-    test = [(file, label) for file, label in ordered if _number(file) < NUM_TEST]
+    files, labels = zip(*sorted(pairs, key=lambda pair: (pair[1], _number(pair[0]))), strict=True)
+    is_test = np.array([_number(file) < NUM_TEST for file in files])
+    train, test = (
+        RecordingSet.of_files(SIZE, files, labels, chosen, read_cifar10_dvs)
+        for chosen in (~is_test, is_test)
+    )
     for label, name in enumerate(CLASSES):
-        counts = [sum(own == label for _, own in chosen) for chosen in (train, test)]
+        counts = [np.count_nonzero(part.labels == label) for part in (train, test)]
         if not all(counts):
             raise DataError(
                 f"cifar10_dvs: {folder / name} has {counts[0]} recordings from number {NUM_TEST} "
                 f"and {counts[1]} below: {how}"
             )
-    return _recordings(train), _recordings(test)
+    return train, test
 
 
 def _number(path: Path) -> int:
     """Return 17 for cifar10_airplane_17.aedat; files without a number are for training."""
     digits = re.search(r"(\d+)$", path.stem)
     return int(digits[1]) if digits else NUM_TEST
-
-
-def _recordings(pairs: list[tuple[Path, int]]) -> RecordingSet:
-    files, labels = zip(*pairs, strict=True)
-    return RecordingSet(SIZE, np.array(labels), files, partial(map, read_cifar10_dvs, files))
 
 
 def read_cifar10_dvs(path: Path) -> Recording:

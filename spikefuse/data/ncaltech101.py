@@ -37,6 +37,8 @@ CLASSES = (
 )
 TRAIN_SHARE = 0.9  # of each class, at its beginning
 
+read_ncaltech101 = partial(read_saccades, size=SIZE)
+
 
 def find_ncaltech101(directory: Path) -> tuple[RecordingSet, RecordingSet]:
     """Find training and test recordings in one folder of .bin files per class.
@@ -56,12 +58,8 @@ def find_ncaltech101(directory: Path) -> tuple[RecordingSet, RecordingSet]:
         raise DataError(f"ncaltech101: {folder / name} has one recording, expected two: {how}")
     place = np.arange(len(labels)) - np.repeat(counts.cumsum() - counts, counts)
     is_training = place < (TRAIN_SHARE * counts).astype(int)[labels]
-    return _recordings(files, labels, is_training), _recordings(files, labels, ~is_training)
-
-
-def _recordings(files: tuple[Path, ...], labels: list[int], chosen: np.ndarray) -> RecordingSet:
-    own = tuple(file for file, is_chosen in zip(files, chosen, strict=True) if is_chosen)
-    return RecordingSet(SIZE, np.array(labels)[chosen], own, partial(map, read_ncaltech101, own))
-
-
-read_ncaltech101 = partial(read_saccades, size=SIZE)
+    train, test = (
+        RecordingSet.of_files(SIZE, files, labels, chosen, read_ncaltech101)
+        for chosen in (is_training, ~is_training)
+    )
+    return train, test

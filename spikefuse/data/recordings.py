@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -130,3 +132,16 @@ class RecordingSet:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @classmethod
+    def of_files(
+        cls,
+        size: tuple[int, ...],
+        files: Sequence[Path],
+        labels: Sequence[int],
+        chosen: np.ndarray,
+        read: Callable[[Path], Recording | Sound],
+    ) -> RecordingSet:
+        """Return the chosen files, which hold one recording each; `chosen` is bool `[N]`."""
+        own = tuple(compress(files, chosen))
+        return cls(size, np.array(labels)[chosen], own, partial(map, read, own))

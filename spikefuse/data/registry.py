@@ -84,6 +84,18 @@ class Dataset:
     scale: float = 1.0
 
 
+# Ending and reader of the files of each event dataset.
+EVENT_FILES: dict[str, tuple[str, Reader]] = {
+    "nmnist": (".bin", lambda path: iter([read_nmnist(path)])),
+    "dvs_gesture": (".aedat", dvs_gesture.read_gestures),
+    "cifar10_dvs": (".aedat", lambda path: iter([read_cifar10_dvs(path)])),
+    "ncaltech101": (".bin", lambda path: iter([read_ncaltech101(path)])),
+    "shd": (".h5", lambda path: heidelberg.recordings_in(path, len(SHD_CLASSES)).read()),
+    "ssc": (".h5", lambda path: heidelberg.recordings_in(path, len(SSC_CLASSES)).read()),
+    "speech_commands": (".wav", lambda path: iter([read_wav(path)])),
+}
+
+
 def _events(
     name: str,
     find: Find,
@@ -97,7 +109,7 @@ def _events(
         parts = zip(PARTS[len(found)], found, strict=True)
         return tuple(load_frames(f"{name}-{part}", sets, chosen) for part, sets in parts)
 
-    return Dataset(size, classes, read, "events", vars(slicing), scale=scale)
+    return Dataset(size, classes, read, "events", vars(slicing), EVENT_FILES[name], scale)
 
 
 # T = 32 and SBE as in Li et al., "Towards Scalable GPU-Accelerated SNN Training via Temporal
@@ -139,17 +151,6 @@ DATASETS: dict[str, Dataset] = {
         SPECTRA,
         scale=1 / 255,
     ),
-}
-
-# Ending and reader of the files of each event dataset.
-EVENT_FILES: dict[str, tuple[str, Reader]] = {
-    "nmnist": (".bin", lambda path: iter([read_nmnist(path)])),
-    "dvs_gesture": (".aedat", dvs_gesture.read_gestures),
-    "cifar10_dvs": (".aedat", lambda path: iter([read_cifar10_dvs(path)])),
-    "ncaltech101": (".bin", lambda path: iter([read_ncaltech101(path)])),
-    "shd": (".h5", lambda path: heidelberg.recordings_in(path, len(SHD_CLASSES)).read()),
-    "ssc": (".h5", lambda path: heidelberg.recordings_in(path, len(SSC_CLASSES)).read()),
-    "speech_commands": (".wav", lambda path: iter([read_wav(path)])),
 }
 
 
@@ -214,7 +215,7 @@ def read_file(name: str, path: str | Path, **transform: Any) -> Iterator[np.ndar
 
 
 def _event_files(name: str) -> tuple[str, Reader]:
-    files = EVENT_FILES.get(name) or DATASETS[name].files
+    files = DATASETS[name].files
     if files is None:
         raise DataError(f"{name} has no reader of single files: set files in its Dataset")
     return files

@@ -6,7 +6,6 @@ Warden, "Speech Commands: A Dataset for Limited-Vocabulary Speech Recognition", 
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -59,9 +58,7 @@ def find_speech_commands(directory: Path) -> tuple[RecordingSet, ...]:
         raise DataError(
             f"speech_commands: {' and '.join(LISTS)} in {folder} list all recordings: {how}"
         )
-    return tuple(_recordings(files, labels, parts == part) for part in range(len(LISTS) + 1))
-
-
-def _recordings(files: tuple[Path, ...], labels: list[int], chosen: np.ndarray) -> RecordingSet:
-    own = tuple(file for file, is_chosen in zip(files, chosen, strict=True) if is_chosen)
-    return RecordingSet(SIZE, np.array(labels)[chosen], own, partial(map, read_wav, own))
+    return tuple(
+        RecordingSet.of_files(SIZE, files, labels, parts == part, read_wav)
+        for part in range(len(LISTS) + 1)
+    )

@@ -123,7 +123,7 @@ def _move(batch: Tensor, angle: Tensor, shear: list[Tensor], shift: list[Tensor]
 
 
 def _tables(index: Tensor, chosen: Callable[[str], Tensor], strength: Tensor) -> Tensor:
-    """Return what becomes of each value in each channel, uint8 `[B, C, 256]`.
+    """Return the new value of each value in each channel, uint8 `[B, C, 256]`.
 
     Args:
         index: pixels, int64 `[B, C, H W]`.

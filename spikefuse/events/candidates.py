@@ -92,7 +92,7 @@ def _step(
 def _check_output(neuron: Definition) -> None:
     """Refuse a neuron whose output is not the spike of its one surrogate call, or 0 instead.
 
-    Its step is traced with the spike as one more input, so that the graph shows what becomes of it.
+    Its step is traced with the spike as one more input, so that the graph shows its uses.
     """
     cls: Any = type(neuron)
     num_inputs, calls = len(cls.input_names), list[Tensor]()

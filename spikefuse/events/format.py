@@ -302,7 +302,7 @@ def _check_lists(events: Events) -> None:
         f"indices are below 0 or not below {width}": ((indices < 0) | (indices >= width)).any(),
     }
     _raise_first(rules)
-    # Where a row's spikes and its candidates begin, the order begins anew.
+    # Where a row's spikes and its candidates begin, the ascending order starts again.
     begins = torch.zeros(entries + 1, dtype=torch.bool, device=events.device)
     begins[offsets[:-1]] = True
     begins[offsets[:-1] + fired] = True

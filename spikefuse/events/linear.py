@@ -17,7 +17,7 @@ from spikefuse.events.candidates import with_candidates
 from spikefuse.events.choice import Choice, choose
 from spikefuse.events.format import Events
 from spikefuse.nn.call import TemporalCall, active
-from spikefuse.nn.neuron import Neuron, backend_of
+from spikefuse.nn.neuron import Neuron, backend_of, refuse_class
 from spikefuse.scan.op import Request, refuse_export
 from spikefuse.scan.op import check as check_backend
 
@@ -131,10 +131,7 @@ class EventLinear(nn.Module):
             raise ValueError(f"overflow is {overflow!r}: expected one of {', '.join(OVERFLOWS)}")
         if impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
-        if isinstance(neuron, type):
-            raise TypeError(
-                f"neuron is the class {neuron.__name__}: pass an instance, {neuron.__name__}()"
-            )
+        refuse_class("neuron", neuron)
         if neuron is not None:
             with_candidates(neuron)  # raises its errors early
         self.in_features, self.out_features, self.neuron = in_features, out_features, neuron

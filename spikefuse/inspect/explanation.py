@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import torch
 
 from spikefuse.memory.policies import Policy
+from spikefuse.transforms.tables import aligned
 
 # Steps for which the eager loop is measured; every further step saves as much as the last of them.
 LOOP_STEPS = 4
@@ -152,16 +152,6 @@ def _saved_table(layers: Sequence[SavedBytes], are_all: bool) -> list[str]:
     return aligned(rows, numbers_from=2)
 
 
-def aligned(rows: list[list[str]], numbers_from: int) -> list[str]:
-    """Return the lines of a table; columns from `numbers_from` on are aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def pad(i: int, cell: str) -> str:
-        return cell.rjust(widths[i]) if i >= numbers_from else cell.ljust(widths[i])
-
-    return ["  ".join(map(pad, count(), row)).rstrip() for row in rows]
-
-
 def _legend(explanation: Explanation) -> Iterator[str]:
     plural = "module is" if explanation.num_others == 1 else "modules are"
     yield f"{explanation.num_others} other {plural} ordinary PyTorch"
@@ -182,10 +172,14 @@ def _legend(explanation: Explanation) -> Iterator[str]:
 
 def in_bytes(number: int) -> str:
     """Return a size in the largest fitting unit."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= 0.9995 * size:  # 1 MB, not 1000 kB
-            return f"{number / size:.3g} {unit}"
-    return f"{number} B"
+    return with_unit(number, {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0})
+
+
+def with_unit(value: float, units: Mapping[str, float]) -> str:
+    """Format with three digits in the first unit that fits, or in the last; 1 MB, not 1000 kB."""
+    fitting = (unit for unit, size in units.items() if value >= 0.9995 * size)
+    unit = next(fitting, [*units][-1])
+    return f"{value / units[unit]:.3g} {unit}".rstrip()
 
 
 def _time(seconds: float) -> str:

@@ -119,7 +119,7 @@ def record(
     calls, and the states are those after each step, for `LIF` after the reset.
 
     Only eager calls in this thread are recorded, and one thread records at a time. Networks that
-    `torch.compile` has compiled run eagerly meanwhile; replays of CUDA graphs are not seen. A
+    `torch.compile` has compiled run eagerly; replays of CUDA graphs are not recorded. A
     process that holds some of the time steps, or some of the neurons, records its own.
 
     Args:

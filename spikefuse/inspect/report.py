@@ -18,7 +18,7 @@ from spikefuse.events.format import Events
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect import plots
 from spikefuse.inspect.explain import explain
-from spikefuse.inspect.explanation import aligned, in_bytes, label
+from spikefuse.inspect.explanation import in_bytes, label, with_unit
 from spikefuse.inspect.observer import ModuleObserver, unchanged
 from spikefuse.inspect.operations import OperationCounter, Operations, feedback
 from spikefuse.neurons.definition import Outputs, States
@@ -27,6 +27,7 @@ from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.temporal import Temporal
 from spikefuse.scan.op import Request
+from spikefuse.transforms.tables import aligned
 
 #: Joules per operation of 32-bit floating point in 45 nm: an addition, and with a multiplication.
 ACCUMULATE_JOULES, MULTIPLY_JOULES = 0.9e-12, 4.6e-12
@@ -447,15 +448,8 @@ class _Counter(ModuleObserver):
 
 
 def _number(number: float) -> str:
-    """A count with three digits: 118 M."""
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= 0.9995 * size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.3g}"
+    return with_unit(number, {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0})
 
 
 def _joules(energy: float) -> str:
-    for unit, size in (("J", 1.0), ("mJ", 1e-3), ("µJ", 1e-6), ("nJ", 1e-9)):
-        if energy >= 0.9995 * size:
-            return f"{energy / size:.3g} {unit}"
-    return f"{energy / 1e-12:.3g} pJ"
+    return with_unit(energy, {"J": 1.0, "mJ": 1e-3, "µJ": 1e-6, "nJ": 1e-9, "pJ": 1e-12})

@@ -14,13 +14,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from spikefuse.models.blocks import (
-    MakeNeuron,
-    Size,
-    conv_norm,
-    global_average,
-    residual,
-)
+from spikefuse.models.blocks import MakeNeuron, Size, conv_norm, global_average, residual
 from spikefuse.models.spikformer import (
     DOUBLED,
     SpikingSelfAttention,

@@ -16,14 +16,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from spikefuse.models.blocks import (
-    MakeNeuron,
-    Size,
-    conv_norm,
-    global_average,
-    max_pool,
-    residual,
-)
+from spikefuse.models.blocks import MakeNeuron, Size, conv_norm, global_average, max_pool, residual
 
 # The papers halve the threshold of a neuron that receives spike counts. Doubling its input gives
 # the same spikes if the neuron is linear in its input.

@@ -12,14 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from spikefuse.models.blocks import (
-    MakeNeuron,
-    Size,
-    conv_norm,
-    global_average,
-    max_pool,
-    residual,
-)
+from spikefuse.models.blocks import MakeNeuron, Size, conv_norm, global_average, max_pool, residual
 from spikefuse.models.spikformer import check_heads, split_heads
 
 # Rows of tokens per patch of the attention, and blocks, of the three stages.

@@ -1,4 +1,4 @@
-"""The `Temporal` call that is running in this thread, as far as neurons need to know it."""
+"""The `Temporal` call that is running in this thread, with what its neurons need."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ METADATA = {
 
 
 class Observer:
-    """Sees every scan of a thread, see `observing`; this one changes nothing.
+    """Observes every scan of a thread, see `observing`; the base class changes nothing.
 
     Attributes:
         outer: the observer around this one, which sees the same.
@@ -224,11 +224,11 @@ class PendingResults(Protocol):
     """The deferred tensors of a call."""
 
     def finish(self) -> None:
-        """Compute what nobody has read; called once the network has returned."""
+        """Compute the tensors that were not read; called when the network has returned."""
         ...
 
     def close(self) -> None:
-        """Let go of the tensors, also after an exception."""
+        """Release the tensors, also after an exception."""
         ...
 
 
@@ -246,7 +246,7 @@ active = _Active()
 
 @contextlib.contextmanager
 def inside(call: TemporalCall | None) -> Iterator[None]:
-    """Let layers belong to `call` meanwhile; None for no call."""
+    """Make layers belong to `call` in a `with` block; None for no call."""
     outer, active.call = active.call, call
     try:
         yield
@@ -256,7 +256,7 @@ def inside(call: TemporalCall | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Let `observer` run every scan of this thread meanwhile."""
+    """Let `observer` run every scan of this thread in a `with` block."""
     observer.outer, active.observer = active.observer, observer
     try:
         yield
@@ -319,7 +319,7 @@ def recall(neuron: nn.Module, inputs: tuple[Tensor, ...]) -> TemporalCall | None
     """The call in which a neuron is recomputed during backward; None outside Temporal.
 
     Raises:
-        RuntimeError: it cannot be told, or the neuron began from a state.
+        RuntimeError: the call is ambiguous, or the neuron began from a state.
     """
     folding = _foldings.get(neuron, {}).get(inputs[0].shape[0])
     if folding is None:

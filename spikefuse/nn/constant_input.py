@@ -127,7 +127,7 @@ def fold(x: Tensor, net: nn.Module) -> Tensor:
         or x.requires_grad
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or any(map(_is_compiled, net.modules()))
+        or any(is_compiled(m) or m._compiled_call_impl is not None for m in net.modules())
     ):
         return flatten_steps(x)
     return ConstantSequence.of(x[0], x.shape[0])
@@ -140,14 +140,12 @@ def unfold(x: Tensor, num_steps: int) -> Tensor:
     return unflatten_steps(x, num_steps)
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile or TorchScript made the module, which hides what it contains."""
     # Importing torch._dynamo is slow, and it is loaded if anything is compiled.
     dynamo = sys.modules.get("torch._dynamo")
-    return (
-        isinstance(module, torch.jit.ScriptModule)
-        or module._compiled_call_impl is not None
-        or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
-    )
+    is_optimized = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    return is_optimized or isinstance(module, torch.jit.ScriptModule)
 
 
 def _compute_rows(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["direct", "poisson"]
+__all__ = ["delta", "direct", "latency", "poisson", "population"]
 
 
 def direct(x: Tensor, num_steps: int) -> Tensor:

@@ -8,14 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse.neurons.definition import FIRST_OUTPUT, Outputs, States
-from spikefuse.nn.neuron import (
-    Neuron,
-    backend_of,
-    check,
-    check_module,
-    checked_names,
-    refuse_class,
-)
+from spikefuse.nn.neuron import Neuron, backend_of, check, check_module, checked_names, refuse_class
 from spikefuse.nn.recurrent import NO_SHARDS
 from spikefuse.scan.op import Request
 

@@ -20,11 +20,8 @@ def accuracy_by_rate(spikes: Tensor, target: Tensor) -> Tensor:
     Returns:
         A scalar, float32, on the device of the spikes.
     """
-    return (
-        (spikes.sum(0, dtype=torch.promote_types(spikes.dtype, torch.float32)).argmax(-1) == target)
-        .float()
-        .mean()
-    )
+    counts = spikes.sum(0, dtype=torch.promote_types(spikes.dtype, torch.float32))
+    return (counts.argmax(-1) == target).float().mean()
 
 
 def accuracy_by_first_spike(spikes: Tensor, target: Tensor) -> Tensor:

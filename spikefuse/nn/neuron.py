@@ -10,14 +10,7 @@ from torch import Tensor, nn
 
 from spikefuse import reference
 from spikefuse.neurons.definition import Definition, Outputs, States, with_outputs
-from spikefuse.nn.call import (
-    Scan,
-    active,
-    mark_binary,
-    recall,
-    remember,
-    wants_bits,
-)
+from spikefuse.nn.call import Scan, active, mark_binary, recall, remember, wants_bits
 from spikefuse.scan import op
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import Request
@@ -195,7 +188,7 @@ def check(
     """Refuse inputs, called `names` in errors, and states of the wrong number, dtype or shape.
 
     Args:
-        more_states: names of states behind those of the neuron.
+        more_states: names of states after those of the neuron.
     """
     name = type(neuron).__name__
     if len(inputs) != len(names):

@@ -24,7 +24,8 @@ from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import refuse_export
 from spikefuse.scan.state_passing import StatePassing
 
-_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+#: Layers that remember something from one call to the next.
+RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
 class SparseSequence(Protocol):
@@ -50,8 +51,8 @@ class Temporal(nn.Module):
     """Run `net`, written for one time step, over `[T, B, ...]`.
 
     Time is folded into the batch for stateless layers, so each layer runs once per call on
-    `[T*B, ...]`; the neurons inside are told T. Normalisation layers see all time steps at once
-    (their statistics run over T and B), and dropout draws anew at each step.
+    `[T*B, ...]`; the neurons inside receive T. Normalisation layers see all time steps at once
+    (their statistics run over T and B), and dropout draws a new mask at each step.
 
     With `batch_first=True`, inputs and outputs are `[B, T, ...]` and states are unchanged. Inputs
     are transposed as views. Folding one of them into `[T*B, ...]` copies it once, unless T or B is
@@ -142,7 +143,7 @@ class Temporal(nn.Module):
             prepare()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy may get another network, and measures anew.
+        # A copy may get another network, so it measures again.
         return {**self.__dict__, "_cache": {}}
 
     @property
@@ -366,7 +367,7 @@ def neurons_of(net: nn.Module, one_step: bool = False) -> dict[str, Neuron]:
     for name, module in _named_modules(net):
         if isinstance(module, Neuron):
             neurons[name] = module
-        elif isinstance(module, _RECURRENT):
+        elif isinstance(module, RECURRENT):
             raise TypeError(
                 f"layer '{name}' ({type(module).__name__}) has a memory of its own, but the layers "
                 "here are called once for all time steps: run it outside, as in "

@@ -104,10 +104,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 # Options have to be written in full.
-_EXACT: dict[str, Any] = {
-    "formatter_class": _Formatter,
-    "allow_abbrev": False,
-}
+_EXACT: dict[str, Any] = {"formatter_class": _Formatter, "allow_abbrev": False}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -144,8 +141,13 @@ def _add_train(commands: Any) -> None:
     group.add_argument(
         "--resume", type=Path, metavar="CKPT", help="checkpoint of the run to continue"
     )
+    _add_run_options(group, *(f.name for f in fields(RunOptions)))
+
+
+def _add_run_options(group: Any, *names: str) -> None:
     for f in fields(RunOptions):
-        _add_option(group, f.name, f.metadata, f.default)
+        if f.name in names:
+            _add_option(group, f.name, f.metadata, f.default)
 
 
 def _add_option(
@@ -184,9 +186,7 @@ def _add_eval(commands: Any) -> None:
     _add_own(evaluate)
     (fuse,) = (f.metadata for f in fields(TrainConfig) if f.name == "fuse")
     _add_option(evaluate, "fuse", {**fuse, "shown": "as in training"})
-    for f in fields(RunOptions):
-        if f.name in ("device", "data_dir", "download"):
-            _add_option(evaluate, f.name, f.metadata, f.default)
+    _add_run_options(evaluate, "device", "data_dir", "download")
 
 
 def _add_own(command: argparse.ArgumentParser) -> None:
@@ -219,9 +219,7 @@ def _add_predict(commands: Any) -> None:
     form = predict.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
     form.add_argument("--csv", action="store_true", help="print CSV instead of a table")
-    for f in fields(RunOptions):
-        if f.name == "device":
-            _add_option(predict, f.name, f.metadata, f.default)
+    _add_run_options(predict, "device")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

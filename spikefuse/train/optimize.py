@@ -145,7 +145,7 @@ def parameter_groups(config: TrainConfig, net: nn.Module) -> list[dict[str, Any]
     """
     if config.weight_decay == 0 or config.decay_all:
         return [{"params": list(net.parameters())}]
-    apart = {
+    exempt = {
         id(parameter)
         for module in net.modules()
         if isinstance(module, (Neuron, nn.LayerNorm, nn.RMSNorm))
@@ -153,7 +153,7 @@ def parameter_groups(config: TrainConfig, net: nn.Module) -> list[dict[str, Any]
     }
     groups: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
     for parameter in net.parameters():
-        groups[parameter.ndim < 2 or id(parameter) in apart].append(parameter)
+        groups[parameter.ndim < 2 or id(parameter) in exempt].append(parameter)
     return [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
 
 

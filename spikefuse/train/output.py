@@ -8,7 +8,7 @@ import sys
 
 
 def show(text: str) -> None:
-    """Print lines of a run, which goes on if nobody reads them or their disk is full."""
+    """Print lines of a run, which continues if the pipe is closed or the disk is full."""
     from tqdm import tqdm  # prints above a progress bar
 
     with contextlib.suppress(OSError):

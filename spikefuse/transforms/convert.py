@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.nn.activations import ACTIVATIONS
 from spikefuse.nn.neuron import Neuron, check_module
-from spikefuse.nn.temporal import Temporal
+from spikefuse.nn.temporal import RECURRENT, Temporal
 from spikefuse.transforms.converters import norse, snntorch, spikingjelly
 from spikefuse.transforms.converters.common import (
     FOLDED,
@@ -23,8 +23,9 @@ from spikefuse.transforms.converters.common import (
     Rule,
     separate,
 )
-from spikefuse.transforms.converters.forward_code import Roles, read_code
+from spikefuse.transforms.converters.forward_code import CodeReader, Roles
 from spikefuse.transforms.converters.over_time import over_time, refuse_temporal
+from spikefuse.transforms.tables import aligned
 
 MakeModule = Callable[[Any], nn.Module]
 
@@ -33,7 +34,6 @@ LIBRARIES: tuple[Library, ...] = (spikingjelly.LIBRARY, snntorch.LIBRARY, norse.
 #: Characters of a module in a table.
 MAX_TEXT = 72
 
-_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 # Layers of torch that compute the same on [T, B, ...] and on [T*B, ...].
 _TRAILING = (
     *(nn.Linear, nn.Identity, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Softmax),
@@ -55,7 +55,7 @@ and run it by spikefuse.Temporal(spikefuse.convert(net))(x) with x [T, B, ...]."
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one module.
+    """How one module was converted.
 
     Attributes:
         name: of the module in the network.
@@ -71,7 +71,7 @@ class Row:
 
 @dataclass
 class Conversion:
-    """What `convert` made of the modules of a network. It prints as a table.
+    """How `convert` converted the modules of a network. It prints as a table.
 
     Attributes:
         rows: a row for each module that was replaced, or has a note.
@@ -82,11 +82,7 @@ class Conversion:
     def __str__(self) -> str:
         cells = [("module", "was", "is", "note")]
         cells += [(r.name or "(the network)", r.before, r.after, r.note) for r in self.rows]
-        widths = [max(len(row[i]) for row in cells) for i in range(3)]
-        return "\n".join(
-            "  ".join([*(f"{c:{w}}" for c, w in zip(row, widths, strict=False)), row[3]]).rstrip()
-            for row in cells
-        )
+        return "\n".join(aligned(cells))
 
 
 def convert(
@@ -150,7 +146,7 @@ def library_of(module: nn.Module) -> Library | None:
 
 
 class _Converter:
-    """One conversion: what was made, and why the rest was not."""
+    """One conversion: the converted modules, and the reasons for those that were refused."""
 
     def __init__(
         self, model: nn.Module, extra: dict[type, MakeModule], time_line: str = ""
@@ -160,7 +156,7 @@ class _Converter:
         self.keeps_time, self.time_line = bool(time_line), time_line
         self.table = Conversion()
         self.refused: list[str] = []
-        self.needs_step = False  # whether code must be written anew for one step
+        self.needs_step = False  # whether code must be rewritten for one step
         self.made: dict[nn.Module, nn.Module] = {}
         self.places: dict[nn.Module, str] = {}
         self.roles = Roles(
@@ -274,7 +270,7 @@ class _Converter:
             return module, ""
         hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
         if rule.is_stateful and any(hooks):
-            self.refuse(name, module, "it has hooks: remove them, and register them anew")
+            self.refuse(name, module, "it has hooks: register them after the conversion")
             return module, ""
         try:
             if rule.inside:
@@ -294,7 +290,7 @@ class _Converter:
         return made, note
 
     def of_torch(self, module: nn.Module, name: str, context: str) -> tuple[nn.Module, str]:
-        if isinstance(module, _RECURRENT):
+        if isinstance(module, RECURRENT):
             self.refuse(
                 name,
                 module,
@@ -361,13 +357,13 @@ class _Converter:
             return
         must_read = is_sequence or self.roles.has_neurons(module)
         step_mode = "m" if is_sequence and self.keeps_time else "s"
-        lines, counting = read_code(module, self.roles, is_sequence, must_read, step_mode)
-        if is_sequence and not self.time_line and counting:
-            self.time_line = counting[0]
-        for line in lines:
+        code = CodeReader(module, self.roles, is_sequence, must_read, step_mode)
+        if is_sequence and not self.time_line and code.counting:
+            self.time_line = code.counting[0]
+        for line in code.findings:
             if not any(other.endswith(f": {line}") for other in self.refused):
                 self.refuse(name, module, line)
-        self.needs_step = self.needs_step or bool(lines)
+        self.needs_step = self.needs_step or bool(code.findings)
 
 
 def _label(name: str, module: nn.Module) -> str:

@@ -16,6 +16,7 @@ from spikefuse.block.fused_norm import FUSED
 from spikefuse.events.linear import EventLinear
 from spikefuse.neurons.definition import States, with_outputs
 from spikefuse.neurons.surrogate import Surrogate
+from spikefuse.nn.constant_input import is_compiled
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import Neuron, check_module, checked_names
 from spikefuse.nn.pool import MaxPool2d
@@ -293,7 +294,7 @@ def _check(name: str, module: nn.Module) -> None:
             f"{where}, whose feedback is not exported: train it, and export a network that adds "
             "what the last spikes cause to the input of its neuron in a loop of your own"
         )
-    if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+    if is_compiled(module):
         raise TypeError(f"{where}, which is compiled: pass the network as it was before")
     if isinstance(module, Temporal) and module.passing is not None:
         raise ValueError(f"{where} whose time is sharded: pass a network that is not")

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 import weakref
 from collections.abc import Collection, Mapping
 from typing import overload
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.block import Block
 from spikefuse.block.fused_norm import FUSED, FusedNorm
+from spikefuse.nn.constant_input import is_compiled
 from spikefuse.nn.neuron import Neuron, check_module
 from spikefuse.nn.pool import MaxPool2d
 from spikefuse.nn.temporal import Temporal
+from spikefuse.transforms.converters.common import as_class
 from spikefuse.transforms.fusion import Fusion
 
 
@@ -58,7 +58,7 @@ def fuse(model: nn.Module) -> nn.Module:
             and before the result of the norm is used.
     """
     check_module("model", model)
-    closed = [m for m in model.modules() if _is_closed(m)]
+    closed = [m for m in model.modules() if is_compiled(m)]
     reasons = _reasons(model, closed)
     norms: dict[nn.Module, nn.Module] = {}
     pools: dict[nn.Module, nn.Module] = {}
@@ -68,8 +68,7 @@ def fuse(model: nn.Module) -> nn.Module:
         if type(module) in FUSED:
             norms[module] = _as(FUSED[type(module)], module)
         elif type(module) is nn.MaxPool2d:
-            pools[module] = _as(MaxPool2d, module)
-            _separate_hooks(pools[module])
+            pools[module] = as_class(MaxPool2d, module)
     result = _rebuilt(model, norms | pools, closed)
     blocks = {m for block in model.modules() if isinstance(block, Block) for m in block.modules()}
     names = {
@@ -107,19 +106,6 @@ def _as(kind: type[nn.Module], module: nn.Module) -> nn.Module:
     made = kind.__new__(kind)
     object.__setattr__(made, "__dict__", vars(module))
     return made
-
-
-def _separate_hooks(module: nn.Module) -> None:
-    copies = {k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()}
-    object.__setattr__(module, "__dict__", copies)
-
-
-def _is_closed(module: nn.Module) -> bool:
-    """Whether a compiler made the module, which can't be copied without its content."""
-    # Importing torch._dynamo is slow, and it is loaded if anything is compiled.
-    dynamo = sys.modules.get("torch._dynamo")
-    compiled = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    return compiled or isinstance(module, torch.jit.ScriptModule)
 
 
 def _reasons(model: nn.Module, closed: list[nn.Module]) -> dict[nn.Module, str | None]:

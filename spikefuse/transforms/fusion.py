@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from spikefuse.block.deferred import outcomes
+from spikefuse.transforms.tables import aligned
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Fusion:
     """Every batch norm of a model, in the model's order; `print` shows the table.
 
     Before the first call it lists what can be fused, and afterwards what the last call did. A copy
-    of the model starts anew.
+    of the model starts without a last call.
 
     Attributes:
         norms: the batch norms, by name.
@@ -97,9 +98,4 @@ class Fusion:
             rows.append(
                 (place.norm, place.neuron or "-", text + ", with a residual" * place.residual)
             )
-        widths = [max(len(row[i]) for row in rows) for i in range(2)]
-        lines = [
-            f"{norm:<{widths[0]}}  {neuron:<{widths[1]}}  {text}".rstrip()
-            for norm, neuron, text in rows
-        ]
-        return "\n".join([*lines, self.summary])
+        return "\n".join([*aligned(rows), self.summary])

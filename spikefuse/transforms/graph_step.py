@@ -65,14 +65,14 @@ def graph_step(
     A graph is recorded for each set of input shapes, dtypes and other arguments, and again where
     `train()`, `eval()`, autocast, the mode of gradients, a setting of an optimizer, of a neuron or
     its surrogate, or the numbers of a norm or dropout changed. Where parameters were moved or
-    replaced, all graphs are recorded anew.
+    replaced, all graphs are recorded again.
 
     - Learning rates of fused and of capturable optimizers may change at each call; assign them, or
       call `scheduler.step()`, outside the step. Optimizers with the setting `capturable` get it
       set. Of other optimizers, such as `SGD` without `fused=True`, the learning rate is recorded
       like any setting, so that each value takes a graph of its own.
     - Gradients are as after a call of `step`; a step without `zero_grad` accumulates.
-    - Pass what one call hands to the next, such as the states of truncated BPTT, as arguments and
+    - Pass values from one call to the next, such as the states of truncated BPTT, as arguments and
       results: variables that the step assigns keep their recorded tensors.
     - Random numbers of PyTorch's generator on the GPU equal those of an eager step.
     - Python code runs during warm-up and recording only: values that it computes or reads, such as
@@ -195,7 +195,7 @@ class GraphStep:
     # Eager calls
 
     def _needed_calls(self) -> int:
-        """How many eager calls precede a recording."""
+        """Return how many eager calls precede a recording."""
         if self._graphs:
             return 2
         is_ddp = any(isinstance(m, DistributedDataParallel) for m in self._modules)
@@ -224,7 +224,7 @@ class GraphStep:
             self._epoch = None
         self._parameters = self._found_parameters()
         if known != [len(self._modules), len(self._rates), len(self._parameters)]:
-            self._graphs.clear()  # they know nothing of the new ones
+            self._graphs.clear()  # they do not include the new ones
             gradients = self._gradients()
             self._numbers = [
                 (vars(m), name) for m in self._modules for name in _NUMBERS if name in vars(m)
@@ -250,7 +250,7 @@ class GraphStep:
 
     @contextlib.contextmanager
     def _observed(self) -> Iterator[None]:
-        """Note the modules and optimizers that the step calls; learning rates are tensors."""
+        """Collect the modules and optimizers that the step calls; learning rates are tensors."""
 
         def call(module: nn.Module, _: Any) -> None:
             if not isinstance(module, Surrogate):  # which its neuron leads to, perhaps as a copy
@@ -275,7 +275,7 @@ class GraphStep:
 
     def _found_parameters(self) -> list[Tensor]:
         """The parameters of all modules and optimizers that the step has called."""
-        self._follow_neurons()
+        self._update_neurons()
         modules = *self._modules, *self._neurons
         found = {p: None for m in modules for p in m._parameters.values() if p is not None}
         groups = (group for optimizer in self._rates for group in optimizer.param_groups)
@@ -284,20 +284,20 @@ class GraphStep:
     # What a graph depends on
 
     def _settings(self) -> Any:
-        """All that a graph depends on, apart from its inputs."""
+        """Return all that a graph depends on, except its inputs."""
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
         training = tuple([m.training for m in self._modules])
-        self._follow_neurons()
+        self._update_neurons()
         numbers = self._neuron_settings, tuple([values[name] for values, name in self._numbers])
         return modes, training, numbers, tuple([r.settings() for r in self._rates.values()])
 
-    def _follow_neurons(self) -> None:
-        """Look at the neurons again if an attribute of any was assigned. A layer may run its neuron
-        without calling it as a module."""
+    def _update_neurons(self) -> None:
+        """Update the neurons and their settings if an attribute of any neuron was assigned."""
         if self._epoch is holders.epoch:
             return
         self._epoch = holders.epoch
+        # A layer may run its neuron without calling it as a module.
         found = (h for m in self._modules for h in m.modules() if isinstance(h, holders.Holder))
         self._neurons = list({part: None for neuron in found for part in neuron.modules()})
         self._neuron_settings = tuple(
@@ -317,7 +317,7 @@ class GraphStep:
             for owner, name, x, address in self._addresses
         )
 
-    def _note_addresses(self) -> None:
+    def _save_addresses(self) -> None:
         self._addresses = [
             (owner, name, x, x.data_ptr())
             for module in (*self._modules, *self._neurons)
@@ -347,7 +347,7 @@ class GraphStep:
         torch.cuda.empty_cache()
         torch.clear_autocast_cache()  # casts of the weights, which a replay would not repeat
         with torch.cuda.stream(self._stream), self._observed():
-            # Other threads may load batches meanwhile.
+            # Other threads may load batches during the recording.
             cuda_graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 result = _detached(self.step(*args, **kwargs))
@@ -362,7 +362,7 @@ class GraphStep:
                 ) from error
             cuda_graph.capture_end()
         torch.clear_autocast_cache()
-        self._note_addresses()
+        self._save_addresses()
         others = [x for x in pytree.tree_leaves(result) if not isinstance(x, (Tensor, *_CONSTANTS))]
         kind = type(others[0]).__name__ if others else ""
         problem = f"it returns a {kind}: return tensors, in tuples, lists and dicts" if kind else ""

@@ -86,7 +86,7 @@ def from_nir(graph: Any, *, dt: float, surrogate: Surrogate | None = None) -> fx
 
 @dataclass
 class _Layer:
-    """What becomes of a node: the module, and for a neuron the factor of its input."""
+    """The module of a node, and for a neuron the factor of its input."""
 
     module: nn.Module
     factor: np.ndarray | None = None  # None for 1

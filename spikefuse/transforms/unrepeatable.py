@@ -21,7 +21,7 @@ SYNCHRONIZES = "called a synchronizing CUDA operation"
 
 @contextlib.contextmanager
 def watch(problems: list[str]) -> Iterator[None]:
-    """Note what the step does that a graph cannot repeat."""
+    """Add what the step does that a graph cannot repeat to `problems`."""
 
     def note(message: Warning | str, *rest: Any) -> None:
         if SYNCHRONIZES not in str(message):

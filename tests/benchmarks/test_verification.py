@@ -143,7 +143,6 @@ def test_wrong_steps(task: WorkloadTask, reference: NetworkReference) -> None:
 
 def test_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.parallel.highest", lambda value, device: value)
-
     static = torch.zeros(2)
 
     class Step(NetworkStep):

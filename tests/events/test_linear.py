@@ -408,7 +408,9 @@ def test_triton_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 TYPE_ERRORS = {
     r"LI does not fire 0 or 1": lambda: EventLinear(4, 3, sf.LI()),
     r"ReLU does not fire 0 or 1": lambda: EventLinear(4, 3, nn.ReLU()),
-    r"neuron is the class LIF: pass an instance, LIF\(\)": lambda: EventLinear(4, 3, sf.LIF),
+    r"neuron is the class LIF: expected an instance, as in sf.LIF\(\)": lambda: EventLinear(
+        4, 3, sf.LIF
+    ),
     r"the input is a list: expected Events": lambda: EventLinear(4, 3)([[[1.0] * 4]]),
     r"weights are torch.bfloat16: .* float32": lambda: EventLinear(4, 3).bfloat16()(spikes(4)),
     r"weights are torch.float64": lambda: EventLinear(4, 3, neuron()).double()(spikes(4)),

@@ -449,11 +449,13 @@ def run_steps(net: nn.Module, x: Tensor):
     return torch.stack(steps)
 
 
+FACTORS = torch.linspace(0.5, 1.5, 5)
 SNN_NEURONS = {
     "Leaky": lambda **o: snn.Leaky(0.8, **o),
     "learned Leaky": lambda **o: snn.Leaky(0.8, learn_beta=True, learn_threshold=True, **o),
     "undelayed Leaky": lambda **o: snn.Leaky(0.8, reset_delay=False, **o),
     "graded Leaky": lambda **o: snn.Leaky(0.8, graded_spikes_factor=0.7, **o),
+    "per-feature graded Leaky": lambda **o: snn.Leaky(0.8, graded_spikes_factor=FACTORS, **o),
     "Synaptic": lambda **o: snn.Synaptic(0.6, 0.7, learn_alpha=True, **o),
     "undelayed Synaptic": lambda **o: snn.Synaptic(0.6, 0.7, reset_delay=False, **o),
     "Alpha": lambda **o: snn.Alpha(0.8, 0.6, **o),

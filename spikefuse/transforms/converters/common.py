@@ -17,6 +17,13 @@ from spikefuse.neurons.surrogate import Surrogate
 #: stateless one, once with all steps folded into the batch, `[T*B, ...]`.
 SEQUENCE, STEP, FOLDED = "sequence", "step", "folded"
 
+#: Names of layers of torch.nn that have no state and take one step, `[B, ...]`.
+STATELESS = (
+    *(f"{kind}{n}d" for kind in ("Conv", "ConvTranspose", "BatchNorm") for n in (1, 2, 3)),
+    *(f"{kind}Pool{n}d" for kind in ("Max", "Avg", "AdaptiveAvg") for n in (1, 2, 3)),
+    *("Linear", "Flatten", "GroupNorm", "Upsample"),
+)
+
 
 class Refusal(Exception):
     """Why a module is not converted, and what to do instead."""
@@ -24,7 +31,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of a class.
+    """How a class is converted.
 
     Attributes:
         make: returns the converted module, and a note for the user or "". Of a container, it gets

@@ -19,18 +19,8 @@ _DIMS = {
     *("flatten", "unflatten", "view", "reshape", "permute", "transpose", "swapaxes", "movedim"),
     *("squeeze", "unsqueeze", "repeat", "expand", "cat", "stack", "split", "chunk", "unbind"),
     *("mean", "sum", "max", "min", "amax", "amin", "argmax", "norm", "std", "var", "softmax"),
-    *(
-        "log_softmax",
-        "cumsum",
-        "flip",
-        "roll",
-        "index_select",
-        "gather",
-        "size",
-        "einsum",
-        "select",
-    ),
-    *("narrow", "repeat_interleave", "tile", "rearrange", "dim"),
+    *("log_softmax", "cumsum", "flip", "roll", "index_select", "gather", "size", "einsum"),
+    *("select", "narrow", "repeat_interleave", "tile", "rearrange", "dim"),
 }
 # These count from the first whatever their arguments are.
 _ALL_DIMS = {
@@ -68,8 +58,18 @@ class _Function:
     branches: tuple[tuple[ast.AST, int], ...] = ()
 
 
-class Reader:
-    """Reads `forward` of `module`, the methods of the module and the functions that it calls."""
+class CodeReader:
+    """Read `forward` of `module`, the methods of the module and the functions that it calls.
+
+    Args:
+        is_sequence: whether `forward` is written for `[T, B, ...]`.
+        must_read: whether code without a source can't be run.
+        step_mode: the branch that runs of code for both of SpikingJelly's step modes.
+
+    Attributes:
+        findings: the lines that converted modules can't run, with reasons.
+        counting: the lines that count dims of `[T, B, ...]`.
+    """
 
     def __init__(
         self, module: nn.Module, roles: Roles, is_sequence: bool, must_read: bool, step_mode: str
@@ -161,16 +161,11 @@ class Reader:
             uses = {n.id for n in ast.walk(call.func) if isinstance(n, ast.Name)}
             called = self.resolve(call.func, scope)
             if called is not None and self.roles.has_neurons(called) and not uses & names:
-                head = (
-                    f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}:"
-                    if isinstance(node, ast.For)
-                    else ast.unparse(node).split("\n")[0]
-                )
-                line = scope.function.__code__.co_firstlineno + node.lineno - 1
-                self.findings.append(
-                    f"{scope.function.__qualname__}, line {line}: `{head}` calls "
-                    f"`{ast.unparse(call.func)}` several times, a loop over time: remove the loop, "
-                    "and the lists that it fills, and return the output of one step"
+                self.add(
+                    scope,
+                    node,
+                    f"calls `{ast.unparse(call.func)}` several times, a loop over time: remove the "
+                    "loop, and the lists that it fills, and return the output of one step",
                 )
                 break
         self.children(node, scope)
@@ -322,18 +317,3 @@ def _exclusive(
     """Whether two paths through branches never run in one call."""
     taken = dict(one)
     return any(node in taken and taken[node] != side for node, side in other)
-
-
-def read_code(
-    module: nn.Module, roles: Roles, is_sequence: bool, must_read: bool, step_mode: str
-) -> tuple[list[str], list[str]]:
-    """Return the lines of a module's code that converted modules can't run, with reasons, and the
-    lines that count dims of `[T, B, ...]`.
-
-    Args:
-        is_sequence: whether `forward` is written for `[T, B, ...]`.
-        must_read: whether code without a source can't be run.
-        step_mode: the branch that runs of code for both of SpikingJelly's step modes.
-    """
-    reader = Reader(module, roles, is_sequence, must_read, step_mode)
-    return reader.findings, reader.counting

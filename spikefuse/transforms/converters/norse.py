@@ -52,8 +52,8 @@ def value(p: Any, name: str) -> float:
     is_state = name == "v_reset" and type(p).__name__ == "IAFParameters"
     if isinstance(tensor, nn.Parameter) or (tensor.requires_grad and not is_state):
         raise Refusal(
-            f"its {name} is learned, but is no parameter of the network: build the neuron anew, "
-            "with a Learnable"
+            f"its {name} is learned, but is no parameter of the network: build the neuron in "
+            "spikefuse, with a Learnable"
         )
     if tensor.numel() != 1:
         raise Refusal(f"its {name} has {tensor.numel()} values: use one for the layer")
@@ -201,7 +201,7 @@ def returns_state(module: Any) -> bool:
 
 _SYNAPSE = "it has a synapse, and its equivalent has none: write it as a neuron of your own"
 _LATE = "its recovery follows the potential one step later: use spikefuse.Izhikevich"
-_RECURRENT = "its spikes are inputs of its next step: build it anew with spikefuse.Recurrent"
+_RECURRENT = "its spikes are inputs of its next step: build it with spikefuse.Recurrent"
 _WITH_RECURRENCE = (
     *("LIFEx", "LIFRefrac", "LIFAdEx", "LIFAdExRefrac", "LIFMC", "LIFMCRefrac"),
     *("LSNN", "Izhikevich"),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from spikefuse.nn.call import active
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.temporal import Temporal
-from spikefuse.transforms.converters.common import as_class
+from spikefuse.transforms.converters.common import STATELESS, as_class
 
 
 class _OverTime(nn.Module):
@@ -26,14 +26,9 @@ class SequentialSteps(nn.Sequential):
         return Temporal(nn.Sequential(*self))(x)
 
 
-_KINDS = (
-    *(f"{kind}{n}d" for kind in ("Conv", "ConvTranspose", "BatchNorm") for n in (1, 2, 3)),
-    *(f"{kind}Pool{n}d" for kind in ("Max", "Avg", "AdaptiveAvg") for n in (1, 2, 3)),
-    *("Linear", "Flatten", "GroupNorm", "Upsample", "Sequential"),
-)
 _CLASSES = {
     kind: type(f"{kind.__name__}OverTime", (_OverTime, kind), {"__module__": __name__})
-    for kind in (getattr(nn, name) for name in _KINDS)
+    for kind in (getattr(nn, name) for name in (*STATELESS, "Sequential"))
 }
 globals().update({cls.__name__: cls for cls in _CLASSES.values()})  # pickles name them
 

@@ -64,12 +64,20 @@ def surrogate_of(m: Any) -> S.Surrogate:
     return Above(SURROGATES[name](**values))
 
 
+def is_graded(m: Any) -> bool:
+    """Whether the spikes have values other than 1."""
+    factor = m.graded_spikes_factor
+    return isinstance(factor, nn.Parameter) or bool((factor != 1).any())
+
+
 class _Reset(Neuron):
     """A neuron that resets as snnTorch's do; subclasses define the states and the step.
 
     `reset_mechanism` is "subtract", "zero" or "none". The reset acts one step after the spike, and
     with `reset_delay=False` in its step. `returns_state` adds the states to the outputs.
     """
+
+    decays: tuple[str, ...] = ()  # parameters that snnTorch clamps to [0, 1]
 
     def __init__(self, m: Any) -> None:
         super().__init__()
@@ -80,15 +88,14 @@ class _Reset(Neuron):
         self.returns_state = m.output
         self.graded_spikes_factor = None
         constants = {"reset_mechanism_val": m.reset_mechanism_val}
-        factor = m.graded_spikes_factor
-        if isinstance(factor, nn.Parameter) or bool((factor != 1).any()):
-            self.graded_spikes_factor = factor
+        if is_graded(m):
+            self.graded_spikes_factor = m.graded_spikes_factor
         else:
-            constants["graded_spikes_factor"] = factor
-        rename(self, self.names(), constants | self.constants(m))
-
-    def names(self) -> dict[str, str]:
-        return {}
+            constants["graded_spikes_factor"] = m.graded_spikes_factor
+        for name in self.decays:
+            setattr(self, name, Clamped(floating(getattr(m, name))))
+        names = {f"{name}.value": name for name in self.decays}
+        rename(self, names, constants | self.constants(m))
 
     def constants(self, m: Any) -> dict[str, Tensor]:
         return {}
@@ -119,13 +126,7 @@ class Leaky(_Reset):
 
     mem = State()
     beta: Any
-
-    def __init__(self, m: Any) -> None:
-        super().__init__(m)
-        self.beta = Clamped(floating(m.beta))
-
-    def names(self) -> dict[str, str]:
-        return {"beta.value": "beta"}
+    decays = ("beta",)
 
     def step(self, x: Tensor, mem: Tensor) -> tuple[Any, States]:
         reset = self.fired(mem)
@@ -144,13 +145,7 @@ class Synaptic(_Reset):
     syn, mem = State(), State()
     alpha: Any
     beta: Any
-
-    def __init__(self, m: Any) -> None:
-        super().__init__(m)
-        self.alpha, self.beta = Clamped(floating(m.alpha)), Clamped(floating(m.beta))
-
-    def names(self) -> dict[str, str]:
-        return {"alpha.value": "alpha", "beta.value": "beta"}
+    decays = ("alpha", "beta")
 
     def step(self, x: Tensor, syn: Tensor, mem: Tensor) -> tuple[Any, States]:
         reset = self.fired(mem)
@@ -166,13 +161,7 @@ class Alpha(_Reset):
     syn_exc, syn_inh, mem = State(), State(), State()
     alpha: Any
     beta: Any
-
-    def __init__(self, m: Any) -> None:
-        super().__init__(m)
-        self.alpha, self.beta = Clamped(floating(m.alpha)), Clamped(floating(m.beta))
-
-    def names(self) -> dict[str, str]:
-        return {"alpha.value": "alpha", "beta.value": "beta"}
+    decays = ("alpha", "beta")
 
     def step(self, x: Tensor, syn_exc: Tensor, syn_inh: Tensor, mem: Tensor) -> tuple[Any, States]:
         reset = self.fired(mem)
@@ -283,10 +272,8 @@ def check(m: Any) -> str:
 
 def leaky(m: Any) -> tuple[Neuron, str]:
     note = check(m)
-    is_graded = isinstance(m.graded_spikes_factor, nn.Parameter) or bool(
-        m.graded_spikes_factor != 1
-    )
-    if m.output or is_graded or not m.reset_delay or RESETS[int(m.reset_mechanism_val)] == "none":
+    is_plain = m.reset_delay and RESETS[int(m.reset_mechanism_val)] != "none"
+    if m.output or is_graded(m) or not is_plain:
         return Leaky(m), note
     reset = "soft" if int(m.reset_mechanism_val) == 0 else "hard"
     neuron = zoo.DelayedResetLIF(

@@ -21,6 +21,7 @@ from spikefuse.nn.recurrent import Recurrent
 from spikefuse.transforms.converters.common import (
     FOLDED,
     SEQUENCE,
+    STATELESS,
     STEP,
     Library,
     Refusal,
@@ -346,16 +347,10 @@ NEURONS = {
 # 0.0.0.0.12 has neurons of sequences as classes of their own.
 MULTI_STEP = ("IFNode", "LIFNode", "ParametricLIFNode", "EIFNode")
 
-LAYERS = (
-    *(f"{kind}{n}d" for kind in ("Conv", "ConvTranspose", "BatchNorm") for n in (1, 2, 3)),
-    *(f"{kind}Pool{n}d" for kind in ("Max", "Avg", "AdaptiveAvg") for n in (1, 2, 3)),
-    *("Linear", "Flatten", "GroupNorm", "Upsample"),
-)
-
 RULES = {
     **{name: Rule(make, is_stateful=True) for name, make in NEURONS.items()},
     **{f"MultiStep{name}": Rule(NEURONS[name], is_stateful=True) for name in MULTI_STEP},
-    **{name: Rule(stateless(getattr(nn, name))) for name in LAYERS},
+    **{name: Rule(stateless(getattr(nn, name))) for name in STATELESS},
     **{
         f"ThresholdDependentBatchNorm{n}d": Rule(threshold_dependent(kind))
         for n, kind in enumerate((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), 1)
@@ -377,7 +372,7 @@ _PER_STEP = "it has weights of its own for each step, and a network of one step 
 REFUSED = {
     "GatedLIFNode": (
         "it has a conductance for each time step, spikefuse.GatedLIF a single one: use that, and "
-        "train it anew"
+        "train it from new weights"
     ),
     "LIAFNode": (
         "it emits a function of its potential: write it as a neuron of your own, see "
