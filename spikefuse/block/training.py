@@ -18,7 +18,6 @@ from torch import Tensor
 
 from spikefuse.block.definition import NORM_VALUES
 from spikefuse.block.program import BlockProgram
-from spikefuse.kernels.channels import ChannelLayout
 from spikefuse.kernels.norm import gradient_sums
 from spikefuse.scan import state_passing
 from spikefuse.scan.execution import (
@@ -206,7 +205,7 @@ class TrainingCall(Call):
         if self.program.backend == "triton" and execution.layout.num_neurons:
             from spikefuse.kernels import norm_triton
 
-            place = ChannelLayout(*execution.layout.by_channel(execution.num_sums))
+            place = execution.layout.by_channel(execution.num_sums)
             norm_triton.compile_gradient_sums(place, execution.device)
 
     @property
@@ -285,7 +284,7 @@ class TrainingCall(Call):
     def totals(self, execution: Execution, sums: Mapping[str, Tensor]) -> Tensor:
         """The result of `gradient_sums` for the sums of a first pass."""
         _, scale, shift = NORM_VALUES
-        place = ChannelLayout(*execution.layout.by_channel(len(sums[scale])))
+        place = execution.layout.by_channel(len(sums[scale]))
         backend = self.program.backend
         number = self.number if isinstance(self.number, float) else 1.0
         return gradient_sums(sums[scale], sums[shift], self.statistics, place, number, backend)
