@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from spikefuse.kernels.norm import Running
 from spikefuse.scan.state_passing import Collectives
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-#: Running mean, running variance and number of batches, or three times None.
-Running = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 # The name in PyTorch before 2.13 comes second.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from spikefuse.block.block import scan
 from spikefuse.nn.call import ADDITIONS, METADATA, Scan, TemporalCall, active
 from spikefuse.nn.neuron import Deferred, Neuron
+from spikefuse.scan.op import PLAIN
 
 
 class Outcome(NamedTuple):
@@ -391,8 +392,7 @@ def original(norm: _BatchNorm) -> _BatchNorm:
 
 def is_ordinary(x: Any) -> bool:
     """Whether `x` is a tensor of no subclass, and no transform of functions follows it."""
-    plain = type(x) is Tensor or type(x) is nn.Parameter
-    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return type(x) in PLAIN and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _add(first: Any, second: Any, in_place: bool) -> DeferredNorm | None:

@@ -24,6 +24,7 @@ from spikefuse.kernels.norm import by_batch
 from spikefuse.nn.call import active
 from spikefuse.nn.constant_input import ConstantSequence
 from spikefuse.nn.neuron import DTYPES
+from spikefuse.scan.op import PLAIN
 
 # Values of an input from which a block on a CPU is faster than norm and neuron apart, with the
 # statistics of the batch (training) and with running ones. Smaller inputs stay in the caches.
@@ -111,7 +112,7 @@ class FusedNorm(_BatchNorm):
             return "its input is the same at each step, so it is computed once"
         device = x.device
         for t in read:
-            if type(t) not in _PLAIN or t.dtype not in DTYPES or t.device != device:
+            if type(t) not in PLAIN or t.dtype not in DTYPES or t.device != device:
                 return f"it reads a {type(t).__name__} that a block does not take"
             if t.is_inference():
                 return "it reads a tensor of inference mode"
@@ -145,9 +146,6 @@ class FusedBatchNorm3d(FusedNorm, nn.BatchNorm3d):
 
 class FusedSyncBatchNorm(FusedNorm, nn.SyncBatchNorm):
     pass
-
-
-_PLAIN = (Tensor, nn.Parameter)
 
 
 @lru_cache(maxsize=512)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from spikefuse.block.definition import NORM_VALUES
 from spikefuse.block.program import BlockProgram
-from spikefuse.kernels.channels import ChannelLayout
 from spikefuse.kernels.norm import gradient_sums
 from spikefuse.scan import state_passing
 from spikefuse.scan.execution import (
@@ -70,6 +69,9 @@ class TrainingCall(Call):
         statistics: `[4, C]`, see `spikefuse.kernels.norm.statistics`.
         number: values per channel, of all processes.
         collectives: over which the statistics were taken.
+
+    Attributes:
+        rebuilds: whether the first pass of backward writes the saved states, which forward did not.
     """
 
     passing: StatePassing
@@ -90,6 +92,7 @@ class TrainingCall(Call):
         self.program, self.execution, self.scalars = program, execution, program.scalars
         self.statistics, self.number, self.collectives = statistics, number, collectives
         self.passing, self.wants_bits, self.saves_states = passing, wants_bits, saves_states
+        self.rebuilds = not saves_states and execution.num_saved > 0
         self._mean_and_scale = statistics[0], statistics[1]
         self.read, self._split = _places(*self.counts, len(program.own))
 
@@ -135,15 +138,14 @@ class TrainingCall(Call):
     ) -> BlockGradients:
         """Both passes of backward. `needs.params` are those of the neuron's own tensors."""
         execution, x = self.execution, tensors.inputs[0]
-        rebuild = not self.saves_states and execution.num_saved > 0
-        if rebuild:
+        if self.rebuilds:
             saved = execution.new_saved()
         # If the correction is added later, the first pass also writes the gradients of the inputs,
         # as if the statistics were constants.
         adds = self._adds_correction(needs.inputs, x)
         arguments = self.arguments_of(tensors, self._no_correction if adds else ())
         part = MicrobatchScan(None, execution, arguments, saved)
-        found = self.reduce(part, incoming, needs.params, rebuild, needs.inputs if adds else None)
+        found = self.reduce(part, incoming, needs.params, needs.inputs if adds else None)
         sums = self.named(found, needs.params)
         correction, norm = self.correct(self.totals(execution, sums))
         inputs = found.inputs
@@ -165,10 +167,9 @@ class TrainingCall(Call):
 
         def compute(i: int, ends: list[Tensor]) -> ScanGradients:
             part = parts[i]
-            rebuild = not self.saves_states and part.execution.num_saved > 0
-            if rebuild:
+            if self.rebuilds:
                 parts[i] = part = part._replace(saved=part.execution.new_saved())
-            return self.reduce(part, incoming_of(incoming, part.rows, ends), needs.params, rebuild)
+            return self.reduce(part, incoming_of(incoming, part.rows, ends), needs.params)
 
         found, buffers = exchange_gradients(self.passing, parts, compute)
         for part, gradients in zip(parts, found, strict=True):
@@ -194,7 +195,7 @@ class TrainingCall(Call):
         """Begin to compile both passes of `backward`, while other layers run forward."""
         needs_inputs, starts, _, needs_own = self._split(needed)
         execution, states = self.execution, bool(starts)
-        variant = REBUILD if not self.saves_states and execution.num_saved else PLAIN
+        variant = REBUILD if self.rebuilds else PLAIN
         none = (False,) * len(self.program.tensors)
         first = Needs((False,) * len(needs_inputs), states, self.program.sums(needs_own).needed)
         execution.compile_backward(arguments, results, first, variant)
@@ -204,7 +205,7 @@ class TrainingCall(Call):
         if self.program.backend == "triton" and execution.layout.num_neurons:
             from spikefuse.kernels import norm_triton
 
-            place = ChannelLayout(*execution.layout.by_channel(execution.num_sums))
+            place = execution.layout.by_channel(execution.num_sums)
             norm_triton.compile_gradient_sums(place, execution.device)
 
     @property
@@ -236,7 +237,6 @@ class TrainingCall(Call):
         part: MicrobatchScan,
         incoming: Incoming,
         needs_own: Sequence[bool],
-        rebuild: bool,
         needs_inputs: tuple[bool, ...] | None = None,
     ) -> ScanGradients:
         """The first pass: gradients of the initial states and of the needed inputs (default: none),
@@ -245,7 +245,7 @@ class TrainingCall(Call):
         needed = self.program.sums(needs_own).needed
         needs = Needs(needs_inputs, bool(part.arguments.states), needed)
         gradients = part.execution.new_gradients(needs)
-        variant = REBUILD if rebuild else PLAIN
+        variant = REBUILD if self.rebuilds else PLAIN
         return part.execution.backward(part.arguments, part.saved, incoming, gradients, variant)
 
     def write(
@@ -284,7 +284,7 @@ class TrainingCall(Call):
     def totals(self, execution: Execution, sums: Mapping[str, Tensor]) -> Tensor:
         """The result of `gradient_sums` for the sums of a first pass."""
         _, scale, shift = NORM_VALUES
-        place = ChannelLayout(*execution.layout.by_channel(len(sums[scale])))
+        place = execution.layout.by_channel(len(sums[scale]))
         backend = self.program.backend
         number = self.number if isinstance(self.number, float) else 1.0
         return gradient_sums(sums[scale], sums[shift], self.statistics, place, number, backend)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from spikefuse.compiler.graph import Graph
 from spikefuse.compiler.simplify import contracted
-from spikefuse.compiler.trace import Step, capture, identifiers, step_function
+from spikefuse.compiler.trace import Step, capture, step_function
 from spikefuse.neurons.definition import Definition
 from spikefuse.neurons.surrogate import Surrogate
 
@@ -34,15 +34,14 @@ class Reverse:
             missing: for each output, whether it has no gradient, then for each final state; none of
                 the states has a gradient if these are left out.
         """
-        outputs = tuple(f"g{y}" for y in step.outputs)
-        states, first = identifiers("gv", step.states), len(step.inputs)
-        known = zip((*outputs, *states), missing, strict=False)
-        present = {name for name, is_missing in known if not is_missing}
+        names, first = step.gradients, len(step.inputs)
+        states = names[step.num_outputs :]
+        present = {n for n, is_missing in zip(names, missing, strict=False) if not is_missing}
         reads = [self.graph.select([o]).used() for o in self.graph.outputs[first:][: len(states)]]
         # The gradient of a state goes to the step before.
         while new := {n for n, r in zip(states, reads, strict=True) if r & present} - present:
             present |= new
-        return tuple(name for name in (*outputs, *states) if name not in present)
+        return tuple(name for name in names if name not in present)
 
     def select(
         self,
@@ -62,14 +61,9 @@ class Reverse:
         outputs = [graph.outputs[self.inputs.index(name)] for name in inputs]
         outputs += graph.outputs[first:split]
         outputs += [graph.outputs[split + self.params.index(name)] for name in params]
-        graph = replace(graph, inputs=(*_variables(step), *sums))
+        graph = replace(graph, inputs=(*step.graph.inputs, *step.gradients, *sums))
         graph = contracted(graph.accumulate(outputs, sums))
         return Reverse(tuple(inputs), tuple(params), graph)
-
-
-def _variables(step: Step) -> tuple[str, ...]:
-    outputs = (f"g{y}" for y in step.outputs)
-    return (*step.graph.inputs, *outputs, *identifiers("gv", step.states))
 
 
 def has_gradient(definition: Definition, name: str) -> bool:
@@ -167,4 +161,5 @@ def reverse_step(
                     totals[i] = totals[i] + torch.where(gradient != 0, g, 0.0)
         return tuple(totals)
 
-    return Reverse(step.inputs, params, capture(vjp, _variables(step), step.name, gradients=True))
+    variables = *step.graph.inputs, *step.gradients
+    return Reverse(step.inputs, params, capture(vjp, variables, step.name, gradients=True))

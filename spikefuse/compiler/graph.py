@@ -46,10 +46,10 @@ class Graph:
 
     def convert(self, wanted: str, operand: Operand) -> Operand:
         """Return the operand as "f"(loat) or "b"(ool)."""
-        if self.kind(operand) == wanted:
-            return operand if isinstance(operand, str) or wanted == "b" else float(operand)
         if not isinstance(operand, str):
             return bool(operand) if wanted == "b" else float(operand)
+        if self.kind(operand) == wanted:
+            return operand
         return self.op("float" if wanted == "f" else "bool", operand)
 
     def select(self, outputs: Sequence[Operand]) -> Graph:

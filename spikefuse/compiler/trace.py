@@ -48,6 +48,11 @@ class Step:
     def outputs(self) -> tuple[str, ...]:
         return tuple(f"y{i}" for i in range(self.num_outputs))
 
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """Variables for the gradients of the outputs, then of the new states."""
+        return (*(f"g{y}" for y in self.outputs), *identifiers("gv", self.states))
+
     @cached_property
     def binary(self) -> tuple[bool, ...]:
         """For each output, whether the graph proves that it is always 0 or 1."""

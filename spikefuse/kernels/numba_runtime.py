@@ -120,7 +120,8 @@ def _alias_scopes(module: Any) -> list[Any]:
     return [metadata(ir.MetaDataString(module, f"slot{i}"), domain) for i in range(MAX_SLOTS)]
 
 
-def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+def element(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    """Return the address of `array[index]`."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.gep(data, [index], inbounds=True)
 
@@ -130,7 +131,7 @@ def load(typing_context: Any, array: Any, index: Any, slot: Any) -> Any:
     """Return `array[index]` as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = builder.load(_address(context, builder, array, args[0], args[1]))
+        value = builder.load(element(context, builder, array, args[0], args[1]))
         _annotate(builder, value, slot.literal_value)
         if array.dtype == types.uint16:
             wide = builder.zext(value, ir.IntType(32))
@@ -152,7 +153,7 @@ def store(typing_context: Any, array: Any, index: Any, value: Any, slot: Any) ->
             number = _to_bfloat16(builder, number)
         elif array.dtype == types.int16:
             number = builder.bitcast(builder.fptrunc(number, ir.HalfType()), ir.IntType(16))
-        address = _address(context, builder, array, args[0], args[1])
+        address = element(context, builder, array, args[0], args[1])
         _annotate(builder, builder.store(number, address), slot.literal_value)
         return context.get_dummy_value()
 
@@ -179,8 +180,8 @@ def stream(typing_context: Any, array: Any, start: Any, row: Any, count: Any) ->
             return builder.bitcast(builder.gep(pointer, [offset]), kind.as_pointer())
 
         byte, line = ir.IntType(8), ir.VectorType(ir.IntType(32), _LINE // 4)
-        target = _address(context, builder, array, args[0], args[1])
-        source = _address(context, builder, row, args[2], constant(0))
+        target = element(context, builder, array, args[0], args[1])
+        source = element(context, builder, row, args[2], constant(0))
         target, source = (builder.bitcast(p, byte.as_pointer()) for p in (target, source))
         size = builder.mul(args[3], constant(array.dtype.bitwidth // 8))
         # The head ends at the first cache line boundary of the target.

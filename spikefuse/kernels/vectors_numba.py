@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from spikefuse.kernels.numba_runtime import kernel
+from spikefuse.kernels.numba_runtime import element, kernel
 
 # float32 values in a cache line.
 LINE = 16
@@ -47,8 +47,8 @@ class _Block:
         return self.builder.shuffle_vector(vector, vector, first)
 
     def _pointer(self, array_type: Any, array: Any, index: Any) -> Any:
-        element = _element(self.context, self.builder, array_type, array, index)
-        return self.builder.bitcast(element, self.type.as_pointer())
+        first = element(self.context, self.builder, array_type, array, index)
+        return self.builder.bitcast(first, self.type.as_pointer())
 
     def load(self, array_type: Any, array: Any, index: Any) -> Any:
         pointer = self._pointer(array_type, array, index)
@@ -92,12 +92,6 @@ class _Block:
         return self.builder.extract_element(value, _INT(0))
 
 
-def _element(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    """Return the address of `array[index]`."""
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.gep(data, [index], inbounds=True)
-
-
 def _blocks(context: Any, builder: Any, m: Any) -> Iterator[tuple[_Block, Any]]:
     """Yield the blocks that cover m columns, each with its first column.
 
@@ -126,7 +120,7 @@ def _sum_rows(typing, out, at, first, start, source, stride, column, m, rows, be
             builder.store(block.load(first, first_, builder.add(start_, k)), total)
             place = builder.add(column_, k)
             with cgutils.for_range_slice(builder, begin_, end_, begin_.type(1)) as (e, _):
-                row = builder.load(_element(context, builder, rows, rows_, e))
+                row = builder.load(element(context, builder, rows, rows_, e))
                 row = builder.mul(builder.sext(row, e.type), stride_)
                 value = block.load(source, source_, builder.add(row, place))
                 builder.store(builder.fadd(builder.load(total), value), total)
@@ -146,12 +140,12 @@ def _dots(typing, out, weight, at, m, source, stride, column, rows, entries, beg
             is_first = builder.icmp_signed("==", k, k.type(0))
             place = builder.add(column_, k)
             with cgutils.for_range_slice(builder, begin_, end_, begin_.type(1)) as (e, _):
-                row = builder.load(_element(context, builder, rows, rows_, e))
+                row = builder.load(element(context, builder, rows, rows_, e))
                 row = builder.mul(builder.sext(row, e.type), stride_)
                 value = block.load(source, source_, builder.add(row, place))
                 total = block.total(builder.fmul(weights, value))
-                entry = builder.load(_element(context, builder, entries, entries_, e))
-                target = _element(context, builder, out, out_, builder.sext(entry, e.type))
+                entry = builder.load(element(context, builder, entries, entries_, e))
+                target = element(context, builder, out, out_, builder.sext(entry, e.type))
                 before = builder.select(is_first, _FLOAT(0.0), builder.load(target))
                 builder.store(builder.fadd(before, total), target)
         return context.get_dummy_value()
@@ -186,11 +180,11 @@ def _multiply(typing, out, values, at, stride, weight, panel, n, found, count):
                 builder.store(block.filled(_FLOAT(0.0)), total)
             first = builder.mul(builder.add(panel_, number), n_)
             with cgutils.for_range(builder, count_) as loop:
-                row = builder.load(_element(context, builder, found, found_, loop.index))
+                row = builder.load(element(context, builder, found, found_, loop.index))
                 place = builder.mul(builder.add(first, row), n_.type(PANEL))
                 weights = block.load(weight, weight_, place)
                 for offset, total in zip(offsets, totals, strict=True):
-                    value = _element(context, builder, values, values_, builder.add(offset, row))
+                    value = element(context, builder, values, values_, builder.add(offset, row))
                     factor = block.filled(builder.load(value))
                     sum_ = block.multiply_add(factor, weights, builder.load(total))
                     builder.store(sum_, total)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ def _run(policy: Checkpoint, net: nn.Module, call: TemporalCall, x: Tensor) -> A
         segments = call.cache["segments"] = Segments(net)
     call.saving = call.saving or Saving(policy)
     call.saving.spikes = call.saving.spikes or Spikes()
-    parameters = [p for p in segments.net.parameters() if p.requires_grad]
+    parameters = _learned([segments.net])
     if active.observer is not None:
         called = [s.block or s.neuron for s in segments]
         active.observer.checkpoint([m for x in called if x is not None for m in x.modules])
@@ -348,20 +348,19 @@ class _Run(Store):
             self._differentiate_block(segment, segment.block, gradient)
         elif segment.neuron is not None:
             self._differentiate_neuron(segment, segment.neuron, gradient)
-        elif segment.is_recomputed:
-            for microbatch in gradient.microbatches:
-                values = Values(self, segment, microbatch, differentiable=True)
-                y = self.stored(segment.target, values[segment.target])
-                self.differentiate(
-                    segment, microbatch, values.leaves, [y], [gradient.pop(microbatch)]
-                )
         else:
-            microbatch, (leaves, y) = (0, self.batch), self.graphs.pop(segment)
-            self.differentiate(segment, microbatch, leaves, [y], [gradient.pop(microbatch)])
+            leaves: Mapping[fx.Node, Tensor]
+            for microbatch in gradient.microbatches:
+                if segment.is_recomputed:
+                    values = Values(self, segment, microbatch, differentiable=True)
+                    leaves, y = values.leaves, self.stored(segment.target, values[segment.target])
+                else:  # in a single microbatch
+                    leaves, y = self.graphs.pop(segment)
+                self.differentiate(segment, microbatch, leaves, [y], [gradient.pop(microbatch)])
 
     def _differentiate_neuron(self, segment: Segment, called: NeuronCall, grad: Gradient) -> None:
         microbatches, states = grad.microbatches, self.states.pop(segment)
-        parameters = [p for m in called.modules for p in m.parameters() if p.requires_grad]
+        parameters = _learned(called.modules)
         pending = [RecomputedNeuron(self, segment, called, microbatches[0])]
         memory = StateMemory.like(pending[0].inputs[0], called.num_states)
 
@@ -411,9 +410,11 @@ class _Run(Store):
 
         ends = self._exchange(memory, microbatches, reduce, backward=True)
         correction, by_norm = call.correct(call.totals(call.execution, sums))
-        heads = [called.norm.weight, called.norm.bias, *own]
-        by_own = call.own_gradients(call.execution, sums, own)
-        self._differentiate_parameters(called, heads, [*by_norm, *by_own])
+        results = (called.norm.weight, called.norm.bias, *own)
+        by_result = (*by_norm, *call.own_gradients(call.execution, sums, own))
+        pairs = [(y, g) for y, g in zip(results, by_result, strict=True) if y is not None]
+        parameters = _learned(called.modules)
+        self.add(parameters, gradients(pairs, parameters))
         sums.clear()
         for microbatch in reversed(microbatches):
             # The last microbatch of the first pass is still in memory.
@@ -423,18 +424,6 @@ class _Run(Store):
                 segment, microbatch, recomputed.values.leaves, recomputed.inputs, input_grads
             )
             recomputed = None
-
-    def _differentiate_parameters(
-        self,
-        called: BlockCall,
-        heads: Sequence[Tensor | None],
-        grads: Sequence[Tensor | None],
-    ) -> None:
-        """Add the parameter gradients that follow from the gradients of `heads`."""
-        modules = (called.norm, called.neuron)
-        parameters = [p for m in modules for p in m.parameters() if p.requires_grad]
-        pairs = [(y, g) for y, g in zip(heads, grads, strict=True) if y is not None]
-        self.add(parameters, gradients(pairs, parameters))
 
     def differentiate(
         self,
@@ -448,7 +437,7 @@ class _Run(Store):
         nodes = [node for node, x in leaves.items() if x.requires_grad]
         parameters = [p for p in segment.parameters if p.requires_grad]
         wanted = [*map(leaves.__getitem__, nodes), *parameters]
-        by_tensor = gradients(list(zip(results, grads, strict=True)), wanted)
+        by_tensor = gradients(zip(results, grads, strict=True), wanted)
         for node, gradient in zip(nodes, by_tensor, strict=False):
             if gradient is not None:
                 self.grads[node].add(microbatch, gradient)
@@ -458,6 +447,11 @@ class _Run(Store):
         for p, g in zip(parameters, grads, strict=True):
             if g is not None:
                 self.totals[p] = g if p not in self.totals else self.totals[p] + g
+
+
+def _learned(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of modules that require gradients."""
+    return [p for m in modules for p in m.parameters() if p.requires_grad]
 
 
 Checkpoint.run = _run

@@ -86,11 +86,10 @@ class RecomputedBlock:
         execution = execution_of(call.program.name, self.tensors.inputs)
         arguments = call.arguments_of(self.tensors)
         saved: list[Tensor] = []
-        stores = execution.num_saved > 0
-        self.rebuild = stores and not call.saves_states
+        self.rebuild = call.rebuilds
         if self.rebuild:
             saved = execution.new_saved()
-        elif stores:
+        elif execution.num_saved:
             results = execution.new_results(Wanted(save=True))
             saved = execution.forward(arguments, results).saved or []
         self.scan = MicrobatchScan(None, execution, arguments, saved)
@@ -111,7 +110,7 @@ class RecomputedBlock:
         """
         call = self.call
         incoming = Incoming([_unfolded(grad, self.values.microbatch)], grad_finals)
-        results = call.reduce(self.scan, incoming, needs_own, self.rebuild)
+        results = call.reduce(self.scan, incoming, needs_own)
         self.rebuild = False
         named = call.named(results, needs_own)
         layout = self.scan.execution.layout

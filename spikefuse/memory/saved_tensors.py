@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import weakref
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ class _Hook(RecordingHook):
 def num_bytes(x: Tensor) -> int:
     """Return the bytes of distinct elements; a dimension of stride 0 counts once."""
     sizes = [size for size, stride in zip(x.shape, x.stride(), strict=True) if stride or not size]
-    return x.itemsize * functools.reduce(int.__mul__, sizes, 1)
+    return x.itemsize * math.prod(sizes)
 
 
 def can_measure() -> bool:

@@ -266,9 +266,9 @@ class Execution:
         return [self.layout.empty_step(self.device) for _ in range(self.num_states)]
 
     def new_saved(self) -> list[Tensor]:
-        """Unwritten saved states; none for a short sequence."""
-        count = self.num_states if self.num_saved else 0
-        return self._empty(count, (self.num_saved, self.layout.num_neurons), torch.float32)
+        """Unwritten saved states, of a sequence of several chunks."""
+        shape = self.num_saved, self.layout.num_neurons
+        return self._empty(self.num_states, shape, torch.float32)
 
     @property
     def num_sums(self) -> int:

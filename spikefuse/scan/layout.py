@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spikefuse.kernels.channels import ChannelLayout
+
 # Below this many adjacent elements, a copy is cheaper than reading in place.
 MIN_INNER = 16
 # Caches by strides are emptied when they are as long as this.
@@ -84,12 +86,12 @@ class Layout:
         assert outer is not None
         return (x.stride(0) if self.num_steps > 1 else 0), outer
 
-    def by_channel(self, count: int) -> tuple[int, int, int]:
+    def by_channel(self, count: int) -> ChannelLayout:
         """The array `[outer, channels, inner]` in `count` sums, one per channel, or per neuron in
         whole rows of channels."""
         channels = self.channels
         inner = 1 if count == channels else self.channel_inner
-        return count // max(channels * inner, 1), channels, inner
+        return ChannelLayout(count // max(channels * inner, 1), channels, inner)
 
     def sum_by_channel(self, sums: Tensor) -> Tensor:
         """Sums per channel `[C]`, of what `by_channel` describes."""

@@ -404,12 +404,13 @@ def is_plain(tensors: Tensors) -> bool:
     ):
         return False
     for t in tensors:
-        if type(t) not in _PLAIN or torch._C._functorch.is_functorch_wrapped_tensor(t):
+        if type(t) not in PLAIN or torch._C._functorch.is_functorch_wrapped_tensor(t):
             return False
     return True
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+#: Types of tensors whose operations no subclass overrides.
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def fake_execution(name: str, inputs: Tensors) -> Execution:
