@@ -521,8 +521,11 @@ def test_a_schedule_of_the_momentum(fake_cuda):
         net(x).sum().backward()
         optimizer.step()
 
-    with pytest.warns(UserWarning, match="OneCycleLR with cycle_momentum=False"):
+    def loop():
         for _ in range(140):
             step(torch.rand(2, 4))
             scheduler.step()
+
+    with pytest.warns(UserWarning, match="OneCycleLR with cycle_momentum=False"):
+        loop()
     assert step.num_replays == 0
