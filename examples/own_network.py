@@ -39,7 +39,10 @@ class OwnClassifier(Classifier):
     def configure_optimizers(self):
         optimizer = torch.optim.RAdam(self.parameters(), lr=1e-3)
         steps = self.trainer.estimated_stepping_batches
-        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, steps)]
+        schedule = torch.optim.lr_scheduler.OneCycleLR(  # recorded steps need constant momentum
+            optimizer, 1e-2, steps, cycle_momentum=False
+        )
+        return [optimizer], [schedule]
 
 
 class Net(nn.Module):

@@ -6,12 +6,14 @@ import csv
 import importlib.util
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spikefuse.train import TrainConfig
 from tests.processes import finish, torchrun
@@ -28,14 +30,29 @@ def program(name: str) -> ModuleType:
     return module
 
 
+@pytest.fixture
+def recordable() -> Iterator[None]:
+    """Of an optimizer's settings only the learning rate changes; see `spikefuse.graph_step`."""
+    found: set[str] = set()
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        groups = optimizer.param_groups
+        found.add(repr([{k: v for k, v in g.items() if k not in ("params", "lr")} for g in groups]))
+
+    handle = register_optimizer_step_pre_hook(note)
+    yield
+    handle.remove()
+    assert len(found) == 1
+
+
 @pytest.mark.filterwarnings("ignore:.*log_every_n_steps")
-def test_own_network(tmp_path: Path) -> None:
+def test_own_network(tmp_path: Path, recordable: None) -> None:
     metrics = program("own_network").main(epochs=3, folder=str(tmp_path))
     assert metrics["test_accuracy"] > 0.5
     assert list(tmp_path.glob("**/metrics.csv")) or list(tmp_path.glob("**/events*"))
 
 
-def test_plain_pytorch(tmp_path: Path) -> None:
+def test_plain_pytorch(tmp_path: Path, recordable: None) -> None:
     example, checkpoint = program("plain_pytorch"), tmp_path / "digits.pt"
     assert example.main(epochs=2, checkpoint=str(checkpoint)) > 0.8
     example.make_network().load_state_dict(torch.load(checkpoint))

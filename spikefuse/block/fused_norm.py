@@ -43,7 +43,7 @@ class FusedNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return traced.normalize(self, input)
+            return traced.normalize(self, input, input.numel() >= self._fewest(input))
         if isinstance(input, DeferredNorm):
             input = materialized(input)
         own, buffers = self._parameters, self._buffers
@@ -77,6 +77,14 @@ class FusedNorm(_BatchNorm):
         """The norm of torch.nn, at once."""
         return super().forward(x)
 
+    def _fewest(self, x: Tensor) -> int:
+        """The number of values from which a block is not slower than norm and neuron apart."""
+        passing = None if active.call is None else active.call.passing
+        # Ranks that share time must agree, and PyTorch has no SyncBatchNorm for CPUs.
+        if not x.is_cpu or passing is not None or isinstance(self, nn.SyncBatchNorm):
+            return 0
+        return MIN_TRAINING if self.training else MIN_EVALUATION
+
     def _obstacle(self, x: Any, read: list[Tensor]) -> str:
         """Why the norm must be computed at once; empty if it can be deferred."""
         temporal = active.call
@@ -86,11 +94,9 @@ class FusedNorm(_BatchNorm):
         if temporal is not None and not temporal.names:
             return "the network has no neuron"
         passing = None if temporal is None else temporal.passing
-        # Ranks that share time must agree, and PyTorch has no SyncBatchNorm for CPUs.
-        if x.is_cpu and passing is None and not isinstance(self, nn.SyncBatchNorm):
-            fewest = MIN_TRAINING if self.training else MIN_EVALUATION
-            if x.numel() < fewest:
-                return _too_small(x.numel(), fewest)
+        fewest = self._fewest(x)
+        if x.numel() < fewest:
+            return _too_small(x.numel(), fewest)
         if (
             self._forward_hooks
             or self._backward_hooks

@@ -99,15 +99,16 @@ class TracedNorms:
         self.pending.clear()
 
 
-def normalize(norm: Any, x: Tensor) -> Tensor:
-    """The result of a `FusedNorm` in a traced graph."""
+def normalize(norm: Any, x: Tensor, pays: bool) -> Tensor:
+    """The result of a `FusedNorm` in a traced graph; `pays` says whether a block is faster."""
     call = active.call
-    if call is None or not call.names or not _can_trace(norm, x):
+    if call is not None and isinstance(call.deferred, TracedNorms):
+        call.deferred.finish(norm)  # an earlier call of it
+    if call is None or not call.names or not pays or not _can_trace(norm, x):
         return norm.plain(x)
     if call.deferred is None:
         call.deferred = TracedNorms()
     assert isinstance(call.deferred, TracedNorms)
-    call.deferred.finish(norm)  # an earlier call of it
     pending, statistics = call.deferred.pending, None
     if by_batch(norm):
         # Without running statistics: these are updated by a block, or at the end.

@@ -91,6 +91,7 @@ class Explanation:
         loops: a line per `Feedback`, whose steps run one after the other.
         recomputed: names of the networks that `Checkpoint` recomputes in backward. Their layers
             have no rows, except those that are not recomputed.
+        unfused: a line per batch norm of `fuse` that was called and not fused, with the reason.
     """
 
     layers: tuple[Layer, ...]
@@ -101,12 +102,13 @@ class Explanation:
     events: tuple[str, ...] = ()
     loops: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
+    unfused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = _table(self.layers) if self.layers else []
         for layer in self.layers:
             lines += [f"{label(layer.name)}: {note}" for note in layer.notes]
-        lines += [*self.events, *self.loops]
+        lines += [*self.events, *self.loops, *self.unfused]
         for name in self.recomputed:
             lines.append(
                 f"{label(name)}: memory=Checkpoint() recomputes its layers in backward; they and "

@@ -11,14 +11,11 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from enum import Enum
 from functools import partial, update_wrapper
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -26,7 +23,9 @@ from torch.utils import _pytree as pytree
 
 from spikefuse.neurons import parameters as holders
 from spikefuse.neurons.surrogate import Surrogate
+from spikefuse.transforms import module_calls, step_arguments
 from spikefuse.transforms.learning_rates import LearningRates
+from spikefuse.transforms.step_arguments import CONSTANTS, static_copy, stored
 from spikefuse.transforms.unrepeatable import line_of, watch
 
 #: `DistributedDataParallel` rearranges its buckets in its first steps.
@@ -71,7 +70,9 @@ def graph_step(
       call `scheduler.step()`, outside the step. Optimizers with the setting `capturable` get it
       set. Of other optimizers, such as `SGD` without `fused=True`, the learning rate is recorded
       like any setting, so that each value takes a graph of its own.
-    - Gradients are as after a call of `step`; a step without `zero_grad` accumulates.
+    - Gradients are as after a call of `step`; a step without `zero_grad` accumulates. Parameters
+      must belong to a module that the step calls, or to an optimizer whose `step` it calls.
+    - Compile networks with `torch.compile`, not the step, whose modules would then be unknown.
     - Pass values from one call to the next, such as the states of truncated BPTT, as arguments and
       results: variables that the step assigns keep their recorded tensors.
     - Random numbers of PyTorch's generator on the GPU equal those of an eager step.
@@ -136,7 +137,7 @@ class GraphStep:
         self._neurons: list[nn.Module] = []  # with their surrogates and learnable parameters
         self._neuron_settings: tuple[Any, ...] = ()
         self._numbers: list[tuple[dict[str, Any], str]] = []
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[int, torch.cuda.Stream] = {}
         self._pool: Any = None
 
     @property
@@ -157,14 +158,18 @@ class GraphStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        if self.obstacle or not any(map(_is_cuda, tensors)):
-            if not self.obstacle and torch.cuda.is_initialized():
-                self._run_always("no argument is on a GPU: pass the batch, moved to the GPU")
+        on_gpu = any(map(step_arguments.is_cuda, tensors))
+        if on_gpu and self.obstacle is _NO_INPUT:
+            self.obstacle = ""
+        # A step that another recorded step calls is a part of its graph.
+        if self.obstacle or not on_gpu or module_calls.are_noted():
+            if not (self.obstacle or on_gpu) and torch.cuda.is_initialized():
+                self._run_always(_NO_INPUT)
             self.num_eager += 1
             return _detached(self.step(*args, **kwargs))
         if self._have_moved():
             self.reset()
-        inputs = structure, tuple(map(_spec, leaves))
+        inputs = structure, tuple(map(step_arguments.description, leaves))
         with torch.cuda.device(tensors[0].device):
             required, missing = self._gradients()
             key = inputs, required, missing, self._settings()
@@ -203,19 +208,22 @@ class GraphStep:
 
     def _run(self, inputs: Any, args: Any, kwargs: Any, is_checked: bool = False) -> Any:
         """Run the step as it is, on the stream of recordings, to which autograd ties gradients."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
         problems: list[str] = []
+        stream = self._stream()
         gradients = self._gradients()
         known = [len(self._modules), len(self._rates), len(self._parameters)]
-        self._stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream())
         watched = watch(problems) if is_checked else contextlib.nullcontext()
-        with torch.cuda.stream(self._stream), self._observed(), watched:
-            result = _detached(self.step(*args, **kwargs))
-        torch.cuda.current_stream().wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(stream), self._observed(), watched:
+                result = _detached(self.step(*args, **kwargs))
+        finally:
+            torch.cuda.current_stream().wait_stream(stream)
         self.num_eager += 1
         if self._changes_rates:
             problems.append("it changes a learning rate: call scheduler.step() after the step")
+        if is_checked:
+            problems += self._other_devices(args, kwargs)
         if is_checked and problems:
             if not self.fallback:
                 raise NotRecordable(f"graph_step cannot record the step: {problems[0]}")
@@ -236,6 +244,19 @@ class GraphStep:
         self._eager_calls[key] = self._eager_calls.get(key, 0) + 1
         return result
 
+    def _stream(self) -> torch.cuda.Stream:
+        """The stream of recordings on the current GPU."""
+        device = torch.cuda.current_device()
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream()
+        return self._streams[device]
+
+    def _other_devices(self, *arguments: Any) -> list[str]:
+        """A graph would leave out what runs on another GPU than its own."""
+        used = (*filter(torch.is_tensor, pytree.tree_leaves(arguments)), *self._parameters)
+        devices = sorted({str(x.device) for x in used if step_arguments.is_cuda(x)})
+        return [f"it uses {' and '.join(devices)}: a graph has one GPU"] if devices[1:] else []
+
     def _run_always(self, obstacle: str) -> None:
         self.obstacle = obstacle
         warnings.warn(f"graph_step runs the step eagerly: {obstacle}", stacklevel=3)
@@ -244,7 +265,8 @@ class GraphStep:
         warnings.warn(
             f"graph_step keeps {self.max_graphs} graphs (max_graphs) and runs other shapes, "
             "arguments and settings eagerly: pad the inputs to fewer shapes, give numbers that "
-            "change as tensors, make optimizers outside the step, or allow more graphs",
+            "change as tensors, make optimizers outside the step, keep their settings other than "
+            "the learning rate (OneCycleLR with cycle_momentum=False), or allow more graphs",
             stacklevel=3,
         )
 
@@ -252,24 +274,22 @@ class GraphStep:
     def _observed(self) -> Iterator[None]:
         """Collect the modules and optimizers that the step calls; learning rates are tensors."""
 
-        def call(module: nn.Module, _: Any) -> None:
-            if not isinstance(module, Surrogate):  # which its neuron leads to, perhaps as a copy
-                self._modules[module] = None
-
         def update(optimizer: Optimizer, *_: Any) -> None:
             if optimizer not in self._rates:
                 self._rates[optimizer] = rates = LearningRates(optimizer)
                 rates.install()
                 optimizer.register_load_state_dict_post_hook(partial(_reset, weakref.ref(self)))
 
-        handles = register_module_forward_pre_hook(call), register_optimizer_step_pre_hook(update)
+        handle, called = register_optimizer_step_pre_hook(update), dict[nn.Module, None]()
         for rates in self._rates.values():
             rates.install()
         try:
-            yield
+            with module_calls.noted(called):
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
+            handle.remove()
+            # A neuron leads to its surrogate, perhaps as a copy.
+            self._modules.update((m, None) for m in called if not isinstance(m, Surrogate))
             for rates in self._rates.values():
                 self._changes_rates |= rates.restore()
 
@@ -301,7 +321,7 @@ class GraphStep:
         found = (h for m in self._modules for h in m.modules() if isinstance(h, holders.Holder))
         self._neurons = list({part: None for neuron in found for part in neuron.modules()})
         self._neuron_settings = tuple(
-            (part, *(pair for pair in vars(part).items() if isinstance(pair[1], _CONSTANTS)))
+            (part, *(pair for pair in vars(part).items() if isinstance(pair[1], CONSTANTS)))
             for part in self._neurons
         )
 
@@ -330,8 +350,8 @@ class GraphStep:
 
     def _record(self, leaves: list[Any], structure: Any) -> _Graph:
         """Record the step on copies of its arguments. Nothing runs on the GPU."""
-        assert self._stream is not None
-        static = [_static_copy(x) if isinstance(x, Tensor) else x for x in leaves]
+        with torch.inference_mode(False):  # whose tensors do not count their changes
+            static = [static_copy(x) if isinstance(x, Tensor) else x for x in leaves]
         args, kwargs = pytree.tree_unflatten(static, structure)
         parameters = self._parameters
         before = [p.grad for p in parameters]
@@ -346,24 +366,26 @@ class GraphStep:
         _release_workspaces()
         torch.cuda.empty_cache()
         torch.clear_autocast_cache()  # casts of the weights, which a replay would not repeat
-        with torch.cuda.stream(self._stream), self._observed():
+        with torch.cuda.stream(self._stream()), self._observed():
             # Other threads may load batches during the recording.
             cuda_graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 result = _detached(self.step(*args, **kwargs))
-            except Exception as error:
+                cuda_graph.capture_end()
+            except BaseException as error:
                 self._abandon(cuda_graph)
                 for p, grad in zip(parameters, before, strict=True):
                     p.grad = grad
+                if not isinstance(error, Exception):  # the user has interrupted it
+                    raise
                 where = line_of(traceback.extract_tb(error.__traceback__))
                 hint = LEGACY_STREAM if "legacy stream" in str(error) else ""
                 raise NotRecordable(
                     f"graph_step cannot record the step: {where}: {hint}{error}"
                 ) from error
-            cuda_graph.capture_end()
         torch.clear_autocast_cache()
         self._save_addresses()
-        others = [x for x in pytree.tree_leaves(result) if not isinstance(x, (Tensor, *_CONSTANTS))]
+        others = [x for x in pytree.tree_leaves(result) if not isinstance(x, (Tensor, *CONSTANTS))]
         kind = type(others[0]).__name__ if others else ""
         problem = f"it returns a {kind}: return tensors, in tuples, lists and dicts" if kind else ""
         if [x._version for x in inputs] != input_versions:
@@ -379,7 +401,7 @@ class GraphStep:
                 p.grad = grad
         if problem:
             raise NotRecordable(f"graph_step cannot record the step: {problem}")
-        made = _Graph(cuda_graph, list(map(_stored, inputs)), result, gradients)
+        made = _Graph(cuda_graph, list(map(stored, inputs)), result, gradients)
         made.replaces_gradients = replaces
         return made
 
@@ -427,7 +449,7 @@ class _Graph:
         self.results, self.structure = pytree.tree_flatten(result)
 
     def replay(self, arguments: list[Tensor]) -> Any:
-        torch._foreach_copy_(self.inputs, [_stored(x) for x in arguments])
+        torch._foreach_copy_(self.inputs, [stored(x) for x in arguments])
         for p, read, after in self.gradients:
             current = p.grad
             if read is not None and current is not None and current is not read:
@@ -443,58 +465,9 @@ def _detached(result: Any) -> Any:
     return pytree.tree_map_only(Tensor, Tensor.detach, result)
 
 
-def _spec(x: Any) -> Any:
-    """What a recorded step depends on of one of its arguments.
-
-    Raises:
-        TypeError, ValueError: no graph can take it.
-    """
-    if isinstance(x, Tensor):
-        if type(x) is not Tensor or x.layout is not torch.strided:
-            raise TypeError(
-                f"an argument is a {type(x).__name__} of layout {x.layout}: graph_step takes dense "
-                "tensors; let the step use other objects itself"
-            )
-        if not _is_cuda(x):
-            raise ValueError(
-                f"an argument {list(x.shape)} is on the CPU and another on a GPU: move both to "
-                "the GPU before the call"
-            )
-        if x.requires_grad:
-            raise ValueError(
-                f"an argument {list(x.shape)} requires a gradient, which graph_step does not "
-                "return: compute it inside the step with torch.autograd.grad, from x.detach()"
-            )
-        broadcast = tuple(stride == 0 for stride in x.stride())
-        return x.shape, x.dtype, x.device, broadcast
-    if isinstance(x, _CONSTANTS):
-        return type(x), x
-    raise TypeError(
-        f"an argument is a {type(x).__name__}: graph_step takes tensors, numbers, strings, modules "
-        "and optimizers, in tuples, lists and dicts; let the step use other objects itself"
-    )
-
-
-_is_cuda = attrgetter("is_cuda")
 # cuBLAS's workspaces, of which PyTorch keeps one per stream. torch.compile, or the end of another
 # graph, releases them. A recording has to allocate its own, in its memory pool, to keep it.
 _release_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+_NO_INPUT = "no argument is on a GPU: pass the batch, moved to the GPU"
 # Of norms, dropouts and recurrent layers.
 _NUMBERS = ("eps", "momentum", "p", "self_connections")
-_CONSTANTS = (
-    *(bool, int, float, complex, str, bytes, type(None), Enum),
-    *(torch.dtype, torch.device, nn.Module, Optimizer),
-)
-
-
-def _static_copy(x: Tensor) -> Tensor:
-    """A copy with the same dimensions of stride 0."""
-    return _stored(x).clone().expand(x.shape)
-
-
-def _stored(x: Tensor) -> Tensor:
-    """The part of `x` that is in memory: dimensions of stride 0 have one element."""
-    for dim, stride in enumerate(x.stride()):
-        if stride == 0 and x.shape[dim] > 1:
-            x = x.narrow(dim, 0, 1)
-    return x

@@ -78,11 +78,12 @@ _RATES = ("params", "lr", "initial_lr")
 
 def _takes_tensors(group: dict[str, Any]) -> bool:
     """Whether an optimizer takes the learning rate of this group as a tensor on the GPU."""
-    return group["params"][0].is_cuda and bool(group.get("fused") or "capturable" in group)
+    is_cuda = bool(group["params"]) and group["params"][0].is_cuda
+    return is_cuda and bool(group.get("fused") or "capturable" in group)
 
 
 def _constant(value: Any) -> Any:
     if isinstance(value, Tensor):
         # A graph reads a tensor on the GPU, and has recorded the value of another.
-        return value.data_ptr() if value.is_cuda else value.tolist()
-    return value
+        return value.data_ptr() if value.is_cuda else _constant(value.tolist())
+    return tuple(map(_constant, value)) if isinstance(value, list | tuple) else value

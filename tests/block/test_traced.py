@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import spikefuse as sf
-from spikefuse.block import library
+from spikefuse.block import fused_norm, library
 from spikefuse.models import spikformer
 from spikefuse.scan.op import Request
 from spikefuse.testing import make_input
@@ -190,6 +190,26 @@ def test_inductor():
     """Its C++ compiler takes seconds for each operation that is not ours."""
     net = Wrapped(lambda net, x: net.neuron(net.norm(x) + x))
     check(net, [torch.randn(5, 4, 6)], "inductor", 1e-3, dynamic=False)
+
+
+def test_small_inputs_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(fused_norm, "MIN_TRAINING", 5 * 4 * 6)
+    for batch, in_block in ((3, False), (4, True)):
+        graphs, net = Graphs(), Wrapped(lambda net, x: net.neuron(net.norm(x)))
+        check(net, [torch.randn(5, batch, 6)], graphs, 1e-5)
+        assert ("spikefuse.block.default" in graphs.forward[0]) == in_block
+        torch.compiler.reset()
+
+
+def test_earlier_calls_of_a_norm(monkeypatch):
+    """Running statistics are updated in order, also where only the first call becomes a block."""
+    monkeypatch.setattr(fused_norm, "MIN_TRAINING", 5 * 4 * 6)
+
+    def function(net, x):
+        first, second = net.norm(x), net.norm(x[: len(x) // 2] + 1)
+        return net.neuron(first) + second.mean()
+
+    check(Wrapped(function), [torch.randn(5, 4, 6)], tolerance=1e-4)
 
 
 def test_a_model():

@@ -447,7 +447,7 @@ def test_workspaces_released_by_others():
         assert torch.equal(step(x), expected)
     assert step.num_replays
     torch._C._cuda_clearCublasWorkspaces()
-    with torch.cuda.stream(step._stream):  # takes what was released
+    with torch.cuda.stream(step._stream()):  # takes what was released
         taken = [torch.full((1 << 23,), 1, device="cuda", dtype=torch.uint8) for _ in range(32)]
     torch.cuda.synchronize()
     assert torch.equal(step(x), expected)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules import module
 
 import spikefuse as sf
+from spikefuse.block import fused_norm
 from spikefuse.inspect.explanation import Layer, SavedBytes
 from spikefuse.inspect.timing import COPIED_BYTES, copy_bandwidth
 from spikefuse.nn.call import active
@@ -415,3 +416,13 @@ def test_recurrent_layers(device):
     # The total current of each step, in float32.
     assert saved.now == 4 * 6 * 3 * 20
     assert saved.now < 0.35 * saved.eager
+
+
+def test_norms_that_are_not_fused(monkeypatch):
+    monkeypatch.setattr(fused_norm, "MIN_TRAINING", 100)
+    layers = nn.BatchNorm1d(6), sf.LIF(), nn.BatchNorm1d(6), nn.ReLU()
+    net = sf.fuse(sf.Temporal(nn.Sequential(*layers)))
+    small, large = (str(sf.explain(net, torch.randn(4, batch, 6))) for batch in (2, 8))
+    assert "net.0: batch norm, not fused: its input has 48 values: on a CPU, fusing pays" in small
+    assert "net.0: batch norm" not in large
+    assert "net.2: batch norm, not fused: " in large

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
 import spikefuse as sf
-from spikefuse.transforms import graph_step as module
+from spikefuse.transforms import step_arguments
 from spikefuse.transforms.graph_step import GraphStep, NotRecordable
 
 
@@ -81,12 +81,13 @@ def fake_cuda(monkeypatch):
         **dict.fromkeys(("stream", "device"), lambda _: contextlib.nullcontext()),
         **dict.fromkeys(("synchronize", "empty_cache", "graph_pool_handle"), lambda: None),
         "CUDAGraph": Graph,
+        "current_device": lambda: 0,
         "is_initialized": lambda: True,
         "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": lambda mode: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(module, "_is_cuda", lambda x: True)
+    monkeypatch.setattr(step_arguments, "is_cuda", lambda x: True)
     record = GraphStep._record
 
     def recorded(self, leaves, structure):
@@ -344,3 +345,187 @@ def test_a_stream_keeps_its_state_to_itself(fake_cuda):
         y = torch.stack([step(x_t) for x_t in x])
     assert torch.equal(y, sf.LIF()(x))
     assert y.sum() > 0
+
+
+class Attention(torch.nn.Module):
+    """Uses the parameters of a module that it does not call, `attention.out_proj`."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(4, 2)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+def make_compiled():
+    return torch.compile(torch.nn.Linear(4, 4), backend="eager")
+
+
+@pytest.mark.parametrize("make", [Attention, make_compiled])
+def test_parameters_of_modules_that_are_not_called(make, fake_cuda):
+    results, steps = [], []
+    for wrap in (lambda step: step, sf.graph_step):
+        torch.manual_seed(0)
+        net = make()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+        def step(x, net=net):
+            loss = net(x).square().mean()
+            loss.backward()
+            return loss
+
+        steps.append(wrap(step))
+        for i in range(12):
+            steps[-1](torch.rand(3, 2, 4))
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append([*net.parameters()])
+    assert steps[-1].num_replays > 0
+    for expected, actual in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_networks_are_compiled_once(fake_cuda):
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph
+
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+    net = torch.compile(net, backend=backend)
+    step = sf.graph_step(lambda x: net(x))
+    for _ in range(5):
+        step(torch.rand(2, 4))
+    net(torch.rand(2, 4))
+    assert step.num_replays == 2
+    assert len(compiled) == 1
+
+
+def test_inference_mode(fake_cuda):
+    net = torch.nn.Linear(4, 3)
+    inside = sf.graph_step(torch.inference_mode()(lambda x: net(x)))
+    outside = sf.graph_step(lambda x: net(x))
+    for _ in range(5):
+        x = torch.rand(2, 4)
+        assert torch.equal(inside(x), net(x))
+        with torch.inference_mode():
+            assert torch.equal(outside(torch.rand(2, 4).copy_(x)), net(x))
+    assert inside.num_replays == outside.num_replays == 2
+
+
+def test_unusual_groups_of_optimizers(fake_cuda):
+    net = torch.nn.Linear(4, 3)
+    groups = {"params": []}, {"params": net.parameters(), "layers": ["first"]}
+    optimizer = torch.optim.SGD(groups, 0.1)
+
+    @sf.graph_step
+    def step(x):
+        optimizer.zero_grad()
+        net(x).sum().backward()
+        optimizer.step()
+
+    for _ in range(5):
+        step(torch.rand(2, 4))
+    assert step.num_replays == 2
+
+
+def test_recordings_that_do_not_end(fake_cuda, monkeypatch):
+    """An interrupt, and an error that CUDA reports at the end of a recording."""
+    num_ended, calls = 0, []
+
+    def capture_end(graph):
+        nonlocal num_ended
+        num_ended += 1
+        raise RuntimeError("capture was invalidated")
+
+    def interrupted(x):
+        calls.append(x)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return x + 1
+
+    monkeypatch.setattr(GraphStep, "_abandon", lambda self, graph: graph.capture_end())
+    step = sf.graph_step(interrupted, warmup=2)
+    step(torch.ones(2)), step(torch.ones(2))
+    monkeypatch.setattr(Graph, "capture_end", lambda graph: calls.append("ended"))
+    with pytest.raises(KeyboardInterrupt):
+        step(torch.ones(2))
+    assert calls[-1] == "ended"
+    monkeypatch.setattr(GraphStep, "_abandon", lambda self, graph: None)
+    monkeypatch.setattr(Graph, "capture_end", capture_end)
+    step = sf.graph_step(lambda x: x + 1, warmup=2, fallback=True)
+    with pytest.warns(UserWarning, match="capture was invalidated"):
+        assert [step(torch.ones(2)).sum() for _ in range(3)] == [4, 4, 4]
+    assert num_ended == 1
+
+
+def test_a_step_inside_another_is_part_of_it(fake_cuda):
+    net = torch.nn.Linear(4, 3)
+    inner = sf.graph_step(lambda x: net(x))
+    outer = sf.graph_step(lambda x: inner(x) + 1)
+    for _ in range(6):
+        x = torch.rand(2, 4)
+        assert torch.equal(outer(x), net(x) + 1)
+    assert (outer.num_replays, inner.num_graphs) == (3, 0)
+    assert net in outer._modules
+
+
+def test_several_gpus(fake_cuda, monkeypatch):
+    """A recording on the stream of another GPU would be empty."""
+    used, current = [], [0]
+
+    @contextlib.contextmanager
+    def device(index):
+        current[0] = index.type
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(
+        torch.cuda, "stream", lambda s: used.append((current[0], s)) or contextlib.nullcontext()
+    )
+    step = sf.graph_step(lambda x: x + 1)
+    for x in (torch.ones(2), torch.ones(2, device="meta"), torch.ones(2)):
+        for _ in range(2):
+            step(x)
+    assert len(set(used)) == 2  # one for each
+
+    net = torch.nn.Linear(2, 3, device="meta")
+    step = sf.graph_step(lambda x: net(x.to("meta")), warmup=2)
+    step(torch.ones(2))
+    with pytest.raises(NotRecordable, match="it uses cpu and meta: a graph has one GPU"):
+        step(torch.ones(2))
+
+
+def test_a_batch_on_the_cpu_does_not_turn_graphs_off(fake_cuda, monkeypatch):
+    monkeypatch.setattr(step_arguments, "is_cuda", lambda x: x.dtype == torch.float64)
+    step = sf.graph_step(lambda x: x + 1)
+    with pytest.warns(UserWarning, match="no argument is on a GPU"):
+        step(torch.ones(2))
+    assert "no argument is on a GPU" in repr(step)
+    for _ in range(5):
+        step(torch.ones(2, dtype=torch.float64))
+    assert step.num_replays == 2
+    assert not step.obstacle
+
+
+def test_a_schedule_of_the_momentum(fake_cuda):
+    net, optimizer = make_training()
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=200)
+
+    @sf.graph_step
+    def step(x):
+        net(x).sum().backward()
+        optimizer.step()
+
+    def loop():
+        for _ in range(140):
+            step(torch.rand(2, 4))
+            scheduler.step()
+
+    with pytest.warns(UserWarning, match="OneCycleLR with cycle_momentum=False"):
+        loop()
+    assert step.num_replays == 0
