@@ -94,8 +94,7 @@ class FusedNorm(_BatchNorm):
         if temporal is not None and not temporal.names:
             return "the network has no neuron"
         passing = None if temporal is None else temporal.passing
-        fewest = self._fewest(x)
-        if x.numel() < fewest:
+        if x.is_cpu and x.numel() < (fewest := self._fewest(x)):
             return _too_small(x.numel(), fewest)
         if (
             self._forward_hooks

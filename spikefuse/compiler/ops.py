@@ -50,8 +50,8 @@ TABLE: dict[str, Op] = {
     "mul": _both("({0} * {1})", aten=(aten.mul,)),
     # Division is approximate in Triton by default, but not in PyTorch.
     "div": Op("tl.div_rn({0}, {1})", "({0} / {1})", aten=(aten.div,)),
-    # Fused multiply-adds, for gradients only: `a * b + c` and `c - a * b`. In Triton, `-x` is `0 - x`:
-    # a subtraction, and 0 for 0. A product with -1 becomes part of the instruction that reads it.
+    # Fused multiply-adds, for gradients only: `a * b + c` and `c - a * b`. In Triton, `-x` is the
+    # subtraction `0 - x`; a product with -1 becomes part of the instruction that reads it.
     "fma": Op("tl.fma({0}, {1}, {2})", "fma({0}, {1}, {2})", operands="fff"),
     "fnma": Op("tl.fma({0} * -1.0, {1}, {2})", "fma(-{0}, {1}, {2})", operands="fff"),
     "approximate_div": Op("({0} * reciprocal({1}))", "({0} / {1})"),

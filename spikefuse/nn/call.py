@@ -269,7 +269,7 @@ def wants_bits(x: Tensor) -> bool:
     call = active.call
     if call is None or call.saving is None or call.saving.spikes is None:
         return False
-    packs = call.policy.packs_spikes and x.numel() >= MIN_VALUES
+    packs = x.numel() >= MIN_VALUES and call.policy.packs_spikes
     return packs and not torch.compiler.is_compiling()
 
 
