@@ -79,8 +79,7 @@ def device(backends):
 def blocks_of_any_size():
     """Fuse on a CPU where it does not pay, so that small inputs suffice."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_norm, "MIN_TRAINING", 0)
-        patch.setattr(fused_norm, "MIN_EVALUATION", 0)
+        patch.setattr(fused_norm, "MIN_VALUES", 0)
         yield
 
 

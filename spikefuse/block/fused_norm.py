@@ -26,9 +26,9 @@ from spikefuse.nn.constant_input import ConstantSequence
 from spikefuse.nn.neuron import DTYPES
 from spikefuse.scan.op import PLAIN
 
-# Values of an input from which a block on a CPU is faster than norm and neuron apart, with the
-# statistics of the batch (training) and with running ones. Smaller inputs stay in the caches.
-MIN_TRAINING, MIN_EVALUATION = 1 << 19, 1 << 20
+# Values of an input from which a block on a CPU is not slower than norm and neuron apart, measured
+# on two cores after a convolution. Smaller inputs stay in the caches.
+MIN_VALUES = 5 << 18
 
 
 class FusedNorm(_BatchNorm):
@@ -43,7 +43,7 @@ class FusedNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return traced.normalize(self, input, input.numel() >= self._fewest(input))
+            return traced.normalize(self, input, not self._is_small(input))
         if isinstance(input, DeferredNorm):
             input = materialized(input)
         own, buffers = self._parameters, self._buffers
@@ -77,13 +77,13 @@ class FusedNorm(_BatchNorm):
         """The norm of torch.nn, at once."""
         return super().forward(x)
 
-    def _fewest(self, x: Tensor) -> int:
-        """The number of values from which a block is not slower than norm and neuron apart."""
+    def _is_small(self, x: Tensor) -> bool:
+        """Whether norm and neuron apart are faster than a block."""
+        if not x.is_cpu or x.numel() >= MIN_VALUES:
+            return False
         passing = None if active.call is None else active.call.passing
         # Ranks that share time must agree, and PyTorch has no SyncBatchNorm for CPUs.
-        if not x.is_cpu or passing is not None or isinstance(self, nn.SyncBatchNorm):
-            return 0
-        return MIN_TRAINING if self.training else MIN_EVALUATION
+        return passing is None and not isinstance(self, nn.SyncBatchNorm)
 
     def _obstacle(self, x: Any, read: list[Tensor]) -> str:
         """Why the norm must be computed at once; empty if it can be deferred."""
@@ -94,8 +94,8 @@ class FusedNorm(_BatchNorm):
         if temporal is not None and not temporal.names:
             return "the network has no neuron"
         passing = None if temporal is None else temporal.passing
-        if x.is_cpu and x.numel() < (fewest := self._fewest(x)):
-            return _too_small(x.numel(), fewest)
+        if self._is_small(x):
+            return _too_small(x.numel(), MIN_VALUES)
         if (
             self._forward_hooks
             or self._backward_hooks

@@ -22,7 +22,7 @@ def work(connection: Connection, folder: str) -> None:
     from spikefuse.kernels import numba_host
 
     numba_host.MIN_TASK = 1
-    fused_norm.MIN_TRAINING = fused_norm.MIN_EVALUATION = 0
+    fused_norm.MIN_VALUES = 0
     os.chdir(folder)
     sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     warnings.simplefilter("ignore")

@@ -193,7 +193,7 @@ def test_inductor():
 
 
 def test_small_inputs_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(fused_norm, "MIN_TRAINING", 5 * 4 * 6)
+    monkeypatch.setattr(fused_norm, "MIN_VALUES", 5 * 4 * 6)
     for batch, in_block in ((3, False), (4, True)):
         graphs, net = Graphs(), Wrapped(lambda net, x: net.neuron(net.norm(x)))
         check(net, [torch.randn(5, batch, 6)], graphs, 1e-5)
@@ -203,7 +203,7 @@ def test_small_inputs_on_a_cpu(monkeypatch):
 
 def test_earlier_calls_of_a_norm(monkeypatch):
     """Running statistics are updated in order, also where only the first call becomes a block."""
-    monkeypatch.setattr(fused_norm, "MIN_TRAINING", 5 * 4 * 6)
+    monkeypatch.setattr(fused_norm, "MIN_VALUES", 5 * 4 * 6)
 
     def function(net, x):
         first, second = net.norm(x), net.norm(x[: len(x) // 2] + 1)

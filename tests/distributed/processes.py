@@ -95,7 +95,7 @@ def _received(pipe: Any) -> Any:
 
 def _work(rank: int, pipe: Any, port: int) -> None:
     torch.set_num_threads(1)
-    fused_norm.MIN_TRAINING = fused_norm.MIN_EVALUATION = 0
+    fused_norm.MIN_VALUES = 0
     interpreter.hasten()
     dist.init_process_group(
         "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE, timeout=TIMEOUT

@@ -419,7 +419,7 @@ def test_recurrent_layers(device):
 
 
 def test_norms_that_are_not_fused(monkeypatch):
-    monkeypatch.setattr(fused_norm, "MIN_TRAINING", 100)
+    monkeypatch.setattr(fused_norm, "MIN_VALUES", 100)
     layers = nn.BatchNorm1d(6), sf.LIF(), nn.BatchNorm1d(6), nn.ReLU()
     net = sf.fuse(sf.Temporal(nn.Sequential(*layers)))
     small, large = (str(sf.explain(net, torch.randn(4, batch, 6))) for batch in (2, 8))

@@ -736,8 +736,7 @@ def test_converted_models() -> None:
 
 
 def test_small_inputs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_norm, "MIN_TRAINING", 4 * 3 * 6)
-    monkeypatch.setattr(fused_norm, "MIN_EVALUATION", 4 * 5 * 6)
+    monkeypatch.setattr(fused_norm, "MIN_VALUES", 4 * 3 * 6)
     net = sf.fuse(sf.Temporal(nn.Sequential(nn.BatchNorm1d(6), sf.LIF())))
 
     def reason(batch: int) -> str:
@@ -747,8 +746,8 @@ def test_small_inputs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason(2) == "its input has 48 values: on a CPU, fusing pays from 72"
     assert not reason(3)
     net.eval()
-    assert reason(4) == "its input has 96 values: on a CPU, fusing pays from 120"
-    assert not reason(5)
+    assert reason(2)
+    assert not reason(3)
 
 
 def test_synchronized_norms() -> None:
