@@ -62,7 +62,7 @@ def lif() -> dict[str, list[float]]:
 
 def saved_megabytes() -> dict[str, dict[str, float]]:
     """MB that a network saves for backward by policy, and by the kind of layer that reads them."""
-    x = torch.rand(32, 4, 2, 16, 16)  # as many values as fusing takes on a CPU
+    x = torch.rand(32, 10, 2, 16, 16)  # as many values as fusing takes on a CPU
     saved: dict[str, Counter[str]] = {}
     for policy in (sf.memory.SaveAll(), sf.memory.Bits(), sf.memory.Recompute()):
         model = nn.Sequential(
