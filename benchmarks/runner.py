@@ -363,7 +363,7 @@ def first_line(error: BaseException) -> str:
 
 
 def plain_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
-    """Make a parser without options, whose help shows the docstring of the module as it is."""
+    """Make a parser without options. Its help is the docstring of the module, unwrapped."""
     shown = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(f"python -m {module}", description=doc, formatter_class=shown)
 

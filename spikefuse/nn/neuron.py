@@ -188,7 +188,7 @@ def check(
     """Refuse inputs, called `names` in errors, and states of the wrong number, dtype or shape.
 
     Args:
-        more_states: names of states after those of the neuron.
+        more_states: names of further states, which follow the neuron's own.
     """
     name = type(neuron).__name__
     if len(inputs) != len(names):
