@@ -31,14 +31,15 @@ class Shape(NamedTuple):
 
 # The fastest shapes measured on an H200: forward by the itemsize of the first input; ...
 FORWARD = {2: Shape(4, 2), 4: Shape(2, 4)}
-# ... with packed spikes, a thread writes whole bytes if there are many neurons; ...
-PACKING, MANY = Shape(8, 2), 1 << 20
+# ... of many neurons, so that a thread reads 16 bytes in half precision and packs whole bytes; ...
+FORWARD_MANY, MANY = Shape(8, 2), 1 << 19
 # ... backward, over at most SHORT steps in half precision, and over many steps with one block of
 # neurons per program.
 BACKWARD, BACKWARD_SHORT, BACKWARD_LONG = Shape(2, 4), Shape(4, 4), Shape(2, 2)
 SHORT = 6
-# Target number of programs per multiprocessor where each takes several blocks of neurons.
-PROGRAMS = 16
+# Target number of programs per multiprocessor where each takes several blocks of neurons, and where
+# each also writes sums.
+PROGRAMS, SUMMING = 32, 24
 
 
 def prepare(
@@ -57,12 +58,13 @@ def prepare(
         shape = _backward_shape(layout, itemsize, walks)
         flags = variant.repair, variant.rebuild
     else:
-        shape = PACKING if variant.pack and layout.num_neurons >= MANY else FORWARD[itemsize]
+        is_many = layout.num_neurons >= MANY and (variant.pack or itemsize == 2)
+        shape = FORWARD_MANY if is_many else FORWARD[itemsize]
         if variant.pack:  # bits are unpacked in backward
             bits_triton.compile_unpack(sequences[-1])
     # A launch that limits registers may run twice, which a repair, an addition, must not.
     tight = shape is BACKWARD_LONG and itemsize == 2 and not variant.repair
-    num = _num_programs(layout, shape, device, walks)
+    num = _num_programs(layout, shape, device, walks, has_sums)
     integers = (*_integers(layout, sequences, shape.block), *flags)
     return TritonLaunch(kernel, (num, 1, 1), integers, shape.warps, device, tight)
 
@@ -73,7 +75,7 @@ def sums_shape(
     """See `spikefuse.scan.program.Launcher`: each neuron of a program's block has a sum."""
     walks = by_channel or _is_single(layout)
     shape = _backward_shape(layout, itemsize, walks)
-    num = _num_programs(layout, shape, device, walks)
+    num = _num_programs(layout, shape, device, walks, has_sums=True)
     return (min(layout.num_neurons, num * shape.block),), torch.float32
 
 
@@ -88,7 +90,9 @@ def _backward_shape(layout: Layout, itemsize: int, walks: bool) -> Shape:
     return BACKWARD_SHORT if itemsize == 2 and chunk(layout.num_steps) <= SHORT else BACKWARD
 
 
-def _num_programs(layout: Layout, shape: Shape, device: torch.device, walks: bool) -> int:
+def _num_programs(
+    layout: Layout, shape: Shape, device: torch.device, walks: bool, has_sums: bool
+) -> int:
     """The number of programs: one for each block of neurons, or, if a program `walks` through
     several, as many as share them evenly and have the same channels in all their blocks."""
     blocks = -(-layout.num_neurons // shape.block)
@@ -97,7 +101,7 @@ def _num_programs(layout: Layout, shape: Shape, device: torch.device, walks: boo
     period = layout.channels * layout.channel_inner
     # The fewest programs that are a whole number of periods apart.
     fewest = period // math.gcd(period, shape.block)
-    wanted = PROGRAMS * multiprocessors(device)
+    wanted = (SUMMING if has_sums else PROGRAMS) * multiprocessors(device)
     rounds = -(-blocks // max(fewest, wanted // fewest * fewest))
     return min(blocks, -(-blocks // (rounds * fewest)) * fewest)
 

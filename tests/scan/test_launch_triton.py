@@ -253,6 +253,7 @@ def test_a_program_takes_blocks_of_the_same_channels(monkeypatch, shape):
     """Gradients of a parameter per channel are summed over all blocks of a program."""
     small = launch_triton.Shape(1, 1)
     monkeypatch.setattr(launch_triton, "PROGRAMS", 1)
+    monkeypatch.setattr(launch_triton, "SUMMING", 1)
     monkeypatch.setattr(launch_triton, "BACKWARD", small)
     monkeypatch.setattr(launch_triton, "FORWARD", {4: small})
     x, channels = torch.randn(shape), shape[2]
