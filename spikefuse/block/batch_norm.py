@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,12 +42,15 @@ class GroupCollectives:
         return rows
 
 
-def shift_of(norm: _BatchNorm, x: Tensor) -> Tensor:
-    """The norm's bias, or zeros."""
-    shift = norm.bias
+def shift_of(norms: Sequence[_BatchNorm], x: Tensor) -> Tensor:
+    """The sum of the norms' biases, or zeros."""
+    shift: Tensor | None = None
+    for norm in norms:
+        if norm.bias is not None:
+            shift = norm.bias if shift is None else shift + norm.bias
     if shift is not None:
         return shift
-    return torch.zeros(norm.num_features, dtype=torch.float32, device=x.device)
+    return torch.zeros(norms[0].num_features, dtype=torch.float32, device=x.device)
 
 
 def running_of(norm: _BatchNorm) -> Running:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -121,23 +121,32 @@ class Plan(NamedTuple):
 
 
 def scan(
-    norm: _BatchNorm, neuron: Neuron, memory: Policy | None, request: Request
+    norm: _BatchNorm,
+    neuron: Neuron,
+    memory: Policy | None,
+    request: Request,
+    residual_norm: _BatchNorm | None = None,
 ) -> tuple[Outputs, States]:
-    """Run norm and neuron as one on inputs `[T, B, C, ...]`: (outputs, final states)."""
+    """Run norm and neuron as one on inputs `[T, B, C, ...]`: (outputs, final states).
+
+    Args:
+        residual_norm: of the residual, where `can_normalize_residual`.
+    """
     inputs, passing = request.inputs, request.passing
+    norms = (norm,) if residual_norm is None else (norm, residual_norm)
     backend, batch = backend_of(inputs, request.backend), by_batch(norm)
     alone = batch and (passing is None or passing.statistics is None)
     if backend == "reference" or torch.compiler.is_compiling():
         check(neuron, NAMES[: len(inputs)], inputs, request.state, backend)
         check_norm(norm, neuron, inputs[0], alone)
         if backend == "reference":
-            return _reference(norm, neuron, request)
+            return _reference(norm, neuron, request, residual_norm)
         op.check(backend, inputs[0])
-        return _trace(norm, neuron, memory, request._replace(backend=backend))
+        return _trace(norms, neuron, memory, request._replace(backend=backend))
     description = neuron.description()
     values: dict[str, Any] = description.values()
     plans: dict[Hashable, Plan] = description.notes.setdefault("blocks", {})
-    key: list[Hashable] = [backend, batch, alone, norm.num_features, request.outputs]
+    key: list[Hashable] = [backend, batch, alone, len(norms), norm.num_features, request.outputs]
     for name, _, _ in description.tensors:
         key += values[name].shape, values[name].device, values[name].requires_grad
     for x in inputs:  # what is no tensor has no plan, so `check` refuses it
@@ -148,27 +157,28 @@ def scan(
         check_norm(norm, neuron, inputs[0], alone)
     op.check(backend, inputs[0])
     if plan is None:
-        program, own = block_program(neuron, backend, len(inputs) > 1, batch, request.outputs)
+        options = len(inputs) > 1, batch, request.outputs, len(norms) > 1
+        program, own = block_program(neuron, backend, *options)
         for label, value in zip(program.own, own, strict=True):
             op.check_param(neuron, label, value, inputs[0])
         if len(plans) >= MAX_STRIDES:
             plans.clear()
         plan = plans[tuple(key)] = Plan(program, execution_of(program.name, inputs))
     program, own = plan.program, [*map(values.__getitem__, plan.program.own)]
-    states, bits = request.state or (), wants_bits(inputs[0])
+    states, bits, shift = request.state or (), wants_bits(inputs[0]), shift_of(norms, inputs[0])
     if batch:
         saves = not program.rebuilds or _saves_states(memory, plan.execution)
-        tensors, weight = [*inputs, *states, *own, shift_of(norm, inputs[0])], norm.weight
-        if weight is not None:
-            tensors.append(weight)
+        tensors = [*inputs, *states, *own, shift]
+        for each in norms:
+            if each.weight is not None:
+                tensors.append(each.weight)
         if plan.execution.is_new and passing is None:
             _compile_forward(plan, request, tensors, saves, bits)
-        call = training_call(norm, plan, request, saves, bits)
+        call = training_call(norms, plan, request, saves, bits)
         results = op.execute(call, tensors, request.final)
     else:
-        assert norm.running_mean is not None
-        scale, shift = _running_scale(norm), shift_of(norm, inputs[0])
-        params = program.params((norm.running_mean, scale, shift, *own))
+        mean, scale, *residual = [value for each in norms for value in _running_values(each)]
+        params = program.params((mean, scale, shift, *residual, *own))
         arguments = Arguments(inputs, states, params, program.scalars)
         wanted = Wanted(False, request.final, bits)
         results = op.run(program.name, arguments, wanted, passing)
@@ -190,40 +200,68 @@ def _compile_forward(
 
 
 def _trace(
-    norm: _BatchNorm, neuron: Neuron, memory: Policy | None, request: Request
+    norms: tuple[_BatchNorm, ...], neuron: Neuron, memory: Policy | None, request: Request
 ) -> tuple[Outputs, States]:
     """In a graph of torch.compile."""
-    batch, has_residual = by_batch(norm), len(request.inputs) > 1
-    program = library.traced_program(neuron, has_residual, batch, request)
+    batch = by_batch(norms[0])
+    program = library.traced_program(neuron, batch, len(norms) > 1, request)
     for label, value in zip(program.own_names, program.own, strict=True):
         op.check_param(neuron, label, value, request.inputs[0])
     if batch:
         saves = memory is not None and memory.saves_states
-        results = library.train(norm, program, saves, request)
+        results = library.train(norms, program, saves, request)
     else:
-        results = library.evaluate(norm, program, _running_scale(norm), request)
+        mean, scale, *residual = [value for norm in norms for value in _running_values(norm)]
+        values = mean, scale, shift_of(norms, request.inputs[0]), *residual
+        results = library.evaluate(values, program, request)
     return tuple(results.outputs), tuple(results.finals)
 
 
+def can_normalize_residual(norm: _BatchNorm, residual_norm: _BatchNorm) -> bool:
+    """Whether one block can compute both norms."""
+    weight, other = norm.weight, residual_norm.weight
+    return (
+        by_batch(norm) == by_batch(residual_norm)
+        and not isinstance(norm, nn.SyncBatchNorm)
+        and not isinstance(residual_norm, nn.SyncBatchNorm)
+        and weight is not None
+        and other is not None
+        and weight.dtype is other.dtype
+    )
+
+
 def training_call(
-    norm: _BatchNorm, plan: Plan, request: Request, saves_states: bool, bits: bool = False
+    norms: Sequence[_BatchNorm],
+    plan: Plan,
+    request: Request,
+    saves_states: bool,
+    bits: bool = False,
 ) -> TrainingCall:
-    """Take the statistics of the batch, and note all that does not change in this call."""
+    """Take the statistics of the batch, and note all that does not change in this call.
+
+    Args:
+        norms: of the input, and of the residual if it has one.
+    """
     passing, (program, execution) = request.passing or WHOLE, plan
-    x, weight, eps, backend = request.inputs[0], norm.weight, norm.eps, program.backend
-    number: Any = x.numel() / x.shape[2]
-    collectives, running = passing.statistics, running_of(norm)
-    if isinstance(norm, nn.SyncBatchNorm):
-        collectives = collectives_of(norm)
-    if collectives is None:
-        values = statistics(x, weight, running, momentum_of(norm), eps, backend)
-    else:
-        own = statistics(x, None, (None, None, None), 0.0, eps, backend)
-        shares = collectives.gather(torch.cat((own[0], own[3], own.new_full((1,), number))))
-        values, number = merge_statistics(shares, weight, running, momentum_of(norm), eps, backend)
-    found = values, number, collectives
+    backend, found = program.backend, []
+    count = request.inputs[0].numel() / norms[0].num_features
+    number: float | Tensor = count
+    for norm, x in zip(norms, request.inputs, strict=False):
+        weight, eps, running = norm.weight, norm.eps, running_of(norm)
+        collectives, momentum = passing.statistics, momentum_of(norm)
+        if isinstance(norm, nn.SyncBatchNorm):
+            collectives = collectives_of(norm)
+        if collectives is None:
+            values = statistics(x, weight, running, momentum, eps, backend)
+        else:
+            own = statistics(x, None, (None, None, None), 0.0, eps, backend)
+            shares = collectives.gather(torch.cat((own[0], own[3], own.new_full((1,), count))))
+            values, number = merge_statistics(shares, weight, running, momentum, eps, backend)
+        found.append(values)
     num_states = len(request.state or ())
-    return TrainingCall(program, execution, *found, num_states, passing, bits, saves_states)
+    return TrainingCall(
+        program, execution, found, number, collectives, num_states, passing, bits, saves_states
+    )
 
 
 def _saves_states(memory: Policy | None, execution: Execution) -> bool:
@@ -237,16 +275,33 @@ def _saves_states(memory: Policy | None, execution: Execution) -> bool:
     return saves
 
 
-def _running_scale(norm: _BatchNorm) -> Tensor:
-    """The factor of the affine map that the norm is with running statistics."""
-    assert norm.running_var is not None
+def _running_values(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
+    """Mean and scale of the affine map that the norm is with running statistics."""
+    assert norm.running_mean is not None and norm.running_var is not None
     scale = torch.rsqrt(norm.running_var + norm.eps)
-    return scale if norm.weight is None else scale * norm.weight
+    return norm.running_mean, scale if norm.weight is None else scale * norm.weight
 
 
-def _reference(norm: _BatchNorm, neuron: Neuron, request: Request) -> tuple[Outputs, States]:
+def _reference(
+    norm: _BatchNorm, neuron: Neuron, request: Request, residual_norm: _BatchNorm | None
+) -> tuple[Outputs, States]:
     inputs = request.inputs
-    x = inputs[0].to(torch.promote_types(inputs[0].dtype, torch.float32))
+    x, values = _reference_values(norm, inputs[0])
+    xs = x, *inputs[1:]
+    if residual_norm is not None:
+        residual, (mean, scale, shift) = _reference_values(residual_norm, inputs[1])
+        xs, values = (x, residual), (*values[:2], values[2] + shift, mean, scale)
+    definition = with_batch_norm(neuron, values, len(inputs) > 1, by_batch=False)
+    definition = with_outputs(definition, request.outputs)
+    # x in a single dtype, so that its gradient is rounded once.
+    outputs, finals = reference.scan(definition, xs, request.state)
+    dtype = reduce(torch.promote_types, (x.dtype for x in inputs))
+    return tuple(y.to(dtype) for y in outputs), finals
+
+
+def _reference_values(norm: _BatchNorm, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`x` in at least single precision, and mean, scale and shift of its norm."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if by_batch(norm):
         variance, mean = torch.var_mean(x, [0, 1, *range(3, x.ndim)], correction=0)
         number = x.numel() / x.shape[2]
@@ -259,13 +314,7 @@ def _reference(norm: _BatchNorm, neuron: Neuron, request: Request) -> tuple[Outp
         mean, variance = norm.running_mean, norm.running_var
     inverse = torch.rsqrt(variance + norm.eps)
     scale = inverse if norm.weight is None else inverse * norm.weight
-    values = mean, scale, shift_of(norm, x)
-    definition = with_batch_norm(neuron, values, len(inputs) > 1, by_batch=False)
-    definition = with_outputs(definition, request.outputs)
-    # x in a single dtype, so that its gradient is rounded once.
-    outputs, finals = reference.scan(definition, (x, *inputs[1:]), request.state)
-    dtype = reduce(torch.promote_types, (x.dtype for x in inputs))
-    return tuple(y.to(dtype) for y in outputs), finals
+    return x, (mean, scale, shift_of((norm,), x))
 
 
 def check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor, alone: bool) -> None:

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from spikefuse.block.block import scan
+from spikefuse.block.block import can_normalize_residual, scan
 from spikefuse.nn.call import ADDITIONS, METADATA, Scan, TemporalCall, active
 from spikefuse.nn.neuron import Deferred, Neuron
 from spikefuse.scan.op import PLAIN
@@ -130,10 +130,14 @@ class NormCall:
 
     def check(self, residual: Tensor | None = None, version: int = 0) -> None:
         """Refuse tensors that were changed after the call, and a residual of another version."""
-        if list(map(_version, self.read)) != self.versions:
+        if not self.is_unchanged():
             raise _changed("a tensor that a batch norm reads", self.x)
         if residual is not None and residual._version != version:
             raise _changed("a residual", residual)
+
+    def is_unchanged(self) -> bool:
+        """Whether what the result is computed from is as it was at the call."""
+        return list(map(_version, self.read)) == self.versions
 
     @contextlib.contextmanager
     def modes(self) -> Iterator[None]:
@@ -152,28 +156,35 @@ class NormCall:
 
 
 class DeferredNorm(Deferred, Tensor):
-    """The result of a `FusedNorm`, or its sum with a residual, before anything has read it."""
+    """The result of a `FusedNorm`, or its sum with a residual, before anything has read it. The
+    residual may be the result of another call of a norm."""
 
     call: NormCall
     needs_grad: bool
-    residual: Tensor | None = None
+    residual: Tensor | NormCall | None = None
     residual_version = 0
     total: tuple[Tensor, int] | None = None  # once computed, with its version
     is_routed = False  # whether gradients that arrive here are passed on
     has_history = False  # whether `total` is connected to the autograd.Function that returned this
 
     @staticmethod
-    def of(call: NormCall, residual: Tensor | None = None) -> DeferredNorm:
+    def of(call: NormCall, residual: Tensor | NormCall | None = None) -> DeferredNorm:
         x, needed = call.x, call.needs_grad
         if residual is not None and call.grad:
-            needed = needed or residual.requires_grad
+            needed = needed or _needs_grad(residual)
         deferred: DeferredNorm = Tensor._make_wrapper_subclass(
             DeferredNorm, x.shape, dtype=x.dtype, device=x.device, requires_grad=needed
         )
         deferred.call, deferred.needs_grad = call, needed
         if residual is not None:
-            deferred.residual, deferred.residual_version = residual, residual._version
+            deferred._attach(residual)
         return deferred
+
+    def _attach(self, residual: Tensor | NormCall) -> None:
+        """Make this the sum with a residual."""
+        self.residual = residual
+        if isinstance(residual, Tensor):
+            self.residual_version = residual._version
 
     def block(self, neuron: Neuron) -> tuple[Scan, tuple[Tensor, ...]]:
         call, residual = self.call, self.residual
@@ -182,8 +193,17 @@ class DeferredNorm(Deferred, Tensor):
         is_read = self.total is not None
         if is_read or not call.can_fuse(neuron) or len(type(neuron).input_names) != 1:
             return neuron._scan, (self._read(type(neuron).__name__),)
-        call.check(residual, self.residual_version)
         run = partial(scan, call.norm, neuron, None)
+        if not isinstance(residual, NormCall):
+            call.check(residual, self.residual_version)
+        elif residual.result is None and residual.can_fuse(neuron):
+            call.check()
+            residual.check()
+            residual.finish(Outcome(neuron, residual=True))
+            run, residual = partial(run, residual_norm=residual.norm), residual.x
+        else:
+            call.check()
+            residual = residual.unchanged_value("add")
         call.finish(Outcome(neuron, residual is not None))
         return run, (call.x,) if residual is None else (call.x, residual)
 
@@ -197,37 +217,53 @@ class DeferredNorm(Deferred, Tensor):
         if self.total is None:
             if self.residual is None:
                 return self.call.value(reader)
-            value = self.call.unchanged_value(reader)
-            self.call.check(self.residual, self.residual_version)
+            value, residual = self.call.unchanged_value(reader), self.residual
+            if isinstance(residual, NormCall):
+                residual = residual.unchanged_value(reader)
+            else:
+                self.call.check(residual, self.residual_version)
             with self.call.modes():
-                y = value + self.residual
+                y = value + residual
             self.total = y, y._version
         return self.total[0]
 
-    def extended(self, other: Tensor, in_place: bool) -> DeferredNorm | None:
+    def extended(self, other: Tensor | NormCall, in_place: bool) -> DeferredNorm | None:
         """The sum with a residual; None if it cannot be deferred."""
         call, x = self.call, self.call.x
+        if self.residual is not None or not call.can_fuse():
+            return None
+        y = other.x if isinstance(other, NormCall) else other
         if (
-            self.residual is not None
-            or not call.can_fuse()
-            or not is_ordinary(other)
-            or other.is_inference()
-            or (other.shape, other.dtype, other.device) != (x.shape, x.dtype, x.device)
-            or other.layout is not torch.strided
+            not is_ordinary(y)
+            or y.is_inference()
+            or (y.shape, y.dtype, y.device) != (x.shape, x.dtype, x.device)
+            or y.layout is not torch.strided
         ):
             return None
         if not in_place:
             return DeferredNorm.of(call, other)
-        if self.is_routed or (call.grad and other.requires_grad and not self.needs_grad):
+        if self.is_routed or (call.grad and _needs_grad(other) and not self.needs_grad):
             return None
-        self.residual, self.residual_version = other, other._version
+        self._attach(other)
         return self
+
+    def can_normalize(self, other: DeferredNorm) -> bool:
+        """Whether a block can also compute another norm, which is the residual."""
+        call, theirs = self.call, other.call
+        return (
+            (other.residual, other.total, theirs.result) == (None, None, None)
+            and theirs is not call
+            and theirs.can_fuse()
+            and can_normalize_residual(call.norm, theirs.norm)
+        )
 
     def can_recompute(self) -> bool:
         """Whether what the values are computed from is unchanged."""
         residual = self.residual
-        changed = list(map(_version, self.call.read)) != self.call.versions
-        return not changed and (residual is None or residual._version == self.residual_version)
+        if not isinstance(residual, NormCall):
+            unchanged = residual is None or residual._version == self.residual_version
+            return unchanged and self.call.is_unchanged()
+        return residual.is_unchanged() and self.call.is_unchanged()
 
     def _read(self, reader: str) -> Tensor:
         """The values, for a reader that may have recorded an edge of autograd's graph to this
@@ -251,7 +287,9 @@ class DeferredNorm(Deferred, Tensor):
                     "autograd.Function: change a copy"
                 )
             gradients = call.gradients(grad) if call.needs_grad else []
-            if residual is not None and residual.requires_grad:
+            if isinstance(residual, NormCall):
+                gradients += residual.gradients(grad) if residual.needs_grad else []
+            elif residual is not None and residual.requires_grad:
                 gradients.append((residual, grad))
             # Other readers' gradients may take the same way.
             torch.autograd.backward(
@@ -410,8 +448,12 @@ def _add(first: Any, second: Any, in_place: bool) -> DeferredNorm | None:
         if deferred.residual is not None or not deferred.call.can_fuse():
             return None
         # What `other` was computed from may be this very call.
-        other = other.value("add")
+        other = other.call if deferred.can_normalize(other) else other.value("add")
     return deferred.extended(other, in_place)
+
+
+def _needs_grad(x: Tensor | NormCall) -> bool:
+    return x.needs_grad if isinstance(x, NormCall) else x.requires_grad
 
 
 def _identity(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,8 +14,13 @@ from spikefuse.neurons.definition import Definition
 
 #: The run-time values of the norm, one per channel; those of the neuron begin with "neuron.".
 NORM_VALUES = ("mean", "scale", "shift")
-#: The values that only the gradient of the input reads.
+#: Those of the residual's own norm, if it has one, whose shift is part of `shift`.
+RESIDUAL_VALUES = ("residual_mean", "residual_scale")
+#: The scales of both norms.
+SCALES = (NORM_VALUES[1], RESIDUAL_VALUES[1])
+#: The values that only the gradients of the inputs read: for each norm, an offset and a slope.
 CORRECTION = ("offset", "slope")
+RESIDUAL_CORRECTION = ("residual_offset", "residual_slope")
 
 
 class _AddStatisticsGradient(torch.autograd.Function):
@@ -33,47 +39,61 @@ class _AddStatisticsGradient(torch.autograd.Function):
 
 
 class NormedNeuron(Definition):
-    """A neuron whose first input is `(x - mean) * scale + shift`, plus a residual if there is one;
-    made by `with_batch_norm`."""
+    """A neuron whose first input is `(x - mean) * scale + shift`, plus a residual if there is one,
+    itself normalized or not; made by `with_batch_norm`."""
 
     neuron: Definition
     mean: Tensor
     scale: Tensor
     shift: Tensor
-    #: Whether the second input is a residual.
+    #: Whether the second input is a residual, and whether it is normalized, too.
     has_residual: bool
-    #: Whether the gradient of the first input includes what flows through the statistics.
+    normalizes_residual: bool
+    #: Whether the gradients of the inputs include what flows through the statistics.
     by_batch: bool
 
     def normalized_step(self, *args: Tensor) -> Any:
         x, *rest = args
-        if self.by_batch:
-            x = _AddStatisticsGradient.apply(x, self.mean, self.offset, self.slope)
-        u = (x - self.mean) * self.scale + self.shift
+        u = self._scaled(x) + self.shift
         if self.has_residual:
-            u, rest = u + rest[0], rest[1:]
+            residual, *rest = rest
+            u = u + (self._scaled(residual, "residual_") if self.normalizes_residual else residual)
         return self.neuron.step(u, *rest)
+
+    def _scaled(self, x: Tensor, prefix: str = "") -> Tensor:
+        mean, scale = getattr(self, prefix + "mean"), getattr(self, prefix + "scale")
+        if self.by_batch:
+            offset, slope = getattr(self, prefix + "offset"), getattr(self, prefix + "slope")
+            x = _AddStatisticsGradient.apply(x, mean, offset, slope)
+        result: Tensor = (x - mean) * scale
+        return result
 
 
 def with_batch_norm(
-    neuron: Definition, norm: tuple[Tensor, Tensor, Tensor], has_residual: bool, by_batch: bool
+    neuron: Definition, norm: Sequence[Tensor], has_residual: bool, by_batch: bool
 ) -> NormedNeuron:
     """`neuron` behind a batch norm.
 
     Args:
-        norm: mean, scale and shift, `[C]` each.
+        norm: the `NORM_VALUES`, `[C]` each, and the `RESIDUAL_VALUES` to normalize the residual.
         by_batch: whether mean and scale are statistics of the batch.
     """
     kind: Any = type(neuron)
     definition = _class(kind, has_residual)()
     definition.neuron = neuron
     definition.has_residual, definition.by_batch = has_residual, by_batch
-    for name, value in zip(NORM_VALUES, norm, strict=True):
+    definition.normalizes_residual = len(norm) > len(NORM_VALUES)
+    corrections = [torch.zeros_like(norm[0])] * (2 * len(CORRECTION))
+    names = value_names(definition.normalizes_residual, by_batch)
+    for name, value in zip(names, (*norm, *corrections), strict=False):
         setattr(definition, name, value)
-    if by_batch:
-        for name in CORRECTION:
-            setattr(definition, name, torch.zeros_like(norm[0]))
     return definition
+
+
+def value_names(normalizes_residual: bool, by_batch: bool) -> tuple[str, ...]:
+    """The run-time values of the norm, or of both norms, in the order in which blocks pass them."""
+    values = NORM_VALUES + RESIDUAL_VALUES * normalizes_residual
+    return values + (CORRECTION + RESIDUAL_CORRECTION * normalizes_residual) * by_batch
 
 
 @cache

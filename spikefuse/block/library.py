@@ -6,6 +6,7 @@ variance. `spikefuse::block` runs a block in training on them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.batch_norm import momentum_of, running_of, shift_of
+from spikefuse.block.definition import NORM_VALUES, value_names
 from spikefuse.block.program import BlockProgram, block_program
 from spikefuse.block.training import TrainingCall
 from spikefuse.kernels.norm import statistics, update_running_stats
@@ -56,11 +58,11 @@ class TracedProgram(NamedTuple):
 
 
 def traced_program(
-    neuron: Definition, has_residual: bool, by_batch: bool, request: Request
+    neuron: Definition, by_batch: bool, normalizes_residual: bool, request: Request
 ) -> TracedProgram:
     """`block_program` inside torch.compile."""
     values: dict[str, Any] = neuron.values()
-    kind = has_residual, by_batch, request.outputs
+    kind = len(request.inputs) > 1, by_batch, request.outputs, normalizes_residual
     name, scalars, own, rebuilds, tensors = neuron.evaluate(
         _prepare, request.backend, request.inputs[0].device, kind, kinds_of(values)
     )
@@ -72,7 +74,7 @@ def _prepare(
     neuron: Definition,
     backend: str,
     device: torch.device,
-    kind: tuple[bool, bool, tuple[str, ...]],
+    kind: tuple[bool, bool, tuple[str, ...], bool],
     kinds: tuple[tuple[str, str], ...],
 ) -> tuple[Any, ...]:
     program, _ = block_program(neuron, backend, *kind)
@@ -85,29 +87,31 @@ def _prepare(
 
 
 def train(
-    norm: _BatchNorm, program: TracedProgram, saves_states: bool, request: Request
+    norms: Sequence[_BatchNorm], program: TracedProgram, saves_states: bool, request: Request
 ) -> Results:
     """A block with the statistics of the batch, in a traced graph."""
-    x, weight, states = request.inputs[0], norm.weight, request.state or ()
-    with torch.no_grad():
-        values, unbiased = torch.ops.spikefuse.norm_statistics(
-            x.detach(), None if weight is None else weight.detach(), norm.eps, request.backend
-        )
-        update_running_stats(running_of(norm), values[0], unbiased, momentum_of(norm))
-    weights = [] if weight is None else [weight]
-    tensors = [*request.inputs, *states, *program.own, shift_of(norm, x), *weights, values]
+    states, found = request.state or (), []
+    for norm, x in zip(norms, request.inputs, strict=False):
+        weight = None if norm.weight is None else norm.weight.detach()
+        with torch.no_grad():
+            values, unbiased = torch.ops.spikefuse.norm_statistics(
+                x.detach(), weight, norm.eps, request.backend
+            )
+            update_running_stats(running_of(norm), values[0], unbiased, momentum_of(norm))
+        found.append(values)
+    weights = [norm.weight for norm in norms if norm.weight is not None]
+    shift = shift_of(norms, request.inputs[0])
+    tensors = [*request.inputs, *states, *program.own, shift, *weights, *found]
     counts, saves_states = [len(request.inputs), len(states)], saves_states or not program.rebuilds
     call = BlockCall([program.name], counts, program.scalars, saves_states=saves_states)
     return op.execute(call, tensors, request.final)
 
 
-def evaluate(norm: _BatchNorm, program: TracedProgram, scale: Tensor, request: Request) -> Results:
-    """A block with running statistics, in a traced graph."""
-    values: dict[str, Any] = dict(
-        zip([f"neuron.{name}" for name in program.own_names], program.own, strict=True)
-    )
-    values["mean"], values["scale"] = norm.running_mean, scale
-    values["shift"] = shift_of(norm, request.inputs[0])
+def evaluate(norm: Sequence[Tensor], program: TracedProgram, request: Request) -> Results:
+    """A block with running statistics, in a traced graph; `norm` as in `with_batch_norm`."""
+    names = [*value_names(len(norm) > len(NORM_VALUES), by_batch=False)]
+    names += [f"neuron.{name}" for name in program.own_names]
+    values = dict(zip(names, (*norm, *program.own), strict=True))
     params = [values[name] for name in program.tensors]
     arguments = Arguments(request.inputs, request.state or (), params, program.scalars)
     return op.run(program.name, arguments, Wanted(False, request.final))
@@ -130,32 +134,39 @@ def _statistics_fake(
 
 class BlockCall(Call):
     """A block in training, in a traced graph. Its tensors are those of a `TrainingCall`, and the
-    statistics."""
+    statistics of each norm."""
 
     op = "block"
 
     def forward(self, tensors: Tensors, save: bool, final: bool) -> tuple[Tensors, Tensors]:
-        *others, statistics = tensors
-        return self._training(others, statistics, save).forward(others, save, final)
+        others = tensors[: -self.num_norms]
+        return self._training(tensors, save).forward(others, save, final)
 
     def backward(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
-        *others, statistics = tensors[: len(needed)]
-        saved, needed = tensors[len(needed) :], needed[:-1]
-        call = self._training(others, statistics, bool(saved))
+        saved, tensors, needed = (
+            tensors[len(needed) :],
+            tensors[: len(needed)],
+            needed[: -self.num_norms],
+        )
+        call, others = self._training(tensors, bool(saved)), tensors[: -self.num_norms]
         found = call.backward([*others[call.read], *saved], grads, needed)
-        # The gradients of shift and weight are rows of one tensor, which an op must not return.
+        # The gradients of shift and weights are rows of one tensor, which an op must not return.
         norm = slice(sum(needed[: call.read.stop - 1]), None)
         found[norm] = map(torch.clone, found[norm])
         return found
 
-    def _training(self, tensors: Tensors, statistics: Tensor, saves_states: bool) -> TrainingCall:
+    @property
+    def num_norms(self) -> int:
+        return 1 + _programs[self.programs[0]].normalizes_residual
+
+    def _training(self, tensors: Tensors, saves_states: bool) -> TrainingCall:
         (name,), (split, num_states) = self.programs, self.counts
         inputs, program = tensors[:split], _programs[name]
         number = inputs[0].numel() / inputs[0].shape[2]
         call = TrainingCall(
             program,
             execution_of(name, inputs),
-            statistics,
+            tensors[-self.num_norms :],
             number,
             num_states=num_states,
             saves_states=saves_states,

@@ -12,11 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spikefuse.block.definition import CORRECTION, NORM_VALUES, NormedNeuron, with_batch_norm
+from spikefuse.block.definition import (
+    SCALES,
+    NormedNeuron,
+    value_names,
+    with_batch_norm,
+)
 from spikefuse.neurons.definition import Definition, with_outputs
 from spikefuse.scan.program import kinds_of, prepare
 
 _kind = attrgetter("ndim")
+# The values whose gradients are always summed.
+_SUMMED = ("shift", *SCALES)
 
 
 class Sums(NamedTuple):
@@ -34,6 +41,7 @@ class BlockProgram:
         name: of the program.
         binary: for each output, whether all its values are sure to be 0 or 1.
         by_batch: whether the norm uses the statistics of the batch.
+        normalizes_residual: whether the residual has a norm of its own.
         rebuilds: whether backward can do without saved states.
         scalars: the values of its float parameters.
         floats: the names of these, without "neuron.".
@@ -46,6 +54,7 @@ class BlockProgram:
     binary: tuple[bool, ...]
     num_states: int
     by_batch: bool
+    normalizes_residual: bool
     rebuilds: bool
     scalars: list[float]
     floats: tuple[str, ...]
@@ -61,9 +70,9 @@ class BlockProgram:
 
     @cached_property
     def params(self) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-        """Put tensor parameters in the program's order. They are `NORM_VALUES`, with the statistics
-        of the batch `CORRECTION`, and the neuron's tensors."""
-        norm = (*NORM_VALUES, *CORRECTION) if self.by_batch else NORM_VALUES
+        """Put tensor parameters in the program's order. They are those of `value_names`, and the
+        neuron's tensors."""
+        norm = value_names(self.normalizes_residual, self.by_batch)
         names = (*norm, *(f"neuron.{name}" for name in self.own))
         return itemgetter(*map(names.index, self.tensors))
 
@@ -74,7 +83,7 @@ class BlockProgram:
         if sums is None:
             own = iter(key)
             needed = tuple(
-                [name in NORM_VALUES[1:] or (name.startswith("neuron.") and next(own))
+                [name in _SUMMED or (name.startswith("neuron.") and next(own))
                  for name in self.tensors]
             )  # fmt: skip
             sums = self._sums[key] = Sums(needed, tuple(compress(self.tensors, needed)))
@@ -87,16 +96,17 @@ def block_program(
     has_residual: bool,
     by_batch: bool,
     outputs: tuple[str, ...] = (),
+    normalizes_residual: bool = False,
 ) -> tuple[BlockProgram, list[Tensor]]:
     """The program of a neuron behind a norm, and the neuron's tensors that it reads; see
     `Request.outputs`."""
     description = neuron.description()
     values = description.values()
     kinds = map(_kind, filter(torch.is_tensor, values.values()))
-    key = "block", backend, has_residual, by_batch, outputs, *kinds
+    key = "block", backend, has_residual, by_batch, outputs, normalizes_residual, *kinds
     program = description.notes.get(key)
     if program is None:
-        norm = (torch.zeros(1),) * 3
+        norm = (torch.zeros(1),) * len(value_names(normalizes_residual, by_batch=False))
         definition = with_batch_norm(neuron, norm, has_residual, by_batch)
         program = description.notes[key] = _make(with_outputs(definition, outputs), backend)
     own: list[Any] = list(map(values.__getitem__, program.own))
@@ -115,6 +125,7 @@ def _make(definition: NormedNeuron, backend: str) -> BlockProgram:
         binary=compiled.step.binary,
         num_states=len(compiled.step.states),
         by_batch=definition.by_batch,
+        normalizes_residual=definition.normalizes_residual,
         rebuilds=compiled.rebuilds,
         scalars=list(floats.values()),
         floats=tuple(label.removeprefix("neuron.") for label in floats),

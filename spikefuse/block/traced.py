@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.batch_norm import momentum_of, running_of
-from spikefuse.block.block import scan
+from spikefuse.block.block import can_normalize_residual, scan
 from spikefuse.kernels.norm import by_batch, update_running_stats
 from spikefuse.nn.call import Scan, active
 from spikefuse.nn.neuron import DTYPES, Neuron
@@ -27,6 +27,7 @@ class TracedNorm:
 
     Attributes:
         x: what the norm reads, `[T*B, C, ...]`.
+        read: x, and with a residual what that is computed from, too.
         statistics: mean and inverse deviation of the batch; None with running statistics.
         pending: the calls that no neuron has read yet.
     """
@@ -39,13 +40,23 @@ class TracedNorm:
         pending: list[TracedNorm],
     ) -> None:
         self.norm, self.x, self.statistics, self.pending = norm, x, statistics, pending
+        self.read: tuple[Tensor, ...] = (x,)
         self.residual: Tensor | None = None
+        self.of_residual: TracedNorm | None = None
         self.origin, self.grad = self, torch.is_grad_enabled()
 
     def block(self, neuron: Neuron) -> tuple[Scan, tuple[Tensor, ...]]:
-        self.pending[:] = [call for call in self.pending if call is not self.origin]
-        inputs = (self.x,) if self.residual is None else (self.x, self.residual)
-        return partial(scan, self.norm, neuron, None), inputs
+        run, other = partial(scan, self.norm, neuron, None), self.of_residual
+        self._is_read(self.origin)
+        if self.residual is None:
+            return run, (self.x,)
+        if other is None or not any(pending is other for pending in self.pending):
+            return run, (self.x, self.residual)
+        self._is_read(other)
+        return partial(run, residual_norm=other.norm), (self.x, other.x)
+
+    def _is_read(self, read: TracedNorm) -> None:
+        self.pending[:] = [call for call in self.pending if call is not read]
 
     def can_fuse(self, neuron: Neuron) -> bool:
         call = active.call
@@ -57,7 +68,8 @@ class TracedNorm:
             and any(pending is self.origin for pending in self.pending)
         )
 
-    def extended(self, other: Any) -> TracedNorm | None:
+    def extended(self, other: Any, norms: list[TracedNorm]) -> TracedNorm | None:
+        """The sum with a residual, which is the result of one of `norms`, if there are any."""
         x = self.x
         if (
             self.residual is not None
@@ -67,6 +79,11 @@ class TracedNorm:
             return None
         call = TracedNorm(self.norm, x, self.statistics, self.pending)
         call.residual, call.origin, call.grad = other, self.origin, self.grad
+        call.read = x, other
+        for norm in norms:
+            fits = norm.residual is None and norm.grad == self.grad and norm is not self
+            if fits and can_normalize_residual(self.norm, norm.norm):
+                call.of_residual, call.read = norm, (x, other, norm.x)
         return call
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spikefuse.block.definition import NORM_VALUES
+from spikefuse.block.definition import SCALES
 from spikefuse.block.program import BlockProgram
 from spikefuse.kernels.norm import gradient_sums
 from spikefuse.scan import state_passing
@@ -46,8 +46,8 @@ from spikefuse.scan.state_passing import (
 
 
 class BlockTensors(NamedTuple):
-    """The tensors that a block's arguments are made of, the weight of the norm excepted: the
-    statistics contain it."""
+    """The tensors that a block's arguments are made of, the weights of norms excepted: the
+    statistics contain them."""
 
     inputs: Tensors
     states: Tensors
@@ -56,17 +56,17 @@ class BlockTensors(NamedTuple):
 
 
 #: Gradients of the needed inputs, of all initial states, of the neuron's own tensors (None where
-#: not needed), and of weight and shift.
-BlockGradients = tuple[list[Tensor], list[Tensor], list[Tensor | None], tuple[Tensor, Tensor]]
+#: not needed), and of the shift and the weight of each norm.
+BlockGradients = tuple[list[Tensor], list[Tensor], list[Tensor | None], list[Tensor]]
 
 
 class TrainingCall(Call):
     """A block in training. Its tensors are the inputs, the initial states, the neuron's own, the
-    shift, and the weight of the norm if it has one.
+    shift, and the weights of the norms that have one.
 
     Args:
         execution: of the whole batch.
-        statistics: `[4, C]`, see `spikefuse.kernels.norm.statistics`.
+        statistics: of each norm `[4, C]`, see `spikefuse.kernels.norm.statistics`.
         number: values per channel, of all processes.
         collectives: over which the statistics were taken.
 
@@ -80,7 +80,7 @@ class TrainingCall(Call):
         self,
         program: BlockProgram,
         execution: Execution,
-        statistics: Tensor,
+        statistics: Tensors,
         number: float | Tensor,
         collectives: Collectives | None = None,
         num_states: int = 0,
@@ -93,14 +93,15 @@ class TrainingCall(Call):
         self.statistics, self.number, self.collectives = statistics, number, collectives
         self.passing, self.wants_bits, self.saves_states = passing, wants_bits, saves_states
         self.rebuilds = not saves_states and execution.num_saved > 0
-        self._mean_and_scale = statistics[0], statistics[1]
+        self._means_and_scales = [row for s in statistics for row in (s[0], s[1])]
         self.read, self._split = _places(*self.counts, len(program.own))
 
     def arguments_of(self, tensors: BlockTensors, correction: Tensors = ()) -> Arguments:
         """The arguments of the program; only the second backward pass reads the `correction`."""
-        mean, scale = self._mean_and_scale
-        norm = mean, scale, tensors.shift, *(correction or (mean, mean))
-        params = self.program.params((*norm, *tensors.own))
+        mean, scale, *residual = self._means_and_scales
+        norm = mean, scale, tensors.shift, *residual
+        correction = correction or [mean] * len(self._means_and_scales)
+        params = self.program.params((*norm, *correction, *tensors.own))
         return Arguments(tensors.inputs, tensors.states, params, self.scalars)
 
     def forward(self, tensors: Tensors, save: bool, final: bool) -> tuple[Tensors, Tensors]:
@@ -127,22 +128,22 @@ class TrainingCall(Call):
         num_outputs, dtype = len(self.program.binary), block.shift.dtype
         incoming = Incoming(grads[:num_outputs], grads[num_outputs:])
         differentiate = self._differentiate if self.passing is WHOLE else self._differentiate_parts
-        inputs, states, own, (weight, shift) = differentiate(block, saved, incoming, needs)
+        inputs, states, own, norm = differentiate(block, saved, incoming, needs)
         if dtype is not torch.float32:
-            weight, shift = weight.to(dtype), shift.to(dtype)
-        norm = compress((shift, weight), needed[self.read.stop - 1 :])
+            norm = [grad.to(dtype) for grad in norm]
+        norm = [*compress(norm, needed[self.read.stop - 1 :])]
         return [*inputs, *compress(states, for_states), *filter(torch.is_tensor, own), *norm]
 
     def _differentiate(
         self, tensors: BlockTensors, saved: Tensors, incoming: Incoming, needs: Needs
     ) -> BlockGradients:
         """Both passes of backward. `needs.params` are those of the neuron's own tensors."""
-        execution, x = self.execution, tensors.inputs[0]
+        execution, xs = self.execution, tensors.inputs
         if self.rebuilds:
             saved = execution.new_saved()
         # If the correction is added later, the first pass also writes the gradients of the inputs,
         # as if the statistics were constants.
-        adds = self._adds_correction(needs.inputs, x)
+        adds = self._adds_correction(needs.inputs, xs)
         arguments = self.arguments_of(tensors, self._no_correction if adds else ())
         part = MicrobatchScan(None, execution, arguments, saved)
         found = self.reduce(part, incoming, needs.params, needs.inputs if adds else None)
@@ -150,7 +151,7 @@ class TrainingCall(Call):
         correction, norm = self.correct(self.totals(execution, sums))
         inputs = found.inputs
         if adds:
-            self._add_correction(inputs[0], x, correction, execution)
+            self._add_correction(inputs, xs, correction, execution)
         elif True in needs.inputs:
             inputs = self.write(part, incoming, needs.inputs, (tensors, correction))
         own = self.own_gradients(execution, sums, tensors.own)
@@ -162,7 +163,7 @@ class TrainingCall(Call):
         """`_differentiate` over microbatches, whose states other processes send."""
         parts = state_passing.split(self.passing, self.program.name, self.arguments_of(tensors))
         parts = state_passing.restored(parts, saved, self.microbatches)
-        totals: list[Tensor] = []
+        totals: list[list[Tensor]] = []
         by_own: list[list[Tensor | None]] = []
 
         def compute(i: int, ends: list[Tensor]) -> ScanGradients:
@@ -176,7 +177,9 @@ class TrainingCall(Call):
             sums = self.named(gradients, needs.params)
             totals.append(self.totals(part.execution, sums))
             by_own.append(self.own_gradients(part.execution, sums, tensors.own))
-        correction, norm = self.correct(reduce(add, totals))
+        correction, norm = self.correct(
+            [reduce(add, of_norm) for of_norm in zip(*totals, strict=True)]
+        )
         inputs: list[Tensor] = []
         if True in needs.inputs:
             inputs = self.execution.new_gradients(Needs(needs.inputs, False, ())).inputs
@@ -209,28 +212,31 @@ class TrainingCall(Call):
             norm_triton.compile_gradient_sums(place, execution.device)
 
     @property
-    def _no_correction(self) -> tuple[Tensor, Tensor]:
-        zero = torch.zeros_like(self.statistics[0])
-        return zero, zero
+    def _no_correction(self) -> list[Tensor]:
+        return [torch.zeros_like(self.statistics[0][0])] * len(self._means_and_scales)
 
-    def _adds_correction(self, needs_inputs: Sequence[bool], x: Tensor) -> bool:
+    def _adds_correction(self, needs_inputs: Sequence[bool], xs: Tensors) -> bool:
         """Whether a scan leaves the correction to `_add_correction`. In half precision, the
         gradient before it would be rounded."""
-        return self.program.adds_correction and needs_inputs[0] and x.dtype is torch.float32
+        return self.program.adds_correction and all(
+            needed and x.dtype is torch.float32
+            for needed, x, _ in zip(needs_inputs, xs, self.statistics, strict=False)
+        )
 
     def _add_correction(
-        self, grad: Tensor, x: Tensor, correction: Tensors, execution: Execution
+        self, grads: Tensors, xs: Tensors, correction: Tensors, execution: Execution
     ) -> None:
         # Only a process with Numba kernels imports Numba.
         from spikefuse.kernels.norm_numba import add_correction
 
-        layout, mean = execution.layout, self._mean_and_scale[0]
-        x, written = layout.conform(x), layout.conform(grad)
-        strides = *layout.strides(x), *layout.strides(written)
-        grouping = layout.inner, layout.channel_inner
-        add_correction(x, written, strides, grouping, (mean, correction[0], correction[1]))
-        if written is not grad:
-            grad.copy_(written)
+        layout = execution.layout
+        for i, (mean, *_) in enumerate(self.statistics):
+            x, written = layout.conform(xs[i]), layout.conform(grads[i])
+            strides = *layout.strides(x), *layout.strides(written)
+            grouping, coefficients = (layout.inner, layout.channel_inner), correction[2 * i :]
+            add_correction(x, written, strides, grouping, (mean, *coefficients[:2]))
+            if written is not grads[i]:
+                grads[i].copy_(written)
 
     def reduce(
         self,
@@ -253,7 +259,7 @@ class TrainingCall(Call):
         part: MicrobatchScan,
         incoming: Incoming,
         needs_inputs: Sequence[bool],
-        values: tuple[BlockTensors, tuple[Tensor, Tensor]],
+        values: tuple[BlockTensors, Tensors],
         into: list[Tensor] | None = None,
         rebuild: bool = False,
     ) -> list[Tensor]:
@@ -262,8 +268,8 @@ class TrainingCall(Call):
         Args:
             values: the block's tensors, of which only the parameters are read, and the correction.
         """
-        (tensors, correction), x = values, part.arguments.inputs[0]
-        adds = self._adds_correction(needs_inputs, x)
+        tensors, correction = values
+        adds = self._adds_correction(needs_inputs, part.arguments.inputs)
         params = self.arguments_of(tensors, self._no_correction if adds else correction).params
         (inputs, states, _, scalars), execution = part.arguments, part.execution
         arguments = Arguments(inputs, states, params, scalars)
@@ -274,29 +280,36 @@ class TrainingCall(Call):
         variant = REBUILD if rebuild else PLAIN
         execution.backward(arguments, part.saved, incoming, gradients, variant)
         if adds:
-            self._add_correction(gradients.inputs[0], x, correction, execution)
+            self._add_correction(gradients.inputs, inputs, correction, execution)
         return gradients.inputs
 
     def named(self, gradients: ScanGradients, needs_own: Sequence[bool]) -> dict[str, Tensor]:
         """The sums of the first pass, by the tensor whose gradient they make."""
         return dict(zip(self.program.sums(needs_own).names, gradients.params, strict=True))
 
-    def totals(self, execution: Execution, sums: Mapping[str, Tensor]) -> Tensor:
-        """The result of `gradient_sums` for the sums of a first pass."""
-        _, scale, shift = NORM_VALUES
-        place = execution.layout.by_channel(len(sums[scale]))
-        backend = self.program.backend
+    def totals(self, execution: Execution, sums: Mapping[str, Tensor]) -> list[Tensor]:
+        """The results of `gradient_sums` for the sums of a first pass, of each norm."""
+        shift, backend = sums["shift"], self.program.backend
+        place = execution.layout.by_channel(len(shift))
         number = self.number if isinstance(self.number, float) else 1.0
-        return gradient_sums(sums[scale], sums[shift], self.statistics, place, number, backend)
+        return [
+            gradient_sums(sums[scale], shift, statistics, place, number, backend)
+            for scale, statistics in zip(SCALES, self.statistics, strict=False)
+        ]
 
-    def correct(self, totals: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """The correction (offset, slope), and the gradients of the weight and the shift."""
-        if self.collectives is not None:
-            everywhere = totals[:2]  # changed in place
-            self.collectives.sum(everywhere)
-            everywhere /= self.number
-        offset, slope, by_weight, by_shift = totals.unbind(0)
-        return (offset, slope), (by_weight, by_shift)
+    def correct(self, totals: Tensors) -> tuple[list[Tensor], list[Tensor]]:
+        """The corrections (offset and slope of each norm), and the gradients of the shift and the
+        weights."""
+        corrections, weights = [], []
+        for total in totals:
+            if self.collectives is not None:
+                everywhere = total[:2]  # changed in place
+                self.collectives.sum(everywhere)
+                everywhere /= self.number
+            offset, slope, by_weight, by_shift = total.unbind(0)
+            corrections += [offset, slope]
+            weights.append(by_weight)
+        return corrections, [by_shift, *weights]
 
     def own_gradients(
         self, execution: Execution, sums: Mapping[str, Tensor], own: Tensors
@@ -316,5 +329,5 @@ def _places(num_inputs: int, num_states: int, num_own: int) -> tuple[slice, item
     """Where the tensors of a block are that backward reads, and those of `BlockTensors`."""
     end, last = num_inputs + num_states, num_inputs + num_states + num_own
     places = slice(num_inputs), slice(num_inputs, end), last, slice(end, last)
-    # The statistics contain the weight, which comes last.
+    # The statistics contain the weights, which come last.
     return slice(last + 1), itemgetter(*places)

@@ -63,7 +63,7 @@ def explain(
     loops = {n: m for n, m in model.named_modules() if isinstance(m, Feedback) and n in call.layers}
     called: set[nn.Module | None] = {*event_layers.values(), *call.recomputed}
     called |= {m.neuron for m in loops.values()}
-    called |= {m for scan in call.scans for m in (scan.neuron, scan.norm)}
+    called |= {m for scan in call.scans for m in (scan.neuron, *scan.norms)}
     called |= {m.neuron for m in event_layers.values()}
     ours = called.union(*(m.modules() for m in neurons.values()))
     leaves = [m for m in model.modules() if not any(m.children())]
@@ -192,10 +192,11 @@ def _layer(scan: NeuronScan, time: bool | None) -> Layer:
 @torch.no_grad()
 def _program_name(scan: NeuronScan) -> str:
     request, backend = scan.request, scan.request.backend
-    if scan.norm is None:
+    if not scan.norms:
         return choose(scan.neuron, backend, request.inputs[0], request.outputs).name
-    has_residual, batch = len(request.inputs) > 1, by_batch(scan.norm)
-    return block_program(scan.neuron, backend, has_residual, batch, request.outputs)[0].name
+    has_residual, batch = len(request.inputs) > 1, by_batch(scan.norms[0])
+    options = has_residual, batch, request.outputs, len(scan.norms) > 1
+    return block_program(scan.neuron, backend, *options)[0].name
 
 
 def _forward_backward(scan: NeuronScan) -> None:
@@ -211,9 +212,9 @@ def _bytes_moved(scan: NeuronScan) -> int:
     """Return the bytes that must move; batch statistics take one more pass in each direction."""
     inputs = scan.request.inputs
     outputs, leaves = scan.forward()
-    twice = scan.norm is not None and by_batch(scan.norm)
+    twice = [x for norm, x in zip(scan.norms, inputs, strict=False) if by_batch(norm)]
     once = sum(map(num_bytes, (*inputs, *outputs)))
-    forward = once + (num_bytes(inputs[0]) if twice else 0)
+    forward = once + sum(map(num_bytes, twice))
     if not leaves:
         return forward
     gradients = sum(x.nbytes for x in inputs if x.requires_grad)
@@ -223,7 +224,7 @@ def _bytes_moved(scan: NeuronScan) -> int:
 def _copied_inputs(scan: NeuronScan) -> Iterator[str]:
     """Yield a note for every input that kernels cannot read in place."""
     inputs = scan.request.inputs
-    labels = type(scan.neuron).input_names if scan.norm is None else NAMES
+    labels = NAMES if scan.norms else type(scan.neuron).input_names
     layout = layout_of([(x.shape, x.stride()) for x in inputs])
     for i, (name, x) in enumerate(zip(labels, inputs, strict=False)):
         if outer_stride(x.shape, x.stride(), layout.order, layout.inner) is None:

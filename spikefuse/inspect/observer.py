@@ -39,6 +39,7 @@ class NeuronScan:
     Attributes:
         name: the neuron's qualified name in the model.
         owner: the module that ran: the neuron, or the recurrent layer around it.
+        norms: of the input, and of the residual if it has one; none for a neuron alone.
         request: the inputs `[T, B, ...]` and the state as leaves, and the implementation that ran.
         memory: the policy in effect.
         reason: why it ran on the reference, or "".
@@ -48,7 +49,7 @@ class NeuronScan:
     name: str
     neuron: Neuron
     owner: Neuron | Recurrent
-    norm: _BatchNorm | None
+    norms: tuple[_BatchNorm, ...]
     request: Request
     memory: Policy
     reason: str
@@ -56,14 +57,15 @@ class NeuronScan:
 
     @property
     def module(self) -> str:
-        norm = [type(self.norm).__name__] if self.norm else []
-        residual = ["residual"] if self.norm and len(self.request.inputs) > 1 else []
+        norms = [type(norm).__name__ for norm in self.norms]
+        if len(norms) == 1 and len(self.request.inputs) > 1:
+            norms.append("residual")
         layer = [type(self.owner).__name__] if self.owner is not self.neuron else []
-        return " + ".join([*norm, *residual, *layer, type(self.neuron).__name__])
+        return " + ".join([*norms, *layer, type(self.neuron).__name__])
 
     def tensors(self) -> list[Tensor]:
         """Return the parameters and buffers."""
-        modules = [m for m in (self.owner, self.norm) if m is not None]
+        modules = self.owner, *self.norms
         return [x for m in modules for x in (*m.parameters(), *m.buffers())]
 
     def forward(
@@ -81,21 +83,25 @@ class NeuronScan:
         leaves = [x for x in (*inputs, *(state or ()), *self.tensors()) if x.requires_grad]
         with torch.set_grad_enabled(self.grad):
             if eager:
-                inputs = inputs if self.norm is None else (_normalize(self.norm, *inputs),)
+                inputs = (_normalized(self.norms, inputs),) if self.norms else inputs
                 request = request._replace(backend="reference")
             request = request._replace(inputs=inputs, state=state)
-            if eager or self.norm is None:
+            if eager or not self.norms:
                 outputs, _ = self.owner._scan(request)
             else:
-                outputs, _ = block.scan(self.norm, self.neuron, self.memory, request)
+                norm, *of_residual = self.norms
+                outputs, _ = block.scan(norm, self.neuron, self.memory, request, *of_residual)
         return outputs, leaves if any(y.requires_grad for y in outputs) else []
 
 
-def _normalize(norm: _BatchNorm, x: Tensor, *residual: Tensor) -> Tensor:
-    batch, affine = by_batch(norm), (norm.weight, norm.bias)
-    running = (None, None) if batch else (norm.running_mean, norm.running_var)
-    y = nn.functional.batch_norm(x.flatten(0, 1), *running, *affine, batch, eps=norm.eps)
-    return sum(residual, y.unflatten(0, x.shape[:2]))
+def _normalized(norms: Iterable[_BatchNorm], inputs: tuple[Tensor, ...]) -> Tensor:
+    values = list(inputs)
+    for i, norm in enumerate(norms):
+        batch, affine, x = by_batch(norm), (norm.weight, norm.bias), values[i]
+        running = (None, None) if batch else (norm.running_mean, norm.running_var)
+        y = nn.functional.batch_norm(x.flatten(0, 1), *running, *affine, batch, eps=norm.eps)
+        values[i] = y.unflatten(0, x.shape[:2])
+    return sum(values[1:], values[0])
 
 
 # Module hooks are global, so one thread observes at a time.
@@ -201,13 +207,15 @@ class CallObserver(ModuleObserver):
                 reason = f"not compiled, which a call raises as an error: {error}"
                 results = super().scan(neuron, scan, request._replace(backend=backend))
             state = None if request.state is None else tuple(map(leaf, request.state))
-            # A block passes a partial of `block.scan` on (norm, neuron, memory).
-            norm, memory = scan.args[::2] if isinstance(scan, functools.partial) else (None, None)
+            norms, memory = [], None
+            if isinstance(scan, functools.partial):  # `block.scan` on (norm, neuron, memory)
+                norm, _, memory = scan.args
+                norms = [norm, *scan.keywords.values()]  # `residual_norm`
             recorded = NeuronScan(
                 name=self.names.get(neuron, OUTSIDE),
                 neuron=neuron,
                 owner=owner,
-                norm=None if norm is None else original(norm),
+                norms=tuple(map(original, norms)),
                 request=Request(
                     tuple(map(leaf, request.inputs)),
                     state,

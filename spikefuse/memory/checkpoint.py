@@ -153,7 +153,8 @@ class _Run(Store):
 
     def forward(self) -> tuple[Tensor, ...]:
         for called in self.segments.blocks.values():
-            outcomes[called.norm] = Outcome(called.neuron, len(called.inputs) > 1)
+            for norm in called.norms:
+                outcomes[norm] = Outcome(called.neuron, len(called.inputs) > 1)
         with self.autocast():
             for segment in self.segments:
                 target = segment.target
@@ -228,27 +229,31 @@ class _Run(Store):
         self.states[segment] = self._exchange(memory, microbatches, run)
 
     def _run_block(self, segment: Segment, called: BlockCall) -> None:
-        microbatches = self.microbatches[segment.target]
+        microbatches, normed = self.microbatches[segment.target], len(called.norms)
         first: list[Sequence[Tensor]] = []
         if len(microbatches) == 1:
             first = [Values(self, segment, microbatches[0]).sequences(called.inputs)]
-            x = first[0][0]
+            xs = list(first[0][:normed])
         else:
-            x = self._whole_batch(segment, called.inputs[0])
-        block.check_norm(called.norm, called.neuron, x, alone=self.passing.statistics is None)
+            xs = [self._whole_batch(segment, node) for node in called.inputs[:normed]]
+        x = xs[0]
+        block.check_norm(called.norms[0], called.neuron, x, alone=self.passing.statistics is None)
         program, own = self.program(called, x)
         if len(program.binary) != 1:
             raise multiple_outputs_error(segment)
-        request = Request((x,) * len(called.inputs), final=self._sends, passing=self.passing)
+        # What is not normalized is like x.
+        inputs = (*xs, x)[: len(called.inputs)]
+        request = Request(inputs, final=self._sends, passing=self.passing)
         plan = block.Plan(program, execution_of(program.name, request.inputs))
-        call = block.training_call(called.norm, plan, request, not program.rebuilds)
+        call = block.training_call(called.norms, plan, request, not program.rebuilds)
         self.calls[segment] = call
-        shift = shift_of(called.norm, x)
+        shift = shift_of(called.norms, x)
 
         def run(microbatch: Microbatch, states: list[Tensor]) -> Sequence[Tensor]:
             values = Values(self, segment, microbatch)
-            piece = x[:, slice(*microbatch)]
-            inputs = first.pop() if first else (piece, *values.sequences(called.inputs[1:], piece))
+            pieces = [x[:, slice(*microbatch)] for x in xs]
+            others = [] if first else values.sequences(called.inputs[normed:], pieces[0])
+            inputs = first.pop() if first else (*pieces, *others)
             names = block.NAMES[: len(inputs)]
             neuron.check(called.neuron, names, tuple(inputs), None, program.backend)
             op.check(program.backend, inputs[0])
@@ -307,7 +312,8 @@ class _Run(Store):
 
     def program(self, called: BlockCall, x: Tensor) -> tuple[BlockProgram, list[Tensor]]:
         backend = neuron.backend_of((x,), self.impl)
-        return block_program(called.neuron, backend, len(called.inputs) > 1, True)
+        kinds = len(called.inputs) > 1, True, (), len(called.norms) > 1
+        return block_program(called.neuron, backend, *kinds)
 
     def _save(self, target: fx.Node, microbatch: Microbatch, y: Tensor) -> None:
         value = self.spikes.pack(self.stored(target, y))
@@ -387,8 +393,8 @@ class _Run(Store):
         """Run both passes of a block's backward by microbatches."""
         call, states = self.calls.pop(segment), self.states.pop(segment)
         microbatches = grad.microbatches
-        own = self.program(called, call.statistics)[1]
-        shift = shift_of(called.norm, call.statistics).detach()
+        own = self.program(called, call.statistics[0])[1]
+        shift = shift_of(called.norms, call.statistics[0]).detach()
         tensors = BlockTensors((), (), shift, [tensor.detach() for tensor in own])
         needs_own = [tensor.requires_grad for tensor in own]
         sums: dict[str, Tensor] = {}
@@ -409,9 +415,11 @@ class _Run(Store):
             return recomputed.reduce(grad.get(microbatch), ends, needs_own, sums)
 
         ends = self._exchange(memory, microbatches, reduce, backward=True)
-        correction, by_norm = call.correct(call.totals(call.execution, sums))
-        results = (called.norm.weight, called.norm.bias, *own)
-        by_result = (*by_norm, *call.own_gradients(call.execution, sums, own))
+        correction, (by_shift, *by_weight) = call.correct(call.totals(call.execution, sums))
+        norms = called.norms
+        results = (*(norm.bias for norm in norms), *(norm.weight for norm in norms), *own)
+        by_own = call.own_gradients(call.execution, sums, own)
+        by_result = (*[by_shift] * len(norms), *by_weight, *by_own)
         pairs = [(y, g) for y, g in zip(results, by_result, strict=True) if y is not None]
         parameters = _learned(called.modules)
         self.add(parameters, gradients(pairs, parameters))

@@ -123,7 +123,7 @@ class RecomputedBlock:
         return results.states
 
     def write(
-        self, grad: Tensor | None, grad_finals: Sequence[Tensor], correction: tuple[Tensor, Tensor]
+        self, grad: Tensor | None, grad_finals: Sequence[Tensor], correction: Sequence[Tensor]
     ) -> Gradients:
         """Run the second pass: return gradients of the inputs, None where not needed."""
         needs = [x.requires_grad for x in self.inputs]

@@ -19,7 +19,7 @@ from torch.nn.modules import pooling
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.batch_norm import NORMS, RankedNorm
-from spikefuse.block.block import NAMES, Block, scan
+from spikefuse.block.block import NAMES, Block, can_normalize_residual, scan
 from spikefuse.block.fused_norm import FusedNorm
 from spikefuse.kernels.norm import by_batch
 from spikefuse.memory.tracing import (
@@ -39,15 +39,19 @@ _ADDS = (operator.add, torch.add, "add", "add_")
 
 @dataclass(frozen=True)
 class BlockCall:
-    """A call of a norm and a neuron as one block, on (x,) or (x, residual)."""
+    """A call of a norm and a neuron as one block, on (x,) or (x, residual).
 
-    norm: _BatchNorm
+    Attributes:
+        norms: of x, and of the residual if it has one.
+    """
+
+    norms: tuple[_BatchNorm, ...]
     neuron: Neuron
     inputs: tuple[fx.Node, ...]
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        return self.norm, self.neuron
+        return *self.norms, self.neuron
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,7 @@ class Segments:
             module = self.called.get(node)
             if isinstance(module, Block) and not has_hooks(module):
                 inputs = _bound(node, NAMES)
-                blocks[node] = BlockCall(module.norm, module.neuron, inputs)
+                blocks[node] = BlockCall((module.norm,), module.neuron, inputs)
             elif isinstance(module, FusedNorm) and calls[module] == 1 and not has_hooks(module):
                 self._join(node, module, calls, varying, blocks)
         for node in blocks:
@@ -198,7 +202,8 @@ class Segments:
         varying: set[fx.Node],
         blocks: dict[fx.Node, BlockCall],
     ) -> None:
-        """Fuse the norm at `node`, an optional sum, and the only neuron that reads the result."""
+        """Fuse the norm at `node`, an optional sum with a residual, which may have a norm of its
+        own, and the only neuron that reads the result."""
         last, residual, between = node, None, []
         while len(last.users) == 1:
             (user,) = last.users
@@ -222,20 +227,34 @@ class Segments:
             or len(type(neuron).input_names) != 1
         ):
             return
-        (x,) = node.all_input_nodes
-        inputs = (x,) if residual is None else (x, residual)
-        user.args = inputs
-        for old in (*reversed(between), node):
+        norms, inputs, removed = [norm], node.all_input_nodes, [*reversed(between), node]
+        if residual is not None:
+            module = self.called.get(residual)
+            if (
+                isinstance(module, FusedNorm)
+                and (calls[module], len(residual.users)) == (1, 1)
+                and (len(residual.args), len(residual.kwargs)) == (1, 0)
+                and not has_hooks(module)
+                and can_normalize_residual(norm, module)
+            ):
+                norms.append(module)
+                removed.append(residual)
+                (residual,) = residual.all_input_nodes
+            inputs.append(residual)
+        user.args = tuple(inputs)
+        for old in removed:
             self.graph.erase_node(old)
             self.called.pop(old, None)
-        blocks[user] = BlockCall(norm, neuron, inputs)
+        blocks[user] = BlockCall(tuple(norms), neuron, tuple(inputs))
 
     def neuron(self, node: fx.Node) -> NeuronCall | None:
         """Return the call of a neuron at a node, or None."""
         module, block = self.called.get(node), self.blocks.get(node)
         if block is not None:
-            norm, neuron = block.norm, block.neuron
+            (norm, *of_residual), neuron = block.norms, block.neuron
             call = partial(scan, norm, neuron, None)
+            if of_residual:
+                call = partial(call, residual_norm=of_residual[0])
             return NeuronCall(call, len(type(neuron).states), block.modules, block.inputs)
         if not isinstance(module, Neuron) or not self._fires(node):
             return None
@@ -280,7 +299,7 @@ class Segments:
                 reshaped.add(target)
             by_sample = recomputed and reshaped.isdisjoint(read) and not any(map(self.mixes, inner))
             block = self.blocks.get(target)
-            block = block if block is not None and by_batch(block.norm) else None
+            block = block if block is not None and by_batch(block.norms[0]) else None
             neuron = self.neuron(target) if block is None else None
             parameters = self._parameters(inner, varying)
             yield Segment(target, read, parameters, recomputed, by_sample, block, neuron)
@@ -293,7 +312,8 @@ class Segments:
             node = left.pop()
             value = self.attribute(node) if node.op == "get_attr" else self.called.get(node)
             if node in self.blocks:
-                parameters |= dict.fromkeys(self.blocks[node].norm.parameters())
+                norms = self.blocks[node].norms
+                parameters |= {p: None for norm in norms for p in norm.parameters()}
             if isinstance(value, nn.Parameter):
                 parameters[value] = None
             elif isinstance(value, nn.Module):

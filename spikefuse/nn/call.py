@@ -150,7 +150,8 @@ class NotingSums(TorchFunctionMode):
             # Of two norms the one called last is fused.
             for value, norm in reversed(sums):
                 if value is args[0] or value is args[1]:
-                    extended = norm.extended(args[1] if value is args[0] else args[0])
+                    other = args[1] if value is args[0] else args[0]
+                    extended = norm.extended(other, [n for v, n in sums if v is other])
                     if extended is not None:
                         sums.append((y, extended))
                     break
@@ -163,9 +164,7 @@ class NotingSums(TorchFunctionMode):
             self.call.sums = [
                 (value, norm)
                 for value, norm in sums
-                if not any(
-                    value is x or (changes and (norm.x is x or norm.residual is x)) for x in read
-                )
+                if not any(value is x or (changes and any(x is y for y in norm.read)) for x in read)
             ]
         return y
 

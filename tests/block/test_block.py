@@ -12,9 +12,10 @@ from torch import nn
 
 import spikefuse as sf
 from spikefuse import reference
-from spikefuse.block.block import Block
+from spikefuse.block.block import Block, scan
 from spikefuse.block.definition import with_batch_norm
 from spikefuse.kernels.norm import statistics
+from spikefuse.scan.op import Request
 from spikefuse.testing import DTYPES, LAYOUTS, lay_out, make_input, poisoned, run, within_budget
 from tests.test_exactness import DEFINITIONS, SMOOTH, make
 
@@ -46,18 +47,24 @@ def make_inputs(num_steps, num, dtype=torch.float32, device="cpu", shape=SHAPE, 
 
 def expected_of_step(block, inputs, state, impl):
     """The eager loop with the statistics that the kernels have found."""
-    norm, x = block.norm, inputs[0]
-    if norm.training or norm.running_mean is None:
-        backend = "triton" if impl == "triton" else "numba"
-        mean, scale, _, _ = statistics(x, norm.weight, (None,) * 3, 0.0, norm.eps, backend)
-    else:
-        mean = norm.running_mean
-        scale = torch.rsqrt(norm.running_var + norm.eps)
-        scale = scale if norm.weight is None else scale * norm.weight
-    shift = torch.zeros_like(mean) if norm.bias is None else norm.bias
-    norm = mean, scale.detach(), shift.detach()
-    definition = with_batch_norm(block.neuron, norm, len(inputs) > 1, by_batch=False)
+    values, shifts = [], []
+    for norm, x in zip(norms_of(block), inputs, strict=False):
+        if norm.training or norm.running_mean is None:
+            backend = "triton" if impl == "triton" else "numba"
+            mean, scale, _, _ = statistics(x, norm.weight, (None,) * 3, 0.0, norm.eps, backend)
+        else:
+            mean = norm.running_mean
+            scale = torch.rsqrt(norm.running_var + norm.eps)
+            scale = scale if norm.weight is None else scale * norm.weight
+        values += [mean, scale.detach()]
+        shifts.append(torch.zeros_like(mean) if norm.bias is None else norm.bias.detach())
+    values.insert(2, sum(shifts))
+    definition = with_batch_norm(block.neuron, values, len(inputs) > 1, by_batch=False)
     return reference.scan(definition, inputs, state)
+
+
+def norms_of(block):
+    return [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
 
 def assert_matches(block, inputs, impls, state=None, layouts=LAYOUTS[:1], exact=True):
@@ -177,6 +184,46 @@ def test_steps_repeat_bit_for_bit(backends):
         block(x, impl=backends.impls[0]).sum().backward()
         results.append([x.grad, *(p.grad for p in block.parameters()), *block.norm.buffers()])
     assert all(map(torch.equal, *results))
+
+
+class TwoNorms(nn.Module):
+    """A block whose residual has a norm of its own."""
+
+    def __init__(self, device, **options):
+        super().__init__()
+        block, other = (make_block(device=device, seed=seed, **options) for seed in (3, 6))
+        self.norm, self.residual_norm, self.neuron = block.norm, other.norm, block.neuron
+
+    def forward(self, *inputs, state=None, return_state=False, impl="auto"):
+        run = partial(scan, self.norm, self.neuron, None, residual_norm=self.residual_norm)
+        return self.neuron.call(run, Request(inputs, state, impl, return_state))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_of_the_residual(dtype, training, backends):
+    block = TwoNorms(backends.device)
+    inputs = make_inputs(11, 2, dtype, backends.device)
+    block(*inputs)
+    block.train(training)
+    state = (make_input(SHAPE, device=backends.device, seed=8),)
+    layouts = LAYOUTS if dtype == torch.float32 else LAYOUTS[:1]
+    assert_matches(block, inputs, backends.impls, state, layouts)
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_a_norm_of_a_residual_that_needs_no_gradient(constant, backends):
+    block = TwoNorms(backends.device)
+    x, residual = make_inputs(9, 2, device=backends.device)
+    x, residual = (residual, x) if constant else (x, residual)
+    found = []
+    for impl in (*backends.impls, "reference"):
+        leaf = x.clone().requires_grad_()
+        y = block(leaf, residual, impl=impl)
+        found.append(torch.autograd.grad((y * x).sum(), [leaf, *block.parameters()]))
+    for gradients in found[:-1]:
+        for gradient, expected in zip(gradients, found[-1], strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-3)
 
 
 class WithPotential(nn.Module):

@@ -104,13 +104,14 @@ def test_residual_network(layout):
         torch.randn(4 * b, 3, 6, 6).to(memory_format=layout).unflatten(0, (4, b)) for b in (2, 3, 5)
     ]
     eager = check(Residual(), inputs, graphs)
-    assert len(eager.fusion.fused) == 2
+    assert len(eager.fusion.fused) == 3
     *steps, evaluation = graphs.forward
     assert len(steps) <= 3  # of three batch sizes
     for training in steps:
         assert training.count("spikefuse.block.default") == 2
-        # The others have no readers: one is a residual, one is read by a ReLU.
-        assert sum("native_batch_norm" in target for target in training) == 2
+        # Two are in one block. The last is read by a ReLU.
+        assert training.count("spikefuse.norm_statistics.default") == 3
+        assert sum("native_batch_norm" in target for target in training) == 1
     assert evaluation.count("spikefuse.scan.default") == 2
     assert graphs.backward[0].count("spikefuse.block_backward.default") == 2
 
@@ -280,19 +281,20 @@ def test_recomputed_functions():
 
 
 @pytest.mark.parametrize("neuron", [sf.LIF(), sf.PLIF(channels=6)], ids=lambda n: type(n).__name__)
-@pytest.mark.parametrize("affine", [True, False])
-def test_opcheck(neuron, affine):
+@pytest.mark.parametrize(("affine", "num_norms"), [(True, 1), (False, 1), (True, 2)])
+def test_opcheck(neuron, affine, num_norms):
     inputs = tuple(make_input((20, 2, 6), seed=i).requires_grad_() for i in range(2))
     state = make_input((2, 6), seed=2).requires_grad_()
     request = Request(inputs, (state,), "numba")
-    program = library.traced_program(neuron, has_residual=True, by_batch=True, request=request)
-    weights = [torch.rand(6, requires_grad=True)] if affine else []
+    program = library.traced_program(neuron, True, num_norms == 2, request)
+    weights = [torch.rand(6, requires_grad=True) for _ in range(num_norms)] if affine else []
     shift = torch.rand(6, requires_grad=affine)
-    statistics, _ = torch.ops.spikefuse.norm_statistics(
-        inputs[0].detach(), *(weights or [None]), 1e-5, "numba"
-    )
+    statistics = [
+        torch.ops.spikefuse.norm_statistics(x.detach(), weight, 1e-5, "numba")[0].detach()
+        for x, weight in zip(inputs, weights or [None], strict=False)
+    ]
     own = [t.detach().requires_grad_() for t in program.own]
-    tensors = [*inputs, state, *own, shift, *weights, statistics.detach()]
+    tensors = [*inputs, state, *own, shift, *weights, *statistics]
     call = [program.name], tensors, [2, 1], program.scalars
     torch.library.opcheck(torch.ops.spikefuse.block.default, (*call, True, True))
     needed = [t.requires_grad for t in tensors]

@@ -21,25 +21,27 @@ T = 11
 
 
 class Residual(nn.Module):
-    """Blocks with and without a residual, a norm without a neuron, and learnable neurons."""
+    """Blocks with and without a residual that has a norm, too, a norm without a neuron, and
+    learnable neurons."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), sf.LIF(0.5, 0.4)
         )
-        self.conv, self.norm = nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4, affine=False)
+        self.alone = nn.BatchNorm2d(4, affine=False)
+        self.conv, self.norm = nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4)
         self.short, self.last = nn.BatchNorm2d(4), sf.PLIF(0.6, channels=4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        return self.last(self.norm(self.conv(x)) + self.short(x))
+        return self.last(self.norm(self.conv(x)) + self.short(x)) + 0 * self.alone(x)
 
 
 def make(policy: memory.Policy | None = None) -> sf.Temporal:
     torch.manual_seed(0)
     net = sf.fuse(sf.Temporal(Residual(), policy))
-    assert len(net.fusion.fused) == 3
+    assert len(net.fusion.fused) == 4
     return net
 
 

@@ -79,7 +79,7 @@ def test_evaluation():
 def test_blocks_as_modules():
     block = Block(nn.BatchNorm2d(4), sf.LIF())
     found = list(Segments(nn.Sequential(nn.Conv2d(3, 4, 1), block)))
-    assert [s.block.norm for s in found] == [block.norm]
+    assert [s.block.norms for s in found] == [(block.norm,)]
 
 
 def test_models_are_cut_at_neurons():
