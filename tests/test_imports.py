@@ -104,6 +104,7 @@ ORDER = {
         "bits_numba",
         "bits_triton",
         "bits",
+        "running",
         "norm_numba",
         "norm_triton",
         "norm",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.kernels.norm import Running
+from spikefuse.kernels.running import Running
 from spikefuse.scan.state_passing import Collectives
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -56,16 +56,11 @@ def shift_of(norms: Sequence[_BatchNorm], x: Tensor) -> Tensor:
 def running_of(norm: _BatchNorm) -> Running:
     """The running statistics that a call updates."""
     if not (norm.training and norm.track_running_stats):
-        return None, None, None
-    return norm.running_mean, norm.running_var, norm.num_batches_tracked
-
-
-def momentum_of(norm: _BatchNorm) -> float:
-    momentum = norm.momentum
-    if momentum is not None:
-        return momentum
-    batches = norm.num_batches_tracked
-    return 0.0 if batches is None else 1.0 / (1.0 + batches.item())  # a mean over all batches
+        return Running()
+    batches, momentum = norm.num_batches_tracked, norm.momentum
+    if momentum is None:  # a mean over all batches
+        momentum = 0.0 if batches is None else 1.0 / (1.0 + batches.item())
+    return Running(norm.running_mean, norm.running_var, batches, momentum)
 
 
 def collectives_of(norm: nn.SyncBatchNorm) -> Collectives | None:

@@ -12,22 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse import reference
 from spikefuse.block import library
-from spikefuse.block.batch_norm import (
-    NORMS,
-    collectives_of,
-    momentum_of,
-    running_of,
-    shift_of,
-)
+from spikefuse.block.batch_norm import NORMS, collectives_of, running_of, shift_of
 from spikefuse.block.definition import with_batch_norm
 from spikefuse.block.program import BlockProgram, block_program
 from spikefuse.block.training import TrainingCall
-from spikefuse.kernels.norm import (
-    by_batch,
-    merge_statistics,
-    statistics,
-    update_running_stats,
-)
+from spikefuse.kernels.norm import by_batch, merge_statistics, statistics
+from spikefuse.kernels.running import Running, update_running_stats
 from spikefuse.memory.policies import Policy
 from spikefuse.neurons.definition import Outputs, States, with_outputs
 from spikefuse.nn.call import active, mark_binary, wants_bits
@@ -248,15 +238,15 @@ def training_call(
     number: float | Tensor = count
     for norm, x in zip(norms, request.inputs, strict=False):
         weight, eps, running = norm.weight, norm.eps, running_of(norm)
-        collectives, momentum = passing.statistics, momentum_of(norm)
+        collectives = passing.statistics
         if isinstance(norm, nn.SyncBatchNorm):
             collectives = collectives_of(norm)
         if collectives is None:
-            values = statistics(x, weight, running, momentum, eps, backend)
+            values = statistics(x, weight, running, eps, backend)
         else:
-            own = statistics(x, None, (None, None, None), 0.0, eps, backend)
+            own = statistics(x, None, Running(), eps, backend)
             shares = collectives.gather(torch.cat((own[0], own[3], own.new_full((1,), count))))
-            values, number = merge_statistics(shares, weight, running, momentum, eps, backend)
+            values, number = merge_statistics(shares, weight, running, eps, backend)
         found.append(values)
     num_states = len(request.state or ())
     return TrainingCall(
@@ -306,9 +296,7 @@ def _reference_values(norm: _BatchNorm, x: Tensor) -> tuple[Tensor, tuple[Tensor
         variance, mean = torch.var_mean(x, [0, 1, *range(3, x.ndim)], correction=0)
         number = x.numel() / x.shape[2]
         with torch.no_grad():
-            update_running_stats(
-                running_of(norm), mean, variance * (number / (number - 1)), momentum_of(norm)
-            )
+            update_running_stats(running_of(norm), mean, variance * (number / (number - 1)))
     else:
         assert norm.running_mean is not None and norm.running_var is not None
         mean, variance = norm.running_mean, norm.running_var

@@ -130,14 +130,10 @@ class NormCall:
 
     def check(self, residual: Tensor | None = None, version: int = 0) -> None:
         """Refuse tensors that were changed after the call, and a residual of another version."""
-        if not self.is_unchanged():
+        if list(map(_version, self.read)) != self.versions:
             raise _changed("a tensor that a batch norm reads", self.x)
         if residual is not None and residual._version != version:
             raise _changed("a residual", residual)
-
-    def is_unchanged(self) -> bool:
-        """Whether what the result is computed from is as it was at the call."""
-        return list(map(_version, self.read)) == self.versions
 
     @contextlib.contextmanager
     def modes(self) -> Iterator[None]:
@@ -259,11 +255,12 @@ class DeferredNorm(Deferred, Tensor):
 
     def can_recompute(self) -> bool:
         """Whether what the values are computed from is unchanged."""
-        residual = self.residual
-        if not isinstance(residual, NormCall):
-            unchanged = residual is None or residual._version == self.residual_version
-            return unchanged and self.call.is_unchanged()
-        return residual.is_unchanged() and self.call.is_unchanged()
+        residual, calls = self.residual, [self.call]
+        if isinstance(residual, NormCall):
+            calls.append(residual)
+        elif residual is not None and residual._version != self.residual_version:
+            return False
+        return all(list(map(_version, call.read)) == call.versions for call in calls)
 
     def _read(self, reader: str) -> Tensor:
         """The values, for a reader that may have recorded an edge of autograd's graph to this

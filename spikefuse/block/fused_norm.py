@@ -42,10 +42,14 @@ class FusedNorm(_BatchNorm):
     is_leaf = True
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return traced.normalize(self, input, not self._is_small(input))
         if isinstance(input, DeferredNorm):
             input = materialized(input)
+        # Ranks that share time must agree, and PyTorch has no SyncBatchNorm for CPUs.
+        shares_time = active.call is not None and active.call.passing is not None
+        must_fuse = shares_time or isinstance(self, nn.SyncBatchNorm)
+        is_small = not must_fuse and input.is_cpu and input.numel() < MIN_VALUES
+        if torch.compiler.is_compiling():
+            return traced.normalize(self, input, not is_small)
         own, buffers = self._parameters, self._buffers
         found: list[Tensor | None] = [input, own.get("weight"), own.get("bias")]
         if not self.training:
@@ -54,7 +58,7 @@ class FusedNorm(_BatchNorm):
         for t in found:
             if t is not None:
                 read.append(t)
-        obstacle = self._obstacle(input, read)
+        obstacle = self._obstacle(input, read, is_small)
         if not obstacle:
             return defer(self, read)
         if active.call is not None:
@@ -77,24 +81,16 @@ class FusedNorm(_BatchNorm):
         """The norm of torch.nn, at once."""
         return super().forward(x)
 
-    def _is_small(self, x: Tensor) -> bool:
-        """Whether norm and neuron apart are faster than a block."""
-        if not x.is_cpu or x.numel() >= MIN_VALUES:
-            return False
-        passing = None if active.call is None else active.call.passing
-        # Ranks that share time must agree, and PyTorch has no SyncBatchNorm for CPUs.
-        return passing is None and not isinstance(self, nn.SyncBatchNorm)
-
-    def _obstacle(self, x: Any, read: list[Tensor]) -> str:
-        """Why the norm must be computed at once; empty if it can be deferred."""
+    def _obstacle(self, x: Any, read: list[Tensor], is_small: bool) -> str:
+        """Why the norm must be computed at once; empty if it can be deferred. `is_small` says
+        whether norm and neuron apart are faster than a block."""
         temporal = active.call
         # torch.utils.checkpoint recomputes in a backward pass what Temporal has called.
         if temporal is None and torch._C._current_graph_task_id() == -1:
             return "it was called outside Temporal"
         if temporal is not None and not temporal.names:
             return "the network has no neuron"
-        passing = None if temporal is None else temporal.passing
-        if self._is_small(x):
+        if is_small:
             return _too_small(x.numel(), MIN_VALUES)
         if (
             self._forward_hooks
@@ -129,6 +125,7 @@ class FusedNorm(_BatchNorm):
             return f"its momentum is {self.momentum!r}"
         self._check_input_dim(x)
         shape = x.shape
+        passing = None if temporal is None else temporal.passing
         alone = passing is None or passing.statistics is None
         if shape[1] != self.num_features or (alone and x.numel() == shape[1] and by_batch(self)):
             return f"its input has shape {list(shape)}"

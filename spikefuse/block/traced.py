@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.block.batch_norm import momentum_of, running_of
+from spikefuse.block.batch_norm import running_of
 from spikefuse.block.block import can_normalize_residual, scan
-from spikefuse.kernels.norm import by_batch, update_running_stats
+from spikefuse.kernels.norm import by_batch
+from spikefuse.kernels.running import update_running_stats
 from spikefuse.nn.call import Scan, active
 from spikefuse.nn.neuron import DTYPES, Neuron
 
@@ -107,9 +108,8 @@ class TracedNorms:
                     dims = [0, *range(2, call.x.ndim)]
                     variance, mean = torch.var_mean(call.x.detach().float(), dims, correction=0)
                 variance = variance * (number / (number - 1))
-                running, momentum = running_of(call.norm), momentum_of(call.norm)
                 with torch.no_grad():
-                    update_running_stats(running, mean, variance, momentum)
+                    update_running_stats(running_of(call.norm), mean, variance)
         self.pending[:] = left
 
     def close(self) -> None:

@@ -93,7 +93,9 @@ class TrainingCall(Call):
         self.statistics, self.number, self.collectives = statistics, number, collectives
         self.passing, self.wants_bits, self.saves_states = passing, wants_bits, saves_states
         self.rebuilds = not saves_states and execution.num_saved > 0
-        self._means_and_scales = [row for s in statistics for row in (s[0], s[1])]
+        self._means_and_scales: list[Tensor] = []
+        for mean, scale, *_ in statistics:
+            self._means_and_scales += mean, scale
         self.read, self._split = _places(*self.counts, len(program.own))
 
     def arguments_of(self, tensors: BlockTensors, correction: Tensors = ()) -> Arguments:

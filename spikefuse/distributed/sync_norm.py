@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.block.batch_norm import RankedNorm, running_of
+from spikefuse.block.batch_norm import RankedNorm
 from spikefuse.block.fused_norm import FusedNorm
 from spikefuse.distributed.links import AxisCollectives
-from spikefuse.kernels.norm import update_running_stats
+from spikefuse.kernels.running import Running, update_running_stats
 
 # torch.batch_norm_stats returns 1 / sqrt(variance + eps).
 _EPS = 1e-5
@@ -42,12 +42,15 @@ class AxisNorm(RankedNorm):
         y, mean, var, count = _NormalizeOverRanks.apply(
             x, self.weight, self.bias, self.eps, self.ranks
         )
-        rate: Any = self.momentum
-        if rate is None and self.num_batches_tracked is not None:
-            # The mean over all batches, computed without waiting for a GPU.
-            rate = 1 / (self.num_batches_tracked + 1)
-        with torch.no_grad():
-            update_running_stats(running_of(self), mean, var * (count / (count - 1)), rate)
+        if self.training and self.track_running_stats:
+            batches: Tensor | None = self.num_batches_tracked
+            rate: Any = self.momentum
+            if rate is None and batches is not None:
+                # The mean over all batches, computed without waiting for a GPU.
+                rate = 1 / (batches + 1)
+            running = Running(self.running_mean, self.running_var, batches, rate)
+            with torch.no_grad():
+                update_running_stats(running, mean, var * (count / (count - 1)))
         return y
 
 

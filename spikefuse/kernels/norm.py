@@ -5,21 +5,22 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.kernels.channels import ChannelLayout, channel_layout
-
-#: Running mean and variance `[C]`, and the number of batches; None where they are not tracked.
-Running = tuple[Tensor | None, Tensor | None, Tensor | None]
+from spikefuse.kernels.running import Running
 
 
 @cache
-def _triton() -> Any:
-    from spikefuse.kernels import norm_triton
+def _kernels(backend: str) -> Any:
+    if backend == "triton":
+        from spikefuse.kernels import norm_triton
 
-    return norm_triton
+        return norm_triton
+    from spikefuse.kernels import norm_numba
+
+    return norm_numba
 
 
 def by_batch(norm: _BatchNorm) -> bool:
@@ -28,12 +29,11 @@ def by_batch(norm: _BatchNorm) -> bool:
 
 
 def statistics(
-    x: Tensor, weight: Tensor | None, running: Running, momentum: float, eps: float, backend: str
+    x: Tensor, weight: Tensor | None, running: Running, eps: float, backend: str
 ) -> Tensor:
     """Compute the statistics of each channel over all other dimensions.
 
-    Also updates the running statistics as `torch.nn.BatchNorm2d` does:
-    `(1 - momentum) * old + momentum * new`, with the unbiased variance.
+    Also updates the running statistics as `torch.nn.BatchNorm2d` does, with the unbiased variance.
 
     Args:
         x: `[T, B, C, ...]`, any dense layout or broadcast over time, float32 or half precision.
@@ -48,27 +48,15 @@ def statistics(
     repeats = 1
     if x.stride(0) == 0:
         repeats, x = x.shape[0], x[:1]
-    x, layout = channel_layout(x, 2)
-    if backend == "triton":
-        return _triton().statistics(x, layout, repeats, weight, running, (momentum, eps))
-    from spikefuse.kernels.norm_numba import moments
-
-    results = torch.empty((4, layout.channels), dtype=torch.float32)
-    moments(x, *layout, results[0], results[3])
-    number = repeats * layout.outer * layout.inner
-    # The only value of a process that shares its statistics with others.
-    correction = number / max(number - 1, 1)
-    _finish(results, weight, running, correction, (momentum, eps))
-    return results
+    layout = channel_layout(x.shape, x.stride(), 2)
+    if layout is None:
+        x = x.contiguous()
+        layout = channel_layout(x.shape, x.stride(), 2)
+    return _kernels(backend).statistics(x, layout, repeats, weight, running, eps)
 
 
 def merge_statistics(
-    shares: Tensor,
-    weight: Tensor | None,
-    running: Running,
-    momentum: float,
-    eps: float,
-    backend: str,
+    shares: Tensor, weight: Tensor | None, running: Running, eps: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Merge the statistics of several shares of a batch.
 
@@ -80,49 +68,7 @@ def merge_statistics(
         What `statistics` returns for the whole batch, and its number of values per channel, a
         float32 scalar.
     """
-    if backend == "triton":
-        return _triton().merge_statistics(shares, weight, running, (momentum, eps))
-    channels = shares.shape[1] // 2
-    means, variances, numbers = shares.split([channels, channels, 1], 1)
-    number = numbers.sum()
-    results = torch.empty((4, channels), dtype=torch.float32)
-    # Deviations from the first mean lose no precision where means are large.
-    shift = (numbers * (means - means[:1])).sum(0) / number
-    results[0] = means[0] + shift
-    spread = variances + (means - means[:1] - shift).square()
-    results[3] = (numbers * spread).sum(0) / number
-    _finish(results, weight, running, number / (number - 1), (momentum, eps))
-    return results, number
-
-
-def _finish(
-    results: Tensor,
-    weight: Tensor | None,
-    running: Running,
-    correction: float | Tensor,
-    numbers: tuple[float, float],
-) -> None:
-    """Fill rows 1 and 2 of the results and update the running statistics.
-
-    Args:
-        correction: unbiased over biased variance.
-        numbers: momentum and eps.
-    """
-    mean, scale, inverse, variance = results
-    momentum, eps = numbers
-    torch.rsqrt(variance + eps, out=inverse)
-    torch.mul(inverse, 1.0 if weight is None else weight.detach(), out=scale)
-    update_running_stats(running, mean, variance * correction, momentum)
-
-
-def update_running_stats(running: Running, mean: Tensor, unbiased: Tensor, momentum: float) -> None:
-    """Update running statistics in place; see `statistics`."""
-    running_mean, running_variance, batches = running
-    if running_mean is not None and running_variance is not None:
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-        running_variance.lerp_(unbiased.to(running_variance.dtype), momentum)
-    if batches is not None:
-        batches += 1
+    return _kernels(backend).merge_statistics(shares, weight, running, eps)
 
 
 def gradient_sums(
@@ -150,8 +96,4 @@ def gradient_sums(
     Returns:
         Float32 `[4, C]`: offset, slope, gradient of the weight, gradient of the shift.
     """
-    if backend == "triton":
-        return _triton().gradient_sums(scale_sums, shift_sums, statistics, layout, number)
-    grad_weight, share = scale_sums * statistics[2], -statistics[1] / number
-    offset, slope = share * shift_sums, share * statistics[2] * grad_weight
-    return torch.stack((offset, slope, grad_weight, shift_sums)).float()
+    return _kernels(backend).gradient_sums(scale_sums, shift_sums, statistics, layout, number)

@@ -1,13 +1,16 @@
-"""Statistics of a batch norm on a CPU, and what flows through them in backward."""
+"""`spikefuse.kernels.norm` on a CPU, and the correction of a gradient by its results."""
 
 # mypy: disable-error-code="call-arg"
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from spikefuse.kernels.channels import ChannelLayout
 from spikefuse.kernels.numba_host import LINE, arrays, shared
 from spikefuse.kernels.numba_runtime import channel_rows, kernel, load, store
+from spikefuse.kernels.running import Running, update_running_stats
 
 # Columns of a tile, which are summed side by side, and the rows that are summed in float32 before
 # they are merged in double precision. The first HEAD rows give the origin of the sums.
@@ -17,13 +20,25 @@ ROWS, HEAD = 256, 16
 BLOCK = 512
 
 
-def moments(
-    x: Tensor, outer: int, channels: int, inner: int, mean: Tensor, variance: Tensor
-) -> None:
-    """Write the mean and biased variance of each channel of `x`, `[outer, channels, inner]`."""
+def statistics(
+    x: Tensor,
+    layout: ChannelLayout,
+    repeats: int,
+    weight: Tensor | None,
+    running: Running,
+    eps: float,
+) -> Tensor:
+    """See `spikefuse.kernels.norm.statistics`."""
+    results = torch.empty((4, layout.channels), dtype=torch.float32)
+    mean, scale, inverse, variance = results
     values, means, variances = arrays((x, mean, variance))
-    work = outer * channels * inner
-    shared(_moments, channels, LINE, work, values, outer, channels, inner, means, variances)
+    shared(_moments, layout.channels, LINE, x.numel(), values, *layout, means, variances)
+    torch.rsqrt(variance + eps, out=inverse)
+    torch.mul(inverse, 1.0 if weight is None else weight.detach(), out=scale)
+    number = repeats * layout.outer * layout.inner
+    # The only value of a process that shares its statistics with others.
+    update_running_stats(running, mean, variance * (number / max(number - 1, 1)))
+    return results
 
 
 @kernel
@@ -70,6 +85,33 @@ def _moments(first, last, x, outer, channels, inner, mean, variance):
     for c in range(last - first):
         mean[first + c] = center[c]
         variance[first + c] = max(spread[c], 0.0) / count[c]
+
+
+def merge_statistics(
+    shares: Tensor, weight: Tensor | None, running: Running, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `spikefuse.kernels.norm.merge_statistics`."""
+    channels = shares.shape[1] // 2
+    means, variances, numbers = shares.split([channels, channels, 1], 1)
+    number = numbers.sum()
+    # Deviations from the first mean lose no precision where means are large.
+    shift = (numbers * (means - means[:1])).sum(0) / number
+    mean = means[0] + shift
+    spread = variances + (means - means[:1] - shift).square()
+    variance = (numbers * spread).sum(0) / number
+    inverse = torch.rsqrt(variance + eps)
+    scale = inverse if weight is None else inverse * weight.detach()
+    update_running_stats(running, mean, variance * (number / (number - 1)))
+    return torch.stack((mean, scale, inverse, variance)), number
+
+
+def gradient_sums(
+    scale_sums: Tensor, shift_sums: Tensor, statistics: Tensor, layout: ChannelLayout, number: float
+) -> Tensor:
+    """See `spikefuse.kernels.norm.gradient_sums`."""
+    grad_weight, share = scale_sums * statistics[2], -statistics[1] / number
+    offset, slope = share * shift_sums, share * statistics[2] * grad_weight
+    return torch.stack((offset, slope, grad_weight, shift_sums)).float()
 
 
 def add_correction(

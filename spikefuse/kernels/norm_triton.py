@@ -18,10 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from spikefuse.kernels.channels import ChannelLayout
+from spikefuse.kernels.running import Running
 from spikefuse.kernels.triton_runtime import TritonLaunch, multiprocessors
-
-#: Running mean and variance, and the number of batches.
-_Running = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 # Channels per tile; tiles whose loads are issued together; warps per block; target number of thread
 # blocks per multiprocessor. In a tile, a thread reads 16 bytes.
@@ -438,15 +436,15 @@ def statistics(
     layout: ChannelLayout,
     repeats: int,
     weight: Tensor | None,
-    running: _Running,
-    numbers: tuple[float, float],
+    running: Running,
+    eps: float,
 ) -> Tensor:
-    """See `spikefuse.kernels.norm.statistics`; `numbers` are momentum and eps."""
-    device, mean = x.device, running[0]
+    """See `spikefuse.kernels.norm.statistics`."""
+    device, (mean, variance, batches, momentum) = x.device, running
     scale_dtype = None if weight is None else weight.dtype
     dtypes = x.dtype, scale_dtype, None if mean is None else mean.dtype
     launch = _launch("statistics", layout, (repeats,), device, dtypes, _owner(device))
-    return launch(x, weight, *running, numbers=numbers)
+    return launch(x, weight, mean, variance, batches, numbers=(momentum, eps))
 
 
 def gradient_sums(
@@ -469,14 +467,15 @@ def compile_gradient_sums(layout: ChannelLayout, device: torch.device) -> None:
 
 
 def merge_statistics(
-    shares: Tensor, weight: Tensor | None, running: _Running, numbers: tuple[float, float]
+    shares: Tensor, weight: Tensor | None, running: Running, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See `spikefuse.kernels.norm.merge_statistics`; `numbers` are momentum and eps."""
+    """See `spikefuse.kernels.norm.merge_statistics`."""
+    mean, variance, batches, momentum = running
     count, channels = len(shares), shares.shape[1] // 2
     results, number = shares.new_empty((4, channels)), shares.new_empty(())
-    dtypes = tuple(None if t is None else t.dtype for t in (weight, running[0]))
+    dtypes = tuple(None if t is None else t.dtype for t in (weight, mean))
     launch = _merge_launch(count, channels, dtypes, shares.device)
-    launch((shares, weight, *running, results, number), params=numbers)
+    launch((shares, weight, mean, variance, batches, results, number), params=(momentum, eps))
     return results, number
 
 

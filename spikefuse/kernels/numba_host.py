@@ -45,13 +45,14 @@ def shared(function: Callable[..., None], count: int, unit: int, work: int, *arg
     Raises:
         MemoryError: a kernel failed. On Python threads, the kernel's own exception.
     """
-    share = -(-count // (threads_for(work) * unit)) * unit
+    threads = torch.get_num_threads()
+    share = -(-count // (min(threads, max(1, work // MIN_TASK)) * unit)) * unit
     if share >= count:
         function(0, count, *args)
     elif not _has_openmp:
         _on_python_threads(function, count, share, *args)
     # Always use all threads, as PyTorch does: OpenMP ends threads that a call does not use.
-    elif _run(_address(function, args), count, share, torch.get_num_threads(), args):
+    elif _run(_address(function, args), count, share, threads, args):
         raise MemoryError(f"{function.__name__} failed, most likely because it ran out of memory")
 
 

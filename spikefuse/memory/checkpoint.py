@@ -323,7 +323,7 @@ class _Run(Store):
                 isinstance(k, bits.Packed) for _, k in self.saved.get(source, [(microbatch, value)])
             ):
                 value = bits.pack(self.stored(target, y))
-        self.spikes.clear()
+        self.spikes.registered.clear()
         self.saved.setdefault(target, []).append((microbatch, value))
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -55,14 +55,15 @@ class _BinaryTensor:
 
 
 class Spikes:
-    """The binary tensors registered in one call, by the address of their storage; see `saving`.
+    """The binary tensors of one call; see `saving`.
 
     Attributes:
+        registered: by the address of their storage.
         reductions: by neuron, the bytes by which packing has reduced what is saved.
     """
 
     def __init__(self) -> None:
-        self._registered: dict[int, _BinaryTensor] = {}
+        self.registered: dict[int, _BinaryTensor] = {}
         self.reductions: dict[str, int] = {}
 
     def register(self, x: Tensor, neuron: str = "", packed: Tensor | None = None) -> None:
@@ -72,8 +73,8 @@ class Spikes:
             packed: the bits of `x` in memory order, if they are known.
         """
         # Bits that no layer has saved are freed with their spikes.
-        for key in [k for k, b in self._registered.items() if b.storage.expired()]:
-            del self._registered[key]
+        for key in [k for k, b in self.registered.items() if b.storage.expired()]:
+            del self.registered[key]
         num = x.numel()
         if num < MIN_VALUES or type(x) is not Tensor or x.is_inference():
             return
@@ -81,7 +82,7 @@ class Spikes:
         if storage.nbytes() == num * x.itemsize:
             stored = packed, 0 if packed is None else _stream(x)
             reference = StorageWeakRef(storage)
-            self._registered[reference.cdata] = _BinaryTensor(
+            self.registered[reference.cdata] = _BinaryTensor(
                 reference, neuron, x._version, num, x.dtype, *stored
             )
 
@@ -91,13 +92,10 @@ class Spikes:
         if binary is not None:
             self.register(y, binary.neuron)
 
-    def clear(self) -> None:
-        self._registered.clear()
-
     def pack(self, x: Tensor) -> Saved:
         """Return what to save for `x`: a saved-tensor hook."""
         # Most saved tensors are parameters, whose type is not Tensor.
-        binary = self._find(x) if self._registered and type(x) is Tensor else None
+        binary = self._find(x) if self.registered and type(x) is Tensor else None
         if binary is None:
             # Detached, because a layer that saves its own output would form a reference cycle.
             return x if x.is_leaf else x.detach(), x._version
@@ -110,9 +108,9 @@ class Spikes:
 
     def _find(self, x: Tensor) -> _BinaryTensor | None:
         """Return the registered tensor whose memory `x` views, unless it has changed since."""
-        if not self._registered or type(x) is not Tensor or x.layout is not torch.strided:
+        if not self.registered or type(x) is not Tensor or x.layout is not torch.strided:
             return None
-        binary = self._registered.get(x.untyped_storage()._cdata)
+        binary = self.registered.get(x.untyped_storage()._cdata)
         if binary is None or x._version != binary.version or x.dtype is not binary.dtype:
             return None
         return binary

@@ -91,7 +91,7 @@ class TemporalCall:
             if self.deferred is not None:
                 self.deferred.close()
             if self.saving is not None and self.saving.spikes is not None:
-                self.saving.spikes.clear()
+                self.saving.spikes.registered.clear()
 
     @property
     def policy(self) -> Policy:

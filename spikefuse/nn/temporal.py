@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, Self
 
 import torch
@@ -186,8 +187,16 @@ class Temporal(nn.Module):
         call.passing = self.passing
         if call.passing is not None:
             self._begin(call.passing, sequences, call)
+        hooks: contextlib.AbstractContextManager[Any]
+        if torch.compiler.is_compiling():
+            hooks = NotingSums(call)
+        elif isinstance(self.memory, Auto):
+            hooks = self._within_budget(self.memory, sequences, call)
+        else:
+            spikes, hooks = saving(self.memory)
+            call.saving = Saving(self.memory, {}, spikes)
         try:
-            with self._saving(sequences, call), call:
+            with hooks, call:
                 rows = []
                 # Processes that share statistics must take the same way.
                 shares = call.passing is not None and call.passing.statistics is not None
@@ -212,41 +221,30 @@ class Temporal(nn.Module):
         if call.passing is not None:
             call.passing.end()
 
-        def unfold(y: Any) -> Any:
-            if not isinstance(y, Tensor):
-                if self.batch_first and hasattr(y, "sequence_signature"):
-                    raise _time_first(y)
-                return y
-            if y.ndim == 0 or y.shape[0] != num_steps * batch:
-                reason = "a layer has mixed the batch with other dims"
-                if y.ndim == 0:
-                    reason = "compute a number for the whole call from the outputs, outside"
-                raise ValueError(
-                    f"the network returned shape {list(y.shape)}{_place(y, folded)}: expected "
-                    f"dim 0 to be T*B = {num_steps}*{batch}; {reason}"
-                )
-            # As in `unflatten_steps`, without a call more on the way of every network.
-            y = y.unsqueeze(0) if num_steps == 1 else y.unflatten(0, (num_steps, batch))
-            return y.transpose(0, 1) if self.batch_first else y
-
-        output = pytree.tree_map(unfold, folded)
+        output = pytree.tree_map(partial(self._unfold, num_steps, batch, folded), folded)
         if not return_state:
             return output
         for name in neurons:
             call.finals.setdefault(name, () if state is None else state[name])
         return output, call.finals
 
-    def _saving(
-        self, sequences: Sequence[Tensor | SparseSequence], call: TemporalCall
-    ) -> contextlib.AbstractContextManager[Any]:
-        """Decide what layers save in this call; return the hooks that save it."""
-        if torch.compiler.is_compiling():
-            return NotingSums(call)
-        if isinstance(self.memory, Auto):
-            return self._within_budget(self.memory, sequences, call)
-        spikes, hooks = saving(self.memory)
-        call.saving = Saving(self.memory, {}, spikes)
-        return hooks
+    def _unfold(self, num_steps: int, batch: int, output: Any, y: Any) -> Any:
+        """The leaf `y` of the network's output, as `[T, B, ...]`."""
+        if not isinstance(y, Tensor):
+            if self.batch_first and hasattr(y, "sequence_signature"):
+                raise _time_first(y)
+            return y
+        if y.ndim == 0 or y.shape[0] != num_steps * batch:
+            reason = "a layer has mixed the batch with other dims"
+            if y.ndim == 0:
+                reason = "compute a number for the whole call from the outputs, outside"
+            raise ValueError(
+                f"the network returned shape {list(y.shape)}{_place(y, output)}: expected dim 0 to "
+                f"be T*B = {num_steps}*{batch}; {reason}"
+            )
+        # As in `unflatten_steps`, without a call more on the way of every network.
+        y = y.unsqueeze(0) if num_steps == 1 else y.unflatten(0, (num_steps, batch))
+        return y.transpose(0, 1) if self.batch_first else y
 
     @contextlib.contextmanager
     def _within_budget(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache, partial, reduce
 from itertools import compress
 from operator import attrgetter, itemgetter
@@ -119,6 +119,8 @@ class Execution:
         self.num_outputs, self.num_states = step.num_outputs, len(step.states)
         #: Saved states per neuron. The first chunk starts from the initial state.
         self.num_saved = (self.layout.num_steps - 1) // self.program.chunk(self.layout.num_steps)
+        memory = self.layout.shape, self.layout.all_strides
+        self._new_sequence = partial(torch.empty_strided, *memory)
         self._inputs = inputs
         self._launches: dict[Hashable, Launch] = {}
         #: Whether no kernel has been asked for yet.
@@ -226,8 +228,7 @@ class Execution:
         self.is_ahead, fits = True, self.layout.num_neurons and self._inputs_fit
         if self.device.type == "cpu" or not fits or not self.program.is_differentiable:
             return
-        memory = self.layout.shape, self.layout.all_strides
-        written = [torch.empty_strided(*memory, dtype=dtype, device="meta")
+        written = [self._new_sequence(dtype=dtype, device="meta")
                    for dtype in compress(self.dtypes, needs.inputs)]  # fmt: skip
         sequences = [*arguments.inputs, *results.outputs, *written]
         missing = (False,) * self.num_outputs + (True,) * len(results.finals)
@@ -244,7 +245,9 @@ class Execution:
     def new_results(self, wanted: Wanted, outputs: list[Tensor] | None = None) -> Results:
         """Unwritten results, `outputs` among them if they are given."""
         if outputs is None:
-            outputs = self._new_sequences((self.dtype,) * self.num_outputs)
+            outputs = []
+            for _ in range(self.num_outputs):
+                outputs.append(self._new_sequence(dtype=self.dtype, device=self.device))
         finals = self.new_steps() if wanted.final else []
         saved = self.new_saved() if wanted.save and self.num_saved else []
         num, num_bytes = len(self._no_bits), self.layout.num_steps * self.layout.num_neurons // 8
@@ -254,7 +257,9 @@ class Execution:
     def new_gradients(self, needs: Needs, inputs: list[Tensor] | None = None) -> ScanGradients:
         """Unwritten gradients, `inputs` among them if they are given."""
         if inputs is None:
-            inputs = self._new_sequences(compress(self.dtypes, needs.inputs))
+            inputs = []
+            for dtype in compress(self.dtypes, needs.inputs):
+                inputs.append(self._new_sequence(dtype=dtype, device=self.device))
         starts = self.new_steps() if needs.states else []
         params = self._empty(sum(needs.params), *self._sums_shape) if True in needs.params else []
         if not self.layout.num_neurons:  # no kernel is launched
@@ -295,12 +300,6 @@ class Execution:
         found = []
         for _ in range(count):
             found.append(torch.empty(shape, dtype=dtype, device=self.device))
-        return found
-
-    def _new_sequences(self, dtypes: Iterable[torch.dtype]) -> list[Tensor]:
-        memory, found = (self.layout.shape, self.layout.all_strides), []
-        for dtype in dtypes:
-            found.append(torch.empty_strided(*memory, dtype=dtype, device=self.device))
         return found
 
     @cached_property

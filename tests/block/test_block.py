@@ -15,6 +15,7 @@ from spikefuse import reference
 from spikefuse.block.block import Block, scan
 from spikefuse.block.definition import with_batch_norm
 from spikefuse.kernels.norm import statistics
+from spikefuse.kernels.running import Running
 from spikefuse.scan.op import Request
 from spikefuse.testing import DTYPES, LAYOUTS, lay_out, make_input, poisoned, run, within_budget
 from tests.test_exactness import DEFINITIONS, SMOOTH, make
@@ -51,7 +52,7 @@ def expected_of_step(block, inputs, state, impl):
     for norm, x in zip(norms_of(block), inputs, strict=False):
         if norm.training or norm.running_mean is None:
             backend = "triton" if impl == "triton" else "numba"
-            mean, scale, _, _ = statistics(x, norm.weight, (None,) * 3, 0.0, norm.eps, backend)
+            mean, scale, _, _ = statistics(x, norm.weight, Running(), norm.eps, backend)
         else:
             mean = norm.running_mean
             scale = torch.rsqrt(norm.running_var + norm.eps)
@@ -158,7 +159,7 @@ def test_statistics_with_a_mean_far_above_the_deviation(backends):
     x = make_input((8, 4, 6, 12, 12), device=backends.device) * 0.02 + 100
     for layout in LAYOUTS[:2]:
         for impl in backends.impls:
-            found = statistics(lay_out(x, layout), None, (None,) * 3, 0.0, 0.0, impl)
+            found = statistics(lay_out(x, layout), None, Running(), 0.0, impl)
             variance, mean = torch.var_mean(x.double(), [0, 1, 3, 4], correction=0)
             assert ((found[0] - mean).abs() / variance.sqrt()).max() < 5e-4
             torch.testing.assert_close(found[3].double(), variance, rtol=1e-5, atol=0)

@@ -7,6 +7,7 @@ import torch
 
 from spikefuse.kernels import norm_triton
 from spikefuse.kernels.norm import merge_statistics
+from spikefuse.kernels.running import Running
 from spikefuse.testing import make_input, poisoned
 
 
@@ -25,9 +26,9 @@ def test_merge_statistics(backends, channels, count):
     mean, variance = whole.mean(0), whole.var(0, correction=0)
     for impl in backends.impls:
         running = torch.zeros(channels), torch.ones(channels), torch.tensor(2)
-        running = tuple(t.to(backends.device) for t in running)
+        running = [t.to(backends.device) for t in running]
         with poisoned():
-            found, number = merge_statistics(shares, weight, running, 0.25, 1e-5, impl)
+            found, number = merge_statistics(shares, weight, Running(*running, 0.25), 1e-5, impl)
         inverse = (variance + 1e-5).rsqrt().float()
         expected = mean.float(), weight.cpu() * inverse, inverse, variance.float()
         # Means of 1000 were rounded to 2^-14.
@@ -35,7 +36,7 @@ def test_merge_statistics(backends, channels, count):
         assert number.item() == len(whole)
         updated = 0.25 * mean.float(), 0.75 + 0.25 * whole.var(0).float(), torch.tensor(3)
         torch.testing.assert_close([t.cpu() for t in running], [*updated], rtol=1e-3, atol=1e-3)
-        plain, _ = merge_statistics(shares, None, (None, None, None), 0.0, 1e-5, impl)
+        plain, _ = merge_statistics(shares, None, Running(), 1e-5, impl)
         assert torch.equal(plain[1], plain[2])
         assert torch.equal(plain[[0, 2, 3]], found[[0, 2, 3]])
 
