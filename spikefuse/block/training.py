@@ -220,10 +220,10 @@ class TrainingCall(Call):
     def _adds_correction(self, needs_inputs: Sequence[bool], xs: Tensors) -> bool:
         """Whether a scan leaves the correction to `_add_correction`. In half precision, the
         gradient before it would be rounded."""
-        return self.program.adds_correction and all(
-            needed and x.dtype is torch.float32
-            for needed, x, _ in zip(needs_inputs, xs, self.statistics, strict=False)
-        )
+        adds = self.program.adds_correction
+        for needed, x, _ in zip(needs_inputs, xs, self.statistics, strict=False):
+            adds = adds and needed and x.dtype is torch.float32
+        return adds
 
     def _add_correction(
         self, grads: Tensors, xs: Tensors, correction: Tensors, execution: Execution
@@ -294,10 +294,10 @@ class TrainingCall(Call):
         shift, backend = sums["shift"], self.program.backend
         place = execution.layout.by_channel(len(shift))
         number = self.number if isinstance(self.number, float) else 1.0
-        return [
-            gradient_sums(sums[scale], shift, statistics, place, number, backend)
-            for scale, statistics in zip(SCALES, self.statistics, strict=False)
-        ]
+        found = []
+        for scale, statistics in zip(SCALES, self.statistics, strict=False):
+            found.append(gradient_sums(sums[scale], shift, statistics, place, number, backend))
+        return found
 
     def correct(self, totals: Tensors) -> tuple[list[Tensor], list[Tensor]]:
         """The corrections (offset and slope of each norm), and the gradients of the shift and the
