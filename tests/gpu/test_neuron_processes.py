@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.distributed.event_networks import compare, fewer_neurons_than_ranks
+from tests.processes import SECONDS
 
 RANKS = min(torch.cuda.device_count(), 4)
 
 
 def run(rank: int, file: str) -> None:
+    faulthandler.dump_traceback_later(2 * SECONDS, exit=True)  # a rank may wait for ever
     torch.cuda.set_device(rank)
     device = f"cuda:{rank}"
     dist.init_process_group(
