@@ -458,8 +458,8 @@ class _Run(Store):
 
 
 def _learned(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of modules that require gradients."""
-    return [p for m in modules for p in m.parameters() if p.requires_grad]
+    """The parameters of modules that require gradients, each once."""
+    return [*dict.fromkeys(p for m in modules for p in m.parameters() if p.requires_grad)]
 
 
 Checkpoint.run = _run

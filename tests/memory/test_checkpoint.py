@@ -114,6 +114,15 @@ def test_dropout_is_drawn_once(backends):
     assert_trains_alike(Mixed, make_input(SHAPE, device=backends.device), drop=0.5)
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_norms_of_a_sum_that_share_a_parameter(name):
+    def prepare(net):
+        setattr(net.net.other, name, getattr(net.net.bn, name))
+        return net
+
+    assert_trains_alike(lambda: Wired(WIRED["two norms"]), make_input(SHAPE), (1, 2), prepare=prepare)
+
+
 @pytest.mark.parametrize("half", ["norms", "layers"])
 def test_modes_and_frozen_parts(backends, half):
     def prepare(net):
@@ -448,7 +457,7 @@ class Wired(nn.Module):
     def __init__(self, forward):
         super().__init__()
         self.function, self.conv, self.bn = forward, nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
-        self.other = nn.BatchNorm2d(3)
+        self.other, self.same = nn.BatchNorm2d(3), nn.Identity()
         self.block, self.lif, self.two = Block(nn.BatchNorm2d(3), sf.LIF()), sf.LIF(), Two()
 
     def forward(self, x):
@@ -479,6 +488,7 @@ WIRED = {
     "two keywords": lambda n, x: n.two(n.conv(x), x),
     "norm of two inputs": lambda n, x: n.two(n.bn(n.conv(x)), x),
     "two norms": lambda n, x: n.lif(n.bn(n.conv(x)) + n.other(x)),
+    "identities": lambda n, x: n.lif(n.same(n.bn(n.conv(x)) + n.same(n.same(n.other(x))))),
     "norm twice": lambda n, x: n.lif(n.bn(n.conv(n.bn(x)))),
 }
 
