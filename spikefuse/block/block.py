@@ -212,6 +212,7 @@ def can_normalize_residual(norm: _BatchNorm, residual_norm: _BatchNorm) -> bool:
     weight, other = norm.weight, residual_norm.weight
     return (
         by_batch(norm) == by_batch(residual_norm)
+        and norm.num_features == residual_norm.num_features
         and not isinstance(norm, nn.SyncBatchNorm)
         and not isinstance(residual_norm, nn.SyncBatchNorm)
         and weight is not None
@@ -233,24 +234,23 @@ def training_call(
         norms: of the input, and of the residual if it has one.
     """
     passing, (program, execution) = request.passing or WHOLE, plan
-    backend, found = program.backend, []
-    count = request.inputs[0].numel() / norms[0].num_features
-    number: float | Tensor = count
+    backend = program.backend
+    results: list[tuple[Tensor, float | Tensor]] = []
     for norm, x in zip(norms, request.inputs, strict=False):
         weight, eps, running = norm.weight, norm.eps, running_of(norm)
-        collectives = passing.statistics
+        count, collectives = x.numel() / norm.num_features, passing.statistics
         if isinstance(norm, nn.SyncBatchNorm):
             collectives = collectives_of(norm)
         if collectives is None:
-            values = statistics(x, weight, running, eps, backend)
+            results.append((statistics(x, weight, running, eps, backend), count))
         else:
             own = statistics(x, None, Running(), eps, backend)
             shares = collectives.gather(torch.cat((own[0], own[3], own.new_full((1,), count))))
-            values, number = merge_statistics(shares, weight, running, eps, backend)
-        found.append(values)
+            results.append(merge_statistics(shares, weight, running, eps, backend))
+    found, numbers = zip(*results, strict=True)
     num_states = len(request.state or ())
     return TrainingCall(
-        program, execution, found, number, collectives, num_states, passing, bits, saves_states
+        program, execution, found, numbers[0], collectives, num_states, passing, bits, saves_states
     )
 
 

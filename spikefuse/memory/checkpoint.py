@@ -30,7 +30,7 @@ from spikefuse.memory.microbatch import (
 )
 from spikefuse.memory.policies import Checkpoint
 from spikefuse.memory.recompute import Gradients, RecomputedBlock, RecomputedNeuron, gradients
-from spikefuse.memory.segment_values import Store, Values, multiple_outputs_error
+from spikefuse.memory.segment_values import Store, Values, as_residual, multiple_outputs_error
 from spikefuse.memory.segments import BlockCall, NeuronCall, Segment, Segments
 from spikefuse.memory.snapshot import Snapshot
 from spikefuse.memory.spikes import Spikes
@@ -229,22 +229,27 @@ class _Run(Store):
         self.states[segment] = self._exchange(memory, microbatches, run)
 
     def _run_block(self, segment: Segment, called: BlockCall) -> None:
-        microbatches, normed = self.microbatches[segment.target], len(called.norms)
+        microbatches = self.microbatches[segment.target]
+        normed = called.inputs[: len(called.norms)]
         first: list[Sequence[Tensor]] = []
         if len(microbatches) == 1:
-            first = [Values(self, segment, microbatches[0]).sequences(called.inputs)]
-            xs = list(first[0][:normed])
+            values = Values(self, segment, microbatches[0])
+            given = [values.sequences([node])[0] for node in normed]
+            first = [values.sequences(called.inputs)]
+            del values  # frees what it has computed on the way
         else:
-            xs = [self._whole_batch(segment, node) for node in called.inputs[:normed]]
-        x = xs[0]
+            given = [self._whole_batch(segment, node) for node in normed]
+        x = given[0]
+        xs = [as_residual(y, x) for y in given]
         block.check_norm(called.norms[0], called.neuron, x, alone=self.passing.statistics is None)
         program, own = self.program(called, x)
         if len(program.binary) != 1:
             raise multiple_outputs_error(segment)
         # What is not normalized is like x.
-        inputs = (*xs, x)[: len(called.inputs)]
-        request = Request(inputs, final=self._sends, passing=self.passing)
-        plan = block.Plan(program, execution_of(program.name, request.inputs))
+        execution = execution_of(program.name, (*xs, x)[: len(called.inputs)])
+        # The statistics are those of what the norms are given, not of what it is expanded to.
+        request = Request(tuple(given), final=self._sends, passing=self.passing)
+        plan = block.Plan(program, execution)
         call = block.training_call(called.norms, plan, request, not program.rebuilds)
         self.calls[segment] = call
         shift = shift_of(called.norms, x)
@@ -252,7 +257,7 @@ class _Run(Store):
         def run(microbatch: Microbatch, states: list[Tensor]) -> Sequence[Tensor]:
             values = Values(self, segment, microbatch)
             pieces = [x[:, slice(*microbatch)] for x in xs]
-            others = [] if first else values.sequences(called.inputs[normed:], pieces[0])
+            others = [] if first else values.sequences(called.inputs[len(xs) :], pieces[0])
             inputs = first.pop() if first else (*pieces, *others)
             names = block.NAMES[: len(inputs)]
             neuron.check(called.neuron, names, tuple(inputs), None, program.backend)

@@ -99,7 +99,7 @@ class Values:
             found.append(unfold(self[node], self.store.steps))
         if self.segment.target not in self.store.segments.blocks:
             return found
-        return [_as_residual(y, found[0] if x is None else x) for y in found]
+        return [as_residual(y, found[0] if x is None else x) for y in found]
 
     def fire(
         self, called: NeuronCall, inputs: Sequence[Tensor], states: Sequence[Tensor], final: bool
@@ -139,7 +139,7 @@ class Values:
         return largest, sum(x[0].nbytes for node, x in self.leaves.items() if node is not source)
 
 
-def _as_residual(y: Tensor, x: Tensor) -> Tensor:
+def as_residual(y: Tensor, x: Tensor) -> Tensor:
     """Return `y` with the shape and dtype of `x` if a sum of both has these too."""
     if (y.shape, y.dtype) == (x.shape, x.dtype):
         return y

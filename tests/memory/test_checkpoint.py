@@ -605,6 +605,30 @@ def test_residuals_of_other_shapes_and_dtypes(residual):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+class Column(nn.Module):
+    """A norm of one column, which the sum expands."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.channels, self.norm = channels, nn.BatchNorm2d(channels)
+
+    def forward(self, y):
+        return self.norm(y[:, : self.channels, :, :1])
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_residuals_that_are_expanded_after_their_norm(channels):
+    def net():
+        added = Added(nn.BatchNorm2d(4))
+        added.norm = Column(channels)
+        return added
+
+    x = make_input((4, 3, 3, 5, 5))
+    expected, found = (train(fused(net, policy, "cpu"), x) for policy in (None, Checkpoint(2)))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_a_residual_without_dimensions_is_refused():
     net = fused(lambda: Added(torch.mean), Checkpoint(), "cpu")
     with pytest.raises(ValueError, match=r"can't run 'neuron', which reads a tensor without dim"):
