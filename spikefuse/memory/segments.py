@@ -230,6 +230,10 @@ class Segments:
         norms, inputs, removed = [norm], node.all_input_nodes, [*reversed(between), node]
         if residual is not None:
             module = self.called.get(residual)
+            while type(module) is nn.Identity and len(residual.users) == 1 and not has_hooks(module):
+                removed.append(residual)
+                (residual,) = residual.all_input_nodes
+                module = self.called.get(residual)
             if (
                 isinstance(module, FusedNorm)
                 and (calls[module], len(residual.users)) == (1, 1)

@@ -488,7 +488,7 @@ WIRED = {
     "two keywords": lambda n, x: n.two(n.conv(x), x),
     "norm of two inputs": lambda n, x: n.two(n.bn(n.conv(x)), x),
     "two norms": lambda n, x: n.lif(n.bn(n.conv(x)) + n.other(x)),
-    "identities": lambda n, x: n.lif(n.same(n.bn(n.conv(x)) + n.same(n.same(n.other(x))))),
+    "identities": lambda n, x: n.lif(n.same(n.same(n.bn(n.conv(x)))) + n.same(n.other(x))),
     "norm twice": lambda n, x: n.lif(n.bn(n.conv(n.bn(x)))),
 }
 
