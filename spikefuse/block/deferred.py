@@ -178,6 +178,8 @@ class DeferredNorm(Deferred, Tensor):
 
     def _attach(self, residual: Tensor | NormCall) -> None:
         """Make this the sum with a residual."""
+        if isinstance(residual, NormCall) and residual.number > self.call.number:
+            self.call, residual = residual, self.call  # as in `_add`
         self.residual = residual
         if isinstance(residual, Tensor):
             self.residual_version = residual._version

@@ -458,6 +458,7 @@ class Wired(nn.Module):
         super().__init__()
         self.function, self.conv, self.bn = forward, nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
         self.other, self.same = nn.BatchNorm2d(3), nn.Identity()
+        nn.init.uniform_(self.bn.bias)  # so that the order of sums matters
         self.block, self.lif, self.two = Block(nn.BatchNorm2d(3), sf.LIF()), sf.LIF(), Two()
 
     def forward(self, x):
@@ -478,6 +479,12 @@ def without_gradients(n, x):
     return n.lif(n.bn(y))
 
 
+def two_norms_in_place(n, x):
+    y = n.bn(n.conv(x))
+    y += n.other(x)
+    return n.lif(y)
+
+
 WIRED = {
     "what the norm reads": lambda n, x: n.lif(n.bn(y := n.conv(x)) + y),
     "block": lambda n, x: n.block(y := n.conv(x), y),
@@ -488,6 +495,7 @@ WIRED = {
     "two keywords": lambda n, x: n.two(n.conv(x), x),
     "norm of two inputs": lambda n, x: n.two(n.bn(n.conv(x)), x),
     "two norms": lambda n, x: n.lif(n.bn(n.conv(x)) + n.other(x)),
+    "two norms in place": two_norms_in_place,
     "identities": lambda n, x: n.lif(n.same(n.same(n.bn(n.conv(x)))) + n.same(n.other(x))),
     "norm twice": lambda n, x: n.lif(n.bn(n.conv(n.bn(x)))),
 }
