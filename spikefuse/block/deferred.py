@@ -436,7 +436,7 @@ def _add(first: Any, second: Any, in_place: bool) -> DeferredNorm | None:
     """The sum of two values, one of them deferred, as a deferred one; None if it cannot be."""
     deferred, other = first, second
     if isinstance(first, DeferredNorm) and isinstance(second, DeferredNorm):
-        # Of two norms the one called last is fused.
+        # Of two norms the one called last is that of the block's input.
         if not in_place and second.residual is None and second.call.number > first.call.number:
             deferred, other = second, first
     elif isinstance(second, DeferredNorm):

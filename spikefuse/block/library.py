@@ -144,11 +144,8 @@ class BlockCall(Call):
         return self._training(tensors, save).forward(others, save, final)
 
     def backward(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
-        saved, tensors, needed = (
-            tensors[len(needed) :],
-            tensors[: len(needed)],
-            needed[: -self.num_norms],
-        )
+        saved, tensors = tensors[len(needed) :], tensors[: len(needed)]
+        needed = needed[: -self.num_norms]
         call, others = self._training(tensors, bool(saved)), tensors[: -self.num_norms]
         found = call.backward([*others[call.read], *saved], grads, needed)
         # The gradients of shift and weights are rows of one tensor, which an op must not return.

@@ -12,12 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spikefuse.block.definition import (
-    SCALES,
-    NormedNeuron,
-    value_names,
-    with_batch_norm,
-)
+from spikefuse.block.definition import SCALES, NormedNeuron, value_names, with_batch_norm
 from spikefuse.neurons.definition import Definition, with_outputs
 from spikefuse.scan.program import kinds_of, prepare
 

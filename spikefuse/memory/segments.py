@@ -56,11 +56,11 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class NeuronCall:
-    """A call of a neuron, alone or after a norm that does not use batch statistics.
+    """A call of a neuron, alone or after norms that do not use batch statistics.
 
     Attributes:
         scan: runs the call on all inputs.
-        modules: the neuron, after its norm if there is one.
+        modules: the neuron, after its norms if there are any.
     """
 
     scan: Scan
@@ -79,7 +79,7 @@ class Segment:
         parameters: all parameters that it reads.
         is_recomputed: whether backward recomputes it; otherwise its autograd graph is saved.
         by_sample: whether samples are independent, except for the statistics of `block`.
-        block: the block that computes `target`, if its norm uses batch statistics.
+        block: the block that computes `target`, if its norms use batch statistics.
         neuron: any other neuron that computes `target`.
     """
 
@@ -182,7 +182,7 @@ class Segments:
         blocks: dict[fx.Node, BlockCall] = {}
         calls = Counter(self.called.values())
         varying = _varying(self.graph)
-        # In reverse, because of two norms in a sum the last one is fused.
+        # In reverse, because of two norms in a sum the last one is that of the block's input.
         for node in reversed(list(self.graph.nodes)):
             module = self.called.get(node)
             if isinstance(module, Block) and not has_hooks(module):
@@ -230,7 +230,9 @@ class Segments:
         norms, inputs, removed = [norm], node.all_input_nodes, [*reversed(between), node]
         if residual is not None:
             module = self.called.get(residual)
-            while type(module) is nn.Identity and len(residual.users) == 1 and not has_hooks(module):
+            while (
+                type(module) is nn.Identity and len(residual.users) == 1 and not has_hooks(module)
+            ):
                 removed.append(residual)
                 (residual,) = residual.all_input_nodes
                 module = self.called.get(residual)

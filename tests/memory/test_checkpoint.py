@@ -120,7 +120,8 @@ def test_norms_of_a_sum_that_share_a_parameter(name):
         setattr(net.net.other, name, getattr(net.net.bn, name))
         return net
 
-    assert_trains_alike(lambda: Wired(WIRED["two norms"]), make_input(SHAPE), (1, 2), prepare=prepare)
+    x = make_input(SHAPE)
+    assert_trains_alike(lambda: Wired(WIRED["two norms"]), x, chunks=(1, 2), prepare=prepare)
 
 
 @pytest.mark.parametrize("half", ["norms", "layers"])

@@ -23,25 +23,24 @@ from spikefuse.nn.encode import direct
 from spikefuse.transforms.fusion import Place
 from tests.nn.test_constant_input import rows_seen
 
-# Batch norms of each model, and how many are fused: of the two in a sum one, which in ms_resnet34 a
-# shortcut reads as well.
+# Batch norms of each model, which are all fused.
 NORMS = {
-    "mlp": (2, 2),
-    "conv": (2, 2),
-    "resnet18": (20, 20),
-    "resnet34": (36, 36),
-    "resnet50": (53, 53),
-    "sew_resnet18": (20, 20),
-    "sew_resnet34": (36, 36),
-    "sew_resnet50": (53, 53),
-    "ms_resnet34": (37, 37),
-    "cifar_small": (5, 5),
-    "cifar_medium": (9, 9),
-    "cifar_large": (11, 11),
-    "alexnet": (9, 9),
-    "vggsnn": (8, 8),
-    "spikformer": (29, 29),
-    **{f"mlp{n}": (0, 0) for n in (2, 3, 4, 5)},
+    "mlp": 2,
+    "conv": 2,
+    "resnet18": 20,
+    "resnet34": 36,
+    "resnet50": 53,
+    "sew_resnet18": 20,
+    "sew_resnet34": 36,
+    "sew_resnet50": 53,
+    "ms_resnet34": 37,
+    "cifar_small": 5,
+    "cifar_medium": 9,
+    "cifar_large": 11,
+    "alexnet": 9,
+    "vggsnn": 8,
+    "spikformer": 29,
+    **{f"mlp{n}": 0 for n in (2, 3, 4, 5)},
 }
 BIG = {"resnet34", "sew_resnet34", "sew_resnet50", "cifar_large", "alexnet"}
 
@@ -55,7 +54,7 @@ def test_what_is_swapped(name: str) -> None:
     with torch.device("meta"):
         net = sf.Temporal(MODELS[name](sf.PLIF, 2, 5, (8, 8)))
     fused = sf.fuse(net)
-    assert len(fused.fusion.fused) == len(fused.fusion.places) == NORMS[name][0]
+    assert len(fused.fusion.fused) == len(fused.fusion.places) == NORMS[name]
     pools = {n for n, m in net.named_modules() if type(m) is nn.MaxPool2d}
     assert fused.fusion.pools == len(pools)
     assert [n for n, _ in fused.named_modules()] == [n for n, _ in net.named_modules()]
@@ -81,7 +80,7 @@ def test_models_give_the_same(name: str, training: bool) -> None:
         with torch.no_grad():
             found.append([model(x, impl="reference"), *(b.clone() for b in net.buffers())])
     torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=2e-5)
-    assert len(fused.fusion.fused) == NORMS[name][1]
+    assert len(fused.fusion.fused) == NORMS[name]
 
 
 FLAG = [True]
