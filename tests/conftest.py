@@ -45,6 +45,8 @@ if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
 
 
+# Many tests compare bit for bit.
+torch.backends.cudnn.deterministic = True
 interpreter.hasten()
 
 

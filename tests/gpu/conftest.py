@@ -1,5 +1,7 @@
 """Tests of what only a GPU does; skipped, with the reason, where there is none."""
 
+import gc
+
 import pytest
 import torch
 
@@ -12,6 +14,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def without_garbage():
+    """Memory that a test measures does not change because garbage of earlier tests is freed."""
+    gc.collect()
 
 
 @pytest.fixture
