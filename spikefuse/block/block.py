@@ -99,7 +99,7 @@ class Block(nn.Module):
     ) -> Any:
         names = () if outputs is None else checked_names(outputs)
         inputs = (x,) if residual is None else (x, residual)
-        run = partial(scan, self.norm, self.neuron, self.memory)
+        run = partial(scan, (self.norm,), self.neuron, self.memory)
         return self.neuron.call(run, Request(inputs, state, impl, return_state, outputs=names))
 
 
@@ -111,26 +111,21 @@ class Plan(NamedTuple):
 
 
 def scan(
-    norm: _BatchNorm,
-    neuron: Neuron,
-    memory: Policy | None,
-    request: Request,
-    residual_norm: _BatchNorm | None = None,
+    norms: tuple[_BatchNorm, ...], neuron: Neuron, memory: Policy | None, request: Request
 ) -> tuple[Outputs, States]:
-    """Run norm and neuron as one on inputs `[T, B, C, ...]`: (outputs, final states).
+    """Run norms and neuron as one on inputs `[T, B, C, ...]`: (outputs, final states).
 
     Args:
-        residual_norm: of the residual, where `can_normalize_residual`.
+        norms: of x, and of the residual where `can_normalize_residual`.
     """
-    inputs, passing = request.inputs, request.passing
-    norms = (norm,) if residual_norm is None else (norm, residual_norm)
+    inputs, passing, norm = request.inputs, request.passing, norms[0]
     backend, batch = backend_of(inputs, request.backend), by_batch(norm)
     alone = batch and (passing is None or passing.statistics is None)
     if backend == "reference" or torch.compiler.is_compiling():
         check(neuron, NAMES[: len(inputs)], inputs, request.state, backend)
         check_norm(norm, neuron, inputs[0], alone)
         if backend == "reference":
-            return _reference(norm, neuron, request, residual_norm)
+            return _reference(norms, neuron, request)
         op.check(backend, inputs[0])
         return _trace(norms, neuron, memory, request._replace(backend=backend))
     description = neuron.description()
@@ -273,13 +268,13 @@ def _running_values(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
 
 
 def _reference(
-    norm: _BatchNorm, neuron: Neuron, request: Request, residual_norm: _BatchNorm | None
+    norms: tuple[_BatchNorm, ...], neuron: Neuron, request: Request
 ) -> tuple[Outputs, States]:
     inputs = request.inputs
-    x, values = _reference_values(norm, inputs[0])
+    x, values = _reference_values(norms[0], inputs[0])
     xs = x, *inputs[1:]
-    if residual_norm is not None:
-        residual, (mean, scale, shift) = _reference_values(residual_norm, inputs[1])
+    if len(norms) > 1:
+        residual, (mean, scale, shift) = _reference_values(norms[1], inputs[1])
         xs, values = (x, residual), (*values[:2], values[2] + shift, mean, scale)
     definition = with_batch_norm(neuron, values, len(inputs) > 1, by_batch=False)
     definition = with_outputs(definition, request.outputs)

@@ -191,19 +191,20 @@ class DeferredNorm(Deferred, Tensor):
         is_read = self.total is not None
         if is_read or not call.can_fuse(neuron) or len(type(neuron).input_names) != 1:
             return neuron._scan, (self._read(type(neuron).__name__),)
-        run = partial(scan, call.norm, neuron, None)
+        norms: tuple[_BatchNorm, ...] = (call.norm,)
         if not isinstance(residual, NormCall):
             call.check(residual, self.residual_version)
         elif residual.result is None and residual.can_fuse(neuron):
             call.check()
             residual.check()
             residual.finish(Outcome(neuron, residual=True))
-            run, residual = partial(run, residual_norm=residual.norm), residual.x
+            norms, residual = (call.norm, residual.norm), residual.x
         else:
             call.check()
             residual = residual.unchanged_value("add")
         call.finish(Outcome(neuron, residual is not None))
-        return run, (call.x,) if residual is None else (call.x, residual)
+        inputs = (call.x,) if residual is None else (call.x, residual)
+        return partial(scan, norms, neuron, None), inputs
 
     def value(self, reader: str) -> Tensor:
         """The values, computed if nothing has read them yet."""
@@ -436,7 +437,7 @@ def _add(first: Any, second: Any, in_place: bool) -> DeferredNorm | None:
     """The sum of two values, one of them deferred, as a deferred one; None if it cannot be."""
     deferred, other = first, second
     if isinstance(first, DeferredNorm) and isinstance(second, DeferredNorm):
-        # Of two norms the one called last is that of the block's input.
+        # The norm called last is the first of the block; the other is that of its residual.
         if not in_place and second.residual is None and second.call.number > first.call.number:
             deferred, other = second, first
     elif isinstance(second, DeferredNorm):

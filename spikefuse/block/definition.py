@@ -14,7 +14,7 @@ from spikefuse.neurons.definition import Definition
 
 #: The run-time values of the norm, one per channel; those of the neuron begin with "neuron.".
 NORM_VALUES = ("mean", "scale", "shift")
-#: Those of the residual's own norm, if it has one, whose shift is part of `shift`.
+#: Those of the residual's norm, if it has one. Its shift is added to `shift`.
 RESIDUAL_VALUES = ("residual_mean", "residual_scale")
 #: The scales of both norms.
 SCALES = (NORM_VALUES[1], RESIDUAL_VALUES[1])

@@ -65,8 +65,8 @@ class BlockProgram:
 
     @cached_property
     def params(self) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-        """Put tensor parameters in the program's order. They are those of `value_names`, and the
-        neuron's tensors."""
+        """Put the norms' values, as in `value_names`, and then the neuron's tensors in the order of
+        the program."""
         norm = value_names(self.normalizes_residual, self.by_batch)
         names = (*norm, *(f"neuron.{name}" for name in self.own))
         return itemgetter(*map(names.index, self.tensors))

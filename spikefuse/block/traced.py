@@ -47,16 +47,17 @@ class TracedNorm:
         self.origin, self.grad = self, torch.is_grad_enabled()
 
     def block(self, neuron: Neuron) -> tuple[Scan, tuple[Tensor, ...]]:
-        run, other = partial(scan, self.norm, neuron, None), self.of_residual
-        self._is_read(self.origin)
-        if self.residual is None:
-            return run, (self.x,)
-        if other is None or not any(pending is other for pending in self.pending):
-            return run, (self.x, self.residual)
-        self._is_read(other)
-        return partial(run, residual_norm=other.norm), (self.x, other.x)
+        norms: tuple[_BatchNorm, ...] = (self.norm,)
+        inputs = (self.x,) if self.residual is None else (self.x, self.residual)
+        other = self.of_residual
+        self._drop(self.origin)
+        if other is not None and any(pending is other for pending in self.pending):
+            self._drop(other)
+            norms, inputs = (self.norm, other.norm), (self.x, other.x)
+        return partial(scan, norms, neuron, None), inputs
 
-    def _is_read(self, read: TracedNorm) -> None:
+    def _drop(self, read: TracedNorm) -> None:
+        """Drop a call that a block has read."""
         self.pending[:] = [call for call in self.pending if call is not read]
 
     def can_fuse(self, neuron: Neuron) -> bool:

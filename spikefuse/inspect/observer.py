@@ -89,8 +89,7 @@ class NeuronScan:
             if eager or not self.norms:
                 outputs, _ = self.owner._scan(request)
             else:
-                norm, *of_residual = self.norms
-                outputs, _ = block.scan(norm, self.neuron, self.memory, request, *of_residual)
+                outputs, _ = block.scan(self.norms, self.neuron, self.memory, request)
         return outputs, leaves if any(y.requires_grad for y in outputs) else []
 
 
@@ -207,10 +206,8 @@ class CallObserver(ModuleObserver):
                 reason = f"not compiled, which a call raises as an error: {error}"
                 results = super().scan(neuron, scan, request._replace(backend=backend))
             state = None if request.state is None else tuple(map(leaf, request.state))
-            norms, memory = [], None
-            if isinstance(scan, functools.partial):  # `block.scan` on (norm, neuron, memory)
-                norm, _, memory = scan.args
-                norms = [norm, *scan.keywords.values()]  # `residual_norm`
+            # A block passes a partial of `block.scan` on (norms, neuron, memory).
+            norms, memory = scan.args[::2] if isinstance(scan, functools.partial) else ((), None)
             recorded = NeuronScan(
                 name=self.names.get(neuron, OUTSIDE),
                 neuron=neuron,

@@ -247,7 +247,7 @@ class _Run(Store):
             raise multiple_outputs_error(segment)
         # What is not normalized is like x.
         execution = execution_of(program.name, (*xs, x)[: len(called.inputs)])
-        # The statistics are those of what the norms are given, not of what it is expanded to.
+        # Each norm takes its statistics before its input is expanded to the shape of the sum.
         request = Request(tuple(given), final=self._sends, passing=self.passing)
         plan = block.Plan(program, execution)
         call = block.training_call(called.norms, plan, request, not program.rebuilds)

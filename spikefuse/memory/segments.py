@@ -182,7 +182,7 @@ class Segments:
         blocks: dict[fx.Node, BlockCall] = {}
         calls = Counter(self.called.values())
         varying = _varying(self.graph)
-        # In reverse, because of two norms in a sum the last one is that of the block's input.
+        # In reverse: of two norms in a sum, the last one is the first of the block.
         for node in reversed(list(self.graph.nodes)):
             module = self.called.get(node)
             if isinstance(module, Block) and not has_hooks(module):
@@ -257,10 +257,8 @@ class Segments:
         """Return the call of a neuron at a node, or None."""
         module, block = self.called.get(node), self.blocks.get(node)
         if block is not None:
-            (norm, *of_residual), neuron = block.norms, block.neuron
-            call = partial(scan, norm, neuron, None)
-            if of_residual:
-                call = partial(call, residual_norm=of_residual[0])
+            neuron = block.neuron
+            call = partial(scan, block.norms, neuron, None)
             return NeuronCall(call, len(type(neuron).states), block.modules, block.inputs)
         if not isinstance(module, Neuron) or not self._fires(node):
             return None

@@ -147,7 +147,7 @@ class NotingSums(TorchFunctionMode):
             func = torch.unflatten  # the method calls super(), which Dynamo does not trace here
         y, sums = func(*args, **(kwargs or {})), self.call.sums
         if func in ADDITIONS and len(args) == 2 and not kwargs:
-            # Of two norms the one called last is that of the block's input.
+            # Of two norms, the one called last is the first of the block.
             for value, norm in reversed(sums):
                 if value is args[0] or value is args[1]:
                     other = args[1] if value is args[0] else args[0]

@@ -196,7 +196,7 @@ class TwoNorms(nn.Module):
         self.norm, self.residual_norm, self.neuron = block.norm, other.norm, block.neuron
 
     def forward(self, *inputs, state=None, return_state=False, impl="auto"):
-        run = partial(scan, self.norm, self.neuron, None, residual_norm=self.residual_norm)
+        run = partial(scan, (self.norm, self.residual_norm), self.neuron, None)
         return self.neuron.call(run, Request(inputs, state, impl, return_state))
 
 
