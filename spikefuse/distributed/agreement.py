@@ -58,8 +58,7 @@ class Agreement:
         if self._pending is None:
             return
         (rows, work), self._pending = self._pending, None
-        with self._watchdog.waiting():
-            work.wait()
+        self._watchdog.wait([work])
         difference = _difference(tuple(map(bytes, rows.numpy())))
         if difference:
             raise ValueError(f"in call {self._number}, the ranks of a time axis {difference}")
