@@ -50,8 +50,12 @@ def test_a_neuron() -> None:
     assert 0 < backward <= BACKWARD
 
 
-def test_a_block() -> None:
+def block() -> sf.Temporal:
     layers = nn.Linear(16, 16), nn.BatchNorm1d(16), sf.LIF()
-    forward, backward = counts(sf.fuse(sf.Temporal(nn.Sequential(*layers))))
+    return sf.fuse(sf.Temporal(nn.Sequential(*layers)))
+
+
+def test_a_block() -> None:
+    forward, backward = counts(block())
     assert 0 < forward <= BLOCK_FORWARD
     assert 0 < backward <= BLOCK_BACKWARD

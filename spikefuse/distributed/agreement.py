@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spikefuse.block.batch_norm import begin_gather
 from spikefuse.distributed.faults import RankWatchdog, recording
 from spikefuse.distributed.mesh import steps_of
 
@@ -25,9 +28,9 @@ class Agreement:
     """
 
     def __init__(self, group: dist.ProcessGroup, waits: bool, watchdog: RankWatchdog) -> None:
-        self.size, self.waits, self._group, self._watchdog = group.size(), waits, group, watchdog
+        self.waits, self._group, self._watchdog = waits, group, watchdog
         self._number, self._known = 0, set[str]()
-        self._pending: tuple[dist.Work, list[Tensor]] | None = None
+        self._pending: tuple[Tensor, dist.Work] | None = None
 
     def check(self, x: Tensor, about: str) -> None:
         """Compare a call on this rank's steps `x` with the calls of the other ranks.
@@ -35,7 +38,7 @@ class Agreement:
         Raises:
             ValueError: the calls differ.
         """
-        order = sorted(range(1, x.ndim), key=lambda d: (-x.stride()[d], d))
+        order = sorted(range(1, x.ndim), key=x.stride, reverse=True)
         dtype = str(x.dtype).removeprefix("torch.")
         # The number of steps comes first: it may differ between ranks, as in `steps_of`.
         call = f"{x.shape[0]} steps of [T, {', '.join(map(str, x.shape[1:]))}] {dtype}"
@@ -43,14 +46,10 @@ class Agreement:
         self._finish_comparison()
         self._number += 1
         self._watchdog.count += 1
-        message = f"{call} (call {self._number})".encode()[:MESSAGE]
-        mine = torch.zeros(MESSAGE, dtype=torch.uint8)
-        mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
-        with self._watchdog.waiting():
-            work = dist.all_gather(rows, mine, group=self._group, async_op=True)
-        assert work is not None
-        self._pending = work, rows
+        message = bytearray(call.encode()[:MESSAGE].ljust(MESSAGE, b"\0"))
+        # A thread of Gloo frees what is sent, perhaps after Python has ended: not a bytearray.
+        mine = torch.frombuffer(message, dtype=torch.uint8).clone()
+        self._pending = begin_gather(mine, self._group)
         if self.waits or call not in self._known or recording():
             self._known.add(call)
             self._finish_comparison()
@@ -58,22 +57,24 @@ class Agreement:
     def _finish_comparison(self) -> None:
         if self._pending is None:
             return
-        (work, rows), self._pending = self._pending, None
-        with self._watchdog.waiting():
-            work.wait()
-        _compare([bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows])
+        (rows, work), self._pending = self._pending, None
+        self._watchdog.wait([work])
+        difference = _difference(tuple(map(bytes, rows.numpy())))
+        if difference:
+            raise ValueError(f"in call {self._number}, the ranks of a time axis {difference}")
 
 
-def _compare(messages: list[str]) -> None:
-    counts, calls = zip(*(message.split(" ", 1) for message in messages), strict=True)
+@lru_cache
+def _difference(messages: tuple[bytes, ...]) -> str:
+    """Describe how the calls of the ranks differ, empty if they agree."""
+    texts = [message.rstrip(b"\0").decode(errors="replace") for message in messages]
+    counts, calls = zip(*(text.split(" ", 1) for text in texts), strict=True)
     if len(set(calls)) > 1:
-        each = "; ".join(f"rank {rank}: {message}" for rank, message in enumerate(messages))
-        raise ValueError(f"the ranks of a time axis must make the same calls, but {each}")
-    steps, size = [int(count) for count in counts], len(messages)
+        each = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+        return f"must make the same calls, but {each}"
+    steps, size = [int(count) for count in counts], len(texts)
     total = sum(steps)
     expected = [len(range(total)[steps_of(total, rank, size)]) for rank in range(size)]
-    if steps != expected:
-        raise ValueError(
-            f"the ranks of a time axis hold {steps} steps: expected {expected} of T = {total}, "
-            "see `steps_of`"
-        )
+    if steps == expected:
+        return ""
+    return f"hold {steps} steps: expected {expected} of T = {total}, see `steps_of`"

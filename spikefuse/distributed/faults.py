@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -57,15 +57,15 @@ class RankWatchdog:
             weakref.finalize(self, _end, thread, stop)
             thread.start()
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Enclose code in which this rank waits for another one.
+    def wait(self, works: Iterable[dist.Work]) -> None:
+        """Wait for exchanges with other ranks.
 
         Raises:
-            RankLost: the exchange failed.
+            RankLost: an exchange failed.
         """
         try:
-            yield
+            for work in works:
+                work.wait()
         except RuntimeError as error:
             raise RankLost(self.diagnose()) from error
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from spikefuse.block.batch_norm import begin_gather
-from spikefuse.distributed.faults import RankWatchdog, recording
+from spikefuse.distributed.faults import RankLost, RankWatchdog, recording
 
 
 class AxisCollectives:
@@ -34,8 +34,7 @@ class AxisCollectives:
         self._watchdog.count += 1
         if x.is_cuda:
             self._watchdog.expect(work)
-        with self._watchdog.waiting():
-            work.wait()
+        self._watchdog.wait([work])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AxisCollectives:
         return self  # a copied network uses the same connections
@@ -60,31 +59,19 @@ class PeerLink:
         self._sent: deque[tuple[dist.Work, Tensor, bool]] = deque()
 
     def receive(self, tensors: Sequence[Tensor]) -> list[dist.Work]:
-        """Start to receive into `tensors`; pass the result to `wait`."""
-        works: list[dist.Work] = []
-        with self._watchdog.waiting():
-            for x in tensors:
-                work = dist.irecv(_flat(x), self.peer, self._group) if x.numel() else None
-                if work is not None:
-                    works.append(work)
-                    if x.is_cuda:
-                        self._watchdog.expect(work)
+        """Start to receive into `tensors`; pass the result to `RankWatchdog.wait`."""
+        works = []
+        for work, x in self._start(dist.irecv, tensors):
+            works.append(work)
+            if x.is_cuda:
+                self._watchdog.expect(work)
         return works
-
-    def wait(self, works: Sequence[dist.Work]) -> None:
-        """Wait until the tensors of `receive` have arrived."""
-        with self._watchdog.waiting():
-            for work in works:
-                work.wait()
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Start to send tensors, which must not be written to until `flush`."""
         recorded = not self.blocks and recording()
-        with self._watchdog.waiting():
-            for x in tensors:
-                work = dist.isend(_flat(x), self.peer, self._group) if x.numel() else None
-                if work is not None:
-                    self._sent.append((work, x, recorded))
+        for work, x in self._start(dist.isend, tensors):
+            self._sent.append((work, x, recorded))
         can_query = not self.blocks and not recorded
         while can_query and self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
@@ -94,18 +81,28 @@ class PeerLink:
 
         On a GPU the stream waits, not the host.
         """
+        if not self._sent:
+            return
         recorded = not self.blocks and recording()
         # Recorded and eager work cannot wait for each other, and need not: a recording begins when
         # all previous work is complete.
         works = [work for work, _, was_recorded in self._sent if was_recorded == recorded]
         # GPUs send in order, so the last send is enough.
-        with self._watchdog.waiting():
-            for work in works if self.blocks else works[-1:]:
-                work.wait()
+        self._watchdog.wait(works if self.blocks else works[-1:])
         self._sent.clear()
 
-
-def _flat(x: Tensor) -> Tensor:
-    """View a dense tensor as one row in memory order."""
-    order = sorted(range(x.ndim), key=lambda d: (-x.stride()[d], d))
-    return x.permute(order).view(-1)
+    def _start(
+        self, transfer: Callable[..., dist.Work | None], tensors: Sequence[Tensor]
+    ) -> list[tuple[dist.Work, Tensor]]:
+        """Start to send or receive each dense tensor, except empty ones, in memory order."""
+        started = []
+        try:
+            for x in tensors:
+                if x.numel():
+                    order = sorted(range(x.ndim), key=x.stride, reverse=True)
+                    work = transfer(x.permute(order).view(-1), self.peer, self._group)
+                    assert work is not None
+                    started.append((work, x))
+        except RuntimeError as error:
+            raise RankLost(self._watchdog.diagnose()) from error
+        return started

@@ -120,16 +120,14 @@ class LinkChannel(Channel):
         self, shard: TimeShard, source: PeerLink | None, target: PeerLink | None, buffers: Buffers
     ) -> None:
         super().__init__(buffers)
-        self.source, self.target, self.sends_first = source, target, shard.sends_first
-        shard.watchdog.count += 1
+        self.target, self.sends_first, self.watchdog = target, shard.sends_first, shard.watchdog
+        self.watchdog.count += 1
         # Post all receives before waiting for the first, so that states arrive during computation.
-        self._arriving = [
-            source.receive(states) if source is not None else [] for states in buffers
-        ]
+        self._arriving = [] if source is None else [*map(source.receive, buffers)]
 
     def receive(self, i: int) -> list[Tensor]:
-        if self.source is not None:
-            self.source.wait(self._arriving[i])
+        if self._arriving:
+            self.watchdog.wait(self._arriving[i])
         return self.buffers[i]
 
     def send(self, i: int, states: Sequence[Tensor]) -> None:
@@ -198,8 +196,8 @@ class TimeShard(StatePassing):
         return LinkChannel(self, self.before, self.after, buffers)
 
     def backward(self, buffers: Buffers) -> LinkChannel:
-        _flush_recorded(self.before)
         if recording():
+            _flush_recorded(self.before)
             # A layer does not know whether it is the last one of the backward pass.
             Variable._execution_engine.queue_callback(partial(_flush_recorded, self.before))
         return LinkChannel(self, self.after, self.before, buffers)
@@ -214,7 +212,7 @@ def _flush_recorded(link: PeerLink | None) -> None:
     All streams must join the one that began the recording before it ends. Until then, sent tensors
     stay allocated.
     """
-    if link is not None and recording():
+    if link is not None and not link.blocks and recording():
         link.flush()
 
 

@@ -74,9 +74,10 @@ class Layout:
 
     def conform_step(self, x: Tensor) -> Tensor:
         """One step as a float32 tensor in this layout, copied only if it must be."""
-        strides = zip(x.shape, x.stride(), self.step_strides, strict=True)
-        if x.dtype == torch.float32 and all(size == 1 or a == b for size, a, b in strides):
-            return x
+        if x.dtype == torch.float32:
+            strides = zip(x.shape, x.stride(), self.step_strides, strict=True)
+            if x.stride() == self.step_strides or all(n == 1 or a == b for n, a, b in strides):
+                return x
         return self.empty_step(x.device).copy_(x)
 
     def strides(self, x: Tensor) -> tuple[int, int]:

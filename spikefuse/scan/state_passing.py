@@ -129,8 +129,12 @@ class MicrobatchScan(NamedTuple):
 
 def split(passing: StatePassing, name: str, arguments: Arguments) -> list[MicrobatchScan]:
     """The microbatches of a scan, with their initial states as far as they are here."""
+    microbatches = passing.microbatches(arguments.inputs[0].shape[1])
+    if len(microbatches) == 1:
+        execution = execution_of(name, arguments.inputs)
+        return [MicrobatchScan(microbatches[0], execution, arguments, [])]
     found = []
-    for rows in passing.microbatches(arguments.inputs[0].shape[1]):
+    for rows in microbatches:
         inputs = [x[:, rows] for x in arguments.inputs]
         states = [s[rows] for s in arguments.states]
         part = arguments._replace(inputs=inputs, states=states)
@@ -181,10 +185,11 @@ def scan_forward(
         counts.append((len(states), len(saved)))
         channel.send(i, found[i].finals)
     channel.close()
-    rows = zip(*[results.finals for results in found], strict=True)
-    finals = [torch.cat(states) for states in rows] if wanted.final else []
-    bits = [x for results in found for x in results.bits]
-    return Results(outputs, finals, None, bits), tensors, counts
+    finals: list[Tensor] = []
+    if wanted.final:
+        rows = zip(*[results.finals for results in found], strict=True)
+        finals = [torch.cat(states) for states in rows]
+    return Results(outputs, finals, None, found[0].bits), tensors, counts
 
 
 def scan_backward(

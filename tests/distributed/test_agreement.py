@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spikefuse as sf
 from spikefuse.distributed import shard_time
-from spikefuse.distributed.agreement import _compare
+from spikefuse.distributed.agreement import _difference
 from spikefuse.testing import make_input
 from tests.distributed.processes import Group
 
@@ -44,6 +44,8 @@ def messages(axis: DeviceMesh, what: str) -> list[str]:
 def test_a_different_call_on_one_rank_raises_on_all(group: Group, what: str) -> None:
     answers = group(messages, what, size=4)
     assert len({answer[0] for answer in answers}) == 1
+    for number, text in enumerate(answers[0], 2):
+        assert text.startswith(f"in call {number}, the ranks of a time axis ")
     if what == "steps":
         assert "hold [4, 4, 4, 2] steps: expected [3, 4, 3, 4] of T = 14" in answers[0][0]
     else:
@@ -84,6 +86,6 @@ def test_different_statistics_raise(group: Group) -> None:
 
 
 def test_shares_may_differ_by_a_step() -> None:
-    _compare(["2 steps x", "2 steps x", "3 steps x"])
-    with pytest.raises(ValueError, match=r"hold \[3, 2\] steps: expected \[2, 3\] of T = 5"):
-        _compare(["3 steps x", "2 steps x"])
+    assert not _difference((b"2 steps x", b"2 steps x", b"3 steps x"))
+    different = _difference((b"3 steps x", b"2 steps x"))
+    assert different.startswith("hold [3, 2] steps: expected [2, 3] of T = 5")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,13 @@ from spikefuse import memory
 from spikefuse.distributed import make_mesh, reduce_gradients, shard_time, steps_of
 from spikefuse.nn import Block
 from spikefuse.testing import lay_out, make_input
+from tests import test_call_path
 from tests.distributed.processes import SIZE, SIZES, Group
 
 T = 11
+# Python functions of the package that one warm call of a block may pass, forward and backward, on
+# the first and the second rank. See `tests.test_call_path`.
+PASSED = [(108, 101), (111, 106)]
 
 
 class Residual(nn.Module):
@@ -234,3 +239,14 @@ def test_synchronized_norms_equal_one_process(
     for _, grads in found:
         for grad, p in zip(grads, net.parameters(), strict=True):
             assert_close(grad, p.grad)
+
+
+def counts(axis: DeviceMesh) -> tuple[int, int]:
+    gc.collect()  # garbage of earlier tests calls functions of the package when it is collected
+    return test_call_path.counts(shard_time(test_call_path.block(), axis))
+
+
+def test_the_path_of_a_warm_call(group: Group) -> None:
+    for (forward, backward), most in zip(group(counts, size=2), PASSED, strict=True):
+        assert 0 < forward <= most[0]
+        assert 0 < backward <= most[1]

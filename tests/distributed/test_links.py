@@ -23,10 +23,10 @@ def sent(axis: DeviceMesh, tensors: list[Tensor]) -> list[Tensor]:
     shard, found = shard_of(axis), [torch.empty_like(x) for x in tensors]
     if shard.after is not None:
         shard.after.send(tensors)
-        shard.after.wait(shard.after.receive(found))
+        shard.watchdog.wait(shard.after.receive(found))
         shard.after.flush()
     if shard.before is not None:
-        shard.before.wait(shard.before.receive(found))
+        shard.watchdog.wait(shard.before.receive(found))
         shard.before.send([2 * x for x in found])
         shard.before.flush()
     return found
