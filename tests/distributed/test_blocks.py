@@ -16,12 +16,12 @@ from spikefuse import memory
 from spikefuse.distributed import make_mesh, reduce_gradients, shard_time, steps_of
 from spikefuse.nn import Block
 from spikefuse.testing import lay_out, make_input
-from tests import test_call_path
+from tests import call_path
 from tests.distributed.processes import SIZE, SIZES, Group
 
 T = 11
 # Python functions of the package that one warm call of a block may pass, forward and backward, on
-# the first and the second rank. See `tests.test_call_path`.
+# the first and the second rank. See `tests/test_call_path.py`.
 PASSED = [(108, 101), (111, 106)]
 
 
@@ -243,7 +243,7 @@ def test_synchronized_norms_equal_one_process(
 
 def counts(axis: DeviceMesh) -> tuple[int, int]:
     gc.collect()  # garbage of earlier tests calls functions of the package when it is collected
-    return test_call_path.counts(shard_time(test_call_path.block(), axis))
+    return call_path.counts(shard_time(call_path.block(), axis))
 
 
 def test_the_path_of_a_warm_call(group: Group) -> None:
