@@ -411,6 +411,25 @@ def test_recurrent_layers_are_refused(layer):
         torch.compile(net, backend="eager")(X)
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("spikingjelly.activation_based.base", "MemoryModule"),
+        ("snntorch._neurons.neurons", "SpikingNeuron"),
+        ("norse.torch.module.snn", "SNNCell"),
+    ],
+)
+def test_neurons_of_other_libraries_are_refused(module, name):
+    base = type(name, (nn.Module,), {"__module__": module})
+    theirs = type("Leaky", (base,), {"__module__": module})()
+    library = module.split(".")[0]
+    message = (
+        rf"layer '1' \({library}\.Leaky\) has a memory .*Temporal\(spikefuse\.convert\(net\)\)"
+    )
+    with pytest.raises(TypeError, match=message):
+        sf.Temporal(nn.Sequential(nn.Linear(6, 6), theirs))
+
+
 def test_the_printed_network():
     assert str(sf.Temporal(sf.LIF())).startswith("Temporal(\n  (net)")
     net = sf.Temporal(sf.LIF(), sf.memory.Bits(), batch_first=True)
