@@ -20,7 +20,7 @@ from spikefuse.memory.spikes import saving
 from spikefuse.neurons.definition import States
 from spikefuse.nn.call import NotingSums, Saving, TemporalCall
 from spikefuse.nn.constant_input import fold
-from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron, check_module
+from spikefuse.nn.neuron import DTYPES, IMPLEMENTATIONS, Neuron, check_module
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import refuse_export
 from spikefuse.scan.state_passing import StatePassing
@@ -351,6 +351,9 @@ class Temporal(nn.Module):
             read = f"x {shapes} was read as T={num_steps}, B={batch}{steps}"
         else:
             read = f"the inputs {shapes} were read as T={num_steps}, B={batch}"
+        others = {x.dtype for x in sequences if isinstance(x, Tensor) and x.dtype not in DTYPES}
+        for dtype in sorted(others, key=str):
+            read = f"an input is {dtype}: most layers need x.float(); {read}"
         order, other = "for [B, T, ...] data use batch_first=True", "[T, B, ...]"
         if self.batch_first:
             order, other = "for [T, B, ...] data leave out batch_first=True", "[B, T, ...]"

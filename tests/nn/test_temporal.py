@@ -396,6 +396,8 @@ def test_errors_name_how_the_input_was_read():
     assert "for [T, B, ...] data leave out batch_first=True" in other
     note = note_of(lambda: sf.Temporal(Masked())(X[..., :5], {"bias": [X]}, mask=X))
     assert note.startswith("the inputs [20, 2, 5], [20, 2, 6], [20, 2, 6] were read as T=20, B=2,")
+    dtype = note_of(lambda: net(x[:, :, None].to(torch.uint8)))
+    assert dtype.startswith("an input is torch.uint8: most layers need x.float(); x [8, 1, 1, 28,")
     # The exception itself is torch's.
     with pytest.raises(RuntimeError, match="expected input"):
         net(x)
