@@ -16,6 +16,7 @@ from torch.nn.modules import batchnorm, conv, dropout, pooling
 
 from spikefuse.nn import constant_input
 from spikefuse.nn.activations import ACTIVATIONS, METHODS
+from spikefuse.nn.call import require_temporal
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import MaxPool2d, max_pool2d
 
@@ -162,8 +163,10 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks, other than the one that a converted network has."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name) for name in names)
+    hooks = (hook for name in names for hook in getattr(module, name).values())
+    return any(hook is not require_temporal for hook in hooks)
 
 
 def works_in_place(node: fx.Node, module: nn.Module | None) -> bool:

@@ -39,14 +39,17 @@ class Firing(Definition):
         super().__init__()
         if unknown:
             raise _unknown_option(type(self), next(iter(unknown)))
-        if reset not in RESETS:
-            raise ValueError(f"reset is {reset!r}: expected one of {', '.join(RESETS)}")
         if not isinstance(surrogate, Surrogate | None):
             raise TypeError(f"surrogate is {surrogate!r}: expected one such as Sigmoid(4.0)")
         self.threshold = number("threshold", threshold)
         self.v_reset = number("v_reset", v_reset)
         self.reset, self.detach_reset = reset, bool(detach_reset)
         self.surrogate = Sigmoid() if surrogate is None else surrogate
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "reset" and value not in RESETS:
+            raise ValueError(f"reset is {value!r}: expected one of {', '.join(RESETS)}")
+        super().__setattr__(name, value)
 
     def fire(self, h: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
         """Return the spike and the potential after the reset, given the potential `h` before it::

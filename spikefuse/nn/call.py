@@ -329,3 +329,21 @@ def recall(neuron: nn.Module, inputs: tuple[Tensor, ...]) -> TemporalCall | None
             "its state is not known any more: checkpoint the whole Temporal"
         )
     return TemporalCall(folding.num_steps, {id(neuron): ""}, folding.impl)
+
+
+def require_temporal(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook of a network that `convert` has made for one time step.
+
+    Raises:
+        ValueError: the network is called outside `Temporal`, and not recomputed for
+            torch.utils.checkpoint.
+    """
+    if active.call is not None:
+        return
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        raise ValueError(
+            f"{type(module).__name__} was converted for one time step and is called outside "
+            "Temporal, where its neurons would read the batch as time: in place of a loop over "
+            "time call spikefuse.Temporal(net)(x) with x [T, B, ...]; for one step after another "
+            "use spikefuse.Stream(spikefuse.Temporal(net))"
+        )

@@ -20,13 +20,20 @@ from spikefuse.memory.spikes import saving
 from spikefuse.neurons.definition import States
 from spikefuse.nn.call import NotingSums, Saving, TemporalCall
 from spikefuse.nn.constant_input import fold
-from spikefuse.nn.neuron import IMPLEMENTATIONS, Neuron, check_module
+from spikefuse.nn.neuron import DTYPES, IMPLEMENTATIONS, Neuron, check_module
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import refuse_export
 from spikefuse.scan.state_passing import StatePassing
 
 #: Layers that remember something from one call to the next.
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+
+#: Base classes of the layers of other libraries that do, by package.
+FOREIGN = {
+    "norse": ("SNN", "SNNCell", "SNNRecurrent", "SNNRecurrentCell"),
+    "snntorch": ("SpikingNeuron",),
+    "spikingjelly": ("MemoryModule",),
+}
 
 
 class SparseSequence(Protocol):
@@ -61,7 +68,8 @@ class Temporal(nn.Module):
 
     A layer that remembers something from one call to the next computes nonsense here, because it is
     called once for all T steps: `torch.nn`'s recurrent layers are refused. Run them between two
-    containers, `nn.Sequential(Temporal(...), rnn, Temporal(...))`.
+    containers, `nn.Sequential(Temporal(...), rnn, Temporal(...))`. Layers with a memory of
+    SpikingJelly, snnTorch and Norse are refused, too: `sf.convert` replaces them.
 
     An input that is the same at each step (its time has stride 0, as from `encode.direct`) and
     needs no gradient goes through deterministic layers before the first neuron once, as `[B, ...]`.
@@ -95,8 +103,8 @@ class Temporal(nn.Module):
 
     Raises:
         TypeError, ValueError: wrong shapes, states that do not belong to this network, or a layer
-            with a memory of its own. An error inside the network has a note that says how the
-            inputs were read.
+            with a memory of its own; one of another library is refused when a `Temporal` is made.
+            An error inside the network has a note that says how the inputs were read.
     """
 
     def __init__(
@@ -110,6 +118,7 @@ class Temporal(nn.Module):
         check_module("net", net)
         if any(isinstance(m, Temporal) for m in net.modules()):
             raise ValueError("a Temporal inside a Temporal: wrap the outermost network only")
+        _refuse_foreign(net)
         if (memory == "auto") != (budget is not None):
             raise ValueError(
                 f"memory is {memory!r} and budget {budget!r}: expected a budget in GB with "
@@ -342,6 +351,9 @@ class Temporal(nn.Module):
             read = f"x {shapes} was read as T={num_steps}, B={batch}{steps}"
         else:
             read = f"the inputs {shapes} were read as T={num_steps}, B={batch}"
+        others = {x.dtype for x in sequences if isinstance(x, Tensor) and x.dtype not in DTYPES}
+        for dtype in sorted(others, key=str):
+            read = f"an input is {dtype}: most layers need x.float(); {read}"
         order, other = "for [B, T, ...] data use batch_first=True", "[T, B, ...]"
         if self.batch_first:
             order, other = "for [T, B, ...] data leave out batch_first=True", "[B, T, ...]"
@@ -377,6 +389,18 @@ def neurons_of(net: nn.Module, one_step: bool = False) -> dict[str, Neuron]:
                 "net.eval(), and set track_running_stats=True"
             )
     return neurons
+
+
+def _refuse_foreign(net: nn.Module) -> None:
+    for name, module in net.named_modules():
+        for cls in type(module).__mro__:
+            library = cls.__module__.partition(".")[0]
+            if cls.__name__ in FOREIGN.get(library, ()):
+                raise TypeError(
+                    f"layer '{name}' ({library}.{type(module).__name__}) has a memory of its own, "
+                    "but the layers here are called once for all time steps: replace it first, by "
+                    "Temporal(spikefuse.convert(net))"
+                )
 
 
 def _named_modules(net: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.nn.activations import ACTIVATIONS
+from spikefuse.nn.call import require_temporal
 from spikefuse.nn.neuron import Neuron, check_module
 from spikefuse.nn.temporal import RECURRENT, Temporal
 from spikefuse.transforms.converters import norse, snntorch, spikingjelly
@@ -93,7 +94,8 @@ def convert(
     Neurons, and layers that know of time, are replaced by ours and by those of `torch.nn`; the code
     of the network runs as it is. The result computes one time step, so that
     `Temporal(convert(model))(x)` gives what `model` gives for the sequence `x` `[T, B, ...]`, run
-    step by step from rest or, with SpikingJelly's `step_mode="m"`, at once.
+    step by step from rest or, with SpikingJelly's `step_mode="m"`, at once. A call outside
+    `Temporal` raises an error.
 
     Modules keep their names, and state dicts load both ways. The original is not changed.
 
@@ -178,6 +180,12 @@ class _Converter:
             kind = type(self.model).__name__
             note = f"call it as the original, without Temporal: {self.time_line}"
             self.table.rows.append(Row("", kind, kind, note))
+        elif (
+            result is not self.model
+            and self.roles.has_neurons(self.model)
+            and not self.is_neuron(self.model)  # which may be called on its own
+        ):
+            result.register_forward_pre_hook(require_temporal)
         order = {name: i for i, (name, _) in enumerate(self.model.named_modules())}
         self.table.rows.sort(key=lambda row: order[row.name])
         return result

@@ -16,6 +16,7 @@ from spikefuse.block.fused_norm import FUSED
 from spikefuse.events.linear import EventLinear
 from spikefuse.neurons.definition import States, with_outputs
 from spikefuse.neurons.surrogate import Surrogate
+from spikefuse.nn.call import require_temporal
 from spikefuse.nn.constant_input import is_compiled
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import Neuron, check_module, checked_names
@@ -65,6 +66,7 @@ def exportable(net: nn.Module, step: bool = False) -> nn.Module:
         _check(name, module)
     result = copy.deepcopy(net).eval().requires_grad_(False)
     for module in list(result.modules()):
+        _remove_hook(module, require_temporal)
         if type(module) in _PLAIN:
             module.__class__ = _PLAIN[type(module)]
         for kind, replacement in _REPLACEMENTS.items():
@@ -304,6 +306,11 @@ def _check(name: str, module: nn.Module) -> None:
                 f"{where}, whose own forward would be lost: move it to a module around a "
                 f"{kind.__name__}"
             )
+
+
+def _remove_hook(module: nn.Module, hook: Any) -> None:
+    for key in [k for k, value in module._forward_pre_hooks.items() if value is hook]:
+        del module._forward_pre_hooks[key]
 
 
 def _replace(module: nn.Module, replacement: Any) -> None:

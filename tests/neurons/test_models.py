@@ -171,6 +171,8 @@ def test_alif_checks_its_parameters() -> None:
 def test_invalid_options() -> None:
     with pytest.raises(ValueError, match="reset is 'zero': expected one of hard, soft"):
         LIF(reset="zero")
+    with pytest.raises(ValueError, match="reset is 'zero': expected one of hard, soft"):
+        LIF().reset = "zero"
     with pytest.raises(TypeError, match=r"surrogate is 4\.0: expected one such as Sigmoid"):
         LIF(surrogate=4.0)
 

@@ -396,6 +396,8 @@ def test_errors_name_how_the_input_was_read():
     assert "for [T, B, ...] data leave out batch_first=True" in other
     note = note_of(lambda: sf.Temporal(Masked())(X[..., :5], {"bias": [X]}, mask=X))
     assert note.startswith("the inputs [20, 2, 5], [20, 2, 6], [20, 2, 6] were read as T=20, B=2,")
+    dtype = note_of(lambda: net(x[:, :, None].to(torch.uint8)))
+    assert dtype.startswith("an input is torch.uint8: most layers need x.float(); x [8, 1, 1, 28,")
     # The exception itself is torch's.
     with pytest.raises(RuntimeError, match="expected input"):
         net(x)
@@ -409,6 +411,25 @@ def test_recurrent_layers_are_refused(layer):
         net(X)
     with pytest.raises(TypeError, match=message):
         torch.compile(net, backend="eager")(X)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("spikingjelly.activation_based.base", "MemoryModule"),
+        ("snntorch._neurons.neurons", "SpikingNeuron"),
+        ("norse.torch.module.snn", "SNNCell"),
+    ],
+)
+def test_neurons_of_other_libraries_are_refused(module, name):
+    base = type(name, (nn.Module,), {"__module__": module})
+    theirs = type("Leaky", (base,), {"__module__": module})()
+    library = module.split(".")[0]
+    message = (
+        rf"layer '1' \({library}\.Leaky\) has a memory .*Temporal\(spikefuse\.convert\(net\)\)"
+    )
+    with pytest.raises(TypeError, match=message):
+        sf.Temporal(nn.Sequential(nn.Linear(6, 6), theirs))
 
 
 def test_the_printed_network():

@@ -710,3 +710,9 @@ def test_norse_states_passed_by_hand():
     assert "`for step in x:` calls `self.lif` several times" in str(error.value)
     assert "write `z = self.lif(self.fc(step))`" in str(error.value)
     assert "write `vo = self.out(F.relu(z))`" in str(error.value)
+
+
+@pytest.mark.parametrize("neuron", [sj.LIFNode(), snn.Leaky(0.9), norse.LIFCell()])
+def test_temporal_refuses_what_is_not_converted(neuron):
+    with pytest.raises(TypeError, match=r"layer '1' .* has a memory of its own.*\.convert"):
+        sf.Temporal(nn.Sequential(nn.Linear(3, 3), neuron))

@@ -12,6 +12,7 @@ import io
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import spikefuse as sf
 from spikefuse.transforms.convert import convert
@@ -118,6 +119,47 @@ def test_compiled_fused_and_exportable():
     assert len(fused.fusion.fused) == 1
     exportable = sf.exportable(ours.eval())
     torch.testing.assert_close(exportable(x), ours(x))
+
+
+def test_calls_outside_temporal_are_refused():
+    net = nn.Sequential(nn.Linear(20, 20), LIFNode(v_threshold=0.1), nn.Linear(20, 3))
+    ours, x = sf.convert(net), torch.randn(6, 2, 20)
+    message = r"Sequential was converted for one time step .*outside Temporal.*Temporal\(net\)\(x\)"
+    for step in (ours, copy.deepcopy(ours)):
+        with pytest.raises(ValueError, match=message):
+            step(x[0])
+    expected = sf.Temporal(ours)(x)
+    stream = sf.Stream(sf.Temporal(ours))
+    torch.testing.assert_close(torch.stack([stream(step) for step in x]), expected)
+    larger = sf.Temporal(nn.Sequential(ours, nn.Identity()), memory=sf.memory.Checkpoint())
+    assert torch.equal(larger(x), expected)
+    assert not net._forward_pre_hooks
+    neuron = sf.convert(LIFNode())  # one neuron takes [T, B, ...]
+    assert neuron(x).shape == x.shape
+
+
+def test_recomputed_inside_temporal():
+    class Recomputed(nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            return checkpoint(self.net, x, use_reentrant=False)
+
+    layers = nn.Linear(20, 20), LIFNode(v_threshold=0.1), nn.Linear(20, 3)
+    ours, x = sf.convert(nn.Sequential(*layers)), torch.randn(6, 2, 20)
+    gradients = []
+    for net in (ours, Recomputed(ours)):
+        y = sf.Temporal(net)(x)
+        gradients.append(torch.autograd.grad(y.square().sum(), [*ours.parameters()]))
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_memory_policies_recompute_converted_networks():
+    ours, x = sf.convert(nn.Sequential(nn.Linear(20, 20), LIFNode())), torch.randn(6, 2, 20)
+    # Warnings are errors: Checkpoint warns of a network with hooks of the user's.
+    sf.Temporal(ours, memory=sf.memory.Checkpoint())(x).sum().backward()
 
 
 def test_copies_and_saved_files():
