@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import partial, reduce
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -123,7 +124,7 @@ def scan(
     alone = batch and (passing is None or passing.statistics is None)
     if backend == "reference" or torch.compiler.is_compiling():
         check(neuron, NAMES[: len(inputs)], inputs, request.state, backend)
-        check_norm(norm, neuron, inputs[0], alone)
+        check_norms(norms, neuron, inputs[0], backend, alone)
         if backend == "reference":
             return _reference(norms, neuron, request)
         op.check(backend, inputs[0])
@@ -136,10 +137,14 @@ def scan(
         key += values[name].shape, values[name].device, values[name].requires_grad
     for x in inputs:  # what is no tensor has no plan, so `check` refuses it
         key += (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (None,)
+    for each in norms:
+        for t in _tensors_of(each):
+            if t is not None:
+                key += t.dtype, t.device
     plan = plans.get(tuple(key))
     if plan is None or request.state is not None:
         check(neuron, NAMES[: len(inputs)], inputs, request.state, backend)
-        check_norm(norm, neuron, inputs[0], alone)
+        check_norms(norms, neuron, inputs[0], backend, alone)
     op.check(backend, inputs[0])
     if plan is None:
         options = len(inputs) > 1, batch, request.outputs, len(norms) > 1
@@ -300,15 +305,17 @@ def _reference_values(norm: _BatchNorm, x: Tensor) -> tuple[Tensor, tuple[Tensor
     return x, (mean, scale, shift_of((norm,), x))
 
 
-def check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor, alone: bool) -> None:
-    """Refuse what a block does not take; `alone` says whether the norm's statistics are those of
-    `x` alone."""
+def check_norms(
+    norms: Sequence[_BatchNorm], neuron: Neuron, x: Tensor, backend: str, alone: bool
+) -> None:
+    """Refuse what a block does not take; `alone` says whether the norms' statistics are those of
+    their inputs alone."""
     if len(type(neuron).input_names) != 1:
         raise TypeError(f"{type(neuron).__name__} takes several inputs: a block gives it one")
-    shape = x.shape
-    if len(shape) < 3 or shape[2] != norm.num_features:
+    shape, num_features = x.shape, norms[0].num_features
+    if len(shape) < 3 or shape[2] != num_features:
         raise ValueError(
-            f"x has shape {list(shape)}: expected [T, B, C, ...] with C = {norm.num_features}, "
+            f"x has shape {list(shape)}: expected [T, B, C, ...] with C = {num_features}, "
             "the number of features of the norm"
         )
     if alone and x.numel() == shape[2]:
@@ -316,3 +323,20 @@ def check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor, alone: bool) -> None
             f"x has shape {list(shape)}: one value per channel has no variance, so that batch "
             "norm can't be trained on it"
         )
+    for norm in norms:
+        for name in _TENSORS:
+            t = getattr(norm, name)
+            if t is not None and t.device != x.device:
+                raise ValueError(
+                    f"{name} of the norm is on {t.device}, x on {x.device}: move the norm with "
+                    f".to({str(x.device)!r})"
+                )
+            if t is not None and t.dtype == torch.float64 and backend != "reference":
+                raise TypeError(
+                    f"{name} of the norm is {t.dtype}: expected float32, bfloat16 or float16; "
+                    'convert the norm with .float() (or impl="reference")'
+                )
+
+
+_TENSORS = "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
+_tensors_of = attrgetter(*_TENSORS)

@@ -3,6 +3,7 @@
 tests/gpu/test_block.py runs the same tests on a GPU.
 """
 
+import copy
 import itertools
 from functools import partial
 
@@ -330,6 +331,30 @@ def test_errors_after_a_call_on_inputs_of_the_same_description():
         block(x, 0.5)
     with pytest.raises(NotImplementedError, match="transforms of torch"):
         torch.func.vmap(block, randomness="same")(x[None])
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_norm_changed_after_a_call(name, training, backends):
+    """Kernels would take addresses of another device, or values of another dtype, as they are."""
+    x = make_inputs(2, 1, device=backends.device)[0]
+    for to, message in (
+        ("meta", f"{name} of the norm is on meta, x on {backends.device}"),
+        (torch.float64, f"{name} of the norm is torch.float64"),
+    ):
+        block = make_block(device=backends.device).train(training)
+        net = copy.deepcopy(sf.fuse(sf.Temporal(nn.Sequential(block.norm, block.neuron))))
+        checkpoint = copy.deepcopy(net)
+        checkpoint.memory = sf.memory.Checkpoint(1)
+        for module in (block, net, checkpoint):
+            norm = next(m for m in module.modules() if isinstance(m, nn.BatchNorm2d))
+            module(x)
+            changed = getattr(norm, name).detach().to(to)
+            setattr(norm, name, nn.Parameter(changed) if name in ("weight", "bias") else changed)
+            with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
+                module(x)
+            if module is not net:  # which may leave such a norm to PyTorch
+                assert message in str(error.value)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
