@@ -240,7 +240,7 @@ class _Run(Store):
         else:
             given = [self._whole_batch(segment, node) for node in normed]
         x = given[0]
-        xs = [as_residual(y, x) for y in given]
+        xs = [as_residual(y, x, segment) for y in given]
         program, own = self.program(called, x)
         alone = self.passing.statistics is None
         block.check_norms(called.norms, called.neuron, x, program.backend, alone)
