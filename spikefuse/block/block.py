@@ -268,8 +268,10 @@ def _saves_states(memory: Policy | None, execution: Execution) -> bool:
 def _running_values(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
     """Mean and scale of the affine map that the norm is with running statistics."""
     assert norm.running_mean is not None and norm.running_var is not None
-    scale = torch.rsqrt(norm.running_var + norm.eps)
-    return norm.running_mean, scale if norm.weight is None else scale * norm.weight
+    mean, scale = norm.running_mean, torch.rsqrt(norm.running_var + norm.eps)
+    if torch.is_grad_enabled():  # backward may follow a call in training, which updates the mean
+        mean = mean.clone()
+    return mean, scale if norm.weight is None else scale * norm.weight
 
 
 def _reference(

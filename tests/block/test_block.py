@@ -357,6 +357,22 @@ def test_a_norm_changed_after_a_call(name, training, backends):
                 assert message in str(error.value)
 
 
+def test_a_step_between_forward_and_backward(backends):
+    """It updates the running statistics that a call in evaluation has read, and that the plain norm
+    of a call in training has saved."""
+    x, later = make_inputs(3, 2, device=backends.device)
+    gradients = []
+    for steps in (False, True):
+        block = make_block("LI", device=backends.device)
+        evaluated = block.eval()(x, impl=backends.impls[0])
+        plain = block.norm.train()(x.flatten(0, 1))
+        if steps:
+            block(later, impl=backends.impls[0])
+        (evaluated.cos().sum() + plain.cos().sum()).backward()
+        gradients.append([p.grad for p in block.norm.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("training", [True, False])
 def test_parameters_of_a_neuron_must_fit_the_channels(training):
