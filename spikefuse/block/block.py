@@ -31,6 +31,9 @@ from spikefuse.scan.state_passing import WHOLE
 
 #: The names of the inputs in error messages.
 NAMES = ("x", "residual")
+# The tensors of a norm.
+_TENSORS = "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
+_tensors_of = attrgetter(*_TENSORS)
 
 
 class Block(nn.Module):
@@ -140,7 +143,7 @@ def scan(
     for each in norms:
         for t in _tensors_of(each):
             if t is not None:
-                key += t.dtype, t.device
+                key += t.dtype, t.device, t.stride()
     plan = plans.get(tuple(key))
     if plan is None or request.state is not None:
         check(neuron, NAMES[: len(inputs)], inputs, request.state, backend)
@@ -328,17 +331,20 @@ def check_norms(
     for norm in norms:
         for name in _TENSORS:
             t = getattr(norm, name)
-            if t is not None and t.device != x.device:
+            if t is None:
+                continue
+            if t.device != x.device:
                 raise ValueError(
                     f"{name} of the norm is on {t.device}, x on {x.device}: move the norm with "
                     f".to({str(x.device)!r})"
                 )
-            if t is not None and t.dtype == torch.float64 and backend != "reference":
+            if t.dtype == torch.float64 and backend != "reference":
                 raise TypeError(
                     f"{name} of the norm is {t.dtype}: expected float32, bfloat16 or float16; "
                     'convert the norm with .float() (or impl="reference")'
                 )
-
-
-_TENSORS = "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
-_tensors_of = attrgetter(*_TENSORS)
+            by_kernel = backend == "triton" and by_batch(norm) and name != "bias"
+            if by_kernel and not t.is_contiguous():
+                raise ValueError(
+                    f"{name} of the norm has strides {t.stride()}: assign a contiguous tensor"
+                )

@@ -357,6 +357,23 @@ def test_a_norm_changed_after_a_call(name, training, backends):
                 assert message in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+def test_a_norm_with_strides(name, backends):
+    """Kernels of a GPU would read and write the values between."""
+    x = make_inputs(2, 1, device=backends.device)[0]
+    for impl in backends.impls:
+        block = make_block("LI", device=backends.device)
+        expected = copy.deepcopy(block)(x, impl=impl)
+        strided = getattr(block.norm, name).detach().repeat_interleave(2)[::2]
+        strided = nn.Parameter(strided) if name in ("weight", "bias") else strided
+        setattr(block.norm, name, strided)
+        if impl == "triton" and name != "bias":
+            with pytest.raises(ValueError, match=rf"{name} of the norm has strides \(2,\)"):
+                block(x, impl=impl)
+        else:
+            assert torch.equal(block(x, impl=impl), expected)
+
+
 def test_a_step_between_forward_and_backward(backends):
     """It updates the running statistics that a call in evaluation has read, and that the plain norm
     of a call in training has saved."""
