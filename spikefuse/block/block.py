@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import partial, reduce
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,9 @@ from spikefuse.scan.state_passing import WHOLE
 
 #: The names of the inputs in error messages.
 NAMES = ("x", "residual")
+# The tensors of a norm.
+_TENSORS = "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
+_tensors_of = attrgetter(*_TENSORS)
 
 
 class Block(nn.Module):
@@ -123,7 +127,7 @@ def scan(
     alone = batch and (passing is None or passing.statistics is None)
     if backend == "reference" or torch.compiler.is_compiling():
         check(neuron, NAMES[: len(inputs)], inputs, request.state, backend)
-        check_norm(norm, neuron, inputs[0], alone)
+        check_norms(norms, neuron, inputs[0], backend, alone)
         if backend == "reference":
             return _reference(norms, neuron, request)
         op.check(backend, inputs[0])
@@ -136,10 +140,14 @@ def scan(
         key += values[name].shape, values[name].device, values[name].requires_grad
     for x in inputs:  # what is no tensor has no plan, so `check` refuses it
         key += (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (None,)
+    for each in norms:
+        for t in _tensors_of(each):
+            if t is not None:
+                key += t.dtype, t.device, t.stride()
     plan = plans.get(tuple(key))
     if plan is None or request.state is not None:
         check(neuron, NAMES[: len(inputs)], inputs, request.state, backend)
-        check_norm(norm, neuron, inputs[0], alone)
+        check_norms(norms, neuron, inputs[0], backend, alone)
     op.check(backend, inputs[0])
     if plan is None:
         options = len(inputs) > 1, batch, request.outputs, len(norms) > 1
@@ -263,8 +271,10 @@ def _saves_states(memory: Policy | None, execution: Execution) -> bool:
 def _running_values(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
     """Mean and scale of the affine map that the norm is with running statistics."""
     assert norm.running_mean is not None and norm.running_var is not None
-    scale = torch.rsqrt(norm.running_var + norm.eps)
-    return norm.running_mean, scale if norm.weight is None else scale * norm.weight
+    mean, scale = norm.running_mean, torch.rsqrt(norm.running_var + norm.eps)
+    if torch.is_grad_enabled():  # backward may follow a call in training, which updates the mean
+        mean = mean.clone()
+    return mean, scale if norm.weight is None else scale * norm.weight
 
 
 def _reference(
@@ -300,15 +310,17 @@ def _reference_values(norm: _BatchNorm, x: Tensor) -> tuple[Tensor, tuple[Tensor
     return x, (mean, scale, shift_of((norm,), x))
 
 
-def check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor, alone: bool) -> None:
-    """Refuse what a block does not take; `alone` says whether the norm's statistics are those of
-    `x` alone."""
+def check_norms(
+    norms: Sequence[_BatchNorm], neuron: Neuron, x: Tensor, backend: str, alone: bool
+) -> None:
+    """Refuse what a block does not take; `alone` says whether the norms' statistics are those of
+    their inputs alone."""
     if len(type(neuron).input_names) != 1:
         raise TypeError(f"{type(neuron).__name__} takes several inputs: a block gives it one")
-    shape = x.shape
-    if len(shape) < 3 or shape[2] != norm.num_features:
+    shape, num_features = x.shape, norms[0].num_features
+    if len(shape) < 3 or shape[2] != num_features:
         raise ValueError(
-            f"x has shape {list(shape)}: expected [T, B, C, ...] with C = {norm.num_features}, "
+            f"x has shape {list(shape)}: expected [T, B, C, ...] with C = {num_features}, "
             "the number of features of the norm"
         )
     if alone and x.numel() == shape[2]:
@@ -316,3 +328,23 @@ def check_norm(norm: _BatchNorm, neuron: Neuron, x: Tensor, alone: bool) -> None
             f"x has shape {list(shape)}: one value per channel has no variance, so that batch "
             "norm can't be trained on it"
         )
+    for norm in norms:
+        for name in _TENSORS:
+            t = getattr(norm, name)
+            if t is None:
+                continue
+            if t.device != x.device:
+                raise ValueError(
+                    f"{name} of the norm is on {t.device}, x on {x.device}: move the norm with "
+                    f".to({str(x.device)!r})"
+                )
+            if t.dtype == torch.float64 and backend != "reference":
+                raise TypeError(
+                    f"{name} of the norm is {t.dtype}: expected float32, bfloat16 or float16; "
+                    'convert the norm with .float() (or impl="reference")'
+                )
+            by_kernel = backend == "triton" and by_batch(norm) and name != "bias"
+            if by_kernel and not t.is_contiguous():
+                raise ValueError(
+                    f"{name} of the norm has strides {t.stride()}: assign a contiguous tensor"
+                )

@@ -28,8 +28,7 @@ class TracedNorm:
 
     Attributes:
         x: what the norm reads, `[T*B, C, ...]`.
-        read: x, and with a residual what that is computed from, too.
-        statistics: mean and inverse deviation of the batch; None with running statistics.
+        statistics: mean and variance of the batch; None with running statistics.
         pending: the calls that no neuron has read yet.
     """
 
@@ -41,7 +40,6 @@ class TracedNorm:
         pending: list[TracedNorm],
     ) -> None:
         self.norm, self.x, self.statistics, self.pending = norm, x, statistics, pending
-        self.read: tuple[Tensor, ...] = (x,)
         self.residual: Tensor | None = None
         self.of_residual: TracedNorm | None = None
         self.origin, self.grad = self, torch.is_grad_enabled()
@@ -81,11 +79,10 @@ class TracedNorm:
             return None
         call = TracedNorm(self.norm, x, self.statistics, self.pending)
         call.residual, call.origin, call.grad = other, self.origin, self.grad
-        call.read = x, other
         for norm in norms:
             fits = norm.residual is None and norm.grad == self.grad and norm is not self
             if fits and can_normalize_residual(self.norm, norm.norm):
-                call.of_residual, call.read = norm, (x, other, norm.x)
+                call.of_residual = norm
         return call
 
 
@@ -102,12 +99,8 @@ class TracedNorms:
             if norm is not None and call.norm is not norm:
                 left.append(call)
             elif call.statistics is not None:
-                mean, inverse = call.statistics
+                mean, variance = call.statistics
                 number = call.x.numel() / call.x.shape[1]
-                variance = 1 / inverse.square() - call.norm.eps
-                if call.x.dtype != torch.float32:  # in which PyTorch may round them
-                    dims = [0, *range(2, call.x.ndim)]
-                    variance, mean = torch.var_mean(call.x.detach().float(), dims, correction=0)
                 variance = variance * (number / (number - 1))
                 with torch.no_grad():
                     update_running_stats(running_of(call.norm), mean, variance)
@@ -133,7 +126,11 @@ def normalize(norm: Any, x: Tensor, pays: bool) -> Tensor:
         y, mean, inverse = torch.native_batch_norm(
             x, norm.weight, norm.bias, None, None, True, 0.0, norm.eps
         )
-        statistics = mean.detach(), inverse.detach()
+        statistics = mean.detach(), 1 / inverse.detach().square() - norm.eps
+        if x.dtype != torch.float32:  # in which PyTorch may round them
+            dims = [0, *range(2, x.ndim)]
+            variance, mean = torch.var_mean(x.detach().float(), dims, correction=0)
+            statistics = mean, variance
     else:
         y = norm.plain(x)
     traced = TracedNorm(norm, x, statistics, pending)

@@ -21,7 +21,9 @@ def update_running_stats(running: Running, mean: Tensor, unbiased: Tensor) -> No
     """Update running statistics in place."""
     running_mean, running_variance, batches, momentum = running
     if running_mean is not None and running_variance is not None:
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-        running_variance.lerp_(unbiased.to(running_variance.dtype), momentum)
+        # As in PyTorch, autograd does not count this as a change: a norm outside a block saves
+        # running statistics that its backward does not read.
+        running_mean.data.lerp_(mean.to(running_mean.dtype), momentum)
+        running_variance.data.lerp_(unbiased.to(running_variance.dtype), momentum)
     if batches is not None:
         batches += 1

@@ -240,9 +240,10 @@ class _Run(Store):
         else:
             given = [self._whole_batch(segment, node) for node in normed]
         x = given[0]
-        xs = [as_residual(y, x) for y in given]
-        block.check_norm(called.norms[0], called.neuron, x, alone=self.passing.statistics is None)
+        xs = [as_residual(y, x, segment) for y in given]
         program, own = self.program(called, x)
+        alone = self.passing.statistics is None
+        block.check_norms(called.norms, called.neuron, x, program.backend, alone)
         if len(program.binary) != 1:
             raise multiple_outputs_error(segment)
         # What is not normalized is like x.

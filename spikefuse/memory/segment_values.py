@@ -99,7 +99,8 @@ class Values:
             found.append(unfold(self[node], self.store.steps))
         if self.segment.target not in self.store.segments.blocks:
             return found
-        return [as_residual(y, found[0] if x is None else x) for y in found]
+        x = found[0] if x is None else x
+        return [as_residual(y, x, self.segment) for y in found]
 
     def fire(
         self, called: NeuronCall, inputs: Sequence[Tensor], states: Sequence[Tensor], final: bool
@@ -139,14 +140,21 @@ class Values:
         return largest, sum(x[0].nbytes for node, x in self.leaves.items() if node is not source)
 
 
-def as_residual(y: Tensor, x: Tensor) -> Tensor:
-    """Return `y` with the shape and dtype of `x` if a sum of both has these too."""
-    if (y.shape, y.dtype) == (x.shape, x.dtype):
-        return y
-    shape = torch.broadcast_shapes(y.shape, x.shape)
-    if (shape, torch.promote_types(y.dtype, x.dtype)) != (x.shape, x.dtype):
-        return y  # the block raises an error that names both
-    return y.to(x.dtype).expand(shape)
+def as_residual(y: Tensor, x: Tensor, segment: Segment) -> Tensor:
+    """Return `y` with the shape of `x`, and with its dtype if a sum of both has that.
+
+    Raises:
+        ValueError: a sum of both has another shape.
+    """
+    if y.shape != x.shape:
+        if torch.broadcast_shapes(y.shape, x.shape) != x.shape:
+            raise ValueError(
+                f"memory=Checkpoint() can't run '{segment.target}', which reads a sum that expands "
+                f"the result of a norm, {list(x.shape)}, for a residual, {list(y.shape)}: expand "
+                "that result before the sum, or use another policy"
+            )
+        y = y.expand(x.shape)
+    return y.to(x.dtype) if torch.promote_types(y.dtype, x.dtype) == x.dtype else y
 
 
 def multiple_outputs_error(segment: Segment) -> ValueError:

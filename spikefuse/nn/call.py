@@ -155,16 +155,15 @@ class NotingSums(TorchFunctionMode):
                     if extended is not None:
                         sums.append((y, extended))
                     break
+        elif _changes(func, kwargs or {}):
+            # Also a view of what the sums are computed from, or a parameter of a norm.
+            self.call.sums = []
         elif func not in METADATA:
-            # It may change the sums in place, or what they are computed from.
             read: list[Any] = []
             for x in (*args, *(kwargs or {}).values()):
                 read += x if isinstance(x, list | tuple) else [x]
-            changes = _changes(func, kwargs or {})
             self.call.sums = [
-                (value, norm)
-                for value, norm in sums
-                if not any(value is x or (changes and any(x is y for y in norm.read)) for x in read)
+                (value, norm) for value, norm in sums if not any(value is x for x in read)
             ]
         return y
 

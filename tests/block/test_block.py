@@ -3,6 +3,7 @@
 tests/gpu/test_block.py runs the same tests on a GPU.
 """
 
+import copy
 import itertools
 from functools import partial
 
@@ -330,6 +331,63 @@ def test_errors_after_a_call_on_inputs_of_the_same_description():
         block(x, 0.5)
     with pytest.raises(NotImplementedError, match="transforms of torch"):
         torch.func.vmap(block, randomness="same")(x[None])
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_norm_changed_after_a_call(name, training, backends):
+    """Kernels would take addresses of another device, or values of another dtype, as they are."""
+    x = make_inputs(2, 1, device=backends.device)[0]
+    for to, message in (
+        ("meta", f"{name} of the norm is on meta, x on {backends.device}"),
+        (torch.float64, f"{name} of the norm is torch.float64"),
+    ):
+        block = make_block(device=backends.device).train(training)
+        net = copy.deepcopy(sf.fuse(sf.Temporal(nn.Sequential(block.norm, block.neuron))))
+        checkpoint = copy.deepcopy(net)
+        checkpoint.memory = sf.memory.Checkpoint(1)
+        for module in (block, net, checkpoint):
+            norm = next(m for m in module.modules() if isinstance(m, nn.BatchNorm2d))
+            module(x)
+            changed = getattr(norm, name).detach().to(to)
+            setattr(norm, name, nn.Parameter(changed) if name in ("weight", "bias") else changed)
+            with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
+                module(x)
+            if module is not net:  # which may leave such a norm to PyTorch
+                assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+def test_a_norm_with_strides(name, backends):
+    """Kernels of a GPU would read and write the values between."""
+    x = make_inputs(2, 1, device=backends.device)[0]
+    for impl in backends.impls:
+        block = make_block("LI", device=backends.device)
+        expected = copy.deepcopy(block)(x, impl=impl)
+        strided = getattr(block.norm, name).detach().repeat_interleave(2)[::2]
+        strided = nn.Parameter(strided) if name in ("weight", "bias") else strided
+        setattr(block.norm, name, strided)
+        if impl == "triton" and name != "bias":
+            with pytest.raises(ValueError, match=rf"{name} of the norm has strides \(2,\)"):
+                block(x, impl=impl)
+        else:
+            assert torch.equal(block(x, impl=impl), expected)
+
+
+def test_a_step_between_forward_and_backward(backends):
+    """It updates the running statistics that a call in evaluation has read, and that the plain norm
+    of a call in training has saved."""
+    x, later = make_inputs(3, 2, device=backends.device)
+    gradients = []
+    for steps in (False, True):
+        block = make_block("LI", device=backends.device)
+        evaluated = block.eval()(x, impl=backends.impls[0])
+        plain = block.norm.train()(x.flatten(0, 1))
+        if steps:
+            block(later, impl=backends.impls[0])
+        (evaluated.cos().sum() + plain.cos().sum()).backward()
+        gradients.append([p.grad for p in block.norm.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")

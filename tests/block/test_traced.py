@@ -116,13 +116,6 @@ def test_residual_network(layout):
     assert graphs.backward[0].count("spikefuse.block_backward.default") == 2
 
 
-def changed_residual(net, x):
-    residual = x + 1
-    total = net.norm(x) + residual
-    residual.mul_(2)
-    return net.neuron(total)
-
-
 def norm_without_gradients(net, x):
     with torch.no_grad():
         y = net.norm(x)
@@ -157,13 +150,42 @@ def test_what_becomes_a_block(function, blocks):
     assert graphs.forward[0].count("spikefuse.block.default") == blocks
 
 
-def test_a_residual_that_changes():
+def changed(change, dtype=torch.float32, read=lambda h: h):
+    """A network that changes something between a norm, with a residual, and the neuron."""
+
+    def function(net, x):
+        h, residual = x.to(dtype) + 1, x.to(dtype) - 1
+        total = net.norm(read(h)) + residual
+        change(net, h, residual)
+        return net.neuron(total)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        changed(lambda net, h, residual: residual.mul_(2)),
+        changed(lambda net, h, residual: residual[:, :3].mul_(-2)),
+        changed(lambda net, h, residual: h.mul_(-2)),
+        changed(lambda net, h, residual: h[:, :3].mul_(-2)),
+        changed(lambda net, h, residual: h.detach().mul_(-2)),
+        changed(lambda net, h, residual: h.mul_(-2), read=lambda h: h.view(20, 6)),
+        changed(lambda net, h, residual: h[:, :3].mul_(-2), torch.bfloat16),
+        changed(lambda net, h, residual: net.norm.bias.add_(1)),
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_what_changes_between_norm_and_neuron(function, training):
     """The eager network raises an error."""
-    net = Wrapped(changed_residual)
+    net = Wrapped(function).train(training)
     expected = sf.Temporal(copy.deepcopy(net))
     compiled = torch.compile(sf.fuse(sf.Temporal(net)), fullgraph=True, backend="aot_eager")
     x = torch.randn(5, 4, 6)
-    torch.testing.assert_close(compiled(x), expected(x))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), expected(x))
+    for buffer, wanted in zip(net.buffers(), expected.buffers(), strict=True):
+        torch.testing.assert_close(buffer, wanted)
 
 
 @pytest.mark.parametrize(

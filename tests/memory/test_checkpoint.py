@@ -4,6 +4,7 @@ tests/gpu/test_checkpoint.py runs the same tests on a GPU.
 """
 
 import contextlib
+import copy
 import gc
 
 import pytest
@@ -636,6 +637,29 @@ def test_residuals_that_are_expanded_after_their_norm(channels):
     expected, found = (train(fused(net, policy, "cpu"), x) for policy in (None, Checkpoint(2)))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_norm_that_its_residual_expands_is_refused():
+    """The later norm is the one of the block."""
+    net = Added(nn.Sequential(nn.AvgPool2d((1, 3)), nn.BatchNorm2d(4)))
+    x = make_input((4, 3, 3, 5, 5))
+    with pytest.raises(ValueError, match=r"can't run 'neuron', which reads a sum that expands"):
+        fused(lambda: copy.deepcopy(net), Checkpoint(), "cpu")(x)
+    net.residual.append(Expanded(3))
+    expected, found = (
+        train(fused(lambda: copy.deepcopy(net), policy, "cpu"), x)
+        for policy in (None, Checkpoint(1))
+    )
+    assert all(map(torch.equal, found, expected))
+
+
+class Expanded(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.width = width
+
+    def forward(self, y):
+        return y.expand(-1, -1, -1, self.width)
 
 
 def test_a_residual_without_dimensions_is_refused():
