@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.kernels.running import Running
+from spikefuse.kernels.running import Running, update_running_stats
 from spikefuse.scan.state_passing import Collectives
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -61,6 +61,13 @@ def running_of(norm: _BatchNorm) -> Running:
     if momentum is None:  # a mean over all batches
         momentum = 0.0 if batches is None else 1.0 / (1.0 + batches.item())
     return Running(norm.running_mean, norm.running_var, batches, momentum)
+
+
+def update_traced_stats(norm: _BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
+    """Update the running statistics of a norm in a traced graph."""
+    # No change of what a sum is computed from, see `spikefuse.nn.call.NotingSums`.
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        update_running_stats(running_of(norm), mean, unbiased)
 
 
 def collectives_of(norm: nn.SyncBatchNorm) -> Collectives | None:

@@ -31,7 +31,6 @@ from spikefuse.scan.state_passing import WHOLE
 
 #: The names of the inputs in error messages.
 NAMES = ("x", "residual")
-# The tensors of a norm.
 _TENSORS = "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
 _tensors_of = attrgetter(*_TENSORS)
 
@@ -142,8 +141,7 @@ def scan(
         key += (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (None,)
     for each in norms:
         for t in _tensors_of(each):
-            if t is not None:
-                key += t.dtype, t.device, t.stride()
+            key += (None,) if t is None else (t.shape, t.dtype, t.device, t.stride())
     plan = plans.get(tuple(key))
     if plan is None or request.state is not None:
         check(neuron, NAMES[: len(inputs)], inputs, request.state, backend)
@@ -313,8 +311,14 @@ def _reference_values(norm: _BatchNorm, x: Tensor) -> tuple[Tensor, tuple[Tensor
 def check_norms(
     norms: Sequence[_BatchNorm], neuron: Neuron, x: Tensor, backend: str, alone: bool
 ) -> None:
-    """Refuse what a block does not take; `alone` says whether the norms' statistics are those of
-    their inputs alone."""
+    """Check that a block of these norms and this neuron can run on `x`.
+
+    Args:
+        alone: whether the statistics are those of the inputs alone, not of other processes too.
+
+    Raises:
+        TypeError, ValueError: it cannot.
+    """
     if len(type(neuron).input_names) != 1:
         raise TypeError(f"{type(neuron).__name__} takes several inputs: a block gives it one")
     shape, num_features = x.shape, norms[0].num_features
@@ -338,7 +342,11 @@ def check_norms(
                     f"{name} of the norm is on {t.device}, x on {x.device}: move the norm with "
                     f".to({str(x.device)!r})"
                 )
-            if t.dtype == torch.float64 and backend != "reference":
+            if t.ndim and t.shape != (num_features,):  # all but the number of batches
+                raise ValueError(
+                    f"{name} of the norm has shape {list(t.shape)}: expected [{num_features}]"
+                )
+            if t.ndim and t.dtype == torch.float64 and backend != "reference":
                 raise TypeError(
                     f"{name} of the norm is {t.dtype}: expected float32, bfloat16 or float16; "
                     'convert the norm with .float() (or impl="reference")'

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.block.batch_norm import running_of, shift_of
+from spikefuse.block.batch_norm import shift_of, update_traced_stats
 from spikefuse.block.definition import NORM_VALUES, value_names
 from spikefuse.block.program import BlockProgram, block_program
 from spikefuse.block.training import TrainingCall
 from spikefuse.kernels.norm import statistics
-from spikefuse.kernels.running import Running, update_running_stats
+from spikefuse.kernels.running import Running
 from spikefuse.neurons.definition import Definition
 from spikefuse.scan import op
 from spikefuse.scan.execution import (
@@ -98,7 +98,7 @@ def train(
             values, unbiased = torch.ops.spikefuse.norm_statistics(
                 x.detach(), weight, norm.eps, request.backend
             )
-            update_running_stats(running_of(norm), values[0], unbiased)
+        update_traced_stats(norm, values[0], unbiased)
         found.append(values)
     weights = [norm.weight for norm in norms if norm.weight is not None]
     shift = shift_of(norms, request.inputs[0])

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.block.batch_norm import running_of
+from spikefuse.block.batch_norm import update_traced_stats
 from spikefuse.block.block import can_normalize_residual, scan
 from spikefuse.kernels.norm import by_batch
-from spikefuse.kernels.running import update_running_stats
 from spikefuse.nn.call import Scan, active
 from spikefuse.nn.neuron import DTYPES, Neuron
 
@@ -101,9 +100,7 @@ class TracedNorms:
             elif call.statistics is not None:
                 mean, variance = call.statistics
                 number = call.x.numel() / call.x.shape[1]
-                variance = variance * (number / (number - 1))
-                with torch.no_grad():
-                    update_running_stats(running_of(call.norm), mean, variance)
+                update_traced_stats(call.norm, mean, variance * (number / (number - 1)))
         self.pending[:] = left
 
     def close(self) -> None:

@@ -155,7 +155,7 @@ class NotingSums(TorchFunctionMode):
                     if extended is not None:
                         sums.append((y, extended))
                     break
-        elif _changes(func, kwargs or {}):
+        elif _changes(func, args, kwargs or {}):
             # Also a view of what the sums are computed from, or a parameter of a norm.
             self.call.sums = []
         elif func not in METADATA:
@@ -168,11 +168,13 @@ class NotingSums(TorchFunctionMode):
         return y
 
 
-def _changes(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function changes one of its arguments."""
+def _changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function changes one of its arguments that a norm may read."""
     name = func.__name__
     in_place = name[-1] == "_" and name[-2:] != "__"
     assigns = name[:3] == "__i" or name == "__setitem__"
+    if (in_place or assigns) and isinstance(args[0], Tensor):
+        return args[0].is_floating_point()  # unlike the number of batches
     return in_place or assigns or "out" in kwargs or bool(kwargs.get("inplace"))
 
 

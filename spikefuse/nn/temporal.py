@@ -30,7 +30,7 @@ RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 #: Base classes of the layers of other libraries that do, by package.
 FOREIGN = {
-    "norse": ("SNN", "SNNCell", "SNNRecurrent", "SNNRecurrentCell"),
+    "norse": ("SNN", "SNNCell", "SNNRecurrent", "SNNRecurrentCell", "LILinearCell", "CobaLIFCell"),
     "snntorch": ("SpikingNeuron",),
     "spikingjelly": ("MemoryModule",),
 }

@@ -182,8 +182,8 @@ class _Converter:
             self.table.rows.append(Row("", kind, kind, note))
         elif (
             result is not self.model
-            and self.roles.has_neurons(self.model)
-            and not self.is_neuron(self.model)  # which may be called on its own
+            and not isinstance(result, Neuron)  # which may be called on its own
+            and any(isinstance(module, Neuron) for module in result.modules())
         ):
             result.register_forward_pre_hook(require_temporal)
         order = {name: i for i, (name, _) in enumerate(self.model.named_modules())}

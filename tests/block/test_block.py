@@ -5,6 +5,7 @@ tests/gpu/test_block.py runs the same tests on a GPU.
 
 import copy
 import itertools
+import re
 from functools import partial
 
 import pytest
@@ -353,8 +354,26 @@ def test_a_norm_changed_after_a_call(name, training, backends):
             setattr(norm, name, nn.Parameter(changed) if name in ("weight", "bias") else changed)
             with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
                 module(x)
-            if module is not net:  # which may leave such a norm to PyTorch
+            if module is net:  # which may leave such a norm to PyTorch
+                assert re.search("meta|device|float64|Double|dtype|type", str(error.value))
+            else:
                 assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+def test_a_norm_of_another_size(name, backends):
+    """Kernels would read beyond the end."""
+    x = make_inputs(2, 1, device=backends.device)[0]
+    for training in (False, True):
+        block = make_block(device=backends.device).train(training)
+        net = copy.deepcopy(sf.fuse(sf.Temporal(nn.Sequential(block.norm, block.neuron))))
+        for module in (block, net):
+            norm = next(m for m in module.modules() if isinstance(m, nn.BatchNorm2d))
+            module(x)
+            changed = getattr(norm, name).detach()[:1].clone()
+            setattr(norm, name, nn.Parameter(changed) if name in ("weight", "bias") else changed)
+            with pytest.raises(ValueError, match=rf"{name} of the norm has shape \[1\]: expected"):
+                module(x)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])

@@ -52,6 +52,10 @@ class Wrapped(nn.Module):
         return self.function(self, x)
 
 
+class OwnNorm(nn.BatchNorm1d):
+    """A norm that stays plain."""
+
+
 class Graphs:
     """A backend that keeps what AOTAutograd makes of the graphs."""
 
@@ -142,11 +146,15 @@ def norm_without_gradients(net, x):
         (lambda net, x: (lambda y: y.relu_() + net.neuron(y))(net.norm(x)), 0),
         (lambda net, x: net.norm(x).sum(-1, keepdim=True) + net.neuron(x), 0),
         (lambda net, x: net.neuron(net.norm(net.norm(x))), 1),
+        # Both update running statistics in place.
+        (lambda net, x: net.neuron(net.norm(x) + net.later(net.later_norm(x))), 2),
+        (lambda net, x: net.neuron(net.norm(x) + net.plain(x)), 1),
     ],
 )
 def test_what_becomes_a_block(function, blocks):
-    graphs = Graphs()
-    check(Wrapped(function), [torch.randn(5, 4, 6)] * 2, graphs)
+    graphs, net = Graphs(), Wrapped(function)
+    net.later, net.later_norm, net.plain = sf.LIF(), nn.BatchNorm1d(6), OwnNorm(6)
+    check(net, [torch.randn(5, 4, 6)] * 2, graphs)
     assert graphs.forward[0].count("spikefuse.block.default") == blocks
 
 
