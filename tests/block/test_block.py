@@ -20,7 +20,7 @@ from spikefuse.kernels.norm import statistics
 from spikefuse.kernels.running import Running
 from spikefuse.scan.op import Request
 from spikefuse.testing import DTYPES, LAYOUTS, lay_out, make_input, poisoned, run, within_budget
-from tests.test_exactness import DEFINITIONS, SMOOTH, make
+from tests.definitions import DEFINITIONS, SMOOTH, make
 
 # Fewer neurons for the interpreter, but in more than one block of a float32 backward.
 SHAPE = (3, 6, 5, 5) if torch.cuda.is_available() else (3, 6, 3, 3)

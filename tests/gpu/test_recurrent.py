@@ -9,7 +9,7 @@ from torch import nn
 import spikefuse as sf
 from spikefuse.scan import launch_triton, recurrent
 from spikefuse.testing import DTYPES
-from tests.nn.test_recurrent import (
+from tests.nn.recurrent_layers import (
     check_gradients,
     check_steps,
     inputs_of,

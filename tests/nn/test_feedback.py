@@ -7,7 +7,7 @@ from torch import nn
 import spikefuse as sf
 from spikefuse import reference
 from spikefuse.scan.state_passing import StatePassing
-from tests.nn.test_recurrent import Scaled, layer, on_grid
+from tests.nn.recurrent_layers import Scaled, layer, on_grid
 
 
 def test_a_convolution(device):

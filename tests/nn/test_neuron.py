@@ -10,7 +10,7 @@ import torch
 
 import spikefuse as sf
 from spikefuse.testing import assert_matches_reference, make_input
-from tests.test_exactness import DEFINITIONS, make
+from tests.definitions import DEFINITIONS, make
 
 
 class Pair(sf.Neuron):

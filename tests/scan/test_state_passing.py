@@ -15,7 +15,7 @@ from spikefuse.kernels.bits import pack
 from spikefuse.scan import op
 from spikefuse.scan.state_passing import Channel, StatePassing
 from spikefuse.testing import DTYPES, LAYOUTS, lay_out, make_input, poisoned
-from tests.test_exactness import DEFINITIONS
+from tests.definitions import DEFINITIONS
 
 
 class Queues(StatePassing):
