@@ -1,9 +1,5 @@
-"""Training with what segments need computed again, against the default policy, which keeps it.
+"""Training with what segments need computed again, against the default policy, which keeps it."""
 
-tests/gpu/test_checkpoint.py runs the same tests on a GPU.
-"""
-
-import contextlib
 import copy
 import gc
 
@@ -17,47 +13,17 @@ from spikefuse.memory import Checkpoint, checkpoint, microbatch
 from spikefuse.models import MODELS
 from spikefuse.nn.neuron import Neuron
 from spikefuse.testing import make_input
-from tests.memory.test_policies import Allocations, assert_same, packings, step
+from tests.memory.measuring import Allocations, Peak, packings
+from tests.memory.networks import Mixed, assert_same, fused, step, train
 
 SHAPE = (4, 6, 3, 8, 8)  # T, B, C, H, W
 CHUNKS = (1, 2, 8)
 
 
-class Mixed(nn.Module):
-    """A wide layer, pooling, a stride, all kinds of readers, a norm of its own, and a head."""
-
-    def __init__(self, neuron=sf.LIF, drop=0.0):
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), neuron()
-        )
-        self.pool = nn.MaxPool2d(2)
-        self.left = nn.Sequential(nn.Conv2d(16, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
-        self.right, self.join = nn.Conv2d(16, 8, 1), neuron()
-        self.deep = nn.Sequential(neuron(), nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8))
-        self.wide = nn.Sequential(nn.Conv2d(8, 24, 1, bias=False), nn.BatchNorm2d(24, affine=False))
-        self.last = neuron()
-        self.drop, self.head = nn.Dropout(drop), nn.Linear(24 * 4 * 4, 5)
-
-    def forward(self, x):
-        y = self.pool(self.stem(x))
-        y = self.join(self.left(y) + self.right(y)) + 0.5
-        y = y + self.deep(y)
-        return self.head(self.drop(self.last(self.wide(y))).flatten(1))
-
-
-def fused(net, policy, device, **options):
-    torch.manual_seed(0)
-    return sf.fuse(sf.Temporal(net(**options), policy)).to(device)
-
-
-def train(net, x, cast=None, **keywords):
-    """Output, gradients and running statistics after a step."""
-    torch.manual_seed(1)
-    context = contextlib.nullcontext() if cast is None else torch.autocast(x.device.type, cast)
-    with context:
-        found = step(net, x, **keywords)
-    return [*found, *(b.clone() for b in net.buffers())]
+@pytest.fixture(autouse=True)
+def without_tf32(monkeypatch):
+    """Algorithms differ with the size of a part; in TF32 their results would be far apart."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 def assert_trains_alike(
@@ -257,17 +223,6 @@ def test_what_is_kept_goes_with_the_output(backends):
         finally:
             gc.enable()
     assert held == 0
-
-
-class Peak(Allocations):
-    """The most bytes of new memory at any time."""
-
-    peak = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        results = super().__torch_dispatch__(function, types, args, kwargs)
-        self.peak = max(self.peak, self.num_bytes())
-        return results
 
 
 def stack():
