@@ -82,12 +82,12 @@ def test_dropout_is_drawn_once(backends):
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
-def test_norms_of_a_sum_that_share_a_parameter(name):
+def test_norms_of_a_sum_that_share_a_parameter(device, name):
     def prepare(net):
         setattr(net.net.other, name, getattr(net.net.bn, name))
         return net
 
-    x = make_input(SHAPE)
+    x = make_input(SHAPE, device=device)
     assert_trains_alike(lambda: Wired(WIRED["two norms"]), x, chunks=(1, 2), prepare=prepare)
 
 
@@ -459,8 +459,8 @@ WIRED = {
 
 
 @pytest.mark.parametrize("name", WIRED)
-def test_what_is_wired(name):
-    x = make_input(SHAPE)
+def test_what_is_wired(device, name):
+    x = make_input(SHAPE, device=device)
     assert_trains_alike(lambda: Wired(WIRED[name]), x, chunks=(1, 2))
 
 
@@ -489,30 +489,29 @@ def cast_part(n, x):
         (potential, "called with more than its inputs"),
     ],
 )
-def test_what_can_not_be_recomputed_is_refused(forward, message):
-    net = sf.fuse(sf.Temporal(Wired(forward), Checkpoint(2)))
+def test_what_can_not_be_recomputed_is_refused(device, forward, message):
+    net = sf.fuse(sf.Temporal(Wired(forward), Checkpoint(2))).to(device)
     with pytest.raises(ValueError, match=message):
-        net(make_input(SHAPE))
+        net(make_input(SHAPE, device=device))
 
 
-def test_fusion_reports_the_last_call():
+def test_fusion_reports_the_last_call(device):
     layers = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), sf.LIF(), nn.Conv2d(4, 4, 3)
     net = sf.fuse(sf.Temporal(nn.Sequential(*layers), memory=sf.memory.Checkpoint()))
     assert not net.fusion.called
-    net(torch.rand(3, 2, 2, 8, 8))
+    net.to(device)(torch.rand(3, 2, 2, 8, 8, device=device))
     assert net.fusion.called
     assert [place.neuron for place in net.fusion.fused] == ["net.2"]
 
 
 @pytest.mark.parametrize("name", ["scale", "skip", "kind"])
-def test_changed_attributes_of_a_network_are_followed(name):
+def test_changed_attributes_of_a_network_are_followed(device, name):
     def forward(n, x):
         y = n.bn(n.conv(x)) * n.scale
         return n.lif(y if n.skip else y + (x if n.kind == "plain" else x.sin()))
 
-    nets = [sf.fuse(sf.Temporal(Wired(forward), policy)) for policy in (None, Checkpoint(1))]
-    x, outputs = make_input(SHAPE), []
-    nets[1].load_state_dict(nets[0].state_dict())
+    nets = [fused(lambda: Wired(forward), policy, device) for policy in (None, Checkpoint(1))]
+    x, outputs = make_input(SHAPE, device=device), []
     for values in ((1.0, False, "plain"), (0.5, True, "sin")):
         for net in nets:
             vars(net.net).update(scale=1.0, skip=False, kind="plain")
@@ -523,17 +522,17 @@ def test_changed_attributes_of_a_network_are_followed(name):
     assert not torch.equal(*outputs)
 
 
-def test_a_refused_network_does_not_switch_gradients_off():
+def test_a_refused_network_does_not_switch_gradients_off(device):
     def forward(n, x):
         torch.set_grad_enabled(False)
         y = n.conv(x)
         torch.set_grad_enabled(True)
         return n.lif(n.bn(y))
 
-    net = sf.fuse(sf.Temporal(Wired(forward), Checkpoint(2)))
+    net = sf.fuse(sf.Temporal(Wired(forward), Checkpoint(2))).to(device)
     try:
         with pytest.raises(ValueError, match="switches gradients"):
-            net(make_input(SHAPE))
+            net(make_input(SHAPE, device=device))
         assert torch.is_grad_enabled()
     finally:
         torch.set_grad_enabled(True)
@@ -560,11 +559,11 @@ class Added(nn.Module):
     ],
     ids=["broadcast", "bool", "int", "bfloat16"],
 )
-def test_residuals_of_other_shapes_and_dtypes(residual):
+def test_residuals_of_other_shapes_and_dtypes(device, residual):
     """The default policy does not fuse these norms."""
-    x = make_input((4, 3, 3, 5, 5))
+    x = make_input((4, 3, 3, 5, 5), device=device)
     expected, found = (
-        train(fused(lambda: Added(residual), policy, "cpu"), x) for policy in (None, Checkpoint(2))
+        train(fused(lambda: Added(residual), policy, device), x) for policy in (None, Checkpoint(2))
     )
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -582,27 +581,27 @@ class Column(nn.Module):
 
 
 @pytest.mark.parametrize("channels", [1, 4])
-def test_residuals_that_are_expanded_after_their_norm(channels):
+def test_residuals_that_are_expanded_after_their_norm(device, channels):
     def net():
         added = Added(nn.BatchNorm2d(4))
         added.norm = Column(channels)
         return added
 
-    x = make_input((4, 3, 3, 5, 5))
-    expected, found = (train(fused(net, policy, "cpu"), x) for policy in (None, Checkpoint(2)))
+    x = make_input((4, 3, 3, 5, 5), device=device)
+    expected, found = (train(fused(net, policy, device), x) for policy in (None, Checkpoint(2)))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_a_norm_that_its_residual_expands_is_refused():
+def test_a_norm_that_its_residual_expands_is_refused(device):
     """The later norm is the one of the block."""
     net = Added(nn.Sequential(nn.AvgPool2d((1, 3)), nn.BatchNorm2d(4)))
-    x = make_input((4, 3, 3, 5, 5))
+    x = make_input((4, 3, 3, 5, 5), device=device)
     with pytest.raises(ValueError, match=r"can't run 'neuron', which reads a sum that expands"):
-        fused(lambda: copy.deepcopy(net), Checkpoint(), "cpu")(x)
+        fused(lambda: copy.deepcopy(net), Checkpoint(), device)(x)
     net.residual.append(Expanded(3))
     expected, found = (
-        train(fused(lambda: copy.deepcopy(net), policy, "cpu"), x)
+        train(fused(lambda: copy.deepcopy(net), policy, device), x)
         for policy in (None, Checkpoint(1))
     )
     assert all(map(torch.equal, found, expected))
@@ -617,7 +616,7 @@ class Expanded(nn.Module):
         return y.expand(-1, -1, -1, self.width)
 
 
-def test_a_residual_without_dimensions_is_refused():
-    net = fused(lambda: Added(torch.mean), Checkpoint(), "cpu")
+def test_a_residual_without_dimensions_is_refused(device):
+    net = fused(lambda: Added(torch.mean), Checkpoint(), device)
     with pytest.raises(ValueError, match=r"can't run 'neuron', which reads a tensor without dim"):
-        net(make_input((4, 3, 3, 5, 5)))
+        net(make_input((4, 3, 3, 5, 5), device=device))

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import spikefuse as sf
 from spikefuse import memory
-from spikefuse.kernels import bits
 from spikefuse.memory import spikes as spikes_module
 from spikefuse.testing import DTYPES, make_input
 from tests.memory.measuring import bytes_saved, packings
@@ -90,7 +89,7 @@ def test_spikes_are_freed(backends):
     assert storage.expired()
 
 
-def test_bits_of_a_dropped_output_are_freed():
+def test_bits_of_a_dropped_output_are_freed(device):
     class Heads(nn.Module):
         def __init__(self):
             super().__init__()
@@ -100,19 +99,22 @@ def test_bits_of_a_dropped_output_are_freed():
             return self.part(x), (x * 2).sigmoid()
 
     packed = []
-    make = bits.pack
-    with mock.patch.object(bits, "pack", lambda x: packed.append(make(x)) or packed[-1]):
-        dropped, stays = wrapped(Heads)(make_input(SHAPE).requires_grad_())
+    net, x = wrapped(Heads, device=device), make_input(SHAPE, device=device).requires_grad_()
+    save = spikes_module._BinaryTensor.save
+    spy = lambda *args: packed.append(save(*args)) or packed[-1]  # noqa: E731
+    with mock.patch.object(spikes_module._BinaryTensor, "save", spy):
+        dropped, stays = net(x)
     storage = StorageWeakRef(packed.pop().bits.untyped_storage())
     del dropped
     assert storage.expired()
     assert stays.requires_grad
 
 
-def test_no_layer_keeps_itself_alive():
+def test_no_layer_keeps_itself_alive(device):
     """Layers that save their own output, without a backward pass that would free it."""
     for layer in (nn.Sigmoid(), nn.Softmax(1), sf.LI()):
-        y = wrapped(lambda layer=layer: conv(layer))(make_input(SHAPE))
+        net = wrapped(lambda layer=layer: conv(layer), device=device)
+        y = net(make_input(SHAPE, device=device))
         storage = StorageWeakRef(y.untyped_storage())
         del y
         gc.collect()
