@@ -17,7 +17,7 @@ from spikefuse.distributed import shard_time, steps_of
 from spikefuse.memory import Checkpoint
 from spikefuse.testing import lay_out, make_input
 from tests.distributed.processes import SIZES, Group, messages_of
-from tests.memory.test_checkpoint import Peak
+from tests.memory.measuring import Peak
 
 T, ONES = 11, (1.0, 1.0)
 Make = Callable[[Any], sf.Temporal]

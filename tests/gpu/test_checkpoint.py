@@ -1,4 +1,4 @@
-"""tests/memory/test_checkpoint.py on a GPU, and what only a GPU can show."""
+"""Recomputation on a GPU: memory, CUDA graphs and synchronization."""
 
 import pytest
 import torch
@@ -7,16 +7,9 @@ import spikefuse as sf
 from spikefuse.memory import Checkpoint, Recompute
 from spikefuse.models import MODELS
 from spikefuse.testing import make_input
-from tests.memory.test_checkpoint import *  # noqa: F403
-from tests.memory.test_checkpoint import SHAPE, Mixed, fused, train
+from tests.memory.networks import Mixed, fused, train
 
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch):
-    """cuDNN's fastest algorithms may add in any order."""
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    # Algorithms differ with the size of a part; in TF32 their results would be far apart.
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+SHAPE = (4, 6, 3, 8, 8)  # T, B, C, H, W
 
 
 @pytest.mark.parametrize("cast", [None, torch.bfloat16])
@@ -24,7 +17,6 @@ def test_peak_of_a_model(monkeypatch, cast):
     """Of cifar_large: the gradient of the first layer, some parts of it, bits and weights."""
     # As networks are trained: other algorithms need much memory of their own.
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     x = make_input((10, 16, 3, 32, 32), device="cuda")
     largest = 10 * 16 * 128 * 32 * 32 * (4 if cast is None else 2)
     peaks = {}
@@ -42,7 +34,8 @@ def test_peak_of_a_model(monkeypatch, cast):
     assert peaks[Checkpoint()] < 0.4 * peaks[Recompute()]
 
 
-def test_a_cuda_graph():
+def test_a_cuda_graph(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     net, x = fused(Mixed, Checkpoint(2), "cuda"), make_input(SHAPE, device="cuda")
     leaf = x.clone().requires_grad_()
 

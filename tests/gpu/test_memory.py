@@ -1,4 +1,4 @@
-"""tests/memory/test_policies.py on a GPU, and tests that need a GPU."""
+"""Saving spikes as bits on a GPU: CUDA graphs, streams and memory."""
 
 import pytest
 import torch
@@ -6,14 +6,10 @@ from torch import nn
 
 from spikefuse.memory import POLICIES
 from spikefuse.testing import make_input
-from tests.memory.test_policies import *  # noqa: F403
-from tests.memory.test_policies import SHAPE, Net, conv, packings, step, wrapped
+from tests.memory.measuring import packings
+from tests.memory.networks import Net, conv, step, wrapped
 
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch):
-    """cuDNN's fastest algorithms may sum in any order."""
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+SHAPE = (4, 3, 5, 8, 12)  # T, B, C, H, W
 
 
 def test_a_cuda_graph_packs_at_each_replay():

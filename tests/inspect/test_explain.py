@@ -17,7 +17,7 @@ from spikefuse.inspect.timing import COPIED_BYTES, copy_bandwidth
 from spikefuse.nn.call import active
 from spikefuse.scan.program import program
 from spikefuse.testing import lay_out, make_input
-from tests.memory.test_policies import bytes_saved
+from tests.memory.measuring import bytes_saved
 
 T, B = 37, 2
 

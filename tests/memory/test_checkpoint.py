@@ -1,9 +1,5 @@
-"""Training with what segments need computed again, against the default policy, which keeps it.
+"""Training with what segments need computed again, against the default policy, which keeps it."""
 
-tests/gpu/test_checkpoint.py runs the same tests on a GPU.
-"""
-
-import contextlib
 import copy
 import gc
 
@@ -17,47 +13,17 @@ from spikefuse.memory import Checkpoint, checkpoint, microbatch
 from spikefuse.models import MODELS
 from spikefuse.nn.neuron import Neuron
 from spikefuse.testing import make_input
-from tests.memory.test_policies import Allocations, assert_same, packings, step
+from tests.memory.measuring import Allocations, Peak, packings
+from tests.memory.networks import Mixed, assert_same, fused, step, train
 
 SHAPE = (4, 6, 3, 8, 8)  # T, B, C, H, W
 CHUNKS = (1, 2, 8)
 
 
-class Mixed(nn.Module):
-    """A wide layer, pooling, a stride, all kinds of readers, a norm of its own, and a head."""
-
-    def __init__(self, neuron=sf.LIF, drop=0.0):
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), neuron()
-        )
-        self.pool = nn.MaxPool2d(2)
-        self.left = nn.Sequential(nn.Conv2d(16, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
-        self.right, self.join = nn.Conv2d(16, 8, 1), neuron()
-        self.deep = nn.Sequential(neuron(), nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8))
-        self.wide = nn.Sequential(nn.Conv2d(8, 24, 1, bias=False), nn.BatchNorm2d(24, affine=False))
-        self.last = neuron()
-        self.drop, self.head = nn.Dropout(drop), nn.Linear(24 * 4 * 4, 5)
-
-    def forward(self, x):
-        y = self.pool(self.stem(x))
-        y = self.join(self.left(y) + self.right(y)) + 0.5
-        y = y + self.deep(y)
-        return self.head(self.drop(self.last(self.wide(y))).flatten(1))
-
-
-def fused(net, policy, device, **options):
-    torch.manual_seed(0)
-    return sf.fuse(sf.Temporal(net(**options), policy)).to(device)
-
-
-def train(net, x, cast=None, **keywords):
-    """Output, gradients and running statistics after a step."""
-    torch.manual_seed(1)
-    context = contextlib.nullcontext() if cast is None else torch.autocast(x.device.type, cast)
-    with context:
-        found = step(net, x, **keywords)
-    return [*found, *(b.clone() for b in net.buffers())]
+@pytest.fixture(autouse=True)
+def without_tf32(monkeypatch):
+    """Algorithms differ with the size of a part; in TF32 their results would be far apart."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 def assert_trains_alike(
@@ -116,12 +82,12 @@ def test_dropout_is_drawn_once(backends):
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
-def test_norms_of_a_sum_that_share_a_parameter(name):
+def test_norms_of_a_sum_that_share_a_parameter(device, name):
     def prepare(net):
         setattr(net.net.other, name, getattr(net.net.bn, name))
         return net
 
-    x = make_input(SHAPE)
+    x = make_input(SHAPE, device=device)
     assert_trains_alike(lambda: Wired(WIRED["two norms"]), x, chunks=(1, 2), prepare=prepare)
 
 
@@ -257,17 +223,6 @@ def test_what_is_kept_goes_with_the_output(backends):
         finally:
             gc.enable()
     assert held == 0
-
-
-class Peak(Allocations):
-    """The most bytes of new memory at any time."""
-
-    peak = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        results = super().__torch_dispatch__(function, types, args, kwargs)
-        self.peak = max(self.peak, self.num_bytes())
-        return results
 
 
 def stack():
@@ -504,8 +459,8 @@ WIRED = {
 
 
 @pytest.mark.parametrize("name", WIRED)
-def test_what_is_wired(name):
-    x = make_input(SHAPE)
+def test_what_is_wired(device, name):
+    x = make_input(SHAPE, device=device)
     assert_trains_alike(lambda: Wired(WIRED[name]), x, chunks=(1, 2))
 
 
@@ -534,30 +489,29 @@ def cast_part(n, x):
         (potential, "called with more than its inputs"),
     ],
 )
-def test_what_can_not_be_recomputed_is_refused(forward, message):
-    net = sf.fuse(sf.Temporal(Wired(forward), Checkpoint(2)))
+def test_what_can_not_be_recomputed_is_refused(device, forward, message):
+    net = sf.fuse(sf.Temporal(Wired(forward), Checkpoint(2))).to(device)
     with pytest.raises(ValueError, match=message):
-        net(make_input(SHAPE))
+        net(make_input(SHAPE, device=device))
 
 
-def test_fusion_reports_the_last_call():
+def test_fusion_reports_the_last_call(device):
     layers = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), sf.LIF(), nn.Conv2d(4, 4, 3)
     net = sf.fuse(sf.Temporal(nn.Sequential(*layers), memory=sf.memory.Checkpoint()))
     assert not net.fusion.called
-    net(torch.rand(3, 2, 2, 8, 8))
+    net.to(device)(torch.rand(3, 2, 2, 8, 8, device=device))
     assert net.fusion.called
     assert [place.neuron for place in net.fusion.fused] == ["net.2"]
 
 
 @pytest.mark.parametrize("name", ["scale", "skip", "kind"])
-def test_changed_attributes_of_a_network_are_followed(name):
+def test_changed_attributes_of_a_network_are_followed(device, name):
     def forward(n, x):
         y = n.bn(n.conv(x)) * n.scale
         return n.lif(y if n.skip else y + (x if n.kind == "plain" else x.sin()))
 
-    nets = [sf.fuse(sf.Temporal(Wired(forward), policy)) for policy in (None, Checkpoint(1))]
-    x, outputs = make_input(SHAPE), []
-    nets[1].load_state_dict(nets[0].state_dict())
+    nets = [fused(lambda: Wired(forward), policy, device) for policy in (None, Checkpoint(1))]
+    x, outputs = make_input(SHAPE, device=device), []
     for values in ((1.0, False, "plain"), (0.5, True, "sin")):
         for net in nets:
             vars(net.net).update(scale=1.0, skip=False, kind="plain")
@@ -568,17 +522,17 @@ def test_changed_attributes_of_a_network_are_followed(name):
     assert not torch.equal(*outputs)
 
 
-def test_a_refused_network_does_not_switch_gradients_off():
+def test_a_refused_network_does_not_switch_gradients_off(device):
     def forward(n, x):
         torch.set_grad_enabled(False)
         y = n.conv(x)
         torch.set_grad_enabled(True)
         return n.lif(n.bn(y))
 
-    net = sf.fuse(sf.Temporal(Wired(forward), Checkpoint(2)))
+    net = sf.fuse(sf.Temporal(Wired(forward), Checkpoint(2))).to(device)
     try:
         with pytest.raises(ValueError, match="switches gradients"):
-            net(make_input(SHAPE))
+            net(make_input(SHAPE, device=device))
         assert torch.is_grad_enabled()
     finally:
         torch.set_grad_enabled(True)
@@ -605,11 +559,11 @@ class Added(nn.Module):
     ],
     ids=["broadcast", "bool", "int", "bfloat16"],
 )
-def test_residuals_of_other_shapes_and_dtypes(residual):
+def test_residuals_of_other_shapes_and_dtypes(device, residual):
     """The default policy does not fuse these norms."""
-    x = make_input((4, 3, 3, 5, 5))
+    x = make_input((4, 3, 3, 5, 5), device=device)
     expected, found = (
-        train(fused(lambda: Added(residual), policy, "cpu"), x) for policy in (None, Checkpoint(2))
+        train(fused(lambda: Added(residual), policy, device), x) for policy in (None, Checkpoint(2))
     )
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -627,27 +581,27 @@ class Column(nn.Module):
 
 
 @pytest.mark.parametrize("channels", [1, 4])
-def test_residuals_that_are_expanded_after_their_norm(channels):
+def test_residuals_that_are_expanded_after_their_norm(device, channels):
     def net():
         added = Added(nn.BatchNorm2d(4))
         added.norm = Column(channels)
         return added
 
-    x = make_input((4, 3, 3, 5, 5))
-    expected, found = (train(fused(net, policy, "cpu"), x) for policy in (None, Checkpoint(2)))
+    x = make_input((4, 3, 3, 5, 5), device=device)
+    expected, found = (train(fused(net, policy, device), x) for policy in (None, Checkpoint(2)))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_a_norm_that_its_residual_expands_is_refused():
+def test_a_norm_that_its_residual_expands_is_refused(device):
     """The later norm is the one of the block."""
     net = Added(nn.Sequential(nn.AvgPool2d((1, 3)), nn.BatchNorm2d(4)))
-    x = make_input((4, 3, 3, 5, 5))
+    x = make_input((4, 3, 3, 5, 5), device=device)
     with pytest.raises(ValueError, match=r"can't run 'neuron', which reads a sum that expands"):
-        fused(lambda: copy.deepcopy(net), Checkpoint(), "cpu")(x)
+        fused(lambda: copy.deepcopy(net), Checkpoint(), device)(x)
     net.residual.append(Expanded(3))
     expected, found = (
-        train(fused(lambda: copy.deepcopy(net), policy, "cpu"), x)
+        train(fused(lambda: copy.deepcopy(net), policy, device), x)
         for policy in (None, Checkpoint(1))
     )
     assert all(map(torch.equal, found, expected))
@@ -662,7 +616,7 @@ class Expanded(nn.Module):
         return y.expand(-1, -1, -1, self.width)
 
 
-def test_a_residual_without_dimensions_is_refused():
-    net = fused(lambda: Added(torch.mean), Checkpoint(), "cpu")
+def test_a_residual_without_dimensions_is_refused(device):
+    net = fused(lambda: Added(torch.mean), Checkpoint(), device)
     with pytest.raises(ValueError, match=r"can't run 'neuron', which reads a tensor without dim"):
-        net(make_input((4, 3, 3, 5, 5)))
+        net(make_input((4, 3, 3, 5, 5), device=device))

@@ -11,9 +11,9 @@ from spikefuse.testing import make_input, poisoned
 BATCH = 6
 
 
-def folded(seed=0, steps=3, batch=BATCH):
+def folded(device, seed=0, steps=3):
     """Channels-last `[T*B, C, H, W]`."""
-    x = make_input((steps * batch, 4, 5, 2), seed=seed)
+    x = make_input((steps * BATCH, 4, 5, 2), device=device, seed=seed)
     return x.contiguous(memory_format=torch.channels_last)
 
 
@@ -35,8 +35,8 @@ def test_split():
 @pytest.mark.parametrize("saved_in", [1, 2, 4, 8])
 @pytest.mark.parametrize("read_in", [1, 2, 4, 8])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_take(saved_in, read_in, steps):
-    x = (folded(steps=steps) > 0).float()
+def test_take(device, saved_in, read_in, steps):
+    x = (folded(device, steps=steps) > 0).float()
     microbatches = split(BATCH, saved_in)
     packed = [
         (m, bits.pack(y)) for m, y in zip(microbatches, pieces_of(x, microbatches), strict=True)
@@ -55,10 +55,10 @@ def test_take(saved_in, read_in, steps):
 
 @pytest.mark.parametrize("read_in", [1, 2, 4, 8])
 @pytest.mark.parametrize("added_in", [(1, 1), (2, 8), (8, 2), (4, 4), (8, 8), (1, 4), (4, 1)])
-def test_gradient(read_in, added_in):
+def test_gradient(device, read_in, added_in):
     """The sum of the gradients of two readers, whose tensors are not modified."""
     total, microbatches = Gradient(split(BATCH, read_in)), split(BATCH, read_in)
-    values = [folded(1), folded(2)]
+    values = [folded(device, 1), folded(device, 2)]
     assert not total
     with poisoned():
         for x, num in zip(values, added_in, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 import warnings
@@ -13,110 +12,19 @@ import torch
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import spikefuse as sf
 from spikefuse import memory
-from spikefuse.kernels import bits
 from spikefuse.memory import spikes as spikes_module
 from spikefuse.testing import DTYPES, make_input
+from tests.memory.measuring import bytes_saved, packings
+from tests.memory.networks import Net, assert_same, conv, step, wrapped
 
 # The policies for any network; tests/memory/test_checkpoint.py tests the one for fused networks.
 EVERY = (memory.SaveAll(), memory.Recompute(), memory.Bits())
 SHAPE = (4, 3, 5, 8, 12)  # T, B, C, H, W
 SPIKES = 4 * 3 * 8 * 8 * 12  # of the first neuron
-
-
-class Net(nn.Module):
-    """Spikes with several readers, views of spikes, and sums that are not binary."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(5, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
-        self.first, self.second, self.third = sf.LIF(), sf.PLIF(0.5), sf.LIF()
-        self.left, self.right = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
-        self.pool, self.head = nn.AvgPool2d(2), nn.Linear(8 * 4 * 6, 7)
-
-    def forward(self, x):
-        s = self.first(self.stem(x))
-        s = s + self.second(self.left(s) + self.right(s))
-        return self.head(self.pool(self.third(s)).flatten(1))
-
-
-def wrapped(net, policy=None, device="cpu", dtype=torch.float32):
-    torch.manual_seed(0)
-    return sf.Temporal(net(), policy).to(device, dtype)
-
-
-def step(net, x, **keywords):
-    """The output, and the gradients of input and parameters."""
-    leaves = [x.detach().requires_grad_(), *net.parameters()]
-    for leaf in leaves:
-        leaf.grad = None
-    y = net(leaves[0], **keywords)
-    y.float().square().sum().backward()
-    return [y.detach(), *(torch.tensor(0) if p.grad is None else p.grad for p in leaves)]
-
-
-def assert_same(found, expected):
-    assert len(found) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@contextlib.contextmanager
-def packings():
-    """Record the sizes of the tensors saved as bits, which the neuron's kernel may have written."""
-    seen = []
-
-    def pack(x):
-        seen.append(x.numel())
-        return packed(x)
-
-    def save(binary, x):
-        if binary.packed is not None and not binary.is_saved:
-            seen.append(binary.num)
-        return saved_as(binary, x)
-
-    packed, saved_as = bits.pack, spikes_module._BinaryTensor.save
-    with (
-        mock.patch.object(bits, "pack", pack),
-        mock.patch.object(spikes_module._BinaryTensor, "save", save),
-    ):
-        yield seen
-
-
-class Allocations(TorchDispatchMode):
-    """Memory of the results of operations, except for that of known tensors."""
-
-    def __init__(self, known):
-        super().__init__()
-        self.known = {x.untyped_storage()._cdata for x in known}
-        self.made = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        results = function(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(results):
-            if isinstance(x, torch.Tensor):
-                storage = x.untyped_storage()
-                if storage._cdata not in self.known:
-                    self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return results
-
-    def num_bytes(self):
-        return sum(size for storage, size in self.made.values() if not storage.expired())
-
-
-def bytes_saved(net, x, call=None):
-    """Return the bytes of new memory that live as long as the output, and the output."""
-    with Allocations([x, *net.parameters(), *net.buffers()]) as allocations:
-        y = (call or net)(x)
-    return allocations.num_bytes(), y
-
-
-def conv(*layers, channels=8):
-    """A convolution, a neuron with `SPIKES` outputs, and more layers."""
-    return nn.Sequential(nn.Conv2d(5, channels, 3, padding=1), sf.LIF(), *layers)
 
 
 class Functional(nn.Module):
@@ -181,7 +89,7 @@ def test_spikes_are_freed(backends):
     assert storage.expired()
 
 
-def test_bits_of_a_dropped_output_are_freed():
+def test_bits_of_a_dropped_output_are_freed(device):
     class Heads(nn.Module):
         def __init__(self):
             super().__init__()
@@ -191,19 +99,22 @@ def test_bits_of_a_dropped_output_are_freed():
             return self.part(x), (x * 2).sigmoid()
 
     packed = []
-    make = bits.pack
-    with mock.patch.object(bits, "pack", lambda x: packed.append(make(x)) or packed[-1]):
-        dropped, stays = wrapped(Heads)(make_input(SHAPE).requires_grad_())
+    net, x = wrapped(Heads, device=device), make_input(SHAPE, device=device).requires_grad_()
+    save = spikes_module._BinaryTensor.save
+    spy = lambda *args: packed.append(save(*args)) or packed[-1]  # noqa: E731
+    with mock.patch.object(spikes_module._BinaryTensor, "save", spy):
+        dropped, stays = net(x)
     storage = StorageWeakRef(packed.pop().bits.untyped_storage())
     del dropped
     assert storage.expired()
     assert stays.requires_grad
 
 
-def test_no_layer_keeps_itself_alive():
+def test_no_layer_keeps_itself_alive(device):
     """Layers that save their own output, without a backward pass that would free it."""
     for layer in (nn.Sigmoid(), nn.Softmax(1), sf.LI()):
-        y = wrapped(lambda layer=layer: conv(layer))(make_input(SHAPE))
+        net = wrapped(lambda layer=layer: conv(layer), device=device)
+        y = net(make_input(SHAPE, device=device))
         storage = StorageWeakRef(y.untyped_storage())
         del y
         gc.collect()

@@ -1,4 +1,4 @@
-"""`nn.MaxPool2d` alone, inside Temporal, and inserted by `fuse`; tests/gpu repeats it on a GPU."""
+"""`nn.MaxPool2d` alone, inside Temporal, and inserted by `fuse`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from spikefuse.kernels import pool as kernels
 from spikefuse.memory import Checkpoint
 from spikefuse.nn import pool
 from spikefuse.testing import make_input
-from tests.memory.test_policies import assert_same, packings, step
+from tests.memory.measuring import packings
+from tests.memory.networks import assert_same, step
 
 SHAPE = (3, 2, 3, 8, 8)  # T, B, C, H, W
 SPIKES = 3 * 2 * 16 * 8 * 8
