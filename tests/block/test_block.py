@@ -1,7 +1,4 @@
-"""Batch norm, residual and neuron as one operation, against the norm of PyTorch and the eager loop.
-
-tests/gpu/test_block.py runs the same tests on a GPU.
-"""
+"""Batch norm, residual and neuron as one operation, against the norm of PyTorch and the eager loop."""
 
 import copy
 import itertools

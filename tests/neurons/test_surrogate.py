@@ -1,7 +1,4 @@
-"""Surrogates: spikes, derivatives, primals, cutoffs, learned parameters, kernels.
-
-tests/gpu/test_surrogate.py runs the tests of kernels on a GPU.
-"""
+"""Surrogates: spikes, derivatives, primals, cutoffs, learned parameters, kernels."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Neurons that users write: nonlinear terms, several inputs and outputs, no randomness.
-
-tests/gpu/test_custom.py runs the same tests on a GPU.
-"""
+"""Neurons that users write: nonlinear terms, several inputs and outputs, no randomness."""
 
 from __future__ import annotations
 
