@@ -326,6 +326,16 @@ def test_the_checker_counts_lines(tmp_path: Path) -> None:
     assert found == "nn/a.py: 501 lines, more than 500"
 
 
+def test_no_test_file_is_imported() -> None:
+    """What several files of tests/ share is in modules without tests."""
+    tests, found = Path(__file__).parent, []
+    for file in sorted(tests.rglob("*.py")):
+        for line, name in imported_names(tests, file):
+            if ".test_" in f".{name}":
+                found.append(f"{file.relative_to(tests)}:{line}: {name}")
+    assert found == []
+
+
 def python(code: str) -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=PACKAGE.parent)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import spikefuse as sf
 from spikefuse.nn import EventLinear, Events
 from spikefuse.testing import within_budget
-from tests.events.test_linear import dense, gradients
+from tests.events.networks import dense, gradients
 
 INTEGERS = (-1, 0, 1, 2**31 - 1, -(2**31), 2**40, -(2**62))
 

@@ -13,8 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.data.test_hostile_files import mutated
-from tests.train.test_resume import assert_same_run
+from tests.data.readers import mutated
+from tests.train.runs import assert_same_run
 
 OPTIONS = "--neuron lif --epochs 8 -T 2 --batch-size 128 --device cpu"
 MODELS = ("mlp", "mlp --encoding poisson --neuron plif")

@@ -15,7 +15,7 @@ import torch
 from spikefuse.data import heidelberg
 from spikefuse.train import checkpoint
 from spikefuse.train.cli import main
-from tests.data.test_hostile_files import READERS, limited_memory, mutated
+from tests.data.readers import READERS, limited_memory, mutated
 
 SECONDS = 10
 # What has a checksum of its own or of ours: damage must not change what is read.

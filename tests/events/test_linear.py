@@ -13,6 +13,7 @@ from torch import nn
 import spikefuse as sf
 from spikefuse.memory import Auto, Bits, Checkpoint, SaveAll
 from spikefuse.nn import EventLinear, Events
+from tests.events.networks import dense, gradients
 
 T, B = 20, 4
 
@@ -35,26 +36,6 @@ def network(widths=(40, 70, 300, 10), make=neuron, **options) -> sf.Temporal:
         layers.append(EventLinear(a, b, make() if i < len(widths) - 2 else None, **options))
         nn.init.normal_(layers[-1].weight, std=2.0 / a**0.5)
     return sf.Temporal(nn.Sequential(*layers))
-
-
-def dense(net: sf.Temporal) -> sf.Temporal:
-    """Return the same network of ordinary layers."""
-    layers = []
-    for layer in net.net:
-        linear = nn.Linear(layer.in_features, layer.out_features)
-        linear.load_state_dict({"weight": layer.weight, "bias": layer.bias})
-        layers += [linear] if layer.neuron is None else [linear, layer.neuron]
-    return sf.Temporal(nn.Sequential(*layers))
-
-
-def gradients(net: sf.Temporal, y: torch.Tensor) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    y.backward(torch.randn(y.shape, generator=generator))
-    found = []
-    for layer in net.net:
-        if isinstance(layer, nn.Linear | EventLinear):
-            found += [layer.weight.grad, layer.bias.grad]
-    return found
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 from spikefuse.kernels import numba_host
 from spikefuse.kernels.numba_host import MIN_TASK, shared
 from spikefuse.kernels.numba_runtime import kernel
+from tests.kernels.ranges import add
 
 OPENMP = "openmp" in torch.__config__.parallel_info().lower() and sys.platform == "linux"
 WAYS = ["python", *["openmp"] * OPENMP]
@@ -27,14 +28,6 @@ def way(request, monkeypatch):
 @pytest.fixture
 def five_threads(own_threads):
     torch.set_num_threads(5)
-
-
-@kernel
-def add(first, last, sums, values, factor, enabled, more):
-    for i in range(first, last):
-        sums[i] += factor * values[i] + more[0][i] + more[1]
-        if not enabled:
-            sums[i] = np.nan
 
 
 @kernel
@@ -118,7 +111,7 @@ def test_a_thread_out_of_memory():
 FEWER = """
 import numpy as np, torch
 from spikefuse.kernels.numba_host import MIN_TASK, shared
-from tests.kernels.test_numba_host import add
+from tests.kernels.ranges import add
 
 torch.set_num_threads(4)
 sums = np.zeros(100, np.float32)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from typing import ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import spikefuse as sf
 from spikefuse.models import MODELS
 from spikefuse.nn.encode import direct
+from tests.nn.rows import rows_seen
 
 STEPS = 6
 
@@ -39,28 +38,6 @@ def convolutional(momentum: float | None = 0.1) -> sf.Temporal:
 
 def images(batch: int = 3, channels: int = 1) -> Tensor:
     return direct(torch.rand(batch, channels, 8, 8, generator=torch.Generator().manual_seed(1)), 6)
-
-
-class Rows(TorchDispatchMode):
-    """Records the rows that layers of a kind compute."""
-
-    OPERATORS: ClassVar = {nn.Conv2d: "conv", nn.Linear: "mm", nn.BatchNorm1d: "batch_norm"}
-
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__()
-        self.name, self.found = self.OPERATORS[kind], []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.name in str(func):
-            self.found.append(next(x for x in args if x.ndim > 1).shape[0])
-        return func(*args, **(kwargs or {}))
-
-
-def rows_seen(net: sf.Temporal, x: Tensor, kind: type = nn.Conv2d, **options) -> list[int]:
-    """The rows that layers of a kind compute in a call."""
-    with Rows(kind) as rows:
-        net(x, **options)
-    return rows.found
 
 
 def results(net: sf.Temporal, x: Tensor, num_calls: int = 1) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from tests.notebooks import run_notebook
-from tests.parity import test_spikingjelly
+from tests.parity import spikingjelly_neurons
 from tests.parity.comparison import Draw
 
 REASON = "SpikingJelly, snnTorch or Norse is not installed: see CONTRIBUTING.md"
@@ -101,13 +101,13 @@ def spiking_neuron(**options):
 
 
 REFUSED = {
-    test_spikingjelly.gated: "a conductance for each time step",
-    test_spikingjelly.current_based: "starts there but leaks towards 0",
+    spikingjelly_neurons.gated: "a conductance for each time step",
+    spikingjelly_neurons.current_based: "starts there but leaks towards 0",
 }
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("build", test_spikingjelly.NEURONS)
+@pytest.mark.parametrize("build", spikingjelly_neurons.NEURONS)
 def test_spikingjelly_neurons(build, seed):
     match = build(Draw(seed), torch.float64)
     theirs, x = match.theirs.double(), match.sequence(torch.float64).requires_grad_()

@@ -1,4 +1,4 @@
-"""Runs of the command in several processes, and their results."""
+"""Runs of the command in several processes, and comparisons of the results of runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,3 +94,37 @@ def assert_same_curve(one: Path, other: Path) -> None:
     assert left.keys() == right.keys()
     for name, weights in left.items():
         torch.testing.assert_close(weights, right[name], rtol=1e-4, atol=1e-5)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Compare weights, optimizer, counters and history, except speed and planned length."""
+    for name in ("last.ckpt", "best.ckpt"):
+        a, b = read_checkpoint(one / name), read_checkpoint(other / name)
+        for row in a["spikefuse"]["history"] + b["spikefuse"]["history"]:
+            for name in ("images_per_second", "data_wait"):
+                row.pop(name)
+        for checkpoint in (a, b):  # an extended run was to end earlier when it was saved
+            checkpoint["spikefuse"]["config"].pop("epochs")
+        keys = "state_dict", "optimizer_states", "spikefuse", "epoch", "global_step"
+        average = ["current_model_state"] if "current_model_state" in a else []
+        for key in (*keys, *average):
+            assert_equal(a[key], b[key], f"{name} {key}")
+
+
+def assert_equal(a: Any, b: Any, where: str) -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_equal(a[key], b[key], f"{where} {key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for i, pair in enumerate(zip(a, b, strict=True)):
+            assert_equal(*pair, f"{where} {i}")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    else:
+        assert a == b, where

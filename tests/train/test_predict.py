@@ -21,7 +21,7 @@ from spikefuse.train.classifier import Classifier
 from spikefuse.train.cli import main
 from spikefuse.train.config import TrainConfig
 from spikefuse.train.fields import ConfigError
-from tests.data.test_hostile_files import speech
+from tests.data.readers import speech
 from tests.data.writing import nmnist_bytes, random_columns, wav_bytes
 
 Spikefuse = Callable[..., int]

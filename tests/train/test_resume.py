@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from spikefuse.train import callbacks, run
 from spikefuse.train.classifier import Classifier, best_epoch
 from spikefuse.train.cli import main
 from spikefuse.train.signals import SignalHandler
+from tests.train.runs import assert_same_run, read_checkpoint
 
 Spikefuse = Callable[..., int]
 STEPS = 10  # per epoch
@@ -38,40 +38,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory, small: list[str]) -> Path
     arguments = [*small, "--epochs", "4", *POISSON, "--out", str(directory)]
     assert main(["train", *arguments]) == 0
     return directory
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    return torch.load(path, weights_only=True)
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    """Compare weights, optimizer, counters and history, except speed and planned length."""
-    for name in ("last.ckpt", "best.ckpt"):
-        a, b = read_checkpoint(one / name), read_checkpoint(other / name)
-        for row in a["spikefuse"]["history"] + b["spikefuse"]["history"]:
-            for name in ("images_per_second", "data_wait"):
-                row.pop(name)
-        for checkpoint in (a, b):  # an extended run was to end earlier when it was saved
-            checkpoint["spikefuse"]["config"].pop("epochs")
-        keys = "state_dict", "optimizer_states", "spikefuse", "epoch", "global_step"
-        average = ["current_model_state"] if "current_model_state" in a else []
-        for key in (*keys, *average):
-            assert_equal(a[key], b[key], f"{name} {key}")
-
-
-def assert_equal(a: Any, b: Any, where: str) -> None:
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_equal(a[key], b[key], f"{where} {key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for i, pair in enumerate(zip(a, b, strict=True)):
-            assert_equal(*pair, f"{where} {i}")
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
-    else:
-        assert a == b, where
 
 
 def interrupt(

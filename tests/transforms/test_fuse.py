@@ -21,7 +21,7 @@ from spikefuse.block import fused_norm
 from spikefuse.models import MODELS, resnet18
 from spikefuse.nn.encode import direct
 from spikefuse.transforms.fusion import Place
-from tests.nn.test_constant_input import rows_seen
+from tests.nn.rows import rows_seen
 
 # Batch norms of each model, which are all fused.
 NORMS = {
