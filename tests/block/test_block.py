@@ -1,4 +1,4 @@
-"""Batch norm, residual and neuron as one operation, against the norm of PyTorch and the eager loop."""
+"""Batch norm, residual and neuron as one operation, against PyTorch's norm and the eager loop."""
 
 import copy
 import itertools
