@@ -45,8 +45,6 @@ if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
 
 
-# Many tests compare bit for bit.
-torch.backends.cudnn.deterministic = True
 interpreter.hasten()
 
 
@@ -75,6 +73,14 @@ def backends(request):
 @pytest.fixture
 def device(backends):
     return backends.device
+
+
+@pytest.fixture(autouse=True)
+def fixed_algorithms():
+    """Many tests compare bit for bit, and training lets cuDNN search for the fastest algorithms,
+    for the rest of the process and anew in each thread."""
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -16,12 +16,6 @@ from spikefuse.transforms.graph_step import NotRecordable
 STEPS = 12
 
 
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-
-
 def make_network(dropout=0.0):
     torch.manual_seed(0)
     layers = [nn.Conv2d(2, 8, 3, bias=False), nn.BatchNorm2d(8), sf.LIF(), nn.Dropout(dropout)]

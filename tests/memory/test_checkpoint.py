@@ -542,7 +542,8 @@ class Added(nn.Module):
     def __init__(self, residual):
         super().__init__()
         self.norm, self.neuron, self.residual = nn.BatchNorm2d(4), sf.LIF(), residual
-        self.conv = nn.Conv2d(3, 4, 3)
+        # A bias would have a gradient of 0, but for rounding.
+        self.conv = nn.Conv2d(3, 4, 3, bias=False)
 
     def forward(self, x):
         y = self.conv(x)
