@@ -81,7 +81,11 @@ class SEWBlock(nn.Module):
 
 
 class SEWResNet(nn.Module):
-    """`stem` is the kernel size and stride of the first convolution."""
+    """`stem` is the kernel size and stride of the first convolution.
+
+    On CPUs, PyTorch 2.13 writes beyond the end of memory in the backward pass of a channels-last
+    1x1 convolution with a stride and fewer than 8 input channels.
+    """
 
     def __init__(
         self,
@@ -90,7 +94,7 @@ class SEWResNet(nn.Module):
         channels: int = 2,
         classes: int = 10,
         stem: tuple[int, int] = (3, 1),
-        widths: Sequence[int] = (4, 8),
+        widths: Sequence[int] = (8, 16),
         blocks: Sequence[int] = (2, 1),
     ) -> None:
         super().__init__()

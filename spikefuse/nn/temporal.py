@@ -68,8 +68,8 @@ class Temporal(nn.Module):
 
     A layer that remembers something from one call to the next computes nonsense here, because it is
     called once for all T steps: `torch.nn`'s recurrent layers are refused. Run them between two
-    containers, `nn.Sequential(Temporal(...), rnn, Temporal(...))`. Layers with a memory of
-    SpikingJelly, snnTorch and Norse are refused, too: `sf.convert` replaces them.
+    containers, `nn.Sequential(Temporal(...), rnn, Temporal(...))`. Neurons of SpikingJelly,
+    snnTorch and Norse in `nn.Sequential` are refused, too: `sf.convert` replaces them.
 
     An input that is the same at each step (its time has stride 0, as from `encode.direct`) and
     needs no gradient goes through deterministic layers before the first neuron once, as `[B, ...]`.
@@ -103,7 +103,8 @@ class Temporal(nn.Module):
 
     Raises:
         TypeError, ValueError: wrong shapes, states that do not belong to this network, or a layer
-            with a memory of its own; one of another library is refused when a `Temporal` is made.
+            with a memory of its own; one of another library, in `nn.Sequential`, is refused when a
+            `Temporal` is made.
             An error inside the network has a note that says how the inputs were read.
     """
 
@@ -118,7 +119,7 @@ class Temporal(nn.Module):
         check_module("net", net)
         if any(isinstance(m, Temporal) for m in net.modules()):
             raise ValueError("a Temporal inside a Temporal: wrap the outermost network only")
-        _refuse_foreign(net)
+        _refuse_foreign("", net)
         if (memory == "auto") != (budget is not None):
             raise ValueError(
                 f"memory is {memory!r} and budget {budget!r}: expected a budget in GB with "
@@ -391,16 +392,19 @@ def neurons_of(net: nn.Module, one_step: bool = False) -> dict[str, Neuron]:
     return neurons
 
 
-def _refuse_foreign(net: nn.Module) -> None:
-    for name, module in net.named_modules():
-        for cls in type(module).__mro__:
-            library = cls.__module__.partition(".")[0]
-            if cls.__name__ in FOREIGN.get(library, ()):
-                raise TypeError(
-                    f"layer '{name}' ({library}.{type(module).__name__}) has a memory of its own, "
-                    "but the layers here are called once for all time steps: replace it first, by "
-                    "Temporal(spikefuse.convert(net))"
-                )
+def _refuse_foreign(name: str, module: nn.Module) -> None:
+    """Refuse neurons of other libraries that are called once. Others may be called in a loop."""
+    for cls in type(module).__mro__:
+        library = cls.__module__.partition(".")[0]
+        if cls.__name__ in FOREIGN.get(library, ()):
+            raise TypeError(
+                f"layer '{name}' ({library}.{type(module).__name__}) has a memory of its own, but "
+                "the layers here are called once for all time steps: replace it first, by "
+                "Temporal(spikefuse.convert(net))"
+            )
+    if type(module).forward is nn.Sequential.forward:
+        for key, child in module.named_children():
+            _refuse_foreign(f"{name}.{key}".lstrip("."), child)
 
 
 def _named_modules(net: nn.Module) -> list[tuple[str, nn.Module]]:
