@@ -104,8 +104,8 @@ class Temporal(nn.Module):
     Raises:
         TypeError, ValueError: wrong shapes, states that do not belong to this network, or a layer
             with a memory of its own; one of another library, in `nn.Sequential`, is refused when a
-            `Temporal` is made.
-            An error inside the network has a note that says how the inputs were read.
+            `Temporal` is made. An error inside the network has a note that says how the inputs were
+            read.
     """
 
     def __init__(
