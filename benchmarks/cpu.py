@@ -1,4 +1,4 @@
-"""Whole steps on a CPU: other libraries' tutorials, in spikefuse and in their own library.
+"""Steps on a CPU: other libraries' tutorials here and in their own library, and fused blocks.
 
     PYTHONPATH=.parity python -m benchmarks.cpu
 
@@ -87,22 +87,30 @@ def main(argv: list[str] | None = None) -> Path:
     args = runner.parse(parser, argv)
     if args.device != "cpu":
         parser.error("these are benchmarks of a CPU")
+    blocks = (
+        (f"norm and IF, T = {T}, {part}", partial(block, args, T, part == "training"))
+        for T in (1, 4, 8, 32)
+        for part in ("training", "evaluation")
+    )
     return runner.run_cases(args, (
         ("SpikingJelly's CSNN, T = 4", partial(csnn, args)),
         ("snnTorch's tutorial 5, T = 25", partial(tutorial_5, args)),
         ("snnTorch's tutorial 6, T = 50", partial(tutorial_6, args)),
         ("one step, 784-1000-10", partial(one_step, args)),
+        *blocks,
     ))  # fmt: skip
 
 
-def compare(
-    args: argparse.Namespace, ours: list[Contender], name: str, make: Callable[[], Any]
-) -> Record:
-    """Time contenders that return a loss: ours, and the one of another library."""
+def rival(name: str, make: Callable[[], Any]) -> Contender:
+    """Return the contender of another library."""
     try:
-        other = Contender(name, make())
+        return Contender(name, make())
     except Exception as error:  # it, or what it needs, is not installed
-        other = Contender(name, unavailable=first_line(error))
+        return Contender(name, unavailable=first_line(error))
+
+
+def compare(args: argparse.Namespace, *contenders: Contender) -> Record:
+    """Time contenders that return a loss."""
     expected: list[float] = []
 
     def verify(contender: Contender, loss: float) -> None:
@@ -110,7 +118,7 @@ def compare(
         error = abs(loss - expected[0])
         assert error <= TOLERANCE * abs(expected[0]), f"loss {loss:.6g}, not {expected[0]:.6g}"
 
-    return measure([*ours, other], verify, Timing.of(args, whole_steps=True))
+    return measure(contenders, verify, Timing.of(args, whole_steps=True))
 
 
 def random_batch(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
@@ -163,7 +171,8 @@ def csnn(args: argparse.Namespace, channels: int = 32) -> Record:
         return tutorial.step(made.parameters(), run, images)
 
     ways = itertools.product((False, True), (False, True))
-    return compare(args, [tutorial.ours(fused, last) for last, fused in ways], JELLY, theirs)
+    ours = (tutorial.ours(fused, last) for last, fused in ways)
+    return compare(args, *ours, rival(JELLY, theirs))
 
 
 # snnTorch
@@ -212,7 +221,7 @@ def tutorial_5(args: argparse.Namespace) -> Record:
 
         return tutorial.step(made.parameters(), membranes, tutorial.images)
 
-    return compare(args, [tutorial.ours(fused=False, last=False)], SNNTORCH, theirs)
+    return compare(args, tutorial.ours(fused=False, last=False), rival(SNNTORCH, theirs))
 
 
 def tutorial_6(args: argparse.Namespace) -> Record:
@@ -236,8 +245,8 @@ def tutorial_6(args: argparse.Namespace) -> Record:
 
         return tutorial.step(made.parameters(), run, tutorial.images)
 
-    ours = [tutorial.ours(fused=False, last=last) for last in (False, True)]
-    return compare(args, ours, SNNTORCH, theirs)
+    ours = (tutorial.ours(fused=False, last=last) for last in (False, True))
+    return compare(args, *ours, rival(SNNTORCH, theirs))
 
 
 def one_step(args: argparse.Namespace) -> Record:
@@ -266,8 +275,30 @@ def one_step(args: argparse.Namespace) -> Record:
 
         return run
 
-    ours = [Contender(OURS, stepped), Contender(f"{OURS}, stream", streamed)]
-    return compare(args, ours, SNNTORCH, theirs)
+    ours = (Contender(OURS, stepped), Contender(f"{OURS}, stream", streamed))
+    return compare(args, *ours, rival(SNNTORCH, theirs))
+
+
+# Fused against unfused
+
+
+def block(args: argparse.Namespace, T: int, training: bool) -> Record:
+    torch.manual_seed(0)
+    x = torch.randn(T, 4 if args.quick else BATCH, 32, 14, 14, requires_grad=training)
+    grad = torch.randn_like(x)
+
+    def step(net: nn.Module) -> float:
+        with torch.set_grad_enabled(training):
+            y = net(x)
+        if training:
+            torch.autograd.grad(y, (x, *net.parameters()), grad)
+        return float(y.detach()[-1].sum())
+
+    def made() -> nn.Module:
+        return sf.Temporal(nn.Sequential(nn.BatchNorm2d(32), sf.IF())).train(training)
+
+    ours = {OURS: made(), FUSED: sf.fuse(made())}
+    return compare(args, *(Contender(name, partial(step, net)) for name, net in ours.items()))
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def time_steps(result: Result) -> Parts:
 
 
 def cpu_steps(result: Result) -> Parts:
-    """Yield a table of whole steps: each contender's time, and the first contender's over it."""
+    """Yield a table of steps: each contender's time, and the first contender's over it."""
     yield f"Number of threads: {result['machine']['threads']}. Times are in ms."
     columns = {"": "row", " ": "name", "ms": "wall_ms", "first of the row / this": "ratio"}
     yield table(flat(result["rows"]), columns)
