@@ -109,6 +109,7 @@ ORDER = {
         "norm_triton",
         "norm",
         "pool_layout",
+        "pool_numba",
         "pool_triton",
         "pool",
     ],

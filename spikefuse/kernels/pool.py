@@ -1,7 +1,6 @@
-"""Max pooling on a GPU that saves one byte per output for backward: the position of the maximum.
+"""Max pooling that saves one byte per output for backward: the position of the maximum.
 
-PyTorch writes 8 bytes per output, with and without gradients, and saves its input. CPUs use
-PyTorch's pooling, because convolutions dominate their time.
+PyTorch writes 8 bytes per output, with and without gradients, and saves its input.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from spikefuse.kernels.pool_layout import Maps, Window, maps_of
 __all__ = ["Maps", "Window", "maps_of", "max_pool2d"]
 
 
-def max_pool2d(x: Tensor, maps: Maps) -> Tensor:
+def max_pool2d(x: Tensor, maps: Maps, backend: str) -> Tensor:
     """Compute `torch.nn.functional.max_pool2d`, bit for bit, in the memory format of `x`.
 
     The gradient of an input is summed in float32 in the order of the outputs and rounded once, as
@@ -26,28 +25,33 @@ def max_pool2d(x: Tensor, maps: Maps) -> Tensor:
     Args:
         x: `[N, C, H, W]`.
         maps: `maps_of(x, window)`.
+        backend: "triton", or "numba" for maps with `has_pairs`.
     """
     if torch.is_grad_enabled() and x.requires_grad:
-        return _MaxPool.apply(x, maps)
-    from spikefuse.kernels import pool_triton
+        return _MaxPool.apply(x, maps, backend)
+    return _kernels(backend).forward(x, maps, save=False)[0]
 
-    return pool_triton.forward(x, maps, save=False)[0]
+
+def _kernels(backend: str) -> Any:
+    if backend == "triton":
+        from spikefuse.kernels import pool_triton
+
+        return pool_triton
+    from spikefuse.kernels import pool_numba
+
+    return pool_numba
 
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, maps: Maps) -> Tensor:
-        from spikefuse.kernels import pool_triton
-
-        y, positions = pool_triton.forward(x, maps, save=True)
+    def forward(ctx: Any, x: Tensor, maps: Maps, backend: str) -> Tensor:
+        y, positions = _kernels(backend).forward(x, maps, save=True)
         ctx.save_for_backward(positions)
-        ctx.maps, ctx.shape = maps, x.shape
+        ctx.maps, ctx.backend, ctx.shape = maps, backend, x.shape
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        from spikefuse.kernels import pool_triton
-
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (positions,) = ctx.saved_tensors
-        return pool_triton.backward(grad, positions, ctx.shape, ctx.maps), None
+        return _kernels(ctx.backend).backward(grad, positions, ctx.shape, ctx.maps), None, None

@@ -51,6 +51,20 @@ class Maps(NamedTuple):
     out_columns: int
     inner: int
 
+    @property
+    def memory_format(self) -> torch.memory_format:
+        return torch.contiguous_format if self.inner == 1 else torch.channels_last
+
+    def count_in(self, shape: tuple[int, ...]) -> int:
+        """Return the number of maps in an input of `shape`."""
+        return shape[0] * (shape[1] // self.inner)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether windows are 2 by 2, whole, and side by side in contiguous memory."""
+        is_whole = 2 * self.out_rows <= self.rows and 2 * self.out_columns <= self.columns
+        return self.inner == 1 and self.window[:3] == ((2, 2), (2, 2), (0, 0)) and is_whole
+
 
 def maps_of(x: Tensor, window: Window) -> Maps | None:
     """Return the maps of `x`, or None if the kernels do not support it.

@@ -154,9 +154,9 @@ def backward_kernel(
 def forward(x: Tensor, maps: Maps, save: bool) -> tuple[Tensor, Tensor | None]:
     """Return y, and if `save`, the row-major position of each maximum in its window as uint8."""
     shape = (*x.shape[:2], maps.out_rows, maps.out_columns)
-    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_format(maps))
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=maps.memory_format)
     positions = torch.empty_like(y, dtype=torch.uint8) if save else None
-    num = _num_maps(x.shape, maps)
+    num = maps.count_in(x.shape)
     if save:
         _launch(True, num, maps, x.dtype, x.device).compile_ahead((y, positions, x))
     _launch(False, num, maps, x.dtype, x.device)((x, y, positions))
@@ -165,19 +165,13 @@ def forward(x: Tensor, maps: Maps, save: bool) -> tuple[Tensor, Tensor | None]:
 
 def backward(grad: Tensor, positions: Tensor, shape: torch.Size, maps: Maps) -> Tensor:
     """Return the gradient of an input of `shape`, in the memory format of `positions`."""
-    grad = grad.contiguous(memory_format=_format(maps))
-    grad_x = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=_format(maps))
-    launch = _launch(True, _num_maps(shape, maps), maps, grad.dtype, grad.device)
+    grad = grad.contiguous(memory_format=maps.memory_format)
+    grad_x = torch.empty(
+        shape, dtype=grad.dtype, device=grad.device, memory_format=maps.memory_format
+    )
+    launch = _launch(True, maps.count_in(shape), maps, grad.dtype, grad.device)
     launch((grad, positions, grad_x))
     return grad_x
-
-
-def _format(maps: Maps) -> torch.memory_format:
-    return torch.contiguous_format if maps.inner == 1 else torch.channels_last
-
-
-def _num_maps(shape: torch.Size, maps: Maps) -> int:
-    return shape[0] * (shape[1] // maps.inner)
 
 
 @lru_cache(maxsize=512)

@@ -15,11 +15,14 @@ from spikefuse.kernels.triton_runtime import interpreted
 from spikefuse.nn.call import active
 from spikefuse.scan.op import check, is_plain
 
+# Values of an input from which a kernel on a CPU is faster than PyTorch's.
+MIN_VALUES = 1 << 16
+
 Size = int | tuple[int, ...] | list[int]
 
 
 class MaxPool2d(nn.MaxPool2d):
-    """`torch.nn.MaxPool2d` that saves one byte per output for backward on a GPU.
+    """`torch.nn.MaxPool2d` that saves one byte per output for backward.
 
     PyTorch saves its input and 8 bytes per output. Arguments, shapes and results are those of
     `torch.nn.MaxPool2d`, bit for bit; the kernel sums gradients in float32 in a fixed order. See
@@ -53,10 +56,10 @@ def max_pool2d(
 ) -> Tensor:
     """Compute `torch.nn.functional.max_pool2d`, with the same arguments, but without indices.
 
-    A Triton kernel is used for float32, bfloat16 and float16 `[N, C, H, W]`, contiguous or
-    channels-last, on a GPU (or inside `Temporal(...)(x, impl="triton")`), for windows of up to 64
-    positions without dilation. PyTorch computes everything else, including calls under function
-    transforms and torch.compile, whose generated kernel saves as little.
+    Kernels take float32, bfloat16 and float16 `[N, C, H, W]`: on a GPU contiguous or channels-last,
+    with windows of up to 64 positions without dilation; on a CPU contiguous, with windows of 2 by 2
+    side by side, from 65,536 values. PyTorch computes everything else, including calls under
+    function transforms and torch.compile, whose generated kernel saves as little.
 
     The maxima of spikes are spikes, which layers save as bits; see `spikefuse.memory`.
 
@@ -66,13 +69,14 @@ def max_pool2d(
     # With dilation, a window may lie in the padding alone, so that its maximum is no input value.
     if torch.compiler.is_compiling() or _pair(dilation) != (1, 1):
         return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode)
-    window = _window(kernel_size, stride, padding, ceil_mode) if _by_kernel(input) else None
+    backend = _backend(input)
+    window = _window(kernel_size, stride, padding, ceil_mode) if backend else None
     maps = None if window is None else pool.maps_of(input, window)
-    if maps is None:
+    if maps is None or (backend == "numba" and not maps.has_pairs):
         y = F.max_pool2d(input, kernel_size, stride, padding, 1, ceil_mode)
     else:
-        check("triton", input)
-        y = pool.max_pool2d(input, maps)
+        check(backend, input)
+        y = pool.max_pool2d(input, maps, backend)
         if active.observer is not None:
             active.observer.pool(input, y)
     if active.call is not None and active.call.spikes is not None:
@@ -80,12 +84,16 @@ def max_pool2d(
     return y
 
 
-def _by_kernel(x: Tensor) -> bool:
-    """Whether the Triton kernel should compute this call."""
+def _backend(x: Tensor) -> str:
+    """The backend whose kernel may compute this call; empty for PyTorch."""
     if not is_plain((x,)) or forward_ad._current_level >= 0:
-        return False
+        return ""
     impl = "auto" if active.call is None else active.call.impl
-    return impl in ("auto", "triton") if x.is_cuda else impl == "triton" and interpreted()
+    if x.is_cuda:
+        return "triton" if impl in ("auto", "triton") else ""
+    if impl == "triton":
+        return "triton" if interpreted() else ""
+    return "numba" if impl != "reference" and x.is_cpu and x.numel() >= MIN_VALUES else ""
 
 
 def _window(

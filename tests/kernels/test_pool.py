@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -70,26 +72,24 @@ def assert_equal(a, b):
     assert torch.equal(a.signbit() & (a == 0), b.signbit() & (b == 0))
 
 
-def assert_same(x, window, grad=None, reference=None):
+def assert_same(x, window, grad=None, reference=None, backend="triton"):
     """Compare values, positions and gradients of the kernels and PyTorch.
 
     Args:
         reference: `x` in the memory format in which PyTorch pools it; defaults to `x`.
     """
-    from spikefuse.kernels import pool_triton
-
     maps = pool.maps_of(x, window)
     reference = x if reference is None else reference
     expected, indices = by_torch(reference, window)
     memory_format = suggest_memory_format(x)
     expected = expected.contiguous(memory_format=memory_format)
     with poisoned():
-        found, positions = pool_triton.forward(x, maps, save=True)
+        found, positions = pool._kernels(backend).forward(x, maps, save=True)
         assert_equal(found, expected)
         assert torch.equal(flat(positions, window, x), indices)
-        assert_equal(pool.max_pool2d(x, maps), expected)
+        assert_equal(pool.max_pool2d(x, maps, backend), expected)
         ours, theirs = x.detach().requires_grad_(), reference.detach().requires_grad_()
-        y = pool.max_pool2d(ours, maps)
+        y = pool.max_pool2d(ours, maps, backend)
         grad = gradient(y) if grad is None else grad
         (a,) = torch.autograd.grad(y, ours, grad)
     (b,) = torch.autograd.grad(by_torch(theirs, window)[0], theirs, grad)
@@ -123,7 +123,8 @@ def test_gradients_are_summed_in_float32(device, memory_format):
     grad = torch.randn(by_torch(x, window)[0].shape, device=device)
     assert_same(x, window, grad)
     half, exact = x.half().requires_grad_(), x.requires_grad_()
-    (a,) = torch.autograd.grad(pool.max_pool2d(half, pool.maps_of(half, window)), half, grad.half())
+    y = pool.max_pool2d(half, pool.maps_of(half, window), "triton")
+    (a,) = torch.autograd.grad(y, half, grad.half())
     (b,) = torch.autograd.grad(by_torch(exact, window)[0], exact, grad.half().float())
     assert_equal(a, b.half())
 
@@ -135,7 +136,7 @@ def test_shapes(device, shape):
         window = pool.Window((1, 2), (1, 1), (0, 1))
         maps = pool.maps_of(x, window)
         expected = by_torch(x, window)[0]
-        assert torch.equal(pool.max_pool2d(x, maps), expected)
+        assert torch.equal(pool.max_pool2d(x, maps, "triton"), expected)
 
 
 @pytest.mark.parametrize("most", [150, 16 * 63])
@@ -153,18 +154,37 @@ def test_groups_of_maps(device, memory_format, most, monkeypatch):
         pool_triton._launch.cache_clear()
 
 
-def test_saved_bytes(device):
+KINDS = ("spikes", "ties", "extreme")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 5, 7, 9), (1, 2, 2, 2), (2, 4, 16, 66)])
+def test_pairs_on_a_cpu(any_threads, shape, dtype):
+    """Windows of 2 by 2, with and without a last row and column that no window has."""
+    for kind, threads in itertools.product(KINDS, (1, 3)):
+        torch.set_num_threads(threads)
+        assert_same(draw(kind, shape).to(dtype), WINDOWS["2 by 2"], backend="numba")
+
+
+@pytest.fixture(params=["triton", "numba"])
+def backend(request, backends):
+    if request.param not in backends.impls:
+        pytest.skip(f"no {request.param} on this device")
+    return request.param
+
+
+def test_saved_bytes(device, backend):
     """One byte per output, without the input."""
     x = draw("spikes").to(device).requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = pool.max_pool2d(x, pool.maps_of(x, WINDOWS["3 by 3"]))
+        y = pool.max_pool2d(x, pool.maps_of(x, WINDOWS["2 by 2"]), backend)
     assert [(t.dtype, t.shape) for t in saved] == [(torch.uint8, y.shape)]
 
 
-def test_no_second_derivative(device):
+def test_no_second_derivative(device, backend):
     x = draw("ties").to(device).requires_grad_()
-    y = pool.max_pool2d(x, pool.maps_of(x, WINDOWS["2 by 2"]))
+    y = pool.max_pool2d(x, pool.maps_of(x, WINDOWS["2 by 2"]), backend)
     (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         g.sum().backward()
@@ -174,6 +194,20 @@ def test_a_device_that_is_not_current(device):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     assert_same(draw("ties").to("cuda:1"), WINDOWS["3 by 3"])
+
+
+def test_windows_on_a_cpu():
+    """The kernel reads whole windows of 2 by 2, side by side, in contiguous memory."""
+    two, ceil = WINDOWS["2 by 2"], pool.Window((2, 2), (2, 2), (0, 0), True)
+    even, odd = torch.rand(2, 3, 8, 6), torch.rand(2, 3, 8, 7)
+    assert all(pool.maps_of(x, two).has_pairs for x in (even, odd))
+    assert pool.maps_of(even, ceil).has_pairs
+    last = even.contiguous(memory_format=torch.channels_last)
+    others = (odd, ceil), (odd.mT.contiguous(), ceil), (last, two)
+    windows = [window for name, window in WINDOWS.items() if name != "2 by 2"]
+    windows += [pool.Window((2, 2), (2, 1), (0, 0)), pool.Window((2, 2), (2, 2), (1, 0))]
+    for x, window in (*others, *((even, window) for window in windows)):
+        assert not pool.maps_of(x, window).has_pairs
 
 
 def test_inputs_left_to_pytorch():

@@ -50,7 +50,7 @@ def called(backends):
     if "triton" not in backends.impls:
         pytest.skip("Triton compiles for the GPU here")
     ours = mock.patch.object(kernels, "max_pool2d", wraps=kernels.max_pool2d)
-    everywhere = mock.patch.object(pool, "_by_kernel", return_value=True)
+    everywhere = mock.patch.object(pool, "_backend", return_value="triton")
     with ours as function, everywhere if backends.device == "cpu" else contextlib.nullcontext():
         yield function
 
@@ -173,14 +173,36 @@ def test_training_is_equal(backends, called, policy):
     assert called.called
 
 
-def test_which_calls_use_the_kernel(backends):
+@pytest.mark.parametrize("is_large", [False, True])
+def test_which_calls_use_a_kernel(backends, is_large, monkeypatch):
     x, net = torch.rand(2, 1, 3, 4, 4, device=backends.device), sf.Temporal(sf.nn.MaxPool2d(2))
+    monkeypatch.setattr(pool, "MIN_VALUES", x.numel() + (not is_large))
     ours = mock.patch.object(kernels, "max_pool2d", wraps=kernels.max_pool2d)
     for impl in ("auto", "numba", "triton", "reference"):
         with ours as called:
             net(x, impl=impl)
-        triton = "triton" in backends.impls and (impl == "triton" or (x.is_cuda and impl == "auto"))
-        assert called.called == triton
+        expected = []
+        if "triton" in backends.impls and (impl == "triton" or (x.is_cuda and impl == "auto")):
+            expected = ["triton"]
+        elif x.is_cpu and is_large and impl in ("auto", "numba"):
+            expected = ["numba"]
+        assert [call.args[2] for call in called.call_args_list] == expected
+
+
+def test_networks_on_a_cpu(monkeypatch):
+    """The kernel of the CPU, in training, bit for bit, and which other inputs PyTorch computes."""
+    monkeypatch.setattr(pool, "MIN_VALUES", 0)
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), sf.LIF(0.5, 0.3), nn.MaxPool2d(2)
+    net = sf.Temporal(nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 3 * 3, 2)))
+    x, fused = make_input(SHAPE), sf.fuse(net)
+    with mock.patch.object(kernels, "max_pool2d", wraps=kernels.max_pool2d) as called:
+        found = trained(fused, x)
+        assert [call.args[2] for call in called.call_args_list] == ["numba"]
+        assert_same([F.max_pool2d(x[0], 2), F.max_pool2d(x[0].mT, 2)],
+                    [pool.max_pool2d(x[0], 2), pool.max_pool2d(x[0].mT, 2)])  # fmt: skip
+        assert called.call_count == 2
+    with mock.patch.object(kernels, "maps_of", return_value=None):
+        assert_same(found, trained(fused, x))
 
 
 def test_convolutions_save_maxima_as_bits(backends, called):
