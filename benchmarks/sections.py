@@ -192,6 +192,21 @@ def cpu_steps(result: Result) -> Parts:
     yield table(flat(result["rows"]), columns)
 
 
+def gpu_tests(result: Result) -> Parts:
+    """Yield how the tests that use a GPU ended."""
+    for row in result["rows"]:
+        failed, skipped = len(row["failed"]), sum(row["skipped"].values())
+        yield (
+            f"GPUs: {result['machine']['gpus']}. Passed: {row['passed']:,}, failed: {failed}, "
+            f"skipped: {skipped}, in {row['seconds']:.0f} s."
+        )
+        if row["failed"]:
+            yield "Failed: " + ", ".join(f"`{name}`" for name in row["failed"]) + "."
+        if skipped:
+            reasons = (f"{reason} ({number})" for reason, number in row["skipped"].items())
+            yield "Skipped: " + "; ".join(reasons) + "."
+
+
 def recurrent(result: Result) -> Parts:
     """Yield the times of each contender, and its peak memory in MB if it was measured."""
     rows = result["rows"]

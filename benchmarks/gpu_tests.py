@@ -1,0 +1,64 @@
+"""Run all tests that use a GPU, and write how they ended.
+
+    python -m benchmarks.gpu_tests                  one after the other
+    python -m benchmarks.gpu_tests -n 16            on 16 processes
+
+Further arguments are pytest's; without paths, `tests` is run. A run without failures exits with 0.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import torch
+
+from benchmarks import record
+from benchmarks.runner import Record, plain_parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = plain_parser("benchmarks.gpu_tests", __doc__)
+    parser.add_argument("--out", type=Path, default=record.RESULTS, help="folder for the result")
+    args, given = parser.parse_known_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("this machine has no GPU that PyTorch can use")
+    result = record.document("gpu_tests", torch.device("cuda"), False, {"arguments": given})
+    result["machine"]["gpus"] = torch.cuda.device_count()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={report}", *given]
+        code = subprocess.run(command, cwd=record.ROOT, check=False).returncode
+        if not report.exists():
+            parser.exit(1, f"pytest ended with exit code {code} and wrote no report\n")
+        result["rows"] = [row_of(report)]
+    print(f"wrote {record.write(args.out, result)}")
+    sys.exit(code)
+
+
+def row_of(report: Path) -> Record:
+    """Return the number of tests by outcome, the failures, and the reasons of skips."""
+    (suite,) = ElementTree.parse(report).getroot()
+    failed: list[str] = []
+    reasons = Counter[str]()
+    for case in suite.iter("testcase"):
+        outcomes = {entry.tag: entry.get("message", "") for entry in case}
+        if outcomes.keys() & {"failure", "error"}:
+            failed.append(f"{case.get('classname')}::{case.get('name')}")
+        elif "skipped" in outcomes:
+            reasons[outcomes["skipped"]] += 1
+    total = int(suite.get("tests", 0))
+    return {
+        "passed": total - len(failed) - reasons.total(),
+        "failed": sorted(failed),
+        "skipped": dict(reasons.most_common()),
+        "seconds": float(suite.get("time", 0)),
+    }
+
+
+if __name__ == "__main__":
+    main()
