@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spikefuse.block.batch_norm import begin_gather
-from spikefuse.distributed.faults import RankWatchdog, recording
+from spikefuse.distributed.faults import RankLost, RankWatchdog, recording
 from spikefuse.distributed.mesh import steps_of
 
 # Bytes of the message in which a rank describes a call.
@@ -37,6 +37,7 @@ class Agreement:
 
         Raises:
             ValueError: the calls differ.
+            RankLost: another rank has ended or hangs.
         """
         order = sorted(range(1, x.ndim), key=x.stride, reverse=True)
         dtype = str(x.dtype).removeprefix("torch.")
@@ -49,7 +50,10 @@ class Agreement:
         message = bytearray(call.encode()[:MESSAGE].ljust(MESSAGE, b"\0"))
         # A thread of Gloo frees what is sent, perhaps after Python has ended: not a bytearray.
         mine = torch.frombuffer(message, dtype=torch.uint8).clone()
-        self._pending = begin_gather(mine, self._group)
+        try:
+            self._pending = begin_gather(mine, self._group)
+        except RuntimeError as error:
+            raise RankLost(self._watchdog.diagnose()) from error
         if self.waits or call not in self._known or recording():
             self._known.add(call)
             self._finish_comparison()

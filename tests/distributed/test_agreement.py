@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import spikefuse as sf
-from spikefuse.distributed import shard_time
-from spikefuse.distributed.agreement import _difference
+from spikefuse.distributed import RankLost, shard_time
+from spikefuse.distributed.agreement import Agreement, _difference
+from spikefuse.distributed.faults import RankWatchdog
 from spikefuse.testing import make_input
 from tests.distributed.processes import Group
 
@@ -51,6 +53,16 @@ def test_a_different_call_on_one_rank_raises_on_all(group: Group, what: str) -> 
     else:
         assert "rank 0: 4 steps of [T, 3, 6] float32" in answers[0][0]
         assert "rank 3: 4 steps of [T" in answers[0][0]
+
+
+def test_a_comparison_that_cannot_start_names_the_lost_rank() -> None:
+    watchdog = mock.Mock(RankWatchdog, count=0, **{"diagnose.return_value": "rank 1 has ended"})
+    agreement = Agreement(mock.Mock(), True, watchdog)
+    lost = RuntimeError("Connection closed by peer")
+    gather = mock.patch("spikefuse.distributed.agreement.begin_gather", side_effect=lost)
+    with gather, pytest.raises(RankLost, match="rank 1 has ended") as caught:
+        agreement.check(X, "training")
+    assert caught.value.__cause__ is lost
 
 
 def modes(axis: DeviceMesh) -> str:
