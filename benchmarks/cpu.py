@@ -35,6 +35,7 @@ from benchmarks.runner import Contender, Record, Timing, first_line, measure
 FUSED, LAST = f"{OURS}, fused", ", channels-last"
 JELLY, SNNTORCH = "SpikingJelly", "snnTorch"
 BATCH = 128
+WAYS = tuple(itertools.product((False, True), repeat=2))  # fused, channels-last
 # Allowed relative difference of the first losses, since a few spikes differ by rounding.
 TOLERANCE = 0.01
 
@@ -170,8 +171,7 @@ def csnn(args: argparse.Namespace, channels: int = 32) -> Record:
 
         return tutorial.step(made.parameters(), run, images)
 
-    ways = itertools.product((False, True), (False, True))
-    ours = (tutorial.ours(fused, last) for last, fused in ways)
+    ours = (tutorial.ours(fused, last) for fused, last in WAYS)
     return compare(args, *ours, rival(JELLY, theirs))
 
 
@@ -245,7 +245,7 @@ def tutorial_6(args: argparse.Namespace) -> Record:
 
         return tutorial.step(made.parameters(), run, tutorial.images)
 
-    ours = (tutorial.ours(fused=False, last=last) for last in (False, True))
+    ours = (tutorial.ours(fused, last) for fused, last in WAYS)
     return compare(args, *ours, rival(SNNTORCH, theirs))
 
 
