@@ -152,7 +152,7 @@ def predicted_and_measured(axis: DeviceMesh) -> list[tuple[float, float]]:
         mock.patch.object(Execution, "forward", slow(Execution.forward, 6e-4)),
         mock.patch.object(Execution, "backward", slow(Execution.backward, 3e-4)),
     ):
-        with on_cpu():
+        with on_cpu(partial(timed, repetitions=1)):
             prediction = plan(make(), x, axis)
         for chunks in (1, 4):
             net = shard_time(make(), axis, chunks)
