@@ -320,7 +320,7 @@ def check_norms(
         TypeError, ValueError: it cannot.
     """
     if len(type(neuron).input_names) != 1:
-        raise TypeError(f"{type(neuron).__name__} takes several inputs: a block gives it one")
+        raise TypeError(f"{type(neuron).__name__} takes several inputs: a block has one")
     shape, num_features = x.shape, norms[0].num_features
     if len(shape) < 3 or shape[2] != num_features:
         raise ValueError(

@@ -152,7 +152,7 @@ class FusedSyncBatchNorm(FusedNorm, nn.SyncBatchNorm):
 
 @lru_cache(maxsize=512)
 def _too_small(number: int, fewest: int) -> str:
-    return f"its input has {number:,} values: on a CPU, fusing pays from {fewest:,}"
+    return f"its input has {number:,} values: on a CPU, fusing helps from {fewest:,}"
 
 
 def _has_fake_mode() -> bool:

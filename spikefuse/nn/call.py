@@ -327,7 +327,7 @@ def recall(neuron: nn.Module, inputs: tuple[Tensor, ...]) -> TemporalCall | None
     if folding is _AMBIGUOUS or folding.has_state:
         raise RuntimeError(
             "a neuron is recomputed for torch.utils.checkpoint, but its number of time steps or "
-            "its state is not known any more: checkpoint the whole Temporal"
+            "its state is no longer known: checkpoint the whole Temporal"
         )
     return TemporalCall(folding.num_steps, {id(neuron): ""}, folding.impl)
 

@@ -89,8 +89,7 @@ class ConstantSequence(Tensor):
             for x in originals.values():
                 if x._is_aliased and func._schema.is_mutable:
                     raise RuntimeError(
-                        f"{func} changes a constant input, of which there is a view, in place: "
-                        "change a copy"
+                        f"{func} changes a constant input that has a view in place: change a copy"
                     )
                 x._is_shared = False
         results = func(*args, **kwargs)

@@ -191,10 +191,12 @@ def check(
         more_states: names of further states, which follow the neuron's own.
     """
     name = type(neuron).__name__
+    if not names:
+        neuron.step()  # raises NotImplementedError
     if len(inputs) != len(names):
         raise TypeError(
-            f"{name} takes {len(names)} inputs ({', '.join(names)}), not {len(inputs)}; pass a "
-            "state as state=(...), and all time steps at once"
+            f"{name} takes {len(names)} input{'s' * (len(names) > 1)} ({', '.join(names)}), not "
+            f"{len(inputs)}; pass a state as state=(...), and all time steps at once"
         )
     for label, x in zip(names, inputs, strict=True):
         if not isinstance(x, Tensor):

@@ -129,9 +129,10 @@ class Temporal(nn.Module):
         if budget is not None:
             chosen = Auto(budget)
         if not isinstance(chosen, Policy | Auto):
+            hint = "; wrap layers in nn.Sequential" if isinstance(memory, nn.Module) else ""
             raise TypeError(
-                f"memory is {memory!r}: expected None, or a policy of spikefuse.memory: SaveAll(), "
-                'Recompute(), Bits(), Checkpoint(), or Auto(budget), for which "auto" stands'
+                f"memory is {memory!r}: expected None, a policy of spikefuse.memory (SaveAll(), "
+                f'Recompute(), Bits(), Checkpoint() or Auto(budget)), or "auto" with a budget{hint}'
             )
         self.net = net
         self.memory: Policy | Auto = chosen
@@ -339,7 +340,7 @@ class Temporal(nn.Module):
             raise TypeError(f"the input is {description}: expected a tensor {expected}")
         if tree is not None and self._recomputes:
             kind = type(leaves[0]).__name__ if len(leaves) == 1 else "several or nested arguments"
-            raise ValueError(f"memory=Checkpoint() takes no {kind}: use another policy")
+            raise ValueError(f"memory=Checkpoint() takes a tensor, not {kind}: use another policy")
         return sequences
 
     def _reading(
@@ -429,7 +430,9 @@ def _named_modules(net: nn.Module) -> list[tuple[str, nn.Module]]:
 def check_state(state: dict[str, States], neurons: dict[str, Neuron]) -> None:
     """Refuse states that are not those of all `neurons`."""
     if not isinstance(state, dict):
-        raise TypeError(f"state is a {type(state).__name__}: expected a dict, as returned")
+        raise TypeError(
+            f"state is a {type(state).__name__}: expected a dict, as return_state=True returns"
+        )
     if state.keys() != neurons.keys():
         raise ValueError(
             f"state has entries for ({', '.join(state)}), the network has neurons "

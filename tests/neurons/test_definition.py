@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 import spikefuse
-from spikefuse import LearnableFraction, State
+from spikefuse import LearnableFraction, Neuron, State
 from spikefuse.neurons import LIF, PLIF, Definition, surrogate
 from spikefuse.neurons.definition import Description, call_step, channel_view
 
@@ -68,8 +68,13 @@ def test_without_a_step() -> None:
     class Empty(Definition):
         pass
 
+    class EmptyLayer(Neuron):
+        pass
+
     with pytest.raises(NotImplementedError, match="Empty does not define step"):
         Empty().step()
+    with pytest.raises(NotImplementedError, match="EmptyLayer does not define step"):
+        EmptyLayer()(torch.rand(2, 3))
 
 
 def test_run_time_values() -> None:
