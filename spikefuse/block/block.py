@@ -133,7 +133,7 @@ def scan(
         return _trace(norms, neuron, memory, request._replace(backend=backend))
     description = neuron.description()
     values: dict[str, Any] = description.values()
-    plans: dict[Hashable, Plan] = description.notes.setdefault("blocks", {})
+    plans: dict[Hashable, Plan] = description.cache.setdefault("blocks", {})
     key: list[Hashable] = [backend, batch, alone, len(norms), norm.num_features, request.outputs]
     for name, _, _ in description.tensors:
         key += values[name].shape, values[name].device, values[name].requires_grad

@@ -99,11 +99,11 @@ def block_program(
     values = description.values()
     kinds = map(_kind, filter(torch.is_tensor, values.values()))
     key = "block", backend, has_residual, by_batch, outputs, normalizes_residual, *kinds
-    program = description.notes.get(key)
+    program = description.cache.get(key)
     if program is None:
         norm = (torch.zeros(1),) * len(value_names(normalizes_residual, by_batch=False))
         definition = with_batch_norm(neuron, norm, has_residual, by_batch)
-        program = description.notes[key] = _make(with_outputs(definition, outputs), backend)
+        program = description.cache[key] = _make(with_outputs(definition, outputs), backend)
     own: list[Any] = list(map(values.__getitem__, program.own))
     return program, own
 

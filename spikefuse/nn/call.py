@@ -135,8 +135,8 @@ class TemporalCall:
         )
 
 
-class NotingSums(TorchFunctionMode):
-    """Notes the sums of norms and residuals in the graph of a call, see `TemporalCall.sums`."""
+class SumRecorder(TorchFunctionMode):
+    """Records the sums of norms and residuals in a traced graph, see `TemporalCall.sums`."""
 
     def __init__(self, call: TemporalCall) -> None:
         super().__init__()

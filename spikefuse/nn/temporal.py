@@ -18,7 +18,7 @@ from spikefuse.memory.policies import Auto, Policy, Recompute
 from spikefuse.memory.saved_tensors import SavedTensors, can_measure
 from spikefuse.memory.spikes import saving
 from spikefuse.neurons.definition import States
-from spikefuse.nn.call import NotingSums, Saving, TemporalCall
+from spikefuse.nn.call import Saving, SumRecorder, TemporalCall
 from spikefuse.nn.constant_input import fold
 from spikefuse.nn.neuron import DTYPES, IMPLEMENTATIONS, Neuron, check_module
 from spikefuse.scan.layout import flatten_steps
@@ -200,7 +200,7 @@ class Temporal(nn.Module):
             self._begin(call.passing, sequences, call)
         hooks: contextlib.AbstractContextManager[Any]
         if torch.compiler.is_compiling():
-            hooks = NotingSums(call)
+            hooks = SumRecorder(call)
         elif isinstance(self.memory, Auto):
             hooks = self._within_budget(self.memory, sequences, call)
         else:

@@ -305,12 +305,12 @@ def choose(
 ) -> ProgramChoice:
     """The program of a definition on a backend, for inputs like `x`; see `Request.outputs`."""
     if torch.compiler.is_compiling():
-        notes, values = None, definition.values()
+        cache, values = None, definition.values()
         name, used, binary = definition.evaluate(_prepare, backend, kinds_of(values), outputs)
     else:
         description = definition.description()
-        notes = description.notes
-        found: ProgramChoice | None = notes.get((backend, outputs))
+        cache = description.cache
+        found: ProgramChoice | None = cache.get((backend, outputs))
         if found is not None:  # for definitions whose values are all floats
             return found
         values = description.values()
@@ -326,8 +326,8 @@ def choose(
             check_param(definition, label, value, x)
             params.append(value)
     chosen = ProgramChoice(name, binary, scalars, params)
-    if notes is not None and all(isinstance(value, float) for value in values.values()):
-        notes[backend, outputs] = chosen
+    if cache is not None and all(isinstance(value, float) for value in values.values()):
+        cache[backend, outputs] = chosen
     return chosen
 
 

@@ -162,7 +162,7 @@ class GraphStep:
         if on_gpu and self.obstacle is _NO_INPUT:
             self.obstacle = ""
         # A step that another recorded step calls is a part of its graph.
-        if self.obstacle or not on_gpu or module_calls.are_noted():
+        if self.obstacle or not on_gpu or module_calls.is_collecting():
             if not (self.obstacle or on_gpu) and torch.cuda.is_initialized():
                 self._run_always(_NO_INPUT)
             self.num_eager += 1
@@ -284,7 +284,7 @@ class GraphStep:
         for rates in self._rates.values():
             rates.install()
         try:
-            with module_calls.noted(called):
+            with module_calls.collected(called):
                 yield
         finally:
             handle.remove()

@@ -117,7 +117,7 @@ def _traced(net: nn.Module) -> fx.GraphModule:
 
 
 class _Recorder(nn.Module):
-    """Runs a traced network, and notes the shape `[...]` of each step's outputs in its graph."""
+    """Runs a traced network and records the shape `[...]` of a step of each output in its graph."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__()

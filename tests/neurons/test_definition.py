@@ -329,16 +329,16 @@ def test_a_parametrization() -> None:
     assert neuron(x)[-1].item() == 1.0
 
 
-def test_notes_last_until_a_float_or_a_constant_changes() -> None:
+def test_cache_lasts_until_a_float_or_a_constant_changes() -> None:
     neuron = Modes()
-    neuron.description().notes["note"] = True
+    neuron.description().cache["key"] = True
     spikefuse.LIF()
     neuron.gain = nn.Parameter(torch.tensor(2.0))
-    assert neuron.description().notes == {"note": True}
+    assert neuron.description().cache == {"key": True}
     for name, value in (("decay", 0.25), ("mode", "other"), ("offset", -0.0), ("offset", 0.0)):
-        neuron.description().notes["note"] = True
+        neuron.description().cache["key"] = True
         setattr(neuron, name, value)
-        assert neuron.description().notes == {}, name
+        assert neuron.description().cache == {}, name
 
 
 def test_a_constant_of_a_mixin() -> None:
