@@ -79,6 +79,6 @@ def collectives_of(norm: nn.SyncBatchNorm) -> Collectives | None:
 
 
 class RankedNorm(_BatchNorm):
-    """A batch norm that takes its statistics over several processes by itself."""
+    """A batch norm that itself takes its statistics over several processes."""
 
     is_leaf = True  # of traced graphs

@@ -137,7 +137,7 @@ def scan(
     key: list[Hashable] = [backend, batch, alone, len(norms), norm.num_features, request.outputs]
     for name, _, _ in description.tensors:
         key += values[name].shape, values[name].device, values[name].requires_grad
-    for x in inputs:  # what is no tensor has no plan, so `check` refuses it
+    for x in inputs:  # others have no plan, so `check` raises an error
         key += (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (None,)
     for each in norms:
         for t in _tensors_of(each):

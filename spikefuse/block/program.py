@@ -1,4 +1,4 @@
-"""The program of a neuron behind a batch norm, and where it expects each tensor."""
+"""The program of a neuron with a batch norm, and where it expects each tensor."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def block_program(
     outputs: tuple[str, ...] = (),
     normalizes_residual: bool = False,
 ) -> tuple[BlockProgram, list[Tensor]]:
-    """The program of a neuron behind a norm, and the neuron's tensors that it reads; see
+    """The program of a neuron with a norm, and the neuron's tensors that it reads; see
     `Request.outputs`."""
     description = neuron.description()
     values = description.values()

@@ -2,7 +2,7 @@
 
 While a network is traced, a fused norm returns the plain normalized tensor and records what it was
 computed from. If a neuron reads that tensor, or its sum with a residual, a block takes the place of
-both in the graph, and the compiler removes the plain norm, which nothing reads any more.
+both in the graph, and the compiler removes the plain norm, which nothing reads then.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class Description:
         #: Results that depend only on the statics, the floats and the kinds of the tensors.
         self.cache: dict[Hashable, Any] = {}
         self._values: dict[str, Any] = {}
-        #: Name, and where to read it, of each value that is no float.
+        #: Name, and where to read it, of each value that is not a float.
         self.tensors: list[tuple[str, dict[str, Any], str]] = []
         for name in names:
             group, key = _locate(definition, name)

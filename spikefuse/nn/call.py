@@ -56,7 +56,7 @@ class TemporalCall:
         initial: the initial states by neuron, None to start from rest.
         final: whether neurons return their final states, which go to `finals` by name.
         passing: where first states come from if other processes hold the steps before and after.
-        cache: what policies keep between the calls of a container.
+        cache: what policies store between the calls of a container.
         deferred: the tensors that layers have deferred, if any.
         sums: in a traced graph, the results of norms and their sums with residuals, and what they
             were computed from.
@@ -274,8 +274,7 @@ def wants_bits(x: Tensor) -> bool:
 
 
 def mark_binary(results: Results, binary: tuple[bool, ...]) -> None:
-    """Mark binary outputs in the running call, which `wants_bits`, so that layers save them as
-    bits."""
+    """Mark binary outputs in a call that `wants_bits`, so that layers save them as bits."""
     call = active.call
     assert call is not None and call.saving is not None and call.saving.spikes is not None
     register = call.saving.spikes.register

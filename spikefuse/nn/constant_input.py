@@ -150,7 +150,7 @@ def is_compiled(module: nn.Module) -> bool:
 def _compute_rows(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ConstantSequence | None:
-    """Compute one step of a deterministic function that treats each row along dim 0 by itself and
+    """Compute one step of a deterministic function that maps each row along dim 0 alone, all rows
     alike; return None for any other call."""
     applies = LAYERS.get(func)
     if applies is None and func not in POINTWISE:

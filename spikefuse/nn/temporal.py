@@ -59,15 +59,15 @@ class Temporal(nn.Module):
     """Run `net`, written for one time step, over `[T, B, ...]`.
 
     Time is folded into the batch for stateless layers, so each layer runs once per call on
-    `[T*B, ...]`; the neurons inside receive T. Normalisation layers see all time steps at once
+    `[T*B, ...]`; the neurons inside receive T. Normalization layers see all time steps at once
     (their statistics run over T and B), and dropout draws a new mask at each step.
 
     With `batch_first=True`, inputs and outputs are `[B, T, ...]` and states are unchanged. Inputs
     are transposed as views. Folding one of them into `[T*B, ...]` copies it once, unless T or B is
     1 or its memory is time first; outputs are views whose memory is time first.
 
-    A layer that remembers something from one call to the next computes nonsense here, because it is
-    called once for all T steps: `torch.nn`'s recurrent layers are refused. Run them between two
+    A layer that remembers something from one call to the next gives wrong results here, because it
+    is called once for all T steps: `torch.nn`'s recurrent layers are refused. Run them between two
     containers, `nn.Sequential(Temporal(...), rnn, Temporal(...))`. Neurons of SpikingJelly,
     snnTorch and Norse in `nn.Sequential` are refused, too: `sf.convert` replaces them.
 
@@ -137,7 +137,7 @@ class Temporal(nn.Module):
         self.net = net
         self.memory: Policy | Auto = chosen
         self.batch_first = batch_first
-        # What policies keep between calls, such as the choices for a budget.
+        # What policies store between calls, such as the choices for a budget.
         self._cache: dict[Any, Any] = {}
         #: Connects the neurons to processes that hold other steps of a sequence.
         self.passing: StatePassing | None = None
@@ -209,7 +209,7 @@ class Temporal(nn.Module):
         try:
             with hooks, call:
                 rows = []
-                # Processes that share statistics must take the same way.
+                # Processes that share statistics must take the same path.
                 shares = call.passing is not None and call.passing.statistics is not None
                 for x in leaves:
                     if isinstance(x, Tensor):
@@ -253,7 +253,7 @@ class Temporal(nn.Module):
                 f"the network returned shape {list(y.shape)}{_place(y, output)}: expected dim 0 to "
                 f"be T*B = {num_steps}*{batch}; {reason}"
             )
-        # As in `unflatten_steps`, without a call more on the way of every network.
+        # Inlined from `unflatten_steps`, since every call of every network runs it.
         y = y.unsqueeze(0) if num_steps == 1 else y.unflatten(0, (num_steps, batch))
         return y.transpose(0, 1) if self.batch_first else y
 
@@ -465,7 +465,7 @@ def _time_first(x: Any) -> ValueError:
 
 
 def _described(x: Tensor | SparseSequence) -> tuple[Hashable, ...]:
-    """What decides how much a network saves when it is called with `x`, but for its events."""
+    """What determines how much a network saves for `x`, except for its events."""
     device = x.device.type
     amp = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     if not isinstance(x, Tensor):

@@ -112,7 +112,7 @@ def run(
 
 @dataclass
 class Call:
-    """An operation without its tensors: what autograd keeps between forward and backward.
+    """An operation without its tensors: what autograd stores between forward and backward.
 
     Its tensors are inputs, initial states and others. `forward` returns outputs, final states (if
     asked), and what backward reads besides the tensors (if asked). `backward` takes what was saved,
@@ -347,7 +347,7 @@ def refuse_export() -> None:
 
 
 def check(backend: str, x: Tensor) -> None:
-    """Refuse transforms of functions, exports, and tensors that are not on the backend's device.
+    """Check that kernels of a backend can run on `x`, outside exports and function transforms.
 
     Raises:
         NotImplementedError: inside a transform of torch.func, forward-mode differentiation,

@@ -124,7 +124,7 @@ def without_synapse(m: Any) -> tuple[Neuron, str]:
 
 
 class SynapticLI(Neuron):
-    """Leaky integrator behind a synapse: the charge of `CubaLIF`, whose output is its potential."""
+    """Leaky integrator with a synapse: the charge of `CubaLIF`, whose output is its potential."""
 
     current, v = State(), State()
 
