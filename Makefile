@@ -28,16 +28,16 @@ PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make train    train a small convolutional SNN on handwritten digits (options: ARGS='--help')"
-	@echo "make test     run all tests"
-	@echo "make attack   random networks, damaged files and faults (ARGS='--minutes 60 --seed 1')"
-	@echo "make parity   compare with SpikingJelly, snnTorch and Norse, which it downloads"
-	@echo "make lint     ruff and mypy"
-	@echo "make format   fix and format the code with ruff"
-	@echo "make docs     build the documentation site in build/site"
+	@echo "make train      train a small convolutional SNN on handwritten digits (options: ARGS='--help')"
+	@echo "make test       run all tests"
+	@echo "make attack     random networks, damaged files and faults (ARGS='--minutes 60 --seed 1')"
+	@echo "make parity     compare with SpikingJelly, snnTorch and Norse, which it downloads"
+	@echo "make lint       ruff and mypy"
+	@echo "make format     fix and format the code with ruff"
+	@echo "make docs       build the documentation site in build/site"
+	@echo "make bench      run the benchmarks and rebuild the tables of the documentation"
 	@echo "make tutorials  run the notebooks in docs/tutorials"
-	@echo "make bench    run the benchmarks and rebuild the tables in docs/benchmarks.md and README.md"
-	@echo "make clean    remove caches and build outputs (not $(VENV), not runs/)"
+	@echo "make clean      remove caches and build outputs (not $(VENV), not runs/)"
 
 train: $(HAS_TRAIN)
 	$(PY) -m spikefuse train $(ARGS)

@@ -1,4 +1,4 @@
-"""Run the benchmarks that this machine is for, then rebuild the tables in docs/benchmarks.md,
+"""Run the benchmarks that suit this machine, then rebuild the tables in docs/benchmarks.md,
 README.md and a tutorial.
 
     python -m benchmarks            on a GPU: neurons, recurrent layers, blocks and networks;

@@ -65,7 +65,7 @@ def running_of(norm: _BatchNorm) -> Running:
 
 def update_traced_stats(norm: _BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
     """Update the running statistics of a norm in a traced graph."""
-    # No change of what a sum is computed from, see `spikefuse.nn.call.NotingSums`.
+    # Hidden from the record of changed tensors, see `spikefuse.nn.call.SumRecorder`.
     with torch.no_grad(), torch._C.DisableTorchFunction():
         update_running_stats(running_of(norm), mean, unbiased)
 
@@ -79,6 +79,6 @@ def collectives_of(norm: nn.SyncBatchNorm) -> Collectives | None:
 
 
 class RankedNorm(_BatchNorm):
-    """A batch norm that takes its statistics over several processes by itself."""
+    """A batch norm that itself takes its statistics over several processes."""
 
     is_leaf = True  # of traced graphs

@@ -133,11 +133,11 @@ def scan(
         return _trace(norms, neuron, memory, request._replace(backend=backend))
     description = neuron.description()
     values: dict[str, Any] = description.values()
-    plans: dict[Hashable, Plan] = description.notes.setdefault("blocks", {})
+    plans: dict[Hashable, Plan] = description.cache.setdefault("blocks", {})
     key: list[Hashable] = [backend, batch, alone, len(norms), norm.num_features, request.outputs]
     for name, _, _ in description.tensors:
         key += values[name].shape, values[name].device, values[name].requires_grad
-    for x in inputs:  # what is no tensor has no plan, so `check` refuses it
+    for x in inputs:  # others have no plan, so `check` raises an error
         key += (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (None,)
     for each in norms:
         for t in _tensors_of(each):
@@ -320,7 +320,7 @@ def check_norms(
         TypeError, ValueError: it cannot.
     """
     if len(type(neuron).input_names) != 1:
-        raise TypeError(f"{type(neuron).__name__} takes several inputs: a block gives it one")
+        raise TypeError(f"{type(neuron).__name__} takes several inputs: a block has one")
     shape, num_features = x.shape, norms[0].num_features
     if len(shape) < 3 or shape[2] != num_features:
         raise ValueError(

@@ -291,7 +291,7 @@ class DeferredNorm(Deferred, Tensor):
                 gradients += residual.gradients(grad) if residual.needs_grad else []
             elif residual is not None and residual.requires_grad:
                 gradients.append((residual, grad))
-            # Other readers' gradients may take the same way.
+            # Gradients of other readers may take the same path.
             torch.autograd.backward(
                 [t for t, _ in gradients], [g for _, g in gradients], retain_graph=True
             )
@@ -397,8 +397,8 @@ def defer(norm: _BatchNorm, read: list[Tensor]) -> Tensor:
             pending[norm].value("a second call of the norm")
         pending[norm] = call
         if norm in deferrals.computed:
-            # Autograd would take a block's update of the statistics for a change of those that
-            # the earlier call has saved.
+            # To autograd, a block's update of the statistics would be a change of what the earlier
+            # call has saved.
             return call.value("a second call of the norm")
     return DeferredNorm.of(call)
 

@@ -72,7 +72,7 @@ class NormedNeuron(Definition):
 def with_batch_norm(
     neuron: Definition, norm: Sequence[Tensor], has_residual: bool, by_batch: bool
 ) -> NormedNeuron:
-    """`neuron` behind a batch norm.
+    """`neuron` with a batch norm before it.
 
     Args:
         norm: the `NORM_VALUES`, `[C]` each, and the `RESIDUAL_VALUES` to normalize the residual.

@@ -26,8 +26,8 @@ from spikefuse.nn.constant_input import ConstantSequence
 from spikefuse.nn.neuron import DTYPES
 from spikefuse.scan.op import PLAIN
 
-# Values of an input from which a block on a CPU is not slower than norm and neuron apart, measured
-# on two cores after a convolution. Smaller inputs stay in the caches.
+# Values of an input from which a block on a CPU is not slower than separate norm and neuron,
+# measured on two cores after a convolution. Smaller inputs stay in the caches.
 MIN_VALUES = 5 << 18
 
 
@@ -83,7 +83,7 @@ class FusedNorm(_BatchNorm):
 
     def _obstacle(self, x: Any, read: list[Tensor], is_small: bool) -> str:
         """Why the norm must be computed at once; empty if it can be deferred. `is_small` says
-        whether norm and neuron apart are faster than a block."""
+        whether separate norm and neuron are faster than a block."""
         temporal = active.call
         # torch.utils.checkpoint recomputes in a backward pass what Temporal has called.
         if temporal is None and torch._C._current_graph_task_id() == -1:
@@ -152,7 +152,7 @@ class FusedSyncBatchNorm(FusedNorm, nn.SyncBatchNorm):
 
 @lru_cache(maxsize=512)
 def _too_small(number: int, fewest: int) -> str:
-    return f"its input has {number:,} values: on a CPU, fusing pays from {fewest:,}"
+    return f"its input has {number:,} values: on a CPU, fusing helps from {fewest:,}"
 
 
 def _has_fake_mode() -> bool:

@@ -1,4 +1,4 @@
-"""The program of a neuron behind a batch norm, and where it expects each tensor."""
+"""The program of a neuron with a batch norm, and where it expects each tensor."""
 
 from __future__ import annotations
 
@@ -93,17 +93,17 @@ def block_program(
     outputs: tuple[str, ...] = (),
     normalizes_residual: bool = False,
 ) -> tuple[BlockProgram, list[Tensor]]:
-    """The program of a neuron behind a norm, and the neuron's tensors that it reads; see
+    """The program of a neuron with a norm, and the neuron's tensors that it reads; see
     `Request.outputs`."""
     description = neuron.description()
     values = description.values()
     kinds = map(_kind, filter(torch.is_tensor, values.values()))
     key = "block", backend, has_residual, by_batch, outputs, normalizes_residual, *kinds
-    program = description.notes.get(key)
+    program = description.cache.get(key)
     if program is None:
         norm = (torch.zeros(1),) * len(value_names(normalizes_residual, by_batch=False))
         definition = with_batch_norm(neuron, norm, has_residual, by_batch)
-        program = description.notes[key] = _make(with_outputs(definition, outputs), backend)
+        program = description.cache[key] = _make(with_outputs(definition, outputs), backend)
     own: list[Any] = list(map(values.__getitem__, program.own))
     return program, own
 

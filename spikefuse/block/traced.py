@@ -1,8 +1,8 @@
 """Batch norms inside torch.compile, which become blocks with the neurons that read them.
 
-While a network is traced, a fused norm returns the plain normalized tensor and notes what it was
+While a network is traced, a fused norm returns the plain normalized tensor and records what it was
 computed from. If a neuron reads that tensor, or its sum with a residual, a block takes the place of
-both in the graph, and the compiler removes the plain norm, which nothing reads any more.
+both in the graph, and the compiler removes the plain norm, which nothing reads then.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ class TracedNorms:
         self.pending.clear()
 
 
-def normalize(norm: Any, x: Tensor, pays: bool) -> Tensor:
-    """The result of a `FusedNorm` in a traced graph; `pays` says whether a block is faster."""
+def normalize(norm: Any, x: Tensor, is_faster: bool) -> Tensor:
+    """The result of a `FusedNorm` in a traced graph; `is_faster` says whether a block is faster."""
     call = active.call
     if call is not None and isinstance(call.deferred, TracedNorms):
         call.deferred.finish(norm)  # an earlier call of it
-    if call is None or not call.names or not pays or not _can_trace(norm, x):
+    if call is None or not call.names or not is_faster or not _can_trace(norm, x):
         return norm.plain(x)
     if call.deferred is None:
         call.deferred = TracedNorms()

@@ -46,8 +46,8 @@ from spikefuse.scan.state_passing import (
 
 
 class BlockTensors(NamedTuple):
-    """The tensors that a block's arguments are made of, the weights of norms excepted: the
-    statistics contain them."""
+    """The tensors of a block's arguments, except the weights of norms, which are part of the
+    statistics."""
 
     inputs: Tensors
     states: Tensors
@@ -276,7 +276,7 @@ class TrainingCall(Call):
         (inputs, states, _, scalars), execution = part.arguments, part.execution
         arguments = Arguments(inputs, states, params, scalars)
         none = (False,) * len(self.program.tensors)
-        # The gradients of the initial states come again, but nobody reads them.
+        # The gradients of the initial states are computed again, but not read.
         needs = Needs(tuple(needs_inputs), bool(states), none)
         gradients = execution.new_gradients(needs, into)
         variant = REBUILD if rebuild else PLAIN

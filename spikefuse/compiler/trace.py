@@ -300,8 +300,8 @@ class _Recorder(TorchDispatchMode):
             # PyTorch's own derivatives may modify temporary tensors in place.
             in_place, packet = False, getattr(torch.ops.aten, packet.__name__.removesuffix("_"))
         problem: str | None = (
-            "kernels consist of pointwise operations that change nothing in place; "
-            'impl="reference" runs the eager loop'
+            "kernels consist of pointwise operations that change nothing in place "
+            '(docs/write-a-neuron.md lists them); impl="reference" runs the eager loop'
         )
         if not in_place and ops.is_supported(packet):
             args = [self._float32(a) for a in args]

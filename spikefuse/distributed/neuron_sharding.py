@@ -66,8 +66,8 @@ class NeuronShard(nn.Module):
         tensors = [*neuron.parameters(), *neuron.buffers()]
         if tensors:
             raise ValueError(
-                f"{type(neuron).__name__} has {len(tensors)} values that are tensors: sharded "
-                "neurons must have floats only"
+                f"{type(neuron).__name__} has values that are tensors, such as learnable ones: the "
+                "neurons of a sharded layer take floats only"
             )
         self.group, self.bounds = group, bounds(out_features, group)
         self.is_last, rank = False, dist.get_rank(group)
@@ -203,7 +203,10 @@ def shard_neurons(net: Network, group: Group = None) -> Network:
     """
     whole = net.net if isinstance(net, Temporal) else net
     if not isinstance(whole, nn.Sequential):
-        raise TypeError(f"{type(whole).__name__} is not an nn.Sequential of EventLinear")
+        raise TypeError(
+            f"net is a {type(whole).__name__}: expected an nn.Sequential of EventLinear, or a "
+            "Temporal of one"
+        )
     layers = [_shard_layer(layer, group) for layer in whole]
     if layers and isinstance(layers[-1], NeuronShard):
         layers[-1].is_last = True
@@ -215,7 +218,7 @@ def shard_neurons(net: Network, group: Group = None) -> Network:
 
 def _shard_layer(layer: nn.Module, group: Group) -> NeuronShard | Replicated:
     if not isinstance(layer, EventLinear):
-        raise TypeError(f"{type(layer).__name__} in a network of EventLinear only")
+        raise TypeError(f"net contains a {type(layer).__name__}: expected EventLinear layers only")
     if layer.neuron is None:
         return Replicated(layer, group)
     options = {name: getattr(layer, name) for name in ("capacity", "overflow", "impl")}

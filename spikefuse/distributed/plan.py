@@ -248,8 +248,8 @@ class _NeuronInputs(Observer):
         return scan(request)
 
 
-class _NoNeighbors(StatePassing):
-    """State passing without neighbors, to measure the cost of chunks and of repairs."""
+class _NoNeighbours(StatePassing):
+    """State passing without neighbours, to measure the cost of chunks and of repairs."""
 
     def __init__(self, chunks: int, speculates: bool = False) -> None:
         self.chunks, self.speculates = chunks, speculates
@@ -271,12 +271,12 @@ def _measure_scan(neuron: Neuron, inputs: list[Tensor], scale: float) -> ScanCos
     xs = tuple(torch.rand(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
     gradient = torch.ones_like(xs[0])
 
-    def run(passing: _NoNeighbors) -> None:
+    def run(passing: _NoNeighbours) -> None:
         outputs, _ = neuron._scan(Request(xs, passing=passing))
         torch.autograd.grad(outputs, xs, [gradient] * len(outputs), allow_unused=True)
 
     def seconds(chunks: int, speculates: bool = False) -> float:
-        return _measure(partial(run, _NoNeighbors(chunks, speculates)))
+        return _measure(partial(run, _NoNeighbours(chunks, speculates)))
 
     for x in xs:
         x.requires_grad_()

@@ -46,10 +46,10 @@ def with_candidates(neuron: _D) -> _D:
     if description.statics not in _checked:
         _check_output(neuron)
         _checked.add(description.statics)
-    notes = description.notes  # valid until an attribute changes
-    if "candidates" not in notes:
-        notes["candidates"] = _copy(neuron, _candidate_class(type(neuron)))
-    found: _D = notes["candidates"]
+    cache = description.cache  # valid until an attribute changes
+    if "candidates" not in cache:
+        cache["candidates"] = _copy(neuron, _candidate_class(type(neuron)))
+    found: _D = cache["candidates"]
     return found
 
 

@@ -53,12 +53,10 @@ class Events:
         _check_lists(self)
 
     @classmethod
-    def trusted(
-        cls, shape: tuple[int, int, int], lists: EventLists, values: Tensor | None = None
-    ) -> Events:
-        """Return the events of lists that this library made, unchecked."""
+    def trusted(cls, shape: tuple[int, int, int], lists: EventLists) -> Events:
+        """Return the events of lists that this library made, unchecked and without values."""
         events = object.__new__(cls)
-        events.__dict__.update(shape=shape, values=values, dropped=0, **lists._asdict())
+        events.__dict__.update(shape=shape, values=None, dropped=0, **lists._asdict())
         return events
 
     def with_values(self, values: Tensor | None) -> Events:

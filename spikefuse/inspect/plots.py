@@ -27,7 +27,7 @@ def raster(
         spikes: such as `record["net.2"]["spikes"][:, 0]`.
         axes: where to draw; by default, axes of a new figure of pyplot.
         title: of the axes.
-        max_neurons: draw at most as many rows, of neurons at equal distances.
+        max_neurons: draw at most this many rows, of evenly spaced neurons.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -141,7 +141,7 @@ def record(
         TypeError: `net` is not a module.
         ValueError: a pattern selects nothing; no selected neuron has a state; the potential of a
             neuron of an `EventLinear` is asked for; or the call trains under `Checkpoint()`, which
-            runs layers several times and piece by piece.
+            runs layers several times and in microbatches.
     """
     recorder = _Recorder(net, neurons, states, layers, grad)
     with recorder.observing():
@@ -259,7 +259,7 @@ class _Recorder(ModuleObserver):
 
     def checkpoint(self, modules: Iterable[nn.Module]) -> None:
         raise ValueError(
-            "memory=Checkpoint() runs layers again in backward, and in pieces, so that a training "
+            "memory=Checkpoint() recomputes layers in microbatches, so that a training "
             "call cannot be recorded: record it under torch.no_grad(), or with another policy"
         )
 

@@ -249,15 +249,15 @@ def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Repor
 
     Operations are counted from the values that arrive at `F.linear`, convolutions and matrix
     products, also where a layer calls them itself, at `EventLinear`, and from the spikes that a
-    `Recurrent` feeds back. An input whose values are
-    all 0, 1 or -1 costs accumulates: one for each weight that is added. Any other input, such as an
-    image, the average of spikes, or a sum of spikes in a residual network, costs the multiply-
-    accumulates of a dense layer. Layers that receive the same input at each step run once, see
-    `Temporal`. In a product of two tensors of spikes, a term counts if both values are not 0.
+    `Recurrent` feeds back. An input whose values are all 0, 1 or -1 costs accumulates: one for each
+    weight that is added. Any other input, such as an image, the average of spikes, or a sum of
+    spikes in a residual network, costs the multiply-accumulates of a dense layer. Layers that
+    receive the same input at each step run once, see `Temporal`. In a product of two tensors of
+    spikes, a term counts if both values are not 0.
 
-    The estimated energy is 0.9 pJ per accumulate and 4.6 pJ per multiply-accumulate. It is beside
-    that of the same network without spikes, which runs each layer once per sample, in
-    multiply-accumulates only.
+    The estimated energy is 0.9 pJ per accumulate and 4.6 pJ per multiply-accumulate. For
+    comparison, the report has that of the same network without spikes, which runs each layer once
+    per sample, in multiply-accumulates only.
 
     Args:
         net: a `Temporal`, or a network that contains one; it runs in the mode that it is in, so
@@ -385,7 +385,7 @@ class _Counter(ModuleObserver):
             self._count_spikes(self.names[module], output.to_dense())
 
     def _count_spikes(self, name: str, y: Tensor) -> None:
-        """Count the spikes of a layer; membrane potentials of readout neurons are no spikes."""
+        """Count the spikes of a layer; membrane potentials of readout neurons are not spikes."""
         if not bool((y == y.round()).all()):
             return
         counts = self.counts.setdefault(name, _Counts())

@@ -29,7 +29,7 @@ def source(neuron: Neuron, backend: str = "numba") -> str:
     Raises:
         TypeError: `neuron` is not a neuron.
         ValueError: another backend.
-        UnsupportedOperation: `step` uses an operation that no kernel can be made of.
+        UnsupportedOperation: `step` uses an operation that cannot be compiled.
     """
     checked: Any = neuron
     if not isinstance(checked, Neuron):

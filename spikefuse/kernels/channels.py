@@ -16,17 +16,15 @@ class ChannelLayout(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def channel_layout(
-    shape: tuple[int, ...], strides: tuple[int, ...], dim: int
-) -> ChannelLayout | None:
-    """Return the layout with channels in dimension `dim`; None for memory that is not dense."""
-    dims = [d for d in range(len(shape)) if shape[d] != 1 and d != dim]
+def channel_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> ChannelLayout | None:
+    """Return the layout of `[T, B, C, ...]`; None for memory that is not dense."""
+    dims = [d for d in range(len(shape)) if shape[d] != 1 and d != 2]
     dense = 1
-    for d in sorted((*dims, dim), key=lambda d: (strides[d], -d)):
+    for d in sorted((*dims, 2), key=lambda d: (strides[d], -d)):
         if shape[d] != 1 and strides[d] != dense:
             return None
         dense *= shape[d]
-    if shape[dim] == 1:
+    if shape[2] == 1:
         return ChannelLayout(1, 1, dense)
-    inner = math.prod(shape[d] for d in dims if strides[d] < strides[dim])
-    return ChannelLayout(dense // (inner * shape[dim]), shape[dim], inner)
+    inner = math.prod(shape[d] for d in dims if strides[d] < strides[2])
+    return ChannelLayout(dense // (inner * shape[2]), shape[2], inner)

@@ -48,10 +48,10 @@ def statistics(
     repeats = 1
     if x.stride(0) == 0:
         repeats, x = x.shape[0], x[:1]
-    layout = channel_layout(x.shape, x.stride(), 2)
+    layout = channel_layout(x.shape, x.stride())
     if layout is None:
         x = x.contiguous()
-        layout = channel_layout(x.shape, x.stride(), 2)
+        layout = channel_layout(x.shape, x.stride())
     return _kernels(backend).statistics(x, layout, repeats, weight, running, eps)
 
 

@@ -207,7 +207,7 @@ class _Run(Store):
                 y = y.view(y.shape)
         if not isinstance(y, Tensor):
             raise ValueError(
-                f"memory=Checkpoint() can't run '{segment.target}', which gives a "
+                f"memory=Checkpoint() can't run '{segment.target}', which returns a "
                 f"{type(y).__name__}: expected one tensor; use another policy"
             )
         self.graphs[segment] = values.leaves, y

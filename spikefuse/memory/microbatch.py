@@ -39,7 +39,7 @@ def empty_batch(like: Tensor, batch: int) -> Tensor:
 
 
 class StateMemory(NamedTuple):
-    """How states lie in memory on their way: alike in all processes, whatever kernels write."""
+    """The memory layout of passed states: the same in all processes, whatever kernels write."""
 
     num: int
     shape: tuple[int, ...]

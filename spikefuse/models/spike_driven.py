@@ -112,7 +112,7 @@ def sdt_v2(
         mlp_ratio: width of a block's hidden layer relative to its channels.
 
     Raises:
-        ValueError: `num_heads` is no divisor.
+        ValueError: `num_heads` does not divide the channels.
     """
     for width in channels[2:]:
         check_heads(width, num_heads)

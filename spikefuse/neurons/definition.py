@@ -118,7 +118,7 @@ class Definition(Holder):
             return known
         description = Description(self)
         if known is not None and known.basis == description.basis:
-            description.notes = known.notes
+            description.cache = known.cache
         self.__dict__["_known"] = description if _is_observed(self) else None
         return description
 
@@ -184,9 +184,9 @@ class Description:
         self.epoch = parameters.epoch
         names, _, self.statics = definition._inventory()
         #: Results that depend only on the statics, the floats and the kinds of the tensors.
-        self.notes: dict[Hashable, Any] = {}
+        self.cache: dict[Hashable, Any] = {}
         self._values: dict[str, Any] = {}
-        #: Name, and where to read it, of each value that is no float.
+        #: Name, and where to read it, of each value that is not a float.
         self.tensors: list[tuple[str, dict[str, Any], str]] = []
         for name in names:
             group, key = _locate(definition, name)

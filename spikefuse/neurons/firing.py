@@ -40,7 +40,9 @@ class Firing(Definition):
         if unknown:
             raise _unknown_option(type(self), next(iter(unknown)))
         if not isinstance(surrogate, Surrogate | None):
-            raise TypeError(f"surrogate is {surrogate!r}: expected one such as Sigmoid(4.0)")
+            raise TypeError(f"surrogate is {surrogate!r}: expected a surrogate like Sigmoid(4.0)")
+        if v_reset is None:
+            raise TypeError("v_reset is None: expected a number; for a soft reset use reset='soft'")
         self.threshold = number("threshold", threshold)
         self.v_reset = number("v_reset", v_reset)
         self.reset, self.detach_reset = reset, bool(detach_reset)

@@ -56,7 +56,7 @@ class TemporalCall:
         initial: the initial states by neuron, None to start from rest.
         final: whether neurons return their final states, which go to `finals` by name.
         passing: where first states come from if other processes hold the steps before and after.
-        cache: what policies keep between the calls of a container.
+        cache: what policies store between the calls of a container.
         deferred: the tensors that layers have deferred, if any.
         sums: in a traced graph, the results of norms and their sums with residuals, and what they
             were computed from.
@@ -135,8 +135,8 @@ class TemporalCall:
         )
 
 
-class NotingSums(TorchFunctionMode):
-    """Notes the sums of norms and residuals in the graph of a call, see `TemporalCall.sums`."""
+class SumRecorder(TorchFunctionMode):
+    """Records the sums of norms and residuals in a traced graph, see `TemporalCall.sums`."""
 
     def __init__(self, call: TemporalCall) -> None:
         super().__init__()
@@ -274,8 +274,7 @@ def wants_bits(x: Tensor) -> bool:
 
 
 def mark_binary(results: Results, binary: tuple[bool, ...]) -> None:
-    """Mark binary outputs in the running call, which `wants_bits`, so that layers save them as
-    bits."""
+    """Mark binary outputs in a call that `wants_bits`, so that layers save them as bits."""
     call = active.call
     assert call is not None and call.saving is not None and call.saving.spikes is not None
     register = call.saving.spikes.register
@@ -327,7 +326,7 @@ def recall(neuron: nn.Module, inputs: tuple[Tensor, ...]) -> TemporalCall | None
     if folding is _AMBIGUOUS or folding.has_state:
         raise RuntimeError(
             "a neuron is recomputed for torch.utils.checkpoint, but its number of time steps or "
-            "its state is not known any more: checkpoint the whole Temporal"
+            "its state is no longer known: checkpoint the whole Temporal"
         )
     return TemporalCall(folding.num_steps, {id(neuron): ""}, folding.impl)
 

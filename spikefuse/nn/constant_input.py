@@ -89,8 +89,7 @@ class ConstantSequence(Tensor):
             for x in originals.values():
                 if x._is_aliased and func._schema.is_mutable:
                     raise RuntimeError(
-                        f"{func} changes a constant input, of which there is a view, in place: "
-                        "change a copy"
+                        f"{func} changes a constant input that has a view in place: change a copy"
                     )
                 x._is_shared = False
         results = func(*args, **kwargs)
@@ -151,7 +150,7 @@ def is_compiled(module: nn.Module) -> bool:
 def _compute_rows(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ConstantSequence | None:
-    """Compute one step of a deterministic function that treats each row along dim 0 by itself and
+    """Compute one step of a deterministic function that maps each row along dim 0 alone, all rows
     alike; return None for any other call."""
     applies = LAYERS.get(func)
     if applies is None and func not in POINTWISE:

@@ -146,9 +146,9 @@ def population(
 ) -> Tensor:
     """Encode each value by the activity of several neurons with Gaussian receptive fields.
 
-    `y[..., f P + p] = exp(-(x[..., f] - c_p)^2 / (2 width^2))`, with P centers c from `low` to
-    `high` at equal distances. `poisson` draws spikes with these probabilities, and `direct` repeats
-    them.
+    `y[..., f P + p] = exp(-(x[..., f] - c_p)^2 / (2 width^2))`, with P equally spaced
+    centers c from `low` to `high`. `poisson` draws spikes with these probabilities, and `direct`
+    repeats them.
 
     Source: Bohte et al., "Error-backpropagation in temporally encoded networks of spiking neurons",
     Neurocomputing 48, 2002.
@@ -158,7 +158,7 @@ def population(
         num_neurons: P, at least 2.
         low: first center, in the unit of `x`.
         high: last center.
-        width: standard deviation, in the unit of `x`; None for the distance of two centers.
+        width: standard deviation, in the unit of `x`; None for the distance between centers.
 
     Returns:
         Activities in (0, 1], `[B, ..., F * P]` in the dtype of `x`.

@@ -60,7 +60,7 @@ class Neuron(Definition):
     Raises:
         TypeError, ValueError: inputs or states of the wrong dtype, shape or number, or `outputs`
             that the neuron does not have.
-        UnsupportedOperation: `step` uses an operation that no kernel can be made of.
+        UnsupportedOperation: `step` uses an operation that cannot be compiled.
     """
 
     def forward(
@@ -163,14 +163,14 @@ def backend_of(inputs: tuple[Tensor, ...], impl: str) -> str:
 
 
 def check_module(name: str, value: Any) -> None:
-    """Refuse an argument that is no module, or a class of modules."""
+    """Raise a TypeError unless an argument is an instance of `nn.Module`."""
     refuse_class(name, value)
     if not isinstance(value, nn.Module):
         raise TypeError(f"{name} is a {type(value).__name__}: expected a torch.nn.Module")
 
 
 def refuse_class(name: str, value: Any) -> None:
-    """Refuse a class of modules where an instance is expected."""
+    """Raise a TypeError if an argument is a class of modules instead of an instance."""
     if isinstance(value, type) and issubclass(value, nn.Module):
         kind = value.__name__
         call = f"sf.{kind}()" if value.__module__ == "spikefuse.nn.zoo" else f"{kind}(...)"
@@ -185,16 +185,19 @@ def check(
     backend: str,
     more_states: tuple[str, ...] = (),
 ) -> None:
-    """Refuse inputs, called `names` in errors, and states of the wrong number, dtype or shape.
+    """Raise an error for inputs and states of the wrong number, dtype or shape.
 
     Args:
+        names: of the inputs, for the error.
         more_states: names of further states, which follow the neuron's own.
     """
     name = type(neuron).__name__
+    if not names:
+        neuron.step()  # raises NotImplementedError
     if len(inputs) != len(names):
         raise TypeError(
-            f"{name} takes {len(names)} inputs ({', '.join(names)}), not {len(inputs)}; pass a "
-            "state as state=(...), and all time steps at once"
+            f"{name} takes {len(names)} input{'s' * (len(names) > 1)} ({', '.join(names)}), not "
+            f"{len(inputs)}; pass a state as state=(...), and all time steps at once"
         )
     for label, x in zip(names, inputs, strict=True):
         if not isinstance(x, Tensor):

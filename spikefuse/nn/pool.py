@@ -30,10 +30,10 @@ class MaxPool2d(nn.MaxPool2d):
 
     Args:
         kernel_size (int | tuple[int, int]): rows and columns of a window.
-        stride (int | tuple[int, int] | None): distance of two windows, by default `kernel_size`.
+        stride (int | tuple[int, int] | None): distance between windows, by default `kernel_size`.
         padding (int | tuple[int, int]): rows and columns of minus infinity at each side; by
             default 0.
-        dilation (int | tuple[int, int]): distance of two values in a window, by default 1.
+        dilation (int | tuple[int, int]): distance between the values of a window, by default 1.
         return_indices (bool): also return the position of each maximum; by default False.
         ceil_mode (bool): whether windows may begin inside the input and end outside; by
             default False.
@@ -66,7 +66,7 @@ def max_pool2d(
     Raises:
         ImportError: the kernel is needed, but Triton is not installed.
     """
-    # With dilation, a window may lie in the padding alone, so that its maximum is no input value.
+    # With dilation, a window may lie in the padding alone, whose maximum is not an input value.
     if torch.compiler.is_compiling() or _pair(dilation) != (1, 1):
         return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode)
     backend = _backend(input)

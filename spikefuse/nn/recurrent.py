@@ -38,8 +38,9 @@ class Recurrent(nn.Module):
 
     Arithmetic is in float32. The weight is rounded to the dtype of the outputs, and the bias to
     that of x. Inside `torch.autocast`, inputs are converted to its dtype, as in `nn.Linear`. Sums
-    of weights are computed in another order than by `impl="reference"`, so that a neuron may spike
-    at another time where rounding decides; from its own spikes, each step equals the reference.
+    of weights are computed in a different order than by `impl="reference"`, so that a neuron may
+    spike at a different time where rounding decides; from its own spikes, each step equals the
+    reference.
 
     Shapes: `x`, spikes: `[T, B, features]` (inside `Temporal` `[T*B, features]`), float32, bfloat16
     or float16; `weight`: `[features, features]` as in nn.Linear, `weight[i, j]` from neuron j to
@@ -59,8 +60,8 @@ class Recurrent(nn.Module):
     Args:
         inputs: as many as the neuron takes, of one shape `[T, B, features]`.
         state: the states of the neuron `[B, features]`, then the fed-back output of the last step,
-            or None to start from rest. Calls on parts of a sequence that pass the state on equal
-            one call bit for bit.
+            or None to start from rest. A sequence in parts, each with the state of the part
+            before, gives the result of one call bit for bit.
         return_state: also return the final state.
         impl, outputs: see `Neuron`.
 

@@ -18,7 +18,7 @@ from spikefuse.memory.policies import Auto, Policy, Recompute
 from spikefuse.memory.saved_tensors import SavedTensors, can_measure
 from spikefuse.memory.spikes import saving
 from spikefuse.neurons.definition import States
-from spikefuse.nn.call import NotingSums, Saving, TemporalCall
+from spikefuse.nn.call import Saving, SumRecorder, TemporalCall
 from spikefuse.nn.constant_input import fold
 from spikefuse.nn.neuron import DTYPES, IMPLEMENTATIONS, Neuron, check_module
 from spikefuse.scan.layout import flatten_steps
@@ -59,15 +59,15 @@ class Temporal(nn.Module):
     """Run `net`, written for one time step, over `[T, B, ...]`.
 
     Time is folded into the batch for stateless layers, so each layer runs once per call on
-    `[T*B, ...]`; the neurons inside receive T. Normalisation layers see all time steps at once
+    `[T*B, ...]`; the neurons inside receive T. Normalization layers see all time steps at once
     (their statistics run over T and B), and dropout draws a new mask at each step.
 
     With `batch_first=True`, inputs and outputs are `[B, T, ...]` and states are unchanged. Inputs
     are transposed as views. Folding one of them into `[T*B, ...]` copies it once, unless T or B is
     1 or its memory is time first; outputs are views whose memory is time first.
 
-    A layer that remembers something from one call to the next computes nonsense here, because it is
-    called once for all T steps: `torch.nn`'s recurrent layers are refused. Run them between two
+    A layer that remembers something from one call to the next gives wrong results here, because it
+    is called once for all T steps: `torch.nn`'s recurrent layers are refused. Run them between two
     containers, `nn.Sequential(Temporal(...), rnn, Temporal(...))`. Neurons of SpikingJelly,
     snnTorch and Norse in `nn.Sequential` are refused, too: `sf.convert` replaces them.
 
@@ -129,14 +129,15 @@ class Temporal(nn.Module):
         if budget is not None:
             chosen = Auto(budget)
         if not isinstance(chosen, Policy | Auto):
+            hint = "; wrap layers in nn.Sequential" if isinstance(memory, nn.Module) else ""
             raise TypeError(
-                f"memory is {memory!r}: expected None, or a policy of spikefuse.memory: SaveAll(), "
-                'Recompute(), Bits(), Checkpoint(), or Auto(budget), for which "auto" stands'
+                f"memory is {memory!r}: expected None, a policy of spikefuse.memory (SaveAll(), "
+                f'Recompute(), Bits(), Checkpoint() or Auto(budget)), or "auto" with a budget{hint}'
             )
         self.net = net
         self.memory: Policy | Auto = chosen
         self.batch_first = batch_first
-        # What policies keep between calls, such as the choices for a budget.
+        # What policies store between calls, such as the choices for a budget.
         self._cache: dict[Any, Any] = {}
         #: Connects the neurons to processes that hold other steps of a sequence.
         self.passing: StatePassing | None = None
@@ -199,7 +200,7 @@ class Temporal(nn.Module):
             self._begin(call.passing, sequences, call)
         hooks: contextlib.AbstractContextManager[Any]
         if torch.compiler.is_compiling():
-            hooks = NotingSums(call)
+            hooks = SumRecorder(call)
         elif isinstance(self.memory, Auto):
             hooks = self._within_budget(self.memory, sequences, call)
         else:
@@ -208,7 +209,7 @@ class Temporal(nn.Module):
         try:
             with hooks, call:
                 rows = []
-                # Processes that share statistics must take the same way.
+                # Processes that share statistics must take the same path.
                 shares = call.passing is not None and call.passing.statistics is not None
                 for x in leaves:
                     if isinstance(x, Tensor):
@@ -252,7 +253,7 @@ class Temporal(nn.Module):
                 f"the network returned shape {list(y.shape)}{_place(y, output)}: expected dim 0 to "
                 f"be T*B = {num_steps}*{batch}; {reason}"
             )
-        # As in `unflatten_steps`, without a call more on the way of every network.
+        # Inlined from `unflatten_steps`, since every call of every network runs it.
         y = y.unsqueeze(0) if num_steps == 1 else y.unflatten(0, (num_steps, batch))
         return y.transpose(0, 1) if self.batch_first else y
 
@@ -339,7 +340,7 @@ class Temporal(nn.Module):
             raise TypeError(f"the input is {description}: expected a tensor {expected}")
         if tree is not None and self._recomputes:
             kind = type(leaves[0]).__name__ if len(leaves) == 1 else "several or nested arguments"
-            raise ValueError(f"memory=Checkpoint() takes no {kind}: use another policy")
+            raise ValueError(f"memory=Checkpoint() takes a tensor, not {kind}: use another policy")
         return sequences
 
     def _reading(
@@ -429,7 +430,9 @@ def _named_modules(net: nn.Module) -> list[tuple[str, nn.Module]]:
 def check_state(state: dict[str, States], neurons: dict[str, Neuron]) -> None:
     """Refuse states that are not those of all `neurons`."""
     if not isinstance(state, dict):
-        raise TypeError(f"state is a {type(state).__name__}: expected a dict, as returned")
+        raise TypeError(
+            f"state is a {type(state).__name__}: expected a dict, as return_state=True returns"
+        )
     if state.keys() != neurons.keys():
         raise ValueError(
             f"state has entries for ({', '.join(state)}), the network has neurons "
@@ -462,7 +465,7 @@ def _time_first(x: Any) -> ValueError:
 
 
 def _described(x: Tensor | SparseSequence) -> tuple[Hashable, ...]:
-    """What decides how much a network saves when it is called with `x`, but for its events."""
+    """What determines how much a network saves for `x`, except for its events."""
     device = x.device.type
     amp = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     if not isinstance(x, Tensor):

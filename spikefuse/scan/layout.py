@@ -1,7 +1,7 @@
 """How sequences lie in memory, so that kernels read and write any dense layout in place.
 
 T: time steps; N: neurons of one step; `order`: the dims of a step, outermost in memory first.
-Neuron n of a step lies at `(n // inner) * outer_stride + n % inner` behind the step's start.
+Neuron n of a step lies at `(n // inner) * outer_stride + n % inner` after the step's start.
 """
 
 from __future__ import annotations

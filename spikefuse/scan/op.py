@@ -112,7 +112,7 @@ def run(
 
 @dataclass
 class Call:
-    """An operation without its tensors: what autograd keeps between forward and backward.
+    """An operation without its tensors: what autograd stores between forward and backward.
 
     Its tensors are inputs, initial states and others. `forward` returns outputs, final states (if
     asked), and what backward reads besides the tensors (if asked). `backward` takes what was saved,
@@ -305,12 +305,12 @@ def choose(
 ) -> ProgramChoice:
     """The program of a definition on a backend, for inputs like `x`; see `Request.outputs`."""
     if torch.compiler.is_compiling():
-        notes, values = None, definition.values()
+        cache, values = None, definition.values()
         name, used, binary = definition.evaluate(_prepare, backend, kinds_of(values), outputs)
     else:
         description = definition.description()
-        notes = description.notes
-        found: ProgramChoice | None = notes.get((backend, outputs))
+        cache = description.cache
+        found: ProgramChoice | None = cache.get((backend, outputs))
         if found is not None:  # for definitions whose values are all floats
             return found
         values = description.values()
@@ -326,8 +326,8 @@ def choose(
             check_param(definition, label, value, x)
             params.append(value)
     chosen = ProgramChoice(name, binary, scalars, params)
-    if notes is not None and all(isinstance(value, float) for value in values.values()):
-        notes[backend, outputs] = chosen
+    if cache is not None and all(isinstance(value, float) for value in values.values()):
+        cache[backend, outputs] = chosen
     return chosen
 
 
@@ -347,7 +347,7 @@ def refuse_export() -> None:
 
 
 def check(backend: str, x: Tensor) -> None:
-    """Refuse transforms of functions, exports, and tensors that are not on the backend's device.
+    """Check that kernels of a backend can run on `x`, outside exports and function transforms.
 
     Raises:
         NotImplementedError: inside a transform of torch.func, forward-mode differentiation,

@@ -44,7 +44,7 @@ def recurrent_scan(
 ) -> tuple[Results, tuple[bool, ...]]:
     """Run `definition` with feedback over dim 0 of the inputs; see `spikefuse.reference.scan`.
 
-    Backward replays its states by their names, so none may have that of an output.
+    Backward recomputes its states by name, so no state may have the name of an output.
 
     Args:
         request: the first one of its outputs must be the one that is fed back.

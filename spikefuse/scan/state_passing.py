@@ -5,14 +5,14 @@ state stays here: `StatePassing` itself does nothing. A subclass connects scans 
 neighbouring steps of a sequence. Forward, states travel with time; backward, their gradients travel
 against it.
 
-The batch goes in microbatches, so that one process computes a microbatch while the next process
-computes the one before. They are slices of the whole sequences, read and written in place.
+The batch is split into microbatches, so that one process computes a microbatch while the next
+process computes the one before. They are slices of the whole sequences, read and written in place.
 
 When kernels support repair, processes scan speculatively from rest and fix up the result when the
 state arrives. A neuron soon forgets its first state, by its leak and its resets, so the repair ends
 as soon as all states of a thread block are, to the last bit, what they were. Backward is linear:
 the repair adds the contribution of the gradients that arrive, until nearly nothing is left of it.
-A neuron that forgets nothing is followed to its last step.
+The repair of a neuron that forgets nothing runs to the last step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Collectives(Protocol):
 
 
 class Channel:
-    """The states of one pass on their way. This one has nothing to wait for and sends nothing."""
+    """Passes the states of one pass between processes; this base class passes none."""
 
     def __init__(self, buffers: Buffers) -> None:
         self.buffers = buffers
@@ -93,7 +93,7 @@ class StatePassing:
         """
 
     def end(self) -> None:
-        """End a call of a network, its backward pass excepted."""
+        """End a call of a network, except for its backward pass."""
 
     def microbatches(self, batch: int) -> list[slice]:
         """The slices of a batch, the same in all processes."""

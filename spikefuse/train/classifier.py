@@ -223,7 +223,7 @@ class Classifier(pl.LightningModule):
     def on_fit_start(self) -> None:
         if self.trainer.world_size != self.processes.count:
             raise ConfigError(
-                f"the trainer has {self.trainer.world_size} processes, and the module knows of "
+                f"the trainer has {self.trainer.world_size} processes, but the module has "
                 f"{self.processes.count}: use spikefuse train under torchrun, or devices=1"
             )
         expected = LIGHTNING_PRECISION[self.config.precision]

@@ -123,7 +123,7 @@ def _add_train(commands: Any) -> None:
         "train",
         help="train and test a network",
         usage="%(prog)s [OPTION ...]",
-        description="Train a spiking neural network to classify images or event data.",
+        description="Train a spiking neural network to classify images, event data or sounds.",
         epilog=TRAIN_EXAMPLES,
         **_EXACT,
     )
@@ -201,7 +201,7 @@ def _add_predict(commands: Any) -> None:
         "predict",
         help="classify files with a trained network",
         usage="%(prog)s [OPTION ...] CHECKPOINT FILE [FILE ...]",
-        description="Print the class of each image or event recording, and its probability.",
+        description="Print the class of each image, event recording or sound, and its probability.",
         epilog=PREDICT_NOTES,
         **_EXACT,
     )

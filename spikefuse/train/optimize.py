@@ -139,7 +139,7 @@ def make_optimizer(config: TrainConfig, net: nn.Module, device: torch.device) ->
 
 
 def parameter_groups(config: TrainConfig, net: nn.Module) -> list[dict[str, Any]]:
-    """Return groups for an optimizer, which except norms, biases and neurons from weight decay.
+    """Return groups for an optimizer, which exempt norms, biases and neurons from weight decay.
 
     These are the parameters of neurons and layer norms, and all others with less than two dims.
     """

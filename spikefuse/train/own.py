@@ -42,7 +42,7 @@ def register(setting: str, name: Any) -> None:
     Names that are neither references nor entry points are left to the check of the setting.
 
     Raises:
-        ConfigError: it cannot be imported, or is no builder or no `Dataset`.
+        ConfigError: it cannot be imported, or is neither a builder nor a `Dataset`.
     """
     registry = REGISTRIES[setting]
     if not isinstance(name, str) or name in registry:

@@ -120,8 +120,8 @@ def convert(
             the code of the network is written for sequences.
 
     Returns:
-        The converted network; its attribute `conversion` says what became of each module (a single
-        neuron has none).
+        The converted network; its attribute `conversion` says how each module was converted (a
+        single neuron has none).
 
     Raises:
         TypeError: `model` is not a module.
@@ -236,7 +236,7 @@ class _Converter:
             if isinstance(made, nn.Module):
                 return made, "by extra"
             kind = type(made).__name__
-            self.refuse(name, module, f"extra makes a {kind}: expected a torch.nn.Module")
+            self.refuse(name, module, f"extra returned a {kind}: expected a torch.nn.Module")
             return module, ""
         if isinstance(module, Neuron):
             return module, ""

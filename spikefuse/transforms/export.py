@@ -314,7 +314,7 @@ def _remove_hook(module: nn.Module, hook: Any) -> None:
 
 
 def _replace(module: nn.Module, replacement: Any) -> None:
-    """Turn `module` into `replacement(module)` for all who refer to it. It keeps its hooks."""
+    """Turn `module` into `replacement(module)` in place, with its hooks."""
     original = object.__new__(type(module))
     object.__setattr__(original, "__dict__", module.__dict__)
     made = replacement(original)

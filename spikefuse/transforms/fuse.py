@@ -31,7 +31,7 @@ def fuse(model: nn.Module) -> nn.Module:
     Each batch norm of `torch.nn` is swapped for a subclass whose result is computed when it is
     read: by a neuron, together with it, also after the addition of one tensor of the same shape and
     dtype; by anything else, as `torch.nn` computes it. The code of the network runs as it is, so
-    control flow, random numbers, hooks and contexts such as `torch.no_grad()` keep their meaning.
+    control flow, random numbers, hooks and contexts such as `torch.no_grad()` work as before.
     Each `nn.MaxPool2d` is swapped for `spikefuse.nn.MaxPool2d`.
 
     The result is a new model with the same names. It shares parameters, buffers and all other

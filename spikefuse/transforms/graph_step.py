@@ -30,8 +30,8 @@ from spikefuse.transforms.unrepeatable import line_of, watch
 
 #: `DistributedDataParallel` rearranges its buckets in its first steps.
 DDP_WARMUP = 11
-# It accumulates gradients on the stream on which it was made, and no recording can have part in
-# PyTorch's default stream.
+# It accumulates gradients on the stream on which it was made, and PyTorch's default stream cannot
+# be recorded.
 LEGACY_STREAM = (
     "make a DistributedDataParallel inside `with torch.cuda.stream(torch.cuda.Stream()):`; "
 )
@@ -67,9 +67,9 @@ def graph_step(
     replaced, all graphs are recorded again.
 
     - Learning rates of fused and of capturable optimizers may change at each call; assign them, or
-      call `scheduler.step()`, outside the step. Optimizers with the setting `capturable` get it
-      set. Of other optimizers, such as `SGD` without `fused=True`, the learning rate is recorded
-      like any setting, so that each value takes a graph of its own.
+      call `scheduler.step()`, outside the step. `capturable` is set on optimizers that have it. Of
+      other optimizers, such as `SGD` without `fused=True`, the learning rate is recorded like any
+      setting, so that each value takes a graph of its own.
     - Gradients are as after a call of `step`; a step without `zero_grad` accumulates. Parameters
       must belong to a module that the step calls, or to an optimizer whose `step` it calls.
     - Compile networks with `torch.compile`, not the step, whose modules would then be unknown.
@@ -162,7 +162,7 @@ class GraphStep:
         if on_gpu and self.obstacle is _NO_INPUT:
             self.obstacle = ""
         # A step that another recorded step calls is a part of its graph.
-        if self.obstacle or not on_gpu or module_calls.are_noted():
+        if self.obstacle or not on_gpu or module_calls.is_collecting():
             if not (self.obstacle or on_gpu) and torch.cuda.is_initialized():
                 self._run_always(_NO_INPUT)
             self.num_eager += 1
@@ -252,7 +252,7 @@ class GraphStep:
         return self._streams[device]
 
     def _other_devices(self, *arguments: Any) -> list[str]:
-        """A graph would leave out what runs on another GPU than its own."""
+        """A graph would leave out what runs on a GPU other than its own."""
         used = (*filter(torch.is_tensor, pytree.tree_leaves(arguments)), *self._parameters)
         devices = sorted({str(x.device) for x in used if step_arguments.is_cuda(x)})
         return [f"it uses {' and '.join(devices)}: a graph has one GPU"] if devices[1:] else []
@@ -284,7 +284,7 @@ class GraphStep:
         for rates in self._rates.values():
             rates.install()
         try:
-            with module_calls.noted(called):
+            with module_calls.collected(called):
                 yield
         finally:
             handle.remove()

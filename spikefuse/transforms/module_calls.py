@@ -20,7 +20,7 @@ _users, _call = 0, nn.Module.__call__
 
 
 @contextlib.contextmanager
-def noted(modules: dict[nn.Module, None]) -> Iterator[None]:
+def collected(modules: dict[nn.Module, None]) -> Iterator[None]:
     """Add the modules that this thread calls, and all modules inside them, to `modules`.
 
     For a global hook, torch.compile would compile each network again.
@@ -28,7 +28,7 @@ def noted(modules: dict[nn.Module, None]) -> Iterator[None]:
     global _users, _call
     with _lock:
         if not _users:
-            _call, nn.Module.__call__ = nn.Module.__call__, _note  # type: ignore[method-assign]
+            _call, nn.Module.__call__ = nn.Module.__call__, _collect  # type: ignore[method-assign]
         _users += 1
     before, _thread.modules = _thread.modules, modules
     try:
@@ -41,12 +41,12 @@ def noted(modules: dict[nn.Module, None]) -> Iterator[None]:
                 nn.Module.__call__ = _call  # type: ignore[method-assign]
 
 
-def are_noted() -> bool:
-    """Whether this thread is inside `noted`."""
+def is_collecting() -> bool:
+    """Whether this thread is inside `collected`."""
     return _thread.modules is not None
 
 
-def _note(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _collect(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     found = None if torch.compiler.is_compiling() else _thread.modules
     if found is not None and module not in found:
         # A module may use the parameters of another one inside it without calling it.

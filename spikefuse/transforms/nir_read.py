@@ -70,7 +70,7 @@ def from_nir(graph: Any, *, dt: float, surrogate: Surrogate | None = None) -> fx
     """
     nir, dt = package(), check_dt(dt)
     if not isinstance(surrogate, Surrogate | None):
-        raise TypeError(f"surrogate is {surrogate!r}: expected one such as Sigmoid(4.0)")
+        raise TypeError(f"surrogate is {surrogate!r}: expected a surrogate like Sigmoid(4.0)")
     if isinstance(graph, str | os.PathLike):
         # Its check of types refuses parameters with one value for all neurons.
         graph = nir.read(graph, type_check=False)
@@ -108,7 +108,7 @@ class _Reader:
             return None
         unknown = {name for edge in edges for name in edge} - nodes.keys()
         if unknown:
-            self.refused.append(f"edges name {sorted(unknown)}, which are no nodes")
+            self.refused.append(f"edges name {sorted(unknown)}, which are not nodes")
         doubled = sorted({edge for edge in edges if edges.count(edge) > 1})
         if doubled:
             self.refused.append(f"edges {doubled} occur twice: remove one of each")

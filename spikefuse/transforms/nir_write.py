@@ -117,7 +117,7 @@ def _traced(net: nn.Module) -> fx.GraphModule:
 
 
 class _Recorder(nn.Module):
-    """Runs a traced network, and notes the shape `[...]` of each step's outputs in its graph."""
+    """Runs a traced network and records the shape `[...]` of a step of each output in its graph."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__()
@@ -366,7 +366,7 @@ def _adaptive_pool(nir: ModuleType, module: nn.AdaptiveAvgPool2d, shape: list[in
     sizes = given if isinstance(given, tuple) else (given, given)
     target = [n if size is None else size for size, n in zip(sizes, shape[1:], strict=True)]
     if any(n % size for n, size in zip(shape[1:], target, strict=True)):
-        raise Refusal(f"its windows overlap, as {shape[1:]} is no multiple of {target}")
+        raise Refusal(f"its windows overlap, as {shape[1:]} is not a multiple of {target}")
     size = np.array(shape[1:]) // np.array(target)
     return nir.AvgPool2d(size, size.copy(), np.zeros(2, int))
 

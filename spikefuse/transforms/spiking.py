@@ -81,9 +81,9 @@ def spiking(
 def _new(neuron: MakeNeuron, made: set[Neuron]) -> Neuron:
     result = neuron()
     if not isinstance(result, Neuron):
-        raise TypeError(f"neuron makes a {type(result).__name__}: expected a spikefuse.Neuron")
+        raise TypeError(f"neuron returned a {type(result).__name__}: expected a spikefuse.Neuron")
     if result in made:
-        raise ValueError("neuron makes the same module again: expected a new one at each call")
+        raise ValueError("neuron returned the same module twice: expected a new one at each call")
     made.add(result)
     return result
 

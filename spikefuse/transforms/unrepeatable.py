@@ -23,7 +23,7 @@ SYNCHRONIZES = "called a synchronizing CUDA operation"
 def watch(problems: list[str]) -> Iterator[None]:
     """Add what the step does that a graph cannot repeat to `problems`."""
 
-    def note(message: Warning | str, *rest: Any) -> None:
+    def record(message: Warning | str, *rest: Any) -> None:
         if SYNCHRONIZES not in str(message):
             return show(message, *rest)
         frames = traceback.extract_stack()
@@ -35,25 +35,25 @@ def watch(problems: list[str]) -> Iterator[None]:
             )
         problems.append(f"{line_of(frames)} {what}")
 
-    def note_stream(stream: Stream, state: dict[str, States]) -> None:
-        keep(stream, state)
+    def record_stream(stream: Stream, state: dict[str, States]) -> None:
+        store(stream, state)
         problems.append(
             f"it runs a {type(stream).__name__}, whose state replays would not follow: pass states "
             "as arguments and results, net(x, state, return_state=True) of a Temporal"
         )
 
-    mode, numbers, keep = torch.cuda.get_sync_debug_mode(), _random_states(), Stream._keep
+    mode, numbers, store = torch.cuda.get_sync_debug_mode(), _random_states(), Stream._store
     with warnings.catch_warnings():
         show = warnings.showwarning
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
         warnings.filterwarnings("always", f".*{SYNCHRONIZES}")
-        warnings.showwarning = note  # type: ignore[assignment]
-        Stream._keep = note_stream  # type: ignore[method-assign, assignment]
+        warnings.showwarning = record  # type: ignore[assignment]
+        Stream._store = record_stream  # type: ignore[method-assign, assignment]
         try:
             torch.cuda.set_sync_debug_mode("warn")
             yield
         finally:
-            Stream._keep = keep  # type: ignore[method-assign]
+            Stream._store = store  # type: ignore[method-assign]
             torch.cuda.set_sync_debug_mode(mode)
     if _random_states() != numbers:
         problems.append(

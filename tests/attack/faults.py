@@ -83,11 +83,7 @@ def killed_run(rng: random.Random) -> list[str]:
         output = process.communicate()[0].decode()
         if process.returncode == 0:
             break
-        if number == kills or process.returncode not in (
-            -signal.SIGKILL,
-            128 + signal.SIGTERM,
-            -15,
-        ):
+        if number == kills or process.returncode not in KILLED:
             return [f"{model}: status {process.returncode}: {output[-500:]}"]
     assert_same_run(expected, folder / "run")
     shutil.rmtree(folder)

@@ -314,7 +314,7 @@ def test_as_many_threads_as_there_are() -> None:
 
 def test_checkpoint_is_refused() -> None:
     net = sf.Temporal(network((40, 30, 10)).net, Checkpoint())
-    with pytest.raises(ValueError, match=r"Checkpoint\(\) takes no Events"):
+    with pytest.raises(ValueError, match=r"Checkpoint\(\) takes a tensor, not Events"):
         net(Events.from_dense(spikes(40)))
     with pytest.raises(ValueError, match=r"Checkpoint\(\) needs a network that torch.fx can trace"):
         net(spikes(40))

@@ -423,6 +423,6 @@ def test_norms_that_are_not_fused(monkeypatch):
     layers = nn.BatchNorm1d(6), sf.LIF(), nn.BatchNorm1d(6), nn.ReLU()
     net = sf.fuse(sf.Temporal(nn.Sequential(*layers)))
     small, large = (str(sf.explain(net, torch.randn(4, batch, 6))) for batch in (2, 8))
-    assert "net.0: batch norm, not fused: its input has 48 values: on a CPU, fusing pays" in small
+    assert "net.0: batch norm, not fused: its input has 48 values: on a CPU, fusing helps" in small
     assert "net.0: batch norm" not in large
     assert "net.2: batch norm, not fused: " in large

@@ -332,7 +332,7 @@ def test_invalid_policies():
     assert sf.Temporal(sf.LIF()).memory == sf.memory.Recompute()
     assert sf.Temporal(sf.LIF(), "auto", budget=2).memory == sf.memory.Auto(2)
     for given in ("bits", sf.memory.Bits, 1):
-        with pytest.raises(TypeError, match=r"memory is .*: expected None, or a policy"):
+        with pytest.raises(TypeError, match=r"memory is .*: expected None, a policy"):
             sf.Temporal(sf.LIF(), memory=given)
     for given, budget in (("auto", None), (sf.memory.Bits(), 2.0), (None, 2.0)):
         with pytest.raises(ValueError, match=r"expected a budget in GB with memory=.auto."):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 import spikefuse
-from spikefuse import LearnableFraction, State
+from spikefuse import LearnableFraction, Neuron, State
 from spikefuse.neurons import LIF, PLIF, Definition, surrogate
 from spikefuse.neurons.definition import Description, call_step, channel_view
 
@@ -68,8 +68,13 @@ def test_without_a_step() -> None:
     class Empty(Definition):
         pass
 
+    class EmptyLayer(Neuron):
+        pass
+
     with pytest.raises(NotImplementedError, match="Empty does not define step"):
         Empty().step()
+    with pytest.raises(NotImplementedError, match="EmptyLayer does not define step"):
+        EmptyLayer()(torch.rand(2, 3))
 
 
 def test_run_time_values() -> None:
@@ -324,16 +329,16 @@ def test_a_parametrization() -> None:
     assert neuron(x)[-1].item() == 1.0
 
 
-def test_notes_last_until_a_float_or_a_constant_changes() -> None:
+def test_cache_lasts_until_a_float_or_a_constant_changes() -> None:
     neuron = Modes()
-    neuron.description().notes["note"] = True
+    neuron.description().cache["key"] = True
     spikefuse.LIF()
     neuron.gain = nn.Parameter(torch.tensor(2.0))
-    assert neuron.description().notes == {"note": True}
+    assert neuron.description().cache == {"key": True}
     for name, value in (("decay", 0.25), ("mode", "other"), ("offset", -0.0), ("offset", 0.0)):
-        neuron.description().notes["note"] = True
+        neuron.description().cache["key"] = True
         setattr(neuron, name, value)
-        assert neuron.description().notes == {}, name
+        assert neuron.description().cache == {}, name
 
 
 def test_a_constant_of_a_mixin() -> None:

@@ -173,8 +173,10 @@ def test_invalid_options() -> None:
         LIF(reset="zero")
     with pytest.raises(ValueError, match="reset is 'zero': expected one of hard, soft"):
         LIF().reset = "zero"
-    with pytest.raises(TypeError, match=r"surrogate is 4\.0: expected one such as Sigmoid"):
+    with pytest.raises(TypeError, match=r"surrogate is 4\.0: expected a surrogate like Sig"):
         LIF(surrogate=4.0)
+    with pytest.raises(TypeError, match=r"v_reset is None: .* use reset='soft'"):
+        LIF(v_reset=None)
 
 
 def test_integers_become_float_values() -> None:

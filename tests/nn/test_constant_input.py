@@ -315,7 +315,7 @@ def test_a_change_in_place_of_what_has_a_view_is_refused() -> None:
         return n.layers[1](y)
 
     net = sf.Temporal(Wrapped(forward, *linears()))
-    with pytest.raises(RuntimeError, match="of which there is a view, in place: change a copy"):
+    with pytest.raises(RuntimeError, match="that has a view in place: change a copy"):
         net(direct(torch.rand(3, 2, 6), STEPS))
 
 

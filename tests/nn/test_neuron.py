@@ -35,7 +35,7 @@ STATE = (torch.rand(2, 3), torch.rand(2, 3))
 TYPE_ERRORS = {
     r"Pair takes 2 inputs \(x, y\), not 1": lambda: PAIR(X),
     r"Pair takes 2 inputs \(x, y\), not 3": lambda: PAIR(X, X, X),
-    r"LIF takes 1 inputs \(x\), not 0": lambda: LIF(),
+    r"LIF takes 1 input \(x\), not 0": lambda: LIF(),
     r"not 2; pass a state as state=\(\.\.\.\), and all time steps": lambda: LIF(X, X[0]),
     r"LIF: x is a list: expected a tensor": lambda: LIF([1.0], impl="numba"),
     r"LIF: x is torch.int64: expected float32.*convert it with x.float\(\)": lambda: LIF(X.long()),

@@ -481,7 +481,7 @@ VALUE_ERRORS = {
     r"input 1\['bias'\]\[0\] has shape \[2, 6\]: expected .*make it an attribute of the network": (
         lambda: sf.Temporal(Masked())(X, {"bias": [X[0]]}, mask=X)
     ),
-    r"memory=Checkpoint\(\) takes no several or nested arguments: use another policy": (
+    r"memory=Checkpoint\(\) takes a tensor, not several or nested arguments: use another policy": (
         lambda: sf.Temporal(Masked(), sf.memory.Checkpoint())(X, {"bias": [X]}, mask=X)
     ),
     r"3 sequences are given to a network whose time is sharded: expected one": (
@@ -526,6 +526,7 @@ TYPE_ERRORS = {
     r"net is a \w+: expected a torch.nn.Module": lambda: sf.Temporal(torch.relu),
     r"net is the class LIF: expected an instance, as in sf.LIF\(\)": lambda: sf.Temporal(sf.LIF),
     r"net is the class ReLU: .* as in ReLU\(\.\.\.\)": lambda: sf.Temporal(nn.ReLU),
+    r"memory is LIF.*; wrap layers in nn.Sequential": lambda: sf.Temporal(nn.ReLU(), sf.LIF()),
     r"the input is a list: expected a tensor": lambda: linear()([1.0]),
     r"state is a tuple: expected a dict": lambda: linear()(X, state=(torch.zeros(2, 5),)),
     r"state must be a tuple of tensors \(v,\)": lambda: linear()(X, state={"1": 1.0}),
@@ -621,7 +622,7 @@ def test_checkpoint_inside_the_container(reentrant):
             assert_equal(gradients(inside, x), expected)
 
 
-AMBIGUOUS = "its number of time steps or its state is not known any more: checkpoint the whole"
+AMBIGUOUS = "its number of time steps or its state is no longer known: checkpoint the whole"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

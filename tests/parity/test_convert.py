@@ -376,14 +376,14 @@ CASES = {
     "a loop": (Loop(), r"Loop.forward, line \d+: `for _ in range\(4\):` calls `self.lif` several"),
     "a second call": (Twice(), "`self.lif.*` runs its neurons a second time"),
     "one neuron at two places": (nn.Sequential(LIF, layer.Linear(5, 5), LIF), "also '0'"),
-    "a potential": (Potential(), r"`self.lif.v` is nothing that a neuron of ours has"),
+    "a potential": (Potential(), r"`self.lif.v` does not exist in neurons of spikefuse"),
     "a function": (Functional(), "is code of another library"),
     "a subclass": (Overriding(), "overrides single_step_functional_forward of LIFNode"),
     "a neuron of theirs": (OwnNeuron(), "with a state of its own, written for SpikingJelly"),
     "a list": (nn.Sequential(Listed(), spiking()), "keeps modules in layers"),
     "LIAF": (sj.LIAFNode(torch.relu, False), "emits a function of its potential"),
     "unknown": (sj.DSRIFNode(), "no equivalent of DSRIFNode is known"),
-    "through time": (layer.BatchNormThroughTime2d(4, 3), "weights of its own for each step"),
+    "through time": (layer.BatchNormThroughTime2d(4, 3), "separate weights for each step"),
     "neunorm": (layer.NeuNorm(3, 4, 4), "cannot mix channels"),
     "potentials": (sj.IFNode(store_v_seq=True), r"outputs=\(\"spikes\", \"v\"\)"),
     "klif": (sj.KLIFNode(v_reset=0.1), "v_reset is 0.1"),
@@ -398,7 +398,7 @@ CASES = {
     ),
     "nothing": (nn.Sequential(nn.Linear(5, 5), nn.ReLU()), "use spikefuse.spiking"),
     "snntorch lstm": (snn.SLSTM(4, 4), "recurrent layer with gates"),
-    "inhibition": (snn.Leaky(0.5, state_quant=torch.round), "state_quant quantises"),
+    "inhibition": (snn.Leaky(0.5, state_quant=torch.round), "state_quant quantizes"),
     "spike_grad": (snn.Leaky(0.5, spike_grad=torch.sigmoid), "its spike_grad sigmoid has no"),
     "norse method": (
         norse.LIFCell(norse.LIFParameters(method="circ", alpha=torch.tensor(1.0))),
@@ -587,7 +587,7 @@ def test_snntorch_tutorial_with_its_own_loop():
     assert "`for _step in range(5):` calls `self.lif1` several times, a loop over time" in message
     assert "write `spk1 = self.lif1(cur1)`" in message
     assert "write `spk2 = self.lif2(cur2)`" in message
-    assert "`self.lif1.init_leaky` is nothing that a neuron of ours has: remove it" in message
+    assert "`self.lif1.init_leaky` does not exist in neurons of spikefuse: remove it" in message
     assert "def forward(self, x):" in message
     rewritten = Rewritten()
     rewritten.load_state_dict(net.state_dict())

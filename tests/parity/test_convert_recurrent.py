@@ -181,11 +181,11 @@ def with_diagonal() -> nn.Module:
 REFUSED = {
     "a norm inside": (
         lambda: linear(nn.Sequential(nn.Linear(4, N), nn.BatchNorm1d(N), spiking()), 4),
-        "its sub_module is no neuron, alone or behind linear layers",
+        "its sub_module is not a neuron, alone or after linear layers",
     ),
     "a layer inside": (
         lambda: layer.ElementWiseRecurrentContainer(nn.Sequential(spiking()), operator.add),
-        "its sub_module is no neuron: move",
+        "its sub_module is not a neuron: move",
     ),
     "reset at once": (
         lambda: snntorch(snn.RSynaptic, linear_features=N, reset_delay=False),
@@ -202,7 +202,7 @@ REFUSED = {
     "diagonal": (with_diagonal, "autapses=False and weights on the diagonal"),
     "weights of no parameter": (
         lambda: lif_of_norse(norse.LIFRecurrentCell, input_weights=torch.rand(N, 4)),
-        "its input_weights are no parameter",
+        "its input_weights are not a parameter",
     ),
     "a synapse": (lambda: norse.LIFExRecurrentCell(4, N), "spikefuse.Recurrent"),
 }

@@ -113,7 +113,7 @@ def test_published_validation_examples_are_used(monkeypatch: pytest.MonkeyPatch)
 
 def test_processes_that_the_module_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pl.Trainer, "world_size", property(lambda self: 2))
-    with pytest.raises(ConfigError, match="the trainer has 2 processes, and the module knows of 1"):
+    with pytest.raises(ConfigError, match="the trainer has 2 processes, but the module has 1"):
         trainer().fit(Classifier(CONFIG), datamodule=DataModule(CONFIG))
 
 

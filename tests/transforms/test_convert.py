@@ -239,7 +239,9 @@ def test_layers_of_torch_that_count_dims(layer, message):
 
 
 def test_extra_must_make_modules():
-    with pytest.raises(ValueError, match=r"'lif' .*: extra makes a int: expected a torch\.nn\.Mod"):
+    with pytest.raises(
+        ValueError, match=r"'lif' .*: extra returned a int: expected a torch\.nn\.Mod"
+    ):
         sf.convert(OneStep(), extra={LIFNode: lambda module: 3})  # type: ignore[dict-item]
 
 

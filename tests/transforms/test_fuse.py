@@ -801,7 +801,7 @@ def test_small_inputs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         net(torch.randn(4, batch, 6))
         return "".join(place.reason for place in net.fusion.left)
 
-    assert reason(2) == "its input has 48 values: on a CPU, fusing pays from 72"
+    assert reason(2) == "its input has 48 values: on a CPU, fusing helps from 72"
     assert not reason(3)
     net.eval()
     assert reason(2)

@@ -243,7 +243,7 @@ REFUSED = {
         {"lif": lif(), "more": nir.Input(np.array([4]))},
         [("input", "lif"), ("more", "lif"), ("lif", "output")],
     ),
-    "edges name ['lfi'], which are no nodes": lambda: graph_of(
+    "edges name ['lfi'], which are not nodes": lambda: graph_of(
         (4,), {"lif": lif()}, [("input", "lif"), ("lfi", "output")]
     ),
     "edges [('input', 'lif')] occur twice": lambda: graph_of(
@@ -278,7 +278,7 @@ def test_refusals(message: str) -> None:
 def test_errors_name_what_was_expected() -> None:
     with pytest.raises(TypeError, match=r"graph is a LIF: expected a nir.NIRGraph, or a path"):
         sf.from_nir(lif(), dt=DT)
-    with pytest.raises(TypeError, match=r"surrogate is .*: expected one such as Sigmoid"):
+    with pytest.raises(TypeError, match=r"surrogate is .*: expected a surrogate like Sigmoid"):
         sf.from_nir(refused(lif()), dt=DT, surrogate=torch.sigmoid)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'dt'"):
         sf.from_nir(refused(lif()))  # type: ignore[call-arg]

@@ -251,9 +251,9 @@ def test_errors() -> None:
         sf.spiking(lambda x: x, sf.LIF)
     with pytest.raises(TypeError, match="neuron is a LIF: expected a function that makes a new"):
         sf.spiking(model, sf.LIF())
-    with pytest.raises(TypeError, match=r"neuron makes a ReLU: expected a spikefuse.Neuron"):
+    with pytest.raises(TypeError, match=r"neuron returned a ReLU: expected a spikefuse.Neuron"):
         sf.spiking(model, nn.ReLU)
-    with pytest.raises(ValueError, match="neuron makes the same module again"):
+    with pytest.raises(ValueError, match="neuron returned the same module twice"):
         sf.spiking(model, lambda: lif)
     with pytest.raises(ValueError, match="the model has no activation to replace"):
         sf.spiking(nn.Linear(2, 2), sf.LIF)

@@ -226,7 +226,7 @@ class CodeReader:
         self.add(
             scope,
             node,
-            "is nothing that a neuron of ours has: remove it; every call starts from rest, and "
+            "does not exist in neurons of spikefuse: remove it; every call starts from rest, and "
             "Temporal takes and returns states",
         )
 

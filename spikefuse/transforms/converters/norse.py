@@ -52,7 +52,7 @@ def value(p: Any, name: str) -> float:
     is_state = name == "v_reset" and type(p).__name__ == "IAFParameters"
     if isinstance(tensor, nn.Parameter) or (tensor.requires_grad and not is_state):
         raise Refusal(
-            f"its {name} is learned, but is no parameter of the network: build the neuron in "
+            f"its {name} is learned, but is not a parameter of the network: build the neuron in "
             "spikefuse, with a Learnable"
         )
     if tensor.numel() != 1:
@@ -124,7 +124,7 @@ def without_synapse(m: Any) -> tuple[Neuron, str]:
 
 
 class SynapticLI(Neuron):
-    """Leaky integrator behind a synapse: the charge of `CubaLIF`, whose output is its potential."""
+    """Leaky integrator with a synapse: the charge of `CubaLIF`, whose output is its potential."""
 
     current, v = State(), State()
 
@@ -162,7 +162,7 @@ def recurrent(m: Any) -> tuple[nn.Module, str]:
     weights = {name: getattr(m, name) for name in ("input_weights", "recurrent_weights")}
     for name, weight in weights.items():
         if not isinstance(weight, nn.Parameter):
-            raise Refusal(f"its {name} are no parameter of the network: make them an nn.Parameter")
+            raise Refusal(f"its {name} are not a parameter of the network: use an nn.Parameter")
     if not m.autapses and bool(m.recurrent_weights.diagonal().any()):
         raise Refusal("it has autapses=False and weights on the diagonal: set these to 0")
     neuron, note = current_based(m)

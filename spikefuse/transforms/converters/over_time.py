@@ -13,7 +13,7 @@ from spikefuse.transforms.converters.common import STATELESS, as_class
 
 
 class _OverTime(nn.Module):
-    """Fold time into the batch for the layer behind this class."""
+    """Fold time into the batch; a mixin over a class of layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])

@@ -255,7 +255,7 @@ def check(m: Any) -> str:
     """Refuse options that no neuron of ours has; return a note on the others."""
     for name, reason in {
         "inhibition": "lets one neuron of a layer fire, and a neuron of ours knows no other",
-        "state_quant": "quantises its states, and ours are float32",
+        "state_quant": "quantizes its states, and ours are float32",
     }.items():
         if getattr(m, name):
             raise Refusal(f"{name} {reason}: set {name}=False")

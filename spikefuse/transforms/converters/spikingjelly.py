@@ -256,7 +256,7 @@ def voting(m: Any) -> tuple[nn.Module, str]:
 
 def container(m: Any) -> tuple[nn.Module, str]:
     if not isinstance(m, nn.Sequential):
-        raise Refusal("it is no nn.Sequential as in SpikingJelly 0.0.0.0.12 and later")
+        raise Refusal("it is not an nn.Sequential: use SpikingJelly 0.0.0.0.12 or later")
     return as_class(nn.Sequential, m), ""
 
 
@@ -312,7 +312,7 @@ def linear_recurrent(m: Any) -> tuple[nn.Module, str]:
     *layers, neuron = _chain(m.sub_module) or [m.sub_module]
     if not isinstance(neuron, Neuron) or not all(type(v) is nn.Linear for v in layers):
         raise Refusal(
-            "its sub_module is no neuron, alone or behind linear layers in an nn.Sequential: move "
+            "its sub_module is not a neuron, alone or after linear layers in nn.Sequential: move "
             "other layers out of the container"
         )
     return LinearRecurrent(m.rc, m.sub_module), "spikes are fed back by one matrix"
@@ -320,7 +320,7 @@ def linear_recurrent(m: Any) -> tuple[nn.Module, str]:
 
 def element_wise_recurrent(m: Any) -> tuple[nn.Module, str]:
     if not isinstance(m.sub_module, Neuron):
-        raise Refusal("its sub_module is no neuron: move other layers out of the container")
+        raise Refusal("its sub_module is not a neuron: move other layers out of the container")
     made = ElementWiseRecurrent(m.element_wise_function, m.sub_module)
     rename(made, {f"neuron.{key}": f"sub_module.{key}" for key in m.sub_module.state_dict()})
     return made, "a loop over time in Python"
@@ -368,7 +368,7 @@ RULES = {
     "ElementWiseRecurrentContainer": Rule(element_wise_recurrent, inside=STEP, is_stateful=True),
 }
 
-_PER_STEP = "it has weights of its own for each step, and a network of one step has not"
+_PER_STEP = "it has separate weights for each step, which a network for one step cannot have"
 REFUSED = {
     "GatedLIFNode": (
         "it has a conductance for each time step, spikefuse.GatedLIF a single one: use that, and "
