@@ -5,6 +5,7 @@ more on it. `pytest -m gpu` selects all that runs on the GPU: these cases, and t
 tests/gpu/ of what only a GPU does.
 """
 
+import atexit
 import gc
 import os
 from pathlib import Path
@@ -54,10 +55,8 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
-
-
-def pytest_sessionfinish():
-    gc.unfreeze()  # or extension modules report leaks at exit
+    # Else extension modules report leaks at exit. Only after the last collection of pytest.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(params=DEVICES)
