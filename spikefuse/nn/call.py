@@ -53,6 +53,7 @@ class TemporalCall:
     Attributes:
         num_steps: T.
         names: the neurons' names, by id.
+        batch: B.
         initial: the initial states by neuron, None to start from rest.
         final: whether neurons return their final states, which go to `finals` by name.
         passing: where first states come from if other processes hold the steps before and after.
@@ -67,6 +68,7 @@ class TemporalCall:
 
     num_steps: int
     names: dict[int, str]
+    batch: int = 1
     impl: str = "auto"
     initial: dict[str, States] | None = None
     final: bool = False
@@ -103,6 +105,19 @@ class TemporalCall:
     def spikes(self) -> Spikes | None:
         """Where neurons mark binary outputs; None if layers save spikes as they are."""
         return None if self.saving is None else self.saving.spikes
+
+    def refuse_rows(self, neuron: nn.Module, request: Request) -> None:
+        """Raise a ValueError if `neuron`, which is not in the network, would read all rows of the
+        call as time steps."""
+        x = request.inputs[0] if request.inputs else None
+        rows = self.num_steps * self.batch
+        if self.batch > 1 and isinstance(x, Tensor) and x.ndim and x.shape[0] == rows:
+            raise ValueError(
+                f"{type(neuron).__name__} received shape {list(x.shape)} inside Temporal, whose "
+                f"T*B = {rows} rows it would read as time steps, because it is not a submodule of "
+                "the network: make it an attribute of a module, and use nn.ModuleList in place of "
+                "a list"
+            )
 
     def unfolded(self, neuron: nn.Module, request: Request) -> Request:
         """What `neuron` asks of its scan: `request`, whose inputs are folded, as `[T, B, ...]`.
@@ -329,7 +344,7 @@ def recall(neuron: nn.Module, inputs: tuple[Tensor, ...]) -> TemporalCall | None
             "a neuron is recomputed for torch.utils.checkpoint, but its number of time steps or "
             "its state is not known any more: checkpoint the whole Temporal"
         )
-    return TemporalCall(folding.num_steps, {id(neuron): ""}, folding.impl)
+    return TemporalCall(folding.num_steps, {id(neuron): ""}, impl=folding.impl)
 
 
 def require_temporal(module: nn.Module, args: Any) -> None:
