@@ -59,6 +59,7 @@ class TemporalCall:
         passing: where first states come from if other processes hold the steps before and after.
         cache: what policies keep between the calls of a container.
         deferred: the tensors that layers have deferred, if any.
+        traced: the norms in graphs of torch.compile, if any, which may be parts of the network.
         sums: in a traced graph, the results of norms and their sums with residuals, and what they
             were computed from.
         saving: what layers save for backward; None for spikes as they are.
@@ -76,6 +77,7 @@ class TemporalCall:
     finals: dict[str, States] = field(default_factory=dict)
     cache: dict[Any, Any] = field(default_factory=dict)
     deferred: PendingResults | None = None
+    traced: Any = None
     sums: list[tuple[Tensor, Any]] = field(default_factory=list)
     saving: Saving | None = None
     current: str = ""
@@ -86,10 +88,14 @@ class TemporalCall:
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         try:
+            if self.traced is not None and kind is None:
+                self.traced.finish()
             if self.deferred is not None and kind is None:
                 self.deferred.finish()
         finally:
             active.call = self.outer
+            if self.traced is not None:
+                self.traced.close()
             if self.deferred is not None:
                 self.deferred.close()
             if self.saving is not None and self.saving.spikes is not None:
