@@ -132,7 +132,7 @@ class _Run(Store):
         self.snapshot = Snapshot(segments.modules_read, segments.attributes_read)
         self.spikes, self.passing = call.spikes, call.passing or WHOLE
         # Active while backward recomputes layers without neurons.
-        self.call = TemporalCall(self.steps, {}, self.impl)
+        self.call = TemporalCall(self.steps, {}, impl=self.impl)
         device = x.device.type
         self.cast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         self.kind = (x.shape, x.dtype, x.device, self.cast)

@@ -77,7 +77,7 @@ class Values:
 
     def _leaf(self, node: fx.Node) -> Tensor:
         x = take(self.store.saved[node], self.microbatch).detach()
-        if self.differentiable and x.is_floating_point():
+        if self.differentiable and (x.is_floating_point() or x.is_complex()):
             x.requires_grad_(self.store.needs[node])
         self.leaves[node] = x
         return ConstantSequence.of(x, self.store.steps) if node in self.store.constant else x

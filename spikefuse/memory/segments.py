@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -106,7 +106,7 @@ class Segments:
         }
         self.blocks = self._find_blocks()
         _check_norms(net, bool(self.blocks))
-        self.modules = tuple(net.modules())
+        self.modules, self.parameters = tuple(net.modules()), tuple(net.parameters())
         self.modes = _modes(self.modules)
         #: `Values.num_bytes`, by segment and kind of call.
         self.sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
@@ -138,15 +138,15 @@ class Segments:
         return type(None), ()  # a copied network computes its own segments
 
     def fits(self, net: nn.Module) -> bool:
-        """Whether the network still has the same modules in the same modes.
+        """Whether the network still has the same modules and parameters in the same modes.
 
         Hooks count, and so do the numbers and strings that are attributes of traced modules, since
         they are constants of the graph.
         """
         modules = tuple(net.modules())
         return (
-            len(modules) == len(self.modules)
-            and all(map(operator.is_, modules, self.modules))
+            _are_same(modules, self.modules)
+            and _are_same(tuple(net.parameters()), self.parameters)
             and _modes(modules) == self.modes
         )
 
@@ -339,8 +339,20 @@ def _traced(net: nn.Module) -> fx.Graph:
     return graph
 
 
-def _modes(modules: Iterable[nn.Module]) -> list[tuple[bool, bool, dict[str, Any]]]:
-    return [(m.training, has_hooks(m), {} if is_leaf(m) else _constants(m)) for m in modules]
+def _are_same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(objects) == len(others) and all(map(operator.is_, objects, others))
+
+
+def _modes(modules: Iterable[nn.Module]) -> list[tuple[bool, bool, bool, dict[str, Any]]]:
+    return [
+        (
+            m.training,
+            has_hooks(m),
+            isinstance(m, _BatchNorm) and by_batch(m),
+            {} if is_leaf(m) else _constants(m),
+        )
+        for m in modules
+    ]
 
 
 def _constants(module: nn.Module) -> dict[str, Any]:

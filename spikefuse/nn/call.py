@@ -53,11 +53,13 @@ class TemporalCall:
     Attributes:
         num_steps: T.
         names: the neurons' names, by id.
+        batch: B.
         initial: the initial states by neuron, None to start from rest.
         final: whether neurons return their final states, which go to `finals` by name.
         passing: where first states come from if other processes hold the steps before and after.
         cache: what policies store between the calls of a container.
         deferred: the tensors that layers have deferred, if any.
+        traced: the norms in graphs of torch.compile, if any, which may be parts of the network.
         sums: in a traced graph, the results of norms and their sums with residuals, and what they
             were computed from.
         saving: what layers save for backward; None for spikes as they are.
@@ -67,6 +69,7 @@ class TemporalCall:
 
     num_steps: int
     names: dict[int, str]
+    batch: int = 1
     impl: str = "auto"
     initial: dict[str, States] | None = None
     final: bool = False
@@ -74,6 +77,7 @@ class TemporalCall:
     finals: dict[str, States] = field(default_factory=dict)
     cache: dict[Any, Any] = field(default_factory=dict)
     deferred: PendingResults | None = None
+    traced: Any = None
     sums: list[tuple[Tensor, Any]] = field(default_factory=list)
     saving: Saving | None = None
     current: str = ""
@@ -84,10 +88,14 @@ class TemporalCall:
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         try:
+            if self.traced is not None and kind is None:
+                self.traced.finish()
             if self.deferred is not None and kind is None:
                 self.deferred.finish()
         finally:
             active.call = self.outer
+            if self.traced is not None:
+                self.traced.close()
             if self.deferred is not None:
                 self.deferred.close()
             if self.saving is not None and self.saving.spikes is not None:
@@ -103,6 +111,19 @@ class TemporalCall:
     def spikes(self) -> Spikes | None:
         """Where neurons mark binary outputs; None if layers save spikes as they are."""
         return None if self.saving is None else self.saving.spikes
+
+    def refuse_rows(self, neuron: nn.Module, request: Request) -> None:
+        """Raise a ValueError if `neuron`, which is not in the network, would read all rows of the
+        call as time steps."""
+        x = request.inputs[0] if request.inputs else None
+        rows = self.num_steps * self.batch
+        if self.batch > 1 and isinstance(x, Tensor) and x.ndim and x.shape[0] == rows:
+            raise ValueError(
+                f"{type(neuron).__name__} received shape {list(x.shape)} inside Temporal, whose "
+                f"T*B = {rows} rows it would read as time steps, because it is not a submodule of "
+                "the network: make it an attribute of a module, and use nn.ModuleList in place of "
+                "a list"
+            )
 
     def unfolded(self, neuron: nn.Module, request: Request) -> Request:
         """What `neuron` asks of its scan: `request`, whose inputs are folded, as `[T, B, ...]`.
@@ -328,7 +349,7 @@ def recall(neuron: nn.Module, inputs: tuple[Tensor, ...]) -> TemporalCall | None
             "a neuron is recomputed for torch.utils.checkpoint, but its number of time steps or "
             "its state is no longer known: checkpoint the whole Temporal"
         )
-    return TemporalCall(folding.num_steps, {id(neuron): ""}, folding.impl)
+    return TemporalCall(folding.num_steps, {id(neuron): ""}, impl=folding.impl)
 
 
 def require_temporal(module: nn.Module, args: Any) -> None:

@@ -94,6 +94,7 @@ class Neuron(Definition):
         """`forward`, by the scan of this neuron or of a block around it."""
         call = active.call
         if call is not None and id(self) not in call.names:
+            call.refuse_rows(self, request)
             call = None
         if not torch.compiler.is_compiling():
             if active.call is None and torch._C._current_graph_task_id() != -1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spikefuse.neurons.definition import States
 from spikefuse.nn.call import TemporalCall
@@ -77,7 +77,9 @@ class Stream:
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         neurons = neurons_of(self.net, one_step=True)
         names = dict(zip(map(id, neurons.values()), neurons, strict=True))
-        call = TemporalCall(1, names, initial=self._state, final=True)
+        x = inputs[0] if inputs else None
+        batch = len(x) if isinstance(x, Tensor) and x.ndim else 1
+        call = TemporalCall(1, names, batch, initial=self._state, final=True)
         try:
             with torch.no_grad(), call:
                 y = self.net(*inputs, **kwargs)

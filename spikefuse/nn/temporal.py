@@ -194,7 +194,7 @@ class Temporal(nn.Module):
         if self.batch_first:
             num_steps, batch = batch, num_steps
         names = dict(zip(map(id, neurons.values()), neurons, strict=True))
-        call = TemporalCall(num_steps, names, impl, state, return_state, cache=self._cache)
+        call = TemporalCall(num_steps, names, batch, impl, state, return_state, cache=self._cache)
         call.passing = self.passing
         if call.passing is not None:
             self._begin(call.passing, sequences, call)

@@ -82,7 +82,8 @@ def check(net, inputs, graphs=None, tolerance=None, **options):
     torch.manual_seed(0)
     eager = sf.fuse(sf.Temporal(net))
     compiled_net = sf.fuse(sf.Temporal(copy.deepcopy(net)))
-    compiled = torch.compile(compiled_net, fullgraph=True, backend=graphs or "aot_eager", **options)
+    options = {"fullgraph": True, "backend": graphs or "aot_eager", **options}
+    compiled = torch.compile(compiled_net, **options)
     for x in inputs:
         expected, actual = eager(x), compiled(x)
         close(actual, expected)
@@ -333,3 +334,39 @@ def test_opcheck(neuron, affine, num_norms):
     for flags in (needed, [False, True, False, *needed[3:]]):
         arguments = call[0], [*tensors, *saved], *call[2:], [y, v], flags
         torch.library.opcheck(torch.ops.spikefuse.block_backward.default, arguments)
+
+
+class Uncompiled(nn.Module):
+    """A layer that torch.compile leaves alone, so that it compiles the others one by one."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    @torch.compiler.disable
+    def forward(self, x):
+        return self.net(x)
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's, about what it leaves to Python
+@pytest.mark.parametrize("uncompiled", ["first", "norm", "neuron", "last"])
+def test_a_network_that_is_compiled_in_part(uncompiled):
+    """A norm and its neuron are in one graph, in several, or in none."""
+
+    class Layers(nn.Module):
+        def __init__(self, *uncompiled):
+            super().__init__()
+            self.linear, self.norm, self.neuron = nn.Linear(6, 6), nn.BatchNorm1d(6), sf.LIF(0.5)
+            for name in uncompiled:
+                setattr(self, name, Uncompiled(getattr(self, name)))
+
+        def forward(self, x):
+            return self.neuron(self.norm(self.linear(x)))
+
+    nets = {
+        "first": (Uncompiled(Layers()), Layers(), Layers()),
+        "last": (Layers(), Layers(), Uncompiled(Layers())),
+        "norm": (Layers(), Layers("norm"), Layers()),
+        "neuron": (Layers(), Layers("neuron"), Layers()),
+    }
+    check(nn.Sequential(*nets[uncompiled]), [torch.randn(4, 3, 6)] * 2, fullgraph=False)

@@ -455,6 +455,7 @@ WIRED = {
     "two norms in place": two_norms_in_place,
     "identities": lambda n, x: n.lif(n.same(n.same(n.bn(n.conv(x)))) + n.same(n.other(x))),
     "norm twice": lambda n, x: n.lif(n.bn(n.conv(n.bn(x)))),
+    "complex values": lambda n, x: n.lif(n.bn(torch.fft.ifft2(torch.fft.fft2(n.conv(x))).real)),
 }
 
 
@@ -520,6 +521,26 @@ def test_changed_attributes_of_a_network_are_followed(device, name):
         assert all(map(torch.equal, *found))
         outputs.append(found[0][0])
     assert not torch.equal(*outputs)
+
+
+def replace_weight(n):
+    n.conv.weight = nn.Parameter(2 * n.conv.weight.detach())
+
+
+def drop_statistics(n):
+    n.bn.running_mean = n.bn.running_var = None
+
+
+@pytest.mark.parametrize("change", [replace_weight, drop_statistics])
+def test_replaced_tensors_of_a_network_are_followed(device, change):
+    """Also without running statistics, a norm in evaluation takes those of the whole batch."""
+    policies, x = (None, Checkpoint(1)), make_input(SHAPE, device=device)
+    nets = [fused(lambda: Wired(WIRED["two norms"]), p, device).eval() for p in policies]
+    for _ in range(2):
+        default, recomputed = (step(net, x) for net in nets)
+        assert all(map(torch.equal, default, recomputed))
+        for net in nets:
+            change(net.net)
 
 
 def test_a_refused_network_does_not_switch_gradients_off(device):

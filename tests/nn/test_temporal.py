@@ -650,6 +650,13 @@ def test_a_neuron_outside_the_network_runs_alone():
     assert torch.equal(net(X), outside(X.flatten(0, 1)[None]).view(X.shape))
 
 
+@pytest.mark.parametrize("run", [lambda net: net(X), lambda net: sf.nn.Stream(net)(X[0])])
+def test_a_neuron_that_is_not_a_submodule_does_not_read_rows_as_time(run):
+    neurons = [sf.LIF()]  # not an nn.ModuleList
+    with pytest.raises(ValueError, match="not a submodule of the network: make it an attribute"):
+        run(sf.Temporal(Mixes(lambda _, x: neurons[0](x))))
+
+
 def test_checkpoint_of_a_lone_neuron_that_was_in_a_container():
     neuron = sf.LIF()
     sf.Temporal(neuron)(torch.randn(4, 2, 3))

@@ -573,7 +573,10 @@ def test_a_parameter_replaced_in_between() -> None:
 
 def test_a_neuron_that_is_not_a_submodule() -> None:
     neuron = sf.LIF()
-    compare(sf.Temporal(Net(lambda n, x: n.lif(neuron(n.bn(x))))), torch.randn(4, 3, 6))
+    net = sf.Temporal(Net(lambda n, x: n.lif(neuron(n.bn(x)))))
+    compare(net, torch.randn(4, 1, 6))
+    with pytest.raises(ValueError, match="not a submodule"):
+        sf.fuse(net)(torch.randn(4, 3, 6))
 
 
 def test_inference_mode_is_plain() -> None:
