@@ -154,6 +154,29 @@ def test_hooks_run_as_in_the_default(backends, name):
             assert_same(found, expected)
 
 
+class Pooled(nn.Module):
+    """Maxima that two segments read."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 1, bias=False), nn.BatchNorm2d(16), sf.LIF())
+        self.pool, self.branch = nn.MaxPool2d(2), nn.Sequential(nn.Conv2d(16, 16, 1), sf.LIF())
+
+    def forward(self, x):
+        y = self.pool(self.stem(x))
+        return y + self.branch(y)
+
+
+def test_a_hook_that_changes_maxima(backends):
+    """Maxima of spikes are bits, but not what the hook makes of them."""
+
+    def prepare(net):
+        net.net.pool.register_forward_hook(lambda m, given, y: 0.5 * y)
+        return net
+
+    assert_trains_alike(Pooled, make_input(SHAPE, device=backends.device), (1, 4), prepare=prepare)
+
+
 def test_hooks_on_the_whole_network(device):
     net = fused(Mixed, Checkpoint(), device)
     seen = []
@@ -192,17 +215,6 @@ def test_parts_are_the_same_for_any_number_of_steps(backends, monkeypatch):
 
 def test_spikes_are_kept_as_bits(backends):
     """Those of neurons, and what pooling makes of them if several segments read it."""
-
-    class Pooled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stem = nn.Sequential(nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16), sf.LIF())
-            self.pool, self.branch = nn.MaxPool2d(2), nn.Sequential(nn.Conv2d(16, 16, 1), sf.LIF())
-
-        def forward(self, x):
-            y = self.pool(self.stem(x))
-            return y + self.branch(y)
-
     net = fused(Pooled, Checkpoint(1), backends.device)
     with packings() as seen:
         net(make_input(SHAPE, device=backends.device))
