@@ -467,6 +467,7 @@ WIRED = {
     "two norms in place": two_norms_in_place,
     "identities": lambda n, x: n.lif(n.same(n.same(n.bn(n.conv(x)))) + n.same(n.other(x))),
     "norm twice": lambda n, x: n.lif(n.bn(n.conv(n.bn(x)))),
+    "a learned number": lambda n, x: n.lif(n.bn(n.conv(x) * n.conv.weight.mean())),
     "complex values": lambda n, x: n.lif(n.bn(torch.fft.ifft2(torch.fft.fft2(n.conv(x))).real)),
 }
 
