@@ -122,7 +122,8 @@ class Values:
             return flatten_steps(self.fire(neuron, self.sequences(neuron.inputs), (), False)[0])
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.__getitem__)
         if module is not None:
-            with _frozen_statistics(module) if self.differentiable else contextlib.nullcontext():
+            again = self.differentiable and self.segment.is_recomputed
+            with _frozen_statistics(module) if again else contextlib.nullcontext():
                 return materialized(module(*args, **kwargs))
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)

@@ -280,7 +280,10 @@ class Segments:
         return node in self.blocks or (isinstance(module, Neuron) and not has_hooks(module))
 
     def _is_recomputed(self, node: fx.Node) -> bool:
-        return self._fires(node) or self.mixes(node) or is_by_row(node, self.called.get(node))
+        module = self.called.get(node)
+        if module is not None and has_hooks(module):
+            return False  # a hook may draw random numbers, or mix samples
+        return self._fires(node) or self.mixes(node) or is_by_row(node, module)
 
     def _cut(self, nodes: list[fx.Node], varying: set[fx.Node]) -> Iterator[Segment]:
         once = {n for n in nodes if n is not self.input and not self._is_recomputed(n)}

@@ -108,7 +108,8 @@ def test_modes_and_frozen_parts(backends, half):
 def test_parts_of_a_batch(backends):
     net = fused(Mixed, Checkpoint(8), backends.device)
     seen = []
-    net.net.stem[0].register_forward_hook(lambda *given: seen.append(len(given[2]) // SHAPE[0]))
+    conv = net.net.stem[0]
+    conv.forward = lambda x: seen.append(len(x) // SHAPE[0]) or type(conv).forward(conv, x)
     x = make_input(SHAPE, device=backends.device)
     parts = [1, 2, 1, 2]
     # One sample for the size; forward; two passes, of which the second finds the last part there.
@@ -118,9 +119,9 @@ def test_parts_of_a_batch(backends):
         seen.clear()
 
 
-@pytest.mark.parametrize("name", ["join", "stem.2", "stem.1", "stem", "deep"])
+@pytest.mark.parametrize("name", ["join", "stem.2", "stem.1", "stem", "deep", "right", "pool"])
 def test_hooks_run_as_in_the_default(backends, name):
-    """On neurons, norms and containers; registered and removed between calls, or from the start."""
+    """On all kinds of modules; registered and removed between calls, or from the start."""
     x = make_input(SHAPE, device=backends.device).requires_grad_()
 
     def steps(policy):
@@ -152,6 +153,22 @@ def test_hooks_run_as_in_the_default(backends, name):
             assert found == expected
         else:
             assert_same(found, expected)
+
+
+HOOKS = {
+    "random numbers": lambda m, given, y: y + torch.rand_like(y),
+    "mixed samples": lambda m, given, y: y - y.mean(0, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_that_cannot_be_recomputed(backends, name):
+    def prepare(net):
+        net.net.right.register_forward_hook(HOOKS[name])
+        torch.manual_seed(1)
+        return net
+
+    assert_trains_alike(Mixed, make_input(SHAPE, device=backends.device), (1, 4), prepare=prepare)
 
 
 class Pooled(nn.Module):
