@@ -122,7 +122,8 @@ class Values:
             return flatten_steps(self.fire(neuron, self.sequences(neuron.inputs), (), False)[0])
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.__getitem__)
         if module is not None:
-            with _frozen_statistics(module) if self.differentiable else contextlib.nullcontext():
+            again = self.differentiable and self.segment.is_recomputed
+            with _frozen_statistics(module) if again else contextlib.nullcontext():
                 return materialized(module(*args, **kwargs))
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -135,7 +136,8 @@ class Values:
         for node in (self.segment.target,) if called is None else called.inputs:
             self[node]
         values = (x.rows if isinstance(x, ConstantSequence) else x for x in self.known.values())
-        largest = max(x[0].nbytes for x in values)
+        # Without numbers that are computed from parameters.
+        largest = max(x[0].nbytes for x in values if x.ndim)
         source = self.store.segments.input
         return largest, sum(x[0].nbytes for node, x in self.leaves.items() if node is not source)
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.modules import pooling
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.batch_norm import NORMS, RankedNorm
@@ -32,8 +31,9 @@ from spikefuse.memory.tracing import (
 )
 from spikefuse.nn.call import Scan
 from spikefuse.nn.neuron import Neuron
-from spikefuse.nn.pool import max_pool2d
+from spikefuse.nn.pool import MaxPool2d, max_pool2d
 
+_MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, MaxPool2d)
 _ADDS = (operator.add, torch.add, "add", "add_")
 
 
@@ -169,7 +169,11 @@ class Segments:
 
     def is_pooled(self, node: fx.Node) -> bool:
         """Whether a node is a max pooling, which only selects values."""
-        return node.target is max_pool2d or isinstance(self.called.get(node), pooling._MaxPoolNd)
+        module = self.called.get(node)
+        if module is None:
+            return node.target is max_pool2d
+        # Hooks and methods of subclasses may change the values.
+        return type(module) in _MAX_POOLS and not has_hooks(module)
 
     def mixes(self, node: fx.Node) -> bool:
         """Whether a node is a norm outside a block that uses batch statistics."""
@@ -276,7 +280,10 @@ class Segments:
         return node in self.blocks or (isinstance(module, Neuron) and not has_hooks(module))
 
     def _is_recomputed(self, node: fx.Node) -> bool:
-        return self._fires(node) or self.mixes(node) or is_by_row(node, self.called.get(node))
+        module = self.called.get(node)
+        if module is not None and has_hooks(module):
+            return False  # a hook may draw random numbers, or mix samples
+        return self._fires(node) or self.mixes(node) or is_by_row(node, module)
 
     def _cut(self, nodes: list[fx.Node], varying: set[fx.Node]) -> Iterator[Segment]:
         once = {n for n in nodes if n is not self.input and not self._is_recomputed(n)}

@@ -108,7 +108,8 @@ def test_modes_and_frozen_parts(backends, half):
 def test_parts_of_a_batch(backends):
     net = fused(Mixed, Checkpoint(8), backends.device)
     seen = []
-    net.net.stem[0].register_forward_hook(lambda *given: seen.append(len(given[2]) // SHAPE[0]))
+    conv = net.net.stem[0]
+    conv.forward = lambda x: seen.append(len(x) // SHAPE[0]) or type(conv).forward(conv, x)
     x = make_input(SHAPE, device=backends.device)
     parts = [1, 2, 1, 2]
     # One sample for the size; forward; two passes, of which the second finds the last part there.
@@ -118,9 +119,9 @@ def test_parts_of_a_batch(backends):
         seen.clear()
 
 
-@pytest.mark.parametrize("name", ["join", "stem.2", "stem.1", "stem", "deep"])
+@pytest.mark.parametrize("name", ["join", "stem.2", "stem.1", "stem", "deep", "right", "pool"])
 def test_hooks_run_as_in_the_default(backends, name):
-    """On neurons, norms and containers; registered and removed between calls, or from the start."""
+    """On all kinds of modules; registered and removed between calls, or from the start."""
     x = make_input(SHAPE, device=backends.device).requires_grad_()
 
     def steps(policy):
@@ -152,6 +153,45 @@ def test_hooks_run_as_in_the_default(backends, name):
             assert found == expected
         else:
             assert_same(found, expected)
+
+
+HOOKS = {
+    "random numbers": lambda m, given, y: y + torch.rand_like(y),
+    "mixed samples": lambda m, given, y: y - y.mean(0, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_that_cannot_be_recomputed(backends, name):
+    def prepare(net):
+        net.net.right.register_forward_hook(HOOKS[name])
+        torch.manual_seed(1)
+        return net
+
+    assert_trains_alike(Mixed, make_input(SHAPE, device=backends.device), (1, 4), prepare=prepare)
+
+
+class Pooled(nn.Module):
+    """Maxima that two segments read."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 1, bias=False), nn.BatchNorm2d(16), sf.LIF())
+        self.pool, self.branch = nn.MaxPool2d(2), nn.Sequential(nn.Conv2d(16, 16, 1), sf.LIF())
+
+    def forward(self, x):
+        y = self.pool(self.stem(x))
+        return y + self.branch(y)
+
+
+def test_a_hook_that_changes_maxima(backends):
+    """Maxima of spikes are bits, but not what the hook makes of them."""
+
+    def prepare(net):
+        net.net.pool.register_forward_hook(lambda m, given, y: 0.5 * y)
+        return net
+
+    assert_trains_alike(Pooled, make_input(SHAPE, device=backends.device), (1, 4), prepare=prepare)
 
 
 def test_hooks_on_the_whole_network(device):
@@ -192,17 +232,6 @@ def test_parts_are_the_same_for_any_number_of_steps(backends, monkeypatch):
 
 def test_spikes_are_kept_as_bits(backends):
     """Those of neurons, and what pooling makes of them if several segments read it."""
-
-    class Pooled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stem = nn.Sequential(nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16), sf.LIF())
-            self.pool, self.branch = nn.MaxPool2d(2), nn.Sequential(nn.Conv2d(16, 16, 1), sf.LIF())
-
-        def forward(self, x):
-            y = self.pool(self.stem(x))
-            return y + self.branch(y)
-
     net = fused(Pooled, Checkpoint(1), backends.device)
     with packings() as seen:
         net(make_input(SHAPE, device=backends.device))
@@ -455,6 +484,7 @@ WIRED = {
     "two norms in place": two_norms_in_place,
     "identities": lambda n, x: n.lif(n.same(n.same(n.bn(n.conv(x)))) + n.same(n.other(x))),
     "norm twice": lambda n, x: n.lif(n.bn(n.conv(n.bn(x)))),
+    "a learned number": lambda n, x: n.lif(n.bn(n.conv(x) * n.conv.weight.mean())),
     "complex values": lambda n, x: n.lif(n.bn(torch.fft.ifft2(torch.fft.fft2(n.conv(x))).real)),
 }
 
