@@ -136,8 +136,8 @@ class Values:
         for node in (self.segment.target,) if called is None else called.inputs:
             self[node]
         values = (x.rows if isinstance(x, ConstantSequence) else x for x in self.known.values())
-        # Without numbers that are computed from parameters.
-        largest = max(x[0].nbytes for x in values if x.ndim)
+        # Without numbers, shapes and tuples that are computed from parameters.
+        largest = max(x[0].nbytes for x in values if isinstance(x, Tensor) and x.ndim)
         source = self.store.segments.input
         return largest, sum(x[0].nbytes for node, x in self.leaves.items() if node is not source)
 

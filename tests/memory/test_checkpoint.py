@@ -485,6 +485,8 @@ WIRED = {
     "identities": lambda n, x: n.lif(n.same(n.same(n.bn(n.conv(x)))) + n.same(n.other(x))),
     "norm twice": lambda n, x: n.lif(n.bn(n.conv(n.bn(x)))),
     "a learned number": lambda n, x: n.lif(n.bn(n.conv(x) * n.conv.weight.mean())),
+    "a learned tuple": lambda n, x: n.lif(n.bn(n.conv(x) * n.bn.weight.max(0)[0])),
+    "a learned shape": lambda n, x: n.lif(n.bn(n.conv(x) * n.bn.weight.shape[0])),
     "complex values": lambda n, x: n.lif(n.bn(torch.fft.ifft2(torch.fft.fft2(n.conv(x))).real)),
 }
 
