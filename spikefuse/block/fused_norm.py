@@ -48,8 +48,6 @@ class FusedNorm(_BatchNorm):
         shares_time = active.call is not None and active.call.passing is not None
         must_fuse = shares_time or isinstance(self, nn.SyncBatchNorm)
         is_small = not must_fuse and input.is_cpu and input.numel() < MIN_VALUES
-        if active.call is not None and active.call.traced is not None:
-            active.call.traced.finish(self)  # an earlier call of it
         if torch.compiler.is_compiling():
             return traced.normalize(self, input, not is_small)
         own, buffers = self._parameters, self._buffers

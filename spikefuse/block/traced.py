@@ -86,7 +86,7 @@ class TracedNorm:
 
 
 class TracedNorms:
-    """The norms of one call of `Temporal` in traced graphs, as `deferred.Deferrals` elsewhere."""
+    """The norms of a traced call of `Temporal`, as `deferred.Deferrals` in other calls."""
 
     def __init__(self) -> None:
         self.pending: list[TracedNorm] = []
@@ -110,11 +110,17 @@ class TracedNorms:
 def normalize(norm: Any, x: Tensor, is_faster: bool) -> Tensor:
     """The result of a `FusedNorm` in a traced graph; `is_faster` says whether a block is faster."""
     call = active.call
-    if call is None or not call.names or not is_faster or not _can_trace(norm, x):
+    # In graphs of parts of the network, nothing watches for changes between a norm and its neuron.
+    if call is None or call.sums is None:
         return norm.plain(x)
-    if call.traced is None:
-        call.traced = TracedNorms()
-    pending, statistics = call.traced.pending, None
+    if call.deferred is not None:
+        assert isinstance(call.deferred, TracedNorms)
+        call.deferred.finish(norm)  # an earlier call of it
+    if not call.names or not is_faster or not _can_trace(norm, x):
+        return norm.plain(x)
+    if call.deferred is None:
+        call.deferred = TracedNorms()
+    pending, statistics = call.deferred.pending, None
     if by_batch(norm):
         # Without running statistics: these are updated by a block, or at the end.
         y, mean, inverse = torch.native_batch_norm(

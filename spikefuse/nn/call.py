@@ -59,9 +59,8 @@ class TemporalCall:
         passing: where first states come from if other processes hold the steps before and after.
         cache: what policies store between the calls of a container.
         deferred: the tensors that layers have deferred, if any.
-        traced: the norms in graphs of torch.compile, if any, which may be parts of the network.
         sums: in a traced graph, the results of norms and their sums with residuals, and what they
-            were computed from.
+            were computed from; None where no `SumRecorder` watches for changes of them.
         saving: what layers save for backward; None for spikes as they are.
         current: the name of the neuron that runs.
         outer: the call around this one.
@@ -77,8 +76,7 @@ class TemporalCall:
     finals: dict[str, States] = field(default_factory=dict)
     cache: dict[Any, Any] = field(default_factory=dict)
     deferred: PendingResults | None = None
-    traced: Any = None
-    sums: list[tuple[Tensor, Any]] = field(default_factory=list)
+    sums: list[tuple[Tensor, Any]] | None = None
     saving: Saving | None = None
     current: str = ""
     outer: TemporalCall | None = None
@@ -88,14 +86,10 @@ class TemporalCall:
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         try:
-            if self.traced is not None and kind is None:
-                self.traced.finish()
             if self.deferred is not None and kind is None:
                 self.deferred.finish()
         finally:
             active.call = self.outer
-            if self.traced is not None:
-                self.traced.close()
             if self.deferred is not None:
                 self.deferred.close()
             if self.saving is not None and self.saving.spikes is not None:
@@ -161,12 +155,13 @@ class SumRecorder(TorchFunctionMode):
 
     def __init__(self, call: TemporalCall) -> None:
         super().__init__()
-        self.call = call
+        self.call, call.sums = call, []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.unflatten:
             func = torch.unflatten  # the method calls super(), which Dynamo does not trace here
         y, sums = func(*args, **(kwargs or {})), self.call.sums
+        assert sums is not None
         if func in ADDITIONS and len(args) == 2 and not kwargs:
             # Of two norms, the one called last is the first of the block.
             for value, norm in reversed(sums):

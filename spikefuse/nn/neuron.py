@@ -76,7 +76,7 @@ class Neuron(Definition):
         if len(inputs) == 1 and isinstance(inputs[0], Deferred):
             scan, inputs = inputs[0].block(self)
         elif torch.compiler.is_compiling() and active.call is not None:
-            for value, norm in active.call.sums:
+            for value, norm in active.call.sums or ():
                 if value is inputs[0] and norm.can_fuse(self):
                     scan, inputs = norm.block(self)
         return self.call(scan, Request(inputs, state, impl, return_state, outputs=names))

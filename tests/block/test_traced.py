@@ -182,14 +182,19 @@ def changed(change, dtype=torch.float32, read=lambda h: h):
         changed(lambda net, h, residual: h.mul_(-2), read=lambda h: h.view(20, 6)),
         changed(lambda net, h, residual: h[:, :3].mul_(-2), torch.bfloat16),
         changed(lambda net, h, residual: net.norm.bias.add_(1)),
+        lambda net, x: net.neuron(net.norm(x).add_(x)),
+        lambda net, x: (lambda h: net.neuron((net.norm(h), h.mul_(-2))[0]))(x + 1),
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
-def test_what_changes_between_norm_and_neuron(function, training):
+@pytest.mark.parametrize("part", ["whole", "inside Temporal"])
+def test_what_changes_between_norm_and_neuron(function, training, part):
     """The eager network raises an error."""
     net = Wrapped(function).train(training)
     expected = sf.Temporal(copy.deepcopy(net))
-    compiled = torch.compile(sf.fuse(sf.Temporal(net)), fullgraph=True, backend="aot_eager")
+    compiled = sf.fuse(sf.Temporal(net))
+    owner = compiled.net if part == "inside Temporal" else compiled
+    owner.compile(fullgraph=True, backend="aot_eager")
     x = torch.randn(5, 4, 6)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), expected(x))
@@ -356,7 +361,8 @@ def test_a_network_that_is_compiled_in_part(uncompiled):
     class Layers(nn.Module):
         def __init__(self, *uncompiled):
             super().__init__()
-            self.linear, self.norm, self.neuron = nn.Linear(6, 6), nn.BatchNorm1d(6), sf.LIF(0.5)
+            self.linear, self.norm = nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6)
+            self.neuron = sf.LIF(0.5)
             for name in uncompiled:
                 setattr(self, name, Uncompiled(getattr(self, name)))
 
