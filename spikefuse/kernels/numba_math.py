@@ -1,4 +1,4 @@
-"""float32 math functions for generated Numba kernels, built from operations that vectorise."""
+"""float32 math functions for generated Numba kernels, built from operations that vectorize."""
 
 from __future__ import annotations
 

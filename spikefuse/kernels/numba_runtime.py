@@ -1,6 +1,6 @@
 """The runtime of generated Numba kernels: typed memory access, and the functions of `numba_math`.
 
-Generated loops run over adjacent neurons and must vectorise, for which LLVM has to know that
+Generated loops run over adjacent neurons and must vectorize, for which LLVM has to know that
 arrays do not overlap: every access carries the number of its array (`slot`) as alias metadata.
 Half precision is converted on access; bfloat16 is stored in uint16 arrays, float16 in int16 arrays.
 """
@@ -230,7 +230,7 @@ def _to_bfloat16(builder: Any, number: Any) -> Any:
     return builder.trunc(builder.lshr(result, constant(16)), ir.IntType(16))
 
 
-# Signed indices may count from the end, for which Numba adds a branch that prevents vectorisation.
+# Signed indices may count from the end, for which Numba adds a branch that prevents vectorization.
 _index = np.uintp
 
 
@@ -311,7 +311,7 @@ def add_by_channel(row, count, sums, start, first, channels, inner):
 
 @_reassociated
 def _total(values, first, end):
-    """Sum values[first:end] in double precision, in the order that vectorises best."""
+    """Sum values[first:end] in double precision, in the order that vectorizes best."""
     total = 0.0
     for i in range(first, end):
         total += values[i]

@@ -1,6 +1,6 @@
 """`spikefuse.kernels.pool` on a CPU, for the windows that `Maps.has_pairs` describes.
 
-Source and target pixels of a row are adjacent, so that the loops over them vectorise. PyTorch's own
+Source and target pixels of a row are adjacent, so that the loops over them vectorize. PyTorch's own
 pooling does so in channels-last memory only.
 """
 
@@ -14,7 +14,7 @@ from spikefuse.kernels.numba_host import arrays, shared
 from spikefuse.kernels.numba_runtime import fill_row, kernel, load, store
 from spikefuse.kernels.pool_layout import Maps
 
-# Signed indices prevent vectorisation.
+# Signed indices prevent vectorization.
 _index = np.uintp
 
 
