@@ -150,8 +150,8 @@ def is_compiled(module: nn.Module) -> bool:
 def _compute_rows(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ConstantSequence | None:
-    """Compute one step of a deterministic function that maps each row along dim 0 alone, all rows
-    alike; return None for any other call."""
+    """Compute one step of a deterministic function that computes each row along dim 0 from that row
+    alone, and all rows in the same way; return None for any other call."""
     applies = LAYERS.get(func)
     if applies is None and func not in POINTWISE:
         return None
