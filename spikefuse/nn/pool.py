@@ -86,7 +86,8 @@ def max_pool2d(
 
 def _backend(x: Tensor) -> str:
     """The backend whose kernel may compute this call; empty for PyTorch."""
-    if not is_plain((x,)) or forward_ad._current_level >= 0:
+    is_traced = torch._C._get_tracing_state() is not None
+    if is_traced or forward_ad._current_level >= 0 or not is_plain((x,)):
         return ""
     impl = "auto" if active.call is None else active.call.impl
     if x.is_cuda:

@@ -319,6 +319,13 @@ def test_errors_are_those_of_pytorch(backends, called, options):
     assert messages[0] == messages[1]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_traced(backends):
+    x = torch.rand(2, 64, 32, 32, device=backends.device)
+    traced = torch.jit.trace(sf.nn.MaxPool2d(2), x)
+    assert torch.equal(traced(x), F.max_pool2d(x, 2))
+
+
 # PyTorch itself uses a deprecated function here.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_transforms(backends):
