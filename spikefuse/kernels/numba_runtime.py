@@ -231,13 +231,13 @@ def _to_bfloat16(builder: Any, number: Any) -> Any:
 
 
 # Signed indices may count from the end, for which Numba adds a branch that prevents vectorization.
-_index = np.uintp
+unsigned = np.uintp
 
 
 @kernel
 def fill_row(row, count, value):
     """Set `row[:count] = value`."""
-    for i in range(_index(count)):
+    for i in range(unsigned(count)):
         row[i] = value
 
 
@@ -245,8 +245,8 @@ def fill_row(row, count, value):
 def load_row(row, values, first, count, default):
     """Set `row[:count] = values[first : first + count]`, or to `default` if `values` is empty."""
     if values.size:
-        start = _index(first)
-        for i in range(_index(count)):
+        start = unsigned(first)
+        for i in range(unsigned(count)):
             row[i] = values[start + i]
     else:
         fill_row(row, count, default)
@@ -256,8 +256,8 @@ def load_row(row, values, first, count, default):
 def store_row(values, first, row, count):
     """Set `values[first : first + count] = row[:count]` unless `values` is empty."""
     if values.size:
-        start = _index(first)
-        for i in range(_index(count)):
+        start = unsigned(first)
+        for i in range(unsigned(count)):
             values[start + i] = row[i]
 
 
@@ -268,13 +268,13 @@ def channel_rows(row, count, values, first, inner):
     while at < count:
         if inner == 1:
             end = min(at + values.size - channel, count)
-            shift = _index(channel - at)
-            for i in range(_index(at), _index(end)):
+            shift = unsigned(channel - at)
+            for i in range(unsigned(at), unsigned(end)):
                 row[i] = values[shift + i]
             channel = 0
         else:
             end, value = min(at + left, count), values[channel]
-            for i in range(_index(at), _index(end)):
+            for i in range(unsigned(at), unsigned(end)):
                 row[i] = value
             channel, left = (channel + 1) % values.size, inner
         at = end
@@ -290,21 +290,21 @@ def add_by_channel(row, count, sums, start, first, channels, inner):
     while count > period:
         samples = (count + period - 1) // period
         kept = (samples + 1) // 2 * period
-        shift = _index(kept)
-        for i in range(_index(count - kept)):
+        shift = unsigned(kept)
+        for i in range(unsigned(count - kept)):
             row[i] += row[shift + i]
         count = kept
     channel, at, left = (first // inner) % channels, 0, inner - first % inner
     while at < count:
         if inner == 1:
             end = min(at + channels - channel, count)
-            shift = _index(start + channel - at)
-            for i in range(_index(at), _index(end)):
+            shift = unsigned(start + channel - at)
+            for i in range(unsigned(at), unsigned(end)):
                 sums[shift + i] += row[i]
             channel = 0
         else:
             end = min(at + left, count)
-            sums[start + channel] += _total(row, _index(at), _index(end))
+            sums[start + channel] += _total(row, unsigned(at), unsigned(end))
             channel, left = (channel + 1) % channels, inner
         at = end
 

@@ -6,16 +6,12 @@ pooling does so in channels-last memory only.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from spikefuse.kernels.numba_host import arrays, shared
-from spikefuse.kernels.numba_runtime import fill_row, kernel, load, store
+from spikefuse.kernels.numba_runtime import fill_row, kernel, load, store, unsigned
 from spikefuse.kernels.pool_layout import Maps
-
-# Signed indices prevent vectorization.
-_index = np.uintp
 
 
 def forward(x: Tensor, maps: Maps, save: bool) -> tuple[Tensor, Tensor | None]:
@@ -37,11 +33,11 @@ def backward(grad: Tensor, positions: Tensor, shape: torch.Size, maps: Maps) -> 
 
 @kernel
 def _forward(first, last, x, y, positions, rows, columns, out_rows, out_columns):
-    one = _index(1)
+    one = unsigned(1)
     for at in range(first * out_rows, last * out_rows):
-        upper = _index((at // out_rows * rows + at % out_rows * 2) * columns)
-        lower, target = upper + _index(columns), _index(at * out_columns)
-        for i in range(_index(out_columns)):
+        upper = unsigned((at // out_rows * rows + at % out_rows * 2) * columns)
+        lower, target = upper + unsigned(columns), unsigned(at * out_columns)
+        for i in range(unsigned(out_columns)):
             best, k = load(x, upper + i + i, 0), 0
             best, k = _greater(load(x, upper + i + i + one, 0), 1, best, k)
             best, k = _greater(load(x, lower + i + i, 0), 2, best, k)
@@ -60,13 +56,13 @@ def _greater(value, position, best, k):
 
 @kernel
 def _backward(first, last, grad_y, positions, grad_x, rows, columns, out_rows, out_columns):
-    size, one = rows * columns, _index(1)
+    size, one = rows * columns, unsigned(1)
     for at in range(first, last):
         fill_row(grad_x[at * size : (at + 1) * size], size, 0)
         for row in range(out_rows):
-            source = _index((at * out_rows + row) * out_columns)
-            corner = _index((at * rows + 2 * row) * columns)
-            for i in range(_index(out_columns)):
-                k = _index(positions[source + i])
-                place = corner + i + i + (k >> one) * _index(columns) + (k & one)
+            source = unsigned((at * out_rows + row) * out_columns)
+            corner = unsigned((at * rows + 2 * row) * columns)
+            for i in range(unsigned(out_columns)):
+                k = unsigned(positions[source + i])
+                place = corner + i + i + (k >> one) * unsigned(columns) + (k & one)
                 grad_x[place] = grad_y[source + i]

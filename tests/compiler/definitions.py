@@ -371,7 +371,7 @@ def interpreted() -> Iterator[None]:
         "exp": np.exp,
         "sigmoid": lambda x: np.float32(1.0) / (np.float32(1.0) + np.exp(-x)),
         "channel_rows": numba_runtime.channel_rows.py_func,
-        "_index": int,
+        "unsigned": int,
     }
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(numba_runtime, **replaced))
