@@ -255,9 +255,9 @@ def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Repor
     receive the same input at each step run once, see `Temporal`. In a product of two tensors of
     spikes, a term counts if both values are not 0.
 
-    The estimated energy is 0.9 pJ per accumulate and 4.6 pJ per multiply-accumulate. For
-    comparison, the report has that of the same network without spikes, which runs each layer once
-    per sample, in multiply-accumulates only.
+    The estimated energy is 0.9 pJ per accumulate and 4.6 pJ per multiply-accumulate. The
+    report compares it with the same network without spikes, which runs each layer once per sample
+    and needs multiply-accumulates only.
 
     Args:
         net: a `Temporal`, or a network that contains one; it runs in the mode that it is in, so

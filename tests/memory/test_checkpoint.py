@@ -185,7 +185,7 @@ class Pooled(nn.Module):
 
 
 def test_a_hook_that_changes_maxima(backends):
-    """Maxima of spikes are bits, but not what the hook makes of them."""
+    """Maxima of spikes are saved as bits; the result of the hook must not be."""
 
     def prepare(net):
         net.net.pool.register_forward_hook(lambda m, given, y: 0.5 * y)
@@ -565,7 +565,7 @@ def drop_statistics(n):
 
 @pytest.mark.parametrize("change", [replace_weight, drop_statistics])
 def test_replaced_tensors_of_a_network_are_followed(device, change):
-    """Also without running statistics, a norm in evaluation takes those of the whole batch."""
+    """A norm without running statistics uses those of the whole batch, in evaluation too."""
     policies, x = (None, Checkpoint(1)), make_input(SHAPE, device=device)
     nets = [fused(lambda: Wired(WIRED["two norms"]), p, device).eval() for p in policies]
     for _ in range(2):
