@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
 import torch
 
 from benchmarks import record
@@ -32,7 +33,13 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={report}", *given]
-        code = subprocess.run(command, cwd=record.ROOT, check=False).returncode
+        process = subprocess.Popen(command, cwd=record.ROOT)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            code = process.wait()  # it was interrupted too, and prints what failed
+        if code == pytest.ExitCode.INTERRUPTED:
+            parser.exit(code, "interrupted: no result is written\n")
         if not report.exists():
             parser.exit(1, f"pytest ended with exit code {code} and wrote no report\n")
         result["rows"] = [row_of(report)]
