@@ -28,6 +28,13 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 
 import torch
 
+# Before CUDA is initialized: workers use different GPUs, and each sees all of them.
+if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.device_count() > 1:
+    every = ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
+    first = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(gpus)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+
 # Before Triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 SECONDS = 90.0
 
 
@@ -45,7 +47,7 @@ def ended(process: subprocess.Popen[str], seconds: float = SECONDS) -> str:
         return process.communicate(timeout=seconds)[0]
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun ends its processes
-        raise
+        pytest.fail(f"no end after {seconds} s: {process.communicate()[0]}")
 
 
 def finish(process: subprocess.Popen[str], seconds: float = SECONDS) -> str:
