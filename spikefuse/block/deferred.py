@@ -46,6 +46,7 @@ outcomes: weakref.WeakKeyDictionary[nn.Module, Outcome] = weakref.WeakKeyDiction
 
 _call_numbers = count()
 _requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -273,8 +274,8 @@ class DeferredNorm(Deferred, Tensor):
         return self.value(reader)
 
     def _route_gradient(self) -> None:
-        """Pass a gradient that arrives here on to what the values are computed from. It arrives
-        only if C++ code, such as the `apply` of an autograd.Function, took this tensor itself."""
+        """Start a backward pass of what the values are computed from for a gradient that arrives
+        here, which is only if C++ code, such as the `apply` of an autograd.Function, took this."""
         self.is_routed, this = True, weakref.ref(self)
         call, residual = self.call, self.residual
 
@@ -299,9 +300,19 @@ class DeferredNorm(Deferred, Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             self.register_hook(route)
 
+    def _connect(self) -> None:
+        """Give this tensor the history of its values, in place of `_route_gradient`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if not (self.is_leaf and self.is_routed):  # else perhaps a graph has this leaf
+                self.is_routed = True
+                # Autograd gives a leaf that requires a gradient no history.
+                _HistoryOf.apply(self.detach_(), self.value("requires_grad"))
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == _REQUIRES_GRAD and args[0].needs_grad and torch.is_grad_enabled():
+            args[0]._connect()  # perhaps for the autograd.Function of a hook
         if func in METADATA and (args[0].total or args[0].call.result) is None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -339,6 +350,19 @@ class _WithHistory(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
+
+
+class _HistoryOf(torch.autograd.Function):
+    """A `DeferredNorm` with the history of its values."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: DeferredNorm, value: Tensor) -> Tensor:
+        ctx.mark_dirty(deferred)
+        return deferred
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
 
 
 class Deferrals:

@@ -173,14 +173,13 @@ class SumRecorder(TorchFunctionMode):
                     break
         elif _changes(func, args, kwargs or {}):
             # Also a view of what the sums are computed from, or a parameter of a norm.
-            self.call.sums = []
+            sums.clear()
         elif func not in METADATA:
             read: list[Any] = []
             for x in (*args, *(kwargs or {}).values()):
                 read += x if isinstance(x, list | tuple) else [x]
-            self.call.sums = [
-                (value, norm) for value, norm in sums if not any(value is x for x in read)
-            ]
+            # In place: Dynamo forgets what is assigned to the attribute once a tensor has a hook.
+            sums[:] = [(value, norm) for value, norm in sums if not any(value is x for x in read)]
         return y
 
 

@@ -105,11 +105,12 @@ class Neuron(Definition):
             scan = partial(active.observer.scan, self, scan)
         if call is not None:
             request = call.unfolded(self, request)
-            call.current = call.names[id(self)]
+            # Not read below: Dynamo forgets what is assigned to it once a tensor has a hook.
+            call.current = name = call.names[id(self)]
         outputs, finals = scan(request)
         is_single = len(outputs) == 1 and not request.outputs
         if call is not None:
-            call.finals[call.current], call.current = finals, ""
+            call.finals[name], call.current = finals, ""
             if is_single:
                 return flatten_steps(outputs[0])
             return tuple(map(flatten_steps, outputs))

@@ -295,6 +295,24 @@ def test_assigned_settings_and_hooks():
     assert seen == [(20, 6)] * 2
 
 
+@pytest.mark.parametrize("residual", [False, True])
+def test_gradient_hooks(residual):
+    def function(net, x):
+        h = net.first(x)
+        y = net.norm(h) + h if residual else net.norm(h)
+        if y.requires_grad:
+            y.register_hook(lambda grad: 2 * grad)
+        return net.neuron(y)
+
+    net = Wrapped(function)
+    net.first = nn.Linear(6, 6)
+    check(net, [torch.randn(5, 4, 6)] * 2)
+    expected, actual = sf.Temporal(net), sf.fuse(sf.Temporal(net))
+    actual.compile(fullgraph=True, backend="aot_eager")
+    x = torch.randn(5, 4, 6)
+    torch.testing.assert_close(actual(x, return_state=True), expected(x, return_state=True))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo reads
 def test_recomputed_functions():
     """A block inside torch.utils.checkpoint inside a compiled network."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from spikefuse import UnsupportedOperation
+from spikefuse.compiler.adjoint import reverse_step
 from spikefuse.compiler.trace import identifiers, trace_step
 
 WEIGHTS = torch.tensor([0.5, 0.25, 0.125])
@@ -198,6 +199,22 @@ class Reading(sf.surrogate.Surrogate):
 class Dims(sf.surrogate.Surrogate):
     def derivative(self, u: Tensor) -> Tensor:
         return u.sum(0, 1, 2)
+
+
+@pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_hook"])
+def test_hooks_of_a_surrogate_are_not_traced(kind):
+    neuron, expected = sf.LIF(), trace_step(sf.LIF())
+    handles = [
+        getattr(neuron.surrogate, f"register_{kind}")(lambda *_: pytest.fail("called")),
+        nn.modules.module.register_module_full_backward_hook(lambda *_: None),
+    ]
+    try:
+        step = trace_step(neuron)
+        assert step == expected
+        assert reverse_step(neuron, step) == reverse_step(sf.LIF(), expected)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def test_values_read_in_a_surrogate():

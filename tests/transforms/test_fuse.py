@@ -504,6 +504,47 @@ def test_hooks_run(kind: str, layer: str, before: bool) -> None:
         torch.testing.assert_close(a + 0, b, rtol=1e-4, atol=1e-4)
 
 
+class Branches(nn.Module):
+    """Residual blocks, through which a gradient has several paths."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        branch = lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))  # noqa: E731
+        self.branches = nn.ModuleList(branch() for _ in range(depth))
+        self.neurons = nn.ModuleList(lif() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for branch, neuron in zip(self.branches, self.neurons, strict=True):
+            x = neuron(branch(x) + x)
+        return x
+
+
+@pytest.mark.parametrize("kind", ["full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize("layers", ["neurons", "branches"])
+@pytest.mark.parametrize("gradients", ["backward", "grad"])
+def test_backward_hooks_run_once(kind: str, layers: str, gradients: str) -> None:
+    """Also where a hooked module reads or returns a deferred tensor."""
+    net = sf.Temporal(Branches(3))
+    fused, x = sf.fuse(copy.deepcopy(net)), torch.randn(4, 3, 6)
+    found = []
+    for model in (net, fused):
+        seen: list[Tensor] = []
+        for layer in getattr(model.net, layers):
+            getattr(layer, f"register_{kind}")(lambda _, *g, seen=seen: seen.append(g[-1][0]))
+        loss = (model(x) * torch.arange(6.0)).sum()
+        if gradients == "backward":
+            loss.backward()
+            seen += [p.grad for p in model.parameters() if p.grad is not None]
+        else:
+            seen += torch.autograd.grad(loss, [*model.parameters()])
+        found.append(seen)
+    assert len(found[0]) == len(found[1]) == 3 + len([*net.parameters()])
+    for actual, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
+
+
 def test_a_tensor_changed_in_between_is_refused() -> None:
     def input_changed(n: Net, x: Tensor) -> Tensor:
         y = n.first(x)
