@@ -78,7 +78,7 @@ def collectives_of(norm: nn.SyncBatchNorm) -> Collectives | None:
     return GroupCollectives(group) if dist.get_world_size(group) > 1 else None
 
 
-class RankedNorm(_BatchNorm):
+class CollectiveNorm(_BatchNorm):
     """A batch norm that itself takes its statistics over several processes."""
 
     is_leaf = True  # of traced graphs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import partial, reduce
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,14 @@ from spikefuse import reference
 from spikefuse.block import library
 from spikefuse.block.batch_norm import NORMS, collectives_of, running_of, shift_of
 from spikefuse.block.definition import with_batch_norm
-from spikefuse.block.program import BlockProgram, block_program
-from spikefuse.block.training import TrainingCall
+from spikefuse.block.program import BlockExecution, block_program
+from spikefuse.block.training import BatchStatistics, TrainingCall
 from spikefuse.kernels.norm import by_batch, merge_statistics, statistics
 from spikefuse.kernels.running import Running, update_running_stats
 from spikefuse.memory.policies import Policy
 from spikefuse.neurons.definition import Outputs, States, with_outputs
 from spikefuse.nn.call import active, mark_binary, wants_bits
-from spikefuse.nn.neuron import Neuron, backend_of, check, checked_names
+from spikefuse.nn.neuron import Neuron, backend_of, check_inputs, checked_names
 from spikefuse.scan import op
 from spikefuse.scan.execution import Arguments, Execution, Wanted, execution_of
 from spikefuse.scan.layout import MAX_STRIDES
@@ -106,13 +106,6 @@ class Block(nn.Module):
         return self.neuron.call(run, Request(inputs, state, impl, return_state, outputs=names))
 
 
-class Plan(NamedTuple):
-    """What the blocks of a neuron share on inputs of one description, once these are checked."""
-
-    program: BlockProgram
-    execution: Execution
-
-
 def scan(
     norms: tuple[_BatchNorm, ...], neuron: Neuron, memory: Policy | None, request: Request
 ) -> tuple[Outputs, States]:
@@ -125,47 +118,49 @@ def scan(
     backend, batch = backend_of(inputs, request.backend), by_batch(norm)
     alone = batch and (passing is None or passing.statistics is None)
     if backend == "reference" or torch.compiler.is_compiling():
-        check(neuron, NAMES[: len(inputs)], inputs, request.state, backend)
+        check_inputs(neuron, NAMES[: len(inputs)], inputs, request.state, backend)
         check_norms(norms, neuron, inputs[0], backend, alone)
         if backend == "reference":
             return _reference(norms, neuron, request)
-        op.check(backend, inputs[0])
+        op.check_backend(backend, inputs[0])
         return _trace(norms, neuron, memory, request._replace(backend=backend))
     description = neuron.description()
     values: dict[str, Any] = description.values()
-    plans: dict[Hashable, Plan] = description.cache.setdefault("blocks", {})
+    # What blocks of the neuron share on inputs of one description, once these are checked.
+    known: dict[Hashable, BlockExecution] = description.cache.setdefault("blocks", {})
     key: list[Hashable] = [backend, batch, alone, len(norms), norm.num_features, request.outputs]
     for name, _, _ in description.tensors:
         key += values[name].shape, values[name].device, values[name].requires_grad
-    for x in inputs:  # others have no plan, so `check` raises an error
+    for x in inputs:  # others are unknown, so `check_inputs` raises an error
         key += (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (None,)
     for each in norms:
         for t in _tensors_of(each):
             key += (None,) if t is None else (t.shape, t.dtype, t.device, t.stride())
-    plan = plans.get(tuple(key))
-    if plan is None or request.state is not None:
-        check(neuron, NAMES[: len(inputs)], inputs, request.state, backend)
+    block = known.get(tuple(key))
+    if block is None or request.state is not None:
+        check_inputs(neuron, NAMES[: len(inputs)], inputs, request.state, backend)
         check_norms(norms, neuron, inputs[0], backend, alone)
-    op.check(backend, inputs[0])
-    if plan is None:
+    op.check_backend(backend, inputs[0])
+    if block is None:
         options = len(inputs) > 1, batch, request.outputs, len(norms) > 1
         program, own = block_program(neuron, backend, *options)
         for label, value in zip(program.own, own, strict=True):
             op.check_param(neuron, label, value, inputs[0])
-        if len(plans) >= MAX_STRIDES:
-            plans.clear()
-        plan = plans[tuple(key)] = Plan(program, execution_of(program.name, inputs))
-    program, own = plan.program, [*map(values.__getitem__, plan.program.own)]
+        if len(known) >= MAX_STRIDES:
+            known.clear()
+        block = known[tuple(key)] = BlockExecution(program, execution_of(program.name, inputs))
+    program, execution = block
+    own = [*map(values.__getitem__, program.own)]
     states, bits, shift = request.state or (), wants_bits(inputs[0]), shift_of(norms, inputs[0])
     if batch:
-        saves = not program.rebuilds or _saves_states(memory, plan.execution)
+        saves = not program.rebuilds or _saves_states(memory, execution)
         tensors = [*inputs, *states, *own, shift]
         for each in norms:
             if each.weight is not None:
                 tensors.append(each.weight)
-        if plan.execution.is_new and passing is None:
-            _compile_forward(plan, request, tensors, saves, bits)
-        call = training_call(norms, plan, request, saves, bits)
+        if execution.is_new and passing is None:
+            _compile_forward(block, request, tensors, saves, bits)
+        call = training_call(norms, block, request, saves, bits)
         results = op.execute(call, tensors, request.final)
     else:
         mean, scale, *residual = [value for each in norms for value in _running_values(each)]
@@ -179,10 +174,10 @@ def scan(
 
 
 def _compile_forward(
-    plan: Plan, request: Request, tensors: list[Tensor], saves_states: bool, bits: bool
+    block: BlockExecution, request: Request, tensors: list[Tensor], saves_states: bool, bits: bool
 ) -> None:
     """Begin to compile the forward kernel on a thread, beside the kernel of the statistics."""
-    program, execution = plan
+    program, execution = block
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     unknown = [torch.empty(0, device="meta")] * len(program.tensors)
     arguments = Arguments(request.inputs, request.state or (), unknown, program.scalars)
@@ -224,7 +219,7 @@ def can_normalize_residual(norm: _BatchNorm, residual_norm: _BatchNorm) -> bool:
 
 def training_call(
     norms: Sequence[_BatchNorm],
-    plan: Plan,
+    block: BlockExecution,
     request: Request,
     saves_states: bool,
     bits: bool = False,
@@ -234,8 +229,7 @@ def training_call(
     Args:
         norms: of the input, and of the residual if it has one.
     """
-    passing, (program, execution) = request.passing or WHOLE, plan
-    backend = program.backend
+    passing, backend = request.passing or WHOLE, block.program.backend
     results: list[tuple[Tensor, float | Tensor]] = []
     for norm, x in zip(norms, request.inputs, strict=False):
         weight, eps, running = norm.weight, norm.eps, running_of(norm)
@@ -248,11 +242,9 @@ def training_call(
             own = statistics(x, None, Running(), eps, backend)
             shares = collectives.gather(torch.cat((own[0], own[3], own.new_full((1,), count))))
             results.append(merge_statistics(shares, weight, running, eps, backend))
-    found, numbers = zip(*results, strict=True)
-    num_states = len(request.state or ())
-    return TrainingCall(
-        program, execution, found, numbers[0], collectives, num_states, passing, bits, saves_states
-    )
+    by_norm, numbers = zip(*results, strict=True)
+    batch, num_states = BatchStatistics(by_norm, numbers[0], collectives), len(request.state or ())
+    return TrainingCall(block, batch, num_states, passing, bits, saves_states)
 
 
 def _saves_states(memory: Policy | None, execution: Execution) -> bool:

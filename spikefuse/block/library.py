@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.batch_norm import shift_of, update_traced_stats
 from spikefuse.block.definition import NORM_VALUES, value_names
-from spikefuse.block.program import BlockProgram, block_program
-from spikefuse.block.training import TrainingCall
+from spikefuse.block.program import BlockExecution, BlockProgram, block_program
+from spikefuse.block.training import BatchStatistics, TrainingCall
 from spikefuse.kernels.norm import statistics
 from spikefuse.kernels.running import Running
 from spikefuse.neurons.definition import Definition
@@ -159,16 +159,11 @@ class BlockCall(Call):
 
     def _training(self, tensors: Tensors, saves_states: bool) -> TrainingCall:
         (name,), (split, num_states) = self.programs, self.counts
-        inputs, program = tensors[:split], _programs[name]
+        inputs = tensors[:split]
         number = inputs[0].numel() / inputs[0].shape[2]
-        call = TrainingCall(
-            program,
-            execution_of(name, inputs),
-            tensors[-self.num_norms :],
-            number,
-            num_states=num_states,
-            saves_states=saves_states,
-        )
+        statistics = BatchStatistics(tensors[-self.num_norms :], number)
+        block = BlockExecution(_programs[name], execution_of(name, inputs))
+        call = TrainingCall(block, statistics, num_states, saves_states=saves_states)
         call.scalars = self.scalars
         return call
 

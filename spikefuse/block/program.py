@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spikefuse.block.definition import SCALES, NormedNeuron, value_names, with_batch_norm
 from spikefuse.neurons.definition import Definition, with_outputs
+from spikefuse.scan.execution import Execution
 from spikefuse.scan.program import kinds_of, prepare
 
 _kind = attrgetter("ndim")
@@ -83,6 +84,13 @@ class BlockProgram:
             )  # fmt: skip
             sums = self._sums[key] = Sums(needed, tuple(compress(self.tensors, needed)))
         return sums
+
+
+class BlockExecution(NamedTuple):
+    """A program, and its execution on inputs of one description."""
+
+    program: BlockProgram
+    execution: Execution
 
 
 def block_program(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.block.definition import SCALES
-from spikefuse.block.program import BlockProgram
+from spikefuse.block.program import BlockExecution
 from spikefuse.kernels.norm import gradient_sums
 from spikefuse.scan import state_passing
 from spikefuse.scan.execution import (
@@ -46,7 +46,7 @@ from spikefuse.scan.state_passing import (
 
 
 class BlockTensors(NamedTuple):
-    """The tensors of a block's arguments, except the weights of norms, which are part of the
+    """The tensors of a block's arguments, except the weights of norms, which belong to the
     statistics."""
 
     inputs: Tensors
@@ -60,15 +60,26 @@ class BlockTensors(NamedTuple):
 BlockGradients = tuple[list[Tensor], list[Tensor], list[Tensor | None], list[Tensor]]
 
 
+class BatchStatistics(NamedTuple):
+    """The statistics of a batch.
+
+    Attributes:
+        by_norm: of each norm `[4, C]`, see `spikefuse.kernels.norm.statistics`.
+        number: values per channel, of all processes.
+        collectives: over which they were taken, None for this process alone.
+    """
+
+    by_norm: Tensors
+    number: float | Tensor
+    collectives: Collectives | None = None
+
+
 class TrainingCall(Call):
     """A block in training. Its tensors are the inputs, the initial states, the neuron's own, the
     shift, and the weights of the norms that have one.
 
     Args:
-        execution: of the whole batch.
-        statistics: of each norm `[4, C]`, see `spikefuse.kernels.norm.statistics`.
-        number: values per channel, of all processes.
-        collectives: over which the statistics were taken.
+        block: its execution on the whole batch.
 
     Attributes:
         rebuilds: whether the first pass of backward writes the saved states, which forward did not.
@@ -78,23 +89,20 @@ class TrainingCall(Call):
 
     def __init__(
         self,
-        program: BlockProgram,
-        execution: Execution,
-        statistics: Tensors,
-        number: float | Tensor,
-        collectives: Collectives | None = None,
+        block: BlockExecution,
+        statistics: BatchStatistics,
         num_states: int = 0,
         passing: StatePassing = WHOLE,
         wants_bits: bool = False,
         saves_states: bool = True,
     ) -> None:
+        self.program, self.execution = program, execution = block
         self.programs, self.counts = [program.name], [len(execution.dtypes), num_states]
-        self.program, self.execution, self.scalars = program, execution, program.scalars
-        self.statistics, self.number, self.collectives = statistics, number, collectives
+        self.statistics, self.scalars = statistics, program.scalars
         self.passing, self.wants_bits, self.saves_states = passing, wants_bits, saves_states
         self.rebuilds = not saves_states and execution.num_saved > 0
         self._means_and_scales: list[Tensor] = []
-        for mean, scale, *_ in statistics:
+        for mean, scale, *_ in statistics.by_norm:
             self._means_and_scales += mean, scale
         self.read, self._split = _places(*self.counts, len(program.own))
 
@@ -129,7 +137,9 @@ class TrainingCall(Call):
         needs = Needs(tuple(for_inputs), bool(for_states), tuple(for_own))
         num_outputs, dtype = len(self.program.binary), block.shift.dtype
         incoming = Incoming(grads[:num_outputs], grads[num_outputs:])
-        differentiate = self._differentiate if self.passing is WHOLE else self._differentiate_parts
+        differentiate = (
+            self._differentiate if self.passing is WHOLE else self._differentiate_microbatches
+        )
         inputs, states, own, norm = differentiate(block, saved, incoming, needs)
         if dtype is not torch.float32:
             norm = [grad.to(dtype) for grad in norm]
@@ -147,48 +157,48 @@ class TrainingCall(Call):
         # as if the statistics were constants.
         adds = self._adds_correction(needs.inputs, xs)
         arguments = self.arguments_of(tensors, self._no_correction if adds else ())
-        part = MicrobatchScan(None, execution, arguments, saved)
-        found = self.reduce(part, incoming, needs.params, needs.inputs if adds else None)
+        scan = MicrobatchScan(None, execution, arguments, saved)
+        found = self.reduce(scan, incoming, needs.params, needs.inputs if adds else None)
         sums = self.named(found, needs.params)
         correction, norm = self.correct(self.totals(execution, sums))
         inputs = found.inputs
         if adds:
             self._add_correction(inputs, xs, correction, execution)
         elif True in needs.inputs:
-            inputs = self.write(part, incoming, needs.inputs, (tensors, correction))
+            inputs = self.write(scan, incoming, needs.inputs, (tensors, correction))
         own = self.own_gradients(execution, sums, tensors.own)
         return inputs, found.states, own, norm
 
-    def _differentiate_parts(
+    def _differentiate_microbatches(
         self, tensors: BlockTensors, saved: Tensors, incoming: Incoming, needs: Needs
     ) -> BlockGradients:
         """`_differentiate` over microbatches, whose states other processes send."""
-        parts = state_passing.split(self.passing, self.program.name, self.arguments_of(tensors))
-        parts = state_passing.restored(parts, saved, self.microbatches)
+        scans = state_passing.split(self.passing, self.program.name, self.arguments_of(tensors))
+        scans = state_passing.with_states(scans, saved, self.microbatches)
         totals: list[list[Tensor]] = []
         by_own: list[list[Tensor | None]] = []
 
         def compute(i: int, ends: list[Tensor]) -> ScanGradients:
-            part = parts[i]
+            scan = scans[i]
             if self.rebuilds:
-                parts[i] = part = part._replace(saved=part.execution.new_saved())
-            return self.reduce(part, incoming_of(incoming, part.rows, ends), needs.params)
+                scans[i] = scan = scan._replace(saved=scan.execution.new_saved())
+            return self.reduce(scan, incoming_of(incoming, scan.rows, ends), needs.params)
 
-        found, buffers = exchange_gradients(self.passing, parts, compute)
-        for part, gradients in zip(parts, found, strict=True):
+        found, buffers = exchange_gradients(self.passing, scans, compute)
+        for scan, gradients in zip(scans, found, strict=True):
             sums = self.named(gradients, needs.params)
-            totals.append(self.totals(part.execution, sums))
-            by_own.append(self.own_gradients(part.execution, sums, tensors.own))
+            totals.append(self.totals(scan.execution, sums))
+            by_own.append(self.own_gradients(scan.execution, sums, tensors.own))
         correction, norm = self.correct(
             [reduce(add, of_norm) for of_norm in zip(*totals, strict=True)]
         )
         inputs: list[Tensor] = []
         if True in needs.inputs:
             inputs = self.execution.new_gradients(Needs(needs.inputs, False, ())).inputs
-            for part, ends in zip(parts, buffers, strict=True):
-                into = [g[:, part.rows] for g in inputs]
-                arriving = incoming_of(incoming, part.rows, ends)
-                self.write(part, arriving, needs.inputs, (tensors, correction), into)
+            for scan, ends in zip(scans, buffers, strict=True):
+                into = [g[:, scan.rows] for g in inputs]
+                arriving = incoming_of(incoming, scan.rows, ends)
+                self.write(scan, arriving, needs.inputs, (tensors, correction), into)
         # Gradients of states that arrived from another process have gone back there.
         states: list[Tensor] = []
         if tensors.states:
@@ -215,13 +225,13 @@ class TrainingCall(Call):
 
     @property
     def _no_correction(self) -> list[Tensor]:
-        return [torch.zeros_like(self.statistics[0][0])] * len(self._means_and_scales)
+        return [torch.zeros_like(self.statistics.by_norm[0][0])] * len(self._means_and_scales)
 
     def _adds_correction(self, needs_inputs: Sequence[bool], xs: Tensors) -> bool:
         """Whether a scan leaves the correction to `_add_correction`. In half precision, the
         gradient before it would be rounded."""
         adds = self.program.adds_correction
-        for needed, x, _ in zip(needs_inputs, xs, self.statistics, strict=False):
+        for needed, x, _ in zip(needs_inputs, xs, self.statistics.by_norm, strict=False):
             adds = adds and needed and x.dtype is torch.float32
         return adds
 
@@ -232,7 +242,7 @@ class TrainingCall(Call):
         from spikefuse.kernels.norm_numba import add_correction
 
         layout = execution.layout
-        for i, (mean, *_) in enumerate(self.statistics):
+        for i, (mean, *_) in enumerate(self.statistics.by_norm):
             x, written = layout.conform(xs[i]), layout.conform(grads[i])
             strides = *layout.strides(x), *layout.strides(written)
             grouping, coefficients = (layout.inner, layout.channel_inner), correction[2 * i :]
@@ -242,23 +252,23 @@ class TrainingCall(Call):
 
     def reduce(
         self,
-        part: MicrobatchScan,
+        scan: MicrobatchScan,
         incoming: Incoming,
         needs_own: Sequence[bool],
         needs_inputs: tuple[bool, ...] | None = None,
     ) -> ScanGradients:
         """The first pass: gradients of the initial states and of the needed inputs (default: none),
         and sums per neuron."""
-        needs_inputs = needs_inputs or (False,) * len(part.arguments.inputs)
+        needs_inputs = needs_inputs or (False,) * len(scan.arguments.inputs)
         needed = self.program.sums(needs_own).needed
-        needs = Needs(needs_inputs, bool(part.arguments.states), needed)
-        gradients = part.execution.new_gradients(needs)
+        needs = Needs(needs_inputs, bool(scan.arguments.states), needed)
+        gradients = scan.execution.new_gradients(needs)
         variant = REBUILD if self.rebuilds else PLAIN
-        return part.execution.backward(part.arguments, part.saved, incoming, gradients, variant)
+        return scan.execution.backward(scan.arguments, scan.saved, incoming, gradients, variant)
 
     def write(
         self,
-        part: MicrobatchScan,
+        scan: MicrobatchScan,
         incoming: Incoming,
         needs_inputs: Sequence[bool],
         values: tuple[BlockTensors, Tensors],
@@ -271,16 +281,16 @@ class TrainingCall(Call):
             values: the block's tensors, of which only the parameters are read, and the correction.
         """
         tensors, correction = values
-        adds = self._adds_correction(needs_inputs, part.arguments.inputs)
+        adds = self._adds_correction(needs_inputs, scan.arguments.inputs)
         params = self.arguments_of(tensors, self._no_correction if adds else correction).params
-        (inputs, states, _, scalars), execution = part.arguments, part.execution
+        (inputs, states, _, scalars), execution = scan.arguments, scan.execution
         arguments = Arguments(inputs, states, params, scalars)
         none = (False,) * len(self.program.tensors)
         # The gradients of the initial states are computed again, but not read.
         needs = Needs(tuple(needs_inputs), bool(states), none)
         gradients = execution.new_gradients(needs, into)
         variant = REBUILD if rebuild else PLAIN
-        execution.backward(arguments, part.saved, incoming, gradients, variant)
+        execution.backward(arguments, scan.saved, incoming, gradients, variant)
         if adds:
             self._add_correction(gradients.inputs, inputs, correction, execution)
         return gradients.inputs
@@ -293,9 +303,10 @@ class TrainingCall(Call):
         """The results of `gradient_sums` for the sums of a first pass, of each norm."""
         shift, backend = sums["shift"], self.program.backend
         place = execution.layout.by_channel(len(shift))
-        number = self.number if isinstance(self.number, float) else 1.0
+        by_norm, number, _ = self.statistics
+        number = number if isinstance(number, float) else 1.0
         found = []
-        for scale, statistics in zip(SCALES, self.statistics, strict=False):
+        for scale, statistics in zip(SCALES, by_norm, strict=False):
             found.append(gradient_sums(sums[scale], shift, statistics, place, number, backend))
         return found
 
@@ -303,11 +314,12 @@ class TrainingCall(Call):
         """The corrections (offset and slope of each norm), and the gradients of the shift and the
         weights."""
         corrections, weights = [], []
+        _, number, collectives = self.statistics
         for total in totals:
-            if self.collectives is not None:
+            if collectives is not None:
                 everywhere = total[:2]  # changed in place
-                self.collectives.sum(everywhere)
-                everywhere /= self.number
+                collectives.sum(everywhere)
+                everywhere /= number
             offset, slope, by_weight, by_shift = total.unbind(0)
             corrections += [offset, slope]
             weights.append(by_weight)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.block.batch_norm import RankedNorm
+from spikefuse.block.batch_norm import CollectiveNorm
 from spikefuse.block.fused_norm import FusedNorm
 from spikefuse.distributed.links import AxisCollectives
 from spikefuse.kernels.running import Running, update_running_stats
@@ -18,7 +18,7 @@ from spikefuse.kernels.running import Running, update_running_stats
 _EPS = 1e-5
 
 
-class AxisNorm(RankedNorm):
+class AxisNorm(CollectiveNorm):
     """A batch norm whose training statistics include all ranks of an axis.
 
     The result is that of one process with all values, to rounding, running statistics included.

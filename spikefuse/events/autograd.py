@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spikefuse.events.format import Events
 from spikefuse.neurons.definition import Definition
-from spikefuse.scan.double_backward import once
+from spikefuse.scan.double_backward import refuse_double_backward
 
 if TYPE_CHECKING:
     from spikefuse.events.layer_numba import FusedLayer
@@ -56,7 +56,7 @@ class _Product(torch.autograd.Function):
         with torch.no_grad():
             found, bias, values = ctx.kernels.gradients(ctx.events, grad, weight.t())
         gradients = values, found.t(), bias if ctx.has_bias else None, None, None
-        return once(gradients, grad, weight, ctx.events.values)
+        return refuse_double_backward(gradients, grad, weight, ctx.events.values)
 
 
 def can_fuse(neuron: Definition, weight: Tensor) -> bool:
@@ -109,7 +109,7 @@ class _Layer(torch.autograd.Function):
         with torch.no_grad():
             found, by_bias, values = ctx.fused.backward(ctx.outputs, grad)
         gradients = values, found.t(), None if bias is None else by_bias, None, None
-        return once(gradients, grad, weight, bias, ctx.fused.events.values)
+        return refuse_double_backward(gradients, grad, weight, bias, ctx.fused.events.values)
 
 
 def list_marks(marks: Tensor) -> Events:

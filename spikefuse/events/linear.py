@@ -18,8 +18,7 @@ from spikefuse.events.choice import Choice, choose
 from spikefuse.events.format import Events
 from spikefuse.nn.call import TemporalCall, active
 from spikefuse.nn.neuron import Neuron, backend_of, refuse_class
-from spikefuse.scan.op import Request, refuse_export
-from spikefuse.scan.op import check as check_backend
+from spikefuse.scan.op import Request, check_backend, refuse_export
 
 IMPLEMENTATIONS = ("auto", "numba", "triton", "dense")
 OVERFLOWS = ("drop", "dense", "raise")

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from spikefuse.block import block
 from spikefuse.block.batch_norm import shift_of
 from spikefuse.block.deferred import Outcome, outcomes
-from spikefuse.block.program import BlockProgram, block_program
+from spikefuse.block.program import BlockExecution, BlockProgram, block_program
 from spikefuse.block.training import BlockTensors, TrainingCall
 from spikefuse.kernels import bits
 from spikefuse.memory.microbatch import (
@@ -39,7 +39,7 @@ from spikefuse.nn import neuron
 from spikefuse.nn.call import Saving, TemporalCall, active, inside, mark_binary, wants_bits
 from spikefuse.nn.constant_input import ConstantSequence, unfold
 from spikefuse.scan import op
-from spikefuse.scan.double_backward import once
+from spikefuse.scan.double_backward import refuse_double_backward
 from spikefuse.scan.execution import Wanted, execution_of
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import Request
@@ -107,7 +107,7 @@ class _Whole(torch.autograd.Function):
         # A new leaf, since the input is not saved as it was given.
         leaf = torch.empty(0, requires_grad=True)
         state.snapshot.check()
-        return once((None, *state.backward(grads)), leaf)
+        return refuse_double_backward((None, *state.backward(grads)), leaf)
 
 
 class _Run(Store):
@@ -250,8 +250,8 @@ class _Run(Store):
         execution = execution_of(program.name, (*xs, x)[: len(called.inputs)])
         # Each norm takes its statistics before its input is expanded to the shape of the sum.
         request = Request(tuple(given), final=self._sends, passing=self.passing)
-        plan = block.Plan(program, execution)
-        call = block.training_call(called.norms, plan, request, not program.rebuilds)
+        whole = BlockExecution(program, execution)
+        call = block.training_call(called.norms, whole, request, not program.rebuilds)
         self.calls[segment] = call
         shift = shift_of(called.norms, x)
 
@@ -261,8 +261,8 @@ class _Run(Store):
             others = [] if first else values.sequences(called.inputs[len(xs) :], pieces[0])
             inputs = first.pop() if first else (*pieces, *others)
             names = block.NAMES[: len(inputs)]
-            neuron.check(called.neuron, names, tuple(inputs), None, program.backend)
-            op.check(program.backend, inputs[0])
+            neuron.check_inputs(called.neuron, names, tuple(inputs), None, program.backend)
+            op.check_backend(program.backend, inputs[0])
             execution = execution_of(program.name, inputs)
             arguments = call.arguments_of(BlockTensors(inputs, states, shift, own))
             wanted = Wanted(False, self._sends, wants_bits(inputs[0]))
@@ -399,8 +399,8 @@ class _Run(Store):
         """Run both passes of a block's backward by microbatches."""
         call, states = self.calls.pop(segment), self.states.pop(segment)
         microbatches = grad.microbatches
-        own = self.program(called, call.statistics[0])[1]
-        shift = shift_of(called.norms, call.statistics[0]).detach()
+        own = self.program(called, call.statistics.by_norm[0])[1]
+        shift = shift_of(called.norms, call.statistics.by_norm[0]).detach()
         tensors = BlockTensors((), (), shift, [tensor.detach() for tensor in own])
         needs_own = [tensor.requires_grad for tensor in own]
         sums: dict[str, Tensor] = {}

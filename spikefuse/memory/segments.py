@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spikefuse.block.batch_norm import NORMS, RankedNorm
+from spikefuse.block.batch_norm import NORMS, CollectiveNorm
 from spikefuse.block.block import NAMES, Block, can_normalize_residual, scan
 from spikefuse.block.fused_norm import FusedNorm
 from spikefuse.kernels.norm import by_batch
@@ -179,7 +179,7 @@ class Segments:
     def mixes(self, node: fx.Node) -> bool:
         """Whether a node is a norm outside a block that uses batch statistics."""
         module = self.called.get(node)
-        known = type(module) in NORMS or isinstance(module, RankedNorm | FusedNorm)
+        known = type(module) in NORMS or isinstance(module, CollectiveNorm | FusedNorm)
         return isinstance(module, _BatchNorm) and known and by_batch(module)
 
     def _find_blocks(self) -> dict[fx.Node, BlockCall]:
@@ -375,7 +375,7 @@ def _constants(module: nn.Module) -> dict[str, Any]:
 def _check_norms(net: nn.Module, has_blocks: bool) -> None:
     norms = [m for m in net.modules() if isinstance(m, _BatchNorm)]
     if norms and not has_blocks and not any(isinstance(m, FusedNorm) for m in norms):
-        first = ", before shard_time" if any(isinstance(m, RankedNorm) for m in norms) else ""
+        first = ", before shard_time" if any(isinstance(m, CollectiveNorm) for m in norms) else ""
         raise ValueError(
             f"memory=Checkpoint() needs a fused network: call spikefuse.fuse on it{first}"
         )

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse.neurons.definition import FIRST_OUTPUT, Outputs, States
-from spikefuse.nn.neuron import Neuron, backend_of, check, check_module, checked_names, refuse_class
+from spikefuse.nn.neuron import (
+    Neuron,
+    backend_of,
+    check_inputs,
+    check_module,
+    checked_names,
+    refuse_class,
+)
 from spikefuse.nn.recurrent import NO_SHARDS
 from spikefuse.scan.op import Request
 
@@ -91,7 +98,7 @@ class Feedback(nn.Module):
         if request.passing is not None:
             raise ValueError(NO_SHARDS)
         backend = backend_of(request.inputs, request.backend)
-        check(neuron, type(neuron).input_names, (x,), state, backend, ("spikes",))
+        check_inputs(neuron, type(neuron).input_names, (x,), state, backend, ("spikes",))
         names = request.outputs and (FIRST_OUTPUT, *request.outputs)
         own: States | None = None
         spikes = torch.zeros_like(x[0])

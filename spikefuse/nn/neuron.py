@@ -120,7 +120,7 @@ class Neuron(Definition):
     def _scan(self, request: Request) -> tuple[Outputs, States]:
         inputs, state = request.inputs, request.state
         backend = backend_of(inputs, request.backend)
-        check(self, type(self).input_names, inputs, state, backend)
+        check_inputs(self, type(self).input_names, inputs, state, backend)
         if backend == "reference":
             return reference.scan(with_outputs(self, request.outputs), inputs, state)
         bits = wants_bits(inputs[0])
@@ -179,7 +179,7 @@ def refuse_class(name: str, value: Any) -> None:
         raise TypeError(f"{name} is the class {kind}: expected an instance, as in {call}")
 
 
-def check(
+def check_inputs(
     neuron: Neuron,
     names: tuple[str, ...],
     inputs: tuple[Tensor, ...],

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from spikefuse.kernels import pool
 from spikefuse.kernels.triton_runtime import interpreted
 from spikefuse.nn.call import active
-from spikefuse.scan.op import check, is_plain
+from spikefuse.scan.op import check_backend, is_plain
 
 # Values of an input from which a kernel on a CPU is faster than PyTorch's.
 MIN_VALUES = 1 << 16
@@ -75,7 +75,7 @@ def max_pool2d(
     if maps is None or (backend == "numba" and not maps.has_pairs):
         y = F.max_pool2d(input, kernel_size, stride, padding, 1, ceil_mode)
     else:
-        check(backend, input)
+        check_backend(backend, input)
         y = pool.max_pool2d(input, maps, backend)
         if active.observer is not None:
             active.observer.pool(input, y)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from spikefuse import reference
 from spikefuse.neurons.definition import FIRST_OUTPUT, Outputs, States, with_outputs
 from spikefuse.nn.call import mark_binary, wants_bits
-from spikefuse.nn.neuron import Neuron, backend_of, check, checked_names, refuse_class
+from spikefuse.nn.neuron import Neuron, backend_of, check_inputs, checked_names, refuse_class
 from spikefuse.scan.op import Request
 from spikefuse.scan.recurrent import recurrent_scan
 
@@ -145,7 +145,7 @@ class Recurrent(nn.Module):
         if request.passing is not None:
             raise ValueError(NO_SHARDS)
         backend = backend_of(inputs, request.backend)
-        check(neuron, type(neuron).input_names, inputs, state, backend, ("spikes",))
+        check_inputs(neuron, type(neuron).input_names, inputs, state, backend, ("spikes",))
         if inputs[0].ndim != 3 or inputs[0].shape[2] != self.features:
             raise ValueError(
                 f"Recurrent: the input has shape {list(inputs[0].shape)}: expected "

@@ -27,7 +27,9 @@ class _Refused(torch.autograd.Function):
     backward = staticmethod(no_double_backward)
 
 
-def once(grads: Sequence[Tensor | None], *read: Tensor | None) -> tuple[Tensor | None, ...]:
+def refuse_double_backward(
+    grads: Sequence[Tensor | None], *read: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """The gradients that a backward pass returns, which with `create_graph` raise an error when
     they are differentiated; `read` are the tensors that they were computed from."""
     if not torch.is_grad_enabled():

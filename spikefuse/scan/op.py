@@ -24,7 +24,7 @@ from spikefuse.kernels.triton_runtime import interpreted
 from spikefuse.neurons.definition import Definition, States, channel_view, with_outputs
 from spikefuse.neurons.surrogate import no_gradient
 from spikefuse.scan import state_passing
-from spikefuse.scan.double_backward import no_double_backward, once
+from spikefuse.scan.double_backward import no_double_backward, refuse_double_backward
 from spikefuse.scan.execution import (
     Arguments,
     Execution,
@@ -93,7 +93,7 @@ def scan(definition: Definition, request: Request) -> tuple[Results, tuple[bool,
         The results, and for each output whether all its values are sure to be 0 or 1.
     """
     inputs = request.inputs
-    check(request.backend, inputs[0])
+    check_backend(request.backend, inputs[0])
     name, binary, scalars, params = choose(definition, request.backend, inputs[0], request.outputs)
     arguments = Arguments(inputs, request.state or (), params, scalars)
     wanted = Wanted(False, request.final, request.bits)
@@ -226,7 +226,8 @@ class _Eager(torch.autograd.Function):
         return None, None, *_differentiate(ctx.call, ctx.saved_tensors, grads, needed)
 
 
-# That of torch.autograd.Function first looks for transforms, which `is_plain` or `check` excludes.
+# That of torch.autograd.Function first looks for transforms, which `is_plain` or `check_backend`
+# excludes.
 _apply = super(torch.autograd.Function, _Eager).apply
 
 
@@ -241,7 +242,7 @@ def _differentiate(
         if torch.is_grad_enabled():
             with torch.no_grad():
                 found = call.backward(tensors, grads, needed)
-            found = once(found, *tensors, *grads)
+            found = refuse_double_backward(found, *tensors, *grads)
         else:
             found = call.backward(tensors, grads, needed)
     else:
@@ -291,10 +292,10 @@ class ScanCall(Call):
             if params:
                 params = execution.reduce(params, [*compress(arguments.params, needs.params)])
         else:
-            parts = state_passing.split(self.passing, self.programs[0], arguments)
-            parts = state_passing.restored(parts, saved, self.microbatches)
+            scans = state_passing.split(self.passing, self.programs[0], arguments)
+            scans = state_passing.with_states(scans, saved, self.microbatches)
             inputs = execution.new_gradients(Needs(needs.inputs, False, ())).inputs
-            found = state_passing.scan_backward(self.passing, parts, incoming, needs, inputs)
+            found = state_passing.scan_backward(self.passing, scans, incoming, needs, inputs)
             params = found.params
         states = compress(found.states, needed[self.counts[0] : sum(self.counts)])
         return [*found.inputs, *states, *params]
@@ -346,7 +347,7 @@ def refuse_export() -> None:
         raise NotImplementedError(NO_EXPORT)
 
 
-def check(backend: str, x: Tensor) -> None:
+def check_backend(backend: str, x: Tensor) -> None:
     """Check that kernels of a backend can run on `x`, outside exports and function transforms.
 
     Raises:

@@ -31,12 +31,12 @@ from spikefuse.scan.execution import (
     execution_of,
     launcher_of,
 )
-from spikefuse.scan.op import Call, Request, check, choose, execute, register
+from spikefuse.scan.op import Call, Request, check_backend, choose, execute, register
 from spikefuse.scan.program import FLOAT, Operands, program, sizes_of
 
 # Values of a sequence whose states backward recomputes at a time. Each state, and what is fed back,
 # takes as much memory. Shorter chunks would take longer on a GPU.
-REPLAYED = 1 << 22
+CHUNK_VALUES = 1 << 22
 
 
 def recurrent_scan(
@@ -55,7 +55,7 @@ def recurrent_scan(
         output of the last step; and for each output whether all its values are sure to be 0 or 1.
     """
     inputs, states, backend = request.inputs, request.state or (), request.backend
-    check(backend, inputs[0])
+    check_backend(backend, inputs[0])
     name, binary, scalars, params = choose(definition, backend, inputs[0], request.outputs)
     replay = choose(definition, backend, inputs[0], (FIRST_OUTPUT, *definition.states)).name
     call = RecurrentCall([name, replay], [len(inputs), len(states)], scalars)
@@ -121,8 +121,8 @@ class RecurrentCall(Call):
             return [grad.zero_() for grad in self.new_gradients(tensors, grads, needed)]
         arguments, start, weight = self.split([current, *others])
         chain = _Chain(self, arguments, weight, grads, needed)
-        for steps, part, before in reversed(self._chunks(self._replayed(arguments), start)):
-            chain.run(steps, part, before)
+        for steps, chunk, before in reversed(self._chunks(self._replayed(arguments), start)):
+            chain.run(steps, chunk, before)
         found = [*chain.inputs]
         if start is not None:
             assert chain.sent is not None
@@ -163,17 +163,17 @@ class RecurrentCall(Call):
         states before them, and what was fed back before them."""
         num_steps, *shape = arguments.inputs[0].shape
         # Of nearly equal lengths, since the longest one takes the most memory.
-        length = -(-num_steps // -(-num_steps * math.prod(shape) // REPLAYED))
+        length = -(-num_steps // -(-num_steps * math.prod(shape) // CHUNK_VALUES))
         found = []
         memory: list[Tensor] | None = None
         for first in range(0, num_steps, length):
             steps = slice(first, first + length)
-            part = arguments._replace(inputs=[x[steps].contiguous() for x in arguments.inputs])
-            found.append((steps, part, start))
+            chunk = arguments._replace(inputs=[x[steps].contiguous() for x in arguments.inputs])
+            found.append((steps, chunk, start))
             if first + length < num_steps:
-                execution = execution_of(self.programs[1], part.inputs)
+                execution = execution_of(self.programs[1], chunk.inputs)
                 results = execution.new_results(Wanted(final=True), memory)
-                memory = execution.forward(part, results).outputs
+                memory = execution.forward(chunk, results).outputs
                 arguments = arguments._replace(states=results.finals)
                 start = results.outputs[0][-1].clone()
         return found
@@ -240,14 +240,14 @@ class _Chain:
         self.params: list[Tensor] = []
         self.matrix: Tensor | None = None
 
-    def run(self, steps: slice, part: Arguments, before: Tensor | None) -> None:
+    def run(self, steps: slice, chunk: Arguments, before: Tensor | None) -> None:
         """Extend the chain by the steps before those of the last call.
 
         Args:
-            part: the arguments of the replay of these steps, and the states before them.
+            chunk: the arguments of the replay of these steps, and the states before them.
             before: what was fed back before them.
         """
-        y, *past = self.call._replay(part, before)
+        y, *past = self.call._replay(chunk, before)
         written = [x[steps] for x in self.inputs]
         if written[0].dtype != torch.float32:
             # The chain is float32. A kernel reads the states of a step before it writes its result.

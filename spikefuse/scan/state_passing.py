@@ -137,8 +137,8 @@ def split(passing: StatePassing, name: str, arguments: Arguments) -> list[Microb
     for rows in microbatches:
         inputs = [x[:, rows] for x in arguments.inputs]
         states = [s[rows] for s in arguments.states]
-        part = arguments._replace(inputs=inputs, states=states)
-        found.append(MicrobatchScan(rows, execution_of(name, inputs), part, []))
+        own = arguments._replace(inputs=inputs, states=states)
+        found.append(MicrobatchScan(rows, execution_of(name, inputs), own, []))
     return found
 
 
@@ -152,34 +152,34 @@ def scan_forward(
         microbatches, for autograd to save, and their numbers in each. Bits are written for a single
         microbatch only.
     """
-    parts = split(passing, name, arguments)
+    scans = split(passing, name, arguments)
     outputs = execution_of(name, arguments.inputs).new_results(Wanted()).outputs
     receives = not passing.is_first
-    speculates = receives and passing.speculates and parts[0].execution.program.repairs
+    speculates = receives and passing.speculates and scans[0].execution.program.repairs
     # A repair ends where a saved state is what it was.
     inner = Wanted(
         save=wanted.save or speculates,
         final=wanted.final or not passing.is_last,
-        bits=wanted.bits and len(parts) == 1,
+        bits=wanted.bits and len(scans) == 1,
     )
 
-    def compute(part: MicrobatchScan, states: list[Tensor]) -> Results:
-        results = part.execution.new_results(inner, [y[:, part.rows] for y in outputs])
-        return part.execution.forward(part.arguments._replace(states=states), results)
+    def compute(scan: MicrobatchScan, states: list[Tensor]) -> Results:
+        results = scan.execution.new_results(inner, [y[:, scan.rows] for y in outputs])
+        return scan.execution.forward(scan.arguments._replace(states=states), results)
 
-    buffers = [part.execution.new_steps() if receives else list(part.arguments.states)
-               for part in parts]  # fmt: skip
+    buffers = [scan.execution.new_steps() if receives else list(scan.arguments.states)
+               for scan in scans]  # fmt: skip
     channel = passing.forward(buffers)
-    found = [compute(part, []) for part in parts] if speculates else []
+    found = [compute(scan, []) for scan in scans] if speculates else []
     tensors: list[Tensor] = []
     counts: list[tuple[int, int]] = []
-    for i, part in enumerate(parts):
+    for i, scan in enumerate(scans):
         states = channel.receive(i)
         if speculates:
-            repaired = part.arguments._replace(states=states)
-            part.execution.forward(repaired, found[i], repair=True)
+            repaired = scan.arguments._replace(states=states)
+            scan.execution.forward(repaired, found[i], repair=True)
         else:
-            found.append(compute(part, states))
+            found.append(compute(scan, states))
         saved = (found[i].saved or []) if wanted.save else []
         tensors += [*states, *saved]
         counts.append((len(states), len(saved)))
@@ -194,7 +194,7 @@ def scan_forward(
 
 def scan_backward(
     passing: StatePassing,
-    parts: Sequence[MicrobatchScan],
+    scans: Sequence[MicrobatchScan],
     incoming: Incoming,
     needs: Needs,
     inputs: list[Tensor],
@@ -208,24 +208,24 @@ def scan_backward(
         The gradients, among them reduced ones of the parameters.
     """
     # Gradients of states that arrived go back to the process that sent the states.
-    needs = needs._replace(states=bool(parts[0].arguments.states))
+    needs = needs._replace(states=bool(scans[0].arguments.states))
 
     def compute(i: int, ends: list[Tensor]) -> ScanGradients:
-        rows, execution, arguments, saved = parts[i]
+        rows, execution, arguments, saved = scans[i]
         into = execution.new_gradients(needs, [g[:, rows] for g in inputs])
         return execution.backward(arguments, saved, incoming_of(incoming, rows, ends), into)
 
-    found, _ = exchange_gradients(passing, parts, compute)
+    found, _ = exchange_gradients(passing, scans, compute)
     states = [torch.cat(rows) for rows in zip(*[g.states for g in found], strict=True)]
-    params = list(compress(parts[0].arguments.params, needs.params))
-    reduced = [parts[i].execution.reduce(g.params, params) for i, g in enumerate(found)]
+    params = list(compress(scans[0].arguments.params, needs.params))
+    reduced = [scans[i].execution.reduce(g.params, params) for i, g in enumerate(found)]
     totals = [reduce(operator.add, terms) for terms in zip(*reduced, strict=True)]
     return ScanGradients(needs, inputs, states, totals)
 
 
 def exchange_gradients(
     passing: StatePassing,
-    parts: Sequence[MicrobatchScan],
+    scans: Sequence[MicrobatchScan],
     compute: Callable[[int, list[Tensor]], ScanGradients],
 ) -> tuple[list[ScanGradients], Buffers]:
     """Differentiate microbatches, with repair where kernels support it.
@@ -237,13 +237,13 @@ def exchange_gradients(
         What `compute` returned, and the gradients of the final states that arrived.
     """
     receives = not passing.is_last
-    speculates = receives and passing.speculates and parts[0].execution.program.repairs
-    channel = passing.backward([p.execution.new_steps() if receives else [] for p in parts])
-    found = [compute(i, []) for i in range(len(parts))] if speculates else []
-    for i in range(len(parts)):
+    speculates = receives and passing.speculates and scans[0].execution.program.repairs
+    channel = passing.backward([p.execution.new_steps() if receives else [] for p in scans])
+    found = [compute(i, []) for i in range(len(scans))] if speculates else []
+    for i in range(len(scans)):
         ends = channel.receive(i)
         if speculates:
-            _, execution, arguments, saved = parts[i]
+            _, execution, arguments, saved = scans[i]
             execution.backward(arguments, saved, Incoming((), ends), found[i], REPAIR)
         else:
             found.append(compute(i, ends))
@@ -261,13 +261,13 @@ def incoming_of(incoming: Incoming, rows: slice | None, ends: Tensors) -> Incomi
     return Incoming(outputs, [b if a is None else a + b for a, b in zip(own, ends, strict=True)])
 
 
-def restored(
-    parts: Sequence[MicrobatchScan], tensors: Sequence[Tensor], counts: Sequence[tuple[int, int]]
+def with_states(
+    scans: Sequence[MicrobatchScan], tensors: Sequence[Tensor], counts: Sequence[tuple[int, int]]
 ) -> list[MicrobatchScan]:
-    """Microbatches from `split`, with the states that `scan_forward` gave to save."""
+    """Scans from `split`, with the states that `scan_forward` returned to be saved."""
     rest = iter(tensors)
     found = []
-    for part, (num_states, num_saved) in zip(parts, counts, strict=True):
-        arguments = part.arguments._replace(states=[*islice(rest, num_states)])
-        found.append(part._replace(arguments=arguments, saved=[*islice(rest, num_saved)]))
+    for scan, (num_states, num_saved) in zip(scans, counts, strict=True):
+        arguments = scan.arguments._replace(states=[*islice(rest, num_states)])
+        found.append(scan._replace(arguments=arguments, saved=[*islice(rest, num_saved)]))
     return found

@@ -72,7 +72,7 @@ def test_weights_that_do_not_fit(features, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("length", [4, 10])
 def test_cuda_graph(features, dtype, length, monkeypatch):
-    monkeypatch.setattr(recurrent, "REPLAYED", length * 32 * features)
+    monkeypatch.setattr(recurrent, "CHUNK_VALUES", length * 32 * features)
     made = layer(sf.LIF(0.75), features, "cuda")
     x = on_grid((10, 32, features), "cuda").to(dtype).requires_grad_()
 
@@ -117,7 +117,7 @@ def test_peak_memory(monkeypatch):
     made = layer(sf.LIF(0.75), 256, "cuda")
     x = torch.randn(50, 64, 256, device="cuda", requires_grad=True)
     grad = torch.randn_like(x)
-    monkeypatch.setattr(recurrent, "REPLAYED", 5 * 64 * 256)
+    monkeypatch.setattr(recurrent, "CHUNK_VALUES", 5 * 64 * 256)
 
     def peak(impl):
         gc.collect()  # else what earlier tests left may be freed meanwhile

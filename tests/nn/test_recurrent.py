@@ -161,7 +161,7 @@ def test_backward_in_chunks(backends, monkeypatch):
     x = on_grid((11, 6, 20), backends.device)
     state = state_of(made.neuron, (6, 20), backends.device)
     for length in (1, 4):
-        monkeypatch.setattr(recurrent, "REPLAYED", length * 6 * 20)
+        monkeypatch.setattr(recurrent, "CHUNK_VALUES", length * 6 * 20)
         for impl in backends.impls:
             check_gradients(made, [x], state, impl)
             check_gradients(made, [x], None, impl)
@@ -171,7 +171,7 @@ def test_backward_in_chunks(backends, monkeypatch):
 @pytest.mark.parametrize("length", [4, 11])
 def test_gradients_take_the_memory_of_currents_once(length, dtype, backends, monkeypatch):
     """The last backward through a graph overwrites what was saved; those before must not."""
-    monkeypatch.setattr(recurrent, "REPLAYED", length * 6 * 20)
+    monkeypatch.setattr(recurrent, "CHUNK_VALUES", length * 6 * 20)
     made = layer(sf.ALIF(0.75, 0.75), 20, backends.device)
     x = on_grid((11, 6, 20), backends.device).to(dtype).requires_grad_()
     for impl in backends.impls:
