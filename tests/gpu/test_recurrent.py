@@ -9,13 +9,13 @@ from torch import nn
 import spikefuse as sf
 from spikefuse.scan import launch_triton, recurrent
 from spikefuse.testing import DTYPES
+from tests.grid import on_grid
 from tests.nn.recurrent_layers import (
     check_gradients,
     check_steps,
     inputs_of,
     layer,
     network,
-    on_grid,
     state_of,
 )
 

@@ -13,6 +13,7 @@ from spikefuse.memory import Checkpoint, checkpoint, microbatch
 from spikefuse.models import MODELS
 from spikefuse.nn.neuron import Neuron
 from spikefuse.testing import make_input
+from tests.grid import with_exact_layers
 from tests.memory.measuring import Allocations, Peak, packings
 from tests.memory.networks import Mixed, assert_same, fused, step, train
 
@@ -387,6 +388,7 @@ def test_outputs(backends):
             super().__init__()
             self.block = Block(nn.BatchNorm2d(3), sf.LIF())
             self.conv, self.weight = nn.Conv2d(3, 3, 1), nn.Parameter(torch.ones(3, 1, 1))
+            with_exact_layers(self)
 
         def forward(self, x):
             s = self.block(x * (self.weight + 1))

@@ -6,10 +6,7 @@ from torch import nn
 import spikefuse as sf
 from spikefuse import reference
 from spikefuse.testing import poisoned
-
-# Values on this grid, and sums of a few hundred of them, are exact in float32 in any order, and
-# most in bfloat16.
-GRID = 1 / 64
+from tests.grid import on_grid
 
 
 class Scaled(sf.Neuron):
@@ -26,12 +23,6 @@ class Scaled(sf.Neuron):
         h = self.decay * v + x
         s = self.surrogate(h - 1.0)
         return (s, self.gain * h + self.offset), (h * (1 - s),)
-
-
-def on_grid(shape, device="cpu", seed=0, spread=0.5):
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(shape, generator=generator) * spread
-    return ((drawn / GRID).round() * GRID).clamp(-2, 2).to(device)
 
 
 def layer(neuron, features, device="cpu", **options):

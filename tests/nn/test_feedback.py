@@ -7,7 +7,8 @@ from torch import nn
 import spikefuse as sf
 from spikefuse import reference
 from spikefuse.scan.state_passing import StatePassing
-from tests.nn.recurrent_layers import Scaled, layer, on_grid
+from tests.grid import on_grid
+from tests.nn.recurrent_layers import Scaled, layer
 
 
 def test_a_convolution(device):

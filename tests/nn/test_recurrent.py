@@ -14,6 +14,7 @@ from spikefuse.memory import Bits, Checkpoint, SaveAll
 from spikefuse.scan import launch_numba, launch_triton, recurrent
 from spikefuse.testing import DTYPES, ROUNDING
 from tests.definitions import DEFINITIONS, RESETS, RESETS_OF, SMOOTH, make
+from tests.grid import on_grid
 from tests.nn.recurrent_layers import (
     Scaled,
     check_gradients,
@@ -21,7 +22,6 @@ from tests.nn.recurrent_layers import (
     inputs_of,
     layer,
     network,
-    on_grid,
     state_of,
     tensors,
 )

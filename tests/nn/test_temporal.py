@@ -17,6 +17,7 @@ from spikefuse.nn import EventLinear, Events, temporal
 from spikefuse.nn.call import active
 from spikefuse.scan.state_passing import StatePassing
 from spikefuse.testing import make_input
+from tests.grid import rounded, with_exact_layers
 
 
 def convolutional() -> sf.Temporal:
@@ -98,11 +99,11 @@ def test_the_backends_agree(backends):
 
 @pytest.mark.parametrize("sizes", [(1,) * 12, (5, 7), (4, 4, 4)], ids=str)
 def test_streaming_equals_one_call(sizes):
-    net = convolutional().eval()
+    net, x = with_exact_layers(convolutional().eval()), rounded(IMAGES)
     with torch.no_grad():
-        expected, final = net(IMAGES, return_state=True)
+        expected, final = net(x, return_state=True)
         pieces, state = [], None
-        for chunk in IMAGES.split(sizes):
+        for chunk in x.split(sizes):
             y, state = net(chunk, state=state, return_state=True)
             pieces.append(y)
     assert torch.equal(torch.cat(pieces), expected)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spikefuse as sf
 from spikefuse.transforms.convert import convert
+from tests.grid import on_grid, with_exact_layers
 
 
 def clock_driven(module: str):
@@ -123,7 +124,7 @@ def test_compiled_fused_and_exportable():
 
 def test_calls_outside_temporal_are_refused():
     net = nn.Sequential(nn.Linear(20, 20), LIFNode(v_threshold=0.1), nn.Linear(20, 3))
-    ours, x = sf.convert(net), torch.randn(6, 2, 20)
+    ours, x = sf.convert(with_exact_layers(net)), on_grid((6, 2, 20))
     message = r"Sequential was converted for one time step .*outside Temporal.*Temporal\(net\)\(x\)"
     for step in (ours, copy.deepcopy(ours)):
         with pytest.raises(ValueError, match=message):
