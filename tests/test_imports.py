@@ -327,6 +327,17 @@ def test_the_checker_counts_lines(tmp_path: Path) -> None:
     assert found == "nn/a.py: 501 lines, more than 500"
 
 
+def test_no_two_classes_share_a_name() -> None:
+    """Except for a neuron's definition and its module, which `nn/zoo.py` makes of it."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        if file != PACKAGE / "nn" / "zoo.py":
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    found.setdefault(node.name, []).append(module_name(PACKAGE, file))
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
 def test_no_test_file_is_imported() -> None:
     """What several files of tests/ share is in modules without tests."""
     tests, found = Path(__file__).parent, []

@@ -104,7 +104,7 @@ def train(
     shift = shift_of(norms, request.inputs[0])
     tensors = [*request.inputs, *states, *program.own, shift, *weights, *found]
     counts, saves_states = [len(request.inputs), len(states)], saves_states or not program.rebuilds
-    call = BlockCall([program.name], counts, program.scalars, saves_states=saves_states)
+    call = TracedTrainingCall([program.name], counts, program.scalars, saves_states=saves_states)
     return op.execute(call, tensors, request.final)
 
 
@@ -133,7 +133,7 @@ def _statistics_fake(
     return values, values.new_empty((x.shape[2],))
 
 
-class BlockCall(Call):
+class TracedTrainingCall(Call):
     """A block in training, in a traced graph. Its tensors are those of a `TrainingCall`, and the
     statistics of each norm."""
 
@@ -169,4 +169,4 @@ class BlockCall(Call):
 
 
 op.implement("norm_statistics", _statistics, _statistics_fake)
-op.register(BlockCall)
+op.register(TracedTrainingCall)

@@ -28,7 +28,7 @@ PIECE = 256
 '''
 
 
-class Emitter(Variables):
+class NumbaEmitter(Variables):
     """A scan. Backward adds gradients of parameters to sums per channel. A range of neurons has
     sums of its own: there are `rows` of them, of which it takes the one at its first neuron's
     share."""

@@ -36,7 +36,7 @@ for head in range(N // width):
 """.splitlines()
 
 
-class Emitter(emit_numba.Emitter):
+class RecurrentNumbaEmitter(emit_numba.NumbaEmitter):
     """A scan with feedback.
 
     `forward` adds the product of the weights with the first output of the previous step to the

@@ -84,7 +84,7 @@ else:
 """
 
 
-class Emitter(emit_triton.Emitter):
+class RecurrentTritonEmitter(emit_triton.TritonEmitter):
     """A scan with feedback.
 
     `forward` adds the product of the weights with the first output of the previous step to the

@@ -44,7 +44,7 @@ def chunk(num_steps: int) -> int:
     return -(-num_steps // -(-num_steps // LONGEST))
 
 
-class Emitter(Variables):
+class TritonEmitter(Variables):
     """A scan. Its kernels walk in chunks of CHUNK steps whose loads are issued together. Separate
     code handles the partial chunk at the end, so whole chunks need no masks in time."""
 

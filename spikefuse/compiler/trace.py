@@ -162,7 +162,7 @@ def capture(
     """
     inputs = [torch.full((), 0.5, dtype=torch.float32, device="cpu") for _ in names]
     step = f"the derivative of {definition}.step" if gradients else f"{definition}.step"
-    recorder = _Recorder(dict(zip(names, inputs, strict=True)), step, gradients)
+    recorder = _OperationRecorder(dict(zip(names, inputs, strict=True)), step, gradients)
     try:
         with recorder, _ForbidReads(step):
             results = function(*inputs)
@@ -245,7 +245,7 @@ class _ForbidReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Recorder(TorchDispatchMode):
+class _OperationRecorder(TorchDispatchMode):
     """Runs a step or its reverse eagerly and records every operation."""
 
     def __init__(self, inputs: dict[str, Tensor], step: str, gradients: bool) -> None:

@@ -68,7 +68,7 @@ ARCHIVE_BYTES = 80_000 * IMAGE_BYTES  # 60000 images, the names of the classes, 
 
 
 @dataclass(frozen=True)
-class Layout:
+class CifarFiles:
     """How a data set is published.
 
     Args:
@@ -110,7 +110,7 @@ class Layout:
         return self.name.upper().replace("CIFAR", "CIFAR-")
 
 
-CIFAR10 = Layout(
+CIFAR10 = CifarFiles(
     name="cifar10",
     archive="cifar-10-binary.tar.gz",
     sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
@@ -120,7 +120,7 @@ CIFAR10 = Layout(
     labels={"labels": 10},
     batch_bytes=10_000 * IMAGE_BYTES,
 )
-CIFAR100 = Layout(
+CIFAR100 = CifarFiles(
     name="cifar100",
     archive="cifar-100-binary.tar.gz",
     sha256="58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec",
@@ -136,7 +136,7 @@ Batches = dict[str, tuple[Path, bytes]]
 
 
 def load_cifar(
-    layout: Layout, label: str, directory: Path, download: bool
+    layout: CifarFiles, label: str, directory: Path, download: bool
 ) -> tuple[Images, Images]:
     """Load training and test images from binary batches, Python batches, or a published archive.
 
@@ -173,7 +173,7 @@ load_cifar100 = partial(load_cifar, CIFAR100, "fine_labels")
 load_cifar100_coarse = partial(load_cifar, CIFAR100, "coarse_labels")
 
 
-def _find_batches(layout: Layout, folders: tuple[Path, Path]) -> Batches | None:
+def _find_batches(layout: CifarFiles, folders: tuple[Path, Path]) -> Batches | None:
     limit = layout.batch_bytes
     for inner, ending in layout.forms:
         for folder in (base / sub for base in folders for sub in ("", inner)):
@@ -204,7 +204,7 @@ class _Bounded:
         return content
 
 
-def _read_archive(layout: Layout, archive: Path) -> Batches:
+def _read_archive(layout: CifarFiles, archive: Path) -> Batches:
     wanted = {f"{name}{ending}": name for name in layout.batches for ending in ("", ".bin")}
     batches: Batches = {}
     with opened(archive) as file:
@@ -230,7 +230,7 @@ def _read_archive(layout: Layout, archive: Path) -> Batches:
     return batches
 
 
-def _parse(layout: Layout, label: str, path: Path, content: bytes) -> Images:
+def _parse(layout: CifarFiles, label: str, path: Path, content: bytes) -> Images:
     """Parse one batch; byte 0x80 begins a pickle, and is never a label in a binary batch."""
     if content[:1] == b"\x80":
         pixels, labels = _unpickle(layout, label, path, content)
@@ -301,7 +301,7 @@ class _ArrayUnpickler(pickle._Unpickler):
 
 
 def _unpickle(
-    layout: Layout, label: str, path: Path, content: bytes
+    layout: CifarFiles, label: str, path: Path, content: bytes
 ) -> tuple[np.ndarray, np.ndarray]:
     try:
         batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()

@@ -83,10 +83,10 @@ def layer(events: Events, neuron: Definition, weight: Tensor, bias: Tensor | Non
     inputs = events.values, weight, bias
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):
         return outputs
-    return outputs.with_values(_Layer.apply(*inputs, fused, outputs))
+    return outputs.with_values(_EventLayer.apply(*inputs, fused, outputs))
 
 
-class _Layer(torch.autograd.Function):
+class _EventLayer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

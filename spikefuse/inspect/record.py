@@ -143,14 +143,14 @@ def record(
             neuron of an `EventLinear` is asked for; or the call trains under `Checkpoint()`, which
             runs layers several times and in microbatches.
     """
-    recorder = _Recorder(net, neurons, states, layers, grad)
+    recorder = _RecordObserver(net, neurons, states, layers, grad)
     with recorder.observing():
         yield recorder.record
     recorder.resolve()
     recorder.record._check()
 
 
-class _Recorder(ModuleObserver):
+class _RecordObserver(ModuleObserver):
     def __init__(
         self, net: nn.Module, neurons: Names, states: Names, layers: Names, grad: bool
     ) -> None:

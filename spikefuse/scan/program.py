@@ -217,10 +217,10 @@ class Program:
 
 # By backend, and whether outputs are fed back.
 _EMITTERS: dict[tuple[str, bool], type[Variables]] = {
-    ("numba", False): emit_numba.Emitter,
-    ("numba", True): emit_recurrent_numba.Emitter,
-    ("triton", False): emit_triton.Emitter,
-    ("triton", True): emit_recurrent_triton.Emitter,
+    ("numba", False): emit_numba.NumbaEmitter,
+    ("numba", True): emit_recurrent_numba.RecurrentNumbaEmitter,
+    ("triton", False): emit_triton.TritonEmitter,
+    ("triton", True): emit_recurrent_triton.RecurrentTritonEmitter,
 }
 # Neither tracing nor the import of generated source is thread-safe.
 _compiling = threading.RLock()

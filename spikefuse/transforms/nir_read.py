@@ -85,7 +85,7 @@ def from_nir(graph: Any, *, dt: float, surrogate: Surrogate | None = None) -> fx
 
 
 @dataclass
-class _Layer:
+class _LayerModule:
     """The module of a node, and for a neuron the factor of its input."""
 
     module: nn.Module
@@ -98,7 +98,7 @@ class _Reader:
     def __init__(self, dt: float, surrogate: Surrogate) -> None:
         self.dt, self.surrogate = dt, surrogate
         self.refused: list[str] = []
-        self.layers: dict[str, _Layer] = {}
+        self.layers: dict[str, _LayerModule] = {}
 
     def read(self, graph: Any) -> fx.GraphModule | None:
         try:
@@ -153,9 +153,9 @@ class _Reader:
                 layer = NEURONS[kind](_Parameters(node, self.dt), Above(self._surrogate()))
             elif kind == "Threshold":
                 threshold = _tensor(_array(node.threshold))
-                layer = _Layer(Threshold(threshold, Above(self._surrogate())))
+                layer = _LayerModule(Threshold(threshold, Above(self._surrogate())))
             elif kind in LAYERS:
-                layer = _Layer(LAYERS[kind](node))
+                layer = _LayerModule(LAYERS[kind](node))
             else:
                 raise Refusal(REASONS.get(kind, "no equivalent of it is known"))
             self.layers[name] = layer
@@ -428,46 +428,48 @@ def _split(factor: np.ndarray, decay: np.ndarray) -> tuple[bool, np.ndarray | No
     return False, np.array(first) if (factor == first).all() else factor
 
 
-def _integrate_and_fire(p: _Parameters, surrogate: Surrogate) -> _Layer:
+def _integrate_and_fire(p: _Parameters, surrogate: Surrogate) -> _LayerModule:
     _, factor = _split(p.r * p.dt, np.zeros(()))
-    return _Layer(zoo.IF(**p.firing(surrogate)), factor)
+    return _LayerModule(zoo.IF(**p.firing(surrogate)), factor)
 
 
-def _integrator(p: _Parameters, surrogate: Surrogate) -> _Layer:
-    return _Layer(zoo.LI(1.0), _split(p.r * p.dt, np.zeros(()))[1])
+def _integrator(p: _Parameters, surrogate: Surrogate) -> _LayerModule:
+    return _LayerModule(zoo.LI(1.0), _split(p.r * p.dt, np.zeros(()))[1])
 
 
-def _leaky(p: _Parameters, surrogate: Surrogate) -> _Layer:
+def _leaky(p: _Parameters, surrogate: Surrogate) -> _LayerModule:
     decay = p.decay("tau")
     is_scaled, factor = _split(p.r * (1 - decay), decay)
     options = {"decay": _value("tau", decay), "decay_input": is_scaled}
-    return _Layer(zoo.LIF(**options, **p.firing(surrogate)), factor)
+    return _LayerModule(zoo.LIF(**options, **p.firing(surrogate)), factor)
 
 
-def _leaky_integrator(p: _Parameters, surrogate: Surrogate) -> _Layer:
+def _leaky_integrator(p: _Parameters, surrogate: Surrogate) -> _LayerModule:
     p.require_rest()
     decay = p.decay("tau")
     is_scaled, factor = _split(p.r * (1 - decay), decay)
-    return _Layer(zoo.LI(_value("tau", decay), decay_input=is_scaled), factor)
+    return _LayerModule(zoo.LI(_value("tau", decay), decay_input=is_scaled), factor)
 
 
-def _current_based(p: _Parameters, surrogate: Surrogate) -> _Layer:
+def _current_based(p: _Parameters, surrogate: Surrogate) -> _LayerModule:
     decay, current_decay = p.decay("tau_mem"), p.decay("tau_syn")
     # Both factors act before the threshold, so that their product is what counts.
     is_scaled, factor = _split(p.w_in * (1 - current_decay) * p.r * (1 - decay), decay)
     options = {"decay": _value("tau_mem", decay), "decay_input": is_scaled}
     synapse = _value("tau_syn", current_decay)
-    return _Layer(zoo.CubaLIF(synapse, **options, **p.firing(surrogate)), factor)
+    return _LayerModule(zoo.CubaLIF(synapse, **options, **p.firing(surrogate)), factor)
 
 
-def _current_based_integrator(p: _Parameters, surrogate: Surrogate) -> _Layer:
+def _current_based_integrator(p: _Parameters, surrogate: Surrogate) -> _LayerModule:
     p.require_rest()
     decay, current_decay = p.decay("tau_mem"), p.decay("tau_syn")
     _, factor = _split(p.w_in * (1 - current_decay) * p.r, np.zeros(()))
-    return _Layer(SynapticLI(_value("tau_syn", current_decay), _value("tau_mem", decay)), factor)
+    return _LayerModule(
+        SynapticLI(_value("tau_syn", current_decay), _value("tau_mem", decay)), factor
+    )
 
 
-NEURONS: Mapping[str, Callable[[_Parameters, Surrogate], _Layer]] = {
+NEURONS: Mapping[str, Callable[[_Parameters, Surrogate], _LayerModule]] = {
     "IF": _integrate_and_fire,
     "I": _integrator,
     "LIF": _leaky,

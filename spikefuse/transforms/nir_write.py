@@ -84,7 +84,7 @@ def to_nir(net: nn.Module, sample: Tensor, *, dt: float) -> Any:
             raise ValueError(f"'{name}' is a Temporal inside the network: pass that alone")
     temporal = net if isinstance(net, Temporal) else Temporal(net)
     graph = _traced(copy.deepcopy(temporal.net).eval())
-    run = Temporal(_Recorder(graph))
+    run = Temporal(_ShapeRecorder(graph))
     with torch.no_grad():
         x = sample.transpose(0, 1) if temporal.batch_first else sample
         run(x[:1].clone(), impl="reference")
@@ -97,7 +97,7 @@ def to_nir(net: nn.Module, sample: Tensor, *, dt: float) -> Any:
     return nir.NIRGraph(writer.nodes, writer.edges, metadata={}, type_check=False)
 
 
-class _Tracer(fx.Tracer):
+class _NetworkTracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if isinstance(m, Neuron | Surrogate) or getattr(type(m), "is_leaf", False):
             return True
@@ -105,10 +105,10 @@ class _Tracer(fx.Tracer):
 
 
 def _traced(net: nn.Module) -> fx.GraphModule:
-    if _Tracer().is_leaf_module(net, ""):
+    if _NetworkTracer().is_leaf_module(net, ""):
         net = nn.Sequential(net)
     try:
-        return fx.GraphModule(net, _Tracer().trace(net))
+        return fx.GraphModule(net, _NetworkTracer().trace(net))
     except (fx.proxy.TraceError, TypeError) as error:
         raise ValueError(
             f"the code of {type(net).__name__} can't be traced by torch.fx ({error}): write its "
@@ -116,7 +116,7 @@ def _traced(net: nn.Module) -> fx.GraphModule:
         ) from error
 
 
-class _Recorder(nn.Module):
+class _ShapeRecorder(nn.Module):
     """Runs a traced network and records the shape `[...]` of a step of each output in its graph."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
