@@ -12,9 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import spikefuse as sf
 from spikefuse.compiler import emit_numba
 from spikefuse.kernels.triton_runtime import interpreted
-from spikefuse.scan import op, program
-from spikefuse.scan.execution import Arguments, Wanted
-from spikefuse.scan.state_passing import StatePassing
+from spikefuse.scan import program
 from spikefuse.testing import make_input, poisoned
 
 X = make_input((20, 2, 6))
@@ -308,30 +306,6 @@ def test_absent_gradients(used, impl):
     for actual, expected in zip(*found[::-1], strict=True):
         torch.testing.assert_close(actual, expected, equal_nan=True)
     assert found[0][0].isfinite().all() == (used in list(USED)[:3])
-
-
-DOUBLE = 'double backward through a spikefuse neuron is not supported.*impl="reference"'
-
-
-@pytest.mark.parametrize("make", [sf.LIF, sf.PLIF])
-def test_double_backward(make):
-    x, neuron = X.clone().requires_grad_(), make()
-    (gradient,) = torch.autograd.grad(neuron(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=DOUBLE):
-        gradient.sum().backward()
-    y = neuron(x, impl="reference")
-    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    gradient.sum().backward()
-    assert x.grad.isfinite().all()
-
-
-def test_double_backward_with_state_passing():
-    x, (name, _, scalars) = X.clone().requires_grad_(), prepared(sf.LIF())
-    arguments = Arguments([x], (), [], scalars)
-    (y,) = op.run(name, arguments, Wanted(), StatePassing()).outputs
-    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=DOUBLE):
-        gradient.sum().backward()
 
 
 def test_backward_twice():
