@@ -242,12 +242,8 @@ def dropout(kind: type[nn.Dropout]) -> Callable[[Any], tuple[nn.Module, str]]:
     return lambda m: (kind(m.p), "one mask for all steps of a call")
 
 
-def stateless(kind: type[nn.Module]) -> Callable[[Any], tuple[nn.Module, str]]:
-    return lambda m: (as_class(kind, m), "")
-
-
-def threshold_dependent(kind: type[nn.Module]) -> Callable[[Any], tuple[nn.Module, str]]:
-    return lambda m: (as_class(kind, m), "its weight already holds alpha * v_th")
+def stateless(kind: type[nn.Module], note: str = "") -> Callable[[Any], tuple[nn.Module, str]]:
+    return lambda m: (as_class(kind, m), note)
 
 
 def voting(m: Any) -> tuple[nn.Module, str]:
@@ -347,12 +343,13 @@ NEURONS = {
 # 0.0.0.0.12 has neurons of sequences as classes of their own.
 MULTI_STEP = ("IFNode", "LIFNode", "ParametricLIFNode", "EIFNode")
 
+_SCALED_WEIGHT = "its weight already holds alpha * v_th"
 RULES = {
     **{name: Rule(make, is_stateful=True) for name, make in NEURONS.items()},
     **{f"MultiStep{name}": Rule(NEURONS[name], is_stateful=True) for name in MULTI_STEP},
     **{name: Rule(stateless(getattr(nn, name))) for name in STATELESS},
     **{
-        f"ThresholdDependentBatchNorm{n}d": Rule(threshold_dependent(kind))
+        f"ThresholdDependentBatchNorm{n}d": Rule(stateless(kind, _SCALED_WEIGHT))
         for n, kind in enumerate((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), 1)
     },
     **{f"TemporalEffectiveBatchNorm{n}d": Rule(stateless(ScaledBatchNorm)) for n in (1, 2, 3)},
