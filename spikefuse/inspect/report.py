@@ -291,9 +291,7 @@ def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Repor
             if not explanation.recomputed:
                 saved = {row.name: row.now for row in explanation.saved}
         with unchanged(net, inputs), torch.no_grad(), counter.observing():
-            counter.begin()
             net(*inputs)
-            counter.end()
     if counter.samples == 0:
         raise ValueError("batches is empty: expected at least one input of the network")
     return counter.report(saved)
@@ -311,6 +309,16 @@ class _Counts:
     steps: int = 0  # T B
     has_one_shape: bool = True
 
+    def shares(self) -> tuple[float | None, float | None, float | None]:
+        """Return the rate, and the shares of dead and of saturated neurons."""
+        if self.fired is None:
+            return None, None, None
+        rate = self.spikes / max(self.outputs, 1)
+        if not self.has_one_shape:
+            return rate, None, None
+        dead, saturated = self.fired == 0, self.fired == self.steps
+        return rate, dead.float().mean().item(), saturated.float().mean().item()
+
 
 class _Counter(ModuleObserver):
     """Sums what the layers of a network do."""
@@ -323,23 +331,18 @@ class _Counter(ModuleObserver):
         self.samples = 0
         self._batch: int | None = None
 
-    def begin(self) -> None:
-        """Begin a batch."""
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        """Count one batch."""
         self._batch = None
-
-    def end(self) -> None:
-        """End a batch."""
+        with super().observing(), OperationCounter(self._count):
+            yield
         if self._batch is None:
             raise ValueError(
                 "the network runs without a Temporal, so that steps and samples are unknown: "
                 "report on sf.Temporal(net), or on a network that contains one"
             )
         self.samples += self._batch
-
-    @contextlib.contextmanager
-    def observing(self) -> Iterator[None]:
-        with super().observing(), OperationCounter(self._count):
-            yield
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
         self.counts.setdefault(self.layer, _Counts())
@@ -414,37 +417,20 @@ class _Counter(ModuleObserver):
             is_called = name in self.counts and not isinstance(module, Neuron | nn.LayerNorm)
             if is_called and not products and any(p.ndim > 1 for p in own):
                 self.unknown[name] = None
-            rows.append(self._row(name, type(module).__name__, counts, parameters, saved))
+            done = counts.operations
+            row = LayerReport(
+                name,
+                type(module).__name__,
+                *counts.shares(),
+                nonzero=done.nonzero / done.inputs if done.inputs else None,
+                accumulates=done.accumulates / self.samples,
+                multiplies=done.multiplies / self.samples,
+                ann=counts.ann / self.samples,
+                parameters=parameters,
+                saved=None if saved is None else saved.get(name, 0),
+            )
+            rows.append(row)
         return Report(tuple(rows), self.samples, tuple(self.unknown))
-
-    def _row(
-        self,
-        name: str,
-        module: str,
-        counts: _Counts,
-        parameters: int,
-        saved: dict[str, int] | None,
-    ) -> LayerReport:
-        done = counts.operations
-        rate = dead = saturated = None
-        if counts.fired is not None:
-            rate = counts.spikes / max(counts.outputs, 1)
-            if counts.has_one_shape:
-                dead = (counts.fired == 0).float().mean().item()
-                saturated = (counts.fired == counts.steps).float().mean().item()
-        return LayerReport(
-            name=name,
-            module=module,
-            rate=rate,
-            dead=dead,
-            saturated=saturated,
-            nonzero=done.nonzero / done.inputs if done.inputs else None,
-            accumulates=done.accumulates / self.samples,
-            multiplies=done.multiplies / self.samples,
-            ann=counts.ann / self.samples,
-            parameters=parameters,
-            saved=None if saved is None else saved.get(name, 0),
-        )
 
 
 def _number(number: float) -> str:
