@@ -205,6 +205,35 @@ class OneStep(nn.Module):
         return self.lif(self.fc(x))
 
 
+class LastStep(nn.Module):
+    """Written for sequences: its index counts time steps from the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.lif = nn.Linear(4, 12), MultiStepLIFNode(v_threshold=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lif(self.fc(x))[-1]
+
+
+class LastFeatures(LastStep):
+    """Runs on one step, too: it counts dims from the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lif(self.fc(x))
+        return y / y.shape[-1] + y.size()[-1]
+
+
+def test_the_last_step_and_the_last_dim():
+    net, x = LastStep(), torch.randn(6, 2, 4)
+    ours, expected = sf.convert(net), net(x)
+    assert 0 < expected.mean() < 1
+    torch.testing.assert_close(ours(x), expected)
+    assert "[-1]` counts dims of [T, B, ...]" in str(ours.conversion)
+    net = LastFeatures()
+    torch.testing.assert_close(sf.Temporal(sf.convert(net))(x), net(x))
+
+
 def test_hooks_on_neurons_are_refused():
     net = OneStep()
     net.lif.register_forward_hook(print)
