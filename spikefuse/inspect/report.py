@@ -111,12 +111,12 @@ class Report:
     @property
     def energy(self) -> float:
         """Estimated joules per sample."""
-        return ACCUMULATE_JOULES * self.accumulates + MULTIPLY_JOULES * self.multiplies
+        return _energy(self.accumulates, self.multiplies)
 
     @property
     def ann_energy(self) -> float:
         """Estimated joules per sample of the same network without spikes."""
-        return MULTIPLY_JOULES * self.ann
+        return _energy(0.0, self.ann)
 
     @property
     def parameters(self) -> int:
@@ -183,10 +183,8 @@ class Report:
         figure = plots.new_figure((10, height))
         left, right = figure.subplots(1, 2)
         plots.rates(self.rates, left)
-        ours = [
-            ACCUMULATE_JOULES * row.accumulates + MULTIPLY_JOULES * row.multiplies for row in rows
-        ]
-        theirs = [MULTIPLY_JOULES * row.ann for row in rows]
+        ours = [_energy(row.accumulates, row.multiplies) for row in rows]
+        theirs = [_energy(0.0, row.ann) for row in rows]
         for values, shift, name in ((ours, -0.2, "this network"), (theirs, 0.2, "ANN, one step")):
             places = [i + shift for i in range(len(rows))]
             right.barh(places, [1e6 * value for value in values], 0.4, label=name)
@@ -431,6 +429,10 @@ class _Counter(ModuleObserver):
             )
             rows.append(row)
         return Report(tuple(rows), self.samples, tuple(self.unknown))
+
+
+def _energy(accumulates: float, multiplies: float) -> float:
+    return ACCUMULATE_JOULES * accumulates + MULTIPLY_JOULES * multiplies
 
 
 def _number(number: float) -> str:
