@@ -417,10 +417,12 @@ def _overrides(kind: type, cls: type) -> list[str]:
 
 
 def _holds_modules(value: Any) -> bool:
-    values = value.values() if isinstance(value, dict) else value
+    """Whether a list, tuple or dict holds modules of a library, also inside other modules."""
     if not isinstance(value, list | tuple | dict):
         return False
-    return any(isinstance(v, nn.Module) and library_of(v) is not None for v in values)
+    values = value.values() if isinstance(value, dict) else value
+    modules = (m for v in values if isinstance(v, nn.Module) for m in v.modules())
+    return any(library_of(m) is not None for m in modules)
 
 
 def _counts_dims(module: nn.Module) -> bool:
