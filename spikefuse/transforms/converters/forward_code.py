@@ -9,7 +9,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -135,21 +135,17 @@ class CodeReader:
 
     def branch(self, node: ast.If | ast.IfExp, scope: _Function) -> None:
         mode = _step_mode(node.test)
-        bodies: list[list[Any]] = [
-            body if isinstance(body, list) else [body] for body in (node.body, node.orelse)
-        ]
         if mode is None:
             self.visit(node.test, scope)
-        for i, body in enumerate(bodies):
+        for i, body in enumerate((node.body, node.orelse)):
             if mode is not None and (mode == self.step_mode) != (i == 0):
                 continue
-            inner = _Function(
-                scope.function,
-                scope.owner,
-                scope.is_sequence and (mode is None or self.step_mode == "m"),
-                (*scope.branches, (node, i)),
+            inner = replace(
+                scope,
+                is_sequence=scope.is_sequence and (mode is None or self.step_mode == "m"),
+                branches=(*scope.branches, (node, i)),
             )
-            for statement in body:
+            for statement in body if isinstance(body, list) else [body]:
                 self.visit(statement, inner)
 
     def loop(self, node: Any, scope: _Function) -> None:
