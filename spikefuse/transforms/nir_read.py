@@ -135,7 +135,7 @@ class _Reader:
         modules: dict[str, nn.Module] = {}
         for name, layer in self.layers.items():
             if layer.factor is not None:
-                scale = _unused(f"{name}_scale", self.layers)
+                scale = _unused(f"{name}_scale", nodes)
                 edges = [(a, scale if b == name else b) for a, b in edges] + [(scale, name)]
                 modules[scale] = Scale(_tensor(layer.factor))
             modules[name] = layer.module
