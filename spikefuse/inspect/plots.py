@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from spikefuse.inspect.explanation import label
+
 if TYPE_CHECKING:
     from matplotlib.animation import FuncAnimation
     from matplotlib.axes import Axes
@@ -89,7 +91,7 @@ def rates(rates: Mapping[str, float], axes: Axes | None = None) -> Axes:
     """
     axes = _axes_or_new(axes)
     axes.barh(range(len(rates)), [100 * rate for rate in rates.values()])
-    names = [name or "(the model)" for name in rates]
+    names = [label(name) for name in rates]
     axes.set(yticks=range(len(rates)), yticklabels=names, xlabel="neurons firing in a step (%)")
     axes.margins(y=0.01)
     axes.invert_yaxis()

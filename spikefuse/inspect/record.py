@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from spikefuse.block.deferred import DeferredNorm
 from spikefuse.events.format import Events
 from spikefuse.events.linear import EventLinear
+from spikefuse.inspect.explanation import label
 from spikefuse.inspect.observer import ModuleObserver
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.call import Scan, active
@@ -79,7 +80,7 @@ class Record(Mapping[str, dict[str, Any]]):
         for name, calls in self.calls.items():
             times = f" ({len(calls)} calls, the first one)" if len(calls) > 1 else ""
             values = ", ".join(f"{key} {shown(x)}" for key, x in calls[0].items())
-            lines.append(f"{name or '(the model)'}: {values}{times}")
+            lines.append(f"{label(name)}: {values}{times}")
         return "\n".join(lines)
 
     def _add(self, name: str) -> dict[str, Any]:
