@@ -167,9 +167,8 @@ def _is_timed(scan: NeuronScan, time: bool | None) -> bool:
 
 def _layer(scan: NeuronScan, time: bool | None) -> Layer:
     xs, backend = scan.request.inputs, scan.request.backend
-    name, moved, least, achieved = None, _bytes_moved(scan), None, None
-    if backend != "reference":
-        name = _program_name(scan)
+    name = None if backend == "reference" else _program_name(scan)
+    moved, least, achieved = _bytes_moved(scan), None, None
     if _is_timed(scan, time):
         least = moved / copy_bandwidth(xs[0].device)
         achieved = seconds(functools.partial(_forward_backward, scan), xs[0].device)

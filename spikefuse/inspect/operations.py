@@ -149,13 +149,13 @@ class _ConvTranspose(NamedTuple):
 def _conv(y: Tensor, *args: Any, **kwargs: Any) -> Operations:
     c = _Conv(*args, **kwargs)
     size = c.weight.shape[2:]
-    numbers = zip(*(_each(v, len(size)) for v in (c.stride, c.dilation)), strict=True)
-    windows = [
-        _windows(n, m, k, s, d, _before(c.padding, i, k, d))
-        for i, (n, m, k, (s, d)) in enumerate(
-            zip(c.input.shape[-len(size) :], y.shape[-len(size) :], size, numbers, strict=True)
-        )
-    ]
+    dims = len(size)
+    strides, dilations = _each(c.stride, dims), _each(c.dilation, dims)
+    before = _each(0 if isinstance(c.padding, str) else c.padding, dims)
+    if c.padding == "same":
+        before = tuple(d * (k - 1) // 2 for k, d in zip(size, dilations, strict=True))
+    shapes = c.input.shape[-dims:], y.shape[-dims:], size
+    windows = [_windows(*v) for v in zip(*shapes, strides, dilations, before, strict=True)]
     dense = float(y.numel() * c.weight[0].numel())
     return _convolved(c.input, windows, len(c.weight) // c.groups, dense)
 
@@ -163,12 +163,12 @@ def _conv(y: Tensor, *args: Any, **kwargs: Any) -> Operations:
 def _conv_transpose(y: Tensor, *args: Any, **kwargs: Any) -> Operations:
     c = _ConvTranspose(*args, **kwargs)
     size = c.weight.shape[2:]
-    numbers = zip(*(_each(v, len(size)) for v in (c.stride, c.padding, c.dilation)), strict=True)
+    dims = len(size)
+    shapes = c.input.shape[-dims:], y.shape[-dims:], size
+    numbers = (_each(v, dims) for v in (c.stride, c.dilation, c.padding))
     windows = []
-    for n, m, k, (s, p, d) in zip(
-        c.input.shape[-len(size) :], y.shape[-len(size) :], size, numbers, strict=True
-    ):
-        targets = torch.arange(n)[:, None] * s - p + torch.arange(k) * d
+    for n, m, *window in zip(*shapes, *numbers, strict=True):
+        targets = _positions(n, *window)
         windows.append(((targets >= 0) & (targets < m)).sum(1))
     dense = float(c.input.numel() * c.weight[0].numel())
     return _convolved(c.input, windows, c.weight.shape[1], dense)
@@ -193,15 +193,13 @@ def _convolved(input: Tensor, windows: list[Tensor], channels: int, dense: float
 
 def _windows(size: int, outputs: int, kernel: int, stride: int, dilation: int, before: int) -> Any:
     """By position of the input, the number of windows along one dim that it is in."""
-    positions = torch.arange(outputs)[:, None] * stride - before + torch.arange(kernel) * dilation
+    positions = _positions(outputs, kernel, stride, dilation, before)
     return positions[(positions >= 0) & (positions < size)].bincount(minlength=size)
 
 
-def _before(padding: Any, dim: int, kernel: int, dilation: int) -> int:
-    """The padding before the first value."""
-    if padding == "same":
-        return int(dilation * (kernel - 1) // 2)
-    return 0 if padding == "valid" else int(_each(padding, dim + 1)[dim])
+def _positions(windows: int, kernel: int, stride: int, dilation: int, before: int) -> Tensor:
+    """The positions along one dim that each window reads, counted from the padding's end."""
+    return torch.arange(windows)[:, None] * stride - before + torch.arange(kernel) * dilation
 
 
 def _each(value: Any, dims: int) -> tuple[int, ...]:

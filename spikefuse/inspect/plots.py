@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from spikefuse.inspect.explanation import label
 
 if TYPE_CHECKING:
     from matplotlib.animation import FuncAnimation
@@ -88,7 +91,7 @@ def rates(rates: Mapping[str, float], axes: Axes | None = None) -> Axes:
     """
     axes = _axes_or_new(axes)
     axes.barh(range(len(rates)), [100 * rate for rate in rates.values()])
-    names = [name or "(the model)" for name in rates]
+    names = [label(name) for name in rates]
     axes.set(yticks=range(len(rates)), yticklabels=names, xlabel="neurons firing in a step (%)")
     axes.margins(y=0.01)
     axes.invert_yaxis()
@@ -142,7 +145,7 @@ def new_figure(size: tuple[float, float]) -> Figure:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    with _Required():
+    with _required():
         from matplotlib.figure import Figure
     return Figure(figsize=size, layout="constrained")
 
@@ -169,7 +172,7 @@ def _by_neuron(x: Tensor, name: str) -> Tensor:
 def _axes_or_new(axes: Axes | None) -> Axes:
     if axes is not None:
         return axes
-    with _Required():
+    with _required():
         from matplotlib import pyplot
     return pyplot.subplots()[1]
 
@@ -180,13 +183,12 @@ def _whole_steps(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-class _Required:
-    """Says how to install matplotlib where it is missing."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
-        if isinstance(error, ModuleNotFoundError):
-            raise ModuleNotFoundError(
-                'plots need matplotlib: pip install "spikefuse[plot]"', name=error.name
-            ) from error
+@contextlib.contextmanager
+def _required() -> Iterator[None]:
+    """Say how to install matplotlib where it is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'plots need matplotlib: pip install "spikefuse[plot]"', name=error.name
+        ) from error

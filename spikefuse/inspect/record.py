@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from spikefuse.block.deferred import DeferredNorm
 from spikefuse.events.format import Events
 from spikefuse.events.linear import EventLinear
+from spikefuse.inspect.explanation import label
 from spikefuse.inspect.observer import ModuleObserver
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.nn.call import Scan, active
@@ -79,7 +80,7 @@ class Record(Mapping[str, dict[str, Any]]):
         for name, calls in self.calls.items():
             times = f" ({len(calls)} calls, the first one)" if len(calls) > 1 else ""
             values = ", ".join(f"{key} {shown(x)}" for key, x in calls[0].items())
-            lines.append(f"{name or '(the model)'}: {values}{times}")
+            lines.append(f"{label(name)}: {values}{times}")
         return "\n".join(lines)
 
     def _add(self, name: str) -> dict[str, Any]:
@@ -159,41 +160,39 @@ class _RecordObserver(ModuleObserver):
         self.states = (states,) if isinstance(states, str) else tuple(states)
         known = {name: m for m, name in self.names.items() if isinstance(m, Neuron)}
         others = {name: m for m, name in self.names.items() if not isinstance(m, Neuron)}
-        self._neurons = {id(known[n]): n for n in _selected("neuron", neurons, known)}
-        self._layers = {id(others[n]): n for n in _selected("layer", layers, others)}
-        self._event_layers = {
-            id(m): name
+        self._neurons: dict[Any, str] = {known[n]: n for n in _selected("neuron", neurons, known)}
+        self._layers = {others[n]: n for n in _selected("layer", layers, others)}
+        self._event_layers: dict[Any, str] = {
+            m: self._neurons[m.neuron]
             for m in others.values()
-            if isinstance(m, EventLinear) and (name := self._neurons.get(id(m.neuron))) is not None
+            if isinstance(m, EventLinear) and m.neuron in self._neurons
         }
-        self._check_states([known[n] for n in self._neurons.values()], others.values())
+        self._check_states()
         # By neuron, the names of what its step returns.
-        self._labels: dict[int, tuple[str, ...]] = {}
+        self._labels: dict[Neuron, tuple[str, ...]] = {}
         # Outputs of layers; those of norms are computed after the call, so that they are fused.
         self._deferred: list[tuple[dict[str, Any], list[Callable[[], Any]], pytree.TreeSpec]] = []
 
-    def _check_states(self, neurons: list[Neuron], modules: Iterable[nn.Module]) -> None:
-        names = {SPIKES, *(state for neuron in neurons for state in type(neuron).states)}
-        for state in self.states if neurons else ():
+    def _check_states(self) -> None:
+        names = {SPIKES, *(state for neuron in self._neurons for state in type(neuron).states)}
+        for state in self.states if self._neurons else ():
             if state not in names:
                 raise ValueError(
                     f"no selected neuron has {state!r}: expected names among "
                     f"{', '.join(map(repr, sorted(names)))}"
                 )
-        for layer in modules:
-            if id(layer) in self._event_layers and isinstance(layer.neuron, Neuron):
-                hidden = [s for s in type(layer.neuron).states if s in self.states]
-                if hidden:
-                    raise ValueError(
-                        f"{self._event_layers[id(layer)]!r} is inside an EventLinear, which does "
-                        f"not store {hidden[0]!r} over time: select other neurons, or use "
-                        "nn.Linear followed by the neuron"
-                    )
+        for layer, name in self._event_layers.items():
+            hidden = [s for s in type(layer.neuron).states if s in self.states]
+            if hidden:
+                raise ValueError(
+                    f"{name!r} is inside an EventLinear, which does not store {hidden[0]!r} over "
+                    "time: select other neurons, or use nn.Linear followed by the neuron"
+                )
 
     def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
         """Run a scan with the states as further outputs, and record it."""
         assert isinstance(neuron, Neuron)
-        name = self._neurons.get(id(neuron))
+        name = self._neurons.get(neuron)
         if name is None:
             return super().scan(neuron, scan, request)
         labels = self._labels_of(neuron, request)
@@ -213,28 +212,26 @@ class _RecordObserver(ModuleObserver):
 
     def _labels_of(self, neuron: Neuron, request: Request) -> tuple[str, ...]:
         """The names of what `step` returns, from one step of one sample."""
-        if id(neuron) not in self._labels:
+        if neuron not in self._labels:
             with torch.no_grad():
                 # Without the residual of a block.
                 inputs = request.inputs[: len(type(neuron).input_names)]
                 inputs = tuple(x[:1, :1].detach() for x in inputs)
                 number = len(neuron._scan(Request(inputs, None, "reference"))[0])
             several = tuple(f"output{i}" for i in range(number))
-            self._labels[id(neuron)] = (SPIKES,) if number == 1 else several
-        return self._labels[id(neuron)]
+            self._labels[neuron] = (SPIKES,) if number == 1 else several
+        return self._labels[neuron]
 
     def leave(self, module: nn.Module, output: Any) -> None:
         if active.call is None:
             self.resolve()
         if _is_recomputing():
             return
-        if id(module) in self._event_layers and isinstance(output, Events):
-            name = self._event_layers[id(module)]
-            if SPIKES in self.states:
-                with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
-                    self.record._add(name)[SPIKES] = output.to_dense()
-        if id(module) in self._layers:
-            name = self._layers[id(module)]
+        if module in self._event_layers and isinstance(output, Events) and SPIKES in self.states:
+            with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
+                self.record._add(self._event_layers[module])[SPIKES] = output.to_dense()
+        if module in self._layers:
+            name = self._layers[module]
             values, steps = self.record._add(name), active.call.num_steps if active.call else 0
             leaves, tree = pytree.tree_flatten(output)
             found = [self._read(name, y, steps) for y in leaves]

@@ -111,12 +111,12 @@ class Report:
     @property
     def energy(self) -> float:
         """Estimated joules per sample."""
-        return ACCUMULATE_JOULES * self.accumulates + MULTIPLY_JOULES * self.multiplies
+        return _energy(self.accumulates, self.multiplies)
 
     @property
     def ann_energy(self) -> float:
         """Estimated joules per sample of the same network without spikes."""
-        return MULTIPLY_JOULES * self.ann
+        return _energy(0.0, self.ann)
 
     @property
     def parameters(self) -> int:
@@ -183,10 +183,8 @@ class Report:
         figure = plots.new_figure((10, height))
         left, right = figure.subplots(1, 2)
         plots.rates(self.rates, left)
-        ours = [
-            ACCUMULATE_JOULES * row.accumulates + MULTIPLY_JOULES * row.multiplies for row in rows
-        ]
-        theirs = [MULTIPLY_JOULES * row.ann for row in rows]
+        ours = [_energy(row.accumulates, row.multiplies) for row in rows]
+        theirs = [_energy(0.0, row.ann) for row in rows]
         for values, shift, name in ((ours, -0.2, "this network"), (theirs, 0.2, "ANN, one step")):
             places = [i + shift for i in range(len(rows))]
             right.barh(places, [1e6 * value for value in values], 0.4, label=name)
@@ -291,9 +289,7 @@ def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Repor
             if not explanation.recomputed:
                 saved = {row.name: row.now for row in explanation.saved}
         with unchanged(net, inputs), torch.no_grad(), counter.observing():
-            counter.begin()
             net(*inputs)
-            counter.end()
     if counter.samples == 0:
         raise ValueError("batches is empty: expected at least one input of the network")
     return counter.report(saved)
@@ -311,6 +307,16 @@ class _Counts:
     steps: int = 0  # T B
     has_one_shape: bool = True
 
+    def shares(self) -> tuple[float | None, float | None, float | None]:
+        """Return the rate, and the shares of dead and of saturated neurons."""
+        if self.fired is None:
+            return None, None, None
+        rate = self.spikes / max(self.outputs, 1)
+        if not self.has_one_shape:
+            return rate, None, None
+        dead, saturated = self.fired == 0, self.fired == self.steps
+        return rate, dead.float().mean().item(), saturated.float().mean().item()
+
 
 class _Counter(ModuleObserver):
     """Sums what the layers of a network do."""
@@ -323,23 +329,18 @@ class _Counter(ModuleObserver):
         self.samples = 0
         self._batch: int | None = None
 
-    def begin(self) -> None:
-        """Begin a batch."""
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        """Count one batch."""
         self._batch = None
-
-    def end(self) -> None:
-        """End a batch."""
+        with super().observing(), OperationCounter(self._count):
+            yield
         if self._batch is None:
             raise ValueError(
                 "the network runs without a Temporal, so that steps and samples are unknown: "
                 "report on sf.Temporal(net), or on a network that contains one"
             )
         self.samples += self._batch
-
-    @contextlib.contextmanager
-    def observing(self) -> Iterator[None]:
-        with super().observing(), OperationCounter(self._count):
-            yield
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
         self.counts.setdefault(self.layer, _Counts())
@@ -414,37 +415,24 @@ class _Counter(ModuleObserver):
             is_called = name in self.counts and not isinstance(module, Neuron | nn.LayerNorm)
             if is_called and not products and any(p.ndim > 1 for p in own):
                 self.unknown[name] = None
-            rows.append(self._row(name, type(module).__name__, counts, parameters, saved))
+            done = counts.operations
+            row = LayerReport(
+                name,
+                type(module).__name__,
+                *counts.shares(),
+                nonzero=done.nonzero / done.inputs if done.inputs else None,
+                accumulates=done.accumulates / self.samples,
+                multiplies=done.multiplies / self.samples,
+                ann=counts.ann / self.samples,
+                parameters=parameters,
+                saved=None if saved is None else saved.get(name, 0),
+            )
+            rows.append(row)
         return Report(tuple(rows), self.samples, tuple(self.unknown))
 
-    def _row(
-        self,
-        name: str,
-        module: str,
-        counts: _Counts,
-        parameters: int,
-        saved: dict[str, int] | None,
-    ) -> LayerReport:
-        done = counts.operations
-        rate = dead = saturated = None
-        if counts.fired is not None:
-            rate = counts.spikes / max(counts.outputs, 1)
-            if counts.has_one_shape:
-                dead = (counts.fired == 0).float().mean().item()
-                saturated = (counts.fired == counts.steps).float().mean().item()
-        return LayerReport(
-            name=name,
-            module=module,
-            rate=rate,
-            dead=dead,
-            saturated=saturated,
-            nonzero=done.nonzero / done.inputs if done.inputs else None,
-            accumulates=done.accumulates / self.samples,
-            multiplies=done.multiplies / self.samples,
-            ann=counts.ann / self.samples,
-            parameters=parameters,
-            saved=None if saved is None else saved.get(name, 0),
-        )
+
+def _energy(accumulates: float, multiplies: float) -> float:
+    return ACCUMULATE_JOULES * accumulates + MULTIPLY_JOULES * multiplies
 
 
 def _number(number: float) -> str:

@@ -219,7 +219,11 @@ class _Converter:
                 self.refuse(name, module, f"it is also '{first}', with one state: use two modules")
             return self.made[module]
         self.places[module] = name
-        made, note = self._build(module, name, context)
+        try:
+            made, note = self._build(module, name, context)
+        except Refusal as refusal:
+            self.refuse(name, module, str(refusal))
+            made, note = module, ""
         self.made[module] = made
         if made is not module:
             made.training = module.training
@@ -236,8 +240,7 @@ class _Converter:
             if isinstance(made, nn.Module):
                 return made, "by extra"
             kind = type(made).__name__
-            self.refuse(name, module, f"extra returned a {kind}: expected a torch.nn.Module")
-            return module, ""
+            raise Refusal(f"extra returned a {kind}: expected a torch.nn.Module")
         if isinstance(module, Neuron):
             return module, ""
         library = library_of(module)
@@ -256,39 +259,31 @@ class _Converter:
         if rule is None:
             unknown = f"no equivalent of {cls.__name__} is known"
             reason = library.refused.get(cls.__name__, unknown)
-            self.refuse(name, module, f"{reason}. extra={{...}} takes a replacement of your own")
-            return module, ""
+            raise Refusal(f"{reason}. extra={{...}} takes a replacement of your own")
         changed = _overrides(type(module), cls)
         if changed:
-            self.refuse(
-                name,
-                module,
+            raise Refusal(
                 f"it overrides {', '.join(changed)} of {cls.__name__}, so that it may "
-                "compute anything; extra={...} takes a replacement of your own",
+                "compute anything; extra={...} takes a replacement of your own"
             )
-            return module, ""
         mode = library.mode(module)
         is_layer = self.keeps_time and not rule.is_stateful and not rule.inside
         folds = context == FOLDED or is_layer  # in code such as self.conv(x.flatten(0, 1))
         if mode and mode != context and not (folds and mode == STEP):
-            self.refuse(name, module, _wrong_mode(library, mode, context))
-            return module, ""
+            raise Refusal(_wrong_mode(library, mode, context))
         if rule.is_stateful and context == FOLDED:
-            self.refuse(name, module, "it has a state, and its container folds time into the batch")
-            return module, ""
+            raise Refusal("it has a state, and its container folds time into the batch")
         hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
         if rule.is_stateful and any(hooks):
-            self.refuse(name, module, "it has hooks: register them after the conversion")
-            return module, ""
+            raise Refusal("it has hooks: register them after the conversion")
         try:
             if rule.inside:
                 inside = context if rule.inside == "same" else rule.inside
                 made, note = rule.make(self.copied(module, name, inside))
             else:
                 made, note = rule.make(module)
-        except (Refusal, TypeError, ValueError) as error:
-            self.refuse(name, module, str(error))
-            return module, ""
+        except (TypeError, ValueError) as error:
+            raise Refusal(str(error)) from error
         if "_step_mode" in vars(module) and not isinstance(made, Neuron):
             made.__dict__["step_mode"] = module.step_mode if self.keeps_time else "s"
         if self.keeps_time and mode == SEQUENCE == context:
@@ -299,37 +294,15 @@ class _Converter:
 
     def of_torch(self, module: nn.Module, name: str, context: str) -> tuple[nn.Module, str]:
         if isinstance(module, RECURRENT):
-            self.refuse(
-                name,
-                module,
+            raise Refusal(
                 "it has a memory of its own: run it beside a Temporal, see "
-                "docs/how-to/recurrent-layers.md",
+                "docs/how-to/recurrent-layers.md"
             )
-        elif isinstance(module, _CONTAINERS):
+        if isinstance(module, _CONTAINERS):
             return self.copied(module, name, context), ""
-        elif context == SEQUENCE and not self.keeps_time:
-            return self.of_sequence(module, name)
-        elif isinstance(module, _BatchNorm) and context == STEP:
-            return module, _STEP_NORM
-        return module, ""
-
-    def of_sequence(self, module: nn.Module, name: str) -> tuple[nn.Module, str]:
-        """A layer of torch that gets `[T, B, ...]`."""
-        if isinstance(module, nn.Flatten):
-            start, end = module.start_dim, module.end_dim
-            if start == 1 or end in (0, 1) or start == 0:
-                self.refuse(name, module, "it flattens time or batch: use start_dim=2")
-            elif start > 0 or end > 0:
-                return nn.Flatten(start - (start > 0), end - (end > 0)), "dims of one step"
-        elif not isinstance(module, _TRAILING) or _counts_dims(module):
-            self.refuse(
-                name,
-                module,
-                "it takes [B, ...], and here it gets [T, B, ...]: use the library's "
-                "layer for sequences, such as spikingjelly.activation_based.layer."
-                f"{type(module).__name__}(step_mode='m')",
-            )
-        return module, ""
+        if context == SEQUENCE and not self.keeps_time:
+            return _of_sequence(module)
+        return module, _STEP_NORM if isinstance(module, _BatchNorm) and context == STEP else ""
 
     def copied(self, module: nn.Module, name: str, context: str) -> nn.Module:
         """A module with converted children: itself if nothing changes, or a shallow copy."""
@@ -374,6 +347,23 @@ class _Converter:
         self.needs_step = self.needs_step or bool(code.findings)
 
 
+def _of_sequence(module: nn.Module) -> tuple[nn.Module, str]:
+    """A layer of torch that gets `[T, B, ...]`."""
+    if isinstance(module, nn.Flatten):
+        start, end = module.start_dim, module.end_dim
+        if start in (0, 1) or end in (0, 1):
+            raise Refusal("it flattens time or batch: use start_dim=2")
+        if start > 0 or end > 0:
+            return nn.Flatten(start - (start > 0), end - (end > 0)), "dims of one step"
+    elif not isinstance(module, _TRAILING) or _counts_dims(module):
+        raise Refusal(
+            "it takes [B, ...], and here it gets [T, B, ...]: use the library's "
+            "layer for sequences, such as spikingjelly.activation_based.layer."
+            f"{type(module).__name__}(step_mode='m')"
+        )
+    return module, ""
+
+
 def _label(name: str, module: nn.Module) -> str:
     kind = type(module)
     library = kind.__module__.split(".")[0]
@@ -390,10 +380,8 @@ def _text(module: nn.Module) -> str:
 
 
 def _rule_of(module: nn.Module) -> Rule | None:
-    for library in LIBRARIES:
-        if (cls := library.class_of(module)) is not None:
-            return library.rules.get(cls.__name__)
-    return None
+    library = library_of(module)
+    return None if library is None else library.rules.get(library.name_of(module))
 
 
 def _mode_of(module: nn.Module) -> str:
@@ -429,10 +417,12 @@ def _overrides(kind: type, cls: type) -> list[str]:
 
 
 def _holds_modules(value: Any) -> bool:
-    values = value.values() if isinstance(value, dict) else value
+    """Whether a list, tuple or dict holds modules of a library, also inside other modules."""
     if not isinstance(value, list | tuple | dict):
         return False
-    return any(isinstance(v, nn.Module) and library_of(v) is not None for v in values)
+    values = value.values() if isinstance(value, dict) else value
+    modules = (m for v in values if isinstance(v, nn.Module) for m in v.modules())
+    return any(library_of(m) is not None for m in modules)
 
 
 def _counts_dims(module: nn.Module) -> bool:

@@ -60,38 +60,37 @@ def fuse(model: nn.Module) -> nn.Module:
     check_module("model", model)
     closed = [m for m in model.modules() if is_compiled(m)]
     reasons = _reasons(model, closed)
-    norms: dict[nn.Module, nn.Module] = {}
-    pools: dict[nn.Module, nn.Module] = {}
+    swapped: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         if reasons[module] is not None:
             continue
         if type(module) in FUSED:
-            norms[module] = _as(FUSED[type(module)], module)
+            swapped[module] = _as(FUSED[type(module)], module)
         elif type(module) is nn.MaxPool2d:
-            pools[module] = as_class(MaxPool2d, module)
-    result = _rebuilt(model, norms | pools, closed)
-    blocks = {m for block in model.modules() if isinstance(block, Block) for m in block.modules()}
-    names = {
+            swapped[module] = as_class(MaxPool2d, module)
+    result = _rebuilt(model, swapped, closed)
+    norms = {
         name: m
         for name, m in model.named_modules()
-        if isinstance(m, _BatchNorm) and m not in blocks
+        if isinstance(m, _BatchNorm) and reasons[m] != _IN_BLOCK
     }
     neurons: dict[str, nn.Module] = {
         name: m for name, m in model.named_modules() if isinstance(m, Neuron)
     }
     fusion = Fusion(
-        norms={name: norms.get(m, m) for name, m in names.items()},
+        norms={name: swapped.get(m, m) for name, m in norms.items()},
         neurons=neurons,
-        unsupported={name: reason for name, m in names.items() if (reason := reasons[m])},
-        pools=len(pools),
+        unsupported={name: reason for name, m in norms.items() if (reason := reasons[m])},
+        pools=sum(isinstance(m, MaxPool2d) for m in swapped.values()),
     )
     result.__dict__["fusion"] = fusion
-    if names and neurons and not fusion.fused:
+    if norms and neurons and not fusion.fused:
         given = "; ".join(sorted(set(fusion.unsupported.values())))
         warnings.warn(f"no batch norm can be fused: {given}", stacklevel=2)
     return result
 
 
+_IN_BLOCK = "it is part of a Block"
 #: Modules whose dict was replaced by one that can be shared.
 _sharing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -117,12 +116,12 @@ def _reasons(model: nn.Module, closed: list[nn.Module]) -> dict[nn.Module, str |
     blocks = {m for block in model.modules() if isinstance(block, Block) for m in block.modules()}
 
     def reason(module: nn.Module) -> str | None:
+        if module in blocks:
+            return _IN_BLOCK
         if module not in open_modules:
             return "the module around it is compiled"
         if module not in inside:
             return "it is outside Temporal"
-        if module in blocks:
-            return "it is part of a Block"
         norm = isinstance(module, _BatchNorm) and not isinstance(module, FusedNorm)
         if norm and type(module) not in FUSED:
             return f"{type(module).__name__} may compute something else than batch norm"

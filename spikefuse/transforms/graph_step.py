@@ -11,6 +11,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -385,7 +386,8 @@ class GraphStep:
                 ) from error
         torch.clear_autocast_cache()
         self._save_addresses()
-        others = [x for x in pytree.tree_leaves(result) if not isinstance(x, (Tensor, *CONSTANTS))]
+        results, returned = pytree.tree_flatten(result)
+        others = [x for x in results if not isinstance(x, (Tensor, *CONSTANTS))]
         kind = type(others[0]).__name__ if others else ""
         problem = f"it returns a {kind}: return tensors, in tuples, lists and dicts" if kind else ""
         if [x._version for x in inputs] != input_versions:
@@ -401,9 +403,8 @@ class GraphStep:
                 p.grad = grad
         if problem:
             raise NotRecordable(f"graph_step cannot record the step: {problem}")
-        made = _Graph(cuda_graph, list(map(stored, inputs)), result, gradients)
-        made.replaces_gradients = replaces
-        return made
+        read = [stored(x) for x in inputs]
+        return _Graph(cuda_graph, read, results, returned, gradients, replaces)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a recording that has failed."""
@@ -423,30 +424,24 @@ def _reset(reference: weakref.ref[GraphStep], _: Optimizer) -> None:
         step.reset()
 
 
+@dataclass(eq=False)
 class _Graph:
     """A recorded step.
 
     Attributes:
-        replaces_gradients: whether it reads none of the gradients before it, and writes all.
-
-    Args:
         inputs: the tensors that the graph reads in place of the arguments.
-        result: the results of the step, which each replay overwrites.
+        results, structure: the results of the step, which each replay overwrites, flattened.
         gradients: parameters, the gradients that the graph reads (None if it reads none), and those
             after the step.
+        replaces_gradients: whether it reads none of the gradients before it, and writes all.
     """
 
-    replaces_gradients = False
-
-    def __init__(
-        self,
-        graph: torch.cuda.CUDAGraph,
-        inputs: list[Tensor],
-        result: Any,
-        gradients: list[tuple[Tensor, Tensor | None, Tensor | None]],
-    ) -> None:
-        self.graph, self.inputs, self.gradients = graph, inputs, gradients
-        self.results, self.structure = pytree.tree_flatten(result)
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    results: list[Any]
+    structure: pytree.TreeSpec
+    gradients: list[tuple[Tensor, Tensor | None, Tensor | None]]
+    replaces_gradients: bool
 
     def replay(self, arguments: list[Tensor]) -> Any:
         torch._foreach_copy_(self.inputs, [stored(x) for x in arguments])

@@ -76,12 +76,7 @@ def from_nir(graph: Any, *, dt: float, surrogate: Surrogate | None = None) -> fx
         graph = nir.read(graph, type_check=False)
     if not isinstance(graph, nir.NIRGraph):
         raise TypeError(f"graph is a {type(graph).__name__}: expected a nir.NIRGraph, or a path")
-    reader = _Reader(dt, Sigmoid() if surrogate is None else surrogate)
-    found = reader.read(graph)
-    if reader.refused or found is None:
-        lines = "".join(f"\n- {line}" for line in reader.refused)
-        raise ValueError(f"the graph has no equivalent network:{lines}")
-    return found
+    return _Reader(dt, Sigmoid() if surrogate is None else surrogate).read(graph)
 
 
 @dataclass
@@ -100,12 +95,16 @@ class _Reader:
         self.refused: list[str] = []
         self.layers: dict[str, _LayerModule] = {}
 
-    def read(self, graph: Any) -> fx.GraphModule | None:
+    def check(self) -> None:
+        """Raise an error if something was refused."""
+        if self.refused:
+            raise _error(self.refused)
+
+    def read(self, graph: Any) -> fx.GraphModule:
         try:
             nodes, edges = _flattened(graph, "")
         except Refusal as refusal:
-            self.refused.append(str(refusal))
-            return None
+            raise _error([str(refusal)]) from None
         unknown = {name for edge in edges for name in edge} - nodes.keys()
         if unknown:
             self.refused.append(f"edges name {sorted(unknown)}, which are not nodes")
@@ -121,24 +120,22 @@ class _Reader:
                 )
         for name, node in nodes.items():
             self.layer(name, node)
-        if self.refused:
-            return None
+        self.check()
         reached = _reached(nodes, edges)
         lost = sorted(nodes.keys() - reached[ends[0][0]] - {ends[0][0]})
         if lost:
             self.refused.append(f"no edges lead from the input to {lost}: remove them")
-            return None
+        self.check()
         for members in _cycles(reached):
             try:
                 edges = self.loop(members, edges)
             except Refusal as refusal:
                 self.refused.append(f"the cycle of {', '.join(members)}: {refusal}")
-        if self.refused:
-            return None
+        self.check()
         modules: dict[str, nn.Module] = {}
         for name, layer in self.layers.items():
             if layer.factor is not None:
-                scale = _unused(f"{name}_scale", self.layers)
+                scale = _unused(f"{name}_scale", nodes)
                 edges = [(a, scale if b == name else b) for a, b in edges] + [(scale, name)]
                 modules[scale] = Scale(_tensor(layer.factor))
             modules[name] = layer.module
@@ -148,12 +145,12 @@ class _Reader:
         kind = _kind(node)
         if kind in ("Input", "Output"):
             return
+        surrogate = Above(copy.deepcopy(self.surrogate))
         try:
             if kind in NEURONS:
-                layer = NEURONS[kind](_Parameters(node, self.dt), Above(self._surrogate()))
+                layer = NEURONS[kind](_Parameters(node, self.dt, surrogate))
             elif kind == "Threshold":
-                threshold = _tensor(_array(node.threshold))
-                layer = _LayerModule(Threshold(threshold, Above(self._surrogate())))
+                layer = _LayerModule(Threshold(_tensor(_array(node.threshold)), surrogate))
             elif kind in LAYERS:
                 layer = _LayerModule(LAYERS[kind](node))
             else:
@@ -161,9 +158,6 @@ class _Reader:
             self.layers[name] = layer
         except (Refusal, ValueError) as error:
             self.refused.append(f"'{name}' ({kind}): {error}")
-
-    def _surrogate(self) -> Surrogate:
-        return copy.deepcopy(self.surrogate)
 
     def loop(self, members: list[str], edges: Edges) -> Edges:
         """Turn a cycle of one neuron into a layer with its name; return the other edges."""
@@ -192,6 +186,11 @@ class _Reader:
             returned = nn.Sequential(returned, Scale(_tensor(factor)))
         neuron.module = Feedback(returned, neuron.module)  # type: ignore[arg-type]
         return rest
+
+
+def _error(refused: list[str]) -> ValueError:
+    lines = "".join(f"\n- {line}" for line in refused)
+    return ValueError(f"the graph has no equivalent network:{lines}")
 
 
 def _recurrent(neuron: Any, linear: nn.Linear, factor: np.ndarray | None) -> Recurrent:
@@ -375,8 +374,9 @@ REASONS = {
 class _Parameters:
     """The parameters of a node in float64, and what follows from them for time steps of `dt`."""
 
-    def __init__(self, node: Any, dt: float) -> None:
-        self.node, self.dt = node, dt
+    def __init__(self, node: Any, dt: float, surrogate: Surrogate) -> None:
+        self.node, self.dt, self.surrogate = node, dt, surrogate
+        self.fires = hasattr(node, "v_threshold")
 
     def __getattr__(self, name: str) -> np.ndarray:
         value = _array(getattr(self.node, name))
@@ -393,17 +393,17 @@ class _Parameters:
             )
         return np.maximum(1 - self.dt / tau, 0)
 
-    def firing(self, surrogate: Surrogate) -> dict[str, Any]:
+    def firing(self) -> dict[str, Any]:
         """Return our options, for potentials counted from v_leak."""
         rest = self.v_leak if hasattr(self.node, "v_leak") else np.zeros(())
         return {
             "threshold": _value("v_threshold", self.v_threshold - rest),
             "v_reset": _value("v_reset", self.v_reset - rest),
-            "surrogate": surrogate,
+            "surrogate": self.surrogate,
         }
 
-    def require_rest(self) -> None:
-        if self.v_leak.any():
+    def check_rest(self) -> None:
+        if not self.fires and self.v_leak.any():
             raise Refusal("its v_leak is not 0, and its output is a potential: use v_leak=0")
 
 
@@ -428,52 +428,33 @@ def _split(factor: np.ndarray, decay: np.ndarray) -> tuple[bool, np.ndarray | No
     return False, np.array(first) if (factor == first).all() else factor
 
 
-def _integrate_and_fire(p: _Parameters, surrogate: Surrogate) -> _LayerModule:
+def _integrator(p: _Parameters) -> _LayerModule:
     _, factor = _split(p.r * p.dt, np.zeros(()))
-    return _LayerModule(zoo.IF(**p.firing(surrogate)), factor)
+    return _LayerModule(zoo.IF(**p.firing()) if p.fires else zoo.LI(1.0), factor)
 
 
-def _integrator(p: _Parameters, surrogate: Surrogate) -> _LayerModule:
-    return _LayerModule(zoo.LI(1.0), _split(p.r * p.dt, np.zeros(()))[1])
-
-
-def _leaky(p: _Parameters, surrogate: Surrogate) -> _LayerModule:
+def _leaky(p: _Parameters) -> _LayerModule:
+    p.check_rest()
     decay = p.decay("tau")
     is_scaled, factor = _split(p.r * (1 - decay), decay)
     options = {"decay": _value("tau", decay), "decay_input": is_scaled}
-    return _LayerModule(zoo.LIF(**options, **p.firing(surrogate)), factor)
+    return _LayerModule(zoo.LIF(**options, **p.firing()) if p.fires else zoo.LI(**options), factor)
 
 
-def _leaky_integrator(p: _Parameters, surrogate: Surrogate) -> _LayerModule:
-    p.require_rest()
-    decay = p.decay("tau")
-    is_scaled, factor = _split(p.r * (1 - decay), decay)
-    return _LayerModule(zoo.LI(_value("tau", decay), decay_input=is_scaled), factor)
-
-
-def _current_based(p: _Parameters, surrogate: Surrogate) -> _LayerModule:
+def _current_based(p: _Parameters) -> _LayerModule:
+    p.check_rest()
     decay, current_decay = p.decay("tau_mem"), p.decay("tau_syn")
+    gain = p.w_in * (1 - current_decay) * p.r
+    values = _value("tau_syn", current_decay), _value("tau_mem", decay)
+    if not p.fires:
+        return _LayerModule(SynapticLI(*values), _split(gain, np.zeros(()))[1])
     # Both factors act before the threshold, so that their product is what counts.
-    is_scaled, factor = _split(p.w_in * (1 - current_decay) * p.r * (1 - decay), decay)
-    options = {"decay": _value("tau_mem", decay), "decay_input": is_scaled}
-    synapse = _value("tau_syn", current_decay)
-    return _LayerModule(zoo.CubaLIF(synapse, **options, **p.firing(surrogate)), factor)
+    is_scaled, factor = _split(gain * (1 - decay), decay)
+    return _LayerModule(zoo.CubaLIF(*values, decay_input=is_scaled, **p.firing()), factor)
 
 
-def _current_based_integrator(p: _Parameters, surrogate: Surrogate) -> _LayerModule:
-    p.require_rest()
-    decay, current_decay = p.decay("tau_mem"), p.decay("tau_syn")
-    _, factor = _split(p.w_in * (1 - current_decay) * p.r, np.zeros(()))
-    return _LayerModule(
-        SynapticLI(_value("tau_syn", current_decay), _value("tau_mem", decay)), factor
-    )
-
-
-NEURONS: Mapping[str, Callable[[_Parameters, Surrogate], _LayerModule]] = {
-    "IF": _integrate_and_fire,
-    "I": _integrator,
-    "LIF": _leaky,
-    "LI": _leaky_integrator,
-    "CubaLIF": _current_based,
-    "CubaLI": _current_based_integrator,
+NEURONS: Mapping[str, Callable[[_Parameters], _LayerModule]] = {
+    **dict.fromkeys(("IF", "I"), _integrator),
+    **dict.fromkeys(("LIF", "LI"), _leaky),
+    **dict.fromkeys(("CubaLIF", "CubaLI"), _current_based),
 }

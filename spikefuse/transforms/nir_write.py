@@ -410,16 +410,15 @@ def neuron_node(nir: ModuleType, neuron: Neuron, dt: float, shape: list[int]) ->
         raise Refusal(
             "NIR has no such neuron: use sf.LIF, sf.PLIF, sf.IF, sf.CubaLIF or sf.LI, and train it"
         )
-    if kind in _FIRING and neuron.reset != "hard":
-        raise Refusal(
-            "its reset is soft, and NIR's neurons are set to v_reset: train with reset='hard'"
-        )
-    surrogate: Any = getattr(neuron, "surrogate", None)
     values = {name: _per_neuron(value, shape) for name, value in neuron.values().items()}
     firing = {}
-    if kind in _FIRING:
+    if isinstance(neuron, _FIRING):
+        if neuron.reset != "hard":
+            raise Refusal(
+                "its reset is soft, and NIR's neurons are set to v_reset: train with reset='hard'"
+            )
         firing = {
-            "v_threshold": _fired_above(values["threshold"], surrogate),
+            "v_threshold": _fired_above(values["threshold"], neuron.surrogate),
             "v_reset": values["v_reset"],
         }
     decay = values.get("decay", np.ones(shape))

@@ -206,6 +206,35 @@ class OneStep(nn.Module):
         return self.lif(self.fc(x))
 
 
+class LastStep(nn.Module):
+    """Written for sequences: its index counts time steps from the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.lif = nn.Linear(4, 12), MultiStepLIFNode(v_threshold=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lif(self.fc(x))[-1]
+
+
+class LastFeatures(LastStep):
+    """Runs on one step, too: it counts dims from the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lif(self.fc(x))
+        return y / y.shape[-1] + y.size()[-1]
+
+
+def test_the_last_step_and_the_last_dim():
+    net, x = LastStep(), torch.randn(6, 2, 4)
+    ours, expected = sf.convert(net), net(x)
+    assert 0 < expected.mean() < 1
+    torch.testing.assert_close(ours(x), expected)
+    assert "[-1]` counts dims of [T, B, ...]" in str(ours.conversion)
+    net = LastFeatures()
+    torch.testing.assert_close(sf.Temporal(sf.convert(net))(x), net(x))
+
+
 def test_hooks_on_neurons_are_refused():
     net = OneStep()
     net.lif.register_forward_hook(print)
@@ -218,6 +247,22 @@ def test_code_without_a_source_is_refused():
     exec("class Typed(OneStep):\n    def forward(self, x):\n        return self.lif(x)", scope)
     with pytest.raises(ValueError, match=r"Typed\.forward: its source can't be read"):
         sf.convert(scope["Typed"]())
+
+
+class Hidden(OneStep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = [nn.Sequential(nn.Linear(5, 5), LIFNode())]
+
+    def forward(self, x):
+        for stage in self.stages:
+            x = stage(x)
+        return super().forward(x)
+
+
+def test_neurons_inside_modules_of_a_plain_list_are_refused():
+    with pytest.raises(ValueError, match=r"it keeps modules in stages, .* use nn\.ModuleList"):
+        sf.convert(Hidden())
 
 
 def test_recurrent_layers_of_torch_are_refused():

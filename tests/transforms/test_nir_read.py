@@ -159,6 +159,19 @@ def test_nodes_without_effect_and_names_in_use() -> None:
     assert_same(graph_of((4,), nodes, [*edges, ("input", "lif_scale"), ("lif", "output")]), (4,))
 
 
+def test_an_input_with_the_name_of_a_scale() -> None:
+    one = np.ones(3)
+    nodes = {
+        "lif_scale": nir.Input({"input": np.array([3])}),
+        "lif": nir.LIF(10 * one, 3 * one, 0 * one, one),
+        "out": nir.Output({"output": np.array([3])}),
+    }
+    net = sf.from_nir(nir.NIRGraph(nodes, [("lif_scale", "lif"), ("lif", "out")]), dt=1)
+    x = torch.rand(4, 2, 3)
+    assert isinstance(net.lif_scale_, Scale)
+    torch.testing.assert_close(sf.Temporal(net)(x), sf.Temporal(net.lif)(net.lif_scale_(x)))
+
+
 def test_graphs_inside_graphs() -> None:
     edges = [("in", "lif"), ("lif", "w"), ("w", "lif"), ("lif", "out")]
     ends = {"in": nir.Input({"input": np.array([4])}), "out": nir.Output({"output": np.array([4])})}

@@ -9,7 +9,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -135,21 +135,17 @@ class CodeReader:
 
     def branch(self, node: ast.If | ast.IfExp, scope: _Function) -> None:
         mode = _step_mode(node.test)
-        bodies: list[list[Any]] = [
-            body if isinstance(body, list) else [body] for body in (node.body, node.orelse)
-        ]
         if mode is None:
             self.visit(node.test, scope)
-        for i, body in enumerate(bodies):
+        for i, body in enumerate((node.body, node.orelse)):
             if mode is not None and (mode == self.step_mode) != (i == 0):
                 continue
-            inner = _Function(
-                scope.function,
-                scope.owner,
-                scope.is_sequence and (mode is None or self.step_mode == "m"),
-                (*scope.branches, (node, i)),
+            inner = replace(
+                scope,
+                is_sequence=scope.is_sequence and (mode is None or self.step_mode == "m"),
+                branches=(*scope.branches, (node, i)),
             )
-            for statement in body:
+            for statement in body if isinstance(body, list) else [body]:
                 self.visit(statement, inner)
 
     def loop(self, node: Any, scope: _Function) -> None:
@@ -212,9 +208,12 @@ class CodeReader:
             if called is not None and self.roles.returns_state(called):
                 self.add(scope, node, f"drops a state: write `{_short(value)}`")
                 return
-        is_shape = isinstance(value, ast.Attribute) and value.attr == "shape"
-        is_tensor = _root(value) not in ("self", "") or isinstance(value, ast.Call)
-        if scope.is_sequence and (is_shape or is_tensor) and not _is_from_last(node.slice):
+        if _is_shape(value):
+            counts = not _is_negative(node.slice)
+        else:
+            is_tensor = _root(value) not in ("self", "") or isinstance(value, ast.Call)
+            counts = is_tensor and not _leaves_first_dims(node.slice)
+        if scope.is_sequence and counts:
             self.add_counting(scope, node)
 
     def attribute(self, node: ast.Attribute, scope: _Function) -> None:
@@ -305,10 +304,17 @@ def _is_negative(node: ast.AST) -> bool:
     return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
 
 
-def _is_from_last(index: ast.AST) -> bool:
-    if isinstance(index, ast.Tuple) and index.elts and isinstance(index.elts[0], ast.Constant):
-        return index.elts[0].value is ...
-    return _is_negative(index) or (isinstance(index, ast.Constant) and isinstance(index.value, str))
+def _is_shape(node: ast.AST) -> bool:
+    """Whether an expression is `x.shape` or `x.size()`."""
+    name = "size" if isinstance(node, ast.Call) else "shape"
+    node = node.func if isinstance(node, ast.Call) else node
+    return isinstance(node, ast.Attribute) and node.attr == name
+
+
+def _leaves_first_dims(index: ast.AST) -> bool:
+    """Whether an index is a key of a dict, or begins with an ellipsis."""
+    first = index.elts[0] if isinstance(index, ast.Tuple) and index.elts else index
+    return isinstance(first, ast.Constant) and (first.value is ... or isinstance(first.value, str))
 
 
 def _exclusive(

@@ -204,7 +204,7 @@ _LATE = "its recovery follows the potential one step later: use spikefuse.Izhike
 _RECURRENT = "its spikes are inputs of its next step: build it with spikefuse.Recurrent"
 _WITH_RECURRENCE = (
     *("LIFEx", "LIFRefrac", "LIFAdEx", "LIFAdExRefrac", "LIFMC", "LIFMCRefrac"),
-    *("LSNN", "Izhikevich"),
+    *("LSNN", "Izhikevich", "SNN"),
 )
 
 LIBRARY = Library(
@@ -223,8 +223,6 @@ LIBRARY = Library(
         **dict.fromkeys(("LIFRefracCell", "LIFEx", "LIFExCell", "LSNN", "LSNNCell"), _SYNAPSE),
         **dict.fromkeys(("Izhikevich", "IzhikevichCell"), _LATE),
         "RecurrentSequential": _RECURRENT,
-        "SNNRecurrent": _RECURRENT,
-        "SNNRecurrentCell": _RECURRENT,
         **{
             f"{n}{kind}": _RECURRENT
             for n in _WITH_RECURRENCE

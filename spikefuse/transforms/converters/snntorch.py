@@ -317,10 +317,6 @@ def recurrent(m: Any) -> tuple[nn.Module, str]:
     return made, note
 
 
-def mode(module: Any) -> str:
-    return STEP
-
-
 def returns_state(module: Any) -> bool:
     # Those with `output` still return their states when they are converted.
     return not (module.init_hidden or module.output)
@@ -338,10 +334,7 @@ LIBRARY = Library(
         "RLeaky": Rule(recurrent, is_stateful=True),
         "RSynaptic": Rule(recurrent, is_stateful=True),
     },
-    {
-        "SLSTM": _LSTM,
-        "SConv2dLSTM": _LSTM,
-    },
-    mode,
+    dict.fromkeys(("SLSTM", "SConv2dLSTM"), _LSTM),
+    lambda module: STEP,
     returns_state,
 )

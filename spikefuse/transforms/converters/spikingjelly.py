@@ -67,9 +67,10 @@ def refuse_options(m: Any) -> None:
 
 
 def firing(m: Any) -> dict[str, Any]:
-    """Return our options for their reset and surrogate; the reset is to 0."""
+    """Return our options for their threshold, reset and surrogate; the reset is to 0."""
     refuse_options(m)
     return {
+        "threshold": m.v_threshold - origin(m)[0],
         "reset": "soft" if m.v_reset is None else "hard",
         "detach_reset": m.detach_reset,
         "surrogate": surrogate_of(m.surrogate_function),
@@ -103,13 +104,11 @@ class _Decay(Learnable):
 
 
 def integrate_and_fire(m: Any) -> tuple[Neuron, str]:
-    v0, note = origin(m)
-    return zoo.IF(m.v_threshold - v0, **firing(m)), note
+    return zoo.IF(**firing(m)), origin(m)[1]
 
 
 def leaky(m: Any) -> tuple[Neuron, str]:
-    v0, note = origin(m)
-    return zoo.LIF(threshold=m.v_threshold - v0, **leak(m), **firing(m)), note
+    return zoo.LIF(**leak(m), **firing(m)), origin(m)[1]
 
 
 def simple(make: Callable[[Any], tuple[Neuron, str]]) -> Callable[[Any], tuple[Neuron, str]]:
@@ -121,25 +120,21 @@ def simple(make: Callable[[Any], tuple[Neuron, str]]) -> Callable[[Any], tuple[N
 
 
 def parametric(m: Any) -> tuple[Neuron, str]:
-    v0, note = origin(m)
     decay_input = getattr(m, "decay_input", True)
-    neuron = zoo.LIF(_Decay(m.w), m.v_threshold - v0, decay_input=decay_input, **firing(m))
+    neuron = zoo.LIF(_Decay(m.w), decay_input=decay_input, **firing(m))
     rename(neuron, {"decay.w": "w"})
-    return neuron, note
+    return neuron, origin(m)[1]
 
 
 def scaled(m: Any) -> tuple[Neuron, str]:
     refuse_v_reset(m, "its relu acts on potentials relative to 0")
-    made = zoo.KLIF(
-        threshold=m.v_threshold, k=m.k, scale_reset=m.scale_reset, **leak(m), **firing(m)
-    )
-    return made, ""
+    return zoo.KLIF(k=m.k, scale_reset=m.scale_reset, **leak(m), **firing(m)), ""
 
 
 def ternary(m: Any) -> tuple[Neuron, str]:
     refuse_v_reset(m, "its two thresholds lie symmetrically to 0")
     rate = leak(m) if hasattr(m, "tau") else {"decay": 1.0}
-    return zoo.TernaryLIF(threshold=m.v_threshold, **rate, **firing(m)), ""
+    return zoo.TernaryLIF(**rate, **firing(m)), ""
 
 
 def integer(m: Any) -> tuple[Neuron, str]:
@@ -157,7 +152,7 @@ def integer(m: Any) -> tuple[Neuron, str]:
 
 def current_based(m: Any) -> tuple[Neuron, str]:
     refuse_v_reset(m, "it starts there but leaks towards 0")
-    return zoo.CubaLIF(m.c_decay, m.v_decay, m.v_threshold, **firing(m)), ""
+    return zoo.CubaLIF(m.c_decay, m.v_decay, **firing(m)), ""
 
 
 def complementary(m: Any) -> tuple[Neuron, str]:
@@ -168,14 +163,12 @@ def complementary(m: Any) -> tuple[Neuron, str]:
 
 def quadratic(m: Any) -> tuple[Neuron, str]:
     v0, note = origin(m)
-    values = m.tau, m.v_rest - v0, m.v_c - v0, m.a0
-    return zoo.QIF(*values, threshold=m.v_threshold - v0, **firing(m)), note
+    return zoo.QIF(m.tau, m.v_rest - v0, m.v_c - v0, m.a0, **firing(m)), note
 
 
 def exponential(m: Any) -> tuple[Neuron, str]:
     v0, note = origin(m)
-    values = m.tau, m.v_rest - v0, m.theta_rh - v0, m.delta_T
-    return zoo.EIF(*values, threshold=m.v_threshold - v0, **firing(m)), note
+    return zoo.EIF(m.tau, m.v_rest - v0, m.theta_rh - v0, m.delta_T, **firing(m)), note
 
 
 def izhikevich(m: Any) -> tuple[Neuron, str]:
@@ -183,7 +176,7 @@ def izhikevich(m: Any) -> tuple[Neuron, str]:
     if m.w_rest:
         raise Refusal(f"its recovery starts at w_rest = {m.w_rest:g}, ours at 0: use w_rest=0.0")
     values = m.tau, m.v_rest - v0, m.v_c - v0, m.a0, m.tau_w, m.a, m.b
-    return zoo.Izhikevich(*values, threshold=m.v_threshold - v0, **firing(m)), note
+    return zoo.Izhikevich(*values, **firing(m)), note
 
 
 def integrator(m: Any) -> tuple[Neuron, str]:
@@ -242,12 +235,8 @@ def dropout(kind: type[nn.Dropout]) -> Callable[[Any], tuple[nn.Module, str]]:
     return lambda m: (kind(m.p), "one mask for all steps of a call")
 
 
-def stateless(kind: type[nn.Module]) -> Callable[[Any], tuple[nn.Module, str]]:
-    return lambda m: (as_class(kind, m), "")
-
-
-def threshold_dependent(kind: type[nn.Module]) -> Callable[[Any], tuple[nn.Module, str]]:
-    return lambda m: (as_class(kind, m), "its weight already holds alpha * v_th")
+def stateless(kind: type[nn.Module], note: str = "") -> Callable[[Any], tuple[nn.Module, str]]:
+    return lambda m: (as_class(kind, m), note)
 
 
 def voting(m: Any) -> tuple[nn.Module, str]:
@@ -347,12 +336,13 @@ NEURONS = {
 # 0.0.0.0.12 has neurons of sequences as classes of their own.
 MULTI_STEP = ("IFNode", "LIFNode", "ParametricLIFNode", "EIFNode")
 
+_SCALED_WEIGHT = "its weight already holds alpha * v_th"
 RULES = {
     **{name: Rule(make, is_stateful=True) for name, make in NEURONS.items()},
     **{f"MultiStep{name}": Rule(NEURONS[name], is_stateful=True) for name in MULTI_STEP},
     **{name: Rule(stateless(getattr(nn, name))) for name in STATELESS},
     **{
-        f"ThresholdDependentBatchNorm{n}d": Rule(threshold_dependent(kind))
+        f"ThresholdDependentBatchNorm{n}d": Rule(stateless(kind, _SCALED_WEIGHT))
         for n, kind in enumerate((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), 1)
     },
     **{f"TemporalEffectiveBatchNorm{n}d": Rule(stateless(ScaledBatchNorm)) for n in (1, 2, 3)},
