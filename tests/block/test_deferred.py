@@ -1,0 +1,491 @@
+"""A deferred norm gives what the plain one gives, whatever reads it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import spikefuse as sf
+from spikefuse.nn.encode import direct
+from spikefuse.transforms.fusion import Place
+from tests.block.norm_networks import FLAG, FUSED, Double, Net, compare, lif
+
+
+def chain(n: Net, x: Tensor) -> Tensor:
+    y = n.lif(n.bn(n.first(x)) + n.other(x))
+    return n.lif2(y + x)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_what_is_fused(name: str) -> None:
+    forward, residual = FUSED[name]
+    fused = compare(sf.Temporal(Net(forward)), torch.randn(4, 3, 6))
+    assert Place("net.bn", "net.lif", residual) in fused.fusion.fused
+
+
+def second_extended(n: Net, x: Tensor) -> Tensor:
+    y = n.other(x)
+    z = n.bn(n.first(x)).add_(y)
+    y += x
+    return n.lif(z) + n.lif2(y)
+
+
+def second_changed(n: Net, x: Tensor) -> Tensor:
+    y = n.other(x)
+    z = n.bn(n.first(x)) + y
+    return n.lif(z) + y.relu_()
+
+
+def second_changed_before(n: Net, x: Tensor) -> Tensor:
+    y = n.other(x)
+    z = n.bn(n.first(x)) + y
+    y.relu_()
+    return n.lif(z) + y
+
+
+def sum_by_a_function(n: Net, x: Tensor) -> Tensor:
+    z = n.bn(n.first(x)) + n.other(x)
+    return n.lif(z) + Double.apply(z)
+
+
+# Sums of two norms, and whether both are fused.
+TWO_NORMS = {
+    "plain": (chain, True),
+    "in place": (lambda n, x: n.lif(n.other(x).add_(n.bn(n.first(x)))), True),
+    "one input": (lambda n, x: n.lif(n.other(y := n.first(x)) + n.bn(y)), True),
+    "second read again": (
+        lambda n, x: n.lif((y := n.other(x)) + n.bn(n.first(x))) + y.sigmoid(),
+        True,
+    ),
+    "second changed": (second_changed, True),
+    "second extended": (second_extended, True),
+    "sum read again": (lambda n, x: n.lif(y := n.bn(x) + n.other(x)) + y.sigmoid(), True),
+    "sum by a function": (sum_by_a_function, True),
+    "second changed before": (second_changed_before, False),
+    "second read before": (
+        lambda n, x: (y := n.other(x)).sigmoid() + n.lif(y + n.bn(n.first(x))),
+        False,
+    ),
+    "second has a residual": (lambda n, x: n.lif(n.bn(n.first(x)) + (n.other(x) + x)), False),
+    "sum read before": (
+        lambda n, x: (y := n.bn(x) + n.other(x)).sigmoid() + n.lif(y),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWO_NORMS)
+def test_sums_of_two_norms(name: str) -> None:
+    forward, both = TWO_NORMS[name]
+    fused = compare(sf.Temporal(Net(forward)), torch.randn(4, 3, 6))
+    places = {place.norm for place in fused.fusion.fused if place.neuron == "net.lif"}
+    assert (places == {"net.bn", "net.other"}) == both
+
+
+def test_a_norm_without_a_weight_is_a_plain_residual() -> None:
+    net = Net(lambda n, x: n.lif(n.bn(n.first(x)) + n.other(x)))
+    net.other = nn.BatchNorm1d(6, affine=False)
+    fused = compare(sf.Temporal(net), torch.randn(4, 3, 6))
+    assert fused.fusion.fused == (Place("net.other", "net.lif", True),)
+
+
+def no_grad_stem(n: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = n.bn(n.first(x))
+    return n.lif(y + x)
+
+
+def no_grad_part(n: Net, x: Tensor) -> Tensor:
+    torch.set_grad_enabled(False)
+    y = n.lif(n.bn(n.first(x)))
+    torch.set_grad_enabled(True)
+    return n.lif2(n.other(y + x))
+
+
+def autocast(n: Net, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = n.bn(n.first(x))
+    return n.lif(y.float()) + n.lif2(n.other(n.first(x)))
+
+
+def stochastic_depth(n: Net, x: Tensor) -> Tensor:
+    y = n.bn(n.first(x))
+    if n.training and torch.rand(1) < 0.5:
+        return n.lif(x)
+    return n.lif(y)
+
+
+def python_depth(n: Net, x: Tensor) -> Tensor:
+    return n.lif(x if random.random() < 0.5 else n.bn(x))
+
+
+def flag(n: Net, x: Tensor) -> Tensor:
+    FLAG[0] = not FLAG[0]
+    return n.lif(n.bn(x) + x if FLAG[0] else n.bn(x))
+
+
+def written_after(n: Net, x: Tensor) -> Tensor:
+    y = n.bn(n.first(x))
+    z = y + x
+    y.relu_()
+    return n.lif(z) + y
+
+
+def stored(n: Net, x: Tensor) -> Tensor:
+    n.last = n.bn(n.first(x))
+    return n.lif(n.last)
+
+
+def segment(function: Callable[[Tensor], Tensor], x: Tensor, reentrant: bool) -> Tensor:
+    if reentrant and not x.requires_grad:  # of which PyTorch warns
+        return function(x)
+    return checkpoint(function, x, use_reentrant=reentrant, preserve_rng_state=False)
+
+
+def closure(function: Callable[[Net, Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:
+    """A checkpointed function that reads a norm from the code around it."""
+
+    def forward(n: Net, x: Tensor) -> Tensor:
+        y = n.bn(n.first(x))
+        return segment(lambda a: function(n, y) + a, x, False)
+
+    return forward
+
+
+class Inner(torch.autograd.Function):
+    """Twice its input, differentiated by a graph of its own."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = 2 * ctx.x
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return torch.autograd.grad(ctx.y, ctx.x, grad)[0]
+
+
+class Neural(torch.autograd.Function):
+    """A neuron with a straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, neuron: sf.Neuron) -> Tensor:
+        return neuron(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+LEFT = {
+    "no_grad stem": no_grad_stem,
+    "no_grad part": no_grad_part,
+    "autocast": autocast,
+    "stochastic depth": stochastic_depth,
+    "stochastic depth by random": python_depth,
+    "random roll": lambda n, x: n.lif(n.bn(x).roll(int(torch.randint(4, ())), 1)),
+    "flag": flag,
+    "control flow": lambda n, x: n.lif(n.bn(x if x.sum() > 0 else -x)),
+    "unread": lambda n, x: (n.bn(x), n.lif(x))[1],
+    "stored": stored,
+    "mode": lambda n, x: n.lif(n.bn(x) if n.training else n.first(n.bn(x))),
+    "function": lambda n, x: n.lif(F.relu(n.bn(x))),
+    "product": lambda n, x: n.lif(n.bn(x) * x),
+    "weighted sum": lambda n, x: n.lif(torch.add(n.bn(x), x, alpha=2)),
+    "number": lambda n, x: n.lif(n.bn(x) + 1),
+    "to itself": lambda n, x: n.lif((y := n.bn(x)) + y),
+    "sums": lambda n, x: n.lif(n.bn(x) + x + x),
+    "into another": lambda n, x: n.lif((y := n.first(x)).add_(n.bn(x))) + y,
+    "written after": written_after,
+    "the end": lambda n, x: n.bn(n.lif(x)),
+    "twice": lambda n, x: n.lif(n.bn(n.bn(x))),
+    "two calls": lambda n, x: n.lif((y := n.bn(x), n.bn(n.first(x)))[1]) + n.lif2(y),
+    "channels": lambda n, x: n.lif(n.bn(x) + n.scale * 2),
+    "mean": lambda n, x: n.lif(n.bn(x) + x.mean(1, keepdim=True)),
+    "scalar": lambda n, x: n.lif(n.bn(x) + x.mean()),
+    "larger": lambda n, x: n.lif((n.bn(x) + x.expand(2, *x.shape)).sum(0)),
+    "bool": lambda n, x: n.lif(n.bn(x) + (x > 0)),
+    "int": lambda n, x: n.lif(n.bn(x) + x.round().int()),
+    "double": lambda n, x: n.lif((n.bn(x) + x.double()).float()),
+    "half": lambda n, x: n.lif(n.bn(x) + x.bfloat16()),
+    "autograd.Function": lambda n, x: n.lif(Double.apply(n.bn(n.first(x)))),
+    "autograd.Function of a sum": lambda n, x: n.lif(Double.apply(n.bn(n.first(x)) + x)),
+    "checkpoint": lambda n, x: checkpoint(lambda y: n.lif(n.bn(y)), x, use_reentrant=False),
+    "checkpoint of a reader": lambda n, x: segment(n.lif, n.bn(n.first(x)), False),
+    "checkpoint of a closure": closure(lambda n, y: n.first(y)),
+    "checkpoint of a neuron in a closure": closure(lambda n, y: n.first(n.lif(y))),
+    "reentrant checkpoint of a norm": lambda n, x: n.lif(segment(n.bn, n.first(x), True)),
+    "reentrant checkpoint of a summand": lambda n, x: n.lif(segment(n.bn, n.first(x), True) + x),
+    "reentrant checkpoint, added to": lambda n, x: n.lif(segment(n.bn, n.first(x), True).add_(x)),
+    "reentrant checkpoint and another reader": lambda n, x: (
+        segment(n.lif, (y := n.bn(n.first(x))), True) + y
+    ),
+    "autograd.Function and another reader": lambda n, x: Double.apply(y := n.bn(n.first(x))) + y,
+    "autograd.Function and a neuron": lambda n, x: (
+        n.lif((y := n.bn(n.first(x))) + x) + Double.apply(y)
+    ),
+    "autograd.Function with gradients": lambda n, x: Inner.apply(n.bn(n.first(x))),
+    "autograd.Function that calls a neuron": lambda n, x: Neural.apply(n.bn(n.first(x)), n.lif),
+    "detached": lambda n, x: n.lif(n.bn(n.first(x)).detach() + x),
+    "gradient hook": lambda n, x: (
+        (y := n.bn(n.first(x))).requires_grad and y.register_hook(lambda g: 2 * g),
+        n.lif(y),
+    )[1],
+    "indexed": lambda n, x: n.lif(torch.cat([(y := n.bn(x))[:6], y[6:] * 2])),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_written_is_what_is_computed(name: str) -> None:
+    net = sf.Temporal(Net(LEFT[name]))
+    fused = compare(net, torch.randn(4, 3, 6))
+    if name == "stored":
+        optimizer = torch.optim.SGD(fused.parameters(), 1.0)
+        optimizer.step()
+        torch.testing.assert_close(fused.net.last, net.net.last)
+
+
+@pytest.mark.parametrize("name", ["plain", "residual", "two neurons"])
+@pytest.mark.parametrize("shape", [(1, 3, 6), (3, 1, 6), (1, 1, 6)])
+def test_one_step_or_sample(name: str, shape: tuple[int, ...]) -> None:
+    net = sf.Temporal(Net(FUSED[name][0]))
+    if shape[:2] == (1, 1):
+        for model in (net, sf.fuse(net)):
+            with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+                model(torch.randn(shape))
+    else:
+        compare(net, torch.randn(shape))
+
+
+class Branches(nn.Module):
+    """Residual blocks, through which a gradient has several paths."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        branch = lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))  # noqa: E731
+        self.branches = nn.ModuleList(branch() for _ in range(depth))
+        self.neurons = nn.ModuleList(lif() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for branch, neuron in zip(self.branches, self.neurons, strict=True):
+            x = neuron(branch(x) + x)
+        return x
+
+
+@pytest.mark.parametrize("kind", ["full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize("layers", ["neurons", "branches"])
+@pytest.mark.parametrize("gradients", ["backward", "grad"])
+def test_backward_hooks_run_once(kind: str, layers: str, gradients: str) -> None:
+    """Also where a hooked module reads or returns a deferred tensor."""
+    net = sf.Temporal(Branches(3))
+    fused, x = sf.fuse(copy.deepcopy(net)), torch.randn(4, 3, 6)
+    found = []
+    for model in (net, fused):
+        seen: list[Tensor] = []
+        for layer in getattr(model.net, layers):
+            getattr(layer, f"register_{kind}")(lambda _, *g, seen=seen: seen.append(g[-1][0]))
+        loss = (model(x) * torch.arange(6.0)).sum()
+        if gradients == "backward":
+            loss.backward()
+            seen += [p.grad for p in model.parameters() if p.grad is not None]
+        else:
+            seen += torch.autograd.grad(loss, [*model.parameters()])
+        found.append(seen)
+    assert len(found[0]) == len(found[1]) == 3 + len([*net.parameters()])
+    for actual, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_a_tensor_changed_in_between_is_refused() -> None:
+    def input_changed(n: Net, x: Tensor) -> Tensor:
+        y = n.first(x)
+        z = n.bn(y)
+        y.relu_()
+        return n.lif(z)
+
+    def residual_changed(n: Net, x: Tensor) -> Tensor:
+        y = n.first(x)
+        z = n.bn(x) + y
+        y.relu_()
+        return n.lif(z)
+
+    def weight_changed(n: Net, x: Tensor) -> Tensor:
+        z = n.bn(x)
+        with torch.no_grad():
+            n.bn.weight.mul_(2)
+        return n.lif(z)
+
+    for function in (input_changed, residual_changed, weight_changed):
+        with pytest.raises(RuntimeError, match="was changed in place after"):
+            sf.fuse(sf.Temporal(Net(function)))(torch.randn(4, 3, 6))
+
+
+def test_nothing_of_a_training_step_survives() -> None:
+    """Also where a gradient hook on a deferred result holds its call, and the call's final states
+    the graph."""
+    inputs: list[weakref.ref[Tensor]] = []
+
+    def forward(n: Net, x: Tensor) -> Tensor:
+        y = n.first(x)
+        inputs.append(weakref.ref(y))
+        return n.lif(Double.apply(n.bn(y)) + x)
+
+    net = sf.fuse(sf.Temporal(Net(forward)))
+    gc.disable()
+    try:
+        y, state = net(torch.randn(4, 3, 6), return_state=True)
+        y.sum().backward()
+        assert inputs[0]() is not None
+        del y, state
+        assert inputs[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_a_mode_changed_in_between() -> None:
+    def forward(n: Net, x: Tensor) -> Tensor:
+        y = n.bn.train(False)(x)
+        n.bn.train(True)
+        return n.lif(y)
+
+    fused = compare(sf.Temporal(Net(forward)), torch.randn(4, 3, 6))
+    assert fused.fusion.places[0].neuron == "net.lif"
+
+
+def test_a_parameter_replaced_in_between() -> None:
+    def forward(n: Net, x: Tensor) -> Tensor:
+        y, weight = n.bn(x), n.bn.weight
+        n.bn.weight = nn.Parameter(2 * weight.detach())
+        spikes = n.lif(y)
+        n.bn.weight = weight
+        return spikes
+
+    compare(sf.Temporal(Net(forward)), torch.randn(4, 3, 6))
+
+
+def test_a_neuron_that_is_not_a_submodule() -> None:
+    neuron = sf.LIF()
+    net = sf.Temporal(Net(lambda n, x: n.lif(neuron(n.bn(x)))))
+    compare(net, torch.randn(4, 1, 6))
+    with pytest.raises(ValueError, match="not a submodule"):
+        sf.fuse(net)(torch.randn(4, 3, 6))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_compiled_function_inside() -> None:
+    compiled = torch.compile(lambda a: torch.relu(a * 2 + 1), backend="eager")
+    compare(sf.Temporal(Net(lambda n, x: n.lif(compiled(n.bn(n.first(x)))))), torch.randn(4, 3, 6))
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "read again", "function", "unread", "twice", "two calls", "mean"]
+)
+def test_constant_input(name: str) -> None:
+    forward = LEFT[name] if name in LEFT else FUSED[name][0]
+    x = direct(torch.randn(3, 6), 4)
+    net = sf.Temporal(Net(forward))
+    fused, varying = sf.fuse(copy.deepcopy(net)), copy.deepcopy(net)
+    actual, expected = fused(x), varying(x.clone())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    for (label, a), b in zip(fused.named_buffers(), varying.buffers(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=label)
+
+
+@pytest.mark.parametrize(
+    "residual",
+    [
+        lambda x, scale: x.mean((2, 3), keepdim=True),
+        lambda x, scale: scale[:, None, None] * 2,
+        lambda x, scale: scale.sum(),
+        lambda x, scale: F.embedding(torch.arange(len(x)) % 1, scale[None])[..., None, None],
+        lambda x, scale: x.expand(2, *x.shape),
+        lambda x, scale: x > 0,
+    ],
+    ids=["mean", "channels", "scalar", "embedding", "larger", "bool"],
+)
+def test_residuals_of_other_shapes_and_dtypes_than_a_map(residual) -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn, self.lif = nn.BatchNorm2d(3), sf.LIF(threshold=0.3)
+            self.scale = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.bn(x) + residual(x, self.scale)
+            return self.lif(y if y.ndim == 4 else y.sum(0))
+
+    torch.manual_seed(0)
+    compare(sf.Temporal(Sum()), torch.randn(4, 2, 3, 5, 5))
+
+
+class SharedNorm(nn.Module):
+    """One norm at two places, of which one is behind a neuron."""
+
+    def __init__(self, forward) -> None:
+        super().__init__()
+        self.function, self.first = forward, nn.Linear(6, 8, bias=False)
+        self.bn = nn.BatchNorm1d(8)
+        self.lif, self.last = sf.LIF(threshold=0.2), sf.LIF(threshold=0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.first(x))
+
+
+def in_another_order(n, z):
+    y = n.bn(n.lif(z))
+    return n.last(y + n.bn(z))
+
+
+def read_in_another_order(n, z):
+    y = n.lif(z)
+    a, b = n.bn(z), n.bn(y)
+    return n.last(b + a)
+
+
+def unread(n, z):
+    a = n.bn(z)
+    n.bn(n.lif(z))
+    return n.last(a)
+
+
+SHARED = {
+    "in a row": lambda n, z: n.last(n.bn(n.lif(n.bn(z)))),
+    "with a sum": lambda n, z: n.last(n.bn(z + n.lif(a := n.bn(z)))) + a,
+    "in another order": in_another_order,
+    "read in another order": read_in_another_order,
+    "unread": unread,
+}
+
+
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("memory", [None, sf.memory.Bits(), sf.memory.Checkpoint()], ids=repr)
+@pytest.mark.parametrize("name", SHARED)
+def test_norm_at_two_places(name: str, memory, constant: bool) -> None:
+    """Its running statistics depend on the order of the calls."""
+    torch.manual_seed(0)
+    net = sf.Temporal(SharedNorm(SHARED[name]))
+    fused = sf.fuse(sf.Temporal(copy.deepcopy(net.net), memory))
+    x = direct(torch.randn(3, 6), 5)
+    x = x if constant else x.clone()
+    expected, actual = net(x.clone(), impl="reference"), fused(x)
+    torch.testing.assert_close(actual, expected)
+    weights = torch.randn_like(actual)
+    (expected * weights).sum().backward()
+    (actual * weights).sum().backward()
+    pairs = [*zip(fused.buffers(), net.buffers(), strict=True)]
+    pairs += [(p.grad, q.grad) for p, q in zip(fused.parameters(), net.parameters(), strict=True)]
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
