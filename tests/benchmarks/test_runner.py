@@ -111,3 +111,10 @@ def test_a_result_is_written_and_read(tmp_path: Path) -> None:
     path.write_text(json.dumps({"schema": 99}))
     with pytest.raises(ValueError, match="not a result of schema 1"):
         record.read(path)
+
+
+@pytest.mark.parametrize("rounds", ["0", "-1"])
+def test_too_few_rounds_are_refused(rounds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        runner.parse(runner.make_parser("trial", ""), ["--rounds", rounds])
+    assert "--rounds must be at least 1" in capsys.readouterr().err
