@@ -1,5 +1,4 @@
-"""Run the benchmarks that suit this machine, then rebuild the tables in docs/benchmarks.md,
-README.md and a tutorial.
+"""Run the benchmarks that suit this machine, then rebuild the tables of the documentation.
 
     python -m benchmarks            on a GPU: neurons, recurrent layers, blocks and networks;
                                     anywhere: events, first call, whole steps on a CPU
@@ -20,8 +19,7 @@ from benchmarks import record
 from benchmarks.runner import plain_parser
 
 ON_GPU = ("neurons steps", "neurons", "neurons block", "recurrent", "networks")
-PAGES = ("docs/benchmarks.md", "README.md", "docs/tutorials/fast.ipynb")
-TABLES = tuple(f"tables --page {page}" for page in PAGES)
+TABLES = tuple(f"tables --page {page}" for page in record.PAGES)
 ANYWHERE = ("events", "neurons first_call", "cpu", *TABLES)
 WORKLOADS = ("resnet18-mnist", "alexnet-imagenet", "resnet34-imagenet")
 

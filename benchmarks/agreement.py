@@ -12,8 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -21,9 +20,7 @@ from torch import Tensor
 
 import spikefuse as sf
 from benchmarks.runner import difference
-
-if TYPE_CHECKING:
-    from benchmarks.networks import Network, Task
+from benchmarks.steps import Network, StepResult, Task
 
 # Allowed relative difference of results that are rounded differently.
 ROUNDING = {"float32": 2e-3, "bfloat16": 2e-2}
@@ -35,18 +32,6 @@ FLIP_RATE, SPARE_FLIPS = {"float32": 1e-5, "bfloat16": 2e-3}, 16
 # Allowed relative difference of the logits of equivalent networks whose convolutions sum in another
 # order, which flips some spikes in each layer.
 EQUIVALENT = 0.1
-
-
-@dataclass
-class StepResult:
-    """Logits `[B, classes]`; in training also the loss and the gradients."""
-
-    logits: Tensor
-    loss: Tensor | None = None
-    grads: tuple[Tensor, ...] = ()
-
-    def tensors(self) -> list[Tensor]:
-        return [self.logits, *self.grads]
 
 
 class NetworkReference:

@@ -35,7 +35,6 @@ from torch import Tensor, nn
 import spikefuse as sf
 from benchmarks import published, runner
 from benchmarks.layers import DTYPES, spikingjelly
-from benchmarks.networks import STEPS, Network, Task
 from benchmarks.runner import (
     EAGER,
     GRAPH,
@@ -48,6 +47,7 @@ from benchmarks.runner import (
     difference,
     measure,
 )
+from benchmarks.steps import STEPS, Network, Task
 
 ORIGINAL, CONVERTED = "original", "converted"
 # The eager steps come first: graphs must repeat their logits.

@@ -212,16 +212,11 @@ class EventTask:
 
     def dense(self) -> EventNetwork:
         net = mlp(event_neuron, *self.shape, norm=False).to(self.device)
-        copy_weights(self.initial, net)
+        linears = [m for m in net if isinstance(m, nn.Linear)]
+        for linear, layer in zip(linears, self.initial, strict=True):
+            linear.load_state_dict({"weight": layer.weight, "bias": layer.bias})
         temporal = sf.Temporal(net, sf.memory.SaveAll())  # the fastest policy
         return EventNetwork(net, partial(temporal, self.x))
-
-
-def copy_weights(layers: nn.Sequential, dense: nn.Sequential) -> None:
-    """Copy the weights `[I, O]` of layers on events to a dense network."""
-    linears = [m for m in dense if isinstance(m, nn.Linear)]
-    for linear, layer in zip(linears, layers, strict=True):
-        linear.load_state_dict({"weight": layer.weight, "bias": layer.bias})
 
 
 # Verification

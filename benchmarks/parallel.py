@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spikefuse as sf
 from benchmarks import layers, networks, plots, runner
-from benchmarks.agreement import ROUNDING, StepResult
+from benchmarks.agreement import ROUNDING
 from benchmarks.layers import ALLOWED, LOOP, OURS, Inputs
 from benchmarks.networks import FUSED, WORKLOADS, Workload, WorkloadTask
 from benchmarks.processes import averaging, failure, highest, run_processes, time_together, ways
@@ -53,6 +53,7 @@ from benchmarks.runner import (
     first_line,
     record_graph,
 )
+from benchmarks.steps import StepResult
 from spikefuse.distributed import Plan, make_mesh, mean_over_steps, plan, shard_time, steps_of
 
 SPIKING: dict[str, dict[str, Any]] = {FUSED: {"fused": True}, OURS: {}, LOOP: {"impl": "reference"}}

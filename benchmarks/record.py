@@ -21,6 +21,8 @@ from spikefuse.data.files import replacing
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+# Pages with generated regions.
+PAGES = ("docs/benchmarks.md", "docs/reproduce.md", "docs/tutorials/fast.ipynb", "README.md")
 SCHEMA = 1
 PACKAGES = ("triton", "numba", "numpy", "spikingjelly", "snntorch")
 
@@ -55,9 +57,7 @@ def revision() -> dict[str, Any]:
     if head is None:
         return {"revision": None, "dirty": None}
     # New results and tables do not change the code that was measured.
-    others = (
-        f":!{name}" for name in ("benchmarks/results", "docs/benchmarks.md", "docs/reproduce.md")
-    )
+    others = (f":!{name}" for name in ("benchmarks/results", *PAGES))
     changes = _git("status", "--porcelain", "--", ".", *others)
     return {"revision": head, "dirty": None if changes is None else bool(changes)}
 

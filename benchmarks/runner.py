@@ -381,7 +381,8 @@ def make_parser(name: str, doc: str | None, rounds: int = 11) -> argparse.Argume
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
-    args.rounds = args.rounds or (2 if args.quick else args.usual_rounds)
+    if args.rounds is None:
+        args.rounds = 2 if args.quick else args.usual_rounds
     del args.usual_rounds
     if args.rounds < 1:
         parser.error("--rounds must be at least 1")

@@ -59,11 +59,12 @@ FASHION_MNIST = DownloadSource(
 )
 
 
-def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
+def read_idx(path: str | os.PathLike[str], limit: int | None = None) -> np.ndarray:
     """Read an IDX file, gzip-compressed or not, whatever its name.
 
     Args:
         path: of the file.
+        limit: most bytes of the elements; by default 1 GiB, or the file's own size.
 
     Returns:
         A read-only array with the file's shape and element type.
@@ -71,11 +72,7 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     Raises:
         DataError: the file is missing, truncated, corrupt, or has another format.
     """
-    return _read_idx(Path(path))
-
-
-def _read_idx(path: Path, limit: int | None = None) -> np.ndarray:
-    """Read an IDX file whose elements have at most `limit` bytes."""
+    path = Path(path)
     with opened(path) as file:
         start = read_up_to(file, 4)
         if len(start) < 4:
@@ -120,13 +117,13 @@ def load(source: DownloadSource, directory: Path, download: bool) -> tuple[Image
 
 
 def _read(images: Path, labels: Path) -> Images:
-    x = _read_idx(images)
+    x = read_idx(images)
     if x.dtype != np.uint8 or x.ndim != 3 or x.shape[1:] != SIZE or not len(x):
         raise DataError(
             f"{images} holds {x.dtype} {list(x.shape)}, expected uint8 images [N, 28, 28]: "
             "replace it with the published file"
         )
-    y = _read_idx(labels, len(x))
+    y = read_idx(labels, len(x))
     if y.dtype != np.uint8 or y.shape != x.shape[:1] or y.max() >= NUM_CLASSES:
         raise DataError(
             f"{labels} holds {y.dtype} {list(y.shape)}, expected {len(x)} uint8 labels below "

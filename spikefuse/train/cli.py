@@ -180,17 +180,17 @@ def _add_eval(commands: Any) -> None:
         epilog="example:\n  spikefuse eval runs/digits-conv-1/best.ckpt",
         **_EXACT,
     )
-    evaluate.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="best.ckpt or last.ckpt of a run"
-    )
-    _add_own(evaluate)
+    _add_checkpoint(evaluate)
     (fuse,) = (f.metadata for f in fields(TrainConfig) if f.name == "fuse")
     _add_option(evaluate, "fuse", {**fuse, "shown": "as in training"})
     _add_run_options(evaluate, "device", "data_dir", "download")
 
 
-def _add_own(command: argparse.ArgumentParser) -> None:
-    """Add the options that allow a checkpoint to use a user's own code."""
+def _add_checkpoint(command: argparse.ArgumentParser) -> None:
+    """Add the checkpoint, and the options that allow it to use a user's own code."""
+    command.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="best.ckpt or last.ckpt of a run"
+    )
     for name, form in (("model", "module:builder"), ("dataset", "module:dataset")):
         text = f"your own {name} of the run, which is imported and so executes code"
         command.add_argument(f"--{name}", metavar=form, help=text)
@@ -205,11 +205,8 @@ def _add_predict(commands: Any) -> None:
         epilog=PREDICT_NOTES,
         **_EXACT,
     )
-    predict.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="best.ckpt or last.ckpt of a run"
-    )
+    _add_checkpoint(predict)
     predict.add_argument("files", type=Path, nargs="+", metavar="FILE", help="files or folders")
-    _add_own(predict)
     for name, default, text in (
         ("--top", 1, "number of classes per example, the most probable first"),
         ("--batch-size", 32, "examples per batch"),

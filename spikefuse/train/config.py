@@ -17,33 +17,8 @@ from spikefuse.memory.policies import POLICIES
 from spikefuse.models import MODELS
 from spikefuse.neurons.firing import RESETS
 from spikefuse.nn import Temporal
-from spikefuse.train import own
-from spikefuse.train.choices import (
-    DEFAULT_STEPS,
-    ENCODINGS,
-    EVENT_CUTOFF,
-    EVENT_DECAY,
-    EVENT_MODEL,
-    EVENT_RATE,
-    EVENT_SURROGATE,
-    LOSSES,
-    MEMORY,
-    NEURONS,
-    OF_FRAMES,
-    OF_IMAGES,
-    OF_PLANES,
-    OPTIMIZERS,
-    OVERFLOWS,
-    PRECISIONS,
-    RECURRENT_MODEL,
-    RISE,
-    SCALED_LOSS,
-    SCHEDULES,
-    SEED_LIMIT,
-    SIGMOID_PARAMETERS,
-    SIZES_VARY,
-    SURROGATES,
-)
+from spikefuse.train import choices, own
+from spikefuse.train.choices import EVENT_MODEL
 from spikefuse.train.fields import (
     AT_LEAST_ONE,
     BELOW_ONE,
@@ -72,7 +47,7 @@ class TrainConfig:
     model: str = choice(
         "conv", "network architecture, module:builder for your own, or one of", MODELS
     )
-    neuron: str = choice("lif", "neuron model", NEURONS)
+    neuron: str = choice("lif", "neuron model", choices.NEURONS)
     decay: float | None = number(
         None,
         "factor that multiplies the membrane potential at every step (plif: its initial value)",
@@ -81,7 +56,7 @@ class TrainConfig:
     )
     threshold: float = number(1.0, "firing threshold", POSITIVE)
     surrogate: str | None = choice(
-        None, "surrogate derivative of the spike", SURROGATES, "the neuron's own"
+        None, "surrogate derivative of the spike", choices.SURROGATES, "the neuron's own"
     )
     reset: str | None = choice(
         None,
@@ -98,7 +73,7 @@ class TrainConfig:
     encoding: str = choice(
         "direct",
         "image encoding; direct repeats the image at every step, poisson draws random spikes",
-        ENCODINGS,
+        choices.ENCODINGS,
     )
     slicing: str | None = choice(
         None,
@@ -124,7 +99,7 @@ class TrainConfig:
         "drop",
         "event-mlp: what to do with spikes above the capacity: drop them, compute the layer "
         "densely, or raise an error",
-        OVERFLOWS,
+        choices.OVERFLOWS,
     )
     activity: float | None = number(
         None,
@@ -143,14 +118,14 @@ class TrainConfig:
     optimizer: str = choice(
         "adam",
         "optimizer of torch.optim, with its defaults; sgd has momentum 0.9",
-        OPTIMIZERS,
+        choices.OPTIMIZERS,
     )
     lr: float = number(1e-3, "learning rate", POSITIVE)
     schedule: str = choice(
         "constant",
         "learning-rate schedule; cosine decays to 0 by the end of the run, one-cycle rises first, "
         "step divides by 10 every --step-epochs",
-        SCHEDULES,
+        choices.SCHEDULES,
     )
     step_epochs: int | None = number(
         None, "epochs between steps, with --schedule step", AT_LEAST_ONE, "a third of the run", int
@@ -177,7 +152,7 @@ class TrainConfig:
         "mean",
         "output to which cross entropy applies: the mean over time, the last step, or every step "
         "(averaged)",
-        LOSSES,
+        choices.LOSSES,
     )
     label_smoothing: float = number(
         0.0,
@@ -236,9 +211,11 @@ class TrainConfig:
         NOT_NEGATIVE,
         "none",
     )
-    seed: int = number(0, "seed of all random choices", between(0, SEED_LIMIT - 1))
+    seed: int = number(0, "seed of all random choices", between(0, choices.SEED_LIMIT - 1))
     precision: str = choice(
-        "32", "floating-point precision: 32, or mixed with bf16 or 16 (float16, CUDA)", PRECISIONS
+        "32",
+        "floating-point precision: 32, or mixed with bf16 or 16 (float16, CUDA)",
+        choices.PRECISIONS,
     )
     accumulate: int = number(
         1, "microbatches per batch, computed one after the other to save memory", AT_LEAST_ONE
@@ -251,7 +228,9 @@ class TrainConfig:
         kind=int,
     )
     fuse: bool = flag(True, "fuse each batch norm with the neurons that read it", "yes")
-    memory: str = choice("recompute", "what to save for the backward pass (docs/memory.md)", MEMORY)
+    memory: str = choice(
+        "recompute", "what to save for the backward pass (docs/memory.md)", choices.MEMORY
+    )
     memory_budget: float | None = number(
         None, "GB to save for the backward pass, with --memory auto", POSITIVE, shown="none"
     )
@@ -283,25 +262,27 @@ class TrainConfig:
         """Set the values whose default depends on the dataset or on the model."""
         dataset = DATASETS[self.dataset]
         recorded = self.on_events and dataset.kind == "events"
-        own: dict[str, Any] = {
-            "num_steps": dataset.transform.get("num_steps", DEFAULT_STEPS),
+        defaults: dict[str, Any] = {
+            "num_steps": dataset.transform.get("num_steps", choices.DEFAULT_STEPS),
             "shift": 0 if len(dataset.shape) == 1 or recorded else 1,
-            "warmup": RISE * self.epochs if self.schedule == "one-cycle" else 0.0,
+            "warmup": choices.RISE * self.epochs if self.schedule == "one-cycle" else 0.0,
         }
         if self.schedule == "step":
-            own["step_epochs"] = -(-self.epochs // 3)
+            defaults["step_epochs"] = -(-self.epochs // 3)
         if self.on_events:
             capacity = self.capacity
-            own["activity"] = EVENT_RATE if capacity is None else min(capacity / 2, 0.5)
-            own["activity_weight"] = 1.0
-        for name, value in own.items():
+            defaults["activity"] = (
+                choices.EVENT_RATE if capacity is None else min(capacity / 2, 0.5)
+            )
+            defaults["activity_weight"] = 1.0
+        for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
 
     def _data_conflicts(self) -> Iterator[str]:
         dataset = DATASETS[self.dataset]
         if len(dataset.shape) == 1:
-            names = (*OF_PLANES, *OF_IMAGES)
+            names = (*choices.OF_PLANES, *choices.OF_IMAGES)
             yield from self._given(f"{self.dataset} has no rows and columns", *names)
             of_vectors = "mlp" in self.model or self.is_recurrent
             if not of_vectors and not own.is_reference(self.model):
@@ -313,7 +294,7 @@ class TrainConfig:
             of_events = ("slicing", "slice_us", "drop_events")
             yield from self._given(f"{self.dataset} is not event data", *of_events)
         else:
-            yield from self._given(f"{self.dataset} has no images", *OF_IMAGES)
+            yield from self._given(f"{self.dataset} has no images", *choices.OF_IMAGES)
             if dataset.scale != 1:
                 yield from self._given(f"{self.dataset} holds levels, not events", "drop_events")
         if self.trivial_augment and dataset.shape[0] not in (1, 3):
@@ -340,7 +321,7 @@ class TrainConfig:
     def _event_model_conflicts(self) -> Iterator[str]:
         if not self.on_events:
             for name in ("capacity", "overflow", "activity", "activity_weight"):
-                if getattr(self, name) not in (None, OVERFLOWS[0]):
+                if getattr(self, name) not in (None, choices.OVERFLOWS[0]):
                     yield f"{name} is given, but the model is not {EVENT_MODEL}"
             return
         activity, capacity = self.activity or 0.0, self.capacity or 1.0
@@ -348,7 +329,7 @@ class TrainConfig:
             yield f"activity is {activity:g}: expected at most capacity, {capacity:g}"
         dataset = DATASETS[self.dataset]
         if dataset.kind == "events":
-            yield from self._given(f"{EVENT_MODEL} reads packed frames", *OF_FRAMES)
+            yield from self._given(f"{EVENT_MODEL} reads packed frames", *choices.OF_FRAMES)
             if dataset.scale != 1:
                 yield f"{EVENT_MODEL} reads events, but {self.dataset} holds levels: choose mlp"
             if "bits" not in dataset.transform:
@@ -359,14 +340,14 @@ class TrainConfig:
             yield f"accumulate is given, but {EVENT_MODEL} computes whole batches: remove it"
         yield from self._given(f"{EVENT_MODEL} computes whole sequences", "tbptt")
         yield from self._given(f"{EVENT_MODEL} has activity_weight", "rate_penalty")
-        yield from self._given(SIZES_VARY, "cuda_graph")
+        yield from self._given(choices.SIZES_VARY, "cuda_graph")
         if self.precision != "32":
             yield f"precision is {self.precision}, but {EVENT_MODEL} computes in float32: choose 32"
         if self.memory == "checkpoint":
             yield f"memory is checkpoint, which {EVENT_MODEL} does not support: choose bits"
 
     def _neuron_conflicts(self) -> Iterator[str]:
-        parameters = inspect.signature(NEURONS[self.neuron]).parameters
+        parameters = inspect.signature(choices.NEURONS[self.neuron]).parameters
         if self.neuron == "ternarylif":
             yield from self._given("the spikes of ternarylif have signs", "rate_penalty")
         for name in ("surrogate", "reset", "detach_reset"):
@@ -376,7 +357,7 @@ class TrainConfig:
         if self.decay is not None and (learns or "decay" not in parameters):
             why = f"learns its own in {self.model}" if learns else "has none"
             yield f"decay is given, but the neuron {self.neuron} {why}: remove it"
-        for name in SIGMOID_PARAMETERS.get(self.neuron, ()):
+        for name in choices.SIGMOID_PARAMETERS.get(self.neuron, ()):
             if (value := getattr(self, name)) is not None and not 0 < value < 1:
                 yield f"{name} is {value}: expected a number between 0 and 1 for {self.neuron}"
 
@@ -413,7 +394,7 @@ class TrainConfig:
         if self.label_smoothing == 1:
             yield "label_smoothing is 1, which leaves nothing to learn: lower it"
         if self.cuda_graph and self.precision == "16":
-            yield f"cuda_graph is given, but {SCALED_LOSS}: choose precision bf16 or 32"
+            yield f"cuda_graph is given, but {choices.SCALED_LOSS}: choose precision bf16 or 32"
         if self.memory == "checkpoint" and (tbptt is not None or not self.fuse):
             given = "fuse is false" if tbptt is None else f"tbptt is {tbptt}"
             yield f"memory is checkpoint and {given}: it needs fused networks and whole sequences"
@@ -425,9 +406,9 @@ class TrainConfig:
         if device.type != "cuda":
             return f"the device is {device.type}"
         if self.on_events:
-            return SIZES_VARY
+            return choices.SIZES_VARY
         if self.precision == "16":
-            return SCALED_LOSS
+            return choices.SCALED_LOSS
         if num_processes > 1 and self.cuda_graph is None:
             # NCCL reports neither errors nor timeouts of what a graph sends.
             return "a replay would wait for a process that has ended (--cuda-graph records it)"
@@ -458,19 +439,19 @@ class TrainConfig:
     @property
     def is_recurrent(self) -> bool:
         """Whether the layers of the model feed back."""
-        return self.model.startswith(RECURRENT_MODEL) and not own.is_reference(self.model)
+        return self.model.startswith(choices.RECURRENT_MODEL) and not own.is_reference(self.model)
 
     def make_neuron(self) -> nn.Module:
-        kind = NEURONS[self.neuron]
+        kind = choices.NEURONS[self.neuron]
         options: dict[str, Any] = {} if self.decay is None else {"decay": self.decay}
         if self.on_events:
             if "decay" in inspect.signature(kind).parameters:
-                options.setdefault("decay", EVENT_DECAY)
-            derivative = SURROGATES[self.surrogate or EVENT_SURROGATE]
-            options["surrogate"] = derivative(cutoff=EVENT_CUTOFF * self.threshold)
+                options.setdefault("decay", choices.EVENT_DECAY)
+            derivative = choices.SURROGATES[self.surrogate or choices.EVENT_SURROGATE]
+            options["surrogate"] = derivative(cutoff=choices.EVENT_CUTOFF * self.threshold)
             options["detach_reset"] = True
         elif self.surrogate is not None:
-            options["surrogate"] = SURROGATES[self.surrogate]()
+            options["surrogate"] = choices.SURROGATES[self.surrogate]()
         for name in ("reset", "detach_reset"):
             if (value := getattr(self, name)) is not None:
                 options[name] = value

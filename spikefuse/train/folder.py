@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from spikefuse.data import DataError
 from spikefuse.train import own
 from spikefuse.train.checkpoint import BEST, LAST, LoadedRun, locked
 from spikefuse.train.config import TrainConfig
@@ -89,9 +90,13 @@ def remove(directory: Path, existed: bool) -> None:
             path.unlink(missing_ok=True)
 
 
-def how_to_continue(config: TrainConfig, directory: Path) -> str:
-    """Return the end of an error message: what was saved, and the options that resume from it."""
+def with_advice(
+    error: OSError | DataError, config: TrainConfig, directory: Path
+) -> OSError | DataError:
+    """Return an error of a file, with what was saved, and the options that resume from it."""
+    kind = DataError if isinstance(error, DataError) else OSError
     last = directory / LAST
     if not last.exists():
-        return "nothing was saved"
-    return f"saved {last}: continue with {' '.join(['--resume', str(last), *own.options(config)])}"
+        return kind(f"{error}; nothing was saved")
+    options = " ".join(["--resume", str(last), *own.options(config)])
+    return kind(f"{error}; saved {last}: continue with {options}")

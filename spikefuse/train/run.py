@@ -81,7 +81,7 @@ def _train(
     with processes.connected(device):
         with processes.local_main_first():
             examples = _load_data(config, options)
-        module = _make_module(config, device, processes)
+        module = _make_module(config, processes)
         if resumed is not None:
             load_weights(module, resumed)  # only checks them early: Lightning loads them later
             _check_examples(config, examples, resumed)
@@ -102,7 +102,7 @@ def _train(
             if processes.main and resumed is None and not saved:
                 folder.remove(directory, existed)
             if isinstance(error, OSError) or (isinstance(error, DataError) and saved):
-                raise _with_advice(error, config, directory) from error
+                raise folder.with_advice(error, config, directory) from error
             raise
         seconds = time.perf_counter() - start
     if not processes.main:
@@ -125,17 +125,9 @@ def _train(
     try:
         return _finish(module, examples.test, device, directory, facts)
     except (OSError, DataError) as error:
-        raise _with_advice(error, config, directory) from error
+        raise folder.with_advice(error, config, directory) from error
     except KeyboardInterrupt:
         raise RunInterrupted(signal.SIGINT, directory / LAST) from None
-
-
-def _with_advice(
-    error: OSError | DataError, config: TrainConfig, directory: Path
-) -> OSError | DataError:
-    """Return an error of a file, with what was saved and how to continue."""
-    kind = DataError if isinstance(error, DataError) else OSError
-    return kind(f"{error}; {folder.how_to_continue(config, directory)}")
 
 
 def evaluate(loaded: LoadedRun, options: RunOptions) -> tuple[float, float]:
@@ -151,7 +143,7 @@ def evaluate(loaded: LoadedRun, options: RunOptions) -> tuple[float, float]:
     with processes.connected(device):
         with processes.local_main_first():
             test = _load_data(config, options).test
-        module = _make_module(config, device, processes)
+        module = _make_module(config, processes)
         load_weights(module, loaded)
         return _test(module, test, device)
 
@@ -232,9 +224,7 @@ def _check_examples(config: TrainConfig, examples: DataModule, resumed: LoadedRu
         )
 
 
-def _make_module(
-    config: TrainConfig, device: torch.device, processes: Processes | None = None
-) -> Classifier:
+def _make_module(config: TrainConfig, processes: Processes) -> Classifier:
     module = Classifier(config, processes)
     if config.channels_last is not False:  # None in older checkpoints
         module.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

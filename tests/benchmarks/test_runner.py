@@ -111,3 +111,28 @@ def test_a_result_is_written_and_read(tmp_path: Path) -> None:
     path.write_text(json.dumps({"schema": 99}))
     with pytest.raises(ValueError, match="not a result of schema 1"):
         record.read(path)
+
+
+def test_rebuilt_pages_do_not_change_the_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPIKEFUSE_REVISION", raising=False)
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    for page in (*record.PAGES, "code.py"):
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / page).write_text("before")
+    author = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+    for command in (("init",), ("add", "."), (*author, "commit", "--message", "First")):
+        assert record._git(*command) is not None
+    for page in record.PAGES:
+        (tmp_path / page).write_text("after")
+    assert record.revision()["dirty"] is False
+    (tmp_path / "code.py").write_text("after")
+    assert record.revision()["dirty"] is True
+
+
+@pytest.mark.parametrize("rounds", ["0", "-1"])
+def test_too_few_rounds_are_refused(rounds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        runner.parse(runner.make_parser("trial", ""), ["--rounds", rounds])
+    assert "--rounds must be at least 1" in capsys.readouterr().err

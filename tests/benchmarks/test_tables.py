@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import plots, record, sections, tables
 
-PAGES = ("docs/benchmarks.md", "docs/reproduce.md", "docs/tutorials/fast.ipynb", "README.md")
 PLOTS = {
     "timestep_scaling": plots.timestep_scaling,
     "time_sharding": plots.time_sharding,
@@ -24,7 +23,7 @@ def region(name: str) -> str:
     return f"<!-- generated:{name} begin -->old<!-- generated:{name} end -->"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", record.PAGES)
 def test_page_is_up_to_date(page: str) -> None:
     tables.main(["--check", "--page", str(record.ROOT / page)])
     assert "None" not in "".join(re.findall(r"^\|.*", (record.ROOT / page).read_text(), re.M))

@@ -16,9 +16,10 @@ from benchmarks import events, layers, networks, neurons
 from benchmarks.agreement import Agreement, NetworkReference
 from benchmarks.events import DENSE, EVENTS, EventTask
 from benchmarks.layers import JELLY_NODE, OURS, Inputs, LayerResult, LayerTruth
-from benchmarks.networks import Network, Workload, WorkloadTask
+from benchmarks.networks import Workload, WorkloadTask
 from benchmarks.parallel import NetworkStep
 from benchmarks.runner import Contender
+from benchmarks.steps import Network
 from spikefuse.nn import Block
 
 CPU = torch.device("cpu")

@@ -1,9 +1,11 @@
-"""The command line: complete help, and one-line error messages."""
+"""The command line: complete help, one-line error messages, and restarts by torchrun."""
 
 from __future__ import annotations
 
 import gzip
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,9 +16,13 @@ import pytest
 import torch
 
 from spikefuse import data, models
+from spikefuse.train import cli
 from spikefuse.train.choices import NEURONS
 from spikefuse.train.cli import GROUPS, main, make_parser
 from spikefuse.train.config import TrainConfig
+from spikefuse.train.fields import ConfigError
+from tests.processes import finish, torchrun, wait_for
+from tests.train.runs import OPTIONS, PLAIN, rows
 
 Spikefuse = Callable[..., int]
 
@@ -224,3 +230,32 @@ def test_a_run_goes_on_without_its_output(tmp_path: Path, small: list[str]) -> N
     assert run_in_shell(f"{evaluate} >&-", tmp_path) == (0, "")
     # A pipe whose reader has gone.
     assert run_in_shell(f"{evaluate} > >(exec <&- >&- 2>&-; sleep 9)", tmp_path) == (1, "")
+
+
+def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
+    command = PLAIN, "train", *OPTIONS, "--time-ranks", "2", "--epochs", "3", "--out", "run"
+    process = torchrun(2, "--max-restarts", "1", *command, folder=tmp_path)
+    wait_for((tmp_path / "run" / "best.ckpt").exists, process)
+    os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
+    output = finish(process)
+    # What had been done is not done again.
+    assert output.count("epoch 1/3") == output.count("epoch 3/3") == 1
+    assert [row["epoch"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_restart_resumes_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resumed(*arguments: str) -> Path | None:
+        parsed = cli.make_parser().parse_args(["train", *arguments])
+        cli._resume_after_restart(parsed, "last.ckpt")
+        return parsed.resume
+
+    out = ("--out", str(tmp_path))
+    assert resumed() is None
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    with pytest.raises(ConfigError, match="add --out DIR"):
+        resumed()
+    (tmp_path / "last.ckpt").touch()
+    assert resumed(*out) is None  # the first start
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert resumed(*out) == tmp_path / "last.ckpt"
+    assert resumed("--resume", "other.ckpt") == Path("other.ckpt")

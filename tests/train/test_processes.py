@@ -102,3 +102,11 @@ def test_blocked_process_exits_after_a_signal() -> None:
     assert (
         "rank 0: another process has ended, so the run cannot continue; nothing was saved" in errors
     )
+
+
+def test_shares_of_data_and_time() -> None:
+    ranks = [Processes(rank, 4, time=2) for rank in range(4)]
+    assert [(p.share(10), p.steps(5)) for p in ranks] == [
+        (slice(0, 5), slice(0, 2)), (slice(0, 5), slice(2, 5)),
+        (slice(5, 10), slice(0, 2)), (slice(5, 10), slice(2, 5)),
+    ]  # fmt: skip

@@ -1,4 +1,7 @@
-"""Whole runs: their files, that they learn, and the evaluation of their checkpoints."""
+"""Whole runs: their files, that they learn, and the evaluation of their checkpoints.
+
+Runs of several processes that share data and time match one process.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,16 @@ import matplotlib.image
 import pytest
 import torch
 
+from spikefuse.train import run
 from spikefuse.train.classifier import Classifier
 from spikefuse.train.config import TrainConfig
+from spikefuse.train.fields import ConfigError
+from spikefuse.train.processes import Processes
+from spikefuse.train.run_options import RunOptions
+from tests.train.runs import OPTIONS, assert_same_curve, rows, with_others
 
 Spikefuse = Callable[..., int]
+SHARED = (*OPTIONS, "--time-ranks", "2")
 
 
 def test_a_run_and_its_evaluation(
@@ -170,3 +179,91 @@ def test_a_run_that_fails_early_leaves_nothing(
         spikefuse("train", *small, "--model", "mlp", *(["--out", out] if out else []))
     left = {p.name for p in tmp_path.rglob("*")}
     assert left == ({"empty"} if out else {"empty", "runs"})
+
+
+def test_time_and_data_ranks_match_one_process_and_resume_on_fewer(
+    alone: Spikefuse, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Four share data and time; two that share time resume, and then one.
+
+    Two that share data are those of `test_averaged_weights_and_early_stopping...`.
+    """
+    assert alone("train", *OPTIONS, "--epochs", "3", "--out", "one") == 0
+    capfd.readouterr()
+    command = "train", *SHARED, "--data-ranks", "2", "--epochs", "1", "--out", "four"
+    code, output = with_others(alone, tmp_path, *command, count=4)
+    output += capfd.readouterr().out
+    assert code == 0
+    assert output.count("epoch 1/1") == output.count("test accuracy") == 1
+    resume = ("train", "--resume", "four/last.ckpt", "--device", "cpu", "--epochs")
+    assert with_others(alone, tmp_path, *resume, "2", "--time-ranks", "2")[0] == 0
+    assert len(rows(tmp_path / "four")) == 2
+    assert alone(*resume, "3") == 0
+    assert_same_curve(tmp_path / "one", tmp_path / "four")
+
+
+def test_checkpointed_training_with_shared_time_learns_as_one(
+    alone: Spikefuse, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two processes then share the evaluation of the checkpoint."""
+    assert alone("train", *OPTIONS, "--epochs", "2", "--out", "one") == 0
+    command = "train", *SHARED, "--epochs", "1", "--memory", "checkpoint", "--out", "two"
+    assert with_others(alone, tmp_path, *command)[0] == 0
+    assert alone("train", "--resume", "two/last.ckpt", "--device", "cpu", "--epochs", "2") == 0
+    assert_same_curve(tmp_path / "one", tmp_path / "two")
+    evaluation = "eval", "two/best.ckpt", "--device", "cpu"
+    capfd.readouterr()
+    assert alone(*evaluation) == 0
+    expected = capfd.readouterr().out
+    code, output = with_others(alone, tmp_path, *evaluation)
+    assert code == 0
+    assert output + capfd.readouterr().out == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "place", "count", "message"),
+    [
+        ({}, {"time_ranks": 2, "data_ranks": 2}, 2, "do not match 2 processes"),
+        ({}, {"time_ranks": 3}, 4, "time_ranks 3 and data_ranks unset do not match 4"),
+        ({}, {"time_ranks": 0}, 2, "time_ranks is 0: expected a whole number of at least 1"),
+        ({"num_steps": 3}, {"time_ranks": 4}, 4, "num_steps is 3: expected at least time_ranks"),
+        (
+            {"tbptt": 2},
+            {"time_ranks": 2},
+            2,
+            "tbptt is given, but needs whole sequences",
+        ),
+        ({"rate_penalty": 0.1}, {"time_ranks": 2}, 2, "rate_penalty is given, but needs whole seq"),
+        (
+            {"dataset": "shd", "model": "event-mlp"},
+            {"time_ranks": 2},
+            2,
+            "time_ranks is given, but the model computes on events: remove it",
+        ),
+        (
+            {"dataset": "shd", "model": "recurrent"},
+            {"time_ranks": 2},
+            2,
+            "time_ranks is given, but the layers of the model feed back: remove it",
+        ),
+    ],
+)
+def test_invalid_parallelism(config: dict, place: dict, count: int, message: str) -> None:
+    processes = Processes(0, count, time=max(place["time_ranks"], 1))
+    with pytest.raises(ConfigError, match=message):
+        run._check_processes(TrainConfig(**config), RunOptions(**place), processes)
+
+
+@pytest.mark.parametrize(
+    ("same", "split"),
+    [(["--rate-penalty", "0.1", "--logger", "csv"], []), ([], ["--time-ranks", "2"])],
+    ids=["data", "time"],
+)
+def test_averaged_weights_and_early_stopping_in_several_processes(
+    alone: Spikefuse, tmp_path: Path, same: list[str], split: list[str]
+) -> None:
+    options = *OPTIONS, "--ema", "0.8", "--patience", "9", "--weight-decay", "0.01", *same
+    command = "train", *options, "--epochs", "2", "--out"
+    assert alone(*command, "one") == 0
+    assert with_others(alone, tmp_path, *command, "two", *split)[0] == 0
+    assert_same_curve(tmp_path / "one", tmp_path / "two")
