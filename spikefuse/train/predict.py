@@ -171,7 +171,7 @@ def classify(
 ) -> Iterator[Prediction]:
     """Yield the `top` most probable classes of each example, the most probable first.
 
-    Poisson spikes depend on the seed of the run and the position of an example only.
+    Poisson spikes depend on the seed of the run, the batch size and the position of an example.
     """
     for number in count():
         batch = list(islice(examples, batch_size))
