@@ -8,6 +8,7 @@ Further arguments are pytest's; without paths, `tests` is run. A run without fai
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import tempfile
@@ -53,11 +54,11 @@ def row_of(report: Path) -> Record:
     failed: list[str] = []
     reasons = Counter[str]()
     for case in suite.iter("testcase"):
-        outcomes = {entry.tag: entry.get("message", "") for entry in case}
+        outcomes = {entry.tag: entry for entry in case}
         if outcomes.keys() & {"failure", "error"}:
             failed.append(f"{case.get('classname')}::{case.get('name')}")
         elif "skipped" in outcomes:
-            reasons[outcomes["skipped"]] += 1
+            reasons[reason_of(outcomes["skipped"])] += 1
     total = int(suite.get("tests", 0))
     return {
         "passed": total - len(failed) - reasons.total(),
@@ -65,6 +66,16 @@ def row_of(report: Path) -> Record:
         "skipped": dict(reasons.most_common()),
         "seconds": float(suite.get("time", 0)),
     }
+
+
+def reason_of(skip: ElementTree.Element) -> str:
+    """Return why a test was skipped. Of a whole file, the message does not tell, but the text, a
+    tuple of path, line and reason."""
+    message, text = skip.get("message", ""), skip.text or ""
+    if message != "collection skipped":
+        return message
+    reason: str = ast.literal_eval(text)[2]
+    return reason.removeprefix("Skipped: ")
 
 
 if __name__ == "__main__":
