@@ -417,12 +417,15 @@ def _overrides(kind: type, cls: type) -> list[str]:
 
 
 def _holds_modules(value: Any) -> bool:
-    """Whether a list, tuple or dict holds modules of a library, also inside other modules."""
+    """Whether a list, tuple or dict holds modules of a library, also inside others of them or
+    inside other modules."""
     if not isinstance(value, list | tuple | dict):
         return False
-    values = value.values() if isinstance(value, dict) else value
-    modules = (m for v in values if isinstance(v, nn.Module) for m in v.modules())
-    return any(library_of(m) is not None for m in modules)
+    for held in value.values() if isinstance(value, dict) else value:
+        modules = held.modules() if isinstance(held, nn.Module) else ()
+        if any(library_of(m) is not None for m in modules) or _holds_modules(held):
+            return True
+    return False
 
 
 def _counts_dims(module: nn.Module) -> bool:

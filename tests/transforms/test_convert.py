@@ -249,20 +249,16 @@ def test_code_without_a_source_is_refused():
         sf.convert(scope["Typed"]())
 
 
-class Hidden(OneStep):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages = [nn.Sequential(nn.Linear(5, 5), LIFNode())]
-
-    def forward(self, x):
-        for stage in self.stages:
-            x = stage(x)
-        return super().forward(x)
-
-
-def test_neurons_inside_modules_of_a_plain_list_are_refused():
+@pytest.mark.parametrize(
+    "stages",
+    [[nn.Sequential(nn.Linear(5, 5), LIFNode())], [[LIFNode()]], {"first": (LIFNode(),)}],
+    ids=["list of modules", "list of lists", "dict of tuples"],
+)
+def test_neurons_inside_values_of_a_plain_container_are_refused(stages):
+    net = OneStep()
+    net.stages = stages
     with pytest.raises(ValueError, match=r"it keeps modules in stages, .* use nn\.ModuleList"):
-        sf.convert(Hidden())
+        sf.convert(net)
 
 
 def test_recurrent_layers_of_torch_are_refused():
