@@ -69,8 +69,11 @@ def row_of(report: Path) -> Record:
 
 
 def reason_of(skip: ElementTree.Element) -> str:
-    """Return why a test was skipped. Of a whole file, the message does not tell, but the text, a
-    tuple of path, line and reason."""
+    """Return why a test was skipped.
+
+    For a file that was skipped as a whole, the reason is in the text, a tuple of path, line and
+    reason, not in the message.
+    """
     message, text = skip.get("message", ""), skip.text or ""
     if message != "collection skipped":
         return message

@@ -161,9 +161,9 @@ class TracedTrainingCall(Call):
         (name,), (split, num_states) = self.programs, self.counts
         inputs = tensors[:split]
         number = inputs[0].numel() / inputs[0].shape[2]
-        statistics = BatchStatistics(tensors[-self.num_norms :], number)
+        batch = BatchStatistics(tensors[-self.num_norms :], number)
         block = BlockExecution(_programs[name], execution_of(name, inputs))
-        call = TrainingCall(block, statistics, num_states, saves_states=saves_states)
+        call = TrainingCall(block, batch, num_states, saves_states=saves_states)
         call.scalars = self.scalars
         return call
 

@@ -198,7 +198,7 @@ def _windows(size: int, outputs: int, kernel: int, stride: int, dilation: int, b
 
 
 def _positions(windows: int, kernel: int, stride: int, dilation: int, before: int) -> Tensor:
-    """The positions along one dim that each window reads, counted from the padding's end."""
+    """The positions along one dim that each window covers, some of them in the padding."""
     return torch.arange(windows)[:, None] * stride - before + torch.arange(kernel) * dilation
 
 

@@ -238,7 +238,7 @@ def exchange_gradients(
     """
     receives = not passing.is_last
     speculates = receives and passing.speculates and scans[0].execution.program.repairs
-    channel = passing.backward([p.execution.new_steps() if receives else [] for p in scans])
+    channel = passing.backward([s.execution.new_steps() if receives else [] for s in scans])
     found = [compute(i, []) for i in range(len(scans))] if speculates else []
     for i in range(len(scans)):
         ends = channel.receive(i)
