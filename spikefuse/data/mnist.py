@@ -64,13 +64,13 @@ def read_idx(path: str | os.PathLike[str], limit: int | None = None) -> np.ndarr
 
     Args:
         path: of the file.
-        limit: most bytes of the elements; by default 1 GiB, or the file's own size.
+        limit: most bytes of the elements; by default 1 GiB, or the file's size if larger.
 
     Returns:
         A read-only array with the file's shape and element type.
 
     Raises:
-        DataError: the file is missing, truncated, corrupt, or has another format.
+        DataError: the file is missing, truncated, corrupt, has another format, or exceeds `limit`.
     """
     path = Path(path)
     with opened(path) as file:

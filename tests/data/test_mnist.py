@@ -68,6 +68,14 @@ def test_a_damaged_file_is_named_with_the_fix(tmp_path: Path, kind: str) -> None
     assert "\n" not in message
 
 
+def test_a_limit_counts_the_bytes_of_the_elements(tmp_path: Path) -> None:
+    path = tmp_path / "numbers"
+    path.write_bytes(WHOLE)
+    assert read_idx(path, limit=12).shape == (3, 4)
+    with pytest.raises(DataError, match=r"its header claims 12 bytes, in shape \[3, 4\]"):
+        read_idx(path, limit=11)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot read .*nothing: No such file"):
         read_idx(tmp_path / "nothing")
