@@ -1,4 +1,4 @@
-"""Two processes under torchrun stop when one of them dies."""
+"""Shares of processes in data and time, and two of them that stop when one dies."""
 
 from __future__ import annotations
 
