@@ -100,7 +100,7 @@ class NormCall:
         return y if y._version == self.result[1] else self._compute()
 
     def _compute(self) -> Tensor:
-        self.check()
+        self.check_unchanged()
         norm = copy_of(self.norm)
         norm.__dict__["track_running_stats"] &= not self.has_updated_stats
         with self.modes():
@@ -117,7 +117,7 @@ class NormCall:
 
     def gradients(self, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The tensors that this call alone needs gradients of, with their gradients."""
-        self.check()
+        self.check_unchanged()
         leaves = {t: t.detach().requires_grad_() for t in self.read if t.requires_grad}
         norm, x = copy_of(self.norm), leaves.get(self.x, self.x)
         norm.__dict__["track_running_stats"] = False
@@ -129,7 +129,7 @@ class NormCall:
         grads = torch.autograd.grad(y, list(leaves.values()), grad)
         return list(zip(leaves, grads, strict=True))
 
-    def check(self, residual: Tensor | None = None, version: int = 0) -> None:
+    def check_unchanged(self, residual: Tensor | None = None, version: int = 0) -> None:
         """Refuse tensors that were changed after the call, and a residual of another version."""
         if list(map(_version, self.read)) != self.versions:
             raise _changed("a tensor that a batch norm reads", self.x)
@@ -194,14 +194,14 @@ class DeferredNorm(Deferred, Tensor):
             return neuron._scan, (self._read(type(neuron).__name__),)
         norms: tuple[_BatchNorm, ...] = (call.norm,)
         if not isinstance(residual, NormCall):
-            call.check(residual, self.residual_version)
+            call.check_unchanged(residual, self.residual_version)
         elif residual.result is None and residual.can_fuse(neuron):
-            call.check()
-            residual.check()
+            call.check_unchanged()
+            residual.check_unchanged()
             residual.finish(Outcome(neuron, residual=True))
             norms, residual = (call.norm, residual.norm), residual.x
         else:
-            call.check()
+            call.check_unchanged()
             residual = residual.unchanged_value("add")
         call.finish(Outcome(neuron, residual is not None))
         inputs = (call.x,) if residual is None else (call.x, residual)
@@ -221,7 +221,7 @@ class DeferredNorm(Deferred, Tensor):
             if isinstance(residual, NormCall):
                 residual = residual.unchanged_value(reader)
             else:
-                self.call.check(residual, self.residual_version)
+                self.call.check_unchanged(residual, self.residual_version)
             with self.call.modes():
                 y = value + residual
             self.total = y, y._version

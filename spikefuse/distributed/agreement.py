@@ -32,7 +32,7 @@ class Agreement:
         self._number, self._known = 0, set[str]()
         self._pending: tuple[Tensor, dist.Work] | None = None
 
-    def check(self, x: Tensor, about: str) -> None:
+    def compare(self, x: Tensor, about: str) -> None:
         """Compare a call on this rank's steps `x` with the calls of the other ranks.
 
         Raises:

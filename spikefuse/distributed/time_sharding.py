@@ -186,7 +186,7 @@ class TimeShard(StatePassing):
         statistics = STATISTICS[0 if self.exact_statistics else 1]
         recorded = ", recorded" if recording() else ""
         about = f"{call}, {self.chunks} chunks, {statistics} statistics{recorded}"
-        self.agreement.check(x, about)
+        self.agreement.compare(x, about)
 
     def end(self) -> None:
         _flush_recorded(self.after)

@@ -106,7 +106,7 @@ class _Whole(torch.autograd.Function):
         _ = ctx.saved_tensors  # raises an error if a parameter was modified in place
         # A new leaf, since the input is not saved as it was given.
         leaf = torch.empty(0, requires_grad=True)
-        state.snapshot.check()
+        state.snapshot.check_unchanged()
         return refuse_double_backward((None, *state.backward(grads)), leaf)
 
 
@@ -191,11 +191,11 @@ class _Run(Store):
             values = Values(self, segment, (0, 1))
             sizes = self.segments.sizes[key] = values.num_bytes()
         # Sizes are per sample and step: processes with different numbers of steps must agree.
-        inside, read = sizes
-        most = max(inside, read)
+        inside_bytes, read_bytes = sizes
+        most = max(inside_bytes, read_bytes)
         self.largest = max(self.largest, most)
         left = self.largest * (1 + 4 / self.policy.chunks) - most
-        num = math.ceil(2 * (inside + read) / left) if left else 1
+        num = math.ceil(2 * (inside_bytes + read_bytes) / left) if left else 1
         return split(self.batch, 1 << (num - 1).bit_length())
 
     def _run_once(self, segment: Segment) -> None:

@@ -51,7 +51,7 @@ class Snapshot:
             version = value._version if isinstance(value, Tensor) else 0
             self._read.append((owner, where, name, value, version))
 
-    def check(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise a RuntimeError if an attribute was changed."""
         for owner, where, name, value, version in self._read:
             now = where.get(name, _MISSING)

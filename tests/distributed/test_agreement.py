@@ -61,7 +61,7 @@ def test_a_comparison_that_cannot_start_names_the_lost_rank() -> None:
     lost = RuntimeError("Connection closed by peer")
     gather = mock.patch("spikefuse.distributed.agreement.begin_gather", side_effect=lost)
     with gather, pytest.raises(RankLost, match="rank 1 has ended") as caught:
-        agreement.check(X, "training")
+        agreement.compare(X, "training")
     assert caught.value.__cause__ is lost
 
 
