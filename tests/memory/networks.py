@@ -6,9 +6,14 @@ import torch
 from torch import nn
 
 import spikefuse as sf
+from spikefuse import memory
+
+# The policies for any network; tests/memory/test_checkpoint.py tests the one for fused networks.
+POLICIES = (memory.SaveAll(), memory.Recompute(), memory.Bits())
+SHAPE = (4, 3, 5, 8, 12)  # T, B, C, H, W of the input of Net and conv
+SPIKES = 4 * 3 * 8 * 8 * 12  # of their first neuron
 
 
-# For images [5, 8, 12].
 class Net(nn.Module):
     """Spikes with several readers, views of spikes, and sums that are not binary."""
 

@@ -17,12 +17,7 @@ from spikefuse import memory
 from spikefuse.memory import spikes as spikes_module
 from spikefuse.testing import DTYPES, make_input
 from tests.memory.measuring import bytes_saved, packings
-from tests.memory.networks import Net, assert_same, conv, step, wrapped
-
-# The policies for any network; tests/memory/test_checkpoint.py tests the one for fused networks.
-EVERY = (memory.SaveAll(), memory.Recompute(), memory.Bits())
-SHAPE = (4, 3, 5, 8, 12)  # T, B, C, H, W
-SPIKES = 4 * 3 * 8 * 8 * 12  # of the first neuron
+from tests.memory.networks import POLICIES, SHAPE, SPIKES, Net, assert_same, conv, step, wrapped
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -32,7 +27,7 @@ def test_policies_give_the_same_numbers(backends, dtype, channels_last):
     if channels_last:
         x = x.flatten(0, 1).to(memory_format=torch.channels_last).unflatten(0, SHAPE[:2])
     expected = step(wrapped(Net, sf.memory.SaveAll(), backends.device, dtype), x)
-    for policy in EVERY:
+    for policy in POLICIES:
         with packings() as seen:
             found = step(wrapped(Net, policy, backends.device, dtype), x)
         assert_same(found, expected)
@@ -42,7 +37,7 @@ def test_policies_give_the_same_numbers(backends, dtype, channels_last):
 
 def test_bytes(backends):
     x = make_input(SHAPE, device=backends.device)
-    nets = {p: wrapped(lambda: conv(nn.Conv2d(8, 4, 1)), p, backends.device) for p in EVERY}
+    nets = {p: wrapped(lambda: conv(nn.Conv2d(8, 4, 1)), p, backends.device) for p in POLICIES}
     found = {p: bytes_saved(net, x) for p, net in nets.items()}
     saved = found[memory.SaveAll()][0] - found[memory.Recompute()][0]
     assert saved == SPIKES * 4 - SPIKES // 8
@@ -126,7 +121,7 @@ def test_threads(backends):
     """Each call registers and packs its own spikes."""
     x = make_input(SHAPE, device=backends.device)
     expected = step(wrapped(Net, memory.SaveAll(), backends.device), x)
-    nets = [wrapped(Net, policy, backends.device) for policy in EVERY]
+    nets = [wrapped(Net, policy, backends.device) for policy in POLICIES]
     found = {}
 
     def work(i):

@@ -16,11 +16,7 @@ from spikefuse import memory
 from spikefuse.memory import spikes as spikes_module
 from spikefuse.testing import make_input
 from tests.memory.measuring import packings
-from tests.memory.networks import assert_same, conv, step, wrapped
-
-EVERY = (memory.SaveAll(), memory.Recompute(), memory.Bits())
-SHAPE = (4, 3, 5, 8, 12)  # T, B, C, H, W
-SPIKES = 4 * 3 * 8 * 8 * 12  # of the first neuron
+from tests.memory.networks import POLICIES, SHAPE, SPIKES, assert_same, conv, step, wrapped
 
 
 class Functional(nn.Module):
@@ -105,14 +101,18 @@ VIEWS = {
 }
 
 
+def packed_by(function, device):
+    """The sizes of what the default policy packs; its results equal those of SaveAll()."""
+    x = make_input(SHAPE, device=device)
+    expected = step(wrapped(lambda: Functional(function), memory.SaveAll(), device), x)
+    with packings() as seen:
+        assert_same(step(wrapped(lambda: Functional(function), device=device), x), expected)
+    return seen
+
+
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_share_a_packing(backends, name):
-    x = make_input(SHAPE, device=backends.device)
-    nets = {p: wrapped(lambda: Functional(VIEWS[name]), p, backends.device) for p in EVERY}
-    expected = step(nets[memory.SaveAll()], x)
-    with packings() as seen:
-        assert_same(step(nets[memory.Recompute()], x), expected)
-    assert seen == [SPIKES]
+    assert packed_by(VIEWS[name], backends.device) == [SPIKES]
 
 
 NOT_BINARY = {
@@ -126,12 +126,7 @@ NOT_BINARY = {
 
 @pytest.mark.parametrize("name", NOT_BINARY)
 def test_tensors_that_are_not_spikes_pass_unchanged(backends, name):
-    x = make_input(SHAPE, device=backends.device)
-    nets = {p: wrapped(lambda: Functional(NOT_BINARY[name]), p, backends.device) for p in EVERY}
-    expected = step(nets[memory.SaveAll()], x)
-    with packings() as seen:
-        assert_same(step(nets[memory.Recompute()], x), expected)
-    assert seen == []
+    assert packed_by(NOT_BINARY[name], backends.device) == []
 
 
 NEURONS = {sf.RefractoryLIF: 1, sf.ALIF: 1, sf.TernaryLIF: 0, sf.IntegerLIF: 0, sf.LI: 0}
@@ -172,7 +167,7 @@ def test_in_place_changes_after_saving(backends):
     assert_same(
         step(wrapped(lambda: Functional(change_spikes), device=backends.device), x), expected
     )
-    for policy in EVERY:
+    for policy in POLICIES:
         net = wrapped(lambda: Functional(change_potentials), policy, backends.device)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             step(net, x)
