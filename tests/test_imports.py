@@ -328,7 +328,7 @@ def test_the_checker_counts_lines(tmp_path: Path) -> None:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    """Except for a neuron's definition and its module, which `nn/zoo.py` makes of it."""
+    """A neuron's definition and its module in `nn/zoo.py` are the only exception."""
     found: dict[str, list[str]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         if file != PACKAGE / "nn" / "zoo.py":

@@ -136,7 +136,7 @@ Batches = dict[str, tuple[Path, bytes]]
 
 
 def load_cifar(
-    layout: CifarFiles, label: str, directory: Path, download: bool
+    files: CifarFiles, label: str, directory: Path, download: bool
 ) -> tuple[Images, Images]:
     """Load training and test images from binary batches, Python batches, or a published archive.
 
@@ -146,26 +146,26 @@ def load_cifar(
     for CIFAR-100, `train.bin` and `test.bin`, `train` and `test`, and its two archives.
 
     Args:
-        layout: `CIFAR10` or `CIFAR100`.
-        label: which label of `layout` to return.
+        files: `CIFAR10` or `CIFAR100`.
+        label: which of its labels to return.
         directory: folder of the files.
         download: download a missing archive.
 
     Raises:
         DataError: files are missing or damaged, or the download failed.
     """
-    folders = (directory / layout.name, directory)
-    batches = _find_batches(layout, folders)
+    folders = (directory / files.name, directory)
+    batches = _find_batches(files, folders)
     if batches is None:
-        names = (layout.archive, layout.archive.replace("binary", "python"))
+        names = (files.archive, files.archive.replace("binary", "python"))
         archives = (folder / name for name in names for folder in folders)
         archive = next((path for path in archives if path.is_file()), None)
-        archive = archive or locate(layout.source, directory, download)[layout.archive]
-        batches = _read_archive(layout, archive)
-    images = {name: _parse(layout, label, *batch) for name, batch in batches.items()}
-    pixels = torch.cat([images[name].pixels for name in layout.train])
-    labels = torch.cat([images[name].labels for name in layout.train])
-    return Images(pixels, labels), images[layout.test]
+        archive = archive or locate(files.source, directory, download)[files.archive]
+        batches = _read_archive(files, archive)
+    images = {name: _parse(files, label, *batch) for name, batch in batches.items()}
+    pixels = torch.cat([images[name].pixels for name in files.train])
+    labels = torch.cat([images[name].labels for name in files.train])
+    return Images(pixels, labels), images[files.test]
 
 
 load_cifar10 = partial(load_cifar, CIFAR10, "labels")
@@ -173,19 +173,19 @@ load_cifar100 = partial(load_cifar, CIFAR100, "fine_labels")
 load_cifar100_coarse = partial(load_cifar, CIFAR100, "coarse_labels")
 
 
-def _find_batches(layout: CifarFiles, folders: tuple[Path, Path]) -> Batches | None:
-    limit = layout.batch_bytes
-    for inner, ending in layout.forms:
+def _find_batches(files: CifarFiles, folders: tuple[Path, Path]) -> Batches | None:
+    limit = files.batch_bytes
+    for inner, ending in files.forms:
         for folder in (base / sub for base in folders for sub in ("", inner)):
-            paths = {name: folder / f"{name}{ending}" for name in layout.batches}
+            paths = {name: folder / f"{name}{ending}" for name in files.batches}
             missing = [path.name for path in paths.values() if not path.is_file()]
             if not missing:
                 return {name: (path, read_bytes(path, limit)) for name, path in paths.items()}
             if len(missing) < len(paths):
                 present = next(path.name for path in paths.values() if path.is_file())
                 raise DataError(
-                    f"{layout.name}: {folder} has {present} but not {missing[0]}: get "
-                    f"{layout.archive} from {URL}cifar.html and unpack it there"
+                    f"{files.name}: {folder} has {present} but not {missing[0]}: get "
+                    f"{files.archive} from {URL}cifar.html and unpack it there"
                 )
     return None
 
@@ -204,8 +204,8 @@ class _Bounded:
         return content
 
 
-def _read_archive(layout: CifarFiles, archive: Path) -> Batches:
-    wanted = {f"{name}{ending}": name for name in layout.batches for ending in ("", ".bin")}
+def _read_archive(files: CifarFiles, archive: Path) -> Batches:
+    wanted = {f"{name}{ending}": name for name in files.batches for ending in ("", ".bin")}
     batches: Batches = {}
     with opened(archive) as file:
         content: Any = _Bounded(file, ARCHIVE_BYTES)
@@ -215,7 +215,7 @@ def _read_archive(layout: CifarFiles, archive: Path) -> Batches:
                     name = wanted.get(member.name.rpartition("/")[2])
                     if name is None or not member.isfile():
                         continue
-                    if member.issparse() or member.size > layout.batch_bytes or name in batches:
+                    if member.issparse() or member.size > files.batch_bytes or name in batches:
                         raise ValueError(f"{member.name}, {member.size} bytes")
                     part = tar.extractfile(member)
                     assert part is not None  # of a regular file
@@ -224,26 +224,26 @@ def _read_archive(layout: CifarFiles, archive: Path) -> Batches:
                 pass
         except Exception as error:  # a damaged header may raise anything
             what = " ".join(str(error).split())
-            raise damaged(archive, f"not an archive of {layout.title}: {what}") from error
-    if missing := [name for name in layout.batches if name not in batches]:
+            raise damaged(archive, f"not an archive of {files.title}: {what}") from error
+    if missing := [name for name in files.batches if name not in batches]:
         raise damaged(archive, f"it does not contain {missing[0]}")
     return batches
 
 
-def _parse(layout: CifarFiles, label: str, path: Path, content: bytes) -> Images:
+def _parse(files: CifarFiles, label: str, path: Path, content: bytes) -> Images:
     """Parse one batch; byte 0x80 begins a pickle, and is never a label in a binary batch."""
     if content[:1] == b"\x80":
-        pixels, labels = _unpickle(layout, label, path, content)
+        pixels, labels = _unpickle(files, label, path, content)
     else:
-        size = len(layout.labels) + VALUES
+        size = len(files.labels) + VALUES
         if not content or len(content) % size:
             raise damaged(path, f"{len(content)} bytes are not a multiple of {size}, one record")
         records = np.frombuffer(content, np.uint8).reshape(-1, size)
-        column = list(layout.labels).index(label)
+        column = list(files.labels).index(label)
         pixels, labels = records[:, -VALUES:], records[:, column].astype(np.int64)
-    if labels.min() < 0 or labels.max() >= layout.labels[label]:
+    if labels.min() < 0 or labels.max() >= files.labels[label]:
         found = f"{label} from {labels.min()} to {labels.max()}"
-        raise damaged(path, f"{found}, expected 0 to {layout.labels[label] - 1}")
+        raise damaged(path, f"{found}, expected 0 to {files.labels[label] - 1}")
     shaped = torch.from_numpy(pixels.reshape(-1, *SHAPE).copy())
     return Images(shaped, torch.from_numpy(labels))
 
@@ -301,7 +301,7 @@ class _ArrayUnpickler(pickle._Unpickler):
 
 
 def _unpickle(
-    layout: CifarFiles, label: str, path: Path, content: bytes
+    files: CifarFiles, label: str, path: Path, content: bytes
 ) -> tuple[np.ndarray, np.ndarray]:
     try:
         batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
@@ -312,7 +312,7 @@ def _unpickle(
             raise ValueError("a label is not a whole number")  # nested lists may expand
         labels = np.asarray(getattr(labels, "array", labels), np.int64)
     except Exception as error:  # a damaged pickle may raise anything
-        raise damaged(path, f"not a batch of {layout.title}: {error}") from error
+        raise damaged(path, f"not a batch of {files.title}: {error}") from error
     if (
         pixels.dtype != np.uint8
         or labels.ndim != 1

@@ -226,8 +226,8 @@ class _Eager(torch.autograd.Function):
         return None, None, *_differentiate(ctx.call, ctx.saved_tensors, grads, needed)
 
 
-# That of torch.autograd.Function first looks for transforms, which `is_plain` or `check_backend`
-# excludes.
+# `torch.autograd.Function.apply` also checks for function transforms. Here, `is_plain` or
+# `check_backend` has already excluded them.
 _apply = super(torch.autograd.Function, _Eager).apply
 
 

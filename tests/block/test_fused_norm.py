@@ -1,4 +1,4 @@
-"""Norms that fuse: their settings, hooks and modes, and when they are those of torch.nn."""
+"""Settings, hooks and modes of fused norms, and when a fused norm acts like that of torch.nn."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_what_is_changed_before_backward(name, backends):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_what_backward_does_not_read_may_change(training, backends):
-    """Another call of the network updates running statistics; modes are those of forward."""
+    """A second call may update running statistics. Backward uses the modes of the first call."""
     x, found = make_input(SHAPE, device=backends.device), []
     for change in (False, True):
         net = fused(Scaled, Checkpoint(), backends.device).train(training)

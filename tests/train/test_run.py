@@ -184,9 +184,9 @@ def test_a_run_that_fails_early_leaves_nothing(
 def test_time_and_data_ranks_match_one_process_and_resume_on_fewer(
     alone: Spikefuse, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Four share data and time; two that share time resume, and then one.
+    """Four processes share data and time. Two that share time resume the run, and then one does.
 
-    Two that share data are those of `test_averaged_weights_and_early_stopping...`.
+    `test_averaged_weights_and_early_stopping...` has two processes that share data.
     """
     assert alone("train", *OPTIONS, "--epochs", "3", "--out", "one") == 0
     capfd.readouterr()
