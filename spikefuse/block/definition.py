@@ -51,6 +51,8 @@ class NormedNeuron(Definition):
     normalizes_residual: bool
     #: Whether the gradients of the inputs include what flows through the statistics.
     by_batch: bool
+    #: Whether the last output is the sum that the neuron reads.
+    returns_sum: bool = False
 
     def normalized_step(self, *args: Tensor) -> Any:
         x, *rest = args
@@ -58,7 +60,11 @@ class NormedNeuron(Definition):
         if self.has_residual:
             residual, *rest = rest
             u = u + (self._scaled(residual, "residual_") if self.normalizes_residual else residual)
-        return self.neuron.step(u, *rest)
+        result = self.neuron.step(u, *rest)
+        if not self.returns_sum:
+            return result
+        outputs, states = result
+        return (*(outputs if isinstance(outputs, tuple) else (outputs,)), u), states
 
     def _scaled(self, x: Tensor, prefix: str = "") -> Tensor:
         mean, scale = getattr(self, prefix + "mean"), getattr(self, prefix + "scale")
@@ -70,7 +76,11 @@ class NormedNeuron(Definition):
 
 
 def with_batch_norm(
-    neuron: Definition, norm: Sequence[Tensor], has_residual: bool, by_batch: bool
+    neuron: Definition,
+    norm: Sequence[Tensor],
+    has_residual: bool,
+    by_batch: bool,
+    returns_sum: bool = False,
 ) -> NormedNeuron:
     """`neuron` with a batch norm before it.
 
@@ -82,6 +92,7 @@ def with_batch_norm(
     definition = _class(kind, has_residual)()
     definition.neuron = neuron
     definition.has_residual, definition.by_batch = has_residual, by_batch
+    definition.returns_sum = returns_sum
     definition.normalizes_residual = len(norm) > len(NORM_VALUES)
     corrections = [torch.zeros_like(norm[0])] * (2 * len(CORRECTION))
     names = value_names(definition.normalizes_residual, by_batch)

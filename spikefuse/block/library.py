@@ -79,12 +79,17 @@ def _prepare(
     kinds: tuple[tuple[str, str], ...],
 ) -> tuple[Any, ...]:
     program, _ = block_program(neuron, backend, *kind)
-    if backend == "triton":
+    add(program, device)
+    return program.name, program.floats, program.own, program.rebuilds, program.tensors
+
+
+def add(program: BlockProgram, device: torch.device) -> None:
+    """Make a program known to graphs, by its name."""
+    if program.backend == "triton":
         from spikefuse.kernels.norm_triton import reserve_counters
 
         reserve_counters(device)  # before Inductor records a graph
     _programs[program.name] = program
-    return program.name, program.floats, program.own, program.rebuilds, program.tensors
 
 
 def train(

@@ -19,7 +19,6 @@ from spikefuse.memory.saved_tensors import SavedTensors, can_measure
 from spikefuse.memory.spikes import saving
 from spikefuse.neurons.definition import States
 from spikefuse.nn.call import Saving, SumRecorder, TemporalCall
-from spikefuse.nn.constant_input import fold
 from spikefuse.nn.neuron import DTYPES, IMPLEMENTATIONS, Neuron, check_module
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import refuse_export
@@ -141,6 +140,8 @@ class Temporal(nn.Module):
         self._cache: dict[Any, Any] = {}
         #: Connects the neurons to processes that hold other steps of a sequence.
         self.passing: StatePassing | None = None
+        #: Runs `run_folded` as a fused graph, see `spikefuse.fuse`; None to call it.
+        self.captured: Callable[..., Any] | None = None
         self._prepare()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
@@ -155,8 +156,8 @@ class Temporal(nn.Module):
             prepare()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy may get another network, so it measures again.
-        return {**self.__dict__, "_cache": {}}
+        # A copy may get another network, so it measures again, and compiles its own.
+        return {**super().__getstate__(), "_cache": {}}
 
     @property
     def _recomputes(self) -> bool:
@@ -208,23 +209,16 @@ class Temporal(nn.Module):
             call.saving = Saving(self.memory, {}, spikes)
         try:
             with hooks, call:
-                rows = []
-                # Processes that share statistics must take the same path.
-                shares = call.passing is not None and call.passing.statistics is not None
-                for x in leaves:
-                    if isinstance(x, Tensor):
-                        x = x.transpose(0, 1) if self.batch_first else x
-                        is_constant = x.stride(0) == 0 and not shares
-                        x = fold(x, self.net) if is_constant else flatten_steps(x)
-                    rows.append(x)
+                args: Sequence[Any] = inputs
+                if self.batch_first:
+                    args, kwargs = pytree.tree_map_only(Tensor, _swap_dims, (args, kwargs))
                 run = None if isinstance(self.memory, Auto) else self.memory.run
                 if run is not None:
-                    folded = run(self.net, call, rows[0])
-                elif tree is None:
-                    folded = self.net(rows[0])
+                    folded = run(self.net, call, flatten_steps(args[0]))
+                elif self.captured is not None and impl != "reference":
+                    folded = self.captured(run_folded, self.net, args, kwargs)
                 else:
-                    args, kwargs = pytree.tree_unflatten(rows, tree)
-                    folded = self.net(*args, **kwargs)
+                    folded = run_folded(self.net, args, kwargs)
         except Exception as error:
             if not torch.compiler.is_compiling():
                 error.add_note(self._reading(sequences, num_steps, batch))
@@ -363,6 +357,18 @@ class Temporal(nn.Module):
             f"{read}, since sequences are {other}: for a static image use "
             f"spikefuse.nn.encode.direct or unsqueeze; {order}"
         )
+
+
+def run_folded(net: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call `net`, written for one time step, on sequences `[T, B, ...]` folded into the batch."""
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+        return net(flatten_steps(args[0]))
+    args, kwargs = pytree.tree_map_only(Tensor, flatten_steps, (args, kwargs))
+    return net(*args, **kwargs)
+
+
+def _swap_dims(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)
 
 
 def neurons_of(net: nn.Module, one_step: bool = False) -> dict[str, Neuron]:

@@ -142,6 +142,8 @@ class Program:
     reverse: Reverse
     backend: str
     kinds: tuple[str, ...]
+    #: What was traced, without the values of its tensors.
+    definition: Any = field(default=None, compare=False, repr=False)
     #: By the arguments of `source`.
     modules: dict[tuple[Any, ...], ModuleType] = field(default_factory=dict)
 
@@ -268,8 +270,16 @@ def prepare(
         return found
     with _compiling:
         step, reverse = _without_modes(_trace, definition, dict(kinds))
-        made = Program(step, reverse, backend, tuple(dict(kinds)[name] for name in step.params))
+        names = tuple(dict(kinds)[name] for name in step.params)
+        made = Program(step, reverse, backend, names, _without_modes(_skeleton, definition))
         return _by_signature.setdefault(signature, _by_name.setdefault(made.name, made))
+
+
+def _skeleton(definition: Definition) -> Definition:
+    """A copy that holds one number in place of each tensor."""
+    values = {name: x if isinstance(x, float) else torch.zeros(x.shape and (1,))
+              for name, x in definition.values().items()}  # fmt: skip
+    return definition.bind(values)
 
 
 def _without_modes(trace: Callable[..., T], *args: Any) -> T:

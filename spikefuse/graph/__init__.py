@@ -1,0 +1,1 @@
+"""A backend of torch.compile that fuses networks of neurons: passes over the captured graph."""

@@ -1,0 +1,70 @@
+"""Run a network by the graphs that TorchDynamo captures of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from spikefuse.graph.backend import Graph, compile_graph
+from spikefuse.graph.report import Report
+
+MODES = ("auto", "eager", "inductor", "recorded")
+
+_numbers = count()
+
+
+class Captured:
+    """Runs functions of one network as fused graphs; see `spikefuse.fuse`.
+
+    A copy, also by `copy.deepcopy` or pickle, captures its own network anew.
+
+    Attributes:
+        mode: how graphs run.
+        report: what was done in the graphs that were captured last.
+    """
+
+    def __init__(self, mode: str = "auto", prefix: str = "") -> None:
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}: expected one of {', '.join(MODES)}")
+        self.mode, self.report = mode, Report(prefix)
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._is_new_call = True
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        net: nn.Module,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run `function(net, args, kwargs)`."""
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return function(net, args, kwargs)
+        self._is_new_call = True
+        compiled = self._compiled.get(function)
+        if compiled is None:
+            compiled = self._compiled[function] = self._compile(function)
+        return compiled(net, args, kwargs)
+
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        # TorchDynamo stores graphs with the code of a function and runs at most a few of each, so
+        # that each network needs code of its own.
+        assert isinstance(function, FunctionType)
+        code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+        own = FunctionType(code, function.__globals__, function.__name__)
+        compiled: Callable[..., Any] = torch.compile(own, backend=self._backend)
+        return compiled
+
+    def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Graph:
+        if self._is_new_call:
+            self._is_new_call = False
+            self.report.clear()
+        return compile_graph(gm, example_inputs, self.report, self.mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_compiled": {}}
