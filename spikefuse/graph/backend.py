@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from spikefuse.graph import operations
 from spikefuse.graph.constant_input import compute_steps_once
 from spikefuse.graph.fuse_norms import fuse_norms
+from spikefuse.graph.layout import use_channels_last
 from spikefuse.graph.nodes import value
 from spikefuse.graph.operations import ScanNode
 from spikefuse.graph.report import Report
@@ -58,6 +59,7 @@ def apply_passes(gm: fx.GraphModule, report: Report) -> None:
     fuse_norms(graph, report)
     for node in graph.nodes:
         _call_directly(node)
+    use_channels_last(graph)
     _count_batches_together(graph)
     graph.lint()
     gm.recompile()
@@ -69,6 +71,8 @@ def _call_directly(node: fx.Node) -> None:
         node.target = operations.scan
     elif node.target is F.max_pool2d:
         node.target = operations.max_pool2d
+    elif node.target is F.avg_pool2d:
+        node.target = operations.avg_pool2d
     elif node.target is F.batch_norm and (node.meta.get("repeats") or operations.shares_time()):
         node.target = operations.batch_norm
         node.kwargs = {**node.kwargs, "repeats": node.meta.get("repeats", 1)}

@@ -226,10 +226,12 @@ def _norms_above(node: fx.Node) -> list[fx.Node]:
 
 def _reader_of(node: fx.Node) -> str:
     """Why a norm that no neuron reads was left alone."""
-    while is_view(node) or node.target is F.batch_norm:
-        if len(node.users) != 1:
+    reader = node
+    while reader is node or is_view(reader):
+        if len(reader.users) != 1:
             return "its result is read by several operations"
-        (node,) = node.users
+        (reader,) = reader.users
+    node = reader
     return f"its result is read by {name_of(node) or 'the end of the graph'}"
 
 

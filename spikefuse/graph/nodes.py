@@ -136,11 +136,15 @@ def repeats_first_dim(node: fx.Node) -> bool:
 
 
 def replay(graph: fx.Graph, x: fx.Node, views: list[fx.Node]) -> fx.Node:
-    """Apply `views`, last first, to another tensor."""
+    """Apply `views`, last first, to another tensor, without copying it for its memory order."""
     for view in reversed(views):
+        if name_of(view) == "contiguous":
+            continue
         if name_of(view) == "repeat":  # along the first dim, as a view
             shape = view.args[1], *[-1] * (len(view.args) - 2)
             x = graph.call_method("expand", (x, *shape))
         else:
             x = graph.node_copy(view, lambda n, v=view, y=x: y if n is v.args[0] else n)
+            if x.target == "view":
+                x.target = "reshape"
     return x

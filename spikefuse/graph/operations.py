@@ -228,9 +228,24 @@ def move_dim(tensors: list[Tensor], source: int, target: int) -> list[Tensor]:
     return [x.movedim(source, target) for x in tensors]
 
 
+def conv2d(x: Tensor, *args: Any) -> Tensor:
+    """`torch.conv2d` in channels-last memory."""
+    return torch.conv2d(x.contiguous(memory_format=torch.channels_last), *args)
+
+
+def pointwise_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any) -> Tensor:
+    """`torch.conv1d` with windows of one position, as a linear layer of `[N, L, C]`."""
+    return F.linear(x.mT, weight.squeeze(2), bias).mT
+
+
 def max_pool2d(*args: Any, **kwargs: Any) -> Any:
     """Max pooling by our kernels where they are faster."""
     if kwargs.get("return_indices") or len(args) > 6:
         return F.max_pool2d(*args, **kwargs)
     kwargs.pop("return_indices", None)
     return pool.max_pool2d(*args, **kwargs)
+
+
+def avg_pool2d(*args: Any, **kwargs: Any) -> Tensor:
+    """Average pooling by our kernel where it is faster."""
+    return pool.avg_pool2d(*args, **kwargs)
