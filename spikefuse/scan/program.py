@@ -23,7 +23,7 @@ from spikefuse.compiler import (
 from spikefuse.compiler.adjoint import Reverse, reverse_step
 from spikefuse.compiler.trace import Step, trace_step
 from spikefuse.compiler.variables import KERNELS, Variables
-from spikefuse.neurons.definition import Definition
+from spikefuse.neurons.definition import Neuron
 from spikefuse.scan import cache
 from spikefuse.scan.layout import Layout
 
@@ -254,9 +254,7 @@ def kinds_of(values: Mapping[str, float | Tensor]) -> Kinds:
     return tuple([(name, kind(value)) for name, value in values.items()])
 
 
-def prepare(
-    definition: Definition, backend: str, statics: tuple[Any, ...], kinds: Kinds
-) -> Program:
+def prepare(definition: Neuron, backend: str, statics: tuple[Any, ...], kinds: Kinds) -> Program:
     """The program of a definition.
 
     Args:
@@ -279,13 +277,13 @@ def _without_modes(trace: Callable[..., T], *args: Any) -> T:
         return thread.submit(trace, *args).result()
 
 
-def traced(definition: Definition) -> Step:
+def traced(definition: Neuron) -> Step:
     """One step of a definition, without its derivatives; see `trace_step`."""
     with _compiling:
         return _without_modes(trace_step, definition)
 
 
-def _trace(definition: Definition, kinds: dict[str, str]) -> tuple[Step, Reverse]:
+def _trace(definition: Neuron, kinds: dict[str, str]) -> tuple[Step, Reverse]:
     step = trace_step(definition)
     # A float is not learned, so operations that only its gradient needs may lack a kernel.
     learned = [name for name, kind in kinds.items() if kind != FLOAT]
