@@ -209,8 +209,9 @@ class CallObserver(ModuleObserver):
                 reason = f"not compiled, which a call raises as an error: {error}"
                 results = super().scan(neuron, scan, request._replace(backend=backend))
             state = None if request.state is None else tuple(map(leaf, request.state))
-            # A block passes a partial of `block.scan` on (norms, neuron, memory).
-            norms, memory = scan.args[::2] if isinstance(scan, functools.partial) else ((), None)
+            norms, memory = (), None
+            if isinstance(scan, functools.partial) and scan.func is block.scan:
+                norms, _, memory = scan.args
             recorded = NeuronScan(
                 name=self.names.get(neuron, OUTSIDE),
                 neuron=neuron,
