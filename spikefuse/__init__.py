@@ -12,15 +12,6 @@ from spikefuse import distributed, memory
 from spikefuse.compiler import UnsupportedOperation
 from spikefuse.memory import checkpoint as _checkpoint  # noqa: F401, implements its policy
 from spikefuse.neurons import (
-    Learnable,
-    LearnableFraction,
-    LearnablePositive,
-    LearnableTimeConstant,
-    State,
-    decay_from_tau,
-    surrogate,
-)
-from spikefuse.nn import (
     ALIF,
     CLIF,
     EIF,
@@ -37,14 +28,23 @@ from spikefuse.nn import (
     GatedLIF,
     IntegerLIF,
     Izhikevich,
+    Learnable,
+    LearnableFraction,
+    LearnablePositive,
+    LearnableTimeConstant,
     Neuron,
-    Recurrent,
     RefractoryLIF,
     SEAdLIF,
-    Stream,
-    Temporal,
+    State,
     TernaryLIF,
     TwoCompartmentLIF,
+    decay_from_tau,
+    surrogate,
+)
+from spikefuse.nn import (
+    Recurrent,
+    Stream,
+    Temporal,
     explain,
     exportable,
     fuse,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.definition import Definition, Outputs, States, call_step, channel_view
+from spikefuse.neurons.definition import Neuron, Outputs, States, call_step, channel_view
 
 
 def scan(
-    definition: Definition,
+    definition: Neuron,
     inputs: tuple[Tensor, ...],
     state: States | None = None,
     weight: Tensor | None = None,

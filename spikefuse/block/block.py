@@ -20,9 +20,9 @@ from spikefuse.block.training import BatchStatistics, TrainingCall
 from spikefuse.kernels.norm import by_batch, merge_statistics, statistics
 from spikefuse.kernels.running import Running, update_running_stats
 from spikefuse.memory.policies import Policy
-from spikefuse.neurons.definition import Outputs, States, with_outputs
+from spikefuse.neurons.definition import Neuron, Outputs, States, with_outputs
 from spikefuse.nn.call import active, mark_binary, wants_bits
-from spikefuse.nn.neuron import Neuron, backend_of, check_inputs, checked_names
+from spikefuse.nn.neuron import backend_of, call_neuron, check_inputs, checked_names
 from spikefuse.scan import op
 from spikefuse.scan.execution import Arguments, Execution, Wanted, execution_of
 from spikefuse.scan.layout import MAX_STRIDES
@@ -103,7 +103,9 @@ class Block(nn.Module):
         names = () if outputs is None else checked_names(outputs)
         inputs = (x,) if residual is None else (x, residual)
         run = partial(scan, (self.norm,), self.neuron, self.memory)
-        return self.neuron.call(run, Request(inputs, state, impl, return_state, outputs=names))
+        return call_neuron(
+            self.neuron, run, Request(inputs, state, impl, return_state, outputs=names)
+        )
 
 
 def scan(

@@ -22,8 +22,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from spikefuse.block.block import can_normalize_residual, scan
+from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import ADDITIONS, METADATA, Scan, TemporalCall, active
-from spikefuse.nn.neuron import Deferred, Neuron
+from spikefuse.nn.neuron import Deferred, scan_neuron
 from spikefuse.scan.op import PLAIN
 
 
@@ -191,7 +192,7 @@ class DeferredNorm(Deferred, Tensor):
             call.deferrals.read.append(weakref.ref(self))
         is_read = self.total is not None
         if is_read or not call.can_fuse(neuron) or len(type(neuron).input_names) != 1:
-            return neuron._scan, (self._read(type(neuron).__name__),)
+            return partial(scan_neuron, neuron), (self._read(type(neuron).__name__),)
         norms: tuple[_BatchNorm, ...] = (call.norm,)
         if not isinstance(residual, NormCall):
             call.check_unchanged(residual, self.residual_version)
@@ -433,8 +434,7 @@ def materialized(x: Any) -> Any:
 
 
 def copy_of(norm: _BatchNorm) -> _BatchNorm:
-    """A copy with the same settings, parameters and buffers, on which later assignments to the
-    module have no effect."""
+    """A copy with the same parameters, which later assignments to the module do not change."""
     copy = object.__new__(type(norm))
     settings = copy.__dict__
     settings.update(norm.__dict__)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.definition import Definition
+from spikefuse.neurons.definition import Neuron
 
 #: The run-time values of the norm, one per channel; those of the neuron begin with "neuron.".
 NORM_VALUES = ("mean", "scale", "shift")
@@ -38,11 +38,11 @@ class _AddStatisticsGradient(torch.autograd.Function):
         return gradient + offset + slope * (x - mean), None, None, None
 
 
-class NormedNeuron(Definition):
+class NormedNeuron(Neuron):
     """A neuron whose first input is `(x - mean) * scale + shift`, plus a residual if there is one,
     itself normalized or not; made by `with_batch_norm`."""
 
-    neuron: Definition
+    neuron: Neuron
     mean: Tensor
     scale: Tensor
     shift: Tensor
@@ -76,7 +76,7 @@ class NormedNeuron(Definition):
 
 
 def with_batch_norm(
-    neuron: Definition,
+    neuron: Neuron,
     norm: Sequence[Tensor],
     has_residual: bool,
     by_batch: bool,
@@ -108,7 +108,7 @@ def value_names(normalizes_residual: bool, by_batch: bool) -> tuple[str, ...]:
 
 
 @cache
-def _class(kind: type[Definition], has_residual: bool) -> type[NormedNeuron]:
+def _class(kind: type[Neuron], has_residual: bool) -> type[NormedNeuron]:
     """`NormedNeuron` with the states and the inputs of a neuron."""
     first, *others = kind.input_names
     names = ("self", first, *(["residual"] if has_residual else []), *others, *kind.states)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.block.definition import SCALES, NormedNeuron, value_names, with_batch_norm
-from spikefuse.neurons.definition import Definition, with_outputs
+from spikefuse.neurons.definition import Neuron, with_outputs
 from spikefuse.scan.execution import Execution
 from spikefuse.scan.program import kinds_of, prepare, program
 
@@ -96,7 +96,7 @@ class BlockExecution(NamedTuple):
 
 
 def block_program(
-    neuron: Definition,
+    neuron: Neuron,
     backend: str,
     has_residual: bool,
     by_batch: bool,

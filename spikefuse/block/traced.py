@@ -18,8 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spikefuse.block.batch_norm import update_traced_stats
 from spikefuse.block.block import can_normalize_residual, scan
 from spikefuse.kernels.norm import by_batch
+from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import Scan, active
-from spikefuse.nn.neuron import DTYPES, Neuron
+from spikefuse.nn.neuron import DTYPES
 
 
 class TracedNorm:

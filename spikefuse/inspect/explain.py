@@ -19,8 +19,8 @@ from spikefuse.inspect.observer import CallObserver, NeuronScan, unchanged
 from spikefuse.inspect.timing import copy_bandwidth, seconds
 from spikefuse.kernels.norm import by_batch
 from spikefuse.memory.saved_tensors import SavedTensors, num_bytes
+from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.feedback import Feedback
-from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.temporal import Temporal
 from spikefuse.scan.layout import layout_of, outer_stride
 from spikefuse.scan.op import choose

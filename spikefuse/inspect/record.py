@@ -16,10 +16,10 @@ from spikefuse.events.format import Events
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import label
 from spikefuse.inspect.observer import ModuleObserver
-from spikefuse.neurons.definition import Outputs, States
+from spikefuse.neurons.definition import Neuron, Outputs, States
 from spikefuse.nn.call import Scan, active
 from spikefuse.nn.constant_input import unfold
-from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.neuron import scan_neuron
 from spikefuse.scan.op import Request
 
 SPIKES, OUTPUT = "spikes", "output"
@@ -217,7 +217,7 @@ class _RecordObserver(ModuleObserver):
                 # Without the residual of a block.
                 inputs = request.inputs[: len(type(neuron).input_names)]
                 inputs = tuple(x[:1, :1].detach() for x in inputs)
-                number = len(neuron._scan(Request(inputs, None, "reference"))[0])
+                number = len(scan_neuron(neuron, Request(inputs, None, "reference"))[0])
             several = tuple(f"output{i}" for i in range(number))
             self._labels[neuron] = (SPIKES,) if number == 1 else several
         return self._labels[neuron]

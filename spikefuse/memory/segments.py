@@ -29,8 +29,9 @@ from spikefuse.memory.tracing import (
     trace,
     works_in_place,
 )
+from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import Scan
-from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.neuron import scan_neuron
 from spikefuse.nn.pool import MaxPool2d, max_pool2d
 
 _MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, MaxPool2d)
@@ -273,7 +274,7 @@ class Segments:
                 "forward; use another policy"
             )
         inputs = _bound(node, type(module).input_names)
-        return NeuronCall(module._scan, len(type(module).states), (module,), inputs)
+        return NeuronCall(partial(scan_neuron, module), len(type(module).states), (module,), inputs)
 
     def _fires(self, node: fx.Node) -> bool:
         """Whether a node is a block or neuron that is recomputed; one with hooks runs once."""

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules import batchnorm, conv, dropout, pooling
 
+from spikefuse.neurons.definition import Neuron
 from spikefuse.nn import constant_input
 from spikefuse.nn.activations import ACTIVATIONS, METHODS
 from spikefuse.nn.call import require_temporal
-from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import MaxPool2d, max_pool2d
 
 # Layers and functions that are deterministic and, batch statistics aside, compute each row along

@@ -39,11 +39,14 @@ class State:
         self.initial = float(initial)
 
 
-_D = TypeVar("_D", bound="Definition")
+_N = TypeVar("_N", bound="Neuron")
 
 
-class Definition(Holder):
-    """Base of all neuron models: states on the class, parameters in `__init__`, and a `step`.
+class Neuron(Holder):
+    """Base class of all neurons; subclass it to write your own.
+
+    Declare states on the class, parameters in `__init__`, and one time step in `step`. The model is
+    then fused over all time steps, forward and backward, on GPU and CPU.
 
     Attributes are of two kinds:
 
@@ -53,7 +56,37 @@ class Definition(Holder):
     - `bool`, `int`, `str`, `None`, tuples of these, and class attributes (`leak = 0.5`) that no
       instance attribute hides: constants. `step` may branch on them; a new value compiles a new
       kernel.
+
+    Call: `neuron(x, ..., state=None, return_state=False, impl="auto", outputs=None)`
+
+    Args:
+        inputs: one or several tensors of one shape `[T, B, ...]`, float32, bfloat16 or float16.
+            Dim 0 is time whatever the number of dims: `[B, F]` is read as B steps of F samples,
+            and `x.unsqueeze(0)` as one step of B samples.
+        state: one floating-point tensor `[B, ...]` per declared state, converted to float32, or
+            None to start from rest.
+        return_state: also return the final state, as a tuple of float32 tensors.
+        impl: "auto" (Triton on a GPU, Numba on a CPU), "triton", "numba", or "reference" (the
+            eager loop, any device, also float64).
+        outputs: names of what to return over time, all of it differentiable: a declared state
+            (its value after the step, for `LIF` after the reset), "spikes" for the output of
+            `step`, or "output0", "output1", ... if it has several. An output takes precedence over
+            a state of the same name. For example, for a loss on the membrane::
+
+                spikes, v = sf.LIF()(x, outputs=("spikes", "v"))
+
+    Returns:
+        The output `[T, B, ...]` in the dtype of the inputs (a tuple if `step` has several, or with
+        `outputs`), and with `return_state` a pair (output, state).
+
+    Raises:
+        TypeError, ValueError: inputs or states of the wrong dtype, shape or number, or `outputs`
+            that the neuron does not have.
+        UnsupportedOperation: `step` uses an operation that cannot be compiled.
     """
+
+    #: Runs the neuron over time. `spikefuse.nn.neuron` assigns it: this package knows no kernels.
+    forward: Callable[..., Any]
 
     def step(self, *args: Any) -> Any:
         """Compute one time step: `step(self, x, ..., v, ...)`, inputs first, then the states.
@@ -81,7 +114,7 @@ class Definition(Holder):
                 raise TypeError(f"{cls.__name__}.{name} is the class State: write State()")
         bases = reversed(cls.__mro__)
         cls.states = {n: s for base in bases for n, s in vars(base).items() if isinstance(s, State)}
-        if cls.step is not Definition.step:
+        if cls.step is not Neuron.step:
             cls.input_names = _input_names(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -92,6 +125,18 @@ class Definition(Holder):
                 "return_state=True"
             )
         super().__setattr__(name, value)
+
+    def __prepare_scriptable__(self) -> Any:
+        raise NotImplementedError(
+            "torch.jit.script does not compile neurons: pass spikefuse.exportable(net) to "
+            "torch.jit.trace"
+        )
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise NotImplementedError(
+            "nn.DataParallel splits dim 0 of its inputs, which is time: use "
+            "torch.nn.parallel.DistributedDataParallel, with a process for each GPU"
+        )
 
     def describe(self) -> tuple[dict[str, float | Tensor], tuple[Any, ...]]:
         """Return (values, statics); treat both as read-only, since later calls share them.
@@ -155,12 +200,12 @@ class Definition(Holder):
         """Return every run-time value by dotted name."""
         return self.describe()[0]
 
-    def bind(self: _D, values: Mapping[str, Tensor]) -> _D:
+    def bind(self: _N, values: Mapping[str, Tensor]) -> _N:
         """Return a shallow copy whose run-time values are `values` (by dotted name)."""
         return _bind(self, values, "")
 
 
-def _input_names(cls: type[Definition]) -> tuple[str, ...]:
+def _input_names(cls: type[Neuron]) -> tuple[str, ...]:
     names = tuple(inspect.signature(cls.step).parameters)[1:]
     states = tuple(cls.states)
     inputs = names[: len(names) - len(states)]
@@ -180,7 +225,7 @@ class Description:
     optimizers, `.to()` and `torch.func.functional_call` replace them directly.
     """
 
-    def __init__(self, definition: Definition) -> None:
+    def __init__(self, definition: Neuron) -> None:
         self.epoch = parameters.epoch
         names, _, self.statics = definition._inventory()
         #: Results that depend only on the statics, the floats and the kinds of the tensors.
@@ -210,18 +255,18 @@ class Description:
         return type(None), ()  # copies of the definition start without a description
 
 
-def _statics(definition: Definition, *constants: Any) -> tuple[Any, ...]:
+def _statics(definition: Neuron, *constants: Any) -> tuple[Any, ...]:
     return definition._inventory()[2]
 
 
-def _read(definition: Definition, name: str) -> Any:
+def _read(definition: Neuron, name: str) -> Any:
     value: Any = definition
     for part in name.split("."):
         value = getattr(value, part)
     return value() if isinstance(value, Learnable) else value
 
 
-def _locate(definition: Definition, name: str) -> tuple[dict[str, Any], str]:
+def _locate(definition: Neuron, name: str) -> tuple[dict[str, Any], str]:
     """Return the dict of the module that holds the value `name`, and its key there."""
     *path, key = name.split(".")
     module: Any = definition
@@ -300,7 +345,7 @@ def _constant(owner: str, name: str, value: Any) -> Any:
     )
 
 
-def _is_observed(definition: Definition) -> bool:
+def _is_observed(definition: Neuron) -> bool:
     """Return whether every change of the definition's statics and floats replaces the epoch."""
     for _, module in owners(definition):
         classes = (isinstance(cls, type(Holder)) for cls in _classes(module))
@@ -345,7 +390,7 @@ class UnknownOutput(ValueError):
 FIRST_OUTPUT = "output0"
 
 
-def with_outputs(definition: _D, names: tuple[str, ...]) -> _D:
+def with_outputs(definition: _N, names: tuple[str, ...]) -> _N:
     """Return a copy, with the same tensors, whose step returns these outputs and new states;
     without names, the definition itself."""
     if not names:
@@ -355,7 +400,7 @@ def with_outputs(definition: _D, names: tuple[str, ...]) -> _D:
     return clone
 
 
-def _select(definition: Definition, outputs: Outputs, states: States) -> Outputs:
+def _select(definition: Neuron, outputs: Outputs, states: States) -> Outputs:
     """Return the selected outputs and new states."""
     labels = [f"output{i}" for i in range(len(outputs))]
     known = dict(zip((*definition.states, *labels), (*states, *outputs), strict=True))
@@ -371,7 +416,7 @@ def _select(definition: Definition, outputs: Outputs, states: States) -> Outputs
 
 
 def call_step(
-    definition: Definition, inputs: tuple[Tensor, ...], states: States
+    definition: Neuron, inputs: tuple[Tensor, ...], states: States
 ) -> tuple[Outputs, States]:
     """Run one step and return (outputs, states) as tuples.
 

@@ -17,9 +17,9 @@ from spikefuse.kernels.triton_runtime import prepare
 from spikefuse.memory.policies import Auto, Policy, Recompute
 from spikefuse.memory.saved_tensors import SavedTensors, can_measure
 from spikefuse.memory.spikes import saving
-from spikefuse.neurons.definition import States
+from spikefuse.neurons.definition import Neuron, States
 from spikefuse.nn.call import Saving, SumRecorder, TemporalCall
-from spikefuse.nn.neuron import DTYPES, IMPLEMENTATIONS, Neuron, check_module
+from spikefuse.nn.neuron import DTYPES, IMPLEMENTATIONS, check_module
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import refuse_export
 from spikefuse.scan.state_passing import StatePassing

@@ -14,12 +14,12 @@ from spikefuse import reference
 from spikefuse.block.block import Block
 from spikefuse.block.fused_norm import FUSED
 from spikefuse.events.linear import EventLinear
-from spikefuse.neurons.definition import States, with_outputs
+from spikefuse.neurons.definition import Neuron, States, with_outputs
 from spikefuse.neurons.surrogate import Surrogate
 from spikefuse.nn.call import require_temporal
 from spikefuse.nn.constant_input import is_compiled
 from spikefuse.nn.feedback import Feedback
-from spikefuse.nn.neuron import Neuron, check_module, checked_names
+from spikefuse.nn.neuron import check_module, checked_names
 from spikefuse.nn.pool import MaxPool2d
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.temporal import Temporal

@@ -13,8 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.block import Block
 from spikefuse.block.fused_norm import FUSED, FusedNorm
+from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.constant_input import is_compiled
-from spikefuse.nn.neuron import Neuron, check_module
+from spikefuse.nn.neuron import check_module
 from spikefuse.nn.pool import MaxPool2d
 from spikefuse.nn.temporal import Temporal
 from spikefuse.transforms.converters.common import as_class

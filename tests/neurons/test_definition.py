@@ -15,13 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
-import spikefuse
-from spikefuse import LearnableFraction, Neuron, State
-from spikefuse.neurons import LIF, PLIF, Definition, surrogate
+from spikefuse import LI, LIF, PLIF, LearnableFraction, Neuron, State, surrogate
 from spikefuse.neurons.definition import Description, call_step, channel_view
 
 
-class Two(Definition):
+class Two(Neuron):
     v, a = State(), State(0.5)
 
     def __init__(self, decay: Any = 0.5, mode: str = "plain") -> None:
@@ -40,7 +38,7 @@ def test_inputs_and_states_by_name() -> None:
 
 
 def test_states_of_base_classes_come_first() -> None:
-    class Base(Definition):
+    class Base(Neuron):
         v = State()
 
     class Derived(Base):
@@ -61,20 +59,17 @@ def test_step_must_take_inputs_then_states(arguments: str) -> None:
     exec(f"def step(self, {arguments}): ...", scope)
     members = {"v": State(), "a": State(), "step": scope["step"]}
     with pytest.raises(TypeError, match=rf"Wrong\.step takes \({arguments}\).*write step\(self, x"):
-        type("Wrong", (Definition,), members)
+        type("Wrong", (Neuron,), members)
 
 
 def test_without_a_step() -> None:
-    class Empty(Definition):
-        pass
-
-    class EmptyLayer(Neuron):
+    class Empty(Neuron):
         pass
 
     with pytest.raises(NotImplementedError, match="Empty does not define step"):
         Empty().step()
-    with pytest.raises(NotImplementedError, match="EmptyLayer does not define step"):
-        EmptyLayer()(torch.rand(2, 3))
+    with pytest.raises(NotImplementedError, match="Empty does not define step"):
+        Empty()(torch.rand(2, 3))
 
 
 def test_run_time_values() -> None:
@@ -101,7 +96,7 @@ def test_a_learnable_value_is_computed_per_call() -> None:
 
 
 def test_statics_depend_on_constants_but_not_on_values() -> None:
-    def statics(neuron: Definition) -> tuple[Any, ...]:
+    def statics(neuron: Neuron) -> tuple[Any, ...]:
         return neuron.describe()[1]
 
     same = statics(Two(decay=0.5))
@@ -147,7 +142,7 @@ def test_call_step_makes_tuples() -> None:
     ],
 )
 def test_wrong_results_of_step(result: Any, message: str) -> None:
-    class Wrong(Definition):
+    class Wrong(Neuron):
         v = State()
 
         def step(self, x: Tensor, v: Tensor) -> Any:
@@ -173,7 +168,7 @@ def test_channel_view_of_a_wrong_shape(value: tuple[int, ...], step: tuple[int, 
 
 
 def test_constants_of_the_class_are_part_of_the_kernel():
-    class Leaky(spikefuse.Neuron):
+    class Leaky(Neuron):
         v = State()
         leak = 0.5
 
@@ -190,13 +185,13 @@ def test_mutable_objects_are_refused():
     class Holder:
         gain = 2.0
 
-    neuron = spikefuse.LIF()
+    neuron = LIF()
     neuron.holder = Holder()
     with pytest.raises(TypeError, match="holder is a Holder"):
         neuron(torch.ones(1, 1, 1))
 
 
-class Modes(Definition):
+class Modes(Neuron):
     """A definition with attributes of every kind."""
 
     v = State()
@@ -256,7 +251,7 @@ CHANGES = {
 }
 
 
-def assert_current(neuron: Definition) -> None:
+def assert_current(neuron: Neuron) -> None:
     (values, statics), fresh = neuron.describe(), Description(neuron)
     assert repr(statics) == repr(fresh.statics)
     assert list(values) == list(fresh.values())
@@ -294,7 +289,7 @@ def test_tensors_are_read_in_every_call(change: str) -> None:
 
 
 def test_functional_call() -> None:
-    class Scaled(spikefuse.Neuron):
+    class Scaled(Neuron):
         v = State()
 
         def __init__(self) -> None:
@@ -318,7 +313,7 @@ def test_a_parametrization() -> None:
         def forward(self, value: Tensor) -> Tensor:
             return 2 * value
 
-    neuron, x = spikefuse.LI(nn.Parameter(torch.tensor(0.25))), torch.ones(2, 1)
+    neuron, x = LI(nn.Parameter(torch.tensor(0.25))), torch.ones(2, 1)
     assert neuron(x)[-1].item() == 1.25
     nn.utils.parametrize.register_parametrization(neuron, "decay", Double())
     assert neuron(x)[-1].item() == 1.5
@@ -332,7 +327,7 @@ def test_a_parametrization() -> None:
 def test_cache_lasts_until_a_float_or_a_constant_changes() -> None:
     neuron = Modes()
     neuron.description().cache["key"] = True
-    spikefuse.LIF()
+    LIF()
     neuron.gain = nn.Parameter(torch.tensor(2.0))
     assert neuron.description().cache == {"key": True}
     for name, value in (("decay", 0.25), ("mode", "other"), ("offset", -0.0), ("offset", 0.0)):
@@ -345,7 +340,7 @@ def test_a_constant_of_a_mixin() -> None:
     class Mixin:
         leak = 0.5
 
-    class Mixed(Mixin, spikefuse.Neuron):
+    class Mixed(Mixin, Neuron):
         v = State()
 
         def step(self, x: Tensor, v: Tensor) -> Any:
@@ -358,7 +353,7 @@ def test_a_constant_of_a_mixin() -> None:
 
 
 def test_an_abstract_base() -> None:
-    class Base(spikefuse.Neuron, ABC):
+    class Base(Neuron, ABC):
         @abstractmethod
         def gain(self) -> float: ...
 
@@ -438,7 +433,7 @@ def test_a_description_keeps_no_neuron_alive() -> None:
         gc.enable()
 
 
-class Weighted(spikefuse.Neuron):
+class Weighted(Neuron):
     """The sum of the products of the input with `weights`."""
 
     v = State()
@@ -494,7 +489,7 @@ def test_constants_differ_by_type_and_value(one: Any, other: Any) -> None:
 
 
 def test_constants_set_on_the_class_later() -> None:
-    class Late(spikefuse.Neuron):
+    class Late(Neuron):
         v = State()
         weights = (0.5, 0.25)
 
@@ -520,7 +515,7 @@ def test_constants_of_a_surrogates_class() -> None:
         def derivative(self, u: Tensor) -> Tensor:
             return self.height * torch.ones_like(u)
 
-    neuron = spikefuse.LIF(surrogate=Flat(), detach_reset=True)
+    neuron = LIF(surrogate=Flat(), detach_reset=True)
     gradients = []
     for height in (2.0, 3.0):
         Flat.height = height
@@ -532,7 +527,7 @@ def test_constants_of_a_surrogates_class() -> None:
 
 
 def test_a_hidden_class_default_is_not_a_constant() -> None:
-    class Default(Definition):
+    class Default(Neuron):
         v = State()
         decay = 0.9
 
@@ -554,10 +549,10 @@ def test_a_hidden_class_default_is_not_a_constant() -> None:
 
 def test_a_state_without_parentheses() -> None:
     with pytest.raises(TypeError, match=r"Wrong\.v is the class State: write State\(\)"):
-        type("Wrong", (Definition,), {"v": State, "step": lambda self, x, v: (x, (v,))})
+        type("Wrong", (Neuron,), {"v": State, "step": lambda self, x, v: (x, (v,))})
 
 
-class Learned(spikefuse.Neuron):
+class Learned(Neuron):
     v = State()
 
     def __init__(self):
