@@ -10,6 +10,7 @@ from spikefuse.inspect.record import record
 from spikefuse.inspect.report import report
 from spikefuse.inspect.source import source
 from spikefuse.nn import encode, losses, metrics
+from spikefuse.nn.checkpoint import checkpoint
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.pool import MaxPool2d
@@ -73,6 +74,7 @@ __all__ = [
     "Temporal",
     "TernaryLIF",
     "TwoCompartmentLIF",
+    "checkpoint",
     "encode",
     "explain",
     "exportable",

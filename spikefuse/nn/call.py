@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import compress, zip_longest
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,23 +29,6 @@ _DEFAULT = Recompute()
 
 
 @dataclass
-class Saving:
-    """What layers save for backward during one call.
-
-    Attributes:
-        policy: of the network.
-        policies: of some neurons, by name, where they differ.
-        spikes: where neurons mark binary outputs; None if layers save spikes as they are.
-        recomputed: bytes of the states that blocks recompute, by neuron.
-    """
-
-    policy: Policy
-    policies: Mapping[str, Policy] = field(default_factory=dict)
-    spikes: Spikes | None = None
-    recomputed: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
 class TemporalCall:
     """One call of a `Temporal`, or a step of a `Stream`; in a `with` block, layers belong to it.
 
@@ -57,11 +39,12 @@ class TemporalCall:
         initial: the initial states by neuron, None to start from rest.
         final: whether neurons return their final states, which go to `finals` by name.
         passing: where first states come from if other processes hold the steps before and after.
-        cache: what policies store between the calls of a container.
+        network: that is called.
         deferred: the tensors that layers have deferred, if any.
         sums: in a traced graph, the results of norms and their sums with residuals, and what they
             were computed from; None where no `SumRecorder` watches for changes of them.
-        saving: what layers save for backward; None for spikes as they are.
+        policy: what layers save for backward.
+        spikes: where neurons mark binary outputs; None if layers save spikes as they are.
         current: the name of the neuron that runs.
         outer: the call around this one.
     """
@@ -74,10 +57,11 @@ class TemporalCall:
     final: bool = False
     passing: StatePassing | None = None
     finals: dict[str, States] = field(default_factory=dict)
-    cache: dict[Any, Any] = field(default_factory=dict)
+    network: nn.Module | None = None
     deferred: PendingResults | None = None
     sums: list[tuple[Tensor, Any]] | None = None
-    saving: Saving | None = None
+    policy: Policy = _DEFAULT
+    spikes: Spikes | None = None
     current: str = ""
     outer: TemporalCall | None = None
 
@@ -92,19 +76,8 @@ class TemporalCall:
             active.call = self.outer
             if self.deferred is not None:
                 self.deferred.close()
-            if self.saving is not None and self.saving.spikes is not None:
-                self.saving.spikes.registered.clear()
-
-    @property
-    def policy(self) -> Policy:
-        """The policy of the neuron that runs."""
-        saving = self.saving
-        return _DEFAULT if saving is None else saving.policies.get(self.current, saving.policy)
-
-    @property
-    def spikes(self) -> Spikes | None:
-        """Where neurons mark binary outputs; None if layers save spikes as they are."""
-        return None if self.saving is None else self.saving.spikes
+            if self.spikes is not None:
+                self.spikes.registered.clear()
 
     def refuse_rows(self, neuron: nn.Module, request: Request) -> None:
         """Raise a ValueError if `neuron`, which is not in the network, would read all rows of the
@@ -229,11 +202,6 @@ class Observer:
         if self.outer is not None:
             self.outer.pool(x, y)
 
-    def checkpoint(self, modules: Iterable[nn.Module]) -> None:
-        """See the modules that a policy recomputes in backward."""
-        if self.outer is not None:
-            self.outer.checkpoint(modules)
-
 
 class PendingResults(Protocol):
     """The deferred tensors of a call."""
@@ -282,7 +250,7 @@ def observing(observer: Observer) -> Iterator[None]:
 def wants_bits(x: Tensor) -> bool:
     """Whether the binary outputs of a neuron that reads `x` should be returned as bits, too."""
     call = active.call
-    if call is None or call.saving is None or call.saving.spikes is None:
+    if call is None or call.spikes is None:
         return False
     packs = x.numel() >= MIN_VALUES and call.policy.packs_spikes
     return packs and not torch.compiler.is_compiling()
@@ -291,74 +259,6 @@ def wants_bits(x: Tensor) -> bool:
 def mark_binary(results: Results, binary: tuple[bool, ...]) -> None:
     """Mark binary outputs in a call that `wants_bits`, so that layers save them as bits."""
     call = active.call
-    assert call is not None and call.saving is not None and call.saving.spikes is not None
-    register = call.saving.spikes.register
+    assert call is not None and call.spikes is not None
     for y, bits in zip_longest(compress(results.outputs, binary), results.bits):
-        register(y, call.current, bits)
-
-
-class _Folding(NamedTuple):
-    """How a neuron read its rows in an earlier call."""
-
-    num_steps: int
-    impl: str
-    has_state: bool
-
-
-# By neuron and number of rows: its folding, None for a call outside Temporal, or `_AMBIGUOUS`.
-# torch.utils.checkpoint calls neurons a second time during backward, when the call of Temporal is
-# over, and offers nothing that could travel with its tensors.
-_foldings: WeakKeyDictionary[nn.Module, dict[int, Any]] = WeakKeyDictionary()
-_AMBIGUOUS = object()
-
-
-def remember(neuron: nn.Module, inputs: tuple[Tensor, ...], call: TemporalCall | None) -> None:
-    """Remember how a call reads its rows, for `recall`."""
-    folding: Any = None
-    if call is not None:
-        has_state = call.initial is not None or call.passing is not None
-        folding = _Folding(call.num_steps, call.impl, has_state)
-    seen = _foldings.get(neuron)
-    if seen is None:
-        seen = _foldings[neuron] = {}
-    x = inputs[0] if inputs else None
-    rows = x.shape[0] if isinstance(x, Tensor) and x.ndim else 0
-    if rows not in seen and len(seen) >= 512:
-        del seen[next(iter(seen))]
-    if seen.setdefault(rows, folding) != folding:
-        seen[rows] = _AMBIGUOUS
-
-
-def recall(neuron: nn.Module, inputs: tuple[Tensor, ...]) -> TemporalCall | None:
-    """The call in which a neuron is recomputed during backward; None outside Temporal.
-
-    Raises:
-        RuntimeError: the call is ambiguous, or the neuron began from a state.
-    """
-    folding = _foldings.get(neuron, {}).get(inputs[0].shape[0])
-    if folding is None:
-        return None
-    if folding is _AMBIGUOUS or folding.has_state:
-        raise RuntimeError(
-            "a neuron is recomputed for torch.utils.checkpoint, but its number of time steps or "
-            "its state is no longer known: checkpoint the whole Temporal"
-        )
-    return TemporalCall(folding.num_steps, {id(neuron): ""}, impl=folding.impl)
-
-
-def require_temporal(module: nn.Module, args: Any) -> None:
-    """Forward pre-hook of a network that `convert` has made for one time step.
-
-    Raises:
-        ValueError: the network is called outside `Temporal`, and not recomputed for
-            torch.utils.checkpoint.
-    """
-    if active.call is not None:
-        return
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
-        raise ValueError(
-            f"{type(module).__name__} was converted for one time step and is called outside "
-            "Temporal, where its neurons would read the batch as time: in place of a loop over "
-            "time call spikefuse.Temporal(net)(x) with x [T, B, ...]; for one step after another "
-            "use spikefuse.Stream(spikefuse.Temporal(net))"
-        )
+        call.spikes.register(y, bits)

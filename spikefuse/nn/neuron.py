@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from spikefuse import reference
 from spikefuse.neurons.definition import Definition, Outputs, States, with_outputs
-from spikefuse.nn.call import Scan, active, mark_binary, recall, remember, wants_bits
+from spikefuse.nn.call import Scan, active, mark_binary, wants_bits
+from spikefuse.nn.checkpoint import refuse_recomputation
 from spikefuse.scan import op
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import Request
@@ -96,11 +97,8 @@ class Neuron(Definition):
         if call is not None and id(self) not in call.names:
             call.refuse_rows(self, request)
             call = None
-        if not torch.compiler.is_compiling():
-            if active.call is None and torch._C._current_graph_task_id() != -1:
-                call = recall(self, request.inputs)
-            else:
-                remember(self, request.inputs, call)
+        elif call is None and not torch.compiler.is_compiling():
+            refuse_recomputation(self)
         if active.observer is not None:
             scan = partial(active.observer.scan, self, scan)
         if call is not None:

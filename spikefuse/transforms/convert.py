@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.nn.activations import ACTIVATIONS
-from spikefuse.nn.call import require_temporal
+from spikefuse.nn.checkpoint import require_temporal
 from spikefuse.nn.neuron import Neuron, check_module
 from spikefuse.nn.temporal import RECURRENT, Temporal
 from spikefuse.transforms.converters import norse, snntorch, spikingjelly
