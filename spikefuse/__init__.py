@@ -10,7 +10,6 @@ _os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 from spikefuse import distributed, memory
 from spikefuse.compiler import UnsupportedOperation
-from spikefuse.memory import checkpoint as _checkpoint  # noqa: F401, implements its policy
 from spikefuse.neurons import (
     ALIF,
     CLIF,
@@ -45,6 +44,7 @@ from spikefuse.nn import (
     Recurrent,
     Stream,
     Temporal,
+    checkpoint,
     explain,
     exportable,
     fuse,
@@ -89,6 +89,7 @@ __all__ = [
     "TwoCompartmentLIF",
     "UnsupportedOperation",
     "__version__",
+    "checkpoint",
     "convert",
     "data",
     "decay_from_tau",

@@ -19,7 +19,7 @@ from spikefuse.block.program import BlockExecution, block_program
 from spikefuse.block.training import BatchStatistics, TrainingCall
 from spikefuse.kernels.norm import by_batch, merge_statistics, statistics
 from spikefuse.kernels.running import Running, update_running_stats
-from spikefuse.memory.policies import Policy
+from spikefuse.memory.policies import Checkpoint, Policy
 from spikefuse.neurons.definition import Neuron, Outputs, States, with_outputs
 from spikefuse.nn.call import active, mark_binary, wants_bits
 from spikefuse.nn.neuron import backend_of, call_neuron, check_inputs, checked_names
@@ -83,7 +83,7 @@ class Block(nn.Module):
             raise TypeError(f"neuron is a {type(neuron).__name__}: expected a spikefuse.Neuron")
         if memory is not None and not isinstance(memory, Policy):
             raise TypeError(f"memory is {memory!r}: expected a policy of spikefuse.memory, or None")
-        if memory is not None and memory.recomputes_network:
+        if isinstance(memory, Checkpoint):
             raise ValueError(
                 f"memory is {memory!r}, which recomputes whole networks: pass it to "
                 "Temporal(net, memory=...), and here another policy or None"
@@ -155,7 +155,7 @@ def scan(
     own = [*map(values.__getitem__, program.own)]
     states, bits, shift = request.state or (), wants_bits(inputs[0]), shift_of(norms, inputs[0])
     if batch:
-        saves = not program.rebuilds or _saves_states(memory, execution)
+        saves = not program.rebuilds or _saves_states(memory)
         tensors = [*inputs, *states, *own, shift]
         for each in norms:
             if each.weight is not None:
@@ -249,15 +249,10 @@ def training_call(
     return TrainingCall(block, batch, num_states, passing, bits, saves_states)
 
 
-def _saves_states(memory: Policy | None, execution: Execution) -> bool:
-    call = active.call
-    if memory is not None or call is None:
-        return memory is not None and memory.saves_states
-    saves = call.policy.saves_states
-    if not saves and call.saving is not None:
-        recomputed = call.saving.recomputed
-        recomputed[call.current] = recomputed.get(call.current, 0) + execution.num_saved_bytes
-    return saves
+def _saves_states(memory: Policy | None) -> bool:
+    if memory is None and active.call is not None:
+        memory = active.call.policy
+    return memory is not None and memory.saves_states
 
 
 def _running_values(norm: _BatchNorm) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from spikefuse.graph.backend import Graph, compile_graph
 from spikefuse.graph.report import Report
+from spikefuse.nn.call import active
 
 MODES = ("auto", "eager", "inductor", "recorded")
 
@@ -43,7 +44,7 @@ class Captured:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run `function(net, args, kwargs)`."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or active.observer is not None:
             return function(net, args, kwargs)
         self._is_new_call = True
         compiled = self._compiled.get(function)

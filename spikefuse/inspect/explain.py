@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse.block.block import NAMES
-from spikefuse.block.deferred import outcomes
 from spikefuse.block.program import block_program
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import LOOP_STEPS, Explanation, Layer, SavedBytes, label
@@ -77,11 +76,7 @@ def explain(
         events=tuple(_describe_events(name, m) for name, m in event_layers.items()),
         loops=tuple(_describe_loop(name, m) for name, m in loops.items()),
         recomputed=tuple(dict.fromkeys(call.recomputed.values())),
-        unfused=tuple(
-            f"{label(name)}: batch norm, not fused: {outcomes[m].reason}"
-            for name, m in model.named_modules()
-            if m in outcomes and outcomes[m].neuron is None
-        ),
+        unfused=(),
     )
 
 

@@ -17,7 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from spikefuse.block import block
-from spikefuse.block.deferred import original
 from spikefuse.compiler import UnsupportedOperation
 from spikefuse.kernels.norm import by_batch
 from spikefuse.memory.policies import Policy, Recompute
@@ -216,7 +215,7 @@ class CallObserver(ModuleObserver):
                 name=self.names.get(neuron, OUTSIDE),
                 neuron=neuron,
                 owner=owner,
-                norms=tuple(map(original, norms)),
+                norms=tuple(norms),
                 request=Request(
                     tuple(map(leaf, request.inputs)),
                     state,

@@ -10,18 +10,11 @@ from torch import Tensor, nn
 
 from spikefuse import neurons, reference
 from spikefuse.neurons.definition import Neuron, Outputs, States, with_outputs
-from spikefuse.nn.call import Scan, active, mark_binary, recall, remember, wants_bits
+from spikefuse.nn.call import Scan, active, mark_binary, wants_bits
+from spikefuse.nn.checkpoint import refuse_recomputation
 from spikefuse.scan import op
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import Request
-
-
-class Deferred:
-    """A tensor that a neuron computes together with what it reads, as one block."""
-
-    def block(self, neuron: Neuron) -> tuple[Scan, tuple[Tensor, ...]]:
-        """The scan of that block, and its inputs."""
-        raise NotImplementedError
 
 
 IMPLEMENTATIONS = ("auto", "triton", "numba", "reference")
@@ -39,12 +32,6 @@ def forward(
     """Run a neuron over time; see `Neuron`."""
     names = () if outputs is None else checked_names(outputs)
     scan: Scan = partial(scan_neuron, neuron)
-    if len(inputs) == 1 and isinstance(inputs[0], Deferred):
-        scan, inputs = inputs[0].block(neuron)
-    elif torch.compiler.is_compiling() and active.call is not None:
-        for value, norm in active.call.sums or ():
-            if value is inputs[0] and norm.can_fuse(neuron):
-                scan, inputs = norm.block(neuron)
     return call_neuron(neuron, scan, Request(inputs, state, impl, return_state, outputs=names))
 
 
@@ -58,11 +45,8 @@ def call_neuron(neuron: Neuron, scan: Scan, request: Request) -> Any:
     if call is not None and id(neuron) not in call.names:
         call.refuse_rows(neuron, request)
         call = None
-    if not torch.compiler.is_compiling():
-        if active.call is None and torch._C._current_graph_task_id() != -1:
-            call = recall(neuron, request.inputs)
-        else:
-            remember(neuron, request.inputs, call)
+    elif call is None and not torch.compiler.is_compiling():
+        refuse_recomputation(neuron)
     if active.observer is not None:
         scan = partial(active.observer.scan, neuron, scan)
     if call is not None:

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.activations import ACTIVATIONS
-from spikefuse.nn.call import require_temporal
+from spikefuse.nn.checkpoint import require_temporal
 from spikefuse.nn.neuron import check_module
 from spikefuse.nn.temporal import RECURRENT, Temporal
 from spikefuse.transforms.converters import norse, snntorch, spikingjelly

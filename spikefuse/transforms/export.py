@@ -16,7 +16,7 @@ from spikefuse.block.fused_norm import FUSED
 from spikefuse.events.linear import EventLinear
 from spikefuse.neurons.definition import Neuron, States, with_outputs
 from spikefuse.neurons.surrogate import Surrogate
-from spikefuse.nn.call import require_temporal
+from spikefuse.nn.checkpoint import require_temporal
 from spikefuse.nn.constant_input import is_compiled
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import check_module, checked_names
