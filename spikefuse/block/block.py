@@ -25,7 +25,7 @@ from spikefuse.nn.call import active, mark_binary, wants_bits
 from spikefuse.nn.neuron import backend_of, call_neuron, check_inputs, checked_names
 from spikefuse.scan import op
 from spikefuse.scan.execution import Arguments, Execution, Wanted, execution_of
-from spikefuse.scan.layout import MAX_STRIDES
+from spikefuse.scan.layout import MAX_STRIDES, flatten_steps, unflatten_steps
 from spikefuse.scan.op import Request
 from spikefuse.scan.state_passing import WHOLE
 
@@ -267,6 +267,8 @@ def _running_values(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
 def _reference(
     norms: tuple[_BatchNorm, ...], neuron: Neuron, request: Request
 ) -> tuple[Outputs, States]:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return _unfused(norms, neuron, request)
     inputs = request.inputs
     x, values = _reference_values(norms[0], inputs[0])
     xs = x, *inputs[1:]
@@ -279,6 +281,17 @@ def _reference(
     outputs, finals = reference.scan(definition, xs, request.state)
     dtype = reduce(torch.promote_types, (x.dtype for x in inputs))
     return tuple(y.to(dtype) for y in outputs), finals
+
+
+def _unfused(
+    norms: tuple[_BatchNorm, ...], neuron: Neuron, request: Request
+) -> tuple[Outputs, States]:
+    """The reference in a graph, which other programs know how to run: the norms of torch.nn."""
+    inputs = list(request.inputs)
+    for i, norm in enumerate(norms):
+        inputs[i] = unflatten_steps(norm(flatten_steps(inputs[i])), inputs[i].shape[0])
+    definition = with_outputs(neuron, request.outputs)
+    return reference.scan(definition, (reduce(torch.add, inputs),), request.state)
 
 
 def _reference_values(norm: _BatchNorm, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -341,9 +341,10 @@ def _prepare(
 
 
 def refuse_export() -> None:
-    """Raise NotImplementedError inside torch.export and torch.jit.trace."""
-    # In torch 2.11, is_exporting() is True in every graph of torch.compile; its flag is not.
-    if torch.compiler._is_exporting_flag or torch._C._get_tracing_state() is not None:
+    """Raise NotImplementedError inside torch.export and torch.jit.trace, except where TorchDynamo
+    reads this code: it calls `fake`, and in torch 2.11 knows no exports from other graphs."""
+    is_exported = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    if is_exported or torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise NotImplementedError(NO_EXPORT)
 
 
@@ -424,7 +425,12 @@ def implement(name: str, function: Callable[..., Any], fake: Callable[..., Any])
     for key in ("CPU", "CUDA"):
         # torch.compile must call it, not trace it.
         library.impl(name, _disable_dynamo(function), key)
-    torch.library.register_fake(f"spikefuse::{name}", fake, lib=library)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        refuse_export()
+        return fake(*args, **kwargs)
+
+    torch.library.register_fake(f"spikefuse::{name}", checked, lib=library)
 
 
 def register(cls: type[Call]) -> None:
