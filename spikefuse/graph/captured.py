@@ -19,6 +19,9 @@ MODES = ("auto", "eager", "inductor", "recorded")
 _numbers = count()
 
 
+from torch._dynamo.exc import TorchDynamoException as CaptureError
+
+
 class Captured:
     """Runs functions of one network as fused graphs; see `spikefuse.fuse`.
 
@@ -35,6 +38,7 @@ class Captured:
         self.mode, self.report = mode, Report(prefix)
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._is_new_call = True
+        self._has_run = self._has_failed = False
 
     def __call__(
         self,
@@ -46,11 +50,21 @@ class Captured:
         """Run `function(net, args, kwargs)`."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or active.observer is not None:
             return function(net, args, kwargs)
-        self._is_new_call = True
+        if self._has_failed:
+            return function(net, args, kwargs)
+        self._is_new_call, self._has_run = True, False
         compiled = self._compiled.get(function)
         if compiled is None:
             compiled = self._compiled[function] = self._compile(function)
-        return compiled(net, args, kwargs)
+        try:
+            return compiled(net, args, kwargs)
+        except CaptureError as error:
+            if self._has_run:
+                raise
+            self._has_failed = True
+            self.report.clear()
+            self.report.note(f"capture failed: {str(error).strip().splitlines()[0]}")
+            return function(net, args, kwargs)
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # TorchDynamo stores graphs with the code of a function and runs at most a few of each, so
@@ -65,7 +79,13 @@ class Captured:
         if self._is_new_call:
             self._is_new_call = False
             self.report.clear()
-        return compile_graph(gm, example_inputs, self.report, self.mode)
+        graph = compile_graph(gm, example_inputs, self.report, self.mode)
+
+        def run(*args: Any) -> Any:
+            self._has_run = True
+            return graph(*args)
+
+        return run
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_compiled": {}}
+        return {**vars(self), "_compiled": {}, "_has_failed": False}

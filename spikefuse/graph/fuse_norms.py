@@ -26,6 +26,7 @@ from spikefuse.graph.nodes import (
     dim_after,
     has_one_reader,
     is_view,
+    memory_of,
     module_of,
     name_of,
     replay,
@@ -149,10 +150,15 @@ def _match(scan: ScanNode, order: dict[fx.Node, int]) -> Match:
         raise NotFusible(
             f"its input has {int(x.numel()):,} values: on a CPU, fusing helps from {MIN_VALUES:,}"
         )
+    reads = {memory_of(arguments_of(s.norm, F.batch_norm)["input"]) for s in norms}
+    reads.add(memory_of(residual))
     first, last = min(order[s.norm] for s in norms), order[scan.node]
     own = order[read] if read.target in IN_PLACE_ADDITIONS else -1
     if any(first < i < last and i != own and changes_something(n) for n, i in order.items()):
         raise NotFusible("a tensor or a mode may change between it and its neuron")
+    if any(i > last and changes_something(n) and n.args and memory_of(n.args[0]) in reads
+           for n, i in order.items()):  # fmt: skip
+        raise NotFusible("a tensor that a block would save is changed in place later")
     return Match(scan, norms, residual, views, read, channel)
 
 

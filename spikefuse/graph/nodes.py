@@ -90,6 +90,13 @@ def changes_something(node: fx.Node) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
+def memory_of(node: Any) -> Any:
+    """The node whose memory a node may share through views."""
+    while is_view(node):
+        node = node.args[0]
+    return node
+
+
 def views_above(node: Any) -> tuple[Any, list[fx.Node]]:
     """The first node above a chain of views with one reader each, and the views, last first."""
     views = []
@@ -122,7 +129,7 @@ def dim_after(views: list[fx.Node], x: Tensor, dim: int) -> int | None:
             except (RuntimeError, ValueError):  # it copies
                 return None
         y = viewed
-    if any(stride == 0 for stride in y.stride()[1:]):
+    if y.ndim < 3 or any(stride == 0 for stride in y.stride()[1:]):
         return None
     size, stride = base.shape[dim], base.stride(dim)
     return next((d for d in range(y.ndim) if (y.shape[d], y.stride(d)) == (size, stride)), None)

@@ -87,7 +87,7 @@ def _finish(
     spikes = _spikes()
     if spikes is not None:
         for y, bits in zip_longest(compress(results.outputs, binary), results.bits):
-            spikes.register(y, "", bits)
+            spikes.register(y, bits)
     num = len(results.outputs) - returns_sum
     return [*results.outputs[:num], *results.finals, *results.outputs[num:]]
 
