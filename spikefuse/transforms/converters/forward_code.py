@@ -9,11 +9,12 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from torch import nn
+from torch import fx, nn
 
 #: Functions and methods that count dims from the first, of which time is one in a sequence.
 _DIMS = {
@@ -248,6 +249,22 @@ class CodeReader(ast.NodeVisitor):
         """Whether an expression is the call of a module that returns its state."""
         called = self._module(node.func) if isinstance(node, ast.Call) else None
         return called is not None and self.roles.returns_state(called)
+
+
+class GraphReader:
+    """Read the graph of a module, as `CodeReader` reads code."""
+
+    def __init__(self, module: fx.GraphModule, roles: Roles) -> None:
+        self.findings: list[str] = []
+        nodes = [node for node in module.graph.nodes if node.op.startswith("call_")]
+        others = [node for node in nodes if node.op != "call_module"]
+        self.counting = [f"its graph calls {node.target}, which may count dims" for node in others]
+        for target, count in Counter(n.target for n in nodes if n.op == "call_module").items():
+            called = module.get_submodule(target)
+            if roles.returns_state(called):
+                self.findings.append(f"its graph reads a state of '{target}'")
+            if count > 1 and roles.has_neurons(called):
+                self.findings.append(f"its graph calls '{target}' {count} times")
 
 
 def _short(call: ast.Call) -> str:
