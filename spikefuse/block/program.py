@@ -130,8 +130,8 @@ def program_of_scan(
 
 
 def _make(definition: NormedNeuron, backend: str) -> BlockProgram:
-    values, statics = definition.describe()
-    compiled = prepare(definition, backend, statics, kinds_of(values))
+    values = definition.values()
+    compiled = prepare(definition, backend, definition.description().statics, kinds_of(values))
     used = compiled.step.params
     tensors = tuple(label for label in used if isinstance(values[label], Tensor))
     floats = {label: v for label in used if isinstance(v := values[label], float)}

@@ -21,15 +21,8 @@ from spikefuse.compiler import ops
 from spikefuse.compiler.graph import Graph
 from spikefuse.compiler.ops import Operand, UnsupportedOperation
 from spikefuse.compiler.simplify import simplify
-from spikefuse.neurons.definition import (
-    INTERNAL,
-    Neuron,
-    UnknownOutput,
-    WrongResult,
-    call_step,
-    class_constants,
-    owners,
-)
+from spikefuse.neurons.definition import Neuron, UnknownOutput, WrongResult, call_step
+from spikefuse.neurons.description import INTERNAL, bind, class_constants, owners
 
 
 @dataclass(frozen=True)
@@ -105,7 +98,7 @@ def step_function(definition: Neuron, params: Sequence[str]) -> Callable[..., tu
     end = split + len(type(definition).states)
 
     def function(*args: Tensor) -> tuple[Tensor, ...]:
-        bound = definition.bind(dict(zip(params, args[end:], strict=True)))
+        bound = bind(definition, dict(zip(params, args[end:], strict=True)))
         for _, module in owners(bound):
             # Called without the hooks of surrogates, which no kernel can run.
             vars(module)["_compiled_call_impl"] = module.forward

@@ -55,7 +55,7 @@ def with_candidates(neuron: _D) -> _D:
 
 def _copy(neuron: Any, cls: Any) -> Any:
     copy = object.__new__(cls)
-    copy.__dict__.update({k: v for k, v in neuron.__dict__.items() if k != "_known"})
+    copy.__dict__.update({k: v for k, v in neuron.__dict__.items() if k != "_description"})
     return copy
 
 

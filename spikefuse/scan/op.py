@@ -336,7 +336,7 @@ def _prepare(
     definition: Neuron, backend: str, kinds: Kinds, outputs: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...], tuple[bool, ...]]:
     definition = with_outputs(definition, outputs)
-    made = prepare(definition, backend, definition.describe()[1], kinds)
+    made = prepare(definition, backend, definition.description().statics, kinds)
     return made.name, made.step.params, made.step.binary
 
 

@@ -260,7 +260,7 @@ def prepare(definition: Neuron, backend: str, statics: tuple[Any, ...], kinds: K
     """The program of a definition.
 
     Args:
-        statics: the constants of `definition.describe()`.
+        statics: those of the description of `definition`.
     """
     signature = (statics, backend, kinds)
     found = _by_signature.get(signature)

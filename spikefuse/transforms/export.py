@@ -61,6 +61,8 @@ def exportable(net: nn.Module, step: bool = False) -> nn.Module:
     result = copy.deepcopy(net).eval().requires_grad_(False)
     inside = {m for t in result.modules() if isinstance(t, Temporal) for m in t.net.modules()}
     for name, module in result.named_modules():
+        if hasattr(vars(module).get("forward"), "captured"):
+            del module.forward  # of `spikefuse.fuse`
         if not isinstance(module, Temporal | Neuron | Recurrent | Feedback | Block):
             continue
         if "impl" in inspect.signature(module.forward).parameters:

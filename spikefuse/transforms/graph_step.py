@@ -134,7 +134,10 @@ class GraphStep:
         self._addresses: list[tuple[dict[str, Any], str, Tensor, int]] = []
         self._parameters: list[Tensor] = []
         self._changes_rates = False
-        self._epoch: Any = None  # of the neurons' settings
+        # The neurons' settings are those of these children and versions while they equal copies.
+        self._children: list[list[nn.Module | None]] = []
+        self._versions: list[holders.Version] = []
+        self._seen: list[holders.Version] = []
         self._neurons: list[nn.Module] = []  # with their surrogates and learnable parameters
         self._neuron_settings: tuple[Any, ...] = ()
         self._numbers: list[tuple[dict[str, Any], str]] = []
@@ -229,8 +232,6 @@ class GraphStep:
             if not self.fallback:
                 raise NotRecordable(f"graph_step cannot record the step: {problems[0]}")
             self._run_always(problems[0])
-        if len(self._modules) != known[0]:
-            self._epoch = None
         self._parameters = self._found_parameters()
         if known != [len(self._modules), len(self._rates), len(self._parameters)]:
             self._graphs.clear()  # they do not include the new ones
@@ -314,12 +315,18 @@ class GraphStep:
         return modes, training, numbers, tuple([r.settings() for r in self._rates.values()])
 
     def _update_neurons(self) -> None:
-        """Update the neurons and their settings if an attribute of any neuron was assigned."""
-        if self._epoch is holders.epoch:
+        """Update the neurons and their settings if there are others, or an attribute was assigned.
+
+        A layer may run its neuron without calling it as a module.
+        """
+        children = [[*module._modules.values()] for module in self._modules]
+        if children == self._children and self._versions == self._seen:
             return
-        self._epoch = holders.epoch
-        # A layer may run its neuron without calling it as a module.
-        found = (h for m in self._modules for h in m.modules() if isinstance(h, holders.Holder))
+        modules = (m for module in self._modules for m in module.modules())
+        found = dict.fromkeys(m for m in modules if isinstance(m, holders.Holder))
+        self._children = children
+        self._versions = [version for h in found for version in holders.versions(h)]
+        self._seen = [version.copy() for version in self._versions]
         self._neurons = list({part: None for neuron in found for part in neuron.modules()})
         self._neuron_settings = tuple(
             (part, *(pair for pair in vars(part).items() if isinstance(pair[1], CONSTANTS)))

@@ -121,6 +121,22 @@ def test_a_fused_network_exports_the_network_before_fusing():
     torch.testing.assert_close(exported(sf.exportable(fused), x)(x), fused(x))
 
 
+def test_a_fused_network_of_sequences_exports_its_own_forward():
+    class Sequences(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.lif = nn.BatchNorm1d(5), sf.LIF()
+
+        def forward(self, x):
+            return self.lif(self.norm(x.flatten(0, 1)).unflatten(0, x.shape[:2]))
+
+    net, x, larger = Sequences().eval(), sequence(5), sequence(5, batch=5)
+    plain = sf.exportable(sf.fuse(net))
+    assert torch.equal(plain(x), net(x))
+    made = exported(plain, x, dynamic_shapes=({1: BATCH},))
+    assert torch.equal(made(larger), net(larger))
+
+
 def test_blocks_are_equal_up_to_rounding():
     block = Block(nn.BatchNorm1d(6), sf.LIF())
     net = sf.Temporal(nn.Sequential(nn.Linear(5, 6), block, nn.Linear(6, 3))).eval()

@@ -21,6 +21,7 @@ from spikefuse.transforms.converters.common import (
     Refusal,
     Rule,
     as_class,
+    counted_from,
     rename,
 )
 
@@ -86,7 +87,7 @@ def leak(m: Any) -> dict[str, Any]:
 def origin(m: Any, name: str = "v_leak") -> tuple[float, str]:
     """Return the potential at which theirs starts and rests, from which ours is counted."""
     v = value(m.p, name)
-    return v, f"its potential is counted from {name} = {v:g}" if v else ""
+    return v, counted_from(name, v)
 
 
 def options(m: Any) -> None:

@@ -39,6 +39,7 @@ from spikefuse.transforms.converters.common import (
     Refusal,
     Rule,
     as_class,
+    counted_from,
     rename,
 )
 
@@ -92,7 +93,7 @@ def firing(m: Any) -> dict[str, Any]:
 def origin(m: Any) -> tuple[float, str]:
     """Return the potential at which theirs starts and rests, from which ours is counted."""
     v = m.v_reset or 0.0
-    return v, f"its potential is counted from v_reset = {v:g}" if v else ""
+    return v, counted_from("v_reset", v)
 
 
 def refuse_v_reset(m: Any, reason: str) -> None:
