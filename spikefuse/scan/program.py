@@ -24,6 +24,7 @@ from spikefuse.compiler.adjoint import Reverse, reverse_step
 from spikefuse.compiler.trace import Step, trace_step
 from spikefuse.compiler.variables import KERNELS, Variables
 from spikefuse.neurons.definition import Neuron
+from spikefuse.neurons.description import bind
 from spikefuse.scan import cache
 from spikefuse.scan.layout import Layout
 
@@ -277,7 +278,7 @@ def _skeleton(definition: Neuron) -> Neuron:
     """A copy that holds one number in place of each tensor."""
     values = {name: x if isinstance(x, float) else torch.zeros(x.shape and (1,))
               for name, x in definition.values().items()}  # fmt: skip
-    return definition.bind(values)
+    return bind(definition, values)
 
 
 def _without_modes(trace: Callable[..., T], *args: Any) -> T:
