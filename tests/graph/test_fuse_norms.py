@@ -337,8 +337,8 @@ def test_a_tensor_changed_in_between(forward) -> None:
 
 
 def test_nothing_of_a_training_step_survives() -> None:
-    net = sf.fuse(sf.Temporal(Net(chain)).eval())
-    net(torch.randn(4, 3, 6, requires_grad=True))
+    net = sf.fuse(sf.Temporal(Net(chain)))
+    net(torch.randn(4, 3, 6, requires_grad=True), return_state=True)  # captures it
     gc.collect()
     gc.disable()
     try:
