@@ -1,0 +1,1 @@
+"""What a whole network needs, seen in the graph that PyTorch captures."""
