@@ -46,6 +46,7 @@ class Graph:
             raise RuntimeError("capture_end() called before capture_begin().")
         Graph.active = None
         self.mode.__exit__(None, None, None)
+        del self.mode
         for x, value in reversed(self.before):
             _write(x, value)
         for x in self.made:
@@ -91,7 +92,7 @@ class _Recorder(TorchDispatchMode):
             x.detach() if isinstance(x, Tensor) and _memory(x) not in owned else None
             for x in leaves
         ]
-        self.graph.made += [x for x in new if x is not None]
+        self.graph.made += [x for x in new if x is not None and x.layout is torch.strided]
         flat, spec = pytree.tree_flatten((args, kwargs))
         flat = [x.detach() if isinstance(x, Tensor) else x for x in flat]
         args, kwargs = pytree.tree_unflatten(flat, spec)
@@ -100,7 +101,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _memory(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+    return x.untyped_storage().data_ptr() if x.layout is torch.strided else id(x)
 
 
 def install(monkeypatch: Any) -> None:

@@ -20,6 +20,9 @@ from spikefuse.graph.capture import NotRecordable
 from spikefuse.graph.recorded import MAX_MOVES, MAX_RECORDINGS, WARMUP, Recorded, recorded
 from tests.graph import tape
 
+# TorchDynamo looks for gradients of its inputs.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
 
 @pytest.fixture(autouse=True)
 def tapes(monkeypatch):
@@ -190,7 +193,7 @@ def test_kept_graphs():
             grads += torch.autograd.grad(z.sum(), weight)
         return grads
 
-    run_both(loop, replays=[6], eager=[10])
+    run_both(loop, replays=[7], eager=[9])
 
 
 def test_errors_of_autograd():
@@ -207,11 +210,10 @@ def test_errors_of_autograd():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
     net(x).sum().backward()
-    net(x).sum().backward(create_graph=True)
     (g,) = torch.autograd.grad(net(x).sum(), copied[0].weight, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
         g.sum().backward()
-    assert made[0].num_replays == 3 + 4
+    assert made[0].num_replays == 3 + 3
     copied.zero_grad()
 
 
@@ -520,7 +522,7 @@ def test_layouts():
 
     def function(x, w):
         seen.append((x.stride(), w.stride()))
-        return (x.sum(0) + w.mT @ w, w.sum())
+        return (x.sum(0) + w @ w.mT, w.sum())
 
     run = recorded(function)
     w = torch.rand(4, 3).mT.requires_grad_()
