@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,9 +28,9 @@ class Pool:
     in it, and must not see the pool again: hold a pool by its graphs only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         self.handle = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream()
+        self.stream = stream or torch.cuda.Stream()
         self.is_usable = True  # for further captures
 
 
@@ -91,7 +93,9 @@ def _no_random_numbers() -> Iterator[None]:
     try:
         yield
     finally:
-        has_drawn = before != _text((torch.get_rng_state(), random.getstate(), np.random.get_state()))
+        has_drawn = before != _text(
+            (torch.get_rng_state(), random.getstate(), np.random.get_state())
+        )
         if has_drawn:
             torch.set_rng_state(states[0])
             random.setstate(states[1])
@@ -105,6 +109,26 @@ def _no_random_numbers() -> Iterator[None]:
 
 def _text(states: tuple[Tensor, Any, Any]) -> tuple[Any, ...]:
     return states[0].tolist(), states[1], repr(states[2])
+
+
+def reason(error: Exception) -> str:
+    """Return why a capture has failed, with the innermost line outside PyTorch and this library."""
+    if isinstance(error, NotRecordable):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
+    ours = Path(torch.__file__).parent, Path(__file__).parents[1]
+    users = (f for f in frames if not any(Path(f.filename).is_relative_to(o) for o in ours))
+    where = next((f'{f.filename}:{f.lineno}: "{f.line}" ' for f in users), "")
+    what = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
+    if any(Path(f.filename).name == "grad_scaler.py" for f in frames):
+        what = "a GradScaler reads on the host whether the gradients are finite: use bfloat16"
+    elif "legacy stream" in what:
+        what = "make a DistributedDataParallel inside `with torch.cuda.stream(torch.cuda.Stream())`"
+    elif isinstance(error, torch.OutOfMemoryError):
+        where = ""
+    elif "captur" in what:
+        what = f"reads a value of the GPU on the host, or waits for the GPU ({what})"
+    return where + what
 
 
 class _Thread(threading.local):

@@ -142,8 +142,7 @@ class Recorded:
                 memory = (pool or _free_pool)()
                 recording = _Recording(self.function, self._inputs, inputs, key[0], memory)
         except Exception as error:
-            kind = "" if isinstance(error, NotRecordable) else f"{type(error).__name__}: "
-            self.obstacle = kind + str(error).strip().split("\n")[0]
+            self.obstacle = capture.reason(error)
         if self.obstacle:
             self._recordings.clear()
             torch.cuda.empty_cache()
@@ -165,7 +164,9 @@ def _can_replay() -> bool:
     if capture.is_in_recorded_step() or torch.cuda.is_current_stream_capturing():
         return False
     try:  # hooks on saved tensors cannot be disabled while there are some
-        with torch.autograd.graph.disable_saved_tensors_hooks("a recorded network saves no tensors"):
+        with torch.autograd.graph.disable_saved_tensors_hooks(
+            "a recorded network saves no tensors"
+        ):
             return True
     except RuntimeError:
         return not torch.is_grad_enabled()
