@@ -7,13 +7,14 @@ GPU to run them. A recorded step starts with one launch.
 from __future__ import annotations
 
 import contextlib
-import traceback
+import gc
+import inspect
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from enum import Enum
 from functools import partial, update_wrapper
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,35 +23,25 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from spikefuse.neurons import parameters as holders
-from spikefuse.neurons.surrogate import Surrogate
-from spikefuse.transforms import module_calls, step_arguments
+from spikefuse.graph import capture
+from spikefuse.graph.capture import NotRecordable, static_copy, stored
+from spikefuse.neurons.parameters import Holder
+from spikefuse.nn.stream import Stream
 from spikefuse.transforms.learning_rates import LearningRates
-from spikefuse.transforms.step_arguments import CONSTANTS, static_copy, stored
-from spikefuse.transforms.unrepeatable import line_of, watch
 
 #: `DistributedDataParallel` rearranges its buckets in its first steps.
 DDP_WARMUP = 11
-# It accumulates gradients on the stream on which it was made, and PyTorch's default stream cannot
-# be recorded.
-LEGACY_STREAM = (
-    "make a DistributedDataParallel inside `with torch.cuda.stream(torch.cuda.Stream()):`; "
-)
+PARTS = nn.Module | Optimizer
+CONSTANTS = bool | int | float | complex | str | bytes | None | Enum | torch.dtype | torch.device
 
 
-class NotRecordable(RuntimeError):
-    """A step does something that a CUDA graph cannot repeat."""
-
-
-def graph_step(
-    step: Callable[..., Any], *, warmup: int = 3, max_graphs: int = 8, fallback: bool = False
-) -> GraphStep:
+def graph_step(*parts: Any, warmup: int = 3, max_graphs: int = 8, fallback: bool = False) -> Any:
     """Record a training or inference step as a CUDA graph, and replay it from then on.
 
-    The first `warmup` calls run `step` eagerly, and the next call records it. Each further call
+    The first `warmup` calls run the step eagerly, and the next call records it. Each further call
     copies its inputs into the graph, launches it once, and returns copies of the results. Example::
 
-        @sf.graph_step
+        @sf.graph_step(net, optimizer)
         def train_step(x, y):
             optimizer.zero_grad()
             with torch.autocast("cuda", torch.bfloat16):
@@ -63,47 +54,47 @@ def graph_step(
             loss = train_step(x.cuda(), y.cuda())
 
     A graph is recorded for each set of input shapes, dtypes and other arguments, and again where
-    `train()`, `eval()`, autocast, the mode of gradients, a setting of an optimizer, of a neuron or
-    its surrogate, or the numbers of a norm or dropout changed. Where parameters were moved or
-    replaced, all graphs are recorded again.
+    `train()`, `eval()`, autocast, the mode of gradients, or a setting of an optimizer, a neuron or
+    a layer of `torch.nn` has changed, or where parameters were moved or replaced.
 
-    - Learning rates of fused and of capturable optimizers may change at each call; assign them, or
-      call `scheduler.step()`, outside the step. `capturable` is set on optimizers that have it. Of
-      other optimizers, such as `SGD` without `fused=True`, the learning rate is recorded like any
-      setting, so that each value takes a graph of its own.
-    - Gradients are as after a call of `step`; a step without `zero_grad` accumulates. Parameters
-      must belong to a module that the step calls, or to an optimizer whose `step` it calls.
-    - Compile networks with `torch.compile`, not the step, whose modules would then be unknown.
-    - Pass values from one call to the next, such as the states of truncated BPTT, as arguments and
-      results: variables that the step assigns keep their recorded tensors.
+    - Learning rates of fused and of capturable optimizers may change at each call, outside the
+      step. `capturable` is set on optimizers that have it. Of other optimizers, such as `SGD`
+      without `fused=True`, each learning rate takes a graph of its own.
+    - Gradients are as after a call of the step; a step without `zero_grad` accumulates.
     - Random numbers of PyTorch's generator on the GPU equal those of an eager step.
     - Python code runs during warm-up and recording only: values that it computes or reads, such as
-      attributes of your own modules, and what it prints or counts, are not repeated.
+      attributes of your own modules, and what it prints or counts, are not repeated. Pass values
+      from one call to the next, such as states of truncated BPTT, as arguments and results.
     - Recording releases cuBLAS's workspaces, as `torch.compile` does. Capture graphs by hand on a
       stream of their own, as `torch.cuda.graph(graph)` does, so that they allocate theirs.
 
     On a CPU, the step is called.
 
     Args:
-        step: takes tensors on one GPU, in any nesting of tuples, lists and dicts, and constants.
-        warmup: calls before the first recording, at least 2; 11 or more if the step calls a
+        parts: the step, unless this is a decorator; then the modules and optimizers that it uses.
+            Those among its arguments and its own variables are found. The step takes tensors on
+            one GPU, in any nesting of tuples, lists and dicts, and constants.
+        warmup: calls before the first recording, at least 2; 11 or more for a
             `DistributedDataParallel`, which has to be made inside
             `with torch.cuda.stream(torch.cuda.Stream()):`. Each further graph takes 2.
         max_graphs: how many graphs to keep. Calls that would need more run eagerly, with a warning.
         fallback: run a step that cannot be recorded eagerly, with a warning, in place of an error.
 
     Returns:
-        A function of the same arguments. Its results are those of `step`, detached.
+        A function of the same arguments. Its results are those of the step, detached.
 
     Raises:
         NotRecordable: the step reads a value of the GPU on the host (`item()`, a condition on a
             tensor, a `GradScaler`), draws random numbers on the CPU, or cannot be recorded for
             another reason. The error names the line.
-        TypeError, ValueError: arguments that no graph can take.
+        TypeError, ValueError: arguments that no graph can take, or a part that was not given.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
     """
-    return GraphStep(step, warmup, max_graphs, fallback)
+    options = {"warmup": warmup, "max_graphs": max_graphs, "fallback": fallback}
+    if not parts or isinstance(parts[0], PARTS):
+        return lambda step: GraphStep(step, *parts, **options)
+    return GraphStep(*parts, **options)
 
 
 class GraphStep:
@@ -115,34 +106,29 @@ class GraphStep:
     """
 
     def __init__(
-        self, step: Callable[..., Any], warmup: int, max_graphs: int, fallback: bool
+        self, step: Any, *parts: Any, warmup: int, max_graphs: int, fallback: bool
     ) -> None:
-        if not callable(step):
-            raise TypeError(f"step is a {type(step).__name__}: expected a function")
+        wrong = [x for x in parts if not isinstance(x, PARTS)]
+        if not callable(step) or wrong:
+            kind = type(wrong[0] if wrong else step).__name__
+            expected = "a module or an optimizer" if wrong else "a function"
+            raise TypeError(f"{'a part' if wrong else 'step'} is a {kind}: expected {expected}")
         if warmup < 2 or max_graphs < 1:
-            raise ValueError(
-                f"warmup is {warmup}, max_graphs {max_graphs}: expected at least 2 and 1"
-            )
+            raise ValueError(f"warmup is {warmup}, max_graphs {max_graphs}: expected at least 2, 1")
         update_wrapper(self, step)
         self.step, self.warmup, self.max_graphs, self.fallback = step, warmup, max_graphs, fallback
         self.num_replays = self.num_eager = 0
         self.obstacle = ""
-        self._modules: dict[nn.Module, None] = {}
-        self._rates: dict[Optimizer, LearningRates] = {}
+        self._parts: dict[Any, None] = dict.fromkeys(parts)
+        self._rates = LearningRates()
+        self._held: list[Any] = []  # tensors and states of optimizers, at these places
+        self._places: Any = None
+        self._parameters: list[Tensor] = []
+        self._modules: list[nn.Module] = []
+        self._settings: list[tuple[dict[str, Any], str]] = []  # names in modules
         self._eager_calls: dict[Any, int] = {}
         self._graphs: dict[Any, _Graph] = {}
-        self._addresses: list[tuple[dict[str, Any], str, Tensor, int]] = []
-        self._parameters: list[Tensor] = []
-        self._changes_rates = False
-        # The neurons' settings are those of these children and versions while they equal copies.
-        self._children: list[list[nn.Module | None]] = []
-        self._versions: list[holders.Version] = []
-        self._seen: list[holders.Version] = []
-        self._neurons: list[nn.Module] = []  # with their surrogates and learnable parameters
-        self._neuron_settings: tuple[Any, ...] = ()
-        self._numbers: list[tuple[dict[str, Any], str]] = []
-        self._streams: dict[int, torch.cuda.Stream] = {}
-        self._pool: Any = None
+        self._pools: dict[int, capture.Pool] = {}
 
     @property
     def num_graphs(self) -> int:
@@ -157,202 +143,146 @@ class GraphStep:
         """Drop all graphs and release their memory. Further calls record new ones."""
         self._graphs.clear()
         self._eager_calls.clear()
-        self._addresses = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        on_gpu = any(map(step_arguments.is_cuda, tensors))
-        if on_gpu and self.obstacle is _NO_INPUT:
-            self.obstacle = ""
+        on_gpu = any(map(capture.is_cuda, tensors))
         # A step that another recorded step calls is a part of its graph.
-        if self.obstacle or not on_gpu or module_calls.is_collecting():
+        if self.obstacle or not on_gpu or capture.is_in_recorded_step():
             if not (self.obstacle or on_gpu) and torch.cuda.is_initialized():
-                self._run_always(_NO_INPUT)
+                self._warn("no argument is on a GPU: pass the batch, moved to the GPU")
             self.num_eager += 1
             return _detached(self.step(*args, **kwargs))
-        if self._have_moved():
-            self.reset()
-        inputs = structure, tuple(map(step_arguments.description, leaves))
         with torch.cuda.device(tensors[0].device):
-            required, missing = self._gradients()
-            key = inputs, required, missing, self._settings()
-            # That of a step which replaces all gradients, whichever there are.
-            general = inputs, required, None, key[3]
-            graph = self._graphs.get(key) or self._graphs.get(general)
+            if not self._places:
+                self._find_parts()
+            self._look(leaves)
+            inputs = structure, tuple(map(_description, leaves)), self._modes()
+            missing = tuple([p.grad is None for p in self._parameters])
+            graph = self._graphs.get((inputs, missing)) or self._graphs.get((inputs, None))
             if graph is None:
-                eager_calls = self._eager_calls.get(key, 0)
-                needed = self._needed_calls()
-                if eager_calls < needed:
-                    return self._run(inputs, args, kwargs, is_checked=eager_calls == needed - 1)
-                if len(self._graphs) >= self.max_graphs:
-                    self._warn_of_limit()
+                graph = self._new_graph(inputs, leaves, structure)
+                if graph is None:
                     return self._run(inputs, args, kwargs)
-                try:
-                    graph = self._record(leaves, structure)
-                except NotRecordable as error:
-                    if not self.fallback:
-                        raise
-                    self._run_always(str(error))
-                    return self._run(inputs, args, kwargs)
-                self._graphs[general if graph.replaces_gradients else key] = graph
+                # A step that replaces all gradients does not depend on those before it.
+                self._graphs[inputs, None if graph.replaces_gradients else missing] = graph
             self.num_replays += 1
-            for rates in self._rates.values():
-                rates.update()
+            self._rates.update()
             return graph.replay(tensors)
+
+    def _new_graph(self, inputs: Any, leaves: list[Any], structure: Any) -> _Graph | None:
+        """Record the step; None if it has to run eagerly."""
+        is_ddp = any(isinstance(m, DistributedDataParallel) for m in self._modules)
+        needed = 2 if self._graphs else max(self.warmup, DDP_WARMUP if is_ddp else 0)
+        if self._eager_calls.get(inputs, 0) < needed:
+            return None
+        if len(self._graphs) >= self.max_graphs:
+            self._warn_of_limit()
+            return None
+        try:
+            return self._record(leaves, structure)
+        except NotRecordable as error:
+            if not self.fallback:
+                raise
+            self.obstacle = str(error)
+            self._warn(self.obstacle)
+        return None
+
+    # What a graph depends on
+
+    def _find_parts(self) -> None:
+        """Find the modules and optimizers in the variables of the step."""
+        with contextlib.suppress(TypeError, ValueError):
+            found = inspect.getclosurevars(inspect.unwrap(self.step))
+            values = *found.nonlocals.values(), *found.globals.values()
+            self._parts.update((x, None) for x in values if isinstance(x, PARTS))
+
+    def _look(self, leaves: list[Any]) -> None:
+        """Look at what the parts hold. Drop the graphs if any of it has moved."""
+        self._parts.update((x, None) for x in leaves if isinstance(x, PARTS))
+        modules = [part for part in self._parts if isinstance(part, nn.Module)]
+        self._rates.optimizers = optimizers = [o for o in self._parts if isinstance(o, Optimizer)]
+        tensors = [x for m in modules for x in (*m.parameters(), *m.buffers())]
+        tensors += [x for o in optimizers for group in o.param_groups for x in group["params"]]
+        held = [*tensors, *(o.state for o in optimizers)]
+        places = [*map(id, held)], [x.data_ptr() for x in tensors]
+        if places != self._places:
+            self.reset()
+            self._held, self._places = held, places
+            is_parameter = (type(x) is not Tensor or x.requires_grad for x in tensors)
+            self._parameters = list(dict.fromkeys(compress(tensors, is_parameter)))
+        modules = [part for m in modules for part in m.modules()]
+        if modules != self._modules:
+            self._modules = modules
+            self._settings = [
+                (vars(m), name)
+                for m in modules
+                if isinstance(m, Holder) or type(m).__module__.startswith(("torch.", "spikefuse."))
+                for name, value in vars(m).items()
+                if name[0] != "_" and isinstance(value, CONSTANTS)
+            ]
+
+    def _modes(self) -> Any:
+        autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+        modules = tuple(self._modules), tuple([m.training for m in self._modules])
+        settings = tuple([values.get(name) for values, name in self._settings])
+        required = tuple([p.requires_grad for p in self._parameters])
+        return modes, modules, settings, required, self._rates.settings()
 
     # Eager calls
 
-    def _needed_calls(self) -> int:
-        """Return how many eager calls precede a recording."""
-        if self._graphs:
-            return 2
-        is_ddp = any(isinstance(m, DistributedDataParallel) for m in self._modules)
-        return max(self.warmup, DDP_WARMUP if is_ddp else 0)
-
-    def _run(self, inputs: Any, args: Any, kwargs: Any, is_checked: bool = False) -> Any:
+    def _run(self, inputs: Any, args: Any, kwargs: Any) -> Any:
         """Run the step as it is, on the stream of recordings, to which autograd ties gradients."""
-        problems: list[str] = []
-        stream = self._stream()
-        gradients = self._gradients()
-        known = [len(self._modules), len(self._rates), len(self._parameters)]
+        stream = self._pool().stream
         stream.wait_stream(torch.cuda.current_stream())
-        watched = watch(problems) if is_checked else contextlib.nullcontext()
         try:
-            with torch.cuda.stream(stream), self._observed(), watched:
+            with torch.cuda.stream(stream), self._around():
                 result = _detached(self.step(*args, **kwargs))
         finally:
             torch.cuda.current_stream().wait_stream(stream)
         self.num_eager += 1
-        if self._changes_rates:
-            problems.append("it changes a learning rate: call scheduler.step() after the step")
-        if is_checked:
-            problems += self._other_devices(args, kwargs)
-        if is_checked and problems:
-            if not self.fallback:
-                raise NotRecordable(f"graph_step cannot record the step: {problems[0]}")
-            self._run_always(problems[0])
-        self._parameters = self._found_parameters()
-        if known != [len(self._modules), len(self._rates), len(self._parameters)]:
-            self._graphs.clear()  # they do not include the new ones
-            gradients = self._gradients()
-            self._numbers = [
-                (vars(m), name) for m in self._modules for name in _NUMBERS if name in vars(m)
-            ]
         if len(self._eager_calls) >= 16 * self.max_graphs:
             self._warn_of_limit()
             self._eager_calls.clear()
-        key = inputs, *gradients, self._settings()
-        self._eager_calls[key] = self._eager_calls.get(key, 0) + 1
+        self._eager_calls[inputs] = self._eager_calls.get(inputs, 0) + 1
+        self._modules = []  # to look for settings anew
         return result
 
-    def _stream(self) -> torch.cuda.Stream:
-        """The stream of recordings on the current GPU."""
-        device = torch.cuda.current_device()
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream()
-        return self._streams[device]
-
-    def _other_devices(self, *arguments: Any) -> list[str]:
-        """A graph would leave out what runs on a GPU other than its own."""
-        used = (*filter(torch.is_tensor, pytree.tree_leaves(arguments)), *self._parameters)
-        devices = sorted({str(x.device) for x in used if step_arguments.is_cuda(x)})
-        return [f"it uses {' and '.join(devices)}: a graph has one GPU"] if devices[1:] else []
-
-    def _run_always(self, obstacle: str) -> None:
-        self.obstacle = obstacle
-        warnings.warn(f"graph_step runs the step eagerly: {obstacle}", stacklevel=3)
-
-    def _warn_of_limit(self) -> None:
-        warnings.warn(
-            f"graph_step keeps {self.max_graphs} graphs (max_graphs) and runs other shapes, "
-            "arguments and settings eagerly: pad the inputs to fewer shapes, give numbers that "
-            "change as tensors, make optimizers outside the step, keep their settings other than "
-            "the learning rate (OneCycleLR with cycle_momentum=False), or allow more graphs",
-            stacklevel=3,
-        )
-
     @contextlib.contextmanager
-    def _observed(self) -> Iterator[None]:
-        """Collect the modules and optimizers that the step calls; learning rates are tensors."""
+    def _around(self) -> Iterator[list[str]]:
+        """Let the step read learning rates as tensors; yield a list of problems."""
 
-        def update(optimizer: Optimizer, *_: Any) -> None:
-            if optimizer not in self._rates:
-                self._rates[optimizer] = rates = LearningRates(optimizer)
-                rates.install()
-                optimizer.register_load_state_dict_post_hook(partial(_reset, weakref.ref(self)))
+        def check(optimizer: Optimizer, *_: Any) -> None:
+            if optimizer not in self._parts:
+                raise ValueError(
+                    f"the step calls a {type(optimizer).__name__} that graph_step does not know: "
+                    "sf.graph_step(step, net, optimizer)"
+                )
 
-        handle, called = register_optimizer_step_pre_hook(update), dict[nn.Module, None]()
-        for rates in self._rates.values():
-            rates.install()
+        handle = register_optimizer_step_pre_hook(check)
         try:
-            with module_calls.collected(called):
-                yield
+            with capture.recorded_step(), self._rates.as_tensors() as problems:
+                yield problems
         finally:
             handle.remove()
-            # A neuron leads to its surrogate, perhaps as a copy.
-            self._modules.update((m, None) for m in called if not isinstance(m, Surrogate))
-            for rates in self._rates.values():
-                self._changes_rates |= rates.restore()
 
-    def _found_parameters(self) -> list[Tensor]:
-        """The parameters of all modules and optimizers that the step has called."""
-        self._update_neurons()
-        modules = *self._modules, *self._neurons
-        found = {p: None for m in modules for p in m._parameters.values() if p is not None}
-        groups = (group for optimizer in self._rates for group in optimizer.param_groups)
-        return list(found | {p: None for group in groups for p in group["params"]})
+    def _pool(self) -> capture.Pool:
+        pool = self._pools.get(torch.cuda.current_device())
+        if pool is None or not (self._graphs and pool.is_usable):
+            pool = self._pools[torch.cuda.current_device()] = capture.Pool(pool and pool.stream)
+        return pool
 
-    # What a graph depends on
+    def _warn(self, reason: str) -> None:
+        warnings.warn(f"graph_step runs the step eagerly: {reason}", stacklevel=4)
 
-    def _settings(self) -> Any:
-        """Return all that a graph depends on, except its inputs."""
-        autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
-        training = tuple([m.training for m in self._modules])
-        self._update_neurons()
-        numbers = self._neuron_settings, tuple([values[name] for values, name in self._numbers])
-        return modes, training, numbers, tuple([r.settings() for r in self._rates.values()])
-
-    def _update_neurons(self) -> None:
-        """Update the neurons and their settings if there are others, or an attribute was assigned.
-
-        A layer may run its neuron without calling it as a module.
-        """
-        children = [[*module._modules.values()] for module in self._modules]
-        if children == self._children and self._versions == self._seen:
-            return
-        modules = (m for module in self._modules for m in module.modules())
-        found = dict.fromkeys(m for m in modules if isinstance(m, holders.Holder))
-        self._children = children
-        self._versions = [version for h in found for version in holders.versions(h)]
-        self._seen = [version.copy() for version in self._versions]
-        self._neurons = list({part: None for neuron in found for part in neuron.modules()})
-        self._neuron_settings = tuple(
-            (part, *(pair for pair in vars(part).items() if isinstance(pair[1], CONSTANTS)))
-            for part in self._neurons
+    def _warn_of_limit(self) -> None:
+        self._warn(
+            f"more than {self.max_graphs} graphs (max_graphs): pad the inputs to fewer shapes, "
+            "give numbers that change as tensors, keep the settings of optimizers other than the "
+            "learning rate (OneCycleLR with cycle_momentum=False), or allow more graphs"
         )
-
-    def _gradients(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """Which parameters require gradients, and which have none before the step."""
-        required = tuple([p.requires_grad for p in self._parameters])
-        return required, tuple([p.grad is None for p in self._parameters])
-
-    def _have_moved(self) -> bool:
-        """Whether a parameter or buffer has another address than in the graphs."""
-        return any(
-            owner.get(name) is not x or x.data_ptr() != address
-            for owner, name, x, address in self._addresses
-        )
-
-    def _save_addresses(self) -> None:
-        self._addresses = [
-            (owner, name, x, x.data_ptr())
-            for module in (*self._modules, *self._neurons)
-            for owner in (module._parameters, module._buffers)
-            for name, x in owner.items()
-            if x is not None
-        ]
 
     # Recording
 
@@ -361,78 +291,57 @@ class GraphStep:
         with torch.inference_mode(False):  # whose tensors do not count their changes
             static = [static_copy(x) if isinstance(x, Tensor) else x for x in leaves]
         args, kwargs = pytree.tree_unflatten(static, structure)
-        parameters = self._parameters
-        before = [p.grad for p in parameters]
-        versions = [None if grad is None else grad._version for grad in before]
         inputs = [x for x in static if isinstance(x, Tensor)]
-        input_versions = [x._version for x in inputs]
-        if self._pool is None or not self._graphs:
-            # PyTorch releases the memory pool with its last graph, and must not see it again.
-            self._pool = torch.cuda.graph_pool_handle()
-        cuda_graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        _release_workspaces()
-        torch.cuda.empty_cache()
-        torch.clear_autocast_cache()  # casts of the weights, which a replay would not repeat
-        with torch.cuda.stream(self._stream()), self._observed():
-            # Other threads may load batches during the recording.
-            cuda_graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                result = _detached(self.step(*args, **kwargs))
-                cuda_graph.capture_end()
-            except BaseException as error:
-                self._abandon(cuda_graph)
-                for p, grad in zip(parameters, before, strict=True):
-                    p.grad = grad
-                if not isinstance(error, Exception):  # the user has interrupted it
-                    raise
-                where = line_of(traceback.extract_tb(error.__traceback__))
-                hint = LEGACY_STREAM if "legacy stream" in str(error) else ""
-                raise NotRecordable(
-                    f"graph_step cannot record the step: {where}: {hint}{error}"
-                ) from error
-        torch.clear_autocast_cache()
-        self._save_addresses()
-        results, returned = pytree.tree_flatten(result)
-        others = [x for x in results if not isinstance(x, (Tensor, *CONSTANTS))]
-        kind = type(others[0]).__name__ if others else ""
-        problem = f"it returns a {kind}: return tensors, in tuples, lists and dicts" if kind else ""
-        if [x._version for x in inputs] != input_versions:
-            problem = "it changes an argument in place: change a copy, and return it"
-        gradients, replaces = [], True
-        for p, grad, version in zip(parameters, before, versions, strict=True):
-            is_new = p.grad is not None and p.grad is not grad
-            # After zero_grad(), a step does not read the gradients before it.
-            is_read = grad is not None and not (is_new and grad._version == version)
-            replaces &= not p.requires_grad or (grad is not None and not is_read)
-            gradients.append((p, grad if is_read else None, p.grad))
-            if problem:
+        versions = [x._version for x in inputs]
+        others, streams = _elsewhere(self._parameters)
+        before = [(p, p.grad, _version(p.grad)) for p in (*self._parameters, *others)]
+        try:
+            with self._around() as problems:
+                devices = sorted({str(x.device) for x in (*inputs, *self._parameters)})
+                if devices[1:]:
+                    raise NotRecordable(f"it uses {' and '.join(devices)}: a graph has one GPU")
+                run = partial(self.step, *args, **kwargs)
+                graph, result = capture.capture(lambda: _detached(run()), self._pool())
+            results, returned = pytree.tree_flatten(result)
+            for x in results:
+                if not isinstance(x, Tensor | CONSTANTS):
+                    problems.append(f"it returns a {type(x).__name__}: return tensors")
+            if [x._version for x in inputs] != versions:
+                problems.append("it changes an argument in place: change a copy, and return it")
+            if any(_has_changed(*x) for x in before[len(self._parameters) :]):
+                problems.append(
+                    "a parameter gets a gradient whose module graph_step does not know: "
+                    "sf.graph_step(step, net, optimizer)"
+                )
+            if any(stream.state is not state for stream, state in streams):
+                problems.append(
+                    "it runs a Stream, whose state replays would not follow: pass states as "
+                    "arguments and results, net(x, state, return_state=True) of a Temporal"
+                )
+            if problems:
+                raise NotRecordable(problems[0])
+        except BaseException as error:
+            for p, grad, _ in before:
                 p.grad = grad
-        if problem:
-            raise NotRecordable(f"graph_step cannot record the step: {problem}")
-        read = [stored(x) for x in inputs]
-        return _Graph(cuda_graph, read, results, returned, gradients, replaces)
-
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a recording that has failed."""
-        with contextlib.suppress(RuntimeError):  # which says that it has failed
-            graph.capture_end()
-        self._pool = None
-        # PyTorch's generator is left in the state of a recording, which another one ends.
-        other = torch.cuda.CUDAGraph()
-        other.capture_begin(capture_error_mode="thread_local")
-        torch.zeros((), device="cuda")
-        other.capture_end()
-
-
-def _reset(reference: weakref.ref[GraphStep], _: Optimizer) -> None:
-    step = reference()
-    if step is not None:
-        step.reset()
+            for stream, state in streams:
+                stream.state = state
+            if not isinstance(error, Exception):  # the user has interrupted it
+                raise
+            reason = capture.reason(error)
+            raise NotRecordable(f"graph_step cannot record the step: {reason}") from error
+        # After zero_grad(), a step does not read the gradients before it.
+        gradients = [
+            (p, None if p.grad is not grad and _version(grad) == version else grad, p.grad)
+            for p, grad, version in before[: len(self._parameters)]
+        ]
+        replaces = all(
+            not p.requires_grad or (grad is not None and read is None)
+            for (p, grad, _), (_, read, _) in zip(before, gradients, strict=False)
+        )
+        return _Graph(graph, [stored(x) for x in inputs], results, returned, gradients, replaces)
 
 
-@dataclass(eq=False)
-class _Graph:
+class _Graph(NamedTuple):
     """A recorded step.
 
     Attributes:
@@ -451,7 +360,8 @@ class _Graph:
     replaces_gradients: bool
 
     def replay(self, arguments: list[Tensor]) -> Any:
-        torch._foreach_copy_(self.inputs, [stored(x) for x in arguments])
+        for x, argument in zip(self.inputs, arguments, strict=True):
+            x.copy_(stored(argument))
         for p, read, after in self.gradients:
             current = p.grad
             if read is not None and current is not None and current is not read:
@@ -463,13 +373,44 @@ class _Graph:
         return pytree.tree_unflatten(results, self.structure)
 
 
+def _description(x: Any) -> Any:
+    """Return what a recorded step depends on of one of its arguments."""
+    if isinstance(x, CONSTANTS | PARTS):
+        return type(x), x
+    kind = f"an argument is a {type(x).__name__}"
+    if type(x) is not Tensor or x.layout is not torch.strided:
+        raise TypeError(
+            f"{kind}: graph_step takes dense tensors, numbers, strings, modules and optimizers, in "
+            "tuples, lists and dicts; let the step use other objects itself"
+        )
+    if not capture.is_cuda(x):
+        raise ValueError(f"{kind} on the CPU and another on a GPU: move both before the call")
+    if x.requires_grad:
+        raise ValueError(
+            f"{kind} that requires a gradient, which graph_step does not return: compute it inside "
+            "the step with torch.autograd.grad, from x.detach()"
+        )
+    return x.shape, x.dtype, x.device, tuple(stride == 0 for stride in x.stride())
+
+
 def _detached(result: Any) -> Any:
     return pytree.tree_map_only(Tensor, Tensor.detach, result)
 
 
-# cuBLAS's workspaces, of which PyTorch keeps one per stream. torch.compile, or the end of another
-# graph, releases them. A recording has to allocate its own, in its memory pool, to keep it.
-_release_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
-_NO_INPUT = "no argument is on a GPU: pass the batch, moved to the GPU"
-# Of norms, dropouts and recurrent layers.
-_NUMBERS = ("eps", "momentum", "p", "self_connections")
+def _elsewhere(known: list[Tensor]) -> tuple[list[Tensor], list[tuple[Stream, Any]]]:
+    """Return what else may get a gradient, and streams with their states."""
+    others, streams, ids = [], [], set(map(id, known))
+    for x in gc.get_objects():
+        if type(x) is Stream:
+            streams.append((x, x.state))
+        elif issubclass(type(x), Tensor) and id(x) not in ids and x.is_leaf and x.requires_grad:
+            others.append(x)
+    return others, streams
+
+
+def _version(x: Tensor | None) -> int | None:
+    return None if x is None else x._version
+
+
+def _has_changed(p: Tensor, grad: Tensor | None, version: int | None) -> bool:
+    return p.grad is not grad or _version(grad) != version

@@ -2,88 +2,83 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from spikefuse.graph import capture
+
 
 class LearningRates:
-    """The learning rates of an optimizer: tensors while its step is recorded, so that a replay
+    """The learning rates of optimizers: tensors while a step runs or is recorded, so that a replay
     reads their current values, and the user's numbers at other times."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.tensors: dict[int, Tensor] = {}  # by the position of the group
-        self.rates: dict[int, float | Tensor] = {}  # the user's
-        self.values: dict[int, float] = {}
-        self.versions: dict[int, int] = {}
+    def __init__(self) -> None:
+        self.optimizers: list[Optimizer] = []
+        # By the positions of optimizer and group; the values are those in the tensors.
+        self.tensors: dict[tuple[int, int], Tensor] = {}
+        self.values: dict[tuple[int, int], float] = {}
 
-    def install(self) -> None:
-        for i, group in enumerate(self.optimizer.param_groups):
-            rate = group["lr"]
-            if (isinstance(rate, Tensor) and rate.is_cuda) or not _takes_tensors(group):
-                continue
-            if not group.get("capturable", True):
-                self._make_capturable(group)
-            if i not in self.tensors:
-                device = group["params"][0].device
-                self.tensors[i] = torch.empty((), dtype=torch.float32, device=device)
-            self.values.pop(i, None)
-        self.update()
-        for i, tensor in self.tensors.items():
-            self.optimizer.param_groups[i]["lr"] = tensor
-            self.versions[i] = tensor._version
+    def groups(self) -> Iterator[tuple[tuple[int, int], dict[str, Any], bool]]:
+        """Yield all groups of parameters, and whether a graph can read their rate."""
+        for i, optimizer in enumerate(self.optimizers):
+            for j, group in enumerate(optimizer.param_groups):
+                is_cuda = bool(group["params"]) and capture.is_cuda(group["params"][0])
+                yield (i, j), group, is_cuda and bool(group.get("fused") or "capturable" in group)
 
     def update(self) -> None:
-        """Copy rates that have changed to the GPU."""
-        for i, tensor in self.tensors.items():
-            self.rates[i] = self.optimizer.param_groups[i]["lr"]
-            value = float(self.rates[i])
-            if self.values.get(i) != value:
-                tensor.fill_(value)
-                self.values[i] = value
+        """Make optimizers capturable, and copy rates that have changed to the GPU."""
+        for at, group, is_read in self.groups():
+            if is_read and not group.get("capturable", True):
+                group["capturable"] = True
+                for state in map(self.optimizers[at[0]].state.get, group["params"]):
+                    if state and isinstance(state.get("step"), Tensor):
+                        device = group["params"][0].device
+                        state["step"] = state["step"].to(device, torch.float32)
+            if is_read and self.values.get(at) != (value := float(group["lr"])):
+                tensor = torch.empty((), dtype=torch.float32, device=group["params"][0].device)
+                self.tensors.setdefault(at, tensor).fill_(value)
+                self.values[at] = value
 
-    def restore(self) -> bool:
-        """Return to numbers; whether the step has changed a rate."""
-        changed = False
-        for i, tensor in self.tensors.items():
-            group, rate = self.optimizer.param_groups[i], self.rates[i]
-            if group["lr"] is not tensor or tensor._version != self.versions[i]:
-                rate, changed = float(group["lr"]), True
-            group["lr"] = rate
-        return changed
+    @contextlib.contextmanager
+    def as_tensors(self) -> Iterator[list[str]]:
+        """Let optimizers read the tensors; yield a list to which problems are added at the end."""
+        self.update()
+        problems: list[str] = []
+        replaced = []
+        for at, group, is_read in self.groups():
+            if is_read:
+                replaced.append((at, group, group["lr"], self.tensors[at]._version))
+                group["lr"] = self.tensors[at]
+        try:
+            with warnings.catch_warnings():  # of eager steps, which come before the recording
+                warnings.filterwarnings("ignore", "This instance was constructed with capturable")
+                yield problems
+        finally:
+            for at, group, rate, version in replaced:
+                if group["lr"] is not self.tensors[at] or group["lr"]._version != version:
+                    problems += ["it changes a learning rate: call scheduler.step() after the step"]
+                    rate = float(group["lr"])
+                    del self.values[at]
+                group["lr"] = rate
 
     def settings(self) -> Any:
-        """All else that the recorded step of the optimizer depends on."""
-        settings = []
-        for i, group in enumerate(self.optimizer.param_groups):
-            left_out = _RATES if i in self.tensors else ("params",)
-            values = [_constant(value) for name, value in group.items() if name not in left_out]
-            settings.append((len(group["params"]), *values))
-        return tuple(settings)
-
-    def _make_capturable(self, group: dict[str, Any]) -> None:
-        group["capturable"] = True
-        self.optimizer._warned_capturable_if_run_uncaptured = True
-        for p in group["params"]:
-            state = self.optimizer.state.get(p, {})
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].to(p.device, torch.float32)
+        """Return all else that the recorded steps of the optimizers depend on."""
+        return tuple(
+            (name, _constant(value))
+            for _, group, is_read in self.groups()
+            for name, value in group.items()
+            if name != "params" and not (is_read and name in ("lr", "initial_lr"))
+        )
 
 
-_RATES = ("params", "lr", "initial_lr")
-
-
-def _takes_tensors(group: dict[str, Any]) -> bool:
-    """Whether an optimizer takes the learning rate of this group as a tensor on the GPU."""
-    is_cuda = bool(group["params"]) and group["params"][0].is_cuda
-    return is_cuda and bool(group.get("fused") or "capturable" in group)
-
-
-def _constant(value: Any) -> Any:
-    if isinstance(value, Tensor):
+def _constant(x: Any) -> Any:
+    if isinstance(x, Tensor):
         # A graph reads a tensor on the GPU, and has recorded the value of another.
-        return value.data_ptr() if value.is_cuda else _constant(value.tolist())
-    return tuple(map(_constant, value)) if isinstance(value, list | tuple) else value
+        return x.data_ptr() if x.is_cuda else repr(x.tolist())
+    return repr(x)
