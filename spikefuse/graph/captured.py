@@ -12,10 +12,18 @@ from torch import fx, nn
 
 from spikefuse.graph.backend import Graph, compile_graph
 from spikefuse.graph.report import Report
+from spikefuse.memory.policies import Checkpoint
+from spikefuse.nn.call import active
 
 MODES = ("auto", "eager", "inductor", "recorded")
 
 _numbers = count()
+
+
+def _chunks() -> int | None:
+    """The number of segments that the policy of the running call asks for; None for no segments."""
+    policy = None if active.call is None else active.call.policy
+    return policy.chunks if isinstance(policy, Checkpoint) else None
 
 
 class Captured:
@@ -32,7 +40,7 @@ class Captured:
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}: expected one of {', '.join(MODES)}")
         self.mode, self.report = mode, Report(prefix)
-        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._compiled: dict[tuple[Callable[..., Any], int | None], Callable[..., Any]] = {}
         self._is_new_call = True
 
     def __call__(
@@ -46,9 +54,10 @@ class Captured:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return function(net, args, kwargs)
         self._is_new_call = True
-        compiled = self._compiled.get(function)
+        chunks = _chunks()
+        compiled = self._compiled.get((function, chunks))
         if compiled is None:
-            compiled = self._compiled[function] = self._compile(function)
+            compiled = self._compiled[function, chunks] = self._compile(function)
         return compiled(net, args, kwargs)
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,7 +73,10 @@ class Captured:
         if self._is_new_call:
             self._is_new_call = False
             self.report.clear()
-        return compile_graph(gm, example_inputs, self.report, self.mode)
+        return compile_graph(gm, example_inputs, self.report, self.mode, _chunks())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_compiled": {}}
+
+
+Checkpoint.capture = Captured
