@@ -10,6 +10,7 @@ _os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 from spikefuse import distributed, memory
 from spikefuse.compiler import UnsupportedOperation
+from spikefuse.graph import captured as _captured  # noqa: F401, serves the policy Checkpoint
 from spikefuse.neurons import (
     ALIF,
     CLIF,

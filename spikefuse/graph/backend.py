@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from spikefuse.graph import operations
+from spikefuse.graph.checkpoint import checkpointed
 from spikefuse.graph.constant_input import compute_steps_once
 from spikefuse.graph.fuse_norms import fuse_norms
 from spikefuse.graph.layout import use_channels_last
 from spikefuse.graph.nodes import value
 from spikefuse.graph.operations import ScanNode
+from spikefuse.graph.recorded import recorded
 from spikefuse.graph.report import Report
 
 Graph = Callable[..., Any]
@@ -33,19 +35,30 @@ def spikefuse(
 
 
 def compile_graph(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], report: Report, mode: str = "eager"
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    report: Report,
+    mode: str = "auto",
+    chunks: int | None = None,
 ) -> Graph:
     """Fuse a graph, and return a function that runs it.
 
     Args:
         report: is told what was fused.
-        mode: "eager" executes the graph, "inductor" compiles it further.
+        mode: "eager" executes the graph, "recorded" replays it as CUDA graphs, "inductor" compiles
+            it further, and "auto" is "recorded" on a GPU and "eager" on a CPU.
+        chunks: cut the graph into about so many segments, which backward recomputes; Inductor does
+            not compile it then.
     """
     apply_passes(gm, report)
-    if mode == "inductor":
+    if mode == "inductor" and chunks is None:
         inductor: Any = torch._dynamo.lookup_backend("inductor")
         return inductor(gm, example_inputs)  # type: ignore[no-any-return]
-    return gm.forward
+    run = operations.saving_bits(gm if chunks is None else checkpointed(gm, chunks))
+    on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in example_inputs)
+    if mode == "recorded" or (mode == "auto" and on_gpu and not operations.shares_time()):
+        return recorded(run, example_inputs)
+    return run
 
 
 def apply_passes(gm: fx.GraphModule, report: Report) -> None:

@@ -12,14 +12,12 @@ from torch import fx, nn
 
 from spikefuse.graph.backend import Graph, compile_graph
 from spikefuse.graph.report import Report
+from spikefuse.memory.policies import Checkpoint
 from spikefuse.nn.call import active
 
 MODES = ("auto", "eager", "inductor", "recorded")
 
 _numbers = count()
-
-
-from torch._dynamo.exc import TorchDynamoException as CaptureError
 
 
 class Captured:
@@ -36,7 +34,7 @@ class Captured:
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}: expected one of {', '.join(MODES)}")
         self.mode, self.report = mode, Report(prefix)
-        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._compiled: dict[tuple[Callable[..., Any], int | None], Callable[..., Any]] = {}
         self._is_new_call = True
         self._has_run = self._has_failed = False
 
@@ -48,23 +46,23 @@ class Captured:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run `function(net, args, kwargs)`."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or active.observer is not None:
-            return function(net, args, kwargs)
-        if self._has_failed:
+        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        if is_traced or self._has_failed or active.observer is not None:
             return function(net, args, kwargs)
         self._is_new_call, self._has_run = True, False
-        compiled = self._compiled.get(function)
+        key = function, _chunks()
+        compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._compiled[function] = self._compile(function)
+            compiled = self._compiled[key] = self._compile(function)
         try:
             return compiled(net, args, kwargs)
-        except CaptureError as error:
+        except torch._dynamo.exc.TorchDynamoException as error:
             if self._has_run:
                 raise
             self._has_failed = True
             self.report.clear()
             self.report.note(f"capture failed: {str(error).strip().splitlines()[0]}")
-            return function(net, args, kwargs)
+        return function(net, args, kwargs)
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # TorchDynamo stores graphs with the code of a function and runs at most a few of each, so
@@ -79,7 +77,7 @@ class Captured:
         if self._is_new_call:
             self._is_new_call = False
             self.report.clear()
-        graph = compile_graph(gm, example_inputs, self.report, self.mode)
+        graph = compile_graph(gm, example_inputs, self.report, self.mode, _chunks())
 
         def run(*args: Any) -> Any:
             self._has_run = True
@@ -89,3 +87,13 @@ class Captured:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_compiled": {}, "_has_failed": False}
+
+
+def _chunks() -> int | None:
+    """The number of segments that the policy of the running call asks for; None for no segments."""
+    policy = None if active.call is None else active.call.policy
+    return policy.chunks if isinstance(policy, Checkpoint) else None
+
+
+# `spikefuse.nn` does not know this package.
+Checkpoint.capture = Captured

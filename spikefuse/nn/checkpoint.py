@@ -73,7 +73,7 @@ class _Runs:
         self.call = active.call
         if self.call is not None:
             # The graph keeps it alive, so that it must not hold results of the graph.
-            self.call = replace(self.call, finals={}, spikes=None, outer=None)
+            self.call = replace(self.call, finals={}, outer=None)
 
     def __call__(self, *args: Any) -> Any:
         first, self.first = self.first, None
