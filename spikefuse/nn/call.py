@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spikefuse.memory.policies import Policy, Recompute
+from spikefuse.memory.policies import Policy
 from spikefuse.memory.spikes import MIN_VALUES, Spikes, saving
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.scan.execution import Results
@@ -22,8 +22,6 @@ from spikefuse.scan.state_passing import StatePassing
 
 #: Runs a neuron, alone or as part of a block: (outputs, final states).
 Scan = Callable[[Request], tuple[Outputs, States]]
-
-_DEFAULT = Recompute()
 
 
 @dataclass
@@ -38,7 +36,7 @@ class TemporalCall:
         final: whether neurons return their final states, which go to `finals` by name.
         passing: where first states come from if other processes hold the steps before and after.
         network: that is called.
-        policy: what layers save for backward.
+        policy: what layers save for backward; None for the defaults of layers.
         current: the name of the neuron that runs.
         outer: the call around this one.
     """
@@ -52,7 +50,7 @@ class TemporalCall:
     passing: StatePassing | None = None
     finals: dict[str, States] = field(default_factory=dict)
     network: nn.Module | None = None
-    policy: Policy = _DEFAULT
+    policy: Policy | None = None
     current: str = ""
     outer: TemporalCall | None = None
 
