@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -198,16 +200,43 @@ def test_neurons_with_feedback_through_a_module_are_counted() -> None:
     assert found["net.body"].accumulates == pytest.approx(spikes[:-1].sum().item() * 12 / B)
 
 
+class OwnProduct(nn.Module):
+    """Computes a product of spikes and a weight by a function of its own."""
+
+    def __init__(self, product: Callable[[Tensor, Tensor], Tensor], *shape: int) -> None:
+        super().__init__()
+        self.lif, self.product = sf.LIF(threshold=0.3), product
+        self.weight = nn.Parameter(torch.rand(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(self.lif(x), self.weight)
+
+
+@pytest.mark.parametrize(
+    "product", [partial(torch.einsum, "bi,ij->bj"), partial(torch.tensordot, dims=1)]
+)
+def test_functions_that_call_products_are_counted(product: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    net, x = sf.Temporal(OwnProduct(product, 4, 6)), torch.rand(T, B, 4)
+    found = rows(sf.report(net, [x]))
+    assert found["net"].accumulates == net.net.lif(x).sum().item() * 6 / B > 0
+    assert found["net"].ann == 4 * 6
+
+
+def test_weights_are_not_spikes() -> None:
+    net = sf.Temporal(OwnProduct(torch.matmul, 4, 6))
+    nn.init.zeros_(net.net.weight)
+    torch.manual_seed(0)
+    x = torch.rand(T, B, 4)
+    found = rows(sf.report(net, [x]))
+    assert found["net"].accumulates == net.net.lif(x).sum().item() * 6 / B > 0
+
+
 def test_unknown_operations_are_named() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lif, self.weight = sf.LIF(), nn.Parameter(torch.rand(4, 4))
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return F.bilinear(x, x, weight)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.einsum("bi,ij->bj", self.lif(x), self.weight)
-
-    report = sf.report(sf.Temporal(Net()), [torch.rand(T, B, 4)])
+    report = sf.report(sf.Temporal(OwnProduct(product, 5, 4, 4)), [torch.rand(T, B, 4)])
     assert report.not_counted == ("net",)
     assert "not counted, since their operations are unknown: net" in str(report)
 
