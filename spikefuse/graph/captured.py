@@ -34,7 +34,7 @@ class Captured:
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}: expected one of {', '.join(MODES)}")
         self.mode, self.report = mode, Report(prefix)
-        self._compiled: dict[tuple[Callable[..., Any], int | None], Callable[..., Any]] = {}
+        self._compiled: dict[Any, Callable[..., Any]] = {}
         self._is_new_call = True
         self._has_run = self._has_failed = False
 
@@ -49,8 +49,13 @@ class Captured:
         is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
         if is_traced or self._has_failed or active.observer is not None:
             return function(net, args, kwargs)
+        hooks = _hooks_of(net)
+        if hooks is None:
+            self.report.clear()
+            self.report.note("not captured: a module has backward hooks")
+            return function(net, args, kwargs)
         self._is_new_call, self._has_run = True, False
-        key = function, _chunks()
+        key = function, hooks, _chunks()
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile(function)
@@ -87,6 +92,18 @@ class Captured:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_compiled": {}, "_has_failed": False}
+
+
+def _hooks_of(net: nn.Module) -> tuple[int, ...] | None:
+    """The ids of the forward hooks of all modules, on which TorchDynamo does not guard; None if
+    there are backward hooks, which it does not trace."""
+    found: list[int] = []
+    for module in net.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            found += [*module._forward_hooks, *module._forward_pre_hooks]
+        if module._backward_hooks or module._backward_pre_hooks:
+            return None
+    return tuple(found)
 
 
 def _chunks() -> int | None:
