@@ -10,17 +10,8 @@ _os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 from spikefuse import distributed, memory
 from spikefuse.compiler import UnsupportedOperation
-from spikefuse.memory import checkpoint as _checkpoint  # noqa: F401, implements its policy
+from spikefuse.graph import captured as _captured  # noqa: F401, serves the policy Checkpoint
 from spikefuse.neurons import (
-    Learnable,
-    LearnableFraction,
-    LearnablePositive,
-    LearnableTimeConstant,
-    State,
-    decay_from_tau,
-    surrogate,
-)
-from spikefuse.nn import (
     ALIF,
     CLIF,
     EIF,
@@ -37,14 +28,24 @@ from spikefuse.nn import (
     GatedLIF,
     IntegerLIF,
     Izhikevich,
+    Learnable,
+    LearnableFraction,
+    LearnablePositive,
+    LearnableTimeConstant,
     Neuron,
-    Recurrent,
     RefractoryLIF,
     SEAdLIF,
-    Stream,
-    Temporal,
+    State,
     TernaryLIF,
     TwoCompartmentLIF,
+    decay_from_tau,
+    surrogate,
+)
+from spikefuse.nn import (
+    Recurrent,
+    Stream,
+    Temporal,
+    checkpoint,
     explain,
     exportable,
     fuse,
@@ -89,6 +90,7 @@ __all__ = [
     "TwoCompartmentLIF",
     "UnsupportedOperation",
     "__version__",
+    "checkpoint",
     "convert",
     "data",
     "decay_from_tau",

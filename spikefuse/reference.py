@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.definition import Definition, Outputs, States, call_step, channel_view
+from spikefuse.neurons.definition import Neuron, Outputs, States, call_step, channel_view
+from spikefuse.neurons.description import bind
 
 
 def scan(
-    definition: Definition,
+    definition: Neuron,
     inputs: tuple[Tensor, ...],
     state: States | None = None,
     weight: Tensor | None = None,
@@ -45,7 +46,7 @@ def scan(
             values[name] = torch.full((), value, dtype=compute, device=like.device)
         else:
             values[name] = channel_view(name, value, like.shape).to(like.device, compute)
-    bound = definition.bind(values)
+    bound = bind(definition, values)
     if state is None:
         rest = [s.initial for s in definition.states.values()]
         state = tuple(torch.full_like(like, value, dtype=compute) for value in rest)

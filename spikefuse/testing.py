@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from spikefuse.block.block import Block
-from spikefuse.neurons.definition import Outputs, States
-from spikefuse.nn.neuron import DTYPES, Neuron
+from spikefuse.neurons.definition import Neuron, Outputs, States
+from spikefuse.nn.neuron import DTYPES
 
 LAYOUTS = ("contiguous", "channels_last", "batch_first")
 

@@ -39,7 +39,7 @@ if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.device_count() > 1:
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from spikefuse.block import fused_norm
+from spikefuse.graph import fuse_norms
 from spikefuse.kernels import numba_host
 from spikefuse.testing import Backends
 from tests import interpreter
@@ -93,7 +93,7 @@ def fixed_algorithms():
 def blocks_of_any_size():
     """Fuse on a CPU where it does not pay, so that small inputs suffice."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_norm, "MIN_VALUES", 0)
+        patch.setattr(fuse_norms, "MIN_VALUES", 0)
         yield
 
 

@@ -21,10 +21,7 @@ REFERENCE = re.compile(r"(?:as in|see) `(?:\w+\.)*(\w+)`[;.]?\s*")
 
 class Reference(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        models = pkg["nn.zoo"].classes.values()
-        for model in [m for m in models if not m.is_alias]:
-            source = pkg[f"neurons.{model.name}"].docstring
-            model.docstring = _docstring(source.value, model, source)
+        pkg["neurons.definition.Neuron"].set_member("forward", _method(pkg["nn.neuron.forward"]))
         objects = list(_objects(pkg))
         texts = {o.name: o.docstring.value for o in objects if o.docstring}
         for o in objects:
@@ -116,6 +113,15 @@ def _describe_settings(cls: griffe.Class) -> None:
 def _docstring(text: str, parent: griffe.Object, like: griffe.Docstring) -> griffe.Docstring:
     parser, options = like.parser, like.parser_options
     return griffe.Docstring(text, parent=parent, parser=parser, parser_options=options)
+
+
+def _method(function: griffe.Function) -> griffe.Function:
+    """A function as the method that `Neuron.forward = forward` makes of it."""
+    function.docstring = None
+    first, *others = function.parameters
+    first.name, first.annotation = "self", None
+    function.parameters = griffe.Parameters(first, *others)
+    return function
 
 
 def _separate_call(cls: griffe.Class) -> None:

@@ -65,8 +65,7 @@ def running_of(norm: _BatchNorm) -> Running:
 
 def update_traced_stats(norm: _BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
     """Update the running statistics of a norm in a traced graph."""
-    # Hidden from the record of changed tensors, see `spikefuse.nn.call.SumRecorder`.
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad():
         update_running_stats(running_of(norm), mean, unbiased)
 
 

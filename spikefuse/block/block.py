@@ -19,13 +19,13 @@ from spikefuse.block.program import BlockExecution, block_program
 from spikefuse.block.training import BatchStatistics, TrainingCall
 from spikefuse.kernels.norm import by_batch, merge_statistics, statistics
 from spikefuse.kernels.running import Running, update_running_stats
-from spikefuse.memory.policies import Policy
-from spikefuse.neurons.definition import Outputs, States, with_outputs
+from spikefuse.memory.policies import Checkpoint, Policy
+from spikefuse.neurons.definition import Neuron, Outputs, States, with_outputs
 from spikefuse.nn.call import active, mark_binary, wants_bits
-from spikefuse.nn.neuron import Neuron, backend_of, check_inputs, checked_names
+from spikefuse.nn.neuron import backend_of, call_neuron, check_inputs, checked_names
 from spikefuse.scan import op
 from spikefuse.scan.execution import Arguments, Execution, Wanted, execution_of
-from spikefuse.scan.layout import MAX_STRIDES
+from spikefuse.scan.layout import MAX_STRIDES, flatten_steps, unflatten_steps
 from spikefuse.scan.op import Request
 from spikefuse.scan.state_passing import WHOLE
 
@@ -83,7 +83,7 @@ class Block(nn.Module):
             raise TypeError(f"neuron is a {type(neuron).__name__}: expected a spikefuse.Neuron")
         if memory is not None and not isinstance(memory, Policy):
             raise TypeError(f"memory is {memory!r}: expected a policy of spikefuse.memory, or None")
-        if memory is not None and memory.recomputes_network:
+        if isinstance(memory, Checkpoint):
             raise ValueError(
                 f"memory is {memory!r}, which recomputes whole networks: pass it to "
                 "Temporal(net, memory=...), and here another policy or None"
@@ -103,7 +103,9 @@ class Block(nn.Module):
         names = () if outputs is None else checked_names(outputs)
         inputs = (x,) if residual is None else (x, residual)
         run = partial(scan, (self.norm,), self.neuron, self.memory)
-        return self.neuron.call(run, Request(inputs, state, impl, return_state, outputs=names))
+        return call_neuron(
+            self.neuron, run, Request(inputs, state, impl, return_state, outputs=names)
+        )
 
 
 def scan(
@@ -153,7 +155,7 @@ def scan(
     own = [*map(values.__getitem__, program.own)]
     states, bits, shift = request.state or (), wants_bits(inputs[0]), shift_of(norms, inputs[0])
     if batch:
-        saves = not program.rebuilds or _saves_states(memory, execution)
+        saves = not program.rebuilds or _saves_states(memory)
         tensors = [*inputs, *states, *own, shift]
         for each in norms:
             if each.weight is not None:
@@ -247,15 +249,10 @@ def training_call(
     return TrainingCall(block, batch, num_states, passing, bits, saves_states)
 
 
-def _saves_states(memory: Policy | None, execution: Execution) -> bool:
-    call = active.call
-    if memory is not None or call is None:
-        return memory is not None and memory.saves_states
-    saves = call.policy.saves_states
-    if not saves and call.saving is not None:
-        recomputed = call.saving.recomputed
-        recomputed[call.current] = recomputed.get(call.current, 0) + execution.num_saved_bytes
-    return saves
+def _saves_states(memory: Policy | None) -> bool:
+    if memory is None and active.call is not None:
+        memory = active.call.policy
+    return memory is not None and memory.saves_states
 
 
 def _running_values(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
@@ -270,6 +267,8 @@ def _running_values(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
 def _reference(
     norms: tuple[_BatchNorm, ...], neuron: Neuron, request: Request
 ) -> tuple[Outputs, States]:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return _unfused(norms, neuron, request)
     inputs = request.inputs
     x, values = _reference_values(norms[0], inputs[0])
     xs = x, *inputs[1:]
@@ -282,6 +281,17 @@ def _reference(
     outputs, finals = reference.scan(definition, xs, request.state)
     dtype = reduce(torch.promote_types, (x.dtype for x in inputs))
     return tuple(y.to(dtype) for y in outputs), finals
+
+
+def _unfused(
+    norms: tuple[_BatchNorm, ...], neuron: Neuron, request: Request
+) -> tuple[Outputs, States]:
+    """The reference in a graph, which other programs know how to run: the norms of torch.nn."""
+    inputs = list(request.inputs)
+    for i, norm in enumerate(norms):
+        inputs[i] = unflatten_steps(norm(flatten_steps(inputs[i])), inputs[i].shape[0])
+    definition = with_outputs(neuron, request.outputs)
+    return reference.scan(definition, (reduce(torch.add, inputs),), request.state)
 
 
 def _reference_values(norm: _BatchNorm, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.definition import Definition
+from spikefuse.neurons.definition import Neuron
 
 #: The run-time values of the norm, one per channel; those of the neuron begin with "neuron.".
 NORM_VALUES = ("mean", "scale", "shift")
@@ -38,11 +38,11 @@ class _AddStatisticsGradient(torch.autograd.Function):
         return gradient + offset + slope * (x - mean), None, None, None
 
 
-class NormedNeuron(Definition):
+class NormedNeuron(Neuron):
     """A neuron whose first input is `(x - mean) * scale + shift`, plus a residual if there is one,
     itself normalized or not; made by `with_batch_norm`."""
 
-    neuron: Definition
+    neuron: Neuron
     mean: Tensor
     scale: Tensor
     shift: Tensor
@@ -51,6 +51,8 @@ class NormedNeuron(Definition):
     normalizes_residual: bool
     #: Whether the gradients of the inputs include what flows through the statistics.
     by_batch: bool
+    #: Whether the last output is the sum that the neuron reads.
+    returns_sum: bool = False
 
     def normalized_step(self, *args: Tensor) -> Any:
         x, *rest = args
@@ -58,7 +60,11 @@ class NormedNeuron(Definition):
         if self.has_residual:
             residual, *rest = rest
             u = u + (self._scaled(residual, "residual_") if self.normalizes_residual else residual)
-        return self.neuron.step(u, *rest)
+        result = self.neuron.step(u, *rest)
+        if not self.returns_sum:
+            return result
+        outputs, states = result
+        return (*(outputs if isinstance(outputs, tuple) else (outputs,)), u), states
 
     def _scaled(self, x: Tensor, prefix: str = "") -> Tensor:
         mean, scale = getattr(self, prefix + "mean"), getattr(self, prefix + "scale")
@@ -70,7 +76,11 @@ class NormedNeuron(Definition):
 
 
 def with_batch_norm(
-    neuron: Definition, norm: Sequence[Tensor], has_residual: bool, by_batch: bool
+    neuron: Neuron,
+    norm: Sequence[Tensor],
+    has_residual: bool,
+    by_batch: bool,
+    returns_sum: bool = False,
 ) -> NormedNeuron:
     """`neuron` with a batch norm before it.
 
@@ -82,6 +92,7 @@ def with_batch_norm(
     definition = _class(kind, has_residual)()
     definition.neuron = neuron
     definition.has_residual, definition.by_batch = has_residual, by_batch
+    definition.returns_sum = returns_sum
     definition.normalizes_residual = len(norm) > len(NORM_VALUES)
     corrections = [torch.zeros_like(norm[0])] * (2 * len(CORRECTION))
     names = value_names(definition.normalizes_residual, by_batch)
@@ -97,7 +108,7 @@ def value_names(normalizes_residual: bool, by_batch: bool) -> tuple[str, ...]:
 
 
 @cache
-def _class(kind: type[Definition], has_residual: bool) -> type[NormedNeuron]:
+def _class(kind: type[Neuron], has_residual: bool) -> type[NormedNeuron]:
     """`NormedNeuron` with the states and the inputs of a neuron."""
     first, *others = kind.input_names
     names = ("self", first, *(["residual"] if has_residual else []), *others, *kind.states)

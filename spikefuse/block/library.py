@@ -19,7 +19,7 @@ from spikefuse.block.program import BlockExecution, BlockProgram, block_program
 from spikefuse.block.training import BatchStatistics, TrainingCall
 from spikefuse.kernels.norm import statistics
 from spikefuse.kernels.running import Running
-from spikefuse.neurons.definition import Definition
+from spikefuse.neurons.definition import Neuron
 from spikefuse.scan import op
 from spikefuse.scan.execution import (
     Arguments,
@@ -59,7 +59,7 @@ class TracedProgram(NamedTuple):
 
 
 def traced_program(
-    neuron: Definition, by_batch: bool, normalizes_residual: bool, request: Request
+    neuron: Neuron, by_batch: bool, normalizes_residual: bool, request: Request
 ) -> TracedProgram:
     """`block_program` inside torch.compile."""
     values: dict[str, Any] = neuron.values()
@@ -72,19 +72,24 @@ def traced_program(
 
 
 def _prepare(
-    neuron: Definition,
+    neuron: Neuron,
     backend: str,
     device: torch.device,
     kind: tuple[bool, bool, tuple[str, ...], bool],
     kinds: tuple[tuple[str, str], ...],
 ) -> tuple[Any, ...]:
     program, _ = block_program(neuron, backend, *kind)
-    if backend == "triton":
+    add(program, device)
+    return program.name, program.floats, program.own, program.rebuilds, program.tensors
+
+
+def add(program: BlockProgram, device: torch.device) -> None:
+    """Make a program known to graphs, by its name."""
+    if program.backend == "triton":
         from spikefuse.kernels.norm_triton import reserve_counters
 
         reserve_counters(device)  # before Inductor records a graph
     _programs[program.name] = program
-    return program.name, program.floats, program.own, program.rebuilds, program.tensors
 
 
 def train(

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from spikefuse.block.definition import SCALES, NormedNeuron, value_names, with_batch_norm
-from spikefuse.neurons.definition import Definition, with_outputs
+from spikefuse.neurons.definition import Neuron, with_outputs
 from spikefuse.scan.execution import Execution
-from spikefuse.scan.program import kinds_of, prepare
+from spikefuse.scan.program import kinds_of, prepare, program
 
 _kind = attrgetter("ndim")
 # The values whose gradients are always summed.
@@ -38,6 +38,7 @@ class BlockProgram:
         binary: for each output, whether all its values are sure to be 0 or 1.
         by_batch: whether the norm uses the statistics of the batch.
         normalizes_residual: whether the residual has a norm of its own.
+        returns_sum: whether the last output is the sum that the neuron reads.
         rebuilds: whether backward can do without saved states.
         scalars: the values of its float parameters.
         floats: the names of these, without "neuron.".
@@ -51,6 +52,7 @@ class BlockProgram:
     num_states: int
     by_batch: bool
     normalizes_residual: bool
+    returns_sum: bool
     rebuilds: bool
     scalars: list[float]
     floats: tuple[str, ...]
@@ -94,31 +96,42 @@ class BlockExecution(NamedTuple):
 
 
 def block_program(
-    neuron: Definition,
+    neuron: Neuron,
     backend: str,
     has_residual: bool,
     by_batch: bool,
     outputs: tuple[str, ...] = (),
     normalizes_residual: bool = False,
+    returns_sum: bool = False,
 ) -> tuple[BlockProgram, list[Tensor]]:
     """The program of a neuron with a norm, and the neuron's tensors that it reads; see
     `Request.outputs`."""
     description = neuron.description()
     values = description.values()
     kinds = map(_kind, filter(torch.is_tensor, values.values()))
-    key = "block", backend, has_residual, by_batch, outputs, normalizes_residual, *kinds
-    program = description.cache.get(key)
-    if program is None:
+    key = "block", backend, has_residual, by_batch, outputs, normalizes_residual, returns_sum, *kinds
+    made = description.cache.get(key)
+    if made is None:
         norm = (torch.zeros(1),) * len(value_names(normalizes_residual, by_batch=False))
-        definition = with_batch_norm(neuron, norm, has_residual, by_batch)
-        program = description.cache[key] = _make(with_outputs(definition, outputs), backend)
-    own: list[Any] = list(map(values.__getitem__, program.own))
-    return program, own
+        definition = with_batch_norm(neuron, norm, has_residual, by_batch, returns_sum)
+        made = description.cache[key] = _make(with_outputs(definition, outputs), backend)
+    own: list[Any] = list(map(values.__getitem__, made.own))
+    return made, own
+
+
+def program_of_scan(
+    name: str, has_residual: bool, by_batch: bool, normalizes_residual: bool, returns_sum: bool
+) -> BlockProgram:
+    """The program of a norm and the neuron of another program."""
+    scan = program(name)
+    neuron = scan.definition
+    options = has_residual, by_batch, neuron._selected, normalizes_residual, returns_sum
+    return block_program(neuron, scan.backend, *options)[0]
 
 
 def _make(definition: NormedNeuron, backend: str) -> BlockProgram:
-    values, statics = definition.describe()
-    compiled = prepare(definition, backend, statics, kinds_of(values))
+    values = definition.values()
+    compiled = prepare(definition, backend, definition.description().statics, kinds_of(values))
     used = compiled.step.params
     tensors = tuple(label for label in used if isinstance(values[label], Tensor))
     floats = {label: v for label in used if isinstance(v := values[label], float)}
@@ -129,6 +142,7 @@ def _make(definition: NormedNeuron, backend: str) -> BlockProgram:
         num_states=len(compiled.step.states),
         by_batch=definition.by_batch,
         normalizes_residual=definition.normalizes_residual,
+        returns_sum=definition.returns_sum,
         rebuilds=compiled.rebuilds,
         scalars=list(floats.values()),
         floats=tuple(label.removeprefix("neuron.") for label in floats),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from spikefuse.compiler.graph import Graph
 from spikefuse.compiler.simplify import contracted
 from spikefuse.compiler.trace import Step, capture, step_function
-from spikefuse.neurons.definition import Definition
+from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.surrogate import Surrogate
 
 
@@ -66,7 +66,7 @@ class Reverse:
         return Reverse(tuple(inputs), tuple(params), graph)
 
 
-def has_gradient(definition: Definition, name: str) -> bool:
+def has_gradient(definition: Neuron, name: str) -> bool:
     """Return whether a run-time value may be learned, which surrogates decide for theirs."""
     owner: nn.Module = definition
     while "." in name:
@@ -119,9 +119,7 @@ def _transient(leaves: Sequence[Tensor], results: Sequence[Tensor], step: Step) 
             return found
 
 
-def reverse_step(
-    definition: Definition, step: Step, learned: Collection[str] | None = None
-) -> Reverse:
+def reverse_step(definition: Neuron, step: Step, learned: Collection[str] | None = None) -> Reverse:
     """Differentiate `step` with autograd and trace the result.
 
     Args:

@@ -21,15 +21,8 @@ from spikefuse.compiler import ops
 from spikefuse.compiler.graph import Graph
 from spikefuse.compiler.ops import Operand, UnsupportedOperation
 from spikefuse.compiler.simplify import simplify
-from spikefuse.neurons.definition import (
-    INTERNAL,
-    Definition,
-    UnknownOutput,
-    WrongResult,
-    call_step,
-    class_constants,
-    owners,
-)
+from spikefuse.neurons.definition import Neuron, UnknownOutput, WrongResult, call_step
+from spikefuse.neurons.description import INTERNAL, bind, class_constants, owners
 
 
 @dataclass(frozen=True)
@@ -75,7 +68,7 @@ def identifiers(prefix: str, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{prefix}{i}_{name.replace('.', '_')}" for i, name in enumerate(names))
 
 
-def trace_step(definition: Definition) -> Step:
+def trace_step(definition: Neuron) -> Step:
     """Trace one step of `definition`; every run-time value becomes a named parameter.
 
     Raises:
@@ -99,15 +92,13 @@ def trace_step(definition: Definition) -> Step:
     return Step(cls.__name__, inputs, tuple(states), initial, params, num_outputs, graph)
 
 
-def step_function(
-    definition: Definition, params: Sequence[str]
-) -> Callable[..., tuple[Tensor, ...]]:
+def step_function(definition: Neuron, params: Sequence[str]) -> Callable[..., tuple[Tensor, ...]]:
     """Return `step` as a function of inputs, states and parameters: outputs and new states."""
     split = len(type(definition).input_names)
     end = split + len(type(definition).states)
 
     def function(*args: Tensor) -> tuple[Tensor, ...]:
-        bound = definition.bind(dict(zip(params, args[end:], strict=True)))
+        bound = bind(definition, dict(zip(params, args[end:], strict=True)))
         for _, module in owners(bound):
             # Called without the hooks of surrogates, which no kernel can run.
             vars(module)["_compiled_call_impl"] = module.forward
@@ -126,7 +117,7 @@ def step_function(
     return function
 
 
-def _memory(bound: Definition) -> Iterator[tuple[str, list[Any]]]:
+def _memory(bound: Neuron) -> Iterator[tuple[str, list[Any]]]:
     """Yield the attributes of a definition and its surrogates, containers with their contents."""
     for prefix, module in owners(bound):
         own = {**vars(module), **module._buffers}

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from spikefuse.block.batch_norm import GroupCollectives
 from spikefuse.events.format import Events, count_marks, merge_slices
 from spikefuse.events.lists import EventLists, SliceCounts
-from spikefuse.nn import EventLinear, Neuron, Temporal
+from spikefuse.neurons import Neuron
+from spikefuse.nn import EventLinear, Temporal
 
 Group = dist.ProcessGroup | None
 Network = TypeVar("Network", nn.Sequential, Temporal)

@@ -29,11 +29,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spikefuse.distributed.mesh import split_batch
 from spikefuse.distributed.time_sharding import import_dynamo
 from spikefuse.memory.policies import Checkpoint
-from spikefuse.neurons.definition import Outputs, States
+from spikefuse.neurons.definition import Neuron, Outputs, States
 from spikefuse.nn import Temporal
 from spikefuse.nn import neuron as neuron_module
 from spikefuse.nn.call import Observer, Scan, observing
-from spikefuse.nn.neuron import Neuron
+from spikefuse.nn.neuron import scan_neuron
 from spikefuse.scan import op
 from spikefuse.scan.op import Request
 from spikefuse.scan.program import program
@@ -272,7 +272,7 @@ def _measure_scan(neuron: Neuron, inputs: list[Tensor], scale: float) -> ScanCos
     gradient = torch.ones_like(xs[0])
 
     def run(passing: _NoNeighbours) -> None:
-        outputs, _ = neuron._scan(Request(xs, passing=passing))
+        outputs, _ = scan_neuron(neuron, Request(xs, passing=passing))
         torch.autograd.grad(outputs, xs, [gradient] * len(outputs), allow_unused=True)
 
     def seconds(chunks: int, speculates: bool = False) -> float:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.batch_norm import CollectiveNorm
-from spikefuse.block.fused_norm import FusedNorm
 from spikefuse.distributed.links import AxisCollectives
 from spikefuse.kernels.running import Running, update_running_stats
 
@@ -54,18 +53,13 @@ class AxisNorm(CollectiveNorm):
         return y
 
 
-class FusedAxisNorm(FusedNorm, AxisNorm):
-    """An `AxisNorm` that fuses with the neurons that read it."""
-
-
 def share_statistics(net: nn.Module, ranks: AxisCollectives) -> None:
     """Replace every batch norm inside `net` by an `AxisNorm`, except `torch.nn.SyncBatchNorm`,
     which has its own ranks."""
     for module in list(net.modules()):
         for name, child in module.named_children():
             if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
-                kind = FusedAxisNorm if isinstance(child, FusedNorm) else AxisNorm
-                setattr(module, name, kind(child, ranks))
+                setattr(module, name, AxisNorm(child, ranks))
 
 
 def average_statistics(net: nn.Module, ranks: AxisCollectives) -> None:

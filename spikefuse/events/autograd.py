@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spikefuse.events.format import Events
-from spikefuse.neurons.definition import Definition
+from spikefuse.neurons.definition import Neuron
 from spikefuse.scan.double_backward import refuse_double_backward
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class _Product(torch.autograd.Function):
         return refuse_double_backward(gradients, grad, weight, ctx.events.values)
 
 
-def can_fuse(neuron: Definition, weight: Tensor) -> bool:
+def can_fuse(neuron: Neuron, weight: Tensor) -> bool:
     """Return whether `layer` supports a neuron: on a CPU, one input, and only floats as values."""
     values = neuron.values().values()
     return (
@@ -69,7 +69,7 @@ def can_fuse(neuron: Definition, weight: Tensor) -> bool:
     )
 
 
-def layer(events: Events, neuron: Definition, weight: Tensor, bias: Tensor | None) -> Events:
+def layer(events: Events, neuron: Neuron, weight: Tensor, bias: Tensor | None) -> Events:
     """Return the events of neurons that receive `product`, computed in one kernel on a CPU.
 
     Args:

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from spikefuse.neurons.definition import Definition, States
+from spikefuse.neurons.definition import Neuron, States
 from spikefuse.neurons.surrogate import Surrogate
 from spikefuse.scan.program import traced
 
-_D = TypeVar("_D", bound=Definition)
+_D = TypeVar("_D", bound=Neuron)
 
 #: What `_check_output` has found right, as the statics of definitions.
 _checked: set[Hashable] = set()
@@ -55,7 +55,7 @@ def with_candidates(neuron: _D) -> _D:
 
 def _copy(neuron: Any, cls: Any) -> Any:
     copy = object.__new__(cls)
-    copy.__dict__.update({k: v for k, v in neuron.__dict__.items() if k != "_known"})
+    copy.__dict__.update({k: v for k, v in neuron.__dict__.items() if k != "_description"})
     return copy
 
 
@@ -89,7 +89,7 @@ def _step(
         del neuron.__dict__["surrogate"]
 
 
-def _check_output(neuron: Definition) -> None:
+def _check_output(neuron: Neuron) -> None:
     """Refuse a neuron whose output is not the spike of its one surrogate call, or 0 instead.
 
     Its step is traced with the spike as one more input, so that the graph shows its uses.

@@ -35,7 +35,7 @@ from spikefuse.events.products_numba import (
 )
 from spikefuse.kernels import vectors_numba
 from spikefuse.kernels.numba_host import advise_huge_pages, flat, move_to_huge_pages, threads_for
-from spikefuse.neurons.definition import Definition
+from spikefuse.neurons.definition import Neuron
 from spikefuse.scan import cache as sources
 from spikefuse.scan.op import choose
 from spikefuse.scan.program import program
@@ -179,9 +179,7 @@ class FusedLayer:
         bias: `[O]` or None.
     """
 
-    def __init__(
-        self, events: Events, neuron: Definition, weight: Tensor, bias: Tensor | None
-    ) -> None:
+    def __init__(self, events: Events, neuron: Neuron, weight: Tensor, bias: Tensor | None) -> None:
         name, _, scalars, _ = choose(neuron, "numba", weight)
         move_to_huge_pages(weight)
         self.events, self.weight, self.bias = events, weight, bias

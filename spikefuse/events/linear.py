@@ -16,8 +16,9 @@ from spikefuse.events import autograd
 from spikefuse.events.candidates import with_candidates
 from spikefuse.events.choice import Choice, choose
 from spikefuse.events.format import Events
+from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import TemporalCall, active
-from spikefuse.nn.neuron import Neuron, backend_of, refuse_class
+from spikefuse.nn.neuron import backend_of, refuse_class, scan_neuron
 from spikefuse.scan.op import Request, check_backend, refuse_export
 
 IMPLEMENTATIONS = ("auto", "numba", "triton", "dense")
@@ -307,7 +308,7 @@ class EventLinear(nn.Module):
             return self._from_events(autograd.layer(events, marking, self.weight, self.bias))
         currents = (self._currents(events, spikes, impl),)
         backend = backend_of(currents, backend)
-        (marks,), final = marking._scan(Request(currents, state, backend, final_wanted))
+        (marks,), final = scan_neuron(marking, Request(currents, state, backend, final_wanted))
         if call is not None:
             call.finals[name] = final
         return self._from_marks(marks)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from spikefuse.events.autograd import kernels_of
 from spikefuse.events.linear import EventLinear
 from spikefuse.neurons.definition import States
-from spikefuse.nn.neuron import backend_of
+from spikefuse.nn.neuron import backend_of, scan_neuron
 from spikefuse.nn.stream import Stream
 from spikefuse.nn.temporal import Temporal
 from spikefuse.scan.op import Request
@@ -64,7 +64,7 @@ class EventStream(Stream):
                 key = f"{name}.neuron"
                 state = None if self.state is None else self.state[key]
                 request = Request((y.view(1, 1, -1),), state, backend, final=True)
-                (spikes,), final[key] = layer.neuron._scan(request)
+                (spikes,), final[key] = scan_neuron(layer.neuron, request)
                 y = spikes.view(-1)
         self._state = final
         return y

@@ -1,1 +1,1 @@
-"""What a whole network needs, seen in the graph that PyTorch captures."""
+"""A backend of torch.compile that fuses networks of neurons: passes over the captured graph."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse.block.block import NAMES
-from spikefuse.block.deferred import outcomes
 from spikefuse.block.program import block_program
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import LOOP_STEPS, Explanation, Layer, SavedBytes, label
@@ -19,8 +18,8 @@ from spikefuse.inspect.observer import CallObserver, NeuronScan, unchanged
 from spikefuse.inspect.timing import copy_bandwidth, seconds
 from spikefuse.kernels.norm import by_batch
 from spikefuse.memory.saved_tensors import SavedTensors, num_bytes
+from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.feedback import Feedback
-from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.temporal import Temporal
 from spikefuse.scan.layout import layout_of, outer_stride
 from spikefuse.scan.op import choose
@@ -77,11 +76,7 @@ def explain(
         events=tuple(_describe_events(name, m) for name, m in event_layers.items()),
         loops=tuple(_describe_loop(name, m) for name, m in loops.items()),
         recomputed=tuple(dict.fromkeys(call.recomputed.values())),
-        unfused=tuple(
-            f"{label(name)}: batch norm, not fused: {outcomes[m].reason}"
-            for name, m in model.named_modules()
-            if m in outcomes and outcomes[m].neuron is None
-        ),
+        unfused=(),
     )
 
 

@@ -17,15 +17,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from spikefuse.block import block
-from spikefuse.block.deferred import original
 from spikefuse.compiler import UnsupportedOperation
 from spikefuse.kernels.norm import by_batch
 from spikefuse.memory.policies import Policy, Recompute
 from spikefuse.memory.saved_tensors import SavedTensors
-from spikefuse.neurons.definition import Outputs, States
+from spikefuse.neurons.definition import Neuron, Outputs, States
 from spikefuse.nn.call import Observer, Scan, active, observing
 from spikefuse.nn.feedback import Feedback
-from spikefuse.nn.neuron import Neuron, backend_of, check_module
+from spikefuse.nn.neuron import backend_of, check_module, scan_neuron
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.scan.op import Request
 
@@ -87,7 +86,10 @@ class NeuronScan:
                 request = request._replace(backend="reference")
             request = request._replace(inputs=inputs, state=state)
             if eager or not self.norms:
-                outputs, _ = self.owner._scan(request)
+                if isinstance(self.owner, Recurrent):
+                    outputs, _ = self.owner._scan(request)
+                else:
+                    outputs, _ = scan_neuron(self.owner, request)
             else:
                 outputs, _ = block.scan(self.norms, self.neuron, self.memory, request)
         return outputs, leaves if any(y.requires_grad for y in outputs) else []
@@ -206,13 +208,14 @@ class CallObserver(ModuleObserver):
                 reason = f"not compiled, which a call raises as an error: {error}"
                 results = super().scan(neuron, scan, request._replace(backend=backend))
             state = None if request.state is None else tuple(map(leaf, request.state))
-            # A block passes a partial of `block.scan` on (norms, neuron, memory).
-            norms, memory = scan.args[::2] if isinstance(scan, functools.partial) else ((), None)
+            norms, memory = (), None
+            if isinstance(scan, functools.partial) and scan.func is block.scan:
+                norms, _, memory = scan.args
             recorded = NeuronScan(
                 name=self.names.get(neuron, OUTSIDE),
                 neuron=neuron,
                 owner=owner,
-                norms=tuple(map(original, norms)),
+                norms=tuple(norms),
                 request=Request(
                     tuple(map(leaf, request.inputs)),
                     state,

@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from spikefuse.block.deferred import materialized
-from spikefuse.nn.constant_input import ConstantSequence
 from spikefuse.nn.recurrent import Recurrent
 
 
@@ -57,20 +55,11 @@ class OperationCounter(TorchFunctionMode):
             if func in _UNKNOWN:
                 self.found(None, False)
             return y
-        # Layers before the first neuron compute one step of an input that is the same at each.
-        once = isinstance(y, ConstantSequence)
+        once = False
         with torch.no_grad():
-            operations = count(
-                _values(y),
-                *map(_values, args),
-                **{name: _values(x) for name, x in kwargs.items() if name != "out"},
-            )
+            operations = count(y, *args, **{n: x for n, x in kwargs.items() if n != "out"})
         self.found(operations, once)
         return y
-
-
-def _values(x: Any) -> Any:
-    return x.rows if isinstance(x, ConstantSequence) and x.is_constant else materialized(x)
 
 
 def is_ternary(x: Tensor) -> bool:

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from spikefuse.block.deferred import DeferredNorm
 from spikefuse.events.format import Events
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import label
 from spikefuse.inspect.observer import ModuleObserver
-from spikefuse.neurons.definition import Outputs, States
+from spikefuse.neurons.definition import Neuron, Outputs, States
 from spikefuse.nn.call import Scan, active
-from spikefuse.nn.constant_input import unfold
-from spikefuse.nn.neuron import Neuron
+from spikefuse.scan.layout import unflatten_steps
+from spikefuse.nn.neuron import scan_neuron
 from spikefuse.scan.op import Request
 
 SPIKES, OUTPUT = "spikes", "output"
@@ -217,7 +216,7 @@ class _RecordObserver(ModuleObserver):
                 # Without the residual of a block.
                 inputs = request.inputs[: len(type(neuron).input_names)]
                 inputs = tuple(x[:1, :1].detach() for x in inputs)
-                number = len(neuron._scan(Request(inputs, None, "reference"))[0])
+                number = len(scan_neuron(neuron, Request(inputs, None, "reference"))[0])
             several = tuple(f"output{i}" for i in range(number))
             self._labels[neuron] = (SPIKES,) if number == 1 else several
         return self._labels[neuron]
@@ -241,10 +240,6 @@ class _RecordObserver(ModuleObserver):
 
     def _read(self, name: str, y: Any, steps: int) -> Callable[[], Any]:
         """A function that returns the value of one output, which a norm computes then."""
-        if isinstance(y, DeferredNorm):
-            # A residual may still be added in place to an output without one.
-            compute = y.call.unchanged_value if y.residual is None else y.value
-            return lambda: self._value(name, _unfolded(compute("sf.record"), steps))
         value = self._value(name, _unfolded(y, steps)) if isinstance(y, Tensor) else y
         return lambda: value
 
@@ -289,7 +284,7 @@ def _unfolded(y: Tensor, num_steps: int) -> Tensor:
     """`[T*B, ...]` as `[T, B, ...]`; other tensors as they are."""
     if not num_steps or y.ndim == 0 or y.shape[0] % num_steps:
         return y
-    return unfold(y, num_steps)
+    return unflatten_steps(y, num_steps)
 
 
 def _is_recomputing() -> bool:

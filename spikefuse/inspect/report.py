@@ -21,9 +21,8 @@ from spikefuse.inspect.explain import explain
 from spikefuse.inspect.explanation import in_bytes, label, with_unit
 from spikefuse.inspect.observer import ModuleObserver, unchanged
 from spikefuse.inspect.operations import OperationCounter, Operations, feedback
-from spikefuse.neurons.definition import Outputs, States
+from spikefuse.neurons.definition import Neuron, Outputs, States
 from spikefuse.nn.call import Scan, active
-from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.temporal import Temporal
 from spikefuse.scan.op import Request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spikefuse.nn.neuron import Neuron
+from spikefuse.neurons.definition import Neuron
 from spikefuse.scan.program import kinds_of, prepare
 
 BACKENDS = ("numba", "triton")

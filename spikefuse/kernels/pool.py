@@ -1,6 +1,7 @@
-"""Max pooling that saves one byte per output for backward: the position of the maximum.
+"""Pooling by kernels that take any memory format.
 
-PyTorch writes 8 bytes per output, with and without gradients, and saves its input.
+Max pooling saves one byte per output for backward, the position of the maximum; PyTorch writes 8
+bytes per output, with and without gradients, and saves its input. Average pooling saves nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from spikefuse.kernels.pool_layout import Maps, Window, maps_of
 
-__all__ = ["Maps", "Window", "maps_of", "max_pool2d"]
+__all__ = ["Maps", "Window", "avg_pool2d", "maps_of", "max_pool2d"]
 
 
 def max_pool2d(x: Tensor, maps: Maps, backend: str) -> Tensor:
@@ -30,6 +31,20 @@ def max_pool2d(x: Tensor, maps: Maps, backend: str) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         return _MaxPool.apply(x, maps, backend)
     return _kernels(backend).forward(x, maps, save=False)[0]
+
+
+def avg_pool2d(x: Tensor, maps: Maps) -> Tensor:
+    """Compute `torch.nn.functional.avg_pool2d` on a GPU, in the memory format of `x`.
+
+    Sums are in float32, in the order of the window, and rounded once.
+
+    Args:
+        x: `[N, C, H, W]`.
+        maps: `maps_of(x, window)`, with `is_whole`.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _AvgPool.apply(x, maps)
+    return _kernels("triton").mean(x, maps)
 
 
 def _kernels(backend: str) -> Any:
@@ -55,3 +70,15 @@ class _MaxPool(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (positions,) = ctx.saved_tensors
         return _kernels(ctx.backend).backward(grad, positions, ctx.shape, ctx.maps), None, None
+
+
+class _AvgPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, maps: Maps) -> Tensor:
+        ctx.maps, ctx.shape = maps, x.shape
+        return _kernels("triton").mean(x, maps)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _kernels("triton").mean_backward(grad, ctx.shape, ctx.maps), None

@@ -60,6 +60,14 @@ class Maps(NamedTuple):
         return shape[0] * (shape[1] // self.inner)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all windows lie inside the maps."""
+        (height, width), (down, right), padding, _ = self.window
+        last_row, last_column = (self.out_rows - 1) * down, (self.out_columns - 1) * right
+        fits = last_row + height <= self.rows and last_column + width <= self.columns
+        return fits and padding == (0, 0)
+
+    @property
     def has_pairs(self) -> bool:
         """Whether windows are 2 by 2, whole, and side by side in contiguous memory."""
         is_whole = 2 * self.out_rows <= self.rows and 2 * self.out_columns <= self.columns

@@ -1,4 +1,4 @@
-"""`spikefuse.kernels.pool` on a GPU, or in Triton's interpreter.
+"""Maxima and means of windows: `spikefuse.kernels.pool` on a GPU, or in Triton's interpreter.
 
 All sizes except the number of maps are compile-time constants, so that locating a pixel needs no
 division. In channels-last memory, threads access 16 bytes at a time if the number of channels is a
@@ -68,6 +68,7 @@ def forward_kernel(
     GROUP: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    MEAN: tl.constexpr,
 ):
     offset, live, at, row, column, inner = _pixels(
         maps, OUT_ROWS, OUT_COLUMNS, INNER, GROUP, UNIT, BLOCK
@@ -75,7 +76,7 @@ def forward_kernel(
     top, left = row * DOWN - TOP, column * RIGHT - LEFT
     x_ptr += _group(ROWS * COLUMNS * INNER, GROUP)
     corner = ((at * ROWS + top) * COLUMNS + left) * INNER + inner
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best = tl.full([BLOCK], 0.0 if MEAN else float("-inf"), tl.float32)
     # The first value wins if none is greater than -inf.
     position = tl.maximum(-top, 0) * WIDTH + tl.maximum(-left, 0)
     for k in tl.static_range(HEIGHT * WIDTH):
@@ -90,10 +91,16 @@ def forward_kernel(
         if (OUT_COLUMNS - 1) * RIGHT - LEFT + WIDTH > COLUMNS:
             inside &= w < COLUMNS
         place = corner + (k // WIDTH * COLUMNS + k % WIDTH) * INNER
-        x = tl.load(x_ptr + place, mask=inside, other=float("-inf")).to(tl.float32)
-        better = (x > best) | (x != x)
-        best = tl.where(better, x, best)
-        position = tl.where(better, k, position)
+        x = tl.load(x_ptr + place, mask=inside, other=0.0 if MEAN else float("-inf"))
+        x = x.to(tl.float32)
+        if MEAN:
+            best += x
+        else:
+            better = (x > best) | (x != x)
+            best = tl.where(better, x, best)
+            position = tl.where(better, k, position)
+    if MEAN:
+        best /= HEIGHT * WIDTH
     start = _group(OUT_ROWS * OUT_COLUMNS * INNER, GROUP)
     tl.store(y_ptr + start + offset, best.to(y_ptr.dtype.element_ty), mask=live)
     if positions_ptr is not None:
@@ -120,11 +127,13 @@ def backward_kernel(
     GROUP: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    MEAN: tl.constexpr,
 ):
     offset, live, at, row, column, inner = _pixels(maps, ROWS, COLUMNS, INNER, GROUP, UNIT, BLOCK)
     start = _group(OUT_ROWS * OUT_COLUMNS * INNER, GROUP)
     grad_y_ptr += start
-    positions_ptr += start
+    if not MEAN:
+        positions_ptr += start
     # The last window that can contain the pixel, and the pixel's row and column in it.
     row, column = row + TOP, column + LEFT
     last_row, last_column = row // DOWN, column // RIGHT
@@ -144,11 +153,32 @@ def backward_kernel(
         if WIDTH % RIGHT > 0:
             inside &= w + before * RIGHT < WIDTH
         place = ((at * OUT_ROWS + out_row) * OUT_COLUMNS + out_column) * INNER + inner
-        winner = tl.load(positions_ptr + place, mask=inside, other=0).to(tl.int32)
         grad = tl.load(grad_y_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        grad_x += tl.where(inside & (winner == position), grad, 0.0)
+        if MEAN:
+            grad_x += grad / (HEIGHT * WIDTH)
+        else:
+            winner = tl.load(positions_ptr + place, mask=inside, other=0).to(tl.int32)
+            grad_x += tl.where(inside & (winner == position), grad, 0.0)
     grad_x_ptr += _group(ROWS * COLUMNS * INNER, GROUP)
     tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=live)
+
+
+def mean(x: Tensor, maps: Maps) -> Tensor:
+    """Return the means of the windows."""
+    shape = (*x.shape[:2], maps.out_rows, maps.out_columns)
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=maps.memory_format)
+    _launch(False, maps.count_in(x.shape), maps, x.dtype, x.device, True)((x, y, None))
+    return y
+
+
+def mean_backward(grad: Tensor, shape: torch.Size, maps: Maps) -> Tensor:
+    """Return the gradient of an input of `shape` of `mean`."""
+    grad = grad.contiguous(memory_format=maps.memory_format)
+    grad_x = torch.empty(
+        shape, dtype=grad.dtype, device=grad.device, memory_format=maps.memory_format
+    )
+    _launch(True, maps.count_in(shape), maps, grad.dtype, grad.device, True)((grad, None, grad_x))
+    return grad_x
 
 
 def forward(x: Tensor, maps: Maps, save: bool) -> tuple[Tensor, Tensor | None]:
@@ -176,7 +206,12 @@ def backward(grad: Tensor, positions: Tensor, shape: torch.Size, maps: Maps) -> 
 
 @lru_cache(maxsize=512)
 def _launch(
-    is_backward: bool, num: int, maps: Maps, dtype: torch.dtype, device: torch.device
+    is_backward: bool,
+    num: int,
+    maps: Maps,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_mean: bool = False,
 ) -> TritonLaunch:
     # Not keyed on the kernel, which is slow to hash.
     kernel = backward_kernel if is_backward else forward_kernel
@@ -190,5 +225,5 @@ def _launch(
     block = BLOCKS[inner > 1][is_backward]
     grid = (-(-min(group, num) * size // block), -(-num // group), 1)
     pairs = (*window.kernel, *window.stride, *window.padding)
-    integers = (num, *maps[1:], *pairs, group, unit, block)
+    integers = (num, *maps[1:], *pairs, group, unit, block, is_mean)
     return TritonLaunch(kernel, grid, integers, WARPS, device)

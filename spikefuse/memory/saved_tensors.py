@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from spikefuse.kernels import bits
-from spikefuse.memory.spikes import RecordingHook, Saved, Spikes, active_hook, unpack
+from spikefuse.memory.spikes import RecordingHook, Saved, Spikes, unpack
 
 
 class SavedSize(NamedTuple):
@@ -92,8 +92,3 @@ def num_bytes(x: Tensor) -> int:
     """Return the bytes of distinct elements; a dimension of stride 0 counts once."""
     sizes = [size for size, stride in zip(x.shape, x.stride(), strict=True) if stride or not size]
     return x.itemsize * math.prod(sizes)
-
-
-def can_measure() -> bool:
-    """Whether layers save tensors, and the hooks of a `SavedTensors` would see all of them."""
-    return active_hook() is None

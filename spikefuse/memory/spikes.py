@@ -34,17 +34,14 @@ class _BinaryTensor:
 
     # While this weak reference exists, no other storage gets the same address.
     storage: StorageWeakRef
-    neuron: str
     version: int
     num: int
     dtype: torch.dtype
     packed: Tensor | None = None  # its bits
     stream: int = 0
-    is_saved: bool = False
 
     def save(self, x: Tensor) -> bits.Packed:
         """Return the bits of `x`, a view of this tensor."""
-        self.is_saved = True
         stream = _stream(x)
         # Bits packed on one stream may not be ready on another.
         if self.packed is None or self.stream != stream:
@@ -59,15 +56,13 @@ class Spikes:
 
     Attributes:
         registered: by the address of their storage.
-        reductions: by neuron, the bytes by which packing has reduced what is saved.
     """
 
     def __init__(self) -> None:
         self.registered: dict[int, _BinaryTensor] = {}
-        self.reductions: dict[str, int] = {}
 
-    def register(self, x: Tensor, neuron: str = "", packed: Tensor | None = None) -> None:
-        """Register `x`, an output of `neuron`, whose values are all 0 or 1 at this point.
+    def register(self, x: Tensor, packed: Tensor | None = None) -> None:
+        """Register `x`, whose values are all 0 or 1 at this point.
 
         Args:
             packed: the bits of `x` in memory order, if they are known.
@@ -83,14 +78,14 @@ class Spikes:
             stored = packed, 0 if packed is None else _stream(x)
             reference = StorageWeakRef(storage)
             self.registered[reference.cdata] = _BinaryTensor(
-                reference, neuron, x._version, num, x.dtype, *stored
+                reference, x._version, num, x.dtype, *stored
             )
 
     def register_selection(self, y: Tensor, x: Tensor) -> None:
         """Register `y`, all of whose values are values of `x`, if `x` is binary."""
         binary = self._find(x)
         if binary is not None:
-            self.register(y, binary.neuron)
+            self.register(y)
 
     def pack(self, x: Tensor) -> Saved:
         """Return what to save for `x`: a saved-tensor hook."""
@@ -99,12 +94,7 @@ class Spikes:
         if binary is None:
             # Detached, because a layer that saves its own output would form a reference cycle.
             return x if x.is_leaf else x.detach(), x._version
-        is_first = not binary.is_saved
-        packed = binary.save(x)
-        if is_first:
-            reduction = binary.num * binary.dtype.itemsize - packed.bits.nbytes
-            self.reductions[binary.neuron] = self.reductions.get(binary.neuron, 0) + reduction
-        return packed
+        return binary.save(x)
 
     def _find(self, x: Tensor) -> _BinaryTensor | None:
         """Return the registered tensor whose memory `x` views, unless it has changed since."""

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse.models.blocks import MakeNeuron, Size
+from spikefuse.neurons import LI, AdLIF, SEAdLIF
 from spikefuse.neurons.learnable import Learnable
-from spikefuse.nn import LI, AdLIF, Recurrent, SEAdLIF
+from spikefuse.nn import Recurrent
 
 READOUT_STEPS = 15.0  # time constant
 SE_FACTOR = 120.0  # of the couplings of SE-adLIF neurons: q in the source

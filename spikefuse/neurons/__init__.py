@@ -1,11 +1,11 @@
-"""Neuron models: what they compute, not how. Each file is one model."""
+"""Neurons: what they compute in one time step, not how. Each model has a file."""
 
 from spikefuse.neurons.ad_lif import AdLIF
 from spikefuse.neurons.alif import ALIF
 from spikefuse.neurons.alpha_lif import AlphaLIF
 from spikefuse.neurons.clif import CLIF
 from spikefuse.neurons.cuba_lif import CubaLIF
-from spikefuse.neurons.definition import Definition, State
+from spikefuse.neurons.definition import Neuron, State
 from spikefuse.neurons.delayed_reset_lif import DelayedResetLIF
 from spikefuse.neurons.eif import EIF
 from spikefuse.neurons.gated_lif import GatedLIF
@@ -28,32 +28,33 @@ from spikefuse.neurons.se_ad_lif import SEAdLIF
 from spikefuse.neurons.ternary_lif import TernaryLIF
 from spikefuse.neurons.two_compartment_lif import TwoCompartmentLIF
 
-__all__ = [
-    "ALIF",
-    "CLIF",
-    "EIF",
-    "IF",
-    "KLIF",
-    "LI",
+# In the order in which they are offered and documented.
+__all__ = [  # noqa: RUF022
+    "Neuron",
+    "State",
     "LIF",
+    "IF",
     "PLIF",
-    "QIF",
+    "ALIF",
     "AdLIF",
-    "AlphaLIF",
+    "SEAdLIF",
     "CubaLIF",
-    "Definition",
+    "AlphaLIF",
+    "RefractoryLIF",
     "DelayedResetLIF",
+    "KLIF",
+    "CLIF",
     "GatedLIF",
-    "IntegerLIF",
+    "QIF",
+    "EIF",
     "Izhikevich",
+    "TernaryLIF",
+    "IntegerLIF",
+    "TwoCompartmentLIF",
+    "LI",
     "Learnable",
     "LearnableFraction",
     "LearnablePositive",
     "LearnableTimeConstant",
-    "RefractoryLIF",
-    "SEAdLIF",
-    "State",
-    "TernaryLIF",
-    "TwoCompartmentLIF",
     "decay_from_tau",
 ]

@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from spikefuse.neurons.definition import Definition
+from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.parameters import Value, number, options
 from spikefuse.neurons.surrogate import Sigmoid, Surrogate
 
 RESETS = ("hard", "soft")
 
 
-class Firing(Definition):
+class Firing(Neuron):
     """Base of neurons that spike when their potential reaches a threshold, and are then reset.
 
     Args:

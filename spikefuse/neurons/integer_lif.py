@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.definition import Definition, State, States
+from spikefuse.neurons.definition import Neuron, State, States
 from spikefuse.neurons.lif import leaky
 from spikefuse.neurons.parameters import Value, number, positive
 
 
-class IntegerLIF(Definition):
+class IntegerLIF(Neuron):
     """LIF neuron that emits integers from 0 to `levels` (I-LIF).
 
     Equation, per time step, with potential `v`, input `x`, output `s`::

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from spikefuse.neurons.definition import Definition, State, States
+from spikefuse.neurons.definition import Neuron, State, States
 from spikefuse.neurons.lif import leaky
 from spikefuse.neurons.parameters import Value, number
 
 
-class LI(Definition):
+class LI(Neuron):
     """Leaky integrator: outputs its potential and never fires. Use it as a readout or a synapse.
 
     Equation, per time step, with potential `v`, input `x`::

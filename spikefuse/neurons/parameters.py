@@ -14,13 +14,24 @@ from spikefuse.neurons.learnable import Learnable, as_text
 #: What a parameter may be.
 Value = float | Tensor | Learnable
 
-#: Replaced whenever an attribute of a `Holder`, or of a class of holders, is assigned or deleted.
-epoch = object()
+#: A list of one object, which is replaced at every change.
+Version = list[object]
+#: The attribute of a `Holder` with its version, if anything depends on it.
+VERSION = "_changes"
+_class_versions: dict[type, Version] = {}
 
 
-def _invalidate() -> None:
-    global epoch
-    epoch = object()
+def versions(holder: Holder) -> tuple[Version, Version]:
+    """Return two lists that change when an attribute of `holder`, or of its class, is assigned or
+    deleted. To find out later, compare them with copies."""
+    own = holder.__dict__.setdefault(VERSION, [object()])
+    return own, _class_versions.setdefault(type(holder), [object()])
+
+
+def _changed(holder: Holder) -> None:
+    version = holder.__dict__.get(VERSION)
+    if version is not None:
+        version[0] = object()
 
 
 class _HolderType(ABCMeta):
@@ -31,15 +42,21 @@ class _HolderType(ABCMeta):
 
     def __setattr__(cls, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        _invalidate()
+        _class_changed(cls)
 
     def __delattr__(cls, name: str) -> None:
         super().__delattr__(name)
-        _invalidate()
+        _class_changed(cls)
+
+
+def _class_changed(cls: type) -> None:
+    for kind, version in list(_class_versions.items()):
+        if cls in kind.__mro__:
+            version[0] = object()
 
 
 class Holder(nn.Module, metaclass=_HolderType):
-    """Base of definitions and surrogates.
+    """Base of neurons and surrogates.
 
     Tensors assigned to attributes become buffers: `.to()` moves them and `state_dict()` includes
     them. A value of any kind may replace a value of another kind.
@@ -71,6 +88,8 @@ class Holder(nn.Module, metaclass=_HolderType):
             raise AttributeError(
                 f"{type(self).__name__}.{name} is set too early: call super().__init__() first"
             )
+        if name == "training" and value is self.training:
+            return  # train() and eval() assign it to every module
         is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         if is_plain and name not in buffers:
             self.__dict__.pop(name, None)
@@ -79,23 +98,23 @@ class Holder(nn.Module, metaclass=_HolderType):
         if name in buffers and not isinstance(value, Tensor | None):
             delattr(self, name)
         super().__setattr__(name, value)
-        _invalidate()
+        _changed(self)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
-        _invalidate()
+        _changed(self)
 
     def register_buffer(self, *args: Any, **kwargs: Any) -> None:
         super().register_buffer(*args, **kwargs)
-        _invalidate()
+        _changed(self)
 
     def register_parameter(self, *args: Any, **kwargs: Any) -> None:
         super().register_parameter(*args, **kwargs)
-        _invalidate()
+        _changed(self)
 
     def add_module(self, *args: Any, **kwargs: Any) -> None:
         super().add_module(*args, **kwargs)
-        _invalidate()
+        _changed(self)
 
 
 def options(cls: type[Holder]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -111,6 +111,8 @@ class Surrogate(Holder):
         for name in learned:
             if not self.learns(name):
                 raise no_gradient(name)
+        if torch.jit.is_tracing() and not (learned or u.requires_grad):  # type: ignore[attr-defined]
+            return self.spike(u).to(u.dtype)  # programs of torch.jit can't call a Function
         return _Spike.apply(u, self, self.tangent(u.detach()) if learned else None)
 
     def _learned(self) -> Iterator[str]:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import compress, zip_longest
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from spikefuse.memory.policies import Policy, Recompute
-from spikefuse.memory.spikes import MIN_VALUES, Spikes
+from spikefuse.memory.spikes import MIN_VALUES, Spikes, saving
 from spikefuse.neurons.definition import Outputs, States
-from spikefuse.nn.constant_input import unfold
 from spikefuse.scan.execution import Results
 from spikefuse.scan.layout import unflatten_steps
 from spikefuse.scan.op import Request
@@ -27,23 +24,6 @@ from spikefuse.scan.state_passing import StatePassing
 Scan = Callable[[Request], tuple[Outputs, States]]
 
 _DEFAULT = Recompute()
-
-
-@dataclass
-class Saving:
-    """What layers save for backward during one call.
-
-    Attributes:
-        policy: of the network.
-        policies: of some neurons, by name, where they differ.
-        spikes: where neurons mark binary outputs; None if layers save spikes as they are.
-        recomputed: bytes of the states that blocks recompute, by neuron.
-    """
-
-    policy: Policy
-    policies: Mapping[str, Policy] = field(default_factory=dict)
-    spikes: Spikes | None = None
-    recomputed: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -57,11 +37,8 @@ class TemporalCall:
         initial: the initial states by neuron, None to start from rest.
         final: whether neurons return their final states, which go to `finals` by name.
         passing: where first states come from if other processes hold the steps before and after.
-        cache: what policies store between the calls of a container.
-        deferred: the tensors that layers have deferred, if any.
-        sums: in a traced graph, the results of norms and their sums with residuals, and what they
-            were computed from; None where no `SumRecorder` watches for changes of them.
-        saving: what layers save for backward; None for spikes as they are.
+        network: that is called.
+        policy: what layers save for backward.
         current: the name of the neuron that runs.
         outer: the call around this one.
     """
@@ -74,37 +51,16 @@ class TemporalCall:
     final: bool = False
     passing: StatePassing | None = None
     finals: dict[str, States] = field(default_factory=dict)
-    cache: dict[Any, Any] = field(default_factory=dict)
-    deferred: PendingResults | None = None
-    sums: list[tuple[Tensor, Any]] | None = None
-    saving: Saving | None = None
+    network: nn.Module | None = None
+    policy: Policy = _DEFAULT
     current: str = ""
     outer: TemporalCall | None = None
 
     def __enter__(self) -> None:
         self.outer, active.call = active.call, self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        try:
-            if self.deferred is not None and kind is None:
-                self.deferred.finish()
-        finally:
-            active.call = self.outer
-            if self.deferred is not None:
-                self.deferred.close()
-            if self.saving is not None and self.saving.spikes is not None:
-                self.saving.spikes.registered.clear()
-
-    @property
-    def policy(self) -> Policy:
-        """The policy of the neuron that runs."""
-        saving = self.saving
-        return _DEFAULT if saving is None else saving.policies.get(self.current, saving.policy)
-
-    @property
-    def spikes(self) -> Spikes | None:
-        """Where neurons mark binary outputs; None if layers save spikes as they are."""
-        return None if self.saving is None else self.saving.spikes
+    def __exit__(self, *error: Any) -> None:
+        active.call = self.outer
 
     def refuse_rows(self, neuron: nn.Module, request: Request) -> None:
         """Raise a ValueError if `neuron`, which is not in the network, would read all rows of the
@@ -140,75 +96,11 @@ class TemporalCall:
                     f"neuron '{name}' received shape {list(x.shape)} inside Temporal: "
                     f"expected [T*B, ...] with T = {steps}"
                 )
-            if type(x) is Tensor:
-                inputs.append(unflatten_steps(x, steps))
-            else:
-                inputs.append(unfold(x, steps))
+            inputs.append(unflatten_steps(x, steps))
         state = None if self.initial is None else self.initial.get(name) or None
         return Request(
             tuple(inputs), state, self.impl, self.final, False, self.passing, request.outputs
         )
-
-
-class SumRecorder(TorchFunctionMode):
-    """Records the sums of norms and residuals in a traced graph, see `TemporalCall.sums`."""
-
-    def __init__(self, call: TemporalCall) -> None:
-        super().__init__()
-        self.call, call.sums = call, []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.unflatten:
-            func = torch.unflatten  # the method calls super(), which Dynamo does not trace here
-        y, sums = func(*args, **(kwargs or {})), self.call.sums
-        assert sums is not None
-        if func in ADDITIONS and len(args) == 2 and not kwargs:
-            # Of two norms, the one called last is the first of the block.
-            for value, norm in reversed(sums):
-                if value is args[0] or value is args[1]:
-                    other = args[1] if value is args[0] else args[0]
-                    extended = norm.extended(other, [n for v, n in sums if v is other])
-                    if extended is not None:
-                        sums.append((y, extended))
-                    break
-        elif _changes(func, args, kwargs or {}):
-            # Also a view of what the sums are computed from, or a parameter of a norm.
-            sums.clear()
-        elif func not in METADATA:
-            read: list[Any] = []
-            for x in (*args, *(kwargs or {}).values()):
-                read += x if isinstance(x, list | tuple) else [x]
-            # In place: Dynamo forgets what is assigned to the attribute once a tensor has a hook.
-            sums[:] = [(value, norm) for value, norm in sums if not any(value is x for x in read)]
-        return y
-
-
-def _changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function changes one of its arguments that a norm may read."""
-    name = func.__name__
-    in_place = name[-1] == "_" and name[-2:] != "__"
-    assigns = name[:3] == "__i" or name == "__setitem__"
-    if (in_place or assigns) and isinstance(args[0], Tensor):
-        return args[0].is_floating_point()  # unlike the number of batches
-    return in_place or assigns or "out" in kwargs or bool(kwargs.get("inplace"))
-
-
-ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
-#: Functions that read no values.
-METADATA = {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.ndimension,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.__len__,
-    Tensor.is_floating_point,
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "ndim", "dtype", "device", "layout", "is_cuda", "is_cpu")
-    ),
-    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-}
 
 
 class Observer:
@@ -229,23 +121,6 @@ class Observer:
         if self.outer is not None:
             self.outer.pool(x, y)
 
-    def checkpoint(self, modules: Iterable[nn.Module]) -> None:
-        """See the modules that a policy recomputes in backward."""
-        if self.outer is not None:
-            self.outer.checkpoint(modules)
-
-
-class PendingResults(Protocol):
-    """The deferred tensors of a call."""
-
-    def finish(self) -> None:
-        """Compute the tensors that were not read; called when the network has returned."""
-        ...
-
-    def close(self) -> None:
-        """Release the tensors, also after an exception."""
-        ...
-
 
 class _Active(threading.local):
     """The innermost Temporal call of each thread, and its observer."""
@@ -254,6 +129,8 @@ class _Active(threading.local):
         # An attribute of the instance from the start: torch.compile guards on its presence.
         self.call: TemporalCall | None = None
         self.observer: Observer | None = None
+        #: Where neurons register binary outputs, None if layers save spikes as they are.
+        self.spikes: Spikes | None = None
 
 
 active = _Active()
@@ -279,86 +156,30 @@ def observing(observer: Observer) -> Iterator[None]:
         active.observer = observer.outer
 
 
+@contextlib.contextmanager
+def saving_spikes(policy: Policy) -> Iterator[None]:
+    """Let layers save spikes as `policy` says in a `with` block."""
+    outer = active.spikes
+    spikes, hooks = saving(policy)
+    active.spikes = spikes
+    try:
+        with hooks:
+            yield
+    finally:
+        active.spikes = outer
+        if spikes is not None:
+            spikes.registered.clear()
+
+
 def wants_bits(x: Tensor) -> bool:
     """Whether the binary outputs of a neuron that reads `x` should be returned as bits, too."""
-    call = active.call
-    if call is None or call.saving is None or call.saving.spikes is None:
+    if torch.compiler.is_compiling():
         return False
-    packs = x.numel() >= MIN_VALUES and call.policy.packs_spikes
-    return packs and not torch.compiler.is_compiling()
+    return active.spikes is not None and x.numel() >= MIN_VALUES
 
 
 def mark_binary(results: Results, binary: tuple[bool, ...]) -> None:
-    """Mark binary outputs in a call that `wants_bits`, so that layers save them as bits."""
-    call = active.call
-    assert call is not None and call.saving is not None and call.saving.spikes is not None
-    register = call.saving.spikes.register
+    """Register binary outputs, so that layers save them as bits."""
+    assert active.spikes is not None
     for y, bits in zip_longest(compress(results.outputs, binary), results.bits):
-        register(y, call.current, bits)
-
-
-class _Folding(NamedTuple):
-    """How a neuron read its rows in an earlier call."""
-
-    num_steps: int
-    impl: str
-    has_state: bool
-
-
-# By neuron and number of rows: its folding, None for a call outside Temporal, or `_AMBIGUOUS`.
-# torch.utils.checkpoint calls neurons a second time during backward, when the call of Temporal is
-# over, and offers nothing that could travel with its tensors.
-_foldings: WeakKeyDictionary[nn.Module, dict[int, Any]] = WeakKeyDictionary()
-_AMBIGUOUS = object()
-
-
-def remember(neuron: nn.Module, inputs: tuple[Tensor, ...], call: TemporalCall | None) -> None:
-    """Remember how a call reads its rows, for `recall`."""
-    folding: Any = None
-    if call is not None:
-        has_state = call.initial is not None or call.passing is not None
-        folding = _Folding(call.num_steps, call.impl, has_state)
-    seen = _foldings.get(neuron)
-    if seen is None:
-        seen = _foldings[neuron] = {}
-    x = inputs[0] if inputs else None
-    rows = x.shape[0] if isinstance(x, Tensor) and x.ndim else 0
-    if rows not in seen and len(seen) >= 512:
-        del seen[next(iter(seen))]
-    if seen.setdefault(rows, folding) != folding:
-        seen[rows] = _AMBIGUOUS
-
-
-def recall(neuron: nn.Module, inputs: tuple[Tensor, ...]) -> TemporalCall | None:
-    """The call in which a neuron is recomputed during backward; None outside Temporal.
-
-    Raises:
-        RuntimeError: the call is ambiguous, or the neuron began from a state.
-    """
-    folding = _foldings.get(neuron, {}).get(inputs[0].shape[0])
-    if folding is None:
-        return None
-    if folding is _AMBIGUOUS or folding.has_state:
-        raise RuntimeError(
-            "a neuron is recomputed for torch.utils.checkpoint, but its number of time steps or "
-            "its state is no longer known: checkpoint the whole Temporal"
-        )
-    return TemporalCall(folding.num_steps, {id(neuron): ""}, impl=folding.impl)
-
-
-def require_temporal(module: nn.Module, args: Any) -> None:
-    """Forward pre-hook of a network that `convert` has made for one time step.
-
-    Raises:
-        ValueError: the network is called outside `Temporal`, and not recomputed for
-            torch.utils.checkpoint.
-    """
-    if active.call is not None:
-        return
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
-        raise ValueError(
-            f"{type(module).__name__} was converted for one time step and is called outside "
-            "Temporal, where its neurons would read the batch as time: in place of a loop over "
-            "time call spikefuse.Temporal(net)(x) with x [T, B, ...]; for one step after another "
-            "use spikefuse.Stream(spikefuse.Temporal(net))"
-        )
+        active.spikes.register(y, bits)

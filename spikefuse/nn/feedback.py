@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spikefuse.neurons.definition import FIRST_OUTPUT, Outputs, States
+from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, Outputs, States
 from spikefuse.nn.neuron import (
-    Neuron,
     backend_of,
+    call_neuron,
     check_inputs,
     check_module,
     checked_names,
     refuse_class,
+    scan_neuron,
 )
 from spikefuse.nn.recurrent import NO_SHARDS
 from spikefuse.scan.op import Request
@@ -75,7 +76,7 @@ class Feedback(nn.Module):
     ) -> Any:
         names = () if outputs is None else checked_names(outputs)
         request = Request((x,), state, impl, return_state, outputs=names)
-        return self.neuron.call(self._scan, request)
+        return call_neuron(self.neuron, self._scan, request)
 
     def receive(self, x: Tensor, spikes: Tensor) -> Tensor:
         """Return what the neurons receive in one step, of the shape of `x`."""
@@ -107,7 +108,9 @@ class Feedback(nn.Module):
         steps = []
         for now in x.unbind(0):
             received = self.receive(now, spikes).unsqueeze(0)
-            found, own = neuron._scan(Request((received,), own, backend, True, outputs=names))
+            found, own = scan_neuron(
+                neuron, Request((received,), own, backend, True, outputs=names)
+            )
             if len(found) > 1 and not names:
                 raise TypeError(f"neuron {neuron!r} has {len(found)} outputs: expected one")
             spikes = found[0].squeeze(0)

@@ -1,4 +1,4 @@
-"""The generic neuron module; `zoo.py` has the models of `spikefuse.neurons` on top of it."""
+"""How a neuron runs: alone or inside `Temporal`, checked, in a kernel or in the eager loop."""
 
 from __future__ import annotations
 
@@ -8,129 +8,75 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spikefuse import reference
-from spikefuse.neurons.definition import Definition, Outputs, States, with_outputs
-from spikefuse.nn.call import Scan, active, mark_binary, recall, remember, wants_bits
+from spikefuse import neurons, reference
+from spikefuse.neurons.definition import Neuron, Outputs, States, with_outputs
+from spikefuse.nn.call import Scan, active, mark_binary, wants_bits
+from spikefuse.nn.checkpoint import refuse_recomputation
 from spikefuse.scan import op
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import Request
-
-
-class Deferred:
-    """A tensor that a neuron computes together with what it reads, as one block."""
-
-    def block(self, neuron: Neuron) -> tuple[Scan, tuple[Tensor, ...]]:
-        """The scan of that block, and its inputs."""
-        raise NotImplementedError
 
 
 IMPLEMENTATIONS = ("auto", "triton", "numba", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Neuron(Definition):
-    """Base class of neuron modules; subclass it to write your own.
+def forward(
+    neuron: Neuron,
+    *inputs: Tensor,
+    state: States | None = None,
+    return_state: bool = False,
+    impl: str = "auto",
+    outputs: tuple[str, ...] | None = None,
+) -> Any:
+    """Run a neuron over time; see `Neuron`."""
+    names = () if outputs is None else checked_names(outputs)
+    scan: Scan = partial(scan_neuron, neuron)
+    return call_neuron(neuron, scan, Request(inputs, state, impl, return_state, outputs=names))
 
-    Declare states on the class, parameters in `__init__`, and one time step in `step`: see
-    `spikefuse.neurons.definition.Definition` for the contract. The model is then fused over all
-    time steps, forward and backward, on GPU and CPU.
 
-    Call: `neuron(x, ..., state=None, return_state=False, impl="auto", outputs=None)`
+# `spikefuse.neurons` knows neither kernels nor `Temporal`.
+Neuron.forward = forward
 
-    Args:
-        inputs: one or several tensors of one shape `[T, B, ...]`, float32, bfloat16 or float16.
-            Dim 0 is time whatever the number of dims: `[B, F]` is read as B steps of F samples,
-            and `x.unsqueeze(0)` as one step of B samples.
-        state: one floating-point tensor `[B, ...]` per declared state, converted to float32, or
-            None to start from rest.
-        return_state: also return the final state, as a tuple of float32 tensors.
-        impl: "auto" (Triton on a GPU, Numba on a CPU), "triton", "numba", or "reference" (the
-            eager loop, any device, also float64).
-        outputs: names of what to return over time, all of it differentiable: a declared state
-            (its value after the step, for `LIF` after the reset), "spikes" for the output of
-            `step`, or "output0", "output1", ... if it has several. An output takes precedence over
-            a state of the same name. For example, for a loss on the membrane::
 
-                spikes, v = sf.LIF()(x, outputs=("spikes", "v"))
+def call_neuron(neuron: Neuron, scan: Scan, request: Request) -> Any:
+    """Call a neuron by its own scan or by that of a layer around it."""
+    call = active.call
+    if call is not None and id(neuron) not in call.names:
+        call.refuse_rows(neuron, request)
+        call = None
+    elif call is None and not torch.compiler.is_compiling():
+        refuse_recomputation(neuron)
+    if active.observer is not None:
+        scan = partial(active.observer.scan, neuron, scan)
+    if call is not None:
+        request = call.unfolded(neuron, request)
+        # Not read below: Dynamo forgets what is assigned to it once a tensor has a hook.
+        call.current = name = call.names[id(neuron)]
+    outputs, finals = scan(request)
+    is_single = len(outputs) == 1 and not request.outputs
+    if call is not None:
+        call.finals[name], call.current = finals, ""
+        if is_single:
+            return flatten_steps(outputs[0])
+        return tuple(map(flatten_steps, outputs))
+    result = outputs[0] if is_single else outputs
+    return (result, finals) if request.final else result
 
-    Returns:
-        The output `[T, B, ...]` in the dtype of the inputs (a tuple if `step` has several, or with
-        `outputs`), and with `return_state` a pair (output, state).
 
-    Raises:
-        TypeError, ValueError: inputs or states of the wrong dtype, shape or number, or `outputs`
-            that the neuron does not have.
-        UnsupportedOperation: `step` uses an operation that cannot be compiled.
-    """
-
-    def forward(
-        self,
-        *inputs: Tensor,
-        state: States | None = None,
-        return_state: bool = False,
-        impl: str = "auto",
-        outputs: tuple[str, ...] | None = None,
-    ) -> Any:
-        names = () if outputs is None else checked_names(outputs)
-        scan: Scan = self._scan
-        if len(inputs) == 1 and isinstance(inputs[0], Deferred):
-            scan, inputs = inputs[0].block(self)
-        elif torch.compiler.is_compiling() and active.call is not None:
-            for value, norm in active.call.sums or ():
-                if value is inputs[0] and norm.can_fuse(self):
-                    scan, inputs = norm.block(self)
-        return self.call(scan, Request(inputs, state, impl, return_state, outputs=names))
-
-    def __prepare_scriptable__(self) -> Any:
-        raise NotImplementedError(f"torch.jit.script does not compile neurons. {op.NO_EXPORT}")
-
-    def _replicate_for_data_parallel(self) -> Any:
-        raise NotImplementedError(
-            "nn.DataParallel splits dim 0 of its inputs, which is time: use "
-            "torch.nn.parallel.DistributedDataParallel, with a process for each GPU"
-        )
-
-    def call(self, scan: Scan, request: Request) -> Any:
-        """`forward`, by the scan of this neuron or of a block around it."""
-        call = active.call
-        if call is not None and id(self) not in call.names:
-            call.refuse_rows(self, request)
-            call = None
-        if not torch.compiler.is_compiling():
-            if active.call is None and torch._C._current_graph_task_id() != -1:
-                call = recall(self, request.inputs)
-            else:
-                remember(self, request.inputs, call)
-        if active.observer is not None:
-            scan = partial(active.observer.scan, self, scan)
-        if call is not None:
-            request = call.unfolded(self, request)
-            # Not read below: Dynamo forgets what is assigned to it once a tensor has a hook.
-            call.current = name = call.names[id(self)]
-        outputs, finals = scan(request)
-        is_single = len(outputs) == 1 and not request.outputs
-        if call is not None:
-            call.finals[name], call.current = finals, ""
-            if is_single:
-                return flatten_steps(outputs[0])
-            return tuple(map(flatten_steps, outputs))
-        result = outputs[0] if is_single else outputs
-        return (result, finals) if request.final else result
-
-    def _scan(self, request: Request) -> tuple[Outputs, States]:
-        inputs, state = request.inputs, request.state
-        backend = backend_of(inputs, request.backend)
-        check_inputs(self, type(self).input_names, inputs, state, backend)
-        if backend == "reference":
-            return reference.scan(with_outputs(self, request.outputs), inputs, state)
-        bits = wants_bits(inputs[0])
-        request = Request(
-            inputs, state, backend, request.final, bits, request.passing, request.outputs
-        )
-        results, binary = op.scan(self, request)
-        if request.bits:
-            mark_binary(results, binary)
-        return tuple(results.outputs), tuple(results.finals)
+def scan_neuron(neuron: Neuron, request: Request) -> tuple[Outputs, States]:
+    """Run a neuron on inputs `[T, B, ...]`: (outputs, final states)."""
+    inputs, state = request.inputs, request.state
+    backend = backend_of(inputs, request.backend)
+    check_inputs(neuron, type(neuron).input_names, inputs, state, backend)
+    if backend == "reference":
+        return reference.scan(with_outputs(neuron, request.outputs), inputs, state)
+    bits = wants_bits(inputs[0])
+    request = Request(inputs, state, backend, request.final, bits, request.passing, request.outputs)
+    results, binary = op.scan(neuron, request)
+    if request.bits:
+        mark_binary(results, binary)
+    return tuple(results.outputs), tuple(results.finals)
 
 
 def checked_names(outputs: tuple[str, ...]) -> tuple[str, ...]:
@@ -175,7 +121,7 @@ def refuse_class(name: str, value: Any) -> None:
     """Raise a TypeError if an argument is a class of modules instead of an instance."""
     if isinstance(value, type) and issubclass(value, nn.Module):
         kind = value.__name__
-        call = f"sf.{kind}()" if value.__module__ == "spikefuse.nn.zoo" else f"{kind}(...)"
+        call = f"sf.{kind}()" if value is getattr(neurons, kind, None) else f"{kind}(...)"
         raise TypeError(f"{name} is the class {kind}: expected an instance, as in {call}")
 
 

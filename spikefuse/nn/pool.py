@@ -79,9 +79,33 @@ def max_pool2d(
         y = pool.max_pool2d(input, maps, backend)
         if active.observer is not None:
             active.observer.pool(input, y)
-    if active.call is not None and active.call.spikes is not None:
-        active.call.spikes.register_selection(y, input)
+    if active.spikes is not None:
+        active.spikes.register_selection(y, input)
     return y
+
+
+def avg_pool2d(
+    input: Tensor,
+    kernel_size: Size,
+    stride: Size | None = None,
+    padding: Size = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
+    """Compute `torch.nn.functional.avg_pool2d`, with the same arguments.
+
+    On a GPU, a kernel computes windows that lie inside the input; PyTorch's kernels for channels-last memory
+    take several times as long. PyTorch computes everything else.
+    """
+    if divisor_override is None and _backend(input) == "triton":
+        window = _window(kernel_size, stride or kernel_size, padding, ceil_mode)
+        maps = None if window is None else pool.maps_of(input, window)
+        if maps is not None and maps.is_whole:
+            return pool.avg_pool2d(input, maps)
+    return F.avg_pool2d(
+        input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+    )
 
 
 def _backend(x: Tensor) -> str:

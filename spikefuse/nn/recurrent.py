@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse import reference
-from spikefuse.neurons.definition import FIRST_OUTPUT, Outputs, States, with_outputs
+from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, Outputs, States, with_outputs
 from spikefuse.nn.call import mark_binary, wants_bits
-from spikefuse.nn.neuron import Neuron, backend_of, check_inputs, checked_names, refuse_class
+from spikefuse.nn.neuron import backend_of, call_neuron, check_inputs, checked_names, refuse_class
 from spikefuse.scan.op import Request
 from spikefuse.scan.recurrent import recurrent_scan
 
@@ -138,7 +138,7 @@ class Recurrent(nn.Module):
     ) -> Any:
         names = () if outputs is None else checked_names(outputs)
         request = Request(inputs, state, impl, return_state, outputs=names)
-        return self.neuron.call(self._scan, request)
+        return call_neuron(self.neuron, self._scan, request)
 
     def _scan(self, request: Request) -> tuple[Outputs, States]:
         neuron, state, inputs = self.neuron, request.state, request.inputs

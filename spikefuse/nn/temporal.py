@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -14,13 +13,11 @@ from torch.utils import _pytree as pytree
 
 from spikefuse.kernels.norm import by_batch
 from spikefuse.kernels.triton_runtime import prepare
-from spikefuse.memory.policies import Auto, Policy, Recompute
-from spikefuse.memory.saved_tensors import SavedTensors, can_measure
-from spikefuse.memory.spikes import saving
-from spikefuse.neurons.definition import States
-from spikefuse.nn.call import Saving, SumRecorder, TemporalCall
-from spikefuse.nn.constant_input import fold
-from spikefuse.nn.neuron import DTYPES, IMPLEMENTATIONS, Neuron, check_module
+from spikefuse.memory.policies import Checkpoint, Policy, Recompute
+from spikefuse.neurons.definition import Neuron, States
+from spikefuse.nn.call import TemporalCall, saving_spikes
+from spikefuse.nn.checkpoint import containers
+from spikefuse.nn.neuron import DTYPES, IMPLEMENTATIONS, check_module
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import refuse_export
 from spikefuse.scan.state_passing import StatePassing
@@ -79,9 +76,7 @@ class Temporal(nn.Module):
 
     Args:
         net: the network.
-        memory: what is saved for backward, a policy of `spikefuse.memory`; None for `Recompute()`,
-            "auto" for `Auto(budget)`.
-        budget: in GB, with "auto".
+        memory: what is saved for backward, a policy of `spikefuse.memory`; None for `Recompute()`.
         batch_first: whether inputs and outputs are `[B, T, ...]` instead of `[T, B, ...]`.
 
     Call: `Temporal(net)(*inputs, state=None, return_state=False, impl="auto", **kwargs)`
@@ -89,8 +84,8 @@ class Temporal(nn.Module):
     Args:
         inputs, kwargs: the arguments of the network, in any nesting. Each tensor is `[T, B, ...]`,
             with the same T and B; or `Events` of T steps and B samples for a network that begins
-            with an `EventLinear`. Other objects are passed on as they are. `Checkpoint` takes one
-            tensor and nothing else, and time sharding one tensor among the arguments.
+            with an `EventLinear`. Other objects are passed on as they are. Time sharding takes
+            one tensor among the arguments.
         state: the state that an earlier call returned, or None to start from rest.
         return_state: also return the final state, a dict from each neuron's name in `net` to its
             tuple of states; passed as `state=` to the next call, it continues the sequence. A
@@ -108,11 +103,16 @@ class Temporal(nn.Module):
             read.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # Copies and unpickled containers have no other moment in common.
+        container = super().__new__(cls)
+        containers.add(container)
+        return container
+
     def __init__(
         self,
         net: nn.Module,
-        memory: Policy | Auto | str | None = None,
-        budget: float | None = None,
+        memory: Policy | None = None,
         batch_first: bool = False,
     ) -> None:
         super().__init__()
@@ -120,27 +120,19 @@ class Temporal(nn.Module):
         if any(isinstance(m, Temporal) for m in net.modules()):
             raise ValueError("a Temporal inside a Temporal: wrap the outermost network only")
         _refuse_foreign("", net)
-        if (memory == "auto") != (budget is not None):
-            raise ValueError(
-                f"memory is {memory!r} and budget {budget!r}: expected a budget in GB with "
-                'memory="auto", and with nothing else'
-            )
-        chosen = Recompute() if memory is None else memory
-        if budget is not None:
-            chosen = Auto(budget)
-        if not isinstance(chosen, Policy | Auto):
+        if not isinstance(memory, Policy | None):
             hint = "; wrap layers in nn.Sequential" if isinstance(memory, nn.Module) else ""
             raise TypeError(
-                f"memory is {memory!r}: expected None, a policy of spikefuse.memory (SaveAll(), "
-                f'Recompute(), Bits(), Checkpoint() or Auto(budget)), or "auto" with a budget{hint}'
+                f"memory is {memory!r}: expected None or a policy of spikefuse.memory (SaveAll(), "
+                f"Recompute(), Bits() or Checkpoint()){hint}"
             )
         self.net = net
-        self.memory: Policy | Auto = chosen
+        self.memory: Policy = memory or Recompute()
         self.batch_first = batch_first
-        # What policies store between calls, such as the choices for a budget.
-        self._cache: dict[Any, Any] = {}
         #: Connects the neurons to processes that hold other steps of a sequence.
         self.passing: StatePassing | None = None
+        #: Runs `run_folded` as a fused graph, see `spikefuse.fuse`; None to call it.
+        self.captured: Callable[..., Any] | None = None
         self._prepare()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
@@ -153,14 +145,6 @@ class Temporal(nn.Module):
         first = next(self.parameters(), None)
         if first is not None and first.is_cuda:
             prepare()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy may get another network, so it measures again.
-        return {**self.__dict__, "_cache": {}}
-
-    @property
-    def _recomputes(self) -> bool:
-        return isinstance(self.memory, Policy) and self.memory.recomputes_network
 
     def extra_repr(self) -> str:
         shown = ["batch_first=True"] if self.batch_first else []
@@ -194,37 +178,24 @@ class Temporal(nn.Module):
         if self.batch_first:
             num_steps, batch = batch, num_steps
         names = dict(zip(map(id, neurons.values()), neurons, strict=True))
-        call = TemporalCall(num_steps, names, batch, impl, state, return_state, cache=self._cache)
-        call.passing = self.passing
+        call = TemporalCall(num_steps, names, batch, impl, state, return_state)
+        call.passing, call.network, call.policy = self.passing, self.net, self.memory
         if call.passing is not None:
             self._begin(call.passing, sequences, call)
-        hooks: contextlib.AbstractContextManager[Any]
-        if torch.compiler.is_compiling():
-            hooks = SumRecorder(call)
-        elif isinstance(self.memory, Auto):
-            hooks = self._within_budget(self.memory, sequences, call)
-        else:
-            spikes, hooks = saving(self.memory)
-            call.saving = Saving(self.memory, {}, spikes)
+        args: Sequence[Any] = inputs
+        if self.batch_first:
+            args, kwargs = pytree.tree_map_only(Tensor, _swap_dims, (args, kwargs))
+        if self.captured is None and self.memory.capture is not None:
+            self.captured = self.memory.capture()
         try:
-            with hooks, call:
-                rows = []
-                # Processes that share statistics must take the same path.
-                shares = call.passing is not None and call.passing.statistics is not None
-                for x in leaves:
-                    if isinstance(x, Tensor):
-                        x = x.transpose(0, 1) if self.batch_first else x
-                        is_constant = x.stride(0) == 0 and not shares
-                        x = fold(x, self.net) if is_constant else flatten_steps(x)
-                    rows.append(x)
-                run = None if isinstance(self.memory, Auto) else self.memory.run
-                if run is not None:
-                    folded = run(self.net, call, rows[0])
-                elif tree is None:
-                    folded = self.net(rows[0])
+            with call:
+                if self.captured is not None and impl != "reference":
+                    folded = self.captured(run_folded, self.net, args, kwargs)
+                elif torch.compiler.is_compiling():
+                    folded = run_folded(self.net, args, kwargs)
                 else:
-                    args, kwargs = pytree.tree_unflatten(rows, tree)
-                    folded = self.net(*args, **kwargs)
+                    with saving_spikes(self.memory):
+                        folded = run_folded(self.net, args, kwargs)
         except Exception as error:
             if not torch.compiler.is_compiling():
                 error.add_note(self._reading(sequences, num_steps, batch))
@@ -257,26 +228,6 @@ class Temporal(nn.Module):
         y = y.unsqueeze(0) if num_steps == 1 else y.unflatten(0, (num_steps, batch))
         return y.transpose(0, 1) if self.batch_first else y
 
-    @contextlib.contextmanager
-    def _within_budget(
-        self, auto: Auto, sequences: Sequence[Tensor | SparseSequence], call: TemporalCall
-    ) -> Iterator[None]:
-        """Save what a budget allows; the first call measures it."""
-        description = auto, *map(_described, sequences), call.impl, self.training
-        is_known = description in self._cache or not can_measure()
-        policy, policies = self._cache.get(description, (Recompute(), {}))
-        saved = SavedTensors()
-        with contextlib.nullcontext() if is_known else saved.hooks():
-            spikes, hooks = saving(policy)
-            call.saving = Saving(policy, policies, spikes)
-            with hooks:
-                yield
-        if not is_known:
-            own = {y.untyped_storage().data_ptr() for y in (*self.parameters(), *self.buffers())}
-            num_bytes = sum(size.now for size in saved.sizes(own))
-            packed = {} if spikes is None else spikes.reductions
-            self._cache[description] = auto.choose(num_bytes, call.saving.recomputed, packed)
-
     def _begin(
         self,
         passing: StatePassing,
@@ -301,7 +252,7 @@ class Temporal(nn.Module):
         mode = "training" if self.training else "evaluation"
         gradients = "with" if torch.is_grad_enabled() else "without"
         wanted = ", x requires grad" if x.requires_grad else ""
-        memory = f", {self.memory}" if self._recomputes else ""
+        memory = f", {self.memory}" if isinstance(self.memory, Checkpoint) else ""
         about = f"{type(self.net).__name__} in {mode} {gradients} gradients{wanted}{memory}"
         x = x.transpose(0, 1) if self.batch_first else x
         passing.begin(x, about, call.initial is not None)
@@ -338,9 +289,6 @@ class Temporal(nn.Module):
             kinds = [f"a {type(x).__name__}" for x in (*args, *kwargs.values())]
             description = " and ".join(kinds) or "missing"
             raise TypeError(f"the input is {description}: expected a tensor {expected}")
-        if tree is not None and self._recomputes:
-            kind = type(leaves[0]).__name__ if len(leaves) == 1 else "several or nested arguments"
-            raise ValueError(f"memory=Checkpoint() takes a tensor, not {kind}: use another policy")
         return sequences
 
     def _reading(
@@ -363,6 +311,18 @@ class Temporal(nn.Module):
             f"{read}, since sequences are {other}: for a static image use "
             f"spikefuse.nn.encode.direct or unsqueeze; {order}"
         )
+
+
+def run_folded(net: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call `net`, written for one time step, on sequences `[T, B, ...]` folded into the batch."""
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+        return net(flatten_steps(args[0]))
+    args, kwargs = pytree.tree_map_only(Tensor, flatten_steps, (args, kwargs))
+    return net(*args, **kwargs)
+
+
+def _swap_dims(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)
 
 
 def neurons_of(net: nn.Module, one_step: bool = False) -> dict[str, Neuron]:
@@ -462,12 +422,3 @@ def _time_first(x: Any) -> ValueError:
         f"batch_first=True and {type(x).__name__}, which are time first: use a Temporal without "
         "batch_first"
     )
-
-
-def _described(x: Tensor | SparseSequence) -> tuple[Hashable, ...]:
-    """What determines how much a network saves for `x`, except for its events."""
-    device = x.device.type
-    amp = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    if not isinstance(x, Tensor):
-        return *x.sequence_signature(), amp
-    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, amp

@@ -126,9 +126,13 @@ def flatten_steps(x: Tensor) -> Tensor:
     """`x.flatten(0, 1)`, in canonical strides where it has one step.
 
     The strides that `flatten` and `unflatten` give a single sample in channels-last, (C, 1, ...),
-    are misread by torch's native batch norm on a CPU: its gradient is wrong.
+    are misread by torch's native batch norm on a CPU: its gradient is wrong. With a dynamic batch
+    size, the steps are copied: torch.export can't prove that a flattened view may be unflattened.
     """
-    return x.squeeze(0) if x.shape[0] == 1 else x.flatten(0, 1)
+    shape = x.shape
+    if shape[0] == 1:
+        return x.squeeze(0)
+    return x.flatten(0, 1) if isinstance(shape[1], int) else torch.cat(x.unbind(0))
 
 
 def unflatten_steps(x: Tensor, num_steps: int) -> Tensor:

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from spikefuse.compiler.adjoint import has_gradient
 from spikefuse.kernels.triton_runtime import interpreted
-from spikefuse.neurons.definition import Definition, States, channel_view, with_outputs
+from spikefuse.neurons.definition import Neuron, States, channel_view, with_outputs
 from spikefuse.neurons.surrogate import no_gradient
 from spikefuse.scan import state_passing
 from spikefuse.scan.double_backward import no_double_backward, refuse_double_backward
@@ -86,7 +86,7 @@ class ProgramChoice(NamedTuple):
     params: list[Tensor]
 
 
-def scan(definition: Definition, request: Request) -> tuple[Results, tuple[bool, ...]]:
+def scan(definition: Neuron, request: Request) -> tuple[Results, tuple[bool, ...]]:
     """Run `definition` over dim 0 of the inputs in one kernel; see `spikefuse.reference.scan`.
 
     Returns:
@@ -302,7 +302,7 @@ class ScanCall(Call):
 
 
 def choose(
-    definition: Definition, backend: str, x: Tensor, outputs: tuple[str, ...] = ()
+    definition: Neuron, backend: str, x: Tensor, outputs: tuple[str, ...] = ()
 ) -> ProgramChoice:
     """The program of a definition on a backend, for inputs like `x`; see `Request.outputs`."""
     if torch.compiler.is_compiling():
@@ -333,17 +333,18 @@ def choose(
 
 
 def _prepare(
-    definition: Definition, backend: str, kinds: Kinds, outputs: tuple[str, ...]
+    definition: Neuron, backend: str, kinds: Kinds, outputs: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...], tuple[bool, ...]]:
     definition = with_outputs(definition, outputs)
-    made = prepare(definition, backend, definition.describe()[1], kinds)
+    made = prepare(definition, backend, definition.description().statics, kinds)
     return made.name, made.step.params, made.step.binary
 
 
 def refuse_export() -> None:
-    """Raise NotImplementedError inside torch.export and torch.jit.trace."""
-    # In torch 2.11, is_exporting() is True in every graph of torch.compile; its flag is not.
-    if torch.compiler._is_exporting_flag or torch._C._get_tracing_state() is not None:
+    """Raise NotImplementedError inside torch.export and torch.jit.trace, except where TorchDynamo
+    reads this code: it calls `fake`, and in torch 2.11 knows no exports from other graphs."""
+    is_exported = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    if is_exported or torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise NotImplementedError(NO_EXPORT)
 
 
@@ -379,7 +380,7 @@ def check_backend(backend: str, x: Tensor) -> None:
             )
 
 
-def check_param(definition: Definition, name: str, value: Tensor, x: Tensor) -> None:
+def check_param(definition: Neuron, name: str, value: Tensor, x: Tensor) -> None:
     """Refuse a tensor parameter of a wrong shape, on another device than `x`, or that a step gives
     no gradient.
 
@@ -424,7 +425,12 @@ def implement(name: str, function: Callable[..., Any], fake: Callable[..., Any])
     for key in ("CPU", "CUDA"):
         # torch.compile must call it, not trace it.
         library.impl(name, _disable_dynamo(function), key)
-    torch.library.register_fake(f"spikefuse::{name}", fake, lib=library)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        refuse_export()
+        return fake(*args, **kwargs)
+
+    torch.library.register_fake(f"spikefuse::{name}", checked, lib=library)
 
 
 def register(cls: type[Call]) -> None:

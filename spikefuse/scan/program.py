@@ -23,7 +23,8 @@ from spikefuse.compiler import (
 from spikefuse.compiler.adjoint import Reverse, reverse_step
 from spikefuse.compiler.trace import Step, trace_step
 from spikefuse.compiler.variables import KERNELS, Variables
-from spikefuse.neurons.definition import Definition
+from spikefuse.neurons.definition import Neuron
+from spikefuse.neurons.description import bind
 from spikefuse.scan import cache
 from spikefuse.scan.layout import Layout
 
@@ -142,6 +143,8 @@ class Program:
     reverse: Reverse
     backend: str
     kinds: tuple[str, ...]
+    #: What was traced, without the values of its tensors.
+    definition: Any = field(default=None, compare=False, repr=False)
     #: By the arguments of `source`.
     modules: dict[tuple[Any, ...], ModuleType] = field(default_factory=dict)
 
@@ -254,13 +257,11 @@ def kinds_of(values: Mapping[str, float | Tensor]) -> Kinds:
     return tuple([(name, kind(value)) for name, value in values.items()])
 
 
-def prepare(
-    definition: Definition, backend: str, statics: tuple[Any, ...], kinds: Kinds
-) -> Program:
+def prepare(definition: Neuron, backend: str, statics: tuple[Any, ...], kinds: Kinds) -> Program:
     """The program of a definition.
 
     Args:
-        statics: the constants of `definition.describe()`.
+        statics: those of the description of `definition`.
     """
     signature = (statics, backend, kinds)
     found = _by_signature.get(signature)
@@ -268,8 +269,16 @@ def prepare(
         return found
     with _compiling:
         step, reverse = _without_modes(_trace, definition, dict(kinds))
-        made = Program(step, reverse, backend, tuple(dict(kinds)[name] for name in step.params))
+        names = tuple(dict(kinds)[name] for name in step.params)
+        made = Program(step, reverse, backend, names, _without_modes(_skeleton, definition))
         return _by_signature.setdefault(signature, _by_name.setdefault(made.name, made))
+
+
+def _skeleton(definition: Neuron) -> Neuron:
+    """A copy that holds one number in place of each tensor."""
+    values = {name: x if isinstance(x, float) else torch.zeros(x.shape and (1,))
+              for name, x in definition.values().items()}  # fmt: skip
+    return bind(definition, values)
 
 
 def _without_modes(trace: Callable[..., T], *args: Any) -> T:
@@ -279,13 +288,13 @@ def _without_modes(trace: Callable[..., T], *args: Any) -> T:
         return thread.submit(trace, *args).result()
 
 
-def traced(definition: Definition) -> Step:
+def traced(definition: Neuron) -> Step:
     """One step of a definition, without its derivatives; see `trace_step`."""
     with _compiling:
         return _without_modes(trace_step, definition)
 
 
-def _trace(definition: Definition, kinds: dict[str, str]) -> tuple[Step, Reverse]:
+def _trace(definition: Neuron, kinds: dict[str, str]) -> tuple[Step, Reverse]:
     step = trace_step(definition)
     # A float is not learned, so operations that only its gradient needs may lack a kernel.
     learned = [name for name, kind in kinds.items() if kind != FLOAT]

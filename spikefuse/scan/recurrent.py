@@ -19,7 +19,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.definition import FIRST_OUTPUT, Definition
+from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron
 from spikefuse.scan.execution import (
     Arguments,
     Flags,
@@ -40,7 +40,7 @@ CHUNK_VALUES = 1 << 22
 
 
 def recurrent_scan(
-    definition: Definition, request: Request, weight: Tensor
+    definition: Neuron, request: Request, weight: Tensor
 ) -> tuple[Results, tuple[bool, ...]]:
     """Run `definition` with feedback over dim 0 of the inputs; see `spikefuse.reference.scan`.
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spikefuse.nn import LI, Block, EventLinear, Events, Neuron, Recurrent
+from spikefuse.neurons import LI, Neuron
+from spikefuse.nn import Block, EventLinear, Events, Recurrent
 from spikefuse.train.processes import Processes
 
 

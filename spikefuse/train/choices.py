@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 
+from spikefuse import neurons
 from spikefuse.memory.policies import POLICIES
 from spikefuse.neurons import surrogate
-from spikefuse.nn import zoo
 
-# All spiking models of the zoo; lif comes first and is the default.
+# All spiking models; lif comes first and is the default.
 NEURONS: dict[str, type] = {
-    name.lower(): getattr(zoo, name)
-    for name in zoo.__all__
-    if "threshold" in inspect.signature(getattr(zoo, name)).parameters
+    name.lower(): getattr(neurons, name)
+    for name in neurons.__all__
+    if "threshold" in inspect.signature(getattr(neurons, name)).parameters
 }
 SURROGATES: dict[str, type] = {
     name.lower(): kind

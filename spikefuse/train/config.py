@@ -32,7 +32,7 @@ from spikefuse.train.fields import (
     number,
     up_to,
 )
-from spikefuse.transforms.fuse import fuse
+from spikefuse.graph.fuse import fuse
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spikefuse.nn import Events, Neuron
+from spikefuse.neurons import Neuron
+from spikefuse.nn import Events
 from spikefuse.train.config import TrainConfig
 
 MOMENTUM = 0.9

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
+from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.activations import ACTIVATIONS
-from spikefuse.nn.call import require_temporal
-from spikefuse.nn.neuron import Neuron, check_module
-from spikefuse.nn.temporal import RECURRENT, Temporal
+from spikefuse.nn.checkpoint import require_temporal
+from spikefuse.nn.neuron import check_module
+from spikefuse.nn.temporal import FOREIGN, RECURRENT, Temporal
 from spikefuse.transforms.converters import norse, snntorch, spikingjelly
 from spikefuse.transforms.converters.common import (
     FOLDED,
@@ -24,7 +26,7 @@ from spikefuse.transforms.converters.common import (
     Rule,
     separate,
 )
-from spikefuse.transforms.converters.forward_code import CodeReader, Roles
+from spikefuse.transforms.converters.forward_code import CodeReader, GraphReader, Roles
 from spikefuse.transforms.converters.over_time import over_time, refuse_temporal
 from spikefuse.transforms.tables import aligned
 
@@ -106,6 +108,9 @@ def convert(
     of a `forward` that loop over time or pass states. Code for both of SpikingJelly's step modes,
     `if self.conv.step_mode == "s": ...`, runs in step mode "s".
 
+    Modules of torch around a network are looked into, such as `nn.DataParallel`, `AveragedModel`,
+    and `fx.GraphModule`; of a compiled module, the network in it is converted.
+
     Code that counts dims of `[T, B, ...]`, such as `x.flatten(0, 1)` or `x.mean(0)`, runs on
     sequences only. If a network has such code, the result is written for sequences, too: call it as
     the original, without `Temporal`. The table names the first such line.
@@ -173,7 +178,7 @@ class _Converter:
         context = SEQUENCE if SEQUENCE in modes else STEP
         result = self.build(self.model, "", context)
         if self.keeps_time:
-            if result is self.model:
+            if result in self.places:  # a module of the original
                 result = copying.copy(result)
                 separate(result)
             result.register_forward_pre_hook(refuse_temporal)
@@ -181,11 +186,13 @@ class _Converter:
             note = f"call it as the original, without Temporal: {self.time_line}"
             self.table.rows.append(Row("", kind, kind, note))
         elif (
-            result is not self.model
+            result not in self.places
             and not isinstance(result, Neuron)  # which may be called on its own
             and any(isinstance(module, Neuron) for module in result.modules())
         ):
             result.register_forward_pre_hook(require_temporal)
+        if not self.refused:
+            self.check_result(result)
         order = {name: i for i, (name, _) in enumerate(self.model.named_modules())}
         self.table.rows.sort(key=lambda row: order[row.name])
         return result
@@ -202,6 +209,14 @@ class _Converter:
             lines = "".join(f"\n- {line}" for line in self.refused)
             hint = f"\n{_EXAMPLE}" if self.needs_step else ""
             raise ValueError(f"the network can't be converted:{lines}{hint}")
+
+    def check_result(self, result: nn.Module) -> None:
+        """Refuse neurons of other libraries that are left, such as in what `extra` returned."""
+        for name, module in result.named_modules():
+            bases = ((c.__module__.split(".")[0], c.__name__) for c in type(module).__mro__)
+            is_foreign = any(base in FOREIGN.get(library, ()) for library, base in bases)
+            if is_foreign or (self.is_neuron(module) and library_of(module) is not None):
+                self.refuse(name, module, "it is left in the result: replace it by one of ours")
 
     def is_neuron(self, module: nn.Module) -> bool:
         if isinstance(module, Neuron) or type(module) in self.extra:
@@ -246,7 +261,8 @@ class _Converter:
         library = library_of(module)
         if library is not None:
             return self.of_library(library, module, name, context)
-        if type(module).__module__.startswith("torch."):
+        is_of_torch = type(module).__module__.startswith("torch.")
+        if is_of_torch and not isinstance(module, fx.GraphModule):
             return self.of_torch(module, name, context)
         self.check_code(module, name, context)
         return self.copied(module, name, context), ""
@@ -298,7 +314,13 @@ class _Converter:
                 "it has a memory of its own: run it beside a Temporal, see "
                 "docs/how-to/recurrent-layers.md"
             )
-        if isinstance(module, _CONTAINERS):
+        if isinstance(module, DistributedDataParallel):
+            raise Refusal("it holds the network as it is: convert the network in it, its `module`")
+        inner = module._modules.get("_orig_mod")
+        if inner is not None:
+            made = self.build(inner, f"{name}._orig_mod".lstrip("."), context)
+            return made, "was compiled: compile the result"
+        if isinstance(module, _CONTAINERS) or any(map(library_of, module.modules())):
             return self.copied(module, name, context), ""
         if context == SEQUENCE and not self.keeps_time:
             return _of_sequence(module)
@@ -338,7 +360,11 @@ class _Converter:
             return
         must_read = is_sequence or self.roles.has_neurons(module)
         step_mode = "m" if is_sequence and self.keeps_time else "s"
-        code = CodeReader(module, self.roles, is_sequence, must_read, step_mode)
+        code: CodeReader | GraphReader
+        if isinstance(module, fx.GraphModule):
+            code = GraphReader(module, self.roles)
+        else:
+            code = CodeReader(module, self.roles, is_sequence, must_read, step_mode)
         if is_sequence and not self.time_line and code.counting:
             self.time_line = code.counting[0]
         for line in code.findings:

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from spikefuse.neurons import IF, LI, LIF, CubaLIF
+from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.surrogate import Sigmoid, Surrogate
-from spikefuse.nn import zoo
 from spikefuse.nn.feedback import Feedback
-from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.transforms.converters.common import Above, Refusal
 from spikefuse.transforms.converters.norse import SynapticLI
@@ -430,7 +430,7 @@ def _split(factor: np.ndarray, decay: np.ndarray) -> tuple[bool, np.ndarray | No
 
 def _integrator(p: _Parameters) -> _LayerModule:
     _, factor = _split(p.r * p.dt, np.zeros(()))
-    return _LayerModule(zoo.IF(**p.firing()) if p.fires else zoo.LI(1.0), factor)
+    return _LayerModule(IF(**p.firing()) if p.fires else LI(1.0), factor)
 
 
 def _leaky(p: _Parameters) -> _LayerModule:
@@ -438,7 +438,7 @@ def _leaky(p: _Parameters) -> _LayerModule:
     decay = p.decay("tau")
     is_scaled, factor = _split(p.r * (1 - decay), decay)
     options = {"decay": _value("tau", decay), "decay_input": is_scaled}
-    return _LayerModule(zoo.LIF(**options, **p.firing()) if p.fires else zoo.LI(**options), factor)
+    return _LayerModule(LIF(**options, **p.firing()) if p.fires else LI(**options), factor)
 
 
 def _current_based(p: _Parameters) -> _LayerModule:
@@ -450,7 +450,7 @@ def _current_based(p: _Parameters) -> _LayerModule:
         return _LayerModule(SynapticLI(*values), _split(gain, np.zeros(()))[1])
     # Both factors act before the threshold, so that their product is what counts.
     is_scaled, factor = _split(gain * (1 - decay), decay)
-    return _LayerModule(zoo.CubaLIF(*values, decay_input=is_scaled, **p.firing()), factor)
+    return _LayerModule(CubaLIF(*values, decay_input=is_scaled, **p.firing()), factor)
 
 
 NEURONS: Mapping[str, Callable[[_Parameters], _LayerModule]] = {

@@ -15,10 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block.block import Block
 from spikefuse.events.linear import EventLinear
+from spikefuse.neurons import IF, LI, LIF, PLIF, CubaLIF, DelayedResetLIF
+from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.surrogate import Surrogate
-from spikefuse.nn import zoo
 from spikefuse.nn.feedback import Feedback
-from spikefuse.nn.neuron import Neuron, check_module
+from spikefuse.nn.neuron import check_module
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.temporal import Temporal
 from spikefuse.transforms.converters.common import Above, Refusal
@@ -406,7 +407,7 @@ LAYERS: Mapping[type, Callable[[ModuleType, Any, list[int]], Any]] = {
 def neuron_node(nir: ModuleType, neuron: Neuron, dt: float, shape: list[int]) -> Any:
     """Return the node of a neuron for steps of `shape`."""
     kind = type(neuron)
-    if kind not in (*_FIRING, zoo.LI, SynapticLI):
+    if kind not in (*_FIRING, LI, SynapticLI):
         raise Refusal(
             "NIR has no such neuron: use sf.LIF, sf.PLIF, sf.IF, sf.CubaLIF or sf.LI, and train it"
         )
@@ -437,7 +438,7 @@ def neuron_node(nir: ModuleType, neuron: Neuron, dt: float, shape: list[int]) ->
 
 
 # The hard reset of DelayedResetLIF gives the spikes of LIF.
-_FIRING = (zoo.IF, zoo.LIF, zoo.PLIF, zoo.CubaLIF, zoo.DelayedResetLIF)
+_FIRING = (IF, LIF, PLIF, CubaLIF, DelayedResetLIF)
 
 
 def _per_neuron(value: float | Tensor, shape: list[int]) -> np.ndarray:

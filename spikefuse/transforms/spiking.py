@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.activations import ACTIVATIONS, FUNCTIONS, METHODS
-from spikefuse.nn.neuron import Neuron, check_module
+from spikefuse.nn.neuron import check_module
 from spikefuse.nn.temporal import Temporal
 
 MakeNeuron = Callable[[], Neuron]

@@ -18,11 +18,11 @@ def work(connection: Connection, folder: str) -> None:
     os.environ["OMP_WAIT_POLICY"] = "passive"  # there may be more threads than cores
     import torch
 
-    from spikefuse.block import fused_norm
+    from spikefuse.graph import fuse_norms
     from spikefuse.kernels import numba_host
 
     numba_host.MIN_TASK = 1
-    fused_norm.MIN_VALUES = 0
+    fuse_norms.MIN_VALUES = 0
     os.chdir(folder)
     sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     warnings.simplefilter("ignore")

@@ -15,6 +15,7 @@ from spikefuse.block.block import Block, scan
 from spikefuse.block.definition import with_batch_norm
 from spikefuse.kernels.norm import statistics
 from spikefuse.kernels.running import Running
+from spikefuse.nn.neuron import call_neuron
 from spikefuse.scan.op import Request
 from spikefuse.testing import DTYPES, LAYOUTS, lay_out, make_input, poisoned, run, within_budget
 from tests.definitions import DEFINITIONS, SMOOTH, make
@@ -196,7 +197,7 @@ class TwoNorms(nn.Module):
 
     def forward(self, *inputs, state=None, return_state=False, impl="auto"):
         run = partial(scan, (self.norm, self.residual_norm), self.neuron, None)
-        return self.neuron.call(run, Request(inputs, state, impl, return_state))
+        return call_neuron(self.neuron, run, Request(inputs, state, impl, return_state))
 
 
 @pytest.mark.parametrize("training", [True, False])

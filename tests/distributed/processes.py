@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from spikefuse.block import fused_norm
+from spikefuse.graph import fuse_norms
 from spikefuse.distributed.mesh import AXES
 from tests import interpreter
 from tests.processes import free_port
@@ -95,7 +95,7 @@ def _received(pipe: Any) -> Any:
 
 def _work(rank: int, pipe: Any, port: int) -> None:
     torch.set_num_threads(1)
-    fused_norm.MIN_VALUES = 0
+    fuse_norms.MIN_VALUES = 0
     interpreter.hasten()
     dist.init_process_group(
         "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE, timeout=TIMEOUT

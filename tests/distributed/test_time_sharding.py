@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import spikefuse as sf
 from spikefuse import memory, testing
 from spikefuse.distributed import shard_time, steps_of
-from spikefuse.nn import EventLinear, zoo
+from spikefuse.nn import EventLinear
 from spikefuse.testing import lay_out, make_input
 from tests.distributed.processes import SIZES, Group, messages_of
 
@@ -144,7 +144,7 @@ class Single:
         self.name = name
 
     def __call__(self) -> sf.Temporal:
-        return sf.Temporal(nn.Sequential(Scale(), getattr(zoo, self.name)()))
+        return sf.Temporal(nn.Sequential(Scale(), getattr(sf, self.name)()))
 
 
 # One state and two, that start at rest and elsewhere, and a counter; learnable parameters.

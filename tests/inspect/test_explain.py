@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules import module
 
 import spikefuse as sf
-from spikefuse.block import fused_norm
+from spikefuse.graph import fuse_norms
 from spikefuse.inspect.explanation import Layer, SavedBytes
 from spikefuse.inspect.timing import COPIED_BYTES, copy_bandwidth
 from spikefuse.nn.call import active
@@ -419,7 +419,7 @@ def test_recurrent_layers(device):
 
 
 def test_norms_that_are_not_fused(monkeypatch):
-    monkeypatch.setattr(fused_norm, "MIN_VALUES", 100)
+    monkeypatch.setattr(fuse_norms, "MIN_VALUES", 100)
     layers = nn.BatchNorm1d(6), sf.LIF(), nn.BatchNorm1d(6), nn.ReLU()
     net = sf.fuse(sf.Temporal(nn.Sequential(*layers)))
     small, large = (str(sf.explain(net, torch.randn(4, batch, 6))) for batch in (2, 8))

@@ -220,3 +220,21 @@ def test_inputs_left_to_pytorch():
     sizes = [(9, 8), (1, 1), (0, 0)], [(2, 2), (0, 1), (0, 0)], [(0, 2), (1, 1), (0, 0)]
     for kernel, stride, padding in (*sizes, [(2, 2), (1, 1), (2, 0)], [(2, 2), (1, 1), (-1, 0)]):
         assert pool.maps_of(x, pool.Window(kernel, stride, padding)) is None
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [((2, 2), (2, 2)), ((4, 2), (2, 3)), ((1, 1), (2, 2))])
+def test_means_equal_torch(device, window, dtype, memory_format):
+    """Of integers in windows of 4, 8 and 1, whose means are exact in any dtype."""
+    x = draw("ties").mul(4).to(device, dtype).contiguous(memory_format=memory_format)
+    x.requires_grad_()
+    maps = pool.maps_of(x, pool.Window(*window, (0, 0)))
+    y = pool.avg_pool2d(x, maps)
+    exact = F.avg_pool2d(x.double(), *window)
+    torch.testing.assert_close(y, exact.to(dtype), rtol=0, atol=0, check_stride=True)
+    grad = gradient(y)
+    (found,) = torch.autograd.grad(y, x, grad)
+    (expected,) = torch.autograd.grad(exact, x, grad.double())
+    torch.testing.assert_close(found, expected.to(dtype), rtol=1e-6, atol=1e-6)
+    assert suggest_memory_format(found) == memory_format

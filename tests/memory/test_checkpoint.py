@@ -11,7 +11,7 @@ import spikefuse as sf
 from spikefuse.block.block import Block
 from spikefuse.memory import Checkpoint, checkpoint, microbatch
 from spikefuse.models import MODELS
-from spikefuse.nn.neuron import Neuron
+from spikefuse.neurons import Neuron
 from spikefuse.testing import make_input
 from tests.grid import with_exact_layers
 from tests.memory.measuring import Allocations, Peak, packings

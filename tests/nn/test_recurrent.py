@@ -282,6 +282,3 @@ def test_errors():
         sf.Recurrent(Hidden(), 8)
     with pytest.raises(ValueError, match="the weight is on meta, the input on cpu"):
         sf.Recurrent(sf.LIF(), 8, device="meta")(torch.rand(3, 2, 8))
-    for module in (made, sf.nn.Feedback(nn.Linear(8, 8), sf.LIF())):
-        with pytest.raises(TypeError, match=f"'net' is a {type(module).__name__}, whose feedback"):
-            sf.exportable(sf.Temporal(module))

@@ -34,7 +34,7 @@ def execution(
     *inputs: Tensor, neuron: sf.Neuron | None = None, backend: str = "numba"
 ) -> Execution:
     neuron = sf.LIF() if neuron is None else neuron
-    values, statics = neuron.describe()
+    values, statics = neuron.values(), neuron.description().statics
     return execution_of(prepare(neuron, backend, statics, kinds_of(values)).name, inputs)
 
 
@@ -147,7 +147,7 @@ def test_bits_are_written_with_the_spikes(monkeypatch, backends, dtype, T, many)
     neuron = sf.LIF(0.5, 0.3)
     x = make_input((T, 3, 16, 25), device=backends.device, dtype=dtype).transpose(2, 3)
     made = execution(x, neuron=neuron, backend="triton")
-    scalars = [neuron.describe()[0][name] for name in made.program.step.params]
+    scalars = [neuron.values()[name] for name in made.program.step.params]
     arguments = Arguments([x], [], [], scalars)
     (spikes,), _, _, (packed,) = made.forward(arguments, made.new_results(Wanted(bits=True)))
     (plain,), _, _, _ = made.forward(arguments, made.new_results(Wanted()))

@@ -37,7 +37,7 @@ class Pair(sf.Neuron):
 
 def prepared(neuron: sf.Neuron, backend: str = "numba"):
     """(name, tensor parameters, scalars) of a neuron's call."""
-    values, statics = neuron.describe()
+    values, statics = neuron.values(), neuron.description().statics
     made = program.prepare(neuron, backend, statics, program.kinds_of(values))
     chosen = [values[label] for label in made.step.params]
     params = [v.detach().requires_grad_() for v in chosen if isinstance(v, Tensor)]

@@ -42,7 +42,7 @@ def test_equal_kernels_forward_but_not_backward() -> None:
 def test_neurons_that_differ_in_gradients_share_the_forward_kernel(recurrent: bool) -> None:
     made = []
     for neuron in (LIF(), LIF(surrogate=Arctan()), LIF(surrogate=Sigmoid(), detach_reset=True)):
-        values, statics = neuron.describe()
+        values, statics = neuron.values(), neuron.description().statics
         made.append(prepare(neuron, "numba", statics, kinds_of(values)))
     assert len({p.forward(recurrent) for p in made}) == 1
     assert len({p.backward(("x",), (), (), recurrent) for p in made}) == 3

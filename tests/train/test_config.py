@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import spikefuse as sf
-from spikefuse.nn import zoo
 from spikefuse.train import ConfigError, TrainConfig
 from spikefuse.train.choices import NEURONS, SURROGATES
 
@@ -176,9 +175,12 @@ def test_resets() -> None:
         assert delayed.detach_reset is expected
 
 
-def test_neurons_are_the_spiking_models_of_the_zoo() -> None:
+def test_neurons_are_the_spiking_models() -> None:
     assert list(NEURONS)[:4] == ["lif", "if", "plif", "alif"]
-    assert set(NEURONS) == {name.lower() for name in zoo.__all__} - {"li"}
+    models = {
+        n for n, kind in vars(sf).items() if inspect.isclass(kind) and hasattr(kind, "states")
+    }
+    assert set(NEURONS) == {name.lower() for name in models} - {"li", "neuron"}
 
 
 def test_memory_sets_the_policy_of_the_network():

@@ -11,8 +11,8 @@ import io
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, fx, nn
+from torch.optim.swa_utils import AveragedModel
 
 import spikefuse as sf
 from spikefuse.transforms.convert import convert
@@ -146,7 +146,7 @@ def test_recomputed_inside_temporal():
             self.net = net
 
         def forward(self, x):
-            return checkpoint(self.net, x, use_reentrant=False)
+            return sf.checkpoint(self.net, x)
 
     layers = nn.Linear(20, 20), LIFNode(v_threshold=0.1), nn.Linear(20, 3)
     ours, x = sf.convert(nn.Sequential(*layers)), torch.randn(6, 2, 20)
@@ -297,3 +297,112 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"Sequential has no module of SpikingJelly"):
         sf.convert(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     assert convert is sf.convert
+
+
+class Wrapper(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class Leaves(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, LIFNode) or super().is_leaf_module(m, module_qualified_name)
+
+
+def graph_of(net: nn.Module) -> fx.GraphModule:
+    return fx.GraphModule(net, Leaves().trace(net))
+
+
+@pytest.mark.parametrize("place", [lambda net: net, Wrapper], ids=["alone", "inside"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.DataParallel,
+        AveragedModel,
+        lambda net: torch.compile(net, backend="eager"),
+        graph_of,
+        lambda net: nn.DataParallel(AveragedModel(net)),
+    ],
+    ids=["DataParallel", "AveragedModel", "compile", "GraphModule", "two"],
+)
+def test_wrappers_of_torch(wrap, place):
+    layers = nn.Linear(20, 20), LIFNode(v_threshold=0.1), nn.Linear(20, 3)
+    net, x = with_exact_layers(nn.Sequential(*layers)), on_grid((6, 2, 20))
+    original = place(wrap(net))
+    expected = torch.stack([net(step) for step in x])
+    before = list(original.modules())
+    ours = sf.convert(original)
+    assert not any(isinstance(module, LIFNode) for module in ours.modules())
+    assert torch.equal(sf.Temporal(ours)(x), expected)
+    assert list(original.modules()) == before
+    assert not any(module._forward_pre_hooks for module in before)
+    with pytest.raises(ValueError, match="is called outside Temporal"):
+        ours(x[0])
+
+
+def test_a_graph_of_sequences():
+    net, x = LastStep(), torch.randn(6, 2, 4)
+    ours, expected = sf.convert(graph_of(net)), net(x)
+    torch.testing.assert_close(ours(x), expected)
+    assert "without Temporal: its graph calls" in str(ours.conversion)
+
+
+def test_modules_compiled_in_place():
+    net, x = network().float(), sequence().float()
+    expected = sf.Temporal(sf.convert(net))(x, impl="reference")
+    net[0].compile(backend="eager")  # it would fold time a second time
+    assert torch.equal(sf.Temporal(sf.convert(net))(x, impl="reference"), expected)
+
+
+class EitherWay(OneStep):
+    """Its neuron runs once in each branch, and a variable has the name of a module outside."""
+
+    def forward(self, x):
+        steps = [self.fc]
+        for shared in steps:
+            x = shared(x)
+        return self.lif(2 * x) if self.training else self.lif(x)
+
+
+shared = LIFNode()
+
+
+class AfterABranch(OneStep):
+    def forward(self, x):
+        if self.training:
+            x = self.lif(x)
+        return self.lif(x)
+
+
+def test_branches():
+    ours = sf.convert(EitherWay())
+    assert isinstance(ours.lif, sf.LIF)
+    with pytest.raises(ValueError, match=r"`self.lif\(x\)` runs its neurons a second time"):
+        sf.convert(AfterABranch())
+
+
+class TwoSteps(OneStep):
+    def forward(self, x):
+        return self.lif(self.lif(self.fc(x)))
+
+
+def test_a_neuron_that_is_left_is_refused():
+    @clock_driven("neuron")
+    class MemoryModule(nn.Module):
+        pass
+
+    for kind in (nn.Sequential, lambda module: nn.Sequential(MemoryModule())):
+        with pytest.raises(ValueError, match=r"'lif.0' \(spikingjelly\..*\): it is left in the"):
+            sf.convert(OneStep(), extra={LIFNode: kind})
+
+
+def test_wrappers_that_are_refused():
+    with pytest.raises(ValueError, match=r"GraphModule.*: its graph calls 'lif' 2 times"):
+        sf.convert(graph_of(TwoSteps()))
+    # A graph that contains the operators of its neurons, not the modules.
+    with pytest.raises(ValueError, match="GraphModule has no module of SpikingJelly"):
+        sf.convert(fx.GraphModule(nn.Module(), fx.Graph()))

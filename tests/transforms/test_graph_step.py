@@ -95,7 +95,7 @@ def test_replaced_parts_of_neurons_are_recorded_anew(fake_cuda):
         with torch.no_grad():
             return net(x, impl="reference")  # compiles nothing
 
-    other = sf.surrogate.Arctan(2.0)
+    other, spare = sf.surrogate.Arctan(2.0), sf.LIF(0.25)
     for owner, name, value in (
         (lif, "decay", torch.tensor(0.5)),
         (lif, "decay", torch.tensor(0.75)),
@@ -104,6 +104,8 @@ def test_replaced_parts_of_neurons_are_recorded_anew(fake_cuda):
         (other, "width", torch.tensor(4.0)),
         (layer, "self_connections", False),
         (lif, "decay", torch.nn.Parameter(torch.tensor(0.5))),
+        (layer, "neuron", spare),
+        (spare, "decay", torch.nn.Parameter(torch.tensor(0.5))),
     ):
         setattr(owner, name, value)
         eager = step.num_eager
@@ -113,7 +115,7 @@ def test_replaced_parts_of_neurons_are_recorded_anew(fake_cuda):
             step(x)
         assert step.num_replays > 0
         step.num_replays = 0
-    assert any(p is lif.decay for p in step._parameters)
+    assert any(p is spare.decay for p in step._parameters)
 
 
 def make_training():

@@ -89,7 +89,8 @@ _DICTS = [key for key, value in vars(nn.Module()).items() if isinstance(value, d
 def as_class(kind: type[_M], module: nn.Module) -> _M:
     """Return the same module, with its parameters, buffers, hooks and modes, as one of `kind`."""
     made = kind.__new__(kind)
-    object.__setattr__(made, "__dict__", vars(module).copy())
+    # Without what torch.compile has made of it.
+    vars(made).update(module.__getstate__())
     separate(made)
     return made
 
@@ -146,6 +147,11 @@ def _load(
                 f"{prefix}{name} is {value}: expected {expected}, the value when the neuron was "
                 "converted; convert a model with the other value"
             )
+
+
+def counted_from(name: str, v: float) -> str:
+    """Return the note on a neuron that starts and rests at `v`, from which its potential counts."""
+    return f"its potential is counted from {name} = {v:g}" if v else ""
 
 
 class Clamped(Learnable):

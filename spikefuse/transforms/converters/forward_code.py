@@ -1,6 +1,7 @@
 """What in the code of a network's `forward` keeps it from running on one time step.
 
-The code is read, not run. Findings are lines to change; code that cannot be read is a finding too.
+A conversion has no input to run or to capture the code with, so that the code is read. Findings
+are lines to change; code that cannot be read is a finding too.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
-from torch import nn
+from torch import fx, nn
 
 #: Functions and methods that count dims from the first, of which time is one in a sequence.
 _DIMS = {
@@ -31,7 +33,6 @@ _TIME_FUNCTIONS = {
     *("seq_to_ann_forward", "multi_step_forward", "chunk_multi_step_forward"),
     *("t_last_seq_to_ann_forward", "t_last_multi_step_forward"),
 }
-_LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,7 @@ class Roles:
     is_foreign: Callable[[Any], bool]
 
 
-@dataclass
-class _Function:
-    """One function whose code is read, and what its names stand for."""
-
-    function: Any
-    owner: nn.Module | None
-    is_sequence: bool
-    branches: tuple[tuple[ast.AST, int], ...] = ()
-
-
-class CodeReader:
+class CodeReader(ast.NodeVisitor):
     """Read `forward` of `module`, the methods of the module and the functions that it calls.
 
     Args:
@@ -78,10 +69,16 @@ class CodeReader:
         self.findings: list[str] = []
         self.counting: list[str] = []
         self._seen: set[Any] = set()
-        self._calls: dict[nn.Module, list[tuple[tuple[ast.AST, int], ...]]] = {}
-        self.read(type(module).forward, module, is_sequence)
+        # What is read: a function, its variables, the module whose method it is, how it is called,
+        # and the modules that have run before.
+        self._function: Any = None
+        self._variables: set[str] = set()
+        self._owner: nn.Module | None = None
+        self._is_sequence = is_sequence
+        self._called: set[nn.Module] = set()
+        self._read(type(module).forward, module)
 
-    def read(self, function: Any, owner: nn.Module | None, is_sequence: bool) -> None:
+    def _read(self, function: Any, owner: nn.Module | None) -> None:
         function = inspect.unwrap(function)
         if function in self._seen or not inspect.isfunction(function):
             return
@@ -95,172 +92,179 @@ class CodeReader:
                     "it would be missed; define it in a file"
                 )
             return
-        scope = _Function(function, owner, is_sequence)
+        outer = self._function, self._variables, self._owner
+        names = (n for n in ast.walk(tree) if isinstance(n, ast.Name))
+        stored = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+        self._variables = stored.union(function.__code__.co_varnames)
+        self._function, self._owner = function, owner
         for statement in getattr(tree, "body", [tree]):
-            self.visit(statement, scope)
+            self.visit(statement)
+        self._function, self._variables, self._owner = outer
 
-    def add(self, scope: _Function, node: ast.AST, reason: str) -> None:
-        finding = f"{_place(scope, node)} {reason}"
+    def _place(self, node: ast.AST) -> str:
+        line = self._function.__code__.co_firstlineno + getattr(node, "lineno", 1) - 1
+        code = ast.unparse(node).split("\n")[0]
+        return f"{self._function.__qualname__}, line {line}: `{code}`"
+
+    def _add(self, node: ast.AST, reason: str) -> None:
+        finding = f"{self._place(node)} {reason}"
         if finding not in self.findings:
             self.findings.append(finding)
 
-    def add_counting(self, scope: _Function, node: ast.AST) -> None:
-        self.counting.append(f"{_place(scope, node)} counts dims of [T, B, ...]")
+    def _add_counting(self, node: ast.AST) -> None:
+        self.counting.append(f"{self._place(node)} counts dims of [T, B, ...]")
 
-    def visit(self, node: ast.AST, scope: _Function) -> None:
-        if isinstance(node, ast.If | ast.IfExp):
-            return self.branch(node, scope)
-        if isinstance(node, _LOOPS):
-            return self.loop(node, scope)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            target, called = node.targets[0], self.resolve(node.value.func, scope)
-            returns_state = called is not None and self.roles.returns_state(called)
-            if isinstance(target, ast.Tuple | ast.List) and returns_state:
-                first = ast.unparse(target.elts[0])
-                self.add(scope, node, f"takes a state: write `{first} = {_short(node.value)}`")
-                return self.children(node.value, scope)
-        if isinstance(node, ast.Call):
-            self.call(node, scope)
-        if isinstance(node, ast.Subscript):
-            self.subscript(node, scope)
-            if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
-                return self.visit(node.value.value, scope)
-        if isinstance(node, ast.Attribute):
-            self.attribute(node, scope)
-        self.children(node, scope)
-
-    def children(self, node: ast.AST, scope: _Function) -> None:
-        for child in ast.iter_child_nodes(node):
-            self.visit(child, scope)
-
-    def branch(self, node: ast.If | ast.IfExp, scope: _Function) -> None:
+    def visit_If(self, node: ast.If | ast.IfExp) -> None:
         mode = _step_mode(node.test)
         if mode is None:
-            self.visit(node.test, scope)
+            self.visit(node.test)
+        is_sequence, before = self._is_sequence, self._called
+        after = set(before)
         for i, body in enumerate((node.body, node.orelse)):
             if mode is not None and (mode == self.step_mode) != (i == 0):
                 continue
-            inner = replace(
-                scope,
-                is_sequence=scope.is_sequence and (mode is None or self.step_mode == "m"),
-                branches=(*scope.branches, (node, i)),
-            )
+            self._is_sequence = is_sequence and (mode is None or self.step_mode == "m")
+            self._called = set(before)
             for statement in body if isinstance(body, list) else [body]:
-                self.visit(statement, inner)
+                self.visit(statement)
+            after |= self._called
+        self._is_sequence, self._called = is_sequence, after
 
-    def loop(self, node: Any, scope: _Function) -> None:
-        targets = [g.target for g in getattr(node, "generators", [])]
-        if isinstance(node, ast.For):
-            targets.append(node.target)
+    visit_IfExp = visit_If  # noqa: N815
+
+    def visit_For(self, node: Any) -> None:
+        targets = [node.target] if isinstance(node, ast.For) else []
+        targets += [generator.target for generator in getattr(node, "generators", [])]
         names = {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
         for call in (n for n in ast.walk(node) if isinstance(n, ast.Call)):
             uses = {n.id for n in ast.walk(call.func) if isinstance(n, ast.Name)}
-            called = self.resolve(call.func, scope)
+            called = self._module(call.func)
             if called is not None and self.roles.has_neurons(called) and not uses & names:
-                self.add(
-                    scope,
+                self._add(
                     node,
                     f"calls `{ast.unparse(call.func)}` several times, a loop over time: remove the "
                     "loop, and the lists that it fills, and return the output of one step",
                 )
                 break
-        self.children(node, scope)
+        self.generic_visit(node)
 
-    def call(self, node: ast.Call, scope: _Function) -> None:
-        name = (
-            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        )
-        called = self.resolve(node.func, scope)
-        if called is not None:
-            if self.roles.returns_state(called) and len(node.args) + len(node.keywords) > 1:
-                self.add(scope, node, f"takes a state: write `{_short(node)}`")
-            if self.roles.has_neurons(called):
-                earlier = self._calls.setdefault(called, [])
-                if any(not _exclusive(path, scope.branches) for path in earlier):
-                    self.add(
-                        scope, node, "runs its neurons a second time: use a module for each call"
-                    )
-                earlier.append(scope.branches)
-            return
-        if name == "seq_to_ann_forward" and scope.is_sequence:
-            self.add_counting(scope, node)
-            return
-        if name in _TIME_FUNCTIONS:
-            self.add(scope, node, "takes [T, B, ...]: call the layers on one step, [B, ...]")
-            return
-        function = self.function(node.func, scope)
-        if function is not None and self.roles.is_foreign(function):
-            if name not in ("reset_net", "detach_net"):
-                self.add(
-                    scope, node, "is code of another library that can't be replaced: use modules"
-                )
-            return
-        is_method = isinstance(node.func, ast.Attribute) and _root(node.func) == "self"
-        if inspect.isfunction(function) and not str(function.__module__).startswith("torch"):
-            self.read(function, scope.owner if is_method else None, scope.is_sequence)
-        elif scope.is_sequence and name in _DIMS and _counts_from_first(name, node):
-            self.add_counting(scope, node)
+    visit_While = visit_ListComp = visit_SetComp = visit_For  # noqa: N815
+    visit_GeneratorExp = visit_DictComp = visit_For  # noqa: N815
 
-    def subscript(self, node: ast.Subscript, scope: _Function) -> None:
-        value = node.value
-        if isinstance(value, ast.Call):
-            called = self.resolve(value.func, scope)
-            if called is not None and self.roles.returns_state(called):
-                self.add(scope, node, f"drops a state: write `{_short(value)}`")
-                return
-        if _is_shape(value):
-            counts = not _is_negative(node.slice)
+    def visit_Assign(self, node: ast.Assign) -> None:
+        target, call = node.targets[0], node.value
+        if isinstance(target, ast.Tuple | ast.List) and self._returns_state(call):
+            first = ast.unparse(target.elts[0])
+            self._add(node, f"takes a state: write `{first} = {_short(call)}`")
+            self.generic_visit(call)
         else:
-            is_tensor = _root(value) not in ("self", "") or isinstance(value, ast.Call)
-            counts = is_tensor and not _leaves_first_dims(node.slice)
-        if scope.is_sequence and counts:
-            self.add_counting(scope, node)
+            self.generic_visit(node)
 
-    def attribute(self, node: ast.Attribute, scope: _Function) -> None:
-        owner = self.resolve(node.value, scope)
-        if owner is None and scope.is_sequence and node.attr in ("shape", "ndim"):
-            self.add_counting(scope, node)
-        if owner is None or not self.roles.is_neuron(owner) or node.attr == "training":
-            return
-        self.add(
-            scope,
-            node,
-            "does not exist in neurons of spikefuse: remove it; every call starts from rest, and "
-            "Temporal takes and returns states",
-        )
+    def visit_Call(self, node: ast.Call) -> None:
+        self._check_call(node)
+        self.generic_visit(node)
 
-    def resolve(self, node: ast.AST, scope: _Function) -> nn.Module | None:
-        """The module that an expression such as `self.layers[0].lif` stands for, if known."""
+    def _check_call(self, node: ast.Call) -> None:
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        called, value = self._module(node.func), self._value(node.func)
+        receiver = getattr(value, "__self__", None)
+        is_own = value is not None and (receiver is None or receiver is self._owner)
+        function = getattr(value, "__func__", value)
+        if called is not None:
+            if self._returns_state(node) and len(node.args) + len(node.keywords) > 1:
+                self._add(node, f"takes a state: write `{_short(node)}`")
+            if self.roles.has_neurons(called):
+                if called in self._called:
+                    self._add(node, "runs its neurons a second time: use a module for each call")
+                self._called.add(called)
+        elif name == "seq_to_ann_forward" and self._is_sequence:
+            self._add_counting(node)
+        elif name in _TIME_FUNCTIONS:
+            self._add(node, "takes [T, B, ...]: call the layers on one step, [B, ...]")
+        elif is_own and self.roles.is_foreign(value):
+            if name not in ("reset_net", "detach_net"):
+                self._add(node, "is code of another library that can't be replaced: use modules")
+        elif (
+            is_own
+            and inspect.isfunction(function)
+            and not str(function.__module__).startswith("torch")
+        ):
+            self._read(function, receiver)
+        elif self._is_sequence and name in _DIMS and _counts_from_first(name, node):
+            self._add_counting(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        value = node.value
+        if self._returns_state(value):
+            self._add(node, f"drops a state: write `{_short(value)}`")
+        elif self._is_sequence:
+            if _is_shape(value):
+                counts = not _is_negative(node.slice)
+            else:
+                is_tensor = _root(value) not in ("self", "") or isinstance(value, ast.Call)
+                counts = is_tensor and not _leaves_first_dims(node.slice)
+            if counts:
+                self._add_counting(node)
+        if isinstance(value, ast.Attribute) and value.attr == "shape":
+            self.visit(value.value)
+        else:
+            self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        owner = self._module(node.value)
+        if owner is None and self._is_sequence and node.attr in ("shape", "ndim"):
+            self._add_counting(node)
+        if owner is not None and self.roles.is_neuron(owner) and node.attr != "training":
+            self._add(
+                node,
+                "does not exist in neurons of spikefuse: remove it; every call starts from rest, "
+                "and Temporal takes and returns states",
+            )
+        self.generic_visit(node)
+
+    def _value(self, node: ast.AST) -> Any:
+        """What an expression such as `self.layers[0].lif` or `F.relu` stands for; None if it is
+        unknown."""
         if isinstance(node, ast.Name):
-            return scope.owner if node.id == "self" else None
-        value: Any = None
+            if node.id == "self":
+                return self._owner
+            if node.id in self._variables:
+                return None
+            return self._function.__globals__.get(node.id)
         if isinstance(node, ast.Attribute):
-            owner = self.resolve(node.value, scope)
-            value = None if owner is None else getattr(owner, node.attr, None)
-        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            owner = self.resolve(node.value, scope)
+            return getattr(self._value(node.value), node.attr, None)
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             try:
-                value = None if owner is None else owner[node.slice.value]  # type: ignore[index]
+                return self._value(node.value)[node.slice.value]
             except (TypeError, KeyError, IndexError):
-                value = None
-        return value if isinstance(value, nn.Module) and value is not scope.owner else None
-
-    def function(self, node: ast.AST, scope: _Function) -> Any:
-        """The function or method of the module that an expression stands for, if known."""
-        if isinstance(node, ast.Name):
-            return scope.function.__globals__.get(node.id)
-        if isinstance(node, ast.Attribute):
-            if isinstance(node.value, ast.Name) and node.value.id == "self" and scope.owner:
-                return getattr(type(scope.owner), node.attr, None)
-            owner = self.function(node.value, scope)
-            return None if owner is None else getattr(owner, node.attr, None)
+                return None
         return None
 
+    def _module(self, node: ast.AST) -> nn.Module | None:
+        """The module inside the one that is read that an expression stands for."""
+        value = self._value(node) if _root(node) == "self" else None
+        return value if isinstance(value, nn.Module) and value is not self._owner else None
 
-def _place(scope: _Function, node: ast.AST) -> str:
-    line = scope.function.__code__.co_firstlineno + getattr(node, "lineno", 1) - 1
-    code = ast.unparse(node).split("\n")[0]
-    return f"{scope.function.__qualname__}, line {line}: `{code}`"
+    def _returns_state(self, node: ast.AST) -> TypeGuard[ast.Call]:
+        """Whether an expression is the call of a module that returns its state."""
+        called = self._module(node.func) if isinstance(node, ast.Call) else None
+        return called is not None and self.roles.returns_state(called)
+
+
+class GraphReader:
+    """Read the graph of a module, as `CodeReader` reads code."""
+
+    def __init__(self, module: fx.GraphModule, roles: Roles) -> None:
+        self.findings: list[str] = []
+        nodes = [node for node in module.graph.nodes if node.op.startswith("call_")]
+        others = [node for node in nodes if node.op != "call_module"]
+        self.counting = [f"its graph calls {node.target}, which may count dims" for node in others]
+        for target, count in Counter(n.target for n in nodes if n.op == "call_module").items():
+            called = module.get_submodule(target)
+            if roles.returns_state(called):
+                self.findings.append(f"its graph reads a state of '{target}'")
+            if count > 1 and roles.has_neurons(called):
+                self.findings.append(f"its graph calls '{target}' {count} times")
 
 
 def _short(call: ast.Call) -> str:
@@ -315,11 +319,3 @@ def _leaves_first_dims(index: ast.AST) -> bool:
     """Whether an index is a key of a dict, or begins with an ellipsis."""
     first = index.elts[0] if isinstance(index, ast.Tuple) and index.elts else index
     return isinstance(first, ast.Constant) and (first.value is ... or isinstance(first.value, str))
-
-
-def _exclusive(
-    one: tuple[tuple[ast.AST, int], ...], other: tuple[tuple[ast.AST, int], ...]
-) -> bool:
-    """Whether two paths through branches never run in one call."""
-    taken = dict(one)
-    return any(node in taken and taken[node] != side for node, side in other)

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spikefuse.neurons import IF, LI, LIF, CubaLIF
 from spikefuse.neurons import surrogate as S
-from spikefuse.neurons.definition import State, States
-from spikefuse.nn import zoo
-from spikefuse.nn.neuron import Neuron
+from spikefuse.neurons.definition import Neuron, State, States
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.transforms.converters.common import (
     SEQUENCE,
@@ -22,6 +21,7 @@ from spikefuse.transforms.converters.common import (
     Refusal,
     Rule,
     as_class,
+    counted_from,
     rename,
 )
 
@@ -87,7 +87,7 @@ def leak(m: Any) -> dict[str, Any]:
 def origin(m: Any, name: str = "v_leak") -> tuple[float, str]:
     """Return the potential at which theirs starts and rests, from which ours is counted."""
     v = value(m.p, name)
-    return v, f"its potential is counted from {name} = {v:g}" if v else ""
+    return v, counted_from(name, v)
 
 
 def options(m: Any) -> None:
@@ -100,13 +100,13 @@ def options(m: Any) -> None:
 
 def integrate_and_fire(m: Any) -> tuple[Neuron, str]:
     v0, note = origin(m, "v_reset")  # where theirs starts
-    return zoo.IF(**firing(m.p, v0)), note
+    return IF(**firing(m.p, v0)), note
 
 
 def current_based(m: Any) -> tuple[Neuron, str]:
     options(m)
     v0, note = origin(m)
-    return zoo.CubaLIF(1 - rate(m, "tau_syn_inv"), **leak(m), **firing(m.p, v0)), note
+    return CubaLIF(1 - rate(m, "tau_syn_inv"), **leak(m), **firing(m.p, v0)), note
 
 
 def without_synapse(m: Any) -> tuple[Neuron, str]:
@@ -120,7 +120,7 @@ def without_synapse(m: Any) -> tuple[Neuron, str]:
             f"its v_leak is {v0:g}, and its reset subtracts a threshold that is not counted from "
             "there: use v_leak=0"
         )
-    return zoo.LIF(reset=reset, **leak(m), **firing(m.p, v0)), note
+    return LIF(reset=reset, **leak(m), **firing(m.p, v0)), note
 
 
 class SynapticLI(Neuron):
@@ -151,7 +151,7 @@ def integrator(m: Any) -> tuple[Neuron, str]:
 
 def integrator_without_synapse(m: Any) -> tuple[Neuron, str]:
     require_rest(m)
-    return zoo.LI(**leak(m)), ""
+    return LI(**leak(m)), ""
 
 
 class RecurrentLayer(nn.Sequential):

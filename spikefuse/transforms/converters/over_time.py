@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import active
-from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.temporal import Temporal
 from spikefuse.transforms.converters.common import STATELESS, as_class
 

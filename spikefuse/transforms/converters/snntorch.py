@@ -14,11 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from spikefuse.neurons import DelayedResetLIF
 from spikefuse.neurons import surrogate as S
-from spikefuse.neurons.definition import State, States
-from spikefuse.nn import zoo
+from spikefuse.neurons.definition import Neuron, State, States
 from spikefuse.nn.feedback import Feedback
-from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.transforms.converters.common import (
     STEP,
@@ -276,7 +275,7 @@ def leaky(m: Any) -> tuple[Neuron, str]:
     if m.output or is_graded(m) or not is_plain:
         return Leaky(m), note
     reset = "soft" if int(m.reset_mechanism_val) == 0 else "hard"
-    neuron = zoo.DelayedResetLIF(
+    neuron = DelayedResetLIF(
         Clamped(floating(m.beta)), floating(m.threshold), reset=reset, surrogate=surrogate_of(m)
     )
     constants = {name: getattr(m, name) for name in ("reset_mechanism_val", "graded_spikes_factor")}

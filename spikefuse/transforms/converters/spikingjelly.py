@@ -10,13 +10,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from spikefuse.neurons import (
+    CLIF,
+    EIF,
+    IF,
+    KLIF,
+    LI,
+    LIF,
+    QIF,
+    CubaLIF,
+    IntegerLIF,
+    Izhikevich,
+    TernaryLIF,
+)
 from spikefuse.neurons import surrogate as S
+from spikefuse.neurons.definition import Neuron
 from spikefuse.neurons.learnable import Learnable
 from spikefuse.neurons.lif import decay_from_tau
-from spikefuse.nn import zoo
 from spikefuse.nn.call import active
 from spikefuse.nn.feedback import Feedback
-from spikefuse.nn.neuron import Neuron
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.transforms.converters.common import (
     FOLDED,
@@ -27,6 +39,7 @@ from spikefuse.transforms.converters.common import (
     Refusal,
     Rule,
     as_class,
+    counted_from,
     rename,
 )
 
@@ -80,7 +93,7 @@ def firing(m: Any) -> dict[str, Any]:
 def origin(m: Any) -> tuple[float, str]:
     """Return the potential at which theirs starts and rests, from which ours is counted."""
     v = m.v_reset or 0.0
-    return v, f"its potential is counted from v_reset = {v:g}" if v else ""
+    return v, counted_from("v_reset", v)
 
 
 def refuse_v_reset(m: Any, reason: str) -> None:
@@ -104,11 +117,11 @@ class _Decay(Learnable):
 
 
 def integrate_and_fire(m: Any) -> tuple[Neuron, str]:
-    return zoo.IF(**firing(m)), origin(m)[1]
+    return IF(**firing(m)), origin(m)[1]
 
 
 def leaky(m: Any) -> tuple[Neuron, str]:
-    return zoo.LIF(**leak(m), **firing(m)), origin(m)[1]
+    return LIF(**leak(m), **firing(m)), origin(m)[1]
 
 
 def simple(make: Callable[[Any], tuple[Neuron, str]]) -> Callable[[Any], tuple[Neuron, str]]:
@@ -121,20 +134,20 @@ def simple(make: Callable[[Any], tuple[Neuron, str]]) -> Callable[[Any], tuple[N
 
 def parametric(m: Any) -> tuple[Neuron, str]:
     decay_input = getattr(m, "decay_input", True)
-    neuron = zoo.LIF(_Decay(m.w), decay_input=decay_input, **firing(m))
+    neuron = LIF(_Decay(m.w), decay_input=decay_input, **firing(m))
     rename(neuron, {"decay.w": "w"})
     return neuron, origin(m)[1]
 
 
 def scaled(m: Any) -> tuple[Neuron, str]:
     refuse_v_reset(m, "its relu acts on potentials relative to 0")
-    return zoo.KLIF(k=m.k, scale_reset=m.scale_reset, **leak(m), **firing(m)), ""
+    return KLIF(k=m.k, scale_reset=m.scale_reset, **leak(m), **firing(m)), ""
 
 
 def ternary(m: Any) -> tuple[Neuron, str]:
     refuse_v_reset(m, "its two thresholds lie symmetrically to 0")
     rate = leak(m) if hasattr(m, "tau") else {"decay": 1.0}
-    return zoo.TernaryLIF(**rate, **firing(m)), ""
+    return TernaryLIF(**rate, **firing(m)), ""
 
 
 def integer(m: Any) -> tuple[Neuron, str]:
@@ -146,29 +159,29 @@ def integer(m: Any) -> tuple[Neuron, str]:
             "its surrogate has another window or emits no spikes: use "
             f"MultiLevelSpikeCount({levels})"
         )
-    made = zoo.IntegerLIF(decay_from_tau(m.tau), m.v_threshold, levels, detach_reset=m.detach_reset)
+    made = IntegerLIF(decay_from_tau(m.tau), m.v_threshold, levels, detach_reset=m.detach_reset)
     return made, "rounds halves up; theirs rounds them to even numbers"
 
 
 def current_based(m: Any) -> tuple[Neuron, str]:
     refuse_v_reset(m, "it starts there but leaks towards 0")
-    return zoo.CubaLIF(m.c_decay, m.v_decay, **firing(m)), ""
+    return CubaLIF(m.c_decay, m.v_decay, **firing(m)), ""
 
 
 def complementary(m: Any) -> tuple[Neuron, str]:
     refuse_options(m)
     surrogate = surrogate_of(m.surrogate_function)
-    return zoo.CLIF(decay_from_tau(m.tau), m.v_threshold, surrogate=surrogate), ""
+    return CLIF(decay_from_tau(m.tau), m.v_threshold, surrogate=surrogate), ""
 
 
 def quadratic(m: Any) -> tuple[Neuron, str]:
     v0, note = origin(m)
-    return zoo.QIF(m.tau, m.v_rest - v0, m.v_c - v0, m.a0, **firing(m)), note
+    return QIF(m.tau, m.v_rest - v0, m.v_c - v0, m.a0, **firing(m)), note
 
 
 def exponential(m: Any) -> tuple[Neuron, str]:
     v0, note = origin(m)
-    return zoo.EIF(m.tau, m.v_rest - v0, m.theta_rh - v0, m.delta_T, **firing(m)), note
+    return EIF(m.tau, m.v_rest - v0, m.theta_rh - v0, m.delta_T, **firing(m)), note
 
 
 def izhikevich(m: Any) -> tuple[Neuron, str]:
@@ -176,7 +189,7 @@ def izhikevich(m: Any) -> tuple[Neuron, str]:
     if m.w_rest:
         raise Refusal(f"its recovery starts at w_rest = {m.w_rest:g}, ours at 0: use w_rest=0.0")
     values = m.tau, m.v_rest - v0, m.v_c - v0, m.a0, m.tau_w, m.a, m.b
-    return zoo.Izhikevich(*values, **firing(m)), note
+    return Izhikevich(*values, **firing(m)), note
 
 
 def integrator(m: Any) -> tuple[Neuron, str]:
@@ -185,7 +198,7 @@ def integrator(m: Any) -> tuple[Neuron, str]:
             f"it decodes its potentials by {m.decode!r} over time: use decode=None, and decode the "
             "output [T, B, ...] of the network, such as y.max(0).values"
         )
-    made = zoo.LI(decay_from_tau(m.tau), decay_input=True) if hasattr(m, "tau") else zoo.LI(1.0)
+    made = LI(decay_from_tau(m.tau), decay_input=True) if hasattr(m, "tau") else LI(1.0)
     return made, "returns a tensor instead of a list of steps"
 
 

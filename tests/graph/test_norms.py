@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import spikefuse as sf
-from spikefuse.block import fused_norm
-from spikefuse.transforms.fusion import Place
-from tests.block.norm_networks import FUSED, Net, compare, network
+from spikefuse.graph import fuse_norms
+from spikefuse.graph.report import Place
+from tests.graph.norm_networks import FUSED, Net, compare, network
 
 
 @pytest.mark.parametrize("momentum", [None, 0.0, 0.3])
@@ -87,7 +87,7 @@ def test_replicas() -> None:
 
 
 def test_small_inputs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_norm, "MIN_VALUES", 4 * 3 * 6)
+    monkeypatch.setattr(fuse_norms, "MIN_VALUES", 4 * 3 * 6)
     net = sf.fuse(sf.Temporal(nn.Sequential(nn.BatchNorm1d(6), sf.LIF())))
 
     def reason(batch: int) -> str:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import spikefuse as sf
 from spikefuse.models import MODELS, resnet18
 from spikefuse.nn.encode import direct
-from spikefuse.transforms.fusion import Place
-from tests.block.norm_networks import FUSED, Net, compare, lif, network, results
+from spikefuse.graph.report import Place
+from tests.graph.norm_networks import FUSED, Net, compare, lif, network, results
 from tests.nn.rows import rows_seen
 
 # Batch norms of each model, which are all fused.

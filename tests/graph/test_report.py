@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import spikefuse as sf
 from spikefuse.block.deferred import Outcome, outcomes
-from spikefuse.transforms.fusion import Fusion, Place
+from spikefuse.graph.report import Fusion, Place
 
 
 def test_the_table() -> None:

@@ -1,0 +1,103 @@
+"""The backend "spikefuse" of torch.compile: passes over the graph that TorchDynamo captures."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from spikefuse.graph import operations
+from spikefuse.graph.checkpoint import checkpointed
+from spikefuse.graph.constant_input import compute_steps_once
+from spikefuse.graph.fuse_norms import fuse_norms
+from spikefuse.graph.layout import use_channels_last
+from spikefuse.graph.nodes import value
+from spikefuse.graph.operations import ScanNode
+from spikefuse.graph.recorded import recorded
+from spikefuse.graph.report import Report
+
+Graph = Callable[..., Any]
+
+
+def spikefuse(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any] | None = None
+) -> Graph:
+    """Compile a captured graph; `torch.compile(net, backend="spikefuse")` calls this.
+
+    Args:
+        options: see `compile_graph`.
+    """
+    return compile_graph(gm, example_inputs, Report(), **(options or {}))
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    report: Report,
+    mode: str = "auto",
+    chunks: int | None = None,
+) -> Graph:
+    """Fuse a graph, and return a function that runs it.
+
+    Args:
+        report: is told what was fused.
+        mode: "eager" executes the graph, "recorded" replays it as CUDA graphs, "inductor" compiles
+            it further, and "auto" is "recorded" on a GPU and "eager" on a CPU.
+        chunks: cut the graph into about so many segments, which backward recomputes; Inductor does
+            not compile it then.
+    """
+    apply_passes(gm, report)
+    if mode == "inductor" and chunks is None:
+        inductor: Any = torch._dynamo.lookup_backend("inductor")
+        return inductor(gm, example_inputs)  # type: ignore[no-any-return]
+    run = operations.saving_bits(gm if chunks is None else checkpointed(gm, chunks))
+    on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in example_inputs)
+    if mode == "recorded" or (mode == "auto" and on_gpu and not operations.shares_time()):
+        return recorded(run, example_inputs)
+    return run
+
+
+def apply_passes(gm: fx.GraphModule, report: Report) -> None:
+    """Fuse what can be fused; all else stays as it is."""
+    graph = gm.graph
+    report.graphs += 1
+    for node in reversed(graph.nodes):
+        if node.target is getattr and not node.users:
+            graph.erase_node(node)  # reads of a tensor's attributes, which Dynamo has guarded
+    compute_steps_once(graph)
+    fuse_norms(graph, report)
+    for node in graph.nodes:
+        _call_directly(node)
+    use_channels_last(graph)
+    _count_batches_together(graph)
+    graph.lint()
+    gm.recompile()
+
+
+def _call_directly(node: fx.Node) -> None:
+    """Call our function in place of one of PyTorch that computes the same."""
+    if ScanNode.is_scan(node):
+        node.target = operations.scan
+    elif node.target is F.max_pool2d:
+        node.target = operations.max_pool2d
+    elif node.target is F.avg_pool2d:
+        node.target = operations.avg_pool2d
+    elif node.target is F.batch_norm and (node.meta.get("repeats") or operations.shares_time()):
+        node.target = operations.batch_norm
+        node.kwargs = {**node.kwargs, "repeats": node.meta.get("repeats", 1)}
+
+
+def _count_batches_together(graph: fx.Graph) -> None:
+    """Count the batches of all norms by one launch."""
+    counts = [n for n in graph.nodes if n.target == "add_" and n.args[1:] == (1,) and not n.users
+              and n.args[0].op == "placeholder" and len(n.args[0].users) == 1
+              and isinstance(x := value(n.args[0]), Tensor) and x.dtype == torch.int64]  # fmt: skip
+    if len(counts) > 1:
+        with graph.inserting_before(counts[0]):
+            graph.call_function(torch._foreach_add_, ([n.args[0] for n in counts], 1))
+        for node in counts:
+            graph.erase_node(node)

@@ -1,0 +1,99 @@
+"""Run a network by the graphs that TorchDynamo captures of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from spikefuse.graph.backend import Graph, compile_graph
+from spikefuse.graph.report import Report
+from spikefuse.memory.policies import Checkpoint
+from spikefuse.nn.call import active
+
+MODES = ("auto", "eager", "inductor", "recorded")
+
+_numbers = count()
+
+
+class Captured:
+    """Runs functions of one network as fused graphs; see `spikefuse.fuse`.
+
+    A copy, also by `copy.deepcopy` or pickle, captures its own network anew.
+
+    Attributes:
+        mode: how graphs run.
+        report: what was done in the graphs that were captured last.
+    """
+
+    def __init__(self, mode: str = "auto", prefix: str = "") -> None:
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}: expected one of {', '.join(MODES)}")
+        self.mode, self.report = mode, Report(prefix)
+        self._compiled: dict[tuple[Callable[..., Any], int | None], Callable[..., Any]] = {}
+        self._is_new_call = True
+        self._has_run = self._has_failed = False
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        net: nn.Module,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run `function(net, args, kwargs)`."""
+        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        if is_traced or self._has_failed or active.observer is not None:
+            return function(net, args, kwargs)
+        self._is_new_call, self._has_run = True, False
+        key = function, _chunks()
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self._compile(function)
+        try:
+            return compiled(net, args, kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            if self._has_run:
+                raise
+            self._has_failed = True
+            self.report.clear()
+            self.report.note(f"capture failed: {str(error).strip().splitlines()[0]}")
+        return function(net, args, kwargs)
+
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        # TorchDynamo stores graphs with the code of a function and runs at most a few of each, so
+        # that each network needs code of its own.
+        assert isinstance(function, FunctionType)
+        code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+        own = FunctionType(code, function.__globals__, function.__name__)
+        compiled: Callable[..., Any] = torch.compile(own, backend=self._backend)
+        return compiled
+
+    def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Graph:
+        if self._is_new_call:
+            self._is_new_call = False
+            self.report.clear()
+        graph = compile_graph(gm, example_inputs, self.report, self.mode, _chunks())
+
+        def run(*args: Any) -> Any:
+            self._has_run = True
+            return graph(*args)
+
+        return run
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_compiled": {}, "_has_failed": False}
+
+
+def _chunks() -> int | None:
+    """The number of segments that the policy of the running call asks for; None for no segments."""
+    policy = None if active.call is None else active.call.policy
+    return policy.chunks if isinstance(policy, Checkpoint) else None
+
+
+# `spikefuse.nn` does not know this package.
+Checkpoint.capture = Captured

@@ -1,0 +1,305 @@
+"""The pass that replaces batch norm → [add →] neuron by a block.
+
+The statistics of the batch are taken where the norm stood, so that running statistics change in
+their original order, and the block stands where the scan stood.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from spikefuse.block import library
+from spikefuse.block.program import BlockProgram, program_of_scan
+from spikefuse.graph import operations
+from spikefuse.graph.nodes import (
+    ADDITIONS,
+    IN_PLACE_ADDITIONS,
+    RESHAPES,
+    arguments_of,
+    changes_something,
+    dim_after,
+    has_one_reader,
+    is_view,
+    memory_of,
+    module_of,
+    name_of,
+    replay,
+    value,
+    views_above,
+)
+from spikefuse.graph.operations import ScanNode
+from spikefuse.graph.report import Report
+from spikefuse.nn.neuron import DTYPES
+
+# Values of an input from which a block on a CPU is not slower than separate norm and neuron,
+# measured on two cores after a convolution. Smaller inputs stay in the caches.
+MIN_VALUES = 5 << 18
+
+
+class NotFusible(Exception):
+    """Why a norm and a neuron cannot become a block."""
+
+
+@dataclass
+class Summand:
+    """What a neuron reads, or one side of a sum that it reads.
+
+    Attributes:
+        end: the last node.
+        views: the views between the norm and `end`, last first.
+        norm: the batch norm, or what else is above the views.
+        is_norm: whether it is a batch norm that a block can compute.
+        obstacle: why it cannot.
+    """
+
+    end: fx.Node
+    norm: fx.Node = field(init=False)
+    views: list[fx.Node] = field(init=False)
+    obstacle: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.norm, self.views = views_above(self.end)
+        self.obstacle = _obstacle(self.norm)
+
+    @property
+    def is_norm(self) -> bool:
+        return not self.obstacle
+
+
+@dataclass
+class Match:
+    """norm → [add →] views → scan.
+
+    Attributes:
+        norms: one, or two if the residual is normalized, too.
+        residual: what else is added; None if nothing is.
+        views: between the sum, or the norm, and the scan, last first.
+        read: the sum, or the norm, that the views are applied to.
+        channel_dim: of the scan's input.
+    """
+
+    scan: ScanNode
+    norms: list[Summand]
+    residual: fx.Node | None
+    views: list[fx.Node]
+    read: fx.Node
+    channel_dim: int
+
+    @property
+    def returns_sum(self) -> bool:
+        """Whether others read what the neuron reads."""
+        return len(self.read.users) > 1
+
+
+def fuse_norms(graph: fx.Graph, report: Report) -> None:
+    """Replace norms and neurons by blocks where this changes no result."""
+    for node in list(graph.nodes):
+        if ScanNode.is_scan(node):
+            scan = ScanNode(node)
+            order = {node: i for i, node in enumerate(graph.nodes)}
+            try:
+                match = _match(scan, order)
+            except NotFusible as reason:
+                for norm in _norms_above(scan.inputs[0]):
+                    report.leave(module_of(norm), str(reason))
+            else:
+                for summand in match.norms:
+                    has_residual = match.read.target in ADDITIONS
+                    report.fuse(module_of(summand.norm), module_of(node), has_residual)
+                _replace(graph, match)
+    for node in graph.nodes:
+        if node.target is F.batch_norm:
+            report.leave(module_of(node), _reader_of(node))
+
+
+def _match(scan: ScanNode, order: dict[fx.Node, int]) -> Match:
+    """The block that ends in a scan.
+
+    Raises:
+        NotFusible: there is none.
+    """
+    if len(scan.inputs) != 1:
+        raise NotFusible("its neuron has several inputs")
+    read, views = views_above(scan.inputs[0])
+    if not has_one_reader(read):
+        _check_sum_is_returnable(scan, read, views, order)
+    summands, residual = [Summand(read)], None
+    if isinstance(read, fx.Node) and read.target in ADDITIONS:
+        summands = _summands(read, order)
+    norms = [s for s in summands if s.is_norm]
+    if not norms:
+        raise NotFusible(summands[0].obstacle)
+    dims = [dim_after([*views, *s.views], value(s.norm), 1) for s in norms]
+    if len(norms) == 2 and not (dims[0] == dims[1] and _can_share_block(norms)):
+        norms = norms[:1]
+    channel = dims[0]
+    if len(summands) > len(norms):
+        residual = summands[len(norms)].end
+    if channel is None or (channel != 2 and (scan.states or scan.final)):
+        raise NotFusible("its channels are not a dim of the neuron's input")
+    x = value(arguments_of(norms[0].norm, F.batch_norm)["input"])
+    if x.dtype != value(scan.inputs[0]).dtype:
+        raise NotFusible("the neuron reads another dtype")
+    if x.device.type == "cpu" and x.numel() < MIN_VALUES and not operations.shares_time():
+        raise NotFusible(
+            f"its input has {int(x.numel()):,} values: on a CPU, fusing helps from {MIN_VALUES:,}"
+        )
+    reads = {memory_of(arguments_of(s.norm, F.batch_norm)["input"]) for s in norms}
+    reads.add(memory_of(residual))
+    first, last = min(order[s.norm] for s in norms), order[scan.node]
+    own = order[read] if read.target in IN_PLACE_ADDITIONS else -1
+    if any(first < i < last and i != own and changes_something(n) for n, i in order.items()):
+        raise NotFusible("a tensor or a mode may change between it and its neuron")
+    if any(i > last and changes_something(n) and n.args and memory_of(n.args[0]) in reads
+           for n, i in order.items()):  # fmt: skip
+        raise NotFusible("a tensor that a block would save is changed in place later")
+    return Match(scan, norms, residual, views, read, channel)
+
+
+def _summands(add: fx.Node, order: dict[fx.Node, int]) -> list[Summand]:
+    """Both sides of a sum, norms first, and of these the one called last first."""
+    sides = add.args
+    values = [value(x) for x in sides]
+    if len(sides) != 2 or add.kwargs or sides[0] is sides[1]:
+        raise NotFusible("its sum is not one of two tensors")
+    if not all(isinstance(v, Tensor) for v in values) or (
+        (values[0].shape, values[0].dtype) != (values[1].shape, values[1].dtype)
+    ):
+        raise NotFusible("its sum broadcasts, or changes the dtype")
+    summands = [Summand(x) for x in sides]
+    for s in summands:
+        if s.is_norm and not has_one_reader(s.norm):
+            s.obstacle = "its result is also read by something else"
+    if add.target in IN_PLACE_ADDITIONS and not summands[0].is_norm:
+        raise NotFusible("the sum changes another tensor in place")
+    return sorted(summands, key=lambda s: (s.is_norm, order[s.norm]), reverse=True)
+
+
+def _check_sum_is_returnable(
+    scan: ScanNode, read: fx.Node, views: list[fx.Node], order: dict[fx.Node, int]
+) -> None:
+    """Check that a block can also return what the neuron reads, because others read it later."""
+    first = views[-1] if views else scan.node
+    later = all(n is first or order[n] > order[scan.node] for n in read.users)
+    is_known = read.target in ADDITIONS - IN_PLACE_ADDITIONS or read.target is F.batch_norm
+    keeps_order = {name_of(v) for v in views} <= RESHAPES
+    if scan.is_selecting or not (is_known and later and keeps_order):
+        raise NotFusible("its result is also read by something else")
+
+
+def _can_share_block(norms: list[Summand]) -> bool:
+    """Whether one block can compute both norms."""
+    first, second = (arguments_of(s.norm, F.batch_norm) for s in norms)
+    weights = value(first["weight"]), value(second["weight"])
+    if first["training"] != second["training"] or None in weights:
+        return False
+    return bool(weights[0].dtype == weights[1].dtype)
+
+
+def _obstacle(node: fx.Node) -> str:
+    """Why a block cannot compute a node that a neuron or a sum reads; "" if it can."""
+    if not isinstance(node, fx.Node) or node.target is not F.batch_norm:
+        return "another operation is between it and the neuron"
+    arguments = arguments_of(node, F.batch_norm)
+    names = "input", "weight", "bias", "running_mean", "running_var"
+    x, *others = tensors = [value(arguments[name]) for name in names]
+    settings = arguments["training"], arguments["momentum"], arguments["eps"]
+    if any(isinstance(s, fx.Node) for s in settings):
+        return "its settings are computed"
+    if any(t is not None and t.dtype not in DTYPES for t in tensors):
+        return "it has a dtype that a block does not take"
+    if any(t is not None and (t.device != x.device or t.is_inference()) for t in tensors):
+        return "its tensors are on several devices, or of inference mode"
+    if any(t is not None and not t.is_contiguous() for t in others):
+        return "its parameters are not contiguous"
+    # A batch of one value per channel is refused by torch.nn, too.
+    return "its input is empty" if x.numel() <= x.shape[1] else ""
+
+
+def _norms_above(node: fx.Node) -> list[fx.Node]:
+    """The norms whose result a scan reads, directly or in a sum."""
+    read, _ = views_above(node)
+    sides = read.args[:2] if isinstance(read, fx.Node) and read.target in ADDITIONS else [read]
+    tops = [views_above(x)[0] for x in sides]
+    return [x for x in tops if isinstance(x, fx.Node) and x.target is F.batch_norm]
+
+
+def _reader_of(node: fx.Node) -> str:
+    """Why a norm that no neuron reads was left alone."""
+    reader = node
+    while reader is node or is_view(reader):
+        if len(reader.users) != 1:
+            return "its result is read by several operations"
+        (reader,) = reader.users
+    node = reader
+    return f"its result is read by {name_of(node) or 'the end of the graph'}"
+
+
+def _replace(graph: fx.Graph, match: Match) -> None:
+    """Replace the nodes of a match by statistics and a block."""
+    scan, settings = match.scan, [arguments_of(s.norm, F.batch_norm) for s in match.norms]
+    training = settings[0]["training"]
+    program = program_of_scan(
+        scan.program,
+        has_residual=len(match.norms) > 1 or match.residual is not None,
+        by_batch=training,
+        normalizes_residual=len(match.norms) > 1,
+        returns_sum=match.returns_sum,
+    )
+    library.add(program, value(scan.inputs[0]).device)
+    norms = []
+    for summand, a in zip(match.norms, settings, strict=True):
+        if training:
+            with graph.inserting_before(summand.norm):
+                running = a["running_mean"], a["running_var"], a["momentum"]
+                repeats = summand.norm.meta.get("repeats", 1)
+                batch = graph.call_function(
+                    operations.norm_statistics,
+                    (a["input"], a["weight"], running, a["eps"], program.backend, repeats),
+                )
+            norms.append((batch, a["weight"], a["bias"]))
+        else:
+            values = a["running_mean"], a["running_var"], a["weight"], a["bias"], a["eps"]
+            norms.append(values)
+    with graph.inserting_before(scan.node):
+        inputs = [replay(graph, replay(graph, a["input"], s.views), match.views)
+                  for a, s in zip(settings, match.norms, strict=True)]  # fmt: skip
+        if match.residual is not None:
+            inputs.append(replay(graph, match.residual, match.views))
+        moves = match.channel_dim != 2
+        if moves:
+            inputs = [graph.call_method("movedim", (x, match.channel_dim, 2)) for x in inputs]
+        function = operations.train_block if training else operations.evaluate_block
+        arguments = scan.block_arguments(program, inputs, norms)
+        block = graph.call_function(function, arguments)
+        if moves:
+            outputs = [graph.call_function(operator.getitem, (block, i))
+                       for i in range(len(program.binary))]  # fmt: skip
+            block = graph.call_function(operations.move_dim, (outputs, 2, match.channel_dim))
+        if match.returns_sum:
+            total = graph.call_function(operator.getitem, (block, -1))
+            total = graph.call_method("reshape", (total, tuple(value(match.read).shape)))
+            total.meta.update(match.read.meta)
+    block.meta.update(scan.node.meta)
+    scan.node.replace_all_uses_with(block)
+    if match.returns_sum:
+        first = match.views[-1] if match.views else scan.node
+        match.read.replace_all_uses_with(total, delete_user_cb=lambda n: n is not first)
+    _erase(graph, match)
+
+
+def _erase(graph: fx.Graph, match: Match) -> None:
+    graph.erase_node(match.scan.node)
+    nodes = [*match.views]
+    if match.read.target in ADDITIONS:
+        nodes.append(match.read)
+    for summand in match.norms:
+        nodes += [*summand.views, summand.norm]
+    for node in nodes:
+        graph.erase_node(node)

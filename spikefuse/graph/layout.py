@@ -1,0 +1,84 @@
+"""The pass that keeps feature maps in channels-last memory on a GPU.
+
+cuDNN's fast convolutions in half precision are channels-last; for other inputs it converts them
+and their results. Channels-last maps are also the tokens `[..., N, C]` of a transformer, so that a
+pointwise convolution of them is a linear layer. Blocks, scans and poolings take any dense layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from spikefuse.graph import operations
+from spikefuse.graph.nodes import arguments_of, changes_something, is_view, value
+
+
+def use_channels_last(graph: fx.Graph) -> None:
+    """Let convolutions read and write channels-last memory, and drop conversions back."""
+    nodes = list(graph.nodes)
+    if any(changes_something(node) for node in nodes):
+        return  # perhaps a tensor of which a conversion makes a copy
+    convolutions = [n for n in nodes if n.target in _CONVOLUTIONS and _is_on_gpu(n)]
+    for node in convolutions:
+        if node.target is torch.conv2d:
+            node.target = operations.conv2d
+        elif _is_pointwise(node):
+            node.target = operations.pointwise_conv1d
+    if not convolutions:
+        return
+    for node in nodes:
+        if _makes_contiguous(node) and all(map(_takes_any_layout, _readers(node))):
+            _make_views_reshape(node)
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+_CONVOLUTIONS = {torch.conv1d, torch.conv2d}
+
+
+def _is_on_gpu(node: fx.Node) -> bool:
+    x = value(node)
+    return isinstance(x, Tensor) and x.is_cuda and not node.kwargs
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """Whether a convolution computes each position from that position alone."""
+    defaults: list[Any] = [None, 1, 0, 1, 1]
+    weight, settings = value(node.args[1]), [*node.args[3:], *defaults[len(node.args) - 2 :]]
+    stride, padding, _, groups = [s[0] if isinstance(s, tuple | list) else s for s in settings]
+    return weight.shape[2] == 1 and value(node).ndim == 3 and (stride, padding, groups) == (1, 0, 1)
+
+
+def _makes_contiguous(node: fx.Node) -> bool:
+    return node.target == "contiguous" and len(node.args) == 1 and not node.kwargs
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """What reads a tensor, directly or through views."""
+    readers = []
+    for user in node.users:
+        readers += _readers(user) if is_view(user) else [user]
+    return readers
+
+
+def _takes_any_layout(node: fx.Node) -> bool:
+    """Whether a node's values do not depend on the strides of what it reads."""
+    return node.op != "output" and (
+        node.target in _LAYERS or str(getattr(node.target, "__module__", "")) in _MODULES
+    )
+
+
+def _make_views_reshape(node: fx.Node) -> None:
+    """Let views of a tensor copy it where they need other strides."""
+    for user in node.users:
+        if is_view(user):
+            if user.target == "view":
+                user.target = "reshape"
+            _make_views_reshape(user)
+
+
+_LAYERS: set[Any] = {torch.conv1d, torch.conv2d, torch.nn.functional.linear, torch.matmul, "matmul"}
+_MODULES = {"_operator", "spikefuse.graph.operations"}

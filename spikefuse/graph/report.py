@@ -1,0 +1,102 @@
+"""What was fused of a network, and why the rest was not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from spikefuse.transforms.tables import aligned
+
+
+@dataclass(frozen=True)
+class Place:
+    """A batch norm and the neuron that it was fused with, by their names in the network.
+
+    Attributes:
+        norm: the batch norm.
+        neuron: the neuron; None if the norm was not fused.
+        residual: whether a tensor was added between the two.
+        reason: why the norm was not fused; None if it was.
+    """
+
+    norm: str
+    neuron: str | None = None
+    residual: bool = False
+    reason: str | None = None
+
+
+@dataclass
+class Report:
+    """What the passes did to the graphs of one call.
+
+    Attributes:
+        prefix: of the names of modules.
+        places: one for each call of a batch norm, in the order of the graphs.
+        graphs: the number of graphs; more than one if Python code broke the capture.
+        notes: what else a user should know, such as why the capture failed.
+    """
+
+    prefix: str = ""
+    places: list[Place] = field(default_factory=list)
+    graphs: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def clear(self) -> None:
+        self.places, self.graphs, self.notes = [], 0, []
+
+    def fuse(self, norm: str, neuron: str, residual: bool) -> None:
+        """Record that a norm was fused."""
+        self.places.append(Place(self.prefix + norm, self.prefix + neuron, residual))
+
+    def leave(self, norm: str, reason: str) -> None:
+        """Record why a norm was not fused; the first reason counts."""
+        if all(place.norm != self.prefix + norm for place in self.places):
+            self.places.append(Place(self.prefix + norm, reason=reason))
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """The batch norms in the last captured graphs of a fused network; `print` shows the table.
+
+    Attributes:
+        places: the batch norms, in the order of their calls.
+        fused: those that were fused with a neuron.
+        left: those that were not, with the reason.
+    """
+
+    reports: tuple[Report, ...]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return tuple(place for report in self.reports for place in report.places)
+
+    @property
+    def fused(self) -> tuple[Place, ...]:
+        return tuple(place for place in self.places if place.reason is None)
+
+    @property
+    def left(self) -> tuple[Place, ...]:
+        return tuple(place for place in self.places if place.reason is not None)
+
+    @property
+    def summary(self) -> str:
+        """One line, such as "16 of 20 batch norms fused with the neuron after them"."""
+        graphs = sum(report.graphs for report in self.reports)
+        notes = [note for report in self.reports for note in report.notes]
+        if not graphs and not notes:
+            return "not captured yet: the first call does it"
+        text = f"{len(self.fused)} of {len(self.places)} batch norms fused with the neuron after them"
+        if graphs > len(self.reports):
+            text += f", in {graphs} graphs"
+        return "; ".join([text, *notes])
+
+    def __str__(self) -> str:
+        rows = [("norm", "neuron", "")]
+        for place in self.places:
+            text = f"not fused: {place.reason}" if place.reason is not None else "fused"
+            text += ", with a residual" * place.residual
+            rows.append((place.norm, place.neuron or "-", text))
+        return "\n".join([*(aligned(rows) if self.places else []), self.summary])

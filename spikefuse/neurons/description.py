@@ -1,0 +1,186 @@
+"""What a compiled step depends on: the values and the constants of a neuron.
+
+Values are floats, tensors and `Learnable` parameters; kernels take them as arguments. Everything
+else is a constant of the source.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Hashable, Iterator, Mapping
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, Generic
+
+import torch
+from torch import Tensor, nn
+
+from spikefuse.neurons.learnable import Learnable
+from spikefuse.neurons.parameters import VERSION, Holder, versions
+
+
+class Description:
+    """The values and constants of a neuron, or of a surrogate.
+
+    Floats change only by assignment, so they are cached. Tensors are read anew on every call:
+    optimizers, `.to()` and `torch.func.functional_call` replace them directly.
+
+    Attributes:
+        versions, seen: the description is valid while they are equal.
+        cache: results that depend only on the statics, the floats and the kinds of the tensors.
+        tensors: name, and where to read it, of each value that is not a float.
+        floats: all values by dotted name, None for those that are not floats.
+        constants: names of the constants.
+        statics: what the traced step depends on besides values: types and constants; hashable.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(owners(module))
+        # Read first, so that no change by another thread is missed.
+        self.versions = [v for _, m in modules if isinstance(m, Holder) for v in versions(m)]
+        self.seen = [version.copy() for version in self.versions]
+        self.cache: dict[Hashable, Any] = {}
+        self.tensors: list[tuple[str, dict[str, Any], str]] = []
+        self.constants: list[str] = []
+        self.floats: dict[str, Any] = {}
+        statics: list[Any] = []
+        for prefix, part in modules:
+            constants = list(class_constants(part))
+            for group, name, value in _attributes(part):
+                if isinstance(value, float):
+                    self.floats[prefix + name] = value
+                elif isinstance(value, Tensor | Learnable):
+                    self.floats[prefix + name] = None
+                    self.tensors.append((prefix + name, group, name))
+                elif not isinstance(value, nn.Module):
+                    constants.append((name, value))
+            self.constants += [prefix + name for name, _ in constants]
+            statics.append((prefix, type(part), *_functions(part)))
+            statics += [(n, _constant(type(part).__name__, n, value)) for n, value in constants]
+            if not _is_observed(part, constants):
+                self.seen.clear()
+        self.statics = tuple(statics)
+        # Compared as text because -0.0 == 0.0.
+        self.basis = self.statics, repr(self.floats)
+
+    def values(self) -> dict[str, float | Tensor]:
+        """Return every run-time value by dotted name; read-only, since later calls share it."""
+        if not self.tensors:
+            return self.floats
+        values = self.floats.copy()
+        for name, group, key in self.tensors:
+            value = group[key]
+            values[name] = value() if isinstance(value, Learnable) else value
+        return values
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # copies of the neuron start without a description
+
+
+def read(module: nn.Module, name: str) -> Any:
+    """Return the value or the constant of a dotted name."""
+    value: Any = module
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value() if isinstance(value, Learnable) else value
+
+
+def owners(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield a neuron and its submodules (surrogates), each with its prefix for names."""
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None and not isinstance(child, Learnable):
+            yield from owners(child, f"{prefix}{name}.")
+
+
+# Attributes that no step reads: those of every nn.Module except `training`, and our own.
+INTERNAL = (set(vars(nn.Module())) - {"training"}) | {"_description", VERSION}
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield the attributes of a module, each with the dict that holds it."""
+    for group in (vars(module), module._parameters, module._buffers, module._modules):
+        for name, value in group.items():
+            if name not in INTERNAL:
+                yield group, name, value
+
+
+_CONTAINERS = tuple, list, set, frozenset, dict
+# Class attributes of these types are constants; functions and types on a class are its methods.
+_CLASS_CONSTANTS = (bool, int, float, str, type(None), Enum, torch.dtype, *_CONTAINERS)
+# Immutable instance attributes.
+_CONSTANTS = (
+    *(bool, int, float, str, type(None), type, Enum, torch.dtype),
+    *(FunctionType, BuiltinFunctionType),
+)
+_METHODS = FunctionType, staticmethod, classmethod, property
+_BASES = {nn.Module, Holder, ABC, Generic, object}
+
+
+def _classes(module: nn.Module) -> Iterator[type]:
+    return (cls for cls in type(module).__mro__ if cls not in _BASES)
+
+
+def class_constants(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the constants of a module's classes that no instance attribute hides."""
+    hidden = {"states", "input_names", *(name for _, name, _ in _attributes(module))}
+    for cls in _classes(module):
+        for name, value in vars(cls).items():
+            if name not in hidden and not name.startswith("__"):
+                hidden.add(name)
+                if isinstance(value, _CLASS_CONSTANTS):
+                    yield name, value
+
+
+def _functions(module: nn.Module) -> Iterator[Any]:
+    """Yield the methods of a module's classes, which may be replaced."""
+    for cls in _classes(module):
+        yield from [value for value in vars(cls).values() if isinstance(value, _METHODS)]
+
+
+def _constant(owner: str, name: str, value: Any) -> Any:
+    """Return a static attribute as part of a key, compared by value."""
+    if isinstance(value, int | float) and not isinstance(value, Enum):
+        return type(value), repr(value)  # distinguishes True from 1, and -0.0 from 0.0
+    if isinstance(value, _CONSTANTS):
+        return value
+    if isinstance(value, _CONTAINERS):
+        items = value.items() if isinstance(value, dict) else value
+        return type(value), tuple(_constant(owner, f"{name}[...]", item) for item in items)
+    raise TypeError(
+        f"{owner}.{name} is a {type(value).__name__}, whose changes cannot be detected: use floats "
+        "and tensors for values, and bools, ints, strings or tuples of these for constants; for "
+        "several tensors, use attributes, or an nn.ParameterList"
+    )
+
+
+def _is_observed(module: nn.Module, constants: list[tuple[str, Any]]) -> bool:
+    """Return whether every change of the constants and floats replaces a version.
+
+    Modules that are not a `Holder`, and lists, sets and dicts, change unseen.
+    """
+    classes = (isinstance(cls, type(Holder)) for cls in _classes(module))
+    mutable = any(_is_mutable(value) for _, value in constants)
+    return isinstance(module, Holder) and all(classes) and not mutable
+
+
+def _is_mutable(value: Any) -> bool:
+    if isinstance(value, tuple | frozenset):
+        return any(map(_is_mutable, value))
+    return not isinstance(value, _CONSTANTS)
+
+
+def bind(module: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """Return a shallow copy whose run-time values are `values`, by dotted name."""
+    clone = object.__new__(type(module))
+    clone.__dict__.update(module.__dict__)
+    # Values become plain attributes, so that neither nn.Module nor autograd interferes.
+    clone.__dict__.update(_parameters={}, _buffers={}, _modules={})
+    clone.__dict__.update((name, None) for _, name, value in _attributes(module) if value is None)
+    for name, value in values.items():
+        if name.startswith(prefix) and "." not in name[len(prefix) :]:
+            clone.__dict__[name[len(prefix) :]] = value
+    for name, child in module._modules.items():
+        if child is not None and not isinstance(child, Learnable):
+            clone._modules[name] = bind(child, values, f"{prefix}{name}.")
+    return clone
