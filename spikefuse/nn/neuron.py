@@ -16,7 +16,6 @@ from spikefuse.scan import op
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.scan.op import Request
 
-
 IMPLEMENTATIONS = ("auto", "triton", "numba", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
