@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from spikefuse.graph import operations
+from spikefuse.graph.checkpoint import checkpointed
 from spikefuse.graph.constant_input import compute_steps_once
 from spikefuse.graph.fuse_norms import fuse_norms
 from spikefuse.graph.layout import use_channels_last
@@ -33,15 +34,23 @@ def spikefuse(
 
 
 def compile_graph(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], report: Report, mode: str = "eager"
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    report: Report,
+    mode: str = "eager",
+    chunks: int | None = None,
 ) -> Graph:
     """Fuse a graph, and return a function that runs it.
 
     Args:
         report: is told what was fused.
         mode: "eager" executes the graph, "inductor" compiles it further.
+        chunks: cut the graph into about so many segments, which backward recomputes; the graph is
+            then executed.
     """
     apply_passes(gm, report)
+    if chunks is not None:
+        return checkpointed(gm, chunks).forward
     if mode == "inductor":
         inductor: Any = torch._dynamo.lookup_backend("inductor")
         return inductor(gm, example_inputs)  # type: ignore[no-any-return]

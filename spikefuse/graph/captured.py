@@ -12,7 +12,9 @@ from torch import fx, nn
 
 from spikefuse.graph.backend import Graph, compile_graph
 from spikefuse.graph.report import Report
+from spikefuse.memory.policies import Checkpoint
 from spikefuse.nn.call import active
+from spikefuse.nn.checkpoint import checkpoint
 
 MODES = ("auto", "eager", "inductor", "recorded")
 
@@ -20,6 +22,17 @@ _numbers = count()
 
 
 from torch._dynamo.exc import TorchDynamoException as CaptureError
+
+
+def _chunks() -> int | None:
+    """The number of segments that the policy of the running call asks for; None for no segments."""
+    policy = None if active.call is None else active.call.policy
+    return policy.chunks if isinstance(policy, Checkpoint) else None
+
+
+def _run(function: Callable[..., Any], *args: Any) -> Any:
+    """Run what cannot be captured; under `Checkpoint` as a single segment."""
+    return function(*args) if _chunks() is None else checkpoint(function, *args)
 
 
 class Captured:
@@ -36,7 +49,7 @@ class Captured:
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}: expected one of {', '.join(MODES)}")
         self.mode, self.report = mode, Report(prefix)
-        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._compiled: dict[tuple[Callable[..., Any], int | None], Callable[..., Any]] = {}
         self._is_new_call = True
         self._has_run = self._has_failed = False
 
@@ -50,12 +63,13 @@ class Captured:
         """Run `function(net, args, kwargs)`."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or active.observer is not None:
             return function(net, args, kwargs)
+        chunks = _chunks()
         if self._has_failed:
-            return function(net, args, kwargs)
+            return _run(function, net, args, kwargs)
         self._is_new_call, self._has_run = True, False
-        compiled = self._compiled.get(function)
+        compiled = self._compiled.get((function, chunks))
         if compiled is None:
-            compiled = self._compiled[function] = self._compile(function)
+            compiled = self._compiled[function, chunks] = self._compile(function)
         try:
             return compiled(net, args, kwargs)
         except CaptureError as error:
@@ -64,7 +78,7 @@ class Captured:
             self._has_failed = True
             self.report.clear()
             self.report.note(f"capture failed: {str(error).strip().splitlines()[0]}")
-            return function(net, args, kwargs)
+            return _run(function, net, args, kwargs)
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # TorchDynamo stores graphs with the code of a function and runs at most a few of each, so
@@ -79,7 +93,7 @@ class Captured:
         if self._is_new_call:
             self._is_new_call = False
             self.report.clear()
-        graph = compile_graph(gm, example_inputs, self.report, self.mode)
+        graph = compile_graph(gm, example_inputs, self.report, self.mode, _chunks())
 
         def run(*args: Any) -> Any:
             self._has_run = True

@@ -97,6 +97,24 @@ def memory_of(node: Any) -> Any:
     return node
 
 
+def changed_by(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a node may change in place, except for running statistics of norms."""
+    changed: Any = ()
+    if node.op.startswith("call") and "out" in node.kwargs:
+        changed = node.kwargs["out"]
+    elif (changes_something(node) and not is_mode(node)) or node.target == "add_":
+        is_known = node.args and not isinstance(node.target, _CUSTOM_OPS)
+        changed = node.args[0] if is_known else node.all_input_nodes
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(changed, nodes.append)
+    return nodes
+
+
+def is_mode(node: fx.Node) -> bool:
+    """Whether a node enters or leaves a mode, such as autocast."""
+    return node.op == "call_function" and bool(_MODES.fullmatch(name_of(node)))
+
+
 def views_above(node: Any) -> tuple[Any, list[fx.Node]]:
     """The first node above a chain of views with one reader each, and the views, last first."""
     views = []

@@ -66,6 +66,18 @@ class ScanNode:
         return block.name, inputs, self.states, given[0], norms, given[1], self.final
 
 
+def binary_outputs(node: fx.Node) -> Sequence[bool]:
+    """For each output of a neuron, whether all its values are sure to be 0 or 1; empty for other
+    nodes."""
+    if node.target in (train_block, evaluate_block):
+        return library._programs[node.args[0]].binary
+    if node.target is scan or ScanNode.is_scan(node):
+        return program(node.args[0][0]).step.binary
+    if node.target is move_dim:
+        return binary_outputs(node.args[0][0].args[0])
+    return ()
+
+
 def shares_time() -> bool:
     """Whether other processes hold steps of the sequence that is being processed."""
     return active.call is not None and active.call.passing is not None

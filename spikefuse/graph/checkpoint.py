@@ -1,0 +1,249 @@
+"""The pass that cuts a graph into segments, which backward recomputes.
+
+What is alive at a cut is saved, spikes as bits, and what a segment computes is alive while backward
+differentiates it. The cuts minimize the bytes of the former plus those of the largest segment.
+Tensors are known by their storage, which views share.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from itertools import accumulate, compress
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.fx.passes.split_module import split_module
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from spikefuse.graph import operations
+from spikefuse.graph.nodes import arguments_of, changed_by, is_mode, name_of, value
+from spikefuse.memory.spikes import MIN_VALUES
+from spikefuse.nn.checkpoint import recompute
+
+_BATCH_NORMS = (F.batch_norm, operations.batch_norm)
+_NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def checkpointed(gm: fx.GraphModule, chunks: int) -> fx.GraphModule:
+    """Return a graph with the results of `gm`, of whose segments backward recomputes all but the
+    last; at most about `chunks` of them."""
+    walk = _Walk(gm.graph)
+    cuts = _plan(list(walk.places()), chunks)
+    if not cuts:
+        return gm
+    is_first = [i in cuts for i in range(len(walk.nodes))]
+    parts = dict(zip(walk.nodes, accumulate(is_first), strict=True))
+    split = split_module(gm, gm, parts.__getitem__, keep_original_order=True)
+    names = [n.target for n in split.graph.nodes if n.op == "call_module"]
+    for name in names[:-1]:
+        setattr(split, name, Segment(getattr(split, name), walk.changes))
+    return split
+
+
+class Segment(nn.Module):
+    """A part of a graph. Backward recomputes it on copies of the tensors that the graph changes.
+
+    Args:
+        part: the part.
+        changed: the storages that the whole graph changes in place.
+    """
+
+    def __init__(self, part: fx.GraphModule, changed: Container[int | None]) -> None:
+        super().__init__()
+        self.part = part
+        inputs = [n for n in part.graph.nodes if n.op == "placeholder"]
+        self.is_saved = [_storage(value(x)) not in changed for x in inputs]
+        #: Of the inputs that are not saved, whether their values matter.
+        self.is_read = [
+            _is_read(x) for x, is_saved in zip(inputs, self.is_saved, strict=True) if not is_saved
+        ]
+
+    def forward(self, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.part(*args)
+        changed = [x for x, is_saved in zip(args, self.is_saved, strict=True) if not is_saved]
+        copies = [
+            x.clone() if is_read else x for x, is_read in zip(changed, self.is_read, strict=True)
+        ]
+
+        def first(*saved: Any) -> Any:
+            return self.part(*args)
+
+        def second(*saved: Any) -> Any:
+            unchanged, others = iter(saved), (x.clone() for x in copies)
+            return self.part(
+                *[next(unchanged if is_saved else others) for is_saved in self.is_saved]
+            )
+
+        return recompute(first, second, *compress(args, self.is_saved))
+
+
+def _storage(x: Any) -> int | None:
+    """The identity of the memory of a fake tensor; None for other values."""
+    return StorageWeakRef(x.untyped_storage()).cdata if isinstance(x, Tensor) else None
+
+
+def _changes(graph: fx.Graph) -> dict[int | None, int]:
+    """By storage, the index of the last node that changes it in place."""
+    return {_storage(value(x)): i for i, n in enumerate(graph.nodes) for x in _changed_by(n)}
+
+
+def _changed_by(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a node changes in place."""
+    changed: Any = ()
+    if node.target in _BATCH_NORMS:
+        arguments = arguments_of(node, node.target)
+        if arguments["training"]:
+            changed = arguments["running_mean"], arguments["running_var"]
+    elif node.target is operations.norm_statistics:
+        changed = node.args[2]
+    else:
+        return changed_by(node)
+    return [x for x in changed if isinstance(x, fx.Node)]
+
+
+def _is_read(changed: fx.Node) -> bool:
+    """Whether results depend on the values of a tensor that the graph changes."""
+    for user in changed.users:
+        updates = user.target in (*_BATCH_NORMS, operations.norm_statistics) or not user.users
+        if not updates or changed not in _changed_by(user):
+            return True
+    return False
+
+
+def _binary_storages(graph: fx.Graph) -> set[int | None]:
+    """The tensors that neurons, and poolings of their spikes, register as binary."""
+    binary: set[int | None] = set()
+    for node in graph.nodes:
+        source = node.args[0] if node.args else None
+        if node.target is operator.getitem:
+            flags = operations.binary_outputs(source)
+            is_binary = node.args[1] in range(len(flags)) and flags[node.args[1]]
+        else:
+            pools = node.target in (F.max_pool2d, operations.max_pool2d)
+            is_binary = pools and _storage(value(source)) in binary
+        if is_binary:
+            binary.add(_storage(value(node)))
+    return binary
+
+
+@dataclass
+class _Place:
+    """A place in a graph where it can be cut.
+
+    Attributes:
+        index: of the node behind it.
+        computed: bytes of all that is computed before it.
+        alive: by storage, the index of the node that computed it and the bytes that saving takes.
+    """
+
+    index: int
+    computed: int
+    alive: dict[int | None, tuple[int, int]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for _, size in self.alive.values())
+
+
+class _Walk:
+    """A walk along a graph, which knows what is alive.
+
+    Attributes:
+        computed_by: by storage, the index of the node that computes it.
+        alive: the results of earlier nodes that later ones read.
+        computed: the bytes of all results.
+        modes, grad: the number of modes that the graph is in, and whether gradients are enabled.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes = list(graph.nodes)
+        self.binary, self.changes = _binary_storages(graph), _changes(graph)
+        self.last = {x: i for i, node in enumerate(self.nodes) for x in node.all_input_nodes}
+        self.computed_by: dict[int | None, int] = {}
+        self.alive: list[fx.Node] = []
+        self.computed, self.modes, self.grad = 0, 0, True
+
+    def places(self) -> Iterator[_Place]:
+        for i, node in enumerate(self.nodes):
+            self.alive = [n for n in self.alive if self.last[n] >= i]
+            if node.op == "output" or self._can_cut(i):
+                alive = {_storage(value(n)): self._saved(value(n)) for n in self.alive}
+                yield _Place(i, self.computed, alive)
+            self._step(i, node)
+
+    def _step(self, i: int, node: fx.Node) -> None:
+        storage = _storage(value(node))
+        if node.op in ("placeholder", "get_attr"):
+            self.computed_by[storage] = -1
+        elif node in self.last and self.computed_by.setdefault(storage, i) >= 0:
+            self.alive.append(node)
+            if self.computed_by[storage] == i and storage is not None:
+                self.computed += value(node).untyped_storage().nbytes()
+        if is_mode(node):
+            name = name_of(node)
+            if name == "_set_grad_enabled":
+                self.grad = node.args[0]
+            else:
+                self.modes += 1 if name.startswith("_enter") else -1
+
+    def _can_cut(self, i: int) -> bool:
+        """Whether the graph can be cut before node `i`: only tensors and numbers are alive, and
+        none of these tensors is changed later."""
+        values = [value(n) for n in self.alive]
+        return (
+            self.grad
+            and not self.modes
+            and all(isinstance(x, (Tensor, *_NUMBERS)) for x in values)
+            and all(self.changes.get(_storage(x), -1) < i for x in values)
+        )
+
+    def _saved(self, x: Any) -> tuple[int, int]:
+        """The node that computed a tensor, and the bytes that saving it takes."""
+        storage = _storage(x)
+        if storage is None:
+            return -1, 0
+        size, num = x.untyped_storage().nbytes(), x.numel()
+        if storage in self.binary and num >= MIN_VALUES:
+            size = num // 8
+        return self.computed_by[storage], size
+
+
+def _plan(places: list[_Place], chunks: int) -> set[int]:
+    """The indices of the nodes before which to cut a graph."""
+    # Only where less is alive than on both sides.
+    *inner, end = places
+    sizes = [place.num_bytes for place in inner]
+    around = zip([math.inf, *sizes], sizes, [*sizes[1:], math.inf], strict=False)
+    lowest = [place for place, (a, b, c) in zip(inner, around, strict=True) if a >= b < c]
+    lowest = [_Place(0, 0, {}), *[place for place in lowest if place.computed], end]
+    plans = [_partition(lowest, end.computed / n) for n in range(1, chunks + 1)]
+    return set(min(plans, key=lambda plan: plan[0])[1])
+
+
+def _partition(places: list[_Place], most: float) -> tuple[int, list[int]]:
+    """The cuts that save least if segments compute at most `most` bytes, as far as places allow it.
+
+    Returns:
+        The bytes that are saved, plus those of the largest segment, and the cuts.
+    """
+    # For each place, of the best cuts up to it: the bytes saved, the largest segment, the cuts.
+    plans: list[tuple[int, int, list[int]]] = [(0, 0, [])]
+    for j, place in enumerate(places[1:], 1):
+        options = []
+        for i in reversed(range(j)):
+            before, size = places[i], place.computed - places[i].computed
+            if size > most and options:
+                break
+            more = sum(n for source, n in place.alive.values() if source >= before.index)
+            saved, largest, cuts = plans[i]
+            cuts = [*cuts, before.index] if i else cuts
+            options.append((saved + more, max(largest, size), cuts))
+        plans.append(min(options, key=lambda option: option[:2]))
+    saved, largest, cuts = plans[-1]
+    return saved + largest, cuts
