@@ -55,6 +55,11 @@ from spikefuse.nn import (
 )
 from spikefuse.transforms.graph_step import graph_step
 
+# TorchDynamo is imported where a policy needs it.
+memory.Checkpoint.capture = staticmethod(
+    lambda: _import_module("spikefuse.graph.captured").Captured()
+)
+
 __version__ = "0.1.0"
 
 __all__ = [
