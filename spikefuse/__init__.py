@@ -10,6 +10,7 @@ _os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 from spikefuse import distributed, memory
 from spikefuse.compiler import UnsupportedOperation
+from spikefuse.graph import captured as _captured  # noqa: F401, serves the policy Checkpoint
 from spikefuse.neurons import (
     ALIF,
     CLIF,
@@ -54,11 +55,6 @@ from spikefuse.nn import (
     spiking,
 )
 from spikefuse.transforms.graph_step import graph_step
-
-# TorchDynamo is imported where a policy needs it.
-memory.Checkpoint.capture = staticmethod(
-    lambda: _import_module("spikefuse.graph.captured").Captured()
-)
 
 __version__ = "0.1.0"
 

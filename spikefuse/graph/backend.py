@@ -17,6 +17,7 @@ from spikefuse.graph.fuse_norms import fuse_norms
 from spikefuse.graph.layout import use_channels_last
 from spikefuse.graph.nodes import value
 from spikefuse.graph.operations import ScanNode
+from spikefuse.graph.recorded import recorded
 from spikefuse.graph.report import Report
 
 Graph = Callable[..., Any]
@@ -37,24 +38,27 @@ def compile_graph(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     report: Report,
-    mode: str = "eager",
+    mode: str = "auto",
     chunks: int | None = None,
 ) -> Graph:
     """Fuse a graph, and return a function that runs it.
 
     Args:
         report: is told what was fused.
-        mode: "eager" executes the graph, "inductor" compiles it further.
-        chunks: cut the graph into about so many segments, which backward recomputes; the graph is
-            then executed.
+        mode: "eager" executes the graph, "recorded" replays it as CUDA graphs, "inductor" compiles
+            it further, and "auto" is "recorded" on a GPU and "eager" on a CPU.
+        chunks: cut the graph into about so many segments, which backward recomputes; Inductor does
+            not compile it then.
     """
     apply_passes(gm, report)
-    if chunks is not None:
-        return checkpointed(gm, chunks).forward
-    if mode == "inductor":
+    if mode == "inductor" and chunks is None:
         inductor: Any = torch._dynamo.lookup_backend("inductor")
         return inductor(gm, example_inputs)  # type: ignore[no-any-return]
-    return gm.forward
+    run = operations.saving_bits(gm if chunks is None else checkpointed(gm, chunks))
+    on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in example_inputs)
+    if mode == "recorded" or (mode == "auto" and on_gpu and not operations.shares_time()):
+        return recorded(run, example_inputs)
+    return run
 
 
 def apply_passes(gm: fx.GraphModule, report: Report) -> None:

@@ -21,20 +21,6 @@ MODES = ("auto", "eager", "inductor", "recorded")
 _numbers = count()
 
 
-from torch._dynamo.exc import TorchDynamoException as CaptureError
-
-
-def _chunks() -> int | None:
-    """The number of segments that the policy of the running call asks for; None for no segments."""
-    policy = None if active.call is None else active.call.policy
-    return policy.chunks if isinstance(policy, Checkpoint) else None
-
-
-def _run(function: Callable[..., Any], *args: Any) -> Any:
-    """Run what cannot be captured; under `Checkpoint` as a single segment."""
-    return function(*args) if _chunks() is None else checkpoint(function, *args)
-
-
 class Captured:
     """Runs functions of one network as fused graphs; see `spikefuse.fuse`.
 
@@ -61,24 +47,25 @@ class Captured:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run `function(net, args, kwargs)`."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or active.observer is not None:
+        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        if is_traced or active.observer is not None:
             return function(net, args, kwargs)
-        chunks = _chunks()
         if self._has_failed:
             return _run(function, net, args, kwargs)
         self._is_new_call, self._has_run = True, False
-        compiled = self._compiled.get((function, chunks))
+        key = function, _chunks()
+        compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._compiled[function, chunks] = self._compile(function)
+            compiled = self._compiled[key] = self._compile(function)
         try:
             return compiled(net, args, kwargs)
-        except CaptureError as error:
+        except torch._dynamo.exc.TorchDynamoException as error:
             if self._has_run:
                 raise
             self._has_failed = True
             self.report.clear()
             self.report.note(f"capture failed: {str(error).strip().splitlines()[0]}")
-            return _run(function, net, args, kwargs)
+        return _run(function, net, args, kwargs)
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # TorchDynamo stores graphs with the code of a function and runs at most a few of each, so
@@ -103,3 +90,18 @@ class Captured:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_compiled": {}, "_has_failed": False}
+
+
+def _chunks() -> int | None:
+    """The number of segments that the policy of the running call asks for; None for no segments."""
+    policy = None if active.call is None else active.call.policy
+    return policy.chunks if isinstance(policy, Checkpoint) else None
+
+
+def _run(function: Callable[..., Any], *args: Any) -> Any:
+    """Run what cannot be captured, under `Checkpoint` as a single segment."""
+    return function(*args) if _chunks() is None else checkpoint(function, *args)
+
+
+# `spikefuse.nn` does not know this package.
+Checkpoint.capture = Captured

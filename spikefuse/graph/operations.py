@@ -6,7 +6,7 @@ Eager calls skip the dispatcher of PyTorch, which costs several times a small ke
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress, zip_longest
 from typing import Any
@@ -20,9 +20,9 @@ from spikefuse.block.program import BlockExecution, BlockProgram
 from spikefuse.block.training import BatchStatistics, TrainingCall
 from spikefuse.kernels.norm import merge_statistics, statistics
 from spikefuse.kernels.running import Running
-from spikefuse.memory.spikes import Spikes
+from spikefuse.memory.policies import Recompute
 from spikefuse.nn import pool
-from spikefuse.nn.call import active
+from spikefuse.nn.call import active, saving_spikes
 from spikefuse.scan import op
 from spikefuse.scan.execution import Arguments, Results, Wanted, execution_of
 from spikefuse.scan.program import FLOAT, program
@@ -87,19 +87,23 @@ def _passing() -> StatePassing | None:
     return None if active.call is None else active.call.passing
 
 
-def _spikes() -> Spikes | None:
-    """Where binary outputs are registered."""
-    return None if active.call is None else active.call.spikes
+def saving_bits(gm: fx.GraphModule) -> Callable[..., Any]:
+    """A function that runs a graph, whose layers save spikes as the policy of the call says."""
+
+    def run(*args: Any) -> Any:
+        with saving_spikes(Recompute() if active.call is None else active.call.policy):
+            return gm.forward(*args)
+
+    return run
 
 
 def _finish(
     results: Results, binary: Sequence[bool], returns_sum: bool = False
 ) -> list[Tensor]:
     """Outputs and final states; the sum that the neuron read comes last."""
-    spikes = _spikes()
-    if spikes is not None:
+    if active.spikes is not None:
         for y, bits in zip_longest(compress(results.outputs, binary), results.bits):
-            spikes.register(y, bits)
+            active.spikes.register(y, bits)
     num = len(results.outputs) - returns_sum
     return [*results.outputs[:num], *results.finals, *results.outputs[num:]]
 
@@ -113,7 +117,7 @@ def scan(
     final: bool,
 ) -> list[Tensor]:
     """`torch.ops.spikefuse.scan` without the dispatcher."""
-    call = op.ScanCall(programs, counts, scalars, _passing(), _spikes() is not None)
+    call = op.ScanCall(programs, counts, scalars, _passing(), active.spikes is not None)
     return _finish(op.execute(call, tensors, final), program(programs[0]).step.binary)
 
 
@@ -172,7 +176,7 @@ def train_block(
     if op.is_plain(inputs):
         passing = _passing() or WHOLE
         batch = BatchStatistics(by_norm, numbers[0], passing.statistics)
-        block, packs = BlockExecution(made, execution_of(name, inputs)), _spikes() is not None
+        block, packs = BlockExecution(made, execution_of(name, inputs)), active.spikes is not None
         call = TrainingCall(block, batch, len(states), passing, packs, not made.rebuilds)
         call.scalars = scalars
     else:
@@ -200,7 +204,7 @@ def evaluate_block(
         values += [mean, scale if weight is None else scale * weight]
     values.insert(2, _shift(inputs[0], [bias for *_, bias, _ in norms]))
     arguments = Arguments(inputs, states, made.params((*values, *own)), scalars)
-    wanted = Wanted(False, final, _spikes() is not None)
+    wanted = Wanted(False, final, active.spikes is not None)
     results = op.run(name, arguments, wanted, _passing())
     return _finish(results, made.binary, made.returns_sum)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse.memory.policies import Policy, Recompute
-from spikefuse.memory.spikes import MIN_VALUES, Spikes
+from spikefuse.memory.spikes import MIN_VALUES, Spikes, saving
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.scan.execution import Results
 from spikefuse.scan.layout import unflatten_steps
@@ -39,7 +39,6 @@ class TemporalCall:
         passing: where first states come from if other processes hold the steps before and after.
         network: that is called.
         policy: what layers save for backward.
-        spikes: where neurons mark binary outputs; None if layers save spikes as they are.
         current: the name of the neuron that runs.
         outer: the call around this one.
     """
@@ -54,7 +53,6 @@ class TemporalCall:
     finals: dict[str, States] = field(default_factory=dict)
     network: nn.Module | None = None
     policy: Policy = _DEFAULT
-    spikes: Spikes | None = None
     current: str = ""
     outer: TemporalCall | None = None
 
@@ -63,8 +61,6 @@ class TemporalCall:
 
     def __exit__(self, *error: Any) -> None:
         active.call = self.outer
-        if self.spikes is not None:
-            self.spikes.registered.clear()
 
     def refuse_rows(self, neuron: nn.Module, request: Request) -> None:
         """Raise a ValueError if `neuron`, which is not in the network, would read all rows of the
@@ -133,6 +129,8 @@ class _Active(threading.local):
         # An attribute of the instance from the start: torch.compile guards on its presence.
         self.call: TemporalCall | None = None
         self.observer: Observer | None = None
+        #: Where neurons register binary outputs, None if layers save spikes as they are.
+        self.spikes: Spikes | None = None
 
 
 active = _Active()
@@ -158,18 +156,30 @@ def observing(observer: Observer) -> Iterator[None]:
         active.observer = observer.outer
 
 
+@contextlib.contextmanager
+def saving_spikes(policy: Policy) -> Iterator[None]:
+    """Let layers save spikes as `policy` says in a `with` block."""
+    outer = active.spikes
+    spikes, hooks = saving(policy)
+    active.spikes = spikes
+    try:
+        with hooks:
+            yield
+    finally:
+        active.spikes = outer
+        if spikes is not None:
+            spikes.registered.clear()
+
+
 def wants_bits(x: Tensor) -> bool:
     """Whether the binary outputs of a neuron that reads `x` should be returned as bits, too."""
-    call = active.call
-    if call is None or call.spikes is None:
+    if torch.compiler.is_compiling():
         return False
-    packs = x.numel() >= MIN_VALUES and call.policy.packs_spikes
-    return packs and not torch.compiler.is_compiling()
+    return active.spikes is not None and x.numel() >= MIN_VALUES
 
 
 def mark_binary(results: Results, binary: tuple[bool, ...]) -> None:
-    """Mark binary outputs in a call that `wants_bits`, so that layers save them as bits."""
-    call = active.call
-    assert call is not None and call.spikes is not None
+    """Register binary outputs, so that layers save them as bits."""
+    assert active.spikes is not None
     for y, bits in zip_longest(compress(results.outputs, binary), results.bits):
-        call.spikes.register(y, bits)
+        active.spikes.register(y, bits)

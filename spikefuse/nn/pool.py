@@ -79,8 +79,8 @@ def max_pool2d(
         y = pool.max_pool2d(input, maps, backend)
         if active.observer is not None:
             active.observer.pool(input, y)
-    if active.call is not None and active.call.spikes is not None:
-        active.call.spikes.register_selection(y, input)
+    if active.spikes is not None:
+        active.spikes.register_selection(y, input)
     return y
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, Protocol, Self
@@ -15,9 +14,8 @@ from torch.utils import _pytree as pytree
 from spikefuse.kernels.norm import by_batch
 from spikefuse.kernels.triton_runtime import prepare
 from spikefuse.memory.policies import Checkpoint, Policy, Recompute
-from spikefuse.memory.spikes import saving
 from spikefuse.neurons.definition import Neuron, States
-from spikefuse.nn.call import TemporalCall
+from spikefuse.nn.call import TemporalCall, saving_spikes
 from spikefuse.nn.checkpoint import containers
 from spikefuse.nn.neuron import DTYPES, IMPLEMENTATIONS, check_module
 from spikefuse.scan.layout import flatten_steps
@@ -184,21 +182,21 @@ class Temporal(nn.Module):
         call.passing, call.network, call.policy = self.passing, self.net, self.memory
         if call.passing is not None:
             self._begin(call.passing, sequences, call)
-        hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if not torch.compiler.is_compiling():
-            call.spikes, hooks = saving(self.memory)
+        args: Sequence[Any] = inputs
+        if self.batch_first:
+            args, kwargs = pytree.tree_map_only(Tensor, _swap_dims, (args, kwargs))
+        capture = self.memory.capture
+        if self.captured is None and capture is not None and not torch.compiler.is_compiling():
+            self.captured = capture()
         try:
-            with hooks, call:
-                args: Sequence[Any] = inputs
-                if self.batch_first:
-                    args, kwargs = pytree.tree_map_only(Tensor, _swap_dims, (args, kwargs))
-                capture = self.memory.capture
-                if self.captured is None and capture and not torch.compiler.is_compiling():
-                    self.captured = capture()
+            with call:
                 if self.captured is not None and impl != "reference":
                     folded = self.captured(run_folded, self.net, args, kwargs)
-                else:
+                elif torch.compiler.is_compiling():
                     folded = run_folded(self.net, args, kwargs)
+                else:
+                    with saving_spikes(self.memory):
+                        folded = run_folded(self.net, args, kwargs)
         except Exception as error:
             if not torch.compiler.is_compiling():
                 error.add_note(self._reading(sequences, num_steps, batch))
