@@ -66,5 +66,5 @@ class EventStream(Stream):
                 request = Request((y.view(1, 1, -1),), state, backend, final=True)
                 (spikes,), final[key] = scan_neuron(layer.neuron, request)
                 y = spikes.view(-1)
-        self._store(final)
+        self._state = final
         return y
