@@ -13,7 +13,7 @@ from torch import fx, nn
 from spikefuse.graph.backend import Graph, compile_graph
 from spikefuse.graph.report import Report
 from spikefuse.memory.policies import Checkpoint
-from spikefuse.nn.call import active
+from spikefuse.nn.call import active, current_policy
 
 MODES = ("auto", "eager", "inductor", "recorded")
 
@@ -47,8 +47,10 @@ class Captured:
     ) -> Any:
         """Run `function(net, args, kwargs)`."""
         is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        if is_traced or self._has_failed or active.observer is not None:
+        if is_traced or self._has_failed:
             return function(net, args, kwargs)
+        if active.observer is not None:
+            return active.observer.network(function, net, args, kwargs)
         self._is_new_call, self._has_run = True, False
         key = function, _chunks()
         compiled = self._compiled.get(key)
@@ -91,7 +93,7 @@ class Captured:
 
 def _chunks() -> int | None:
     """The number of segments that the policy of the running call asks for; None for no segments."""
-    policy = None if active.call is None else active.call.policy
+    policy = current_policy()
     return policy.chunks if isinstance(policy, Checkpoint) else None
 
 
