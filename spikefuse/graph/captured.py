@@ -13,8 +13,17 @@ from torch import fx, nn
 from spikefuse.graph.backend import Graph, compile_graph
 from spikefuse.graph.report import Report
 from spikefuse.memory.policies import Checkpoint
-from spikefuse.nn.call import active
-from spikefuse.nn.checkpoint import checkpoint
+        if is_traced:
+            return function(net, args, kwargs)
+        if active.observer is not None:
+            return active.observer.network(function, net, args, kwargs)
+        if self._has_failed:
+            return _run(function, net, args, kwargs)
+        hooks = _hooks_of(net)
+        if hooks is None:
+            self.report.clear()
+            self.report.note("not captured: a module has backward hooks")
+            return _run(function, net, args, kwargs)
 
 MODES = ("auto", "eager", "inductor", "recorded")
 
@@ -48,8 +57,10 @@ class Captured:
     ) -> Any:
         """Run `function(net, args, kwargs)`."""
         is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        if is_traced or active.observer is not None:
+        if is_traced:
             return function(net, args, kwargs)
+        if active.observer is not None:
+            return active.observer.network(function, net, args, kwargs)
         if self._has_failed:
             return _run(function, net, args, kwargs)
         hooks = _hooks_of(net)
@@ -111,7 +122,7 @@ def _hooks_of(net: nn.Module) -> tuple[int, ...] | None:
 
 def _chunks() -> int | None:
     """The number of segments that the policy of the running call asks for; None for no segments."""
-    policy = None if active.call is None else active.call.policy
+    policy = current_policy()
     return policy.chunks if isinstance(policy, Checkpoint) else None
 
 

@@ -20,9 +20,8 @@ from spikefuse.block.program import BlockExecution, BlockProgram
 from spikefuse.block.training import BatchStatistics, TrainingCall
 from spikefuse.kernels.norm import merge_statistics, statistics
 from spikefuse.kernels.running import Running
-from spikefuse.memory.policies import Recompute
 from spikefuse.nn import pool
-from spikefuse.nn.call import active, saving_spikes
+from spikefuse.nn.call import active, current_policy, saving_spikes
 from spikefuse.scan import op
 from spikefuse.scan.execution import Arguments, Results, Wanted, execution_of
 from spikefuse.scan.program import FLOAT, program
@@ -91,7 +90,7 @@ def saving_bits(gm: fx.GraphModule) -> Callable[..., Any]:
     """A function that runs a graph, whose layers save spikes as the policy of the call says."""
 
     def run(*args: Any) -> Any:
-        with saving_spikes(Recompute() if active.call is None else active.call.policy):
+        with saving_spikes(current_policy()):
             return gm.forward(*args)
 
     return run

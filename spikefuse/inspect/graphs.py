@@ -13,9 +13,10 @@ from spikefuse.graph.backend import Graph, apply_passes
 from spikefuse.graph.captured import Captured
 from spikefuse.graph.nodes import module_of
 from spikefuse.graph.report import Report
-from spikefuse.inspect.observer import OUTSIDE, CallObserver, policy
+from spikefuse.inspect.observer import OUTSIDE, CallObserver
 from spikefuse.inspect.scans import NeuronScan, leaf
 from spikefuse.neurons.definition import Neuron
+from spikefuse.nn.call import current_policy, saving_spikes
 from spikefuse.scan.program import program
 
 _SCANS = {operations.scan, operations.train_block, operations.evaluate_block}
@@ -71,7 +72,12 @@ class _Graphs(Captured):
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Graph:
         apply_passes(gm, self.report)
-        return _Nodes(gm, self).run
+
+        def run(*args: Any) -> Any:
+            with saving_spikes(current_policy()):
+                return _Nodes(gm, self).run(*args)
+
+        return run
 
 
 class _Nodes(fx.Interpreter):
@@ -122,6 +128,6 @@ class _Nodes(fx.Interpreter):
             num_normalized=len(statistics),
             run=run,
             program=kernels,
-            memory=policy(),
+            memory=current_policy(),
             grad=torch.is_grad_enabled(),
         )

@@ -15,10 +15,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from spikefuse.compiler import UnsupportedOperation
 from spikefuse.inspect.scans import NeuronScan, scan_of_call
-from spikefuse.memory.policies import Policy, Recompute
 from spikefuse.memory.saved_tensors import SavedTensors
 from spikefuse.neurons.definition import Neuron, Outputs, States
-from spikefuse.nn.call import Observer, Scan, active, observing
+from spikefuse.nn.call import Observer, Scan, active, current_policy, observing
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import backend_of, check_module
 from spikefuse.scan.op import Request
@@ -152,7 +151,7 @@ class CallObserver(ModuleObserver):
                 request = request._replace(backend="reference")
                 results = super().scan(neuron, scan, request)
             name = self.names.get(neuron, OUTSIDE)
-            found = scan_of_call(name, neuron, scan, request, policy=policy(), reason=reason)
+            found = scan_of_call(name, neuron, scan, request, policy=current_policy(), reason=reason)
             self.layers[name] = found.label
             self.scans.append(found)
         finally:
@@ -171,11 +170,6 @@ class CallObserver(ModuleObserver):
         """Run a network that would run as a fused graph, layer by layer."""
         self.is_captured = True
         return super().network(function, net, args, kwargs)
-
-
-def policy() -> Policy:
-    """The memory policy of the running call."""
-    return (active.call and active.call.policy) or Recompute()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spikefuse.memory.policies import Policy
+from spikefuse.memory.policies import Policy, Recompute
 from spikefuse.memory.spikes import MIN_VALUES, Spikes, saving
 from spikefuse.neurons.definition import Outputs, States
 from spikefuse.scan.execution import Results
@@ -22,6 +22,8 @@ from spikefuse.scan.state_passing import StatePassing
 
 #: Runs a neuron, alone or as part of a block: (outputs, final states).
 Scan = Callable[[Request], tuple[Outputs, States]]
+
+_DEFAULT = Recompute()
 
 
 @dataclass
@@ -36,7 +38,7 @@ class TemporalCall:
         final: whether neurons return their final states, which go to `finals` by name.
         passing: where first states come from if other processes hold the steps before and after.
         network: that is called.
-        policy: what layers save for backward; None for the defaults of layers.
+        policy: what layers save for backward; None for `Recompute()`.
         current: the name of the neuron that runs.
         outer: the call around this one.
     """
@@ -163,6 +165,12 @@ def observing(observer: Observer) -> Iterator[None]:
         yield
     finally:
         active.observer = observer.outer
+
+
+def current_policy() -> Policy:
+    """What layers save for backward in the running call."""
+    policy = None if active.call is None else active.call.policy
+    return policy or _DEFAULT
 
 
 @contextlib.contextmanager
