@@ -18,7 +18,7 @@ from spikefuse.inspect.scans import NeuronScan, leaf
 from spikefuse.neurons.definition import Neuron
 from spikefuse.scan.program import program
 
-_SCANS = {operations.scan, operations.train_block, operations.evaluate_block}
+_SCANS = {operations.scan, operations.run_block}
 
 
 class GraphObserver(CallObserver):
@@ -41,7 +41,6 @@ class GraphObserver(CallObserver):
         self.reports.append(graphs.report)
         with self.paused():
             return graphs(function, net, args, kwargs)
-
 
 
 class _Graphs(Captured):
@@ -112,8 +111,7 @@ class _Nodes(fx.Interpreter):
                 known[each] = each.target(*fx.node.map_arg(each.args, known.__getitem__))
             return known[node]
 
-        first: Any = node.args[0]
-        kernels = first if isinstance(first, str) else first[0]
+        kernels: Any = node.args[0]
         return NeuronScan(
             name=name,
             label=self.graphs.label(name),

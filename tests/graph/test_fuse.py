@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import spikefuse as sf
+from spikefuse.graph.report import Place
 from spikefuse.models import MODELS, resnet18
 from spikefuse.nn.encode import direct
-from spikefuse.graph.report import Place
 from tests.graph.norm_networks import FUSED, Net, compare, lif, network, results
 from tests.nn.rows import rows_seen
 
