@@ -81,7 +81,7 @@ class RecurrentCall(Call):
             binary=own.step.binary[0] and start is None,  # a start may have any values
             start=None if start is None else start.detach().to(execution.dtype).contiguous(),
             read=[*map(_rows, arguments.inputs)],
-            written=[*found.outputs, *(found.saved or [None])],
+            written=[*found.outputs, found.saved[0] if found.saved else None],
             steps=execution.by_state(
                 [s.detach().float().contiguous() for s in states], found.finals
             ),
