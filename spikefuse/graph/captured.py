@@ -13,17 +13,8 @@ from torch import fx, nn
 from spikefuse.graph.backend import Graph, compile_graph
 from spikefuse.graph.report import Report
 from spikefuse.memory.policies import Checkpoint
-        if is_traced:
-            return function(net, args, kwargs)
-        if active.observer is not None:
-            return active.observer.network(function, net, args, kwargs)
-        if self._has_failed:
-            return _run(function, net, args, kwargs)
-        hooks = _hooks_of(net)
-        if hooks is None:
-            self.report.clear()
-            self.report.note("not captured: a module has backward hooks")
-            return _run(function, net, args, kwargs)
+from spikefuse.nn.call import active, current_policy
+from spikefuse.nn.checkpoint import checkpoint
 
 MODES = ("auto", "eager", "inductor", "recorded")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from spikefuse.graph import operations
-from spikefuse.graph.nodes import arguments_of, changes_something, is_view, value
+from spikefuse.graph.nodes import changes_something, is_view, value
 
 
 def use_channels_last(graph: fx.Graph) -> None:

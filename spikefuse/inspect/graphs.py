@@ -19,7 +19,7 @@ from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import current_policy, saving_spikes
 from spikefuse.scan.program import program
 
-_SCANS = {operations.scan, operations.train_block, operations.evaluate_block}
+_SCANS = {operations.scan, operations.run_block}
 
 
 class GraphObserver(CallObserver):
@@ -42,7 +42,6 @@ class GraphObserver(CallObserver):
         self.reports.append(graphs.report)
         with self.paused():
             return graphs(function, net, args, kwargs)
-
 
 
 class _Graphs(Captured):
@@ -118,8 +117,7 @@ class _Nodes(fx.Interpreter):
                 known[each] = each.target(*fx.node.map_arg(each.args, known.__getitem__))
             return known[node]
 
-        first: Any = node.args[0]
-        kernels = first if isinstance(first, str) else first[0]
+        kernels: Any = node.args[0]
         return NeuronScan(
             name=name,
             label=self.graphs.label(name),

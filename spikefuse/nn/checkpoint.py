@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
-from spikefuse.nn.call import TemporalCall, active
+from spikefuse.nn.call import active
 from spikefuse.scan.state_passing import Buffers, Channel, Collectives, StatePassing
 
 T = TypeVar("T")
