@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import random
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,7 +61,7 @@ def capture(run: Callable[[], R], pool: Pool) -> tuple[torch.cuda.CUDAGraph, R]:
                 graph.capture_begin(pool.handle, capture_error_mode="thread_local")
                 try:
                     result = run()
-                    graph.capture_end()
+                    _end(graph)
                 except BaseException:
                     _abandon(graph, pool)
                     raise
@@ -71,18 +73,25 @@ def capture(run: Callable[[], R], pool: Pool) -> tuple[torch.cuda.CUDAGraph, R]:
 def _abandon(graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
     """End a capture that has failed."""
     try:
-        graph.capture_end()
+        _end(graph)
     except RuntimeError:
         # CUDA has invalidated the capture. PyTorch's allocator would wait for its end forever, and
         # refers to the graph; its generator is left in the state of a capture, which another ends.
         pool.is_usable = False
         _failed.append(graph)
-        for end in _end_of_capture:
-            end(torch.cuda.current_device(), pool.handle)
+        with contextlib.suppress(RuntimeError):  # for an error after that end
+            for end in _ends_of_allocation:
+                end(torch.cuda.current_device(), pool.handle)
         other = torch.cuda.CUDAGraph()
         other.capture_begin(capture_error_mode="thread_local")
         torch.zeros((), device="cuda")
         other.capture_end()
+
+
+def _end(graph: torch.cuda.CUDAGraph) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+        graph.capture_end()
 
 
 @contextlib.contextmanager
@@ -121,14 +130,38 @@ def reason(error: Exception) -> str:
     where = next((f'{f.filename}:{f.lineno}: "{f.line}" ' for f in users), "")
     what = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
     if any(Path(f.filename).name == "grad_scaler.py" for f in frames):
-        what = "a GradScaler reads on the host whether the gradients are finite: use bfloat16"
+        what = _SCALER
     elif "legacy stream" in what:
         what = "make a DistributedDataParallel inside `with torch.cuda.stream(torch.cuda.Stream())`"
     elif isinstance(error, torch.OutOfMemoryError):
         where = ""
     elif "captur" in what:
-        what = f"reads a value of the GPU on the host, or waits for the GPU ({what})"
+        what = f"{_READS} ({what})"
     return where + what
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[str]]:
+    """Run operations as they are; yield a list to which the lines are added that wait for the GPU,
+    so that no capture of them has to fail half-way."""
+    lines: list[str] = []
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        warnings.filterwarnings("always", f".*{_WAITS}")
+        try:
+            torch.cuda.set_sync_debug_mode("warn")
+            yield lines
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    for w in caught:
+        if _WAITS not in str(w.message):
+            warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
+        elif Path(w.filename).name == "grad_scaler.py":
+            lines.append(_SCALER)
+        else:
+            line = linecache.getline(w.filename, w.lineno).strip()
+            lines.append(f'{w.filename}:{w.lineno}: "{line}" {_READS}')
 
 
 class _Thread(threading.local):
@@ -171,11 +204,14 @@ def stored(x: Tensor) -> Tensor:
     return x
 
 
+_WAITS = "called a synchronizing CUDA operation"
+_READS = "reads a value of the GPU on the host, or waits for the GPU"
+_SCALER = "a GradScaler reads on the host whether the gradients are finite: use bfloat16"
 _thread = _Thread()
 _lock = threading.RLock()  # PyTorch captures one graph at a time
 _failed: list[torch.cuda.CUDAGraph] = []
 _nothing: Callable[..., None] = lambda *_: None  # noqa: E731
 _release_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", _nothing)
-_end_of_capture = [
+_ends_of_allocation = [
     getattr(torch._C, name, _nothing) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")
 ]

@@ -13,7 +13,8 @@ from torch import fx, nn
 from spikefuse.graph.backend import Graph, compile_graph
 from spikefuse.graph.report import Report
 from spikefuse.memory.policies import Checkpoint
-from spikefuse.nn.call import active
+from spikefuse.nn.call import active, current_policy
+from spikefuse.nn.checkpoint import checkpoint
 
 MODES = ("auto", "eager", "inductor", "recorded")
 
@@ -47,13 +48,17 @@ class Captured:
     ) -> Any:
         """Run `function(net, args, kwargs)`."""
         is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        if is_traced or self._has_failed or active.observer is not None:
+        if is_traced:
             return function(net, args, kwargs)
+        if active.observer is not None:
+            return active.observer.network(function, net, args, kwargs)
+        if self._has_failed:
+            return _run(function, net, args, kwargs)
         hooks = _hooks_of(net)
         if hooks is None:
             self.report.clear()
             self.report.note("not captured: a module has backward hooks")
-            return function(net, args, kwargs)
+            return _run(function, net, args, kwargs)
         self._is_new_call, self._has_run = True, False
         key = function, hooks, _chunks()
         compiled = self._compiled.get(key)
@@ -67,7 +72,7 @@ class Captured:
             self._has_failed = True
             self.report.clear()
             self.report.note(f"capture failed: {str(error).strip().splitlines()[0]}")
-        return function(net, args, kwargs)
+        return _run(function, net, args, kwargs)
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # TorchDynamo stores graphs with the code of a function and runs at most a few of each, so
@@ -108,8 +113,13 @@ def _hooks_of(net: nn.Module) -> tuple[int, ...] | None:
 
 def _chunks() -> int | None:
     """The number of segments that the policy of the running call asks for; None for no segments."""
-    policy = None if active.call is None else active.call.policy
+    policy = current_policy()
     return policy.chunks if isinstance(policy, Checkpoint) else None
+
+
+def _run(function: Callable[..., Any], *args: Any) -> Any:
+    """Run what cannot be captured, under `Checkpoint` as a single segment."""
+    return function(*args) if _chunks() is None else checkpoint(function, *args)
 
 
 # `spikefuse.nn` does not know this package.

@@ -13,12 +13,13 @@ from spikefuse.graph.backend import Graph, apply_passes
 from spikefuse.graph.captured import Captured
 from spikefuse.graph.nodes import module_of
 from spikefuse.graph.report import Report
-from spikefuse.inspect.observer import OUTSIDE, CallObserver, policy
+from spikefuse.inspect.observer import OUTSIDE, CallObserver
 from spikefuse.inspect.scans import NeuronScan, leaf
 from spikefuse.neurons.definition import Neuron
+from spikefuse.nn.call import current_policy, saving_spikes
 from spikefuse.scan.program import program
 
-_SCANS = {operations.scan, operations.train_block, operations.evaluate_block}
+_SCANS = {operations.scan, operations.run_block}
 
 
 class GraphObserver(CallObserver):
@@ -41,7 +42,6 @@ class GraphObserver(CallObserver):
         self.reports.append(graphs.report)
         with self.paused():
             return graphs(function, net, args, kwargs)
-
 
 
 class _Graphs(Captured):
@@ -71,7 +71,12 @@ class _Graphs(Captured):
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Graph:
         apply_passes(gm, self.report)
-        return _Nodes(gm, self).run
+
+        def run(*args: Any) -> Any:
+            with saving_spikes(current_policy()):
+                return _Nodes(gm, self).run(*args)
+
+        return run
 
 
 class _Nodes(fx.Interpreter):
@@ -112,8 +117,7 @@ class _Nodes(fx.Interpreter):
                 known[each] = each.target(*fx.node.map_arg(each.args, known.__getitem__))
             return known[node]
 
-        first: Any = node.args[0]
-        kernels = first if isinstance(first, str) else first[0]
+        kernels: Any = node.args[0]
         return NeuronScan(
             name=name,
             label=self.graphs.label(name),
@@ -122,6 +126,6 @@ class _Nodes(fx.Interpreter):
             num_normalized=len(statistics),
             run=run,
             program=kernels,
-            memory=policy(),
+            memory=current_policy(),
             grad=torch.is_grad_enabled(),
         )

@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,13 +16,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from spikefuse.compiler import UnsupportedOperation
 from spikefuse.inspect.scans import NeuronScan, scan_of_call
-from spikefuse.memory.policies import Policy, Recompute
 from spikefuse.memory.saved_tensors import SavedTensors
-from spikefuse.neurons.definition import Neuron, Outputs, States
-from spikefuse.nn.call import Observer, Scan, active, observing
+from spikefuse.neurons.definition import Neuron
+from spikefuse.nn.call import Observer, Scan, active, current_policy, observing
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import backend_of, check_module
-from spikefuse.scan.op import Request
+from spikefuse.scan.records import Arguments, Results, Wanted
 
 OUTSIDE = "(not in the model)"
 
@@ -132,27 +132,30 @@ class CallObserver(ModuleObserver):
     def enter(self, module: nn.Module, inputs: Any) -> None:
         self.layers[self.layer] = type(module).__name__
 
-    def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
+    def scan(
+        self, neuron: nn.Module, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
+    ) -> Results[Tensor]:
         """Run a scan, on the reference if the neuron cannot be compiled, and record it."""
         assert isinstance(neuron, Neuron)
         if isinstance(getattr(scan, "__self__", neuron), Feedback):  # many scans, of a step each
-            return super().scan(neuron, scan, request)
+            return super().scan(neuron, scan, arguments, wanted)
         self._enter(neuron, ())  # a block does not call the module
         try:
-            request = request._replace(backend=backend_of(request.inputs, request.backend))
+            wanted = wanted._replace(impl=backend_of(arguments.inputs, wanted.impl))
             reason, call = "", active.call
-            if request.backend == "reference":
+            if wanted.impl == "reference":
                 is_inside = call is not None and id(neuron) in call.names
                 caller = "Temporal" if is_inside else "the neuron"
                 reason = f'on the reference: impl="reference" was passed to {caller}'
             try:
-                results = super().scan(neuron, scan, request)
+                results = super().scan(neuron, scan, arguments, wanted)
             except UnsupportedOperation as error:
                 reason = f"not compiled, which a call raises as an error: {error}"
-                request = request._replace(backend="reference")
-                results = super().scan(neuron, scan, request)
+                wanted = wanted._replace(impl="reference")
+                results = super().scan(neuron, scan, arguments, wanted)
             name = self.names.get(neuron, OUTSIDE)
-            found = scan_of_call(name, neuron, scan, request, policy=policy(), reason=reason)
+            found = scan_of_call(name, neuron, scan, arguments, wanted, current_policy())
+            found = replace(found, reason=reason)
             self.layers[name] = found.label
             self.scans.append(found)
         finally:
@@ -171,11 +174,6 @@ class CallObserver(ModuleObserver):
         """Run a network that would run as a fused graph, layer by layer."""
         self.is_captured = True
         return super().network(function, net, args, kwargs)
-
-
-def policy() -> Policy:
-    """The memory policy of the running call."""
-    return (active.call and active.call.policy) or Recompute()
 
 
 @contextlib.contextmanager

@@ -21,11 +21,11 @@ from spikefuse.inspect.explain import explain
 from spikefuse.inspect.explanation import in_bytes, label, with_unit
 from spikefuse.inspect.observer import ModuleObserver, unchanged
 from spikefuse.inspect.operations import Operations, count_operations, feedback
-from spikefuse.neurons.definition import Neuron, Outputs, States
+from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import Scan, active
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.temporal import Temporal
-from spikefuse.scan.op import Request
+from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.transforms.tables import aligned
 
 #: Joules per operation of 32-bit floating point in 45 nm: an addition, and with a multiplication.
@@ -366,18 +366,21 @@ class _Counter(ModuleObserver):
         counts.operations = counts.operations.plus(operations, share)
         counts.ann += operations.dense / steps
 
-    def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
+    def scan(
+        self, neuron: nn.Module, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
+    ) -> Results[Tensor]:
         """Run a scan and count its spikes."""
-        outputs, finals = super().scan(neuron, scan, request)
+        results = super().scan(neuron, scan, arguments, wanted)
+        outputs = results.outputs
         self._is_before_neurons = False
         if active.call is not None and self._batch is None:
             self._batch = outputs[0].shape[1]
         self._count_spikes(self.names.get(neuron, self.layer), outputs[0])
         layer = self.modules.get(self.layer)
         if isinstance(layer, Recurrent):
-            start = None if request.state is None else request.state[-1]
+            start = None if arguments.states is None else arguments.states[-1]
             self._add(self.layer, feedback(layer, outputs[0], start))
-        return outputs, finals
+        return results
 
     def leave(self, module: nn.Module, output: Any) -> None:
         if not isinstance(module, EventLinear) or module.activity is None:

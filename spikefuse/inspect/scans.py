@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse.block import block
-from spikefuse.block.program import block_program
+from spikefuse.block.definition import Kind
+from spikefuse.block.program import prepare_block
 from spikefuse.kernels.norm import by_batch
 from spikefuse.memory.policies import Policy
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import Scan
 from spikefuse.nn.neuron import scan_neuron
-from spikefuse.scan.op import Request, choose
+from spikefuse.scan.op import choose
+from spikefuse.scan.records import Arguments, Wanted
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -84,15 +86,21 @@ def leaf(x: Tensor) -> Tensor:
 
 
 def scan_of_call(
-    name: str, neuron: Neuron, scan: Scan, request: Request, policy: Policy, reason: str
+    name: str,
+    neuron: Neuron,
+    scan: Scan,
+    arguments: Arguments[Tensor],
+    wanted: Wanted,
+    policy: Policy,
 ) -> NeuronScan:
-    """Describe `scan(request)`, which a neuron, a layer around it or a block of it has run.
+    """Describe `scan(arguments, wanted)`, which a neuron, a layer around it or a block of it has
+    run.
 
     Args:
-        request: with the implementation that ran.
+        wanted: with the implementation that ran.
         policy: of the call.
     """
-    inputs, states, backend = request.inputs, request.state or (), request.backend
+    inputs, states, backend = arguments.inputs, arguments.states or (), wanted.impl
     norms, memory = (), None
     if isinstance(scan, partial) and scan.func is block.scan:
         norms, _, memory = scan.args
@@ -106,7 +114,7 @@ def scan_of_call(
         xs, state = tuple(tensors[: len(inputs)]), tuple(tensors[len(inputs) :]) or None
         if norms and backend == "reference":
             xs, scan = (_normalized(norms, xs),), partial(scan_neuron, neuron)
-        return scan(request._replace(inputs=xs, state=state, backend=backend, passing=None))[0]
+        return scan(Arguments(xs, state), wanted._replace(impl=backend)).outputs
 
     modules = owner, *norms
     return NeuronScan(
@@ -116,9 +124,8 @@ def scan_of_call(
         num_inputs=len(inputs),
         num_normalized=len(norms) if batch else 0,
         run=run,
-        program=None if backend == "reference" else _program_of(neuron, norms, request),
+        program=None if backend == "reference" else _program_of(neuron, norms, inputs, wanted),
         memory=memory or policy,
-        reason=reason,
         grad=torch.is_grad_enabled(),
         parameters=tuple(x for m in modules for x in (*m.parameters(), *m.buffers())),
         run_eagerly=partial(run, backend="reference"),
@@ -127,12 +134,13 @@ def scan_of_call(
 
 
 @torch.no_grad()
-def _program_of(neuron: Neuron, norms: Sequence[_BatchNorm], request: Request) -> str:
-    inputs, backend, outputs = request.inputs, request.backend, request.outputs
+def _program_of(
+    neuron: Neuron, norms: Sequence[_BatchNorm], inputs: Sequence[Tensor], wanted: Wanted
+) -> str:
     if not norms:
-        return choose(neuron, backend, inputs[0], outputs).name
-    options = len(inputs) > 1, by_batch(norms[0]), outputs, len(norms) > 1
-    return block_program(neuron, backend, *options)[0].name
+        return choose(neuron, inputs[0], wanted)[0]
+    kind = Kind(len(inputs) > 1, by_batch(norms[0]), len(norms) > 1)
+    return prepare_block(neuron, wanted.impl, kind, wanted.outputs).name
 
 
 def _normalized(norms: Iterable[_BatchNorm], inputs: Sequence[Tensor]) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import spikefuse as sf
-from spikefuse.models import MODELS, resnet18
 from spikefuse.graph.report import Place
+from spikefuse.models import MODELS, resnet18
 from tests.graph.norm_networks import FUSED, Net, compare, lif, network, results
 
 # Batch norms of each model, which are all fused.

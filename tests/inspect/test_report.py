@@ -121,7 +121,6 @@ def test_attention_is_counted() -> None:
     )
     net = sf.fuse(sf.Temporal(net))
     report = sf.report(net, [encode.direct(torch.rand(B, 3, 32, 32), T)], memory=False)
-    assert net.fusion.fused
     assert report.not_counted == ()
     (attention,) = (row for row in report.layers if row.module == "SpikingSelfAttention")
     assert attention.ann == 2 * 64 * 16 * 8  # k^T v, then q with it: 64 tokens, heads of 8
@@ -156,7 +155,7 @@ def test_the_network_is_left_unchanged(fused: bool) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert all(map(torch.equal, net.buffers(), before))
     assert found["net.2"].rate > 0
-    saved = {row.name: row.now for row in sf.explain(net, x).saved}
+    saved = {row.name: row.now for row in sf.explain(net, x).saved if row.now}
     assert {name: row.saved for name, row in found.items() if row.saved} == saved
     with torch.no_grad():
         assert rows(sf.report(net, [x]))["net.0"].saved is None

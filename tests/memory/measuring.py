@@ -14,15 +14,16 @@ from spikefuse.memory import spikes as spikes_module
 @contextlib.contextmanager
 def packings():
     """Record the sizes of the tensors saved as bits, which the neuron's kernel may have written."""
-    seen = []
+    seen, known = [], []
 
     def pack(x):
         seen.append(x.numel())
         return packed(x)
 
     def save(binary, x):
-        if binary.packed is not None and not binary.is_saved:
+        if binary.packed is not None and binary not in known:
             seen.append(binary.num)
+        known.append(binary)
         return saved_as(binary, x)
 
     packed, saved_as = bits.pack, spikes_module._BinaryTensor.save
@@ -40,6 +41,10 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.known = {x.untyped_storage()._cdata for x in known}
         self.made = {}
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True  # captured graphs are measured, too
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         results = function(*args, **(kwargs or {}))
