@@ -25,6 +25,8 @@ from spikefuse.memory.spikes import MIN_VALUES
 from spikefuse.nn.checkpoint import recompute
 
 _BATCH_NORMS = (F.batch_norm, operations.batch_norm)
+#: By which TorchDynamo records calls of torch.utils.checkpoint.
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -42,6 +44,18 @@ def checkpointed(gm: fx.GraphModule, chunks: int) -> fx.GraphModule:
     for name in names[:-1]:
         setattr(split, name, Segment(getattr(split, name), walk.changes))
     return split
+
+
+def recompute_checkpoints(gm: fx.GraphModule) -> None:
+    """Let backward recompute what the network calls by torch.utils.checkpoint as segments."""
+    for node in gm.graph.find_nodes(op="call_function", target=CHECKPOINT):
+        part, *inputs = node.args
+        body = getattr(gm, part.target)
+        recompute_checkpoints(body)
+        setattr(gm, part.target, Segment(body, {**_changes(gm.graph), **_changes(body.graph)}))
+        node.op, node.target, node.args, node.kwargs = "call_module", part.target, (*inputs,), {}
+        gm.graph.erase_node(part)
+    gm.recompile()
 
 
 class Segment(nn.Module):
@@ -109,6 +123,9 @@ def _changed_by(node: fx.Node) -> list[fx.Node]:
             changed = arguments["running_mean"], arguments["running_var"]
     elif node.target is operations.norm_statistics:
         changed = node.args[2]
+    elif node.op == "call_module":
+        is_saved = getattr(node.graph.owning_module, node.target).is_saved
+        changed = [x for x, saved in zip(node.args, is_saved, strict=True) if not saved]
     else:
         return changed_by(node)
     return [x for x in changed if isinstance(x, fx.Node)]
