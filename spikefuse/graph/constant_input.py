@@ -1,4 +1,4 @@
-"""The pass for input that is the same at each step: layers before the first neuron compute one step.
+"""The pass for input that is the same at each step, of which the first layers compute one step.
 
 A sequence is constant if its time has stride 0 (as from `encode.direct`), or if the network
 expands or repeats an image along a new first dim. Layers that treat all rows alike compute one
@@ -172,10 +172,11 @@ def _of_reader(node: fx.Node, constants: dict[fx.Node, _Constant]) -> _Constant 
     applies = ROWWISE.get(node.target)
     if applies is None or not applies(node) or node.kwargs.get("inplace"):
         return None
-    if node.target is F.batch_norm and arguments_of(node, F.batch_norm)["training"]:
-        # One value per channel has no variance; T of them have.
-        if value(node).numel() <= after[1] * known.num_steps:
-            return None
+    has_one_value = node.target is F.batch_norm and (
+        value(node).numel() <= after[1] * known.num_steps
+    )
+    if has_one_value and arguments_of(node, F.batch_norm)["training"]:
+        return None  # it has no variance, but T of them have
     return _Constant(known.num_steps, is_folded=True)
 
 

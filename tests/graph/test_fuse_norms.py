@@ -234,9 +234,7 @@ LEFT = {
     "checkpoint of a norm": lambda n, x: n.lif(sf.checkpoint(n.bn, n.first(x))),
     "checkpoint of a summand": lambda n, x: n.lif(sf.checkpoint(n.bn, n.first(x)) + x),
     "checkpoint, added to": lambda n, x: n.lif(sf.checkpoint(n.bn, n.first(x)).add_(x)),
-    "checkpoint and another reader": lambda n, x: (
-        sf.checkpoint(n.lif, (y := n.bn(n.first(x)))) + y
-    ),
+    "checkpoint and another reader": lambda n, x: sf.checkpoint(n.lif, (y := n.bn(n.first(x)))) + y,
     "sum and norm": lambda n, x: n.lif((y := n.bn(n.first(x))) + x) + y.sigmoid(),
     "returned": returned,
     "changed by a part": changed_by_a_part,
