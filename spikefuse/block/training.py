@@ -80,20 +80,21 @@ class BlockCall(Call):
         incoming: Results[Tensor | None],
         needs: Needs,
     ) -> Gradients:
-        block, execution = (
-            self.block,
-            self.execution or execution_of(self.program, arguments.inputs),
-        )
-        inputs, none = execution.new_gradients(Arguments(needs.inputs)).inputs, [False]
+        execution = self.execution or execution_of(self.program, arguments.inputs)
+        block, none = self.block, [False]
+        inputs: MaybeTensors = ()
+        if self.passing is not None:  # microbatches write into gradients of the whole batch
+            inputs = execution.new_gradients(Arguments(needs.inputs)).inputs
         # If the correction is added later, the first pass also writes the gradients of the inputs,
         # as if the statistics were constants.
         adds = self._adds_correction(arguments, needs)
         zeros = [torch.zeros_like(arguments.prologue[1][0])] * (2 * block.num_norms) if adds else ()
         scans = microbatches.split(execution, self.resolve(arguments, zeros), saved)
-        first = needs.inputs if adds else none * len(inputs)
+        first = needs.inputs if adds else none * len(needs.inputs)
         first_needs = Arguments(first, params=block.summed(needs.params))
-        written = inputs if adds else None
+        written = inputs if adds else ()
         found, arrived = microbatches.backward(scans, incoming, first_needs, written)
+        written = inputs or found[0].inputs
         own: list[MaybeTensors] = []
         totals: list[Sequence[Tensor]] = []
         for scan, gradients in zip(scans, found, strict=True):
@@ -102,18 +103,20 @@ class BlockCall(Call):
             if arguments.params:
                 by_own = [sums[NEURON + name] for name in block.own]
                 own.append(scan.execution.reduce(by_own, arguments.params))
-        correction, prologue = self._corrected(microbatches.added(totals), arguments)
+        total = totals[0] if len(totals) == 1 else microbatches.added(totals)
+        correction, prologue = self._corrected(total, arguments)
         if adds:
-            self._add_correction(execution.layout, arguments, inputs, correction)
+            self._add_correction(execution.layout, arguments, written, correction)
         elif True in needs.inputs:
             params = self.resolve(arguments, correction).params
             # The gradients of the initial states are computed again, but not read.
             second = Arguments(needs.inputs, params=none * len(params))
             for scan, grads in zip(scans, arrived, strict=True):
                 scan = scan._replace(arguments=scan.arguments._replace(params=params))
-                scan.run(grads, second, inputs)
+                found_inputs = scan.run(grads, second, inputs).inputs
+            written = inputs or found_inputs
         states = microbatches.joined([g.states or () for g in found]) if arguments.states else []
-        return Arguments(inputs, states, microbatches.added(own), prologue)
+        return Arguments(written, states, own and microbatches.added(own), prologue)
 
     def _totals(
         self, scan: Microbatch, sums: dict[str, Tensor | None], arguments: Arguments[Tensor]
@@ -169,13 +172,16 @@ class BlockCall(Call):
         # Only a process with Numba kernels imports Numba.
         from spikefuse.kernels.norm_numba import add_correction
 
+        known = layout.outer_strides
         for i in range(self.block.num_norms):
             grad, mean = grads[i], arguments.prologue[1 + i][0]
             assert grad is not None
-            x, written = layout.conform(arguments.inputs[i]), layout.conform(grad)
-            strides = *layout.strides(x), *layout.strides(written)
-            grouping, coefficients = (layout.inner, layout.channel_inner), correction[2 * i :]
-            add_correction(x, written, strides, grouping, (mean, *coefficients[:2]))
+            x, written = arguments.inputs[i], grad
+            if not (known.get(x.stride()) and known.get(grad.stride())):
+                x, written = layout.conform(x), layout.conform(grad)
+            strides, grouping = [*layout.strides(x), *layout.strides(written)], layout.inner
+            coefficients = mean, *correction[2 * i : 2 * i + 2]
+            add_correction(x, written, strides, (grouping, layout.channel_inner), coefficients)
             if written is not grad:
                 grad.copy_(written)
 

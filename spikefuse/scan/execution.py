@@ -199,13 +199,13 @@ class Execution:
     def new_gradients(
         self,
         needs: Arguments[bool],
-        inputs: Sequence[Tensor | None] | None = None,
+        inputs: MaybeTensors = (),
         device: torch.device | None = None,
     ) -> Arguments[Tensor | None]:
         """Unwritten gradients, `inputs` among them if they are given; None where not needed. Those
         of parameters are sums, see `Launcher.sums_shape`."""
         device = device or self.device
-        if inputs is None:
+        if not inputs:
             inputs = []
             for dtype, needed in zip(self.dtypes, needs.inputs, strict=True):
                 inputs.append(self._new_sequence(dtype=dtype, device=device) if needed else None)

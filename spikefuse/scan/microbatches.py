@@ -42,12 +42,12 @@ class Microbatch(NamedTuple):
         self,
         incoming: Results[Tensor | None],
         needs: Arguments[bool],
-        inputs: MaybeTensors | None = None,
+        inputs: MaybeTensors = (),
         variant: Variant = PLAIN,
     ) -> Gradients:
         """Run the reverse of the program; see `backward`."""
         execution, written = self.execution, inputs
-        if inputs is not None and self.rows is not None:
+        if inputs and self.rows is not None:
             written = _slices(inputs, self.rows)
         # Gradients of states that arrived go back to the process that sent the states.
         needs = needs._replace(states=[True] * len(self.arguments.states or ()))
@@ -126,12 +126,12 @@ def backward(
     scans: Sequence[Microbatch],
     incoming: Results[Tensor | None],
     needs: Arguments[bool],
-    inputs: MaybeTensors | None = None,
+    inputs: MaybeTensors = (),
 ) -> tuple[list[Gradients], list[Results[Tensor | None]]]:
     """Run the reverse of a program over microbatches.
 
     Args:
-        inputs: the gradients of the inputs of the whole batch, to be written.
+        inputs: the gradients of the inputs of the whole batch, to be written; none to make them.
 
     Returns:
         For each microbatch its gradients, of parameters as sums, and the gradients of its results,
