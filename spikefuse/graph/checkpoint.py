@@ -234,8 +234,8 @@ def _plan(places: list[_Place], chunks: int) -> set[int]:
     sizes = [place.num_bytes for place in inner]
     around = zip([math.inf, *sizes], sizes, [*sizes[1:], math.inf], strict=False)
     lowest = [place for place, (a, b, c) in zip(inner, around, strict=True) if a >= b < c]
-    lowest = [_Place(0, 0, {}), *[place for place in lowest if place.computed], end]
-    plans = [_partition(lowest, end.computed / n) for n in range(1, chunks + 1)]
+    lowest = [place for place in lowest if 0 < place.computed < end.computed]
+    plans = [_partition([_Place(0, 0, {}), *lowest, end], end.computed / n) for n in range(1, chunks + 1)]
     return set(min(plans, key=lambda plan: plan[0])[1])
 
 
