@@ -13,7 +13,7 @@ from torch import fx, nn
 from spikefuse.graph.backend import Graph, compile_graph
 from spikefuse.graph.report import Report
 from spikefuse.memory.policies import Checkpoint
-from spikefuse.nn.call import active
+from spikefuse.nn.call import active, current_policy
 from spikefuse.nn.checkpoint import checkpoint
 
 MODES = ("auto", "eager", "inductor", "recorded")
@@ -35,7 +35,7 @@ class Captured:
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}: expected one of {', '.join(MODES)}")
         self.mode, self.report = mode, Report(prefix)
-        self._compiled: dict[tuple[Callable[..., Any], int | None], Callable[..., Any]] = {}
+        self._compiled: dict[Any, Callable[..., Any]] = {}
         self._is_new_call = True
         self._has_run = self._has_failed = False
 
@@ -48,12 +48,19 @@ class Captured:
     ) -> Any:
         """Run `function(net, args, kwargs)`."""
         is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        if is_traced or active.observer is not None:
+        if is_traced:
             return function(net, args, kwargs)
+        if active.observer is not None:
+            return active.observer.network(function, net, args, kwargs)
         if self._has_failed:
             return _run(function, net, args, kwargs)
+        hooks = _hooks_of(net)
+        if hooks is None:
+            self.report.clear()
+            self.report.note("not captured: a module has backward hooks")
+            return _run(function, net, args, kwargs)
         self._is_new_call, self._has_run = True, False
-        key = function, _chunks()
+        key = function, hooks, _chunks()
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile(function)
@@ -92,9 +99,21 @@ class Captured:
         return {**vars(self), "_compiled": {}, "_has_failed": False}
 
 
+def _hooks_of(net: nn.Module) -> tuple[int, ...] | None:
+    """The ids of the forward hooks of all modules, on which TorchDynamo does not guard; None if
+    there are backward hooks, which it does not trace."""
+    found: list[int] = []
+    for module in net.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            found += [*module._forward_hooks, *module._forward_pre_hooks]
+        if module._backward_hooks or module._backward_pre_hooks:
+            return None
+    return tuple(found)
+
+
 def _chunks() -> int | None:
     """The number of segments that the policy of the running call asks for; None for no segments."""
-    policy = None if active.call is None else active.call.policy
+    policy = current_policy()
     return policy.chunks if isinstance(policy, Checkpoint) else None
 
 

@@ -4,37 +4,43 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spikefuse.block.block import NAMES
-from spikefuse.block.program import block_program
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import LOOP_STEPS, Explanation, Layer, SavedBytes, label
-from spikefuse.inspect.observer import CallObserver, NeuronScan, unchanged
+from spikefuse.inspect.graphs import GraphObserver
+from spikefuse.inspect.observer import CallObserver, unchanged
+from spikefuse.inspect.scans import NeuronScan
 from spikefuse.inspect.timing import copy_bandwidth, seconds
-from spikefuse.kernels.norm import by_batch
+from spikefuse.memory.policies import Checkpoint
 from spikefuse.memory.saved_tensors import SavedTensors, num_bytes
 from spikefuse.neurons.definition import Neuron
+from spikefuse.nn.call import active
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.temporal import Temporal
 from spikefuse.scan.layout import layout_of, outer_stride
-from spikefuse.scan.op import choose
 from spikefuse.scan.program import program
 
 
 def explain(
     model: nn.Module, *inputs: Any, time: bool | None = None, **keywords: Any
 ) -> Explanation:
-    """Run `model(*inputs, **keywords)` once and report how its neurons run and what they cost.
+    """Run `model(*inputs, **keywords)` and report how its neurons run and what they cost.
 
     The report shows the kernel of each neuron, its memory traffic and time, and what each layer
     saves for backward. A neuron that cannot be compiled runs in the eager loop, and its row gives
     the reason; a call of the model itself raises the error. Buffers of the model and the state of
     PyTorch's random number generators are restored.
+
+    A model with networks of `spikefuse.fuse` runs twice. The first call runs them layer by layer,
+    which takes the memory of the plain network; the last column of saved bytes comes from it. In
+    the second call they are captured anew and run as fused graphs, node by node, whatever their
+    mode: the rows of neurons, which show norms fused with them, and the saved bytes are those of
+    the graphs. Norms that were not fused are listed with the reason.
 
     Args:
         model: a network.
@@ -50,61 +56,53 @@ def explain(
         TypeError: `model` is not a module.
         Exception: that of the call itself, unless it is an UnsupportedOperation.
     """
-    call = CallObserver(model)
+    call, graphs = CallObserver(model), GraphObserver(model)
     with unchanged(model, inputs):
-        with call.observing():
-            outputs = model(*inputs, **keywords)
-        saved = _saved_by_layers(model, call)
-        del outputs  # Saved tensors live as long as the outputs.
-        layers = tuple(_layer(scan, time) for scan in call.scans)
-    neurons = {name: m for name, m in model.named_modules() if isinstance(m, Neuron)}
-    event_layers = {n: m for n, m in model.named_modules() if isinstance(m, EventLinear)}
-    loops = {n: m for n, m in model.named_modules() if isinstance(m, Feedback) and n in call.layers}
-    called: set[nn.Module | None] = {*event_layers.values(), *call.recomputed}
-    called |= {m.neuron for m in loops.values()}
-    called |= {m for scan in call.scans for m in (scan.neuron, *scan.norms)}
-    called |= {m.neuron for m in event_layers.values()}
+        saved, eager = _observe(call, model, inputs, keywords)
+        scans = call.scans
+        # Under an observer, networks are not captured.
+        if call.is_captured and active.observer is None and not any(s.reason for s in scans):
+            saved_in_graphs, _ = _observe(graphs, model, inputs, keywords)
+            if any(report.graphs for report in graphs.reports):
+                saved, scans = saved_in_graphs, _with_graphs(scans, graphs.scans)
+        layers = tuple(_layer(scan, time) for scan in scans)
+    timed = [scan for scan in scans if _is_timed(scan, time)]
+    called = _called(call, graphs)
+    neurons = {name: m for m, name in call.names.items() if isinstance(m, Neuron)}
     ours = called.union(*(m.modules() for m in neurons.values()))
     leaves = [m for m in model.modules() if not any(m.children())]
-    timed = [scan for scan in call.scans if _is_timed(scan, time)]
+    recomputed = _recomputed(call)
     return Explanation(
         layers=layers,
-        saved=saved,
+        saved=tuple(_saved_rows(call, scans, saved, eager, recomputed)),
         not_called=tuple(name for name, m in neurons.items() if m not in called),
         num_others=sum(m not in ours and not isinstance(m, Temporal) for m in leaves),
-        bandwidth=copy_bandwidth(timed[0].request.inputs[0].device) if timed else None,
-        events=tuple(_describe_events(name, m) for name, m in event_layers.items()),
-        loops=tuple(_describe_loop(name, m) for name, m in loops.items()),
-        recomputed=tuple(dict.fromkeys(call.recomputed.values())),
-        unfused=(),
+        bandwidth=copy_bandwidth(timed[0].inputs[0].device) if timed else None,
+        events=tuple(_events(call)),
+        loops=tuple(_loops(call)),
+        recomputed=recomputed,
+        unfused=tuple(dict.fromkeys(_unfused(graphs))),
     )
 
 
-def _describe_loop(name: str, layer: Feedback) -> str:
-    return (
-        f"{label(name)}: Feedback, a Python loop over time: each step calls "
-        f"{type(layer.body).__name__} and a kernel of {type(layer.neuron).__name__}; on a GPU, "
-        "sf.graph_step records it"
-    )
-
-
-def _describe_events(name: str, layer: EventLinear) -> str:
-    widths = f"{label(name)}: EventLinear, {layer.in_features} to {layer.out_features}"
-    activity = layer.activity
-    if activity is None:
-        return f"{widths}: not called"
-    candidates = activity.candidates / max(activity.sites, 1)
-    dropped = activity.dropped + activity.dropped_candidates
-    return (
-        f"{widths}, on {activity.choice.impl} ({activity.choice.reason}): {activity.rate:.2%} of "
-        f"the inputs fired, {candidates:.2%} listed, {dropped} dropped"
-    )
-
-
-def _saved_by_layers(model: nn.Module, call: CallObserver) -> tuple[SavedBytes, ...]:
-    """Return what each layer saves, and what it would save in PyTorch alone."""
+def _observe(
+    observer: CallObserver, model: nn.Module, inputs: Any, keywords: Any
+) -> tuple[Counter[str], Counter[str]]:
+    """Call a model: the bytes that each layer saves, and that it would save in PyTorch alone."""
+    with observer.observing():
+        outputs = model(*inputs, **keywords)
     ignored = {_address(x) for x in (*model.parameters(), *model.buffers())}
-    now, eager = Counter[str](), Counter[str]()
+    saved = Counter[str]()
+    for size in observer.saved.sizes(ignored):
+        saved[size.layer] += size.now
+    eager = _saved_eagerly(observer, ignored)
+    del outputs  # Saved tensors live as long as the outputs.
+    return saved, eager
+
+
+def _saved_eagerly(call: CallObserver, ignored: set[int]) -> Counter[str]:
+    """The bytes that each layer would save in PyTorch alone."""
+    eager = Counter[str]()
     counted: set[int] = set()  # addresses that `eager` includes
 
     def count(layer: str, x: Tensor) -> None:
@@ -112,8 +110,6 @@ def _saved_by_layers(model: nn.Module, call: CallObserver) -> tuple[SavedBytes, 
             counted.add(_address(x))
             eager[layer] += num_bytes(x)
 
-    for size in call.saved.sizes(ignored):
-        now[size.layer] += size.now
     for size in call.saved.sizes(ignored, call.layers.keys() - {scan.name for scan in call.scans}):
         eager[size.layer] += size.unpacked
         counted.add(size.address)
@@ -122,32 +118,29 @@ def _saved_by_layers(model: nn.Module, call: CallObserver) -> tuple[SavedBytes, 
         eager[layer] += 7 * num
         count(layer, x)
     for scan in call.scans:
-        num_steps = len(scan.request.inputs[0])
+        if scan.run_eagerly is None:
+            continue
+        num_steps = len(scan.inputs[0])
         measured = min(num_steps, LOOP_STEPS)
-        inputs, others = _saved_eagerly(scan, measured)
+        inputs, others = _saved_by_loop(scan, measured)
         if num_steps > measured:
-            per_step = others - _saved_eagerly(scan, measured - 1)[1]
+            per_step = others - _saved_by_loop(scan, measured - 1)[1]
             others += (num_steps - measured) * per_step
         eager[scan.name] += others
         for x in inputs:
             count(scan.name, x)
-    on_events = {name for name, m in model.named_modules() if isinstance(m, EventLinear)}
-    rows = [
-        SavedBytes(name, module, now[name], None if name in on_events else eager[name])
-        for name, module in call.layers.items()
-    ]
-    return tuple(row for row in rows if row.now or row.eager)
+    return eager
 
 
-def _saved_eagerly(scan: NeuronScan, num_steps: int) -> tuple[list[Tensor], int]:
-    """Return what PyTorch alone would save for the first steps: (saved inputs, other bytes)."""
+def _saved_by_loop(scan: NeuronScan, num_steps: int) -> tuple[list[Tensor], int]:
+    """What PyTorch alone would save for the first steps: (saved inputs, other bytes)."""
     saved = SavedTensors()
     with saved.hooks():
-        outputs, _ = scan.forward(num_steps, eager=True)
-    sizes = list(saved.sizes({_address(x) for x in scan.tensors()}))
+        outputs, _ = scan.forward(scan.run_eagerly, num_steps)
+    sizes = list(saved.sizes({_address(x) for x in scan.parameters}))
     del outputs
     addresses = {size.address for size in sizes}
-    inputs = [x for x in scan.request.inputs if _address(x) in addresses]
+    inputs = [x for x in scan.inputs if _address(x) in addresses]
     counted = {_address(x) for x in inputs}
     return inputs, sum(size.now for size in sizes if size.address not in counted)
 
@@ -156,41 +149,109 @@ def _address(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
+def _saved_rows(
+    call: CallObserver,
+    scans: Sequence[NeuronScan],
+    saved: Counter[str],
+    eager: Counter[str],
+    recomputed: Sequence[str],
+) -> Iterator[SavedBytes]:
+    types = {**call.layers, **{scan.name: scan.label for scan in scans}}
+    on_events = {name for m, name in call.names.items() if isinstance(m, EventLinear)}
+    for name in dict.fromkeys((*call.layers, *saved)):
+        if any(r in ("", name) or name.startswith(f"{r}.") for r in recomputed):
+            continue
+        known = None if name in on_events else eager[name]
+        if saved[name] or known:
+            yield SavedBytes(name, types.get(name, ""), saved[name], known)
+
+
+def _recomputed(call: CallObserver) -> tuple[str, ...]:
+    """The names of the networks whose layers backward recomputes."""
+    networks = [n for m, n in call.names.items()
+                if isinstance(m, Temporal) and isinstance(m.memory, Checkpoint)]  # fmt: skip
+    return tuple(n for n in networks if n in call.layers and torch.is_grad_enabled())
+
+
+def _with_graphs(scans: Sequence[NeuronScan], fused: Sequence[NeuronScan]) -> list[NeuronScan]:
+    """The scans of layers, and in place of those that are in graphs, the scans of these."""
+    in_graphs = {scan.name for scan in fused}
+    names = dict.fromkeys(scan.name for scan in scans)
+    return [s for n in names for s in (fused if n in in_graphs else scans) if s.name == n]
+
+
+def _called(call: CallObserver, graphs: GraphObserver) -> set[nn.Module | None]:
+    """The neurons that ran, with layers around them and norms in blocks with them."""
+    called: set[nn.Module | None] = {m for scan in call.scans for m in scan.modules}
+    for module, name in call.names.items():
+        is_loop = isinstance(module, Feedback) and name in call.layers
+        if is_loop or isinstance(module, EventLinear):
+            called |= {module, module.neuron}
+    fused = {p.norm for report in graphs.reports for p in report.places if p.reason is None}
+    return called.union(module for module, name in call.names.items() if name in fused)
+
+
+def _unfused(graphs: GraphObserver) -> Iterator[str]:
+    for report in graphs.reports:
+        for place in report.places:
+            if place.reason is not None:
+                yield f"{label(place.norm)}: batch norm, not fused: {place.reason}"
+        for note in report.notes:
+            yield f"{label(report.prefix.rstrip('.'))}: {note}"
+
+
+def _loops(call: CallObserver) -> Iterator[str]:
+    for layer, name in call.names.items():
+        if isinstance(layer, Feedback) and name in call.layers:
+            yield (
+                f"{label(name)}: Feedback, a Python loop over time: each step calls "
+                f"{type(layer.body).__name__} and a kernel of {type(layer.neuron).__name__}; on a "
+                "GPU, sf.graph_step records it"
+            )
+
+
+def _events(call: CallObserver) -> Iterator[str]:
+    for layer, name in call.names.items():
+        if not isinstance(layer, EventLinear):
+            continue
+        widths = f"{label(name)}: EventLinear, {layer.in_features} to {layer.out_features}"
+        activity = layer.activity
+        if activity is None:
+            yield f"{widths}: not called"
+        else:
+            candidates = activity.candidates / max(activity.sites, 1)
+            dropped = activity.dropped + activity.dropped_candidates
+            yield (
+                f"{widths}, on {activity.choice.impl} ({activity.choice.reason}): "
+                f"{activity.rate:.2%} of the inputs fired, {candidates:.2%} listed, {dropped} "
+                "dropped"
+            )
+
+
 def _is_timed(scan: NeuronScan, time: bool | None) -> bool:
-    return scan.request.inputs[0].is_cuda if time is None else time
+    return scan.inputs[0].is_cuda if time is None else time
 
 
 def _layer(scan: NeuronScan, time: bool | None) -> Layer:
-    xs, backend = scan.request.inputs, scan.request.backend
-    name = None if backend == "reference" else _program_name(scan)
+    xs, made = scan.inputs, None if scan.program is None else program(scan.program)
     moved, least, achieved = _bytes_moved(scan), None, None
     if _is_timed(scan, time):
         least = moved / copy_bandwidth(xs[0].device)
         achieved = seconds(functools.partial(_forward_backward, scan), xs[0].device)
     return Layer(
         name=scan.name,
-        module=scan.module,
+        module=scan.label,
         shape=tuple(xs[0].shape),
         dtypes=tuple(x.dtype for x in xs),
-        implementation=backend,
+        implementation="reference" if made is None else made.backend,
         memory=scan.memory,
-        program=name,
-        chunk=program(name).chunk(len(xs[0])) if name else None,
+        program=scan.program,
+        chunk=None if made is None else made.chunk(len(xs[0])),
         moved=moved,
         least=least,
         achieved=achieved,
-        notes=tuple(_copied_inputs(scan)) if name else (scan.reason,),
+        notes=(scan.reason,) if made is None else tuple(_copied_inputs(xs, made.step.inputs)),
     )
-
-
-@torch.no_grad()
-def _program_name(scan: NeuronScan) -> str:
-    request, backend = scan.request, scan.request.backend
-    if not scan.norms:
-        return choose(scan.neuron, backend, request.inputs[0], request.outputs).name
-    has_residual, batch = len(request.inputs) > 1, by_batch(scan.norms[0])
-    options = has_residual, batch, request.outputs, len(scan.norms) > 1
-    return block_program(scan.neuron, backend, *options)[0].name
 
 
 def _forward_backward(scan: NeuronScan) -> None:
@@ -204,23 +265,19 @@ def _forward_backward(scan: NeuronScan) -> None:
 
 def _bytes_moved(scan: NeuronScan) -> int:
     """Return the bytes that must move; batch statistics take one more pass in each direction."""
-    inputs = scan.request.inputs
     outputs, leaves = scan.forward()
-    twice = [x for norm, x in zip(scan.norms, inputs, strict=False) if by_batch(norm)]
-    once = sum(map(num_bytes, (*inputs, *outputs)))
-    forward = once + sum(map(num_bytes, twice))
+    once = sum(map(num_bytes, (*scan.inputs, *outputs)))
+    forward = once + sum(map(num_bytes, scan.inputs[: scan.num_normalized]))
     if not leaves:
         return forward
-    gradients = sum(x.nbytes for x in inputs if x.requires_grad)
-    return forward + (2 if twice else 1) * once + gradients
+    gradients = sum(x.nbytes for x in scan.inputs if x.requires_grad)
+    return forward + (2 if scan.num_normalized else 1) * once + gradients
 
 
-def _copied_inputs(scan: NeuronScan) -> Iterator[str]:
+def _copied_inputs(inputs: Sequence[Tensor], names: Sequence[str]) -> Iterator[str]:
     """Yield a note for every input that kernels cannot read in place."""
-    inputs = scan.request.inputs
-    labels = NAMES if scan.norms else type(scan.neuron).input_names
     layout = layout_of([(x.shape, x.stride()) for x in inputs])
-    for i, (name, x) in enumerate(zip(labels, inputs, strict=False)):
+    for i, (name, x) in enumerate(zip(names, inputs, strict=True)):
         if outer_stride(x.shape, x.stride(), layout.order, layout.inner) is None:
             shape = f"input copied: {name} {list(x.shape)} with strides {list(x.stride())}"
             first = "its steps are not dense, or their pieces are too short to read in place"

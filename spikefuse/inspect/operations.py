@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
 from spikefuse.nn.recurrent import Recurrent
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
+aten = torch.ops.aten
 
 
 class Operations(NamedTuple):
@@ -31,35 +34,36 @@ class Operations(NamedTuple):
     nonzero: float = 0.0
     inputs: float = 0.0
 
-    def plus(self, other: Operations) -> Operations:
-        """Return the sums."""
-        return Operations(*map(sum, zip(self, other, strict=True)))
+    def plus(self, other: Operations, share: float = 1.0) -> Operations:
+        """Return the sums with a share of `other`."""
+        return Operations(*[a + share * b for a, b in zip(self, other, strict=True)])
 
 
-class OperationCounter(TorchFunctionMode):
-    """Reports the operations of every call: `found(operations, once)`.
+def count_operations(
+    found: Callable[[Tensor, Operations | None], None], model: nn.Module | None = None
+) -> FlopCounterMode:
+    """Return a context that calls `found(input, operations)` for every product that is computed in
+    it; `operations` is None if they are unknown.
 
-    `operations` is None if they are unknown. `once` says that the input is the same at each step,
-    so that one step was computed.
+    Args:
+        model: the parameters of this model are weights, which are not taken for spikes.
     """
+    # Not at the top: importing it takes long.
+    from torch.utils.flop_counter import FlopCounterMode
 
-    def __init__(self, found: Callable[[Operations | None, bool], None]) -> None:
-        super().__init__()
-        self.found = found
+    weights = {_address(p) for p in model.parameters()} if model else ()
+    counter = FlopCounterMode(display=False)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        y = func(*args, **kwargs)
-        count = _COUNTS.get(func)
-        if count is None:
-            if func in _UNKNOWN:
-                self.found(None, False)
-            return y
-        once = False
-        with torch.no_grad():
-            operations = count(y, *args, **{n: x for n, x in kwargs.items() if n != "out"})
-        self.found(operations, once)
-        return y
+    def formula(count: Callable[..., Counted] | None) -> Callable[..., int]:
+        def read(*args: Any, out_val: Any, **scales: Any) -> int:
+            found(*((args[0], None) if count is None else count(weights, out_val, *args)))
+            return 0  # the sum of PyTorch is not used
+
+        return read
+
+    operators = {*counter.flop_registry, *_COUNTS, *_UNKNOWN}
+    counter.flop_registry = {op: formula(_COUNTS.get(op)) for op in operators}
+    return counter
 
 
 def is_ternary(x: Tensor) -> bool:
@@ -78,17 +82,20 @@ def feedback(layer: Recurrent, outputs: Tensor, start: Tensor | None) -> Operati
     return Operations(0.0, dense, dense, nonzero, inputs)
 
 
-def _matmul(y: Tensor, input: Tensor, other: Tensor, *, is_weight: bool = False) -> Operations:
+Counted = tuple[Tensor, Operations]
+
+
+def _matmul(weights: Container[int], y: Tensor, input: Tensor, other: Tensor) -> Counted:
     """`input @ other`; an addition needs non-zero values of all operands that are spikes."""
     dense = float(y.numel() * input.shape[-1])
-    binary = is_ternary(input), not is_weight and is_ternary(other)
-    nonzero = float(input.count_nonzero())
+    binary = [_address(x) not in weights and is_ternary(x) for x in (input, other)]
+    nonzero, inputs = float(input.count_nonzero()), float(input.numel())
     if not any(binary):
-        return Operations(0.0, dense, dense, nonzero, float(input.numel()))
+        return input, Operations(0.0, dense, dense, nonzero, inputs)
     left = input.unsqueeze(0) if input.ndim == 1 else input
     right = other.unsqueeze(-1) if other.ndim == 1 else other
     pairs = _terms(left, -2, binary[0]) * _terms(right, -1, binary[1])
-    return Operations(pairs.sum().item(), 0.0, dense, nonzero, float(input.numel()))
+    return input, Operations(pairs.sum().item(), 0.0, dense, nonzero, inputs)
 
 
 def _terms(x: Tensor, dim: int, is_binary: bool) -> Tensor:
@@ -97,117 +104,67 @@ def _terms(x: Tensor, dim: int, is_binary: bool) -> Tensor:
     return values.sum(dim, dtype=torch.float64)
 
 
-def _linear(y: Tensor, input: Tensor, weight: Tensor, bias: Any = None) -> Operations:
-    return _matmul(y, input, weight.t(), is_weight=True)
+def _added(weights: Container[int], y: Tensor, input: Tensor, *factors: Tensor) -> Counted:
+    """`input` plus a product."""
+    return _matmul(weights, y, *factors)
 
 
-def _added(y: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> Operations:
-    """`input + mat1 @ mat2`."""
-    return _matmul(y, mat1, mat2)
-
-
-def _reversed(y: Tensor, input: Tensor, other: Tensor) -> Operations:
-    return _matmul(y, other, input)
-
-
-class _Conv(NamedTuple):
-    """The arguments of `F.conv2d` and its like, in their order."""
-
-    input: Tensor
-    weight: Tensor
-    bias: Any = None
-    stride: Any = 1
-    padding: Any = 0
-    dilation: Any = 1
-    groups: int = 1
-
-
-class _ConvTranspose(NamedTuple):
-    """The arguments of `F.conv_transpose2d` and its like, in their order."""
-
-    input: Tensor
-    weight: Tensor
-    bias: Any = None
-    stride: Any = 1
-    padding: Any = 0
-    output_padding: Any = 0
-    groups: int = 1
-    dilation: Any = 1
-
-
-def _conv(y: Tensor, *args: Any, **kwargs: Any) -> Operations:
-    c = _Conv(*args, **kwargs)
-    size = c.weight.shape[2:]
-    dims = len(size)
-    strides, dilations = _each(c.stride, dims), _each(c.dilation, dims)
-    before = _each(0 if isinstance(c.padding, str) else c.padding, dims)
-    if c.padding == "same":
-        before = tuple(d * (k - 1) // 2 for k, d in zip(size, dilations, strict=True))
-    shapes = c.input.shape[-dims:], y.shape[-dims:], size
-    windows = [_windows(*v) for v in zip(*shapes, strides, dilations, before, strict=True)]
-    dense = float(y.numel() * c.weight[0].numel())
-    return _convolved(c.input, windows, len(c.weight) // c.groups, dense)
-
-
-def _conv_transpose(y: Tensor, *args: Any, **kwargs: Any) -> Operations:
-    c = _ConvTranspose(*args, **kwargs)
-    size = c.weight.shape[2:]
-    dims = len(size)
-    shapes = c.input.shape[-dims:], y.shape[-dims:], size
-    numbers = (_each(v, dims) for v in (c.stride, c.dilation, c.padding))
-    windows = []
-    for n, m, *window in zip(*shapes, *numbers, strict=True):
-        targets = _positions(n, *window)
-        windows.append(((targets >= 0) & (targets < m)).sum(1))
-    dense = float(c.input.numel() * c.weight[0].numel())
-    return _convolved(c.input, windows, c.weight.shape[1], dense)
-
-
-def _convolved(input: Tensor, windows: list[Tensor], channels: int, dense: float) -> Operations:
-    """The operations of a convolution.
-
-    Args:
-        windows: for each spatial dim, the number of windows that each position is in.
-        channels: outputs of a group.
-    """
-    num, nonzero = float(input.numel()), input != 0
+def _convolution(
+    weights: Container[int],
+    y: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> Counted:
+    size, nonzero = weight.shape[2:], input != 0
+    dense = float((input if transposed else y).numel() * weight[0].numel())
     if not is_ternary(input):
-        return Operations(0.0, dense, dense, float(nonzero.sum()), num)
-    counts = nonzero.flatten(0, -len(windows) - 1).sum(0, dtype=torch.float64)
+        sums = float(nonzero.sum()), float(input.numel())
+        return input, Operations(0.0, dense, dense, *sums)
+    counts = nonzero.flatten(0, -len(size) - 1).sum(0, dtype=torch.float64)
     total = counts
-    for window in reversed(windows):
-        total = total @ window.to(counts)
-    return Operations(total.item() * channels, 0.0, dense, counts.sum().item(), num)
+    # A list of one setting is for all dims.
+    settings = (v * len(size) if len(v) == 1 else v for v in (stride, padding, dilation))
+    by_dim = [*zip(input.shape[2:], y.shape[2:], size, *settings, strict=True)]
+    for n, m, *window in reversed(by_dim):
+        total = total @ _windows(n, m, transposed, *window).to(counts)
+    channels = weight.shape[1] if transposed else len(weight) // groups
+    sums = counts.sum().item(), float(input.numel())
+    return input, Operations(total.item() * channels, 0.0, dense, *sums)
 
 
-def _windows(size: int, outputs: int, kernel: int, stride: int, dilation: int, before: int) -> Any:
-    """By position of the input, the number of windows along one dim that it is in."""
-    positions = _positions(outputs, kernel, stride, dilation, before)
-    return positions[(positions >= 0) & (positions < size)].bincount(minlength=size)
+def _windows(
+    inputs: int, outputs: int, transposed: bool, kernel: int, stride: int, padding: int, dilation: int
+) -> Tensor:
+    """By position of the input, along one dim, the number of weights that read it."""
+    windows = torch.arange(inputs if transposed else outputs)[:, None]
+    places = windows * stride - padding + torch.arange(kernel) * dilation
+    if transposed:
+        return ((places >= 0) & (places < outputs)).sum(1)
+    return places[(places >= 0) & (places < inputs)].bincount(minlength=inputs)
 
 
-def _positions(windows: int, kernel: int, stride: int, dilation: int, before: int) -> Tensor:
-    """The positions along one dim that each window covers, some of them in the padding."""
-    return torch.arange(windows)[:, None] * stride - before + torch.arange(kernel) * dilation
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
-def _each(value: Any, dims: int) -> tuple[int, ...]:
-    """A setting for each dim."""
-    values = tuple(value) if isinstance(value, Iterable) else (value,)
-    return values * dims if len(values) == 1 else values
-
-
-_COUNTS: dict[Any, Callable[..., Operations]] = {
-    F.linear: _linear,
-    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _conv),
-    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _conv_transpose),
-    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, torch.mv), _matmul),
-    **dict.fromkeys((Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.mv, Tensor.__matmul__), _matmul),
-    Tensor.__rmatmul__: _reversed,
-    **dict.fromkeys((torch.addmm, torch.baddbmm, Tensor.addmm, Tensor.baddbmm), _added),
+#: By operator, what returns its input and operations for (weights, result, arguments).
+_COUNTS: dict[Any, Callable[..., Counted]] = {
+    aten.convolution: _convolution,
+    **dict.fromkeys((aten.mm, aten.bmm, aten.mv, aten.dot), _matmul),
+    **dict.fromkeys((aten.addmm, aten.baddbmm, aten.addmv), _added),
 }
-#: Functions that compute products in a way that is not counted.
-_UNKNOWN = {
-    *(torch.einsum, torch.tensordot, torch.cdist, torch.bilinear, F.bilinear),
-    *(F.scaled_dot_product_attention, F.multi_head_attention_forward),
-}
+#: Further operators whose products are not counted, beside those that PyTorch knows and we do not.
+_UNKNOWN = [
+    getattr(aten, name)
+    for name in (
+        *("addbmm", "_trilinear", "_cdist_forward", "_native_multi_head_attention"),
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
+]

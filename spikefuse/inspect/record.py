@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,11 +15,12 @@ from spikefuse.events.format import Events
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import label
 from spikefuse.inspect.observer import ModuleObserver
-from spikefuse.neurons.definition import Neuron, Outputs, States
+from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import Scan, active
-from spikefuse.scan.layout import unflatten_steps
+from spikefuse.nn.checkpoint import is_recomputed
 from spikefuse.nn.neuron import scan_neuron
-from spikefuse.scan.op import Request
+from spikefuse.scan.layout import unflatten_steps
+from spikefuse.scan.records import Arguments, Results, Wanted
 
 SPIKES, OUTPUT = "spikes", "output"
 Names = str | Iterable[str]
@@ -113,14 +114,15 @@ def record(
         record["net.2"]["v"]            # [T, B, ...]
         record["net.0"]["output"]
 
-    The results of the network do not change, and nothing is undone: fused blocks return their
-    potentials as additional outputs of the same kernel, and the output of a norm that is fused with
-    a neuron is computed a second time, after the call. The values are bit for bit those of the
-    calls, and the states are those after each step, for `LIF` after the reset.
+    The results of the network do not change: kernels return potentials as additional outputs. The
+    values are bit for bit those of the calls, and the states are those after each step, for `LIF`
+    after the reset.
 
-    Only eager calls in this thread are recorded, and one thread records at a time. Networks that
-    `torch.compile` has compiled run eagerly; replays of CUDA graphs are not recorded. A
-    process that holds some of the time steps, or some of the neurons, records its own.
+    Networks that `spikefuse.fuse` or `torch.compile` has compiled, and those under the policy
+    `Checkpoint`, run eagerly meanwhile, each layer on its own: this takes the memory of the plain
+    network, and rounds as it does. Only calls in this thread are recorded, and one thread records
+    at a time; replays of CUDA graphs are not recorded, nor are second runs of a checkpoint in
+    backward. A process that holds some of the time steps, or some of the neurons, records its own.
 
     Args:
         net: any module; names are those of `net.named_modules()`.
@@ -139,14 +141,12 @@ def record(
 
     Raises:
         TypeError: `net` is not a module.
-        ValueError: a pattern selects nothing; no selected neuron has a state; the potential of a
-            neuron of an `EventLinear` is asked for; or the call trains under `Checkpoint()`, which
-            runs layers several times and in microbatches.
+        ValueError: a pattern selects nothing; no selected neuron has a state; or the potential of a
+            neuron of an `EventLinear` is asked for.
     """
     recorder = _RecordObserver(net, neurons, states, layers, grad)
     with recorder.observing():
         yield recorder.record
-    recorder.resolve()
     recorder.record._check()
 
 
@@ -169,8 +169,6 @@ class _RecordObserver(ModuleObserver):
         self._check_states()
         # By neuron, the names of what its step returns.
         self._labels: dict[Neuron, tuple[str, ...]] = {}
-        # Outputs of layers; those of norms are computed after the call, so that they are fused.
-        self._deferred: list[tuple[dict[str, Any], list[Callable[[], Any]], pytree.TreeSpec]] = []
 
     def _check_states(self) -> None:
         names = {SPIKES, *(state for neuron in self._neurons for state in type(neuron).states)}
@@ -188,72 +186,52 @@ class _RecordObserver(ModuleObserver):
                     "time: select other neurons, or use nn.Linear followed by the neuron"
                 )
 
-    def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
+    def scan(
+        self, neuron: nn.Module, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
+    ) -> Results[Tensor]:
         """Run a scan with the states as further outputs, and record it."""
         assert isinstance(neuron, Neuron)
         name = self._neurons.get(neuron)
         if name is None:
-            return super().scan(neuron, scan, request)
-        labels = self._labels_of(neuron, request)
-        returned = request.outputs or labels
-        wanted = [*(labels if SPIKES in self.states else ())]
-        wanted += [s for s in self.states if s in type(neuron).states and s not in wanted]
-        further = tuple(s for s in wanted if s not in returned)
+            return super().scan(neuron, scan, arguments, wanted)
+        labels = self._labels_of(neuron, arguments)
+        returned = wanted.outputs or labels
+        recorded = [*(labels if SPIKES in self.states else ())]
+        recorded += [s for s in self.states if s in type(neuron).states and s not in recorded]
+        further = tuple(s for s in recorded if s not in returned)
         if further:
-            request = request._replace(outputs=(*returned, *further))
-        outputs, finals = super().scan(neuron, scan, request)
-        if wanted and not _is_recomputing():
+            wanted = wanted._replace(outputs=(*returned, *further))
+        results = super().scan(neuron, scan, arguments, wanted)
+        if recorded and not is_recomputed(or_by_ours=True):
             values = self.record._add(name)
-            found = dict(zip((*returned, *further), outputs, strict=True))
-            for state in wanted:
+            found = dict(zip((*returned, *further), results.outputs, strict=True))
+            for state in recorded:
                 values[state] = self._value(name, found[state], copy=state in returned)
-        return outputs[: len(returned)], finals
+        return results._replace(outputs=results.outputs[: len(returned)])
 
-    def _labels_of(self, neuron: Neuron, request: Request) -> tuple[str, ...]:
+    def _labels_of(self, neuron: Neuron, arguments: Arguments[Tensor]) -> tuple[str, ...]:
         """The names of what `step` returns, from one step of one sample."""
         if neuron not in self._labels:
             with torch.no_grad():
                 # Without the residual of a block.
-                inputs = request.inputs[: len(type(neuron).input_names)]
-                inputs = tuple(x[:1, :1].detach() for x in inputs)
-                number = len(scan_neuron(neuron, Request(inputs, None, "reference"))[0])
+                inputs = arguments.inputs[: len(type(neuron).input_names)]
+                step = Arguments([x[:1, :1].detach() for x in inputs])
+                number = len(scan_neuron(neuron, step, Wanted(impl="reference")).outputs)
             several = tuple(f"output{i}" for i in range(number))
             self._labels[neuron] = (SPIKES,) if number == 1 else several
         return self._labels[neuron]
 
     def leave(self, module: nn.Module, output: Any) -> None:
-        if active.call is None:
-            self.resolve()
-        if _is_recomputing():
+        if is_recomputed(or_by_ours=True):
             return
         if module in self._event_layers and isinstance(output, Events) and SPIKES in self.states:
             with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
                 self.record._add(self._event_layers[module])[SPIKES] = output.to_dense()
         if module in self._layers:
-            name = self._layers[module]
-            values, steps = self.record._add(name), active.call.num_steps if active.call else 0
-            leaves, tree = pytree.tree_flatten(output)
-            found = [self._read(name, y, steps) for y in leaves]
-            self._deferred.append((values, found, tree))
-            if active.call is None:
-                self.resolve()
-
-    def _read(self, name: str, y: Any, steps: int) -> Callable[[], Any]:
-        """A function that returns the value of one output, which a norm computes then."""
-        value = self._value(name, _unfolded(y, steps)) if isinstance(y, Tensor) else y
-        return lambda: value
-
-    def resolve(self) -> None:
-        """Read the outputs of layers once the call has ended, when norms have been fused."""
-        while self._deferred:
-            values, found, tree = self._deferred.pop()
-            values[OUTPUT] = pytree.tree_unflatten([read() for read in found], tree)
-
-    def checkpoint(self, modules: Iterable[nn.Module]) -> None:
-        raise ValueError(
-            "memory=Checkpoint() recomputes layers in microbatches, so that a training "
-            "call cannot be recorded: record it under torch.no_grad(), or with another policy"
-        )
+            name, steps = self._layers[module], active.call.num_steps if active.call else 0
+            self.record._add(name)[OUTPUT] = pytree.tree_map_only(
+                Tensor, lambda y: self._value(name, _unfolded(y, steps)), output
+            )
 
     def _value(self, name: str, y: Tensor, copy: bool = True) -> Tensor:
         if self.grad and y.requires_grad:
@@ -285,8 +263,3 @@ def _unfolded(y: Tensor, num_steps: int) -> Tensor:
     if not num_steps or y.ndim == 0 or y.shape[0] % num_steps:
         return y
     return unflatten_steps(y, num_steps)
-
-
-def _is_recomputing() -> bool:
-    """Whether torch.utils.checkpoint calls the network a second time, in backward."""
-    return torch._C._current_graph_task_id() != -1

@@ -20,12 +20,12 @@ from spikefuse.inspect import plots
 from spikefuse.inspect.explain import explain
 from spikefuse.inspect.explanation import in_bytes, label, with_unit
 from spikefuse.inspect.observer import ModuleObserver, unchanged
-from spikefuse.inspect.operations import OperationCounter, Operations, feedback
-from spikefuse.neurons.definition import Neuron, Outputs, States
+from spikefuse.inspect.operations import Operations, count_operations, feedback
+from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import Scan, active
 from spikefuse.nn.recurrent import Recurrent
 from spikefuse.nn.temporal import Temporal
-from spikefuse.scan.op import Request
+from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.transforms.tables import aligned
 
 #: Joules per operation of 32-bit floating point in 45 nm: an addition, and with a multiplication.
@@ -248,9 +248,9 @@ def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Repor
     products, also where a layer calls them itself, at `EventLinear`, and from the spikes that a
     `Recurrent` feeds back. An input whose values are all 0, 1 or -1 costs accumulates: one for each
     weight that is added. Any other input, such as an image, the average of spikes, or a sum of
-    spikes in a residual network, costs the multiply-accumulates of a dense layer. Layers that
-    receive the same input at each step run once, see `Temporal`. In a product of two tensors of
-    spikes, a term counts if both values are not 0.
+    spikes in a residual network, costs the multiply-accumulates of a dense layer. Layers before the
+    first neuron that receive the same input at each step count once, since one step is enough. In a
+    product of two tensors of spikes, a term counts if both values are not 0.
 
     The estimated energy is 0.9 pJ per accumulate and 4.6 pJ per multiply-accumulate. The
     report compares it with the same network without spikes, which runs each layer once per sample
@@ -322,17 +322,18 @@ class _Counter(ModuleObserver):
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__(net)
-        self.modules = {name: m for m, name in self.names.items()}
+        self.net, self.modules = net, {name: m for m, name in self.names.items()}
         self.counts: dict[str, _Counts] = {}
         self.unknown: dict[str, None] = {}
         self.samples = 0
         self._batch: int | None = None
+        self._is_before_neurons = True  # in the running call of a `Temporal`
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
         """Count one batch."""
         self._batch = None
-        with super().observing(), OperationCounter(self._count):
+        with super().observing(), count_operations(self._count, self.net):
             yield
         if self._batch is None:
             raise ValueError(
@@ -343,35 +344,43 @@ class _Counter(ModuleObserver):
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
         self.counts.setdefault(self.layer, _Counts())
-        if isinstance(module, Temporal) and self._batch is None:
+        if isinstance(module, Temporal):
+            self._is_before_neurons = True
             shapes = [x.shape for x in inputs if hasattr(x, "shape")]
-            if shapes:
+            if shapes and self._batch is None:
                 self._batch = shapes[0][0 if module.batch_first else 1]
 
-    def _count(self, operations: Operations | None, once: bool) -> None:
+    def _count(self, x: Tensor, operations: Operations | None) -> None:
         if isinstance(self.modules.get(self.layer), EventLinear | Recurrent):
             return  # its dense products: `leave` and `scan` count what was added
         if operations is None:
             self.unknown[self.layer] = None
         else:
-            self._add(self.layer, operations, once)
+            self._add(self.layer, operations, self._is_before_neurons and _is_constant(x))
 
     def _add(self, name: str, operations: Operations, once: bool = False) -> None:
+        """Add the operations of all steps, or of one step if they are needed `once`."""
         counts, call = self.counts.setdefault(name, _Counts()), active.call
-        counts.operations = counts.operations.plus(operations)
-        counts.ann += operations.dense / (1 if once or call is None else call.num_steps)
+        steps = 1 if call is None else call.num_steps
+        share = 1 / steps if once else 1.0
+        counts.operations = counts.operations.plus(operations, share)
+        counts.ann += operations.dense / steps
 
-    def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
+    def scan(
+        self, neuron: nn.Module, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
+    ) -> Results[Tensor]:
         """Run a scan and count its spikes."""
-        outputs, finals = super().scan(neuron, scan, request)
+        results = super().scan(neuron, scan, arguments, wanted)
+        outputs = results.outputs
+        self._is_before_neurons = False
         if active.call is not None and self._batch is None:
             self._batch = outputs[0].shape[1]
         self._count_spikes(self.names.get(neuron, self.layer), outputs[0])
         layer = self.modules.get(self.layer)
         if isinstance(layer, Recurrent):
-            start = None if request.state is None else request.state[-1]
+            start = None if arguments.states is None else arguments.states[-1]
             self._add(self.layer, feedback(layer, outputs[0], start))
-        return outputs, finals
+        return results
 
     def leave(self, module: nn.Module, output: Any) -> None:
         if not isinstance(module, EventLinear) or module.activity is None:
@@ -428,6 +437,15 @@ class _Counter(ModuleObserver):
             )
             rows.append(row)
         return Report(tuple(rows), self.samples, tuple(self.unknown))
+
+
+def _is_constant(x: Tensor) -> bool:
+    """Whether `x`, `[T*B, ...]`, is the same at each step."""
+    steps = 1 if active.call is None else active.call.num_steps
+    if x.ndim == 0 or len(x) % steps:
+        return False
+    by_step = x.unflatten(0, (steps, -1))
+    return bool((by_step == by_step[:1]).all())
 
 
 def _energy(accumulates: float, multiplies: float) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
-from spikefuse.nn.call import TemporalCall, active
+from spikefuse.nn.call import active
 from spikefuse.scan.state_passing import Buffers, Channel, Collectives, StatePassing
 
 T = TypeVar("T")
@@ -151,14 +151,18 @@ _REFUSAL = (
 containers: WeakSet[nn.Module] = WeakSet()
 
 
-def is_recomputed() -> bool:
+def is_recomputed(or_by_ours: bool = False) -> bool:
     """Whether `torch.utils.checkpoint.checkpoint` calls the running code a second time, in
-    backward, without our `checkpoint`."""
+    backward.
+
+    Args:
+        or_by_ours: also inside our `checkpoint`.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
         if code is _run_again.__code__:
-            return False
+            return or_by_ours
         if code.co_filename == torch_checkpoint.__file__ and code not in _FIRST_RUNS:
             return True
         frame = frame.f_back
@@ -167,7 +171,7 @@ def is_recomputed() -> bool:
 
 #: The functions of torch.utils.checkpoint that call a function the first time.
 _FIRST_RUNS = (
-    torch_checkpoint.checkpoint.__code__,
+    inspect.unwrap(torch_checkpoint.checkpoint).__code__,
     torch_checkpoint.CheckpointFunction.forward.__code__,
 )
 

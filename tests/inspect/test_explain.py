@@ -128,8 +128,8 @@ def test_blocks(name, dtype):
     found = sf.explain(net, x)
     first, second = found.layers
     assert first.memory == second.memory == policy
-    assert (first.name, first.module) == ("net.2", "FusedBatchNorm2d + LIF")
-    assert (second.name, second.module) == ("net.3.lif", "FusedBatchNorm2d + residual + LIF")
+    assert (first.name, first.module) == ("net.2", "BatchNorm2d + LIF")
+    assert (second.name, second.module) == ("net.3.lif", "BatchNorm2d + residual + LIF")
     assert second.dtypes == (dtype, dtype)
     assert all(layer.program.startswith("NormedLIF-numba-") for layer in found.layers)
     assert (found.not_called, found.num_others) == ((), 3)
@@ -137,7 +137,10 @@ def test_blocks(name, dtype):
     assert first.moved == 8 * size  # 16 bytes per neuron and step in bfloat16
     assert second.moved == 12 * size  # of the residual: read three times, its gradient written
     rows = {row.name: row for row in found.saved}
-    assert list(rows) == ["net.0", "net.2", "net.3.conv", "net.3.lif", "net.4"]
+    names = ["net.0", "net.1", "net.2", "net.3.conv", "net.3.norm", "net.3.lif", "net.4"]
+    assert list(rows) == names
+    assert rows["net.1"].now == rows["net.3.norm"].now == 0
+    assert rows["net.1"].eager >= size and rows["net.3.norm"].eager >= size
     stores = policy.saves_states or not program(first.program).rebuilds
     states = 4 * VALUES // T * ((T - 1) // first.chunk) if stores else 0
     for layer in ("net.2", "net.3.lif"):  # the convolution saves the residual
@@ -149,24 +152,24 @@ def test_blocks(name, dtype):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_checkpoint_is_reported(training):
-    """Random layers are not recomputed: what they save is shown, but no total."""
-    x, tail = torch.rand(T, 2, 1, 6, 6), (nn.Dropout(), nn.Conv2d(8, 4, 1), sf.LIF())
-    inner = nn.Sequential(*network(None).net, *tail)
-    fused = sf.fuse(sf.Temporal(inner, sf.memory.Checkpoint(3))).train(training)
-    net = nn.ModuleDict({"spiking": fused, "idle": sf.LIF()})
-    net.forward = lambda x: fused(x)
+    """The kernels of the graph, but not what its segments save."""
+    x = torch.rand(T, 2, 1, 6, 6)
+    fused = sf.fuse(sf.Temporal(network(None).net, sf.memory.Checkpoint(3))).train(training)
+    net = nn.ModuleDict({"spiking": fused, "idle": sf.LIF(), "last": nn.Linear(3, 3)})
+    net.forward = lambda x: net["last"](fused(x))
     found = sf.explain(net, x)
-    assert (found.layers, found.recomputed, found.not_called) == ((), ("spiking",), ("idle",))
-    assert found.num_others == 5
-    assert [row.module for row in found.saved] == ["Dropout"] * training
+    modules = ["BatchNorm2d + LIF", "BatchNorm2d + residual + LIF"]
+    assert [layer.module for layer in found.layers] == modules
+    assert (found.recomputed, found.not_called, found.num_others) == (("spiking",), ("idle",), 4)
+    assert [row.name for row in found.saved] == ["last"]
     lines = str(found).splitlines()
-    assert lines[0].startswith("spiking: memory=Checkpoint() recomputes its layers in backward")
-    assert lines[0].endswith("explain it with Recompute()")
-    assert lines[1] == "not called: idle"
+    assert lines[3].startswith("spiking: memory=Checkpoint() recomputes its layers in backward")
+    assert lines[3].endswith("explain it with Recompute()")
+    assert lines[4] == "not called: idle"
     assert not any(line.startswith("total") for line in lines)
     with torch.no_grad():
         found = sf.explain(net, x)
-    assert (len(found.layers), found.recomputed, found.not_called) == (3, (), ("idle",))
+    assert (len(found.layers), found.recomputed, found.not_called) == (2, (), ("idle",))
 
 
 def test_eager_pytorch_saves_as_much_as_reported():
@@ -235,11 +238,13 @@ def test_a_constant_input_is_saved_once():
     assert only(found).moved == 2 * (x.nbytes // T + x.nbytes) + x.nbytes
 
 
-def test_layers_before_the_first_neuron_see_a_constant_input_once(net):
-    """As without the hooks of `explain`."""
+@pytest.mark.parametrize("fused", [False, True])
+def test_layers_before_the_first_neuron_see_a_constant_input_once_if_fused(net, fused):
     x = torch.rand(B, 1, 6, 6).expand(T, B, 1, 6, 6)
-    rows = {row.name: row for row in sf.explain(net, x).saved}
-    assert rows["net.0"].now == rows["net.0"].eager == x.nbytes // T
+    found = sf.explain(sf.fuse(net) if fused else net, x)
+    rows = {row.name: row for row in found.saved}
+    assert rows["net.0"].eager == x.nbytes
+    assert rows["net.0"].now == (x.nbytes // T if fused else x.nbytes)
 
 
 def test_an_error_caught_by_the_model_ends_its_layer():

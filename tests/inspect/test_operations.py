@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spikefuse.inspect.operations import OperationCounter, Operations
+from spikefuse.inspect.operations import Operations, count_operations
 
 
 def spikes(*shape: int, rate: float = 0.4) -> Tensor:
@@ -17,7 +17,7 @@ def spikes(*shape: int, rate: float = 0.4) -> Tensor:
 
 def counted(call) -> Operations:
     found: list[Operations] = []
-    with OperationCounter(lambda operations, once: found.append(operations)):
+    with torch.no_grad(), count_operations(lambda input, operations: found.append(operations)):
         call()
     return found[0] if len(found) == 1 else pytest.fail(f"{len(found)} operations")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -119,7 +121,6 @@ def test_attention_is_counted() -> None:
     )
     net = sf.fuse(sf.Temporal(net))
     report = sf.report(net, [encode.direct(torch.rand(B, 3, 32, 32), T)], memory=False)
-    assert net.fusion.fused
     assert report.not_counted == ()
     (attention,) = (row for row in report.layers if row.module == "SpikingSelfAttention")
     assert attention.ann == 2 * 64 * 16 * 8  # k^T v, then q with it: 64 tokens, heads of 8
@@ -154,7 +155,7 @@ def test_the_network_is_left_unchanged(fused: bool) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert all(map(torch.equal, net.buffers(), before))
     assert found["net.2"].rate > 0
-    saved = {row.name: row.now for row in sf.explain(net, x).saved}
+    saved = {row.name: row.now for row in sf.explain(net, x).saved if row.now}
     assert {name: row.saved for name, row in found.items() if row.saved} == saved
     with torch.no_grad():
         assert rows(sf.report(net, [x]))["net.0"].saved is None
@@ -198,16 +199,43 @@ def test_neurons_with_feedback_through_a_module_are_counted() -> None:
     assert found["net.body"].accumulates == pytest.approx(spikes[:-1].sum().item() * 12 / B)
 
 
+class OwnProduct(nn.Module):
+    """Computes a product of spikes and a weight by a function of its own."""
+
+    def __init__(self, product: Callable[[Tensor, Tensor], Tensor], *shape: int) -> None:
+        super().__init__()
+        self.lif, self.product = sf.LIF(threshold=0.3), product
+        self.weight = nn.Parameter(torch.rand(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(self.lif(x), self.weight)
+
+
+@pytest.mark.parametrize(
+    "product", [partial(torch.einsum, "bi,ij->bj"), partial(torch.tensordot, dims=1)]
+)
+def test_functions_that_call_products_are_counted(product: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    net, x = sf.Temporal(OwnProduct(product, 4, 6)), torch.rand(T, B, 4)
+    found = rows(sf.report(net, [x]))
+    assert found["net"].accumulates == net.net.lif(x).sum().item() * 6 / B > 0
+    assert found["net"].ann == 4 * 6
+
+
+def test_weights_are_not_spikes() -> None:
+    net = sf.Temporal(OwnProduct(torch.matmul, 4, 6))
+    nn.init.zeros_(net.net.weight)
+    torch.manual_seed(0)
+    x = torch.rand(T, B, 4)
+    found = rows(sf.report(net, [x]))
+    assert found["net"].accumulates == net.net.lif(x).sum().item() * 6 / B > 0
+
+
 def test_unknown_operations_are_named() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lif, self.weight = sf.LIF(), nn.Parameter(torch.rand(4, 4))
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return F.bilinear(x, x, weight)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.einsum("bi,ij->bj", self.lif(x), self.weight)
-
-    report = sf.report(sf.Temporal(Net()), [torch.rand(T, B, 4)])
+    report = sf.report(sf.Temporal(OwnProduct(product, 5, 4, 4)), [torch.rand(T, B, 4)])
     assert report.not_counted == ("net",)
     assert "not counted, since their operations are unknown: net" in str(report)
 
