@@ -229,13 +229,14 @@ class _Walk:
 
 def _plan(places: list[_Place], chunks: int) -> set[int]:
     """The indices of the nodes before which to cut a graph."""
-    # Only where less is alive than on both sides.
-    *inner, end = places
-    sizes = [place.num_bytes for place in inner]
+    end = places[-1]
+    places = [place for place in places if 0 < place.computed < end.computed]
+    sizes = [place.num_bytes for place in places]
     around = zip([math.inf, *sizes], sizes, [*sizes[1:], math.inf], strict=False)
-    lowest = [place for place, (a, b, c) in zip(inner, around, strict=True) if a >= b < c]
-    lowest = [place for place in lowest if 0 < place.computed < end.computed]
-    plans = [_partition([_Place(0, 0, {}), *lowest, end], end.computed / n) for n in range(1, chunks + 1)]
+    # Only where less is alive than on both sides.
+    lowest = [place for place, (a, b, c) in zip(places, around, strict=True) if a >= b < c]
+    lowest = [_Place(0, 0, {}), *lowest, end]
+    plans = [_partition(lowest, end.computed / n) for n in range(1, chunks + 1)]
     return set(min(plans, key=lambda plan: plan[0])[1])
 
 
