@@ -133,7 +133,7 @@ def _binary_storages(graph: fx.Graph) -> set[int | None]:
     """The tensors that neurons, and poolings of their spikes, register as binary."""
     binary: set[int | None] = set()
     for node in graph.nodes:
-        source = node.args[0] if node.args else None
+        source: Any = node.args[0] if node.args else None
         if node.target is operator.getitem:
             flags = operations.binary_outputs(source)
             is_binary = node.args[1] in range(len(flags)) and flags[node.args[1]]
@@ -201,7 +201,7 @@ class _Walk:
         if is_mode(node):
             name = name_of(node)
             if name == "_set_grad_enabled":
-                self.grad = node.args[0]
+                self.grad = bool(node.args[0])
             else:
                 self.modes += 1 if name.startswith("_enter") else -1
 
@@ -249,7 +249,7 @@ def _partition(places: list[_Place], most: float) -> tuple[int, list[int]]:
     # For each place, of the best cuts up to it: the bytes saved, the largest segment, the cuts.
     plans: list[tuple[int, int, list[int]]] = [(0, 0, [])]
     for j, place in enumerate(places[1:], 1):
-        options = []
+        options: list[tuple[int, int, list[int]]] = []
         for i in reversed(range(j)):
             before, size = places[i], place.computed - places[i].computed
             if size > most and options:

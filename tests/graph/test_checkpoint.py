@@ -132,9 +132,7 @@ def test_hooks(name, hook):
 
 
 def layer(width: int = 16, neuron=sf.LIF) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(width, width, 1), nn.BatchNorm2d(width), neuron(0.5, 0.2)
-    )
+    return nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width), neuron(0.5, 0.2))
 
 
 class Net(nn.Module):
@@ -306,12 +304,17 @@ def test_continued_from_a_state():
         _, state = net(x, return_state=True)
         y, last = net(x, state=state, return_state=True)
         (y.sum() + sum(v.sum() for s in last.values() for v in s)).backward()
-        found.append([y, *(v for s in last.values() for v in s), *(p.grad for p in net.parameters())])
+        found.append(
+            [y, *(v for s in last.values() for v in s), *(p.grad for p in net.parameters())]
+        )
     assert_same(*found)
 
 
 def test_spikes_that_cross_a_cut_are_bits():
-    net, x = made(lambda: nn.Sequential(Mixed().stem, layer(), layer()), Checkpoint()), make_input(SHAPE)
+    net, x = (
+        made(lambda: nn.Sequential(Mixed().stem, layer(), layer()), Checkpoint()),
+        make_input(SHAPE),
+    )
     rows = SHAPE[0] * SHAPE[1] * 16
     with packings() as seen:
         y = net(x)
@@ -460,9 +463,9 @@ def floats() -> nn.Module:
             super().__init__()
             self.stem = nn.Conv2d(3, 32, 1)
             self.parts = nn.ModuleList(
-                nn.Sequential(sf.LIF(), nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), sf.LIF(),
-                              nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32))
-                for _ in range(12))  # fmt: skip
+                nn.Sequential(sf.LIF(), nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32))
+                for _ in range(24)
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.stem(x)
