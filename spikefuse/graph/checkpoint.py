@@ -133,7 +133,7 @@ def _binary_storages(graph: fx.Graph) -> set[int | None]:
     """The tensors that neurons, and poolings of their spikes, register as binary."""
     binary: set[int | None] = set()
     for node in graph.nodes:
-        source = node.args[0] if node.args else None
+        source: Any = node.args[0] if node.args else None
         if node.target is operator.getitem:
             flags = operations.binary_outputs(source)
             is_binary = node.args[1] in range(len(flags)) and flags[node.args[1]]
@@ -201,7 +201,7 @@ class _Walk:
         if is_mode(node):
             name = name_of(node)
             if name == "_set_grad_enabled":
-                self.grad = node.args[0]
+                self.grad = bool(node.args[0])
             else:
                 self.modes += 1 if name.startswith("_enter") else -1
 
@@ -229,12 +229,13 @@ class _Walk:
 
 def _plan(places: list[_Place], chunks: int) -> set[int]:
     """The indices of the nodes before which to cut a graph."""
-    # Only where less is alive than on both sides.
-    *inner, end = places
-    sizes = [place.num_bytes for place in inner]
+    end = places[-1]
+    places = [place for place in places if 0 < place.computed < end.computed]
+    sizes = [place.num_bytes for place in places]
     around = zip([math.inf, *sizes], sizes, [*sizes[1:], math.inf], strict=False)
-    lowest = [place for place, (a, b, c) in zip(inner, around, strict=True) if a >= b < c]
-    lowest = [_Place(0, 0, {}), *[place for place in lowest if place.computed], end]
+    # Only where less is alive than on both sides.
+    lowest = [place for place, (a, b, c) in zip(places, around, strict=True) if a >= b < c]
+    lowest = [_Place(0, 0, {}), *lowest, end]
     plans = [_partition(lowest, end.computed / n) for n in range(1, chunks + 1)]
     return set(min(plans, key=lambda plan: plan[0])[1])
 
@@ -248,7 +249,7 @@ def _partition(places: list[_Place], most: float) -> tuple[int, list[int]]:
     # For each place, of the best cuts up to it: the bytes saved, the largest segment, the cuts.
     plans: list[tuple[int, int, list[int]]] = [(0, 0, [])]
     for j, place in enumerate(places[1:], 1):
-        options = []
+        options: list[tuple[int, int, list[int]]] = []
         for i in reversed(range(j)):
             before, size = places[i], place.computed - places[i].computed
             if size > most and options:
