@@ -52,7 +52,7 @@ class Captured:
         if active.observer is not None:
             return active.observer.network(function, net, args, kwargs)
         self._is_new_call, self._has_run = True, False
-        key = function, _chunks()
+        key = function, chunks_of_call()
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile(function)
@@ -79,7 +79,7 @@ class Captured:
         if self._is_new_call:
             self._is_new_call = False
             self.report.clear()
-        graph = compile_graph(gm, example_inputs, self.report, self.mode, _chunks())
+        graph = compile_graph(gm, example_inputs, self.report, self.mode, chunks_of_call())
 
         def run(*args: Any) -> Any:
             self._has_run = True
@@ -91,7 +91,7 @@ class Captured:
         return {**vars(self), "_compiled": {}, "_has_failed": False}
 
 
-def _chunks() -> int | None:
+def chunks_of_call() -> int | None:
     """The number of segments that the policy of the running call asks for; None for no segments."""
     policy = current_policy()
     return policy.chunks if isinstance(policy, Checkpoint) else None

@@ -140,7 +140,13 @@ def _convolution(
 
 
 def _windows(
-    inputs: int, outputs: int, transposed: bool, kernel: int, stride: int, padding: int, dilation: int
+    inputs: int,
+    outputs: int,
+    transposed: bool,
+    kernel: int,
+    stride: int,
+    padding: int,
+    dilation: int,
 ) -> Tensor:
     """By position of the input, along one dim, the number of weights that read it."""
     windows = torch.arange(inputs if transposed else outputs)[:, None]

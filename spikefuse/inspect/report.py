@@ -284,9 +284,7 @@ def report(net: nn.Module, batches: Iterable[Any], memory: bool = True) -> Repor
     for batch in batches:
         inputs = batch if isinstance(batch, tuple) else (batch,)
         if memory and counter.samples == 0 and torch.is_grad_enabled():
-            explanation = explain(net, *inputs, time=False)
-            if not explanation.recomputed:
-                saved = {row.name: row.now for row in explanation.saved}
+            saved = {row.name: row.now for row in explain(net, *inputs, time=False).saved}
         with unchanged(net, inputs), torch.no_grad(), counter.observing():
             net(*inputs)
     if counter.samples == 0:
