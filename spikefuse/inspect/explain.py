@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spikefuse.compiler import UnsupportedOperation
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import LOOP_STEPS, Explanation, Layer, SavedBytes, label
 from spikefuse.inspect.graphs import GraphObserver
@@ -35,11 +37,12 @@ def explain(
     the reason; a call of the model itself raises the error. Buffers of the model and the state of
     PyTorch's random number generators are restored.
 
-    A model with networks of `spikefuse.fuse` runs twice. The first call runs them layer by layer,
-    which takes the memory of the plain network; the last column of saved bytes comes from it. In
-    the second call they are captured anew and run as fused graphs, node by node, whatever their
-    mode: the rows of neurons, which show norms fused with them, and the saved bytes are those of
-    the graphs. Norms that were not fused are listed with the reason.
+    A model with networks of `spikefuse.fuse`, or with the policy `Checkpoint`, runs twice. The
+    first call runs each layer on its own, which takes the memory of the plain network and shows
+    what eager PyTorch would save. In the second call, the networks are captured anew and run as
+    fused graphs, in the mode "eager": it shows the kernels of neurons with the norms fused with
+    them, what is saved, and why other norms were not fused. What the segments of `Checkpoint` save
+    counts for the network. Inside `spikefuse.record` there is no second call.
 
     Args:
         model: a network.
@@ -61,13 +64,13 @@ def explain(
             outputs = model(*inputs, **keywords)
         saved, eager, scans = _saved(model, call), _saved_eagerly(model, call), call.scans
         del outputs  # Saved tensors live as long as the outputs.
-        # Under an observer, networks are not captured.
-        if call.is_captured and active.observer is None and not any(s.reason for s in scans):
-            with graphs.observing():
+        if call.is_captured and active.observer is None:
+            # A network with a neuron that cannot be compiled has no graphs.
+            with contextlib.suppress(UnsupportedOperation), graphs.observing():
                 outputs = model(*inputs, **keywords)
-            if any(report.graphs for report in graphs.reports):
-                saved, scans = _saved(model, graphs), _with_graphs(scans, graphs.scans)
-            del outputs
+                if any(report.graphs for report in graphs.reports):
+                    saved, scans = _saved(model, graphs), _with_graphs(scans, graphs.scans)
+                del outputs
         layers = tuple(_layer(scan, time) for scan in scans)
     timed = [scan for scan in scans if _is_timed(scan, time)]
     neurons = {name: m for name, m in call.modules.items() if isinstance(m, Neuron)}
@@ -81,9 +84,7 @@ def explain(
         not_called=tuple(name for name in neurons if not _was_called(name, call)),
         num_others=sum(not isinstance(m, Temporal | EventLinear) for m in others),
         bandwidth=copy_bandwidth(timed[0].inputs[0].device) if timed else None,
-        events=tuple(_events(call)),
-        loops=tuple(_loops(call)),
-        unfused=tuple(dict.fromkeys(_unfused(graphs))),
+        notes=tuple(dict.fromkeys(_notes(call, graphs))),
     )
 
 
@@ -105,8 +106,8 @@ def _saved_eagerly(model: nn.Module, call: CallObserver) -> Counter[str]:
             counted.add(_address(x))
             eager[layer] += num_bytes(x)
 
-    others = call.layers.keys() - {scan.name for scan in call.scans}
-    for size in call.saved.sizes(_addresses(model), others):
+    ordinary = call.layers.keys() - {scan.name for scan in call.scans}
+    for size in call.saved.sizes(_addresses(model), ordinary):
         eager[size.layer] += size.unpacked
         counted.add(size.address)
     for layer, x, num in call.pooled:
@@ -116,11 +117,11 @@ def _saved_eagerly(model: nn.Module, call: CallObserver) -> Counter[str]:
     for scan in call.scans:
         num_steps = len(scan.inputs[0])
         measured = min(num_steps, LOOP_STEPS)
-        inputs, size = _saved_by_loop(scan, measured)
+        inputs, others = _saved_by_loop(scan, measured)
         if num_steps > measured:
-            per_step = size - _saved_by_loop(scan, measured - 1)[1]
-            size += (num_steps - measured) * per_step
-        eager[scan.name] += size
+            per_step = others - _saved_by_loop(scan, measured - 1)[1]
+            others += (num_steps - measured) * per_step
+        eager[scan.name] += others
         for x in inputs:
             count(scan.name, x)
     return eager
@@ -172,41 +173,37 @@ def _was_called(neuron: str, call: CallObserver) -> bool:
     return neuron in call.layers or (is_part and layer in call.layers)
 
 
-def _unfused(graphs: GraphObserver) -> Iterator[str]:
-    for report in graphs.reports:
-        for place in report.places:
-            if place.reason is not None:
-                yield f"{label(place.norm)}: batch norm, not fused: {place.reason}"
-        for note in report.notes:
-            yield f"{label(report.prefix.rstrip('.'))}: {note}"
-
-
-def _loops(call: CallObserver) -> Iterator[str]:
+def _notes(call: CallObserver, graphs: GraphObserver) -> Iterator[str]:
     for name, layer in call.modules.items():
-        if isinstance(layer, Feedback) and name in call.layers:
+        if isinstance(layer, EventLinear):
+            yield f"{label(name)}: EventLinear, {_on_events(layer)}"
+        elif isinstance(layer, Feedback) and name in call.layers:
             yield (
                 f"{label(name)}: Feedback, a Python loop over time: each step calls "
                 f"{type(layer.body).__name__} and a kernel of {type(layer.neuron).__name__}; on a "
                 "GPU, sf.graph_step records it"
             )
+    for report in graphs.reports:
+        for place in report.places:
+            if place.reason is not None:
+                yield f"{label(place.norm)}: batch norm, not fused: {place.reason}"
+        network = label(report.prefix.rstrip("."))
+        if report.graphs > 1:
+            yield f"{network}: captured in several graphs; it saves what layers of later ones save"
+        for note in report.notes:
+            yield f"{network}: {note}"
 
 
-def _events(call: CallObserver) -> Iterator[str]:
-    for name, layer in call.modules.items():
-        if not isinstance(layer, EventLinear):
-            continue
-        widths = f"{label(name)}: EventLinear, {layer.in_features} to {layer.out_features}"
-        activity = layer.activity
-        if activity is None:
-            yield f"{widths}: not called"
-        else:
-            candidates = activity.candidates / max(activity.sites, 1)
-            dropped = activity.dropped + activity.dropped_candidates
-            yield (
-                f"{widths}, on {activity.choice.impl} ({activity.choice.reason}): "
-                f"{activity.rate:.2%} of the inputs fired, {candidates:.2%} listed, {dropped} "
-                "dropped"
-            )
+def _on_events(layer: EventLinear) -> str:
+    widths, activity = f"{layer.in_features} to {layer.out_features}", layer.activity
+    if activity is None:
+        return f"{widths}: not called"
+    candidates = activity.candidates / max(activity.sites, 1)
+    dropped = activity.dropped + activity.dropped_candidates
+    return (
+        f"{widths}, on {activity.choice.impl} ({activity.choice.reason}): {activity.rate:.2%} of "
+        f"the inputs fired, {candidates:.2%} listed, {dropped} dropped"
+    )
 
 
 def _is_timed(scan: NeuronScan, time: bool | None) -> bool:

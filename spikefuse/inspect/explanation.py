@@ -87,9 +87,8 @@ class Explanation:
         not_called: names of the neurons that were not called.
         num_others: number of modules without submodules that are not neurons.
         bandwidth: bytes per second that a copy reads and writes, or None if not measured.
-        events: a line per `EventLinear`: its implementation, the reason, and its input activity.
-        loops: a line per `Feedback`, whose steps run one after the other.
-        unfused: a line per batch norm of `fuse` that was called and not fused, with the reason.
+        notes: lines on layers on events, on loops over time, and on batch norms of `fuse` that were
+            not fused, with the reason.
     """
 
     layers: tuple[Layer, ...]
@@ -97,15 +96,13 @@ class Explanation:
     not_called: tuple[str, ...]
     num_others: int
     bandwidth: float | None
-    events: tuple[str, ...] = ()
-    loops: tuple[str, ...] = ()
-    unfused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = _table(self.layers) if self.layers else []
         for layer in self.layers:
             lines += [f"{label(layer.name)}: {note}" for note in layer.notes]
-        lines += [*self.events, *self.loops, *self.unfused]
+        lines += self.notes
         if self.not_called:
             lines.append(f"not called: {', '.join(self.not_called)}")
         lines += ["", *_saved_table(self.saved), ""] if self.saved else []
