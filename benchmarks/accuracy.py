@@ -186,7 +186,7 @@ class Run:
             self.optimizer, args.lr, steps, pct_start=rise, cycle_momentum=False
         )
         self.parts = {"net": self.net, "optimizer": self.optimizer, "schedule": self.schedule}
-        self.step: Any = sf.graph_step(self._step, fallback=True)
+        self.step: Any = sf.graph_step(self._step, self.net, self.optimizer, fallback=True)
 
     def make_network(self) -> nn.Module:
         raise NotImplementedError

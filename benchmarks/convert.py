@@ -214,7 +214,8 @@ def measure_case(task: PublishedTask, timing: Timing, checked: Record, kind: str
     for title, (side, way) in zip(TITLES, WAYS, strict=True):
         networks.append(task.network(side))
         step = STEPS[kind](task, networks[-1])
-        made.append(contender_of(title, way, step, (task.x, task.labels), task.device))
+        inputs, parts = (task.x, task.labels), (networks[-1].net,)
+        made.append(contender_of(title, way, step, inputs, task.device, parts))
     expected: dict[str, Tensor] = {}
 
     def verify(contender: Contender, result: tuple[Tensor, Tensor | None]) -> None:

@@ -270,7 +270,8 @@ def measure_network(
             if not reason:
                 network = networks[title] = NETWORKS[name](task)
                 step = STEPS[kind](task, network)
-                contender = contender_of(title, way, step, (task.x, task.labels), device)
+                inputs, parts = (task.x, task.labels), (network.net,)
+                contender = contender_of(title, way, step, inputs, device, parts)
                 contender.note = network.note
             contenders[title] = name, way, contender
     del reference  # its spikes are no longer needed

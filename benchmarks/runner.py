@@ -306,9 +306,18 @@ def record_graph(step: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
 
 
 def contender_of(
-    name: str, way: str, step: Callable[..., Any], inputs: Sequence[Any], device: torch.device
+    name: str,
+    way: str,
+    step: Callable[..., Any],
+    inputs: Sequence[Any],
+    device: torch.device,
+    parts: Sequence[Any] = (),
 ) -> Contender:
-    """Return `step(*inputs)` run in one of the `STEP_WAYS`, or the reason why it cannot be."""
+    """Return `step(*inputs)` run in one of the `STEP_WAYS`, or the reason why it cannot be.
+
+    Args:
+        parts: modules of the step that its own variables do not show.
+    """
     if way == EAGER:
         return Contender(name, lambda: step(*inputs))
     if device.type != "cuda":
@@ -317,7 +326,7 @@ def contender_of(
         if way == GRAPH:
             run, held = record_graph(lambda: step(*inputs))
             return Contender(name, run, held_bytes=held)
-        recorded = sf.graph_step(step)
+        recorded = sf.graph_step(step, *parts)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         for _ in range(4):  # until it is recorded

@@ -56,7 +56,7 @@ def main(epochs: int, checkpoint: str, seed: int = 0) -> float:
         optimizer, 5e-3, epochs * len(train), cycle_momentum=False
     )
 
-    @sf.graph_step  # on a GPU, one launch for the whole step
+    @sf.graph_step(net, optimizer)  # on a GPU, one launch for the whole step
     def step(images, labels):
         optimizer.zero_grad()
         loss = F.cross_entropy(net(direct(images, NUM_STEPS)).mean(0), labels)

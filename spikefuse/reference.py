@@ -6,6 +6,8 @@ inputs (used for error budgets) and in float32 for all others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from spikefuse.neurons.description import bind
 def scan(
     definition: Neuron,
     inputs: tuple[Tensor, ...],
-    state: States | None = None,
+    state: Sequence[Tensor] | None = None,
     weight: Tensor | None = None,
 ) -> tuple[Outputs, States]:
     """Run `definition` over dim 0 of `inputs` and return (outputs, final states).

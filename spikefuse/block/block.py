@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial, reduce
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,27 +11,25 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spikefuse import reference
-from spikefuse.block import library
-from spikefuse.block.batch_norm import NORMS, collectives_of, running_of, shift_of
-from spikefuse.block.definition import with_batch_norm
-from spikefuse.block.program import BlockExecution, block_program
-from spikefuse.block.training import BatchStatistics, TrainingCall
-from spikefuse.kernels.norm import by_batch, merge_statistics, statistics
-from spikefuse.kernels.running import Running, update_running_stats
+from spikefuse.block.batch_norm import NORMS, running_of, state_passing_of
+from spikefuse.block.definition import Kind, with_batch_norm
+from spikefuse.block.functional import Norm, norm_statistics, reserve_counters, run_block, shift_of
+from spikefuse.block.program import prepare_block
+from spikefuse.kernels.norm import by_batch
+from spikefuse.kernels.running import update_running_stats
 from spikefuse.memory.policies import Checkpoint, Policy
-from spikefuse.neurons.definition import Neuron, Outputs, States, with_outputs
+from spikefuse.neurons.definition import Neuron, States, with_outputs
 from spikefuse.nn.call import active, mark_binary, wants_bits
 from spikefuse.nn.neuron import backend_of, call_neuron, check_inputs, checked_names
 from spikefuse.scan import op
-from spikefuse.scan.execution import Arguments, Execution, Wanted, execution_of
-from spikefuse.scan.layout import MAX_STRIDES, flatten_steps, unflatten_steps
-from spikefuse.scan.op import Request
-from spikefuse.scan.state_passing import WHOLE
+from spikefuse.scan.layout import flatten_steps, unflatten_steps
+from spikefuse.scan.program import Kinds, kinds_of
+from spikefuse.scan.records import Arguments, Results, Wanted
+from spikefuse.scan.state_passing import StatePassing
 
 #: The names of the inputs in error messages.
 NAMES = ("x", "residual")
 _TENSORS = "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
-_tensors_of = attrgetter(*_TENSORS)
 
 
 class Block(nn.Module):
@@ -103,106 +100,74 @@ class Block(nn.Module):
         names = () if outputs is None else checked_names(outputs)
         inputs = (x,) if residual is None else (x, residual)
         run = partial(scan, (self.norm,), self.neuron, self.memory)
-        return call_neuron(
-            self.neuron, run, Request(inputs, state, impl, return_state, outputs=names)
-        )
+        wanted = Wanted(return_state, outputs=names, impl=impl)
+        return call_neuron(self.neuron, run, Arguments(inputs, state), wanted)
 
 
 def scan(
-    norms: tuple[_BatchNorm, ...], neuron: Neuron, memory: Policy | None, request: Request
-) -> tuple[Outputs, States]:
-    """Run norms and neuron as one on inputs `[T, B, C, ...]`: (outputs, final states).
+    norms: tuple[_BatchNorm, ...],
+    neuron: Neuron,
+    memory: Policy | None,
+    arguments: Arguments[Tensor],
+    wanted: Wanted,
+) -> Results[Tensor]:
+    """Run norms and neuron as one on inputs `[T, B, C, ...]`.
 
     Args:
         norms: of x, and of the residual where `can_normalize_residual`.
     """
-    inputs, passing, norm = request.inputs, request.passing, norms[0]
-    backend, batch = backend_of(inputs, request.backend), by_batch(norm)
-    alone = batch and (passing is None or passing.statistics is None)
-    if backend == "reference" or torch.compiler.is_compiling():
-        check_inputs(neuron, NAMES[: len(inputs)], inputs, request.state, backend)
-        check_norms(norms, neuron, inputs[0], backend, alone)
-        if backend == "reference":
-            return _reference(norms, neuron, request)
-        op.check_backend(backend, inputs[0])
-        return _trace(norms, neuron, memory, request._replace(backend=backend))
-    description = neuron.description()
-    values: dict[str, Any] = description.values()
-    # What blocks of the neuron share on inputs of one description, once these are checked.
-    known: dict[Hashable, BlockExecution] = description.cache.setdefault("blocks", {})
-    key: list[Hashable] = [backend, batch, alone, len(norms), norm.num_features, request.outputs]
-    for name, _, _ in description.tensors:
-        key += values[name].shape, values[name].device, values[name].requires_grad
-    for x in inputs:  # others are unknown, so `check_inputs` raises an error
-        key += (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (None,)
-    for each in norms:
-        for t in _tensors_of(each):
-            key += (None,) if t is None else (t.shape, t.dtype, t.device, t.stride())
-    block = known.get(tuple(key))
-    if block is None or request.state is not None:
-        check_inputs(neuron, NAMES[: len(inputs)], inputs, request.state, backend)
-        check_norms(norms, neuron, inputs[0], backend, alone)
+    inputs, states, *_, passing = arguments
+    backend, passing = backend_of(inputs, wanted.impl), state_passing_of(norms[0], passing)
+    kind = Kind(len(inputs) > 1, by_batch(norms[0]), len(norms) > 1)
+    alone = kind.by_batch and (passing is None or passing.statistics is None)
+    check_inputs(neuron, NAMES[: len(inputs)], inputs, states, backend)
+    check_norms(norms, neuron, inputs[0], backend, alone)
+    wanted = Wanted(wanted.final, wants_bits(inputs[0]), False, wanted.outputs, backend)
+    if backend == "reference":
+        return _reference(norms, neuron, arguments, wanted)
     op.check_backend(backend, inputs[0])
-    if block is None:
-        options = len(inputs) > 1, batch, request.outputs, len(norms) > 1
-        program, own = block_program(neuron, backend, *options)
-        for label, value in zip(program.own, own, strict=True):
-            op.check_param(neuron, label, value, inputs[0])
-        if len(known) >= MAX_STRIDES:
-            known.clear()
-        block = known[tuple(key)] = BlockExecution(program, execution_of(program.name, inputs))
-    program, execution = block
-    own = [*map(values.__getitem__, program.own)]
-    states, bits, shift = request.state or (), wants_bits(inputs[0]), shift_of(norms, inputs[0])
-    if batch:
-        saves = not program.rebuilds or _saves_states(memory)
-        tensors = [*inputs, *states, *own, shift]
-        for each in norms:
-            if each.weight is not None:
-                tensors.append(each.weight)
-        if execution.is_new and passing is None:
-            _compile_forward(block, request, tensors, saves, bits)
-        call = training_call(norms, block, request, saves, bits)
-        results = op.execute(call, tensors, request.final)
+    values: dict[str, Any] = neuron.values()
+    if torch.compiler.is_compiling():
+        about = inputs[0].device, tuple(kind), backend, wanted.outputs, kinds_of(values)
+        program, own, floats = neuron.evaluate(_prepare, *about)
+        save = memory is not None and memory.saves_states
     else:
-        mean, scale, *residual = [value for each in norms for value in _running_values(each)]
-        params = program.params((mean, scale, shift, *residual, *own))
-        arguments = Arguments(inputs, states, params, program.scalars)
-        wanted = Wanted(False, request.final, bits)
-        results = op.run(program.name, arguments, wanted, passing)
-    if bits:
-        mark_binary(results, program.binary)
-    return tuple(results.outputs), tuple(results.finals)
+        block = prepare_block(neuron, backend, kind, wanted.outputs)
+        program, own, floats = block.name, block.own, block.own_floats
+        save = _saves_states(memory)
+    for label in own:
+        op.check_param(neuron, label, values[label], inputs[0])
+    params, scalars = [values[label] for label in own], [values[label] for label in floats]
+    arguments = Arguments(inputs, states, params, (), scalars, passing)
+    batches = [norm_of(norm, x, backend, passing) for norm, x in zip(norms, inputs, strict=False)]
+    results = run_block(program, arguments, batches, wanted._replace(save=save))
+    if wanted.bits:
+        mark_binary(results)
+    return results
 
 
-def _compile_forward(
-    block: BlockExecution, request: Request, tensors: list[Tensor], saves_states: bool, bits: bool
-) -> None:
-    """Begin to compile the forward kernel on a thread, beside the kernel of the statistics."""
-    program, execution = block
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    unknown = [torch.empty(0, device="meta")] * len(program.tensors)
-    arguments = Arguments(request.inputs, request.state or (), unknown, program.scalars)
-    wanted = Wanted(saves_states and needs_grad, request.final, bits)
-    execution.compile_forward(arguments, wanted)
+def _prepare(
+    neuron: Neuron,
+    device: torch.device,
+    kind: tuple[bool, ...],  # torch.compile takes no named tuples as constants
+    backend: str,
+    outputs: tuple[str, ...],
+    _: Kinds,
+) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """The program of a block in a graph of torch.compile, and the values that it reads."""
+    block = prepare_block(neuron, backend, Kind(*kind), outputs)
+    reserve_counters(backend, device)
+    return block.name, block.own, block.own_floats
 
 
-def _trace(
-    norms: tuple[_BatchNorm, ...], neuron: Neuron, memory: Policy | None, request: Request
-) -> tuple[Outputs, States]:
-    """In a graph of torch.compile."""
-    batch = by_batch(norms[0])
-    program = library.traced_program(neuron, batch, len(norms) > 1, request)
-    for label, value in zip(program.own_names, program.own, strict=True):
-        op.check_param(neuron, label, value, request.inputs[0])
-    if batch:
-        saves = memory is not None and memory.saves_states
-        results = library.train(norms, program, saves, request)
-    else:
-        mean, scale, *residual = [value for norm in norms for value in _running_values(norm)]
-        values = mean, scale, shift_of(norms, request.inputs[0]), *residual
-        results = library.evaluate(values, program, request)
-    return tuple(results.outputs), tuple(results.finals)
+def norm_of(norm: _BatchNorm, x: Tensor, backend: str, passing: StatePassing | None) -> Norm:
+    """A norm with the statistics that it uses; in training, updates the running statistics."""
+    weight, bias, eps = norm.weight, norm.bias, norm.eps
+    if not by_batch(norm):
+        return Norm(weight, bias, eps, mean=norm.running_mean, variance=norm.running_var)
+    collectives = None if passing is None else passing.statistics
+    statistics = norm_statistics(x, weight, eps, running_of(norm), backend, collectives)
+    return Norm(weight, bias, eps, statistics)
 
 
 def can_normalize_residual(norm: _BatchNorm, residual_norm: _BatchNorm) -> bool:
@@ -219,79 +184,33 @@ def can_normalize_residual(norm: _BatchNorm, residual_norm: _BatchNorm) -> bool:
     )
 
 
-def training_call(
-    norms: Sequence[_BatchNorm],
-    block: BlockExecution,
-    request: Request,
-    saves_states: bool,
-    bits: bool = False,
-) -> TrainingCall:
-    """Take the statistics of the batch, and note all that does not change in this call.
-
-    Args:
-        norms: of the input, and of the residual if it has one.
-    """
-    passing, backend = request.passing or WHOLE, block.program.backend
-    results: list[tuple[Tensor, float | Tensor]] = []
-    for norm, x in zip(norms, request.inputs, strict=False):
-        weight, eps, running = norm.weight, norm.eps, running_of(norm)
-        count, collectives = x.numel() / norm.num_features, passing.statistics
-        if isinstance(norm, nn.SyncBatchNorm):
-            collectives = collectives_of(norm)
-        if collectives is None:
-            results.append((statistics(x, weight, running, eps, backend), count))
-        else:
-            own = statistics(x, None, Running(), eps, backend)
-            shares = collectives.gather(torch.cat((own[0], own[3], own.new_full((1,), count))))
-            results.append(merge_statistics(shares, weight, running, eps, backend))
-    by_norm, numbers = zip(*results, strict=True)
-    batch, num_states = BatchStatistics(by_norm, numbers[0], collectives), len(request.state or ())
-    return TrainingCall(block, batch, num_states, passing, bits, saves_states)
-
-
 def _saves_states(memory: Policy | None) -> bool:
     if memory is None and active.call is not None:
         memory = active.call.policy
     return memory is not None and memory.saves_states
 
 
-def _running_values(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
-    """Mean and scale of the affine map that the norm is with running statistics."""
-    assert norm.running_mean is not None and norm.running_var is not None
-    mean, scale = norm.running_mean, torch.rsqrt(norm.running_var + norm.eps)
-    if torch.is_grad_enabled():  # backward may follow a call in training, which updates the mean
-        mean = mean.clone()
-    return mean, scale if norm.weight is None else scale * norm.weight
-
-
 def _reference(
-    norms: tuple[_BatchNorm, ...], neuron: Neuron, request: Request
-) -> tuple[Outputs, States]:
+    norms: tuple[_BatchNorm, ...], neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted
+) -> Results[Tensor]:
+    inputs, definition = tuple(arguments.inputs), with_outputs(neuron, wanted.outputs)
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        return _unfused(norms, neuron, request)
-    inputs = request.inputs
+        # The norms of torch.nn, which other programs know how to run.
+        normed = [unflatten_steps(norm(flatten_steps(x)), len(x))
+                  for norm, x in zip(norms, inputs, strict=False)]  # fmt: skip
+        total = reduce(torch.add, (*normed, *inputs[len(norms) :]))
+        return Results(*reference.scan(definition, (total,), arguments.states))
     x, values = _reference_values(norms[0], inputs[0])
     xs = x, *inputs[1:]
     if len(norms) > 1:
         residual, (mean, scale, shift) = _reference_values(norms[1], inputs[1])
         xs, values = (x, residual), (*values[:2], values[2] + shift, mean, scale)
-    definition = with_batch_norm(neuron, values, len(inputs) > 1, by_batch=False)
-    definition = with_outputs(definition, request.outputs)
+    kind = Kind(len(inputs) > 1, by_batch=False, normalizes_residual=len(norms) > 1)
     # x in a single dtype, so that its gradient is rounded once.
-    outputs, finals = reference.scan(definition, xs, request.state)
+    normed_neuron = with_batch_norm(definition, values, kind)
+    outputs, finals = reference.scan(normed_neuron, xs, arguments.states)
     dtype = reduce(torch.promote_types, (x.dtype for x in inputs))
-    return tuple(y.to(dtype) for y in outputs), finals
-
-
-def _unfused(
-    norms: tuple[_BatchNorm, ...], neuron: Neuron, request: Request
-) -> tuple[Outputs, States]:
-    """The reference in a graph, which other programs know how to run: the norms of torch.nn."""
-    inputs = list(request.inputs)
-    for i, norm in enumerate(norms):
-        inputs[i] = unflatten_steps(norm(flatten_steps(inputs[i])), inputs[i].shape[0])
-    definition = with_outputs(neuron, request.outputs)
-    return reference.scan(definition, (reduce(torch.add, inputs),), request.state)
+    return Results([y.to(dtype) for y in outputs], finals)
 
 
 def _reference_values(norm: _BatchNorm, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -307,7 +226,7 @@ def _reference_values(norm: _BatchNorm, x: Tensor) -> tuple[Tensor, tuple[Tensor
         mean, variance = norm.running_mean, norm.running_var
     inverse = torch.rsqrt(variance + norm.eps)
     scale = inverse if norm.weight is None else inverse * norm.weight
-    return x, (mean, scale, shift_of((norm,), x))
+    return x, (mean, scale, shift_of([Norm(None, norm.bias)], x))
 
 
 def check_norms(

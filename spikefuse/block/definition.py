@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.definition import Neuron
+from spikefuse.neurons.definition import Neuron, call_step
 
 #: The run-time values of the norm, one per channel; those of the neuron begin with "neuron.".
 NORM_VALUES = ("mean", "scale", "shift")
@@ -21,6 +21,24 @@ SCALES = (NORM_VALUES[1], RESIDUAL_VALUES[1])
 #: The values that only the gradients of the inputs read: for each norm, an offset and a slope.
 CORRECTION = ("offset", "slope")
 RESIDUAL_CORRECTION = ("residual_offset", "residual_slope")
+
+
+class Kind(NamedTuple):
+    """What a block computes besides the norm of its first input and the neuron.
+
+    Attributes:
+        has_residual: whether the second input is added to the normalized first one.
+        by_batch: whether the norms use the statistics of the batch, through which gradients flow.
+        normalizes_residual: whether the residual has a norm of its own.
+        returns_sum: whether the last output is what the neuron reads: the normalized first input,
+            plus the residual. The neuron reads it in float32; as an output it is rounded to the
+            dtype of the inputs.
+    """
+
+    has_residual: bool = False
+    by_batch: bool = True
+    normalizes_residual: bool = False
+    returns_sum: bool = False
 
 
 class _AddStatisticsGradient(torch.autograd.Function):
@@ -46,65 +64,47 @@ class NormedNeuron(Neuron):
     mean: Tensor
     scale: Tensor
     shift: Tensor
-    #: Whether the second input is a residual, and whether it is normalized, too.
-    has_residual: bool
-    normalizes_residual: bool
-    #: Whether the gradients of the inputs include what flows through the statistics.
-    by_batch: bool
-    #: Whether the last output is the sum that the neuron reads.
-    returns_sum: bool = False
+    kind: Kind
 
     def normalized_step(self, *args: Tensor) -> Any:
         x, *rest = args
         u = self._scaled(x) + self.shift
-        if self.has_residual:
+        if self.kind.has_residual:
             residual, *rest = rest
-            u = u + (self._scaled(residual, "residual_") if self.normalizes_residual else residual)
-        result = self.neuron.step(u, *rest)
-        if not self.returns_sum:
-            return result
-        outputs, states = result
-        return (*(outputs if isinstance(outputs, tuple) else (outputs,)), u), states
+            normalized = self.kind.normalizes_residual
+            u = u + (self._scaled(residual, "residual_") if normalized else residual)
+        split = len(rest) - len(self.states)
+        outputs, states = call_step(self.neuron, (u, *rest[:split]), tuple(rest[split:]))
+        return (*outputs, u) if self.kind.returns_sum else outputs, states
 
     def _scaled(self, x: Tensor, prefix: str = "") -> Tensor:
         mean, scale = getattr(self, prefix + "mean"), getattr(self, prefix + "scale")
-        if self.by_batch:
+        if self.kind.by_batch:
             offset, slope = getattr(self, prefix + "offset"), getattr(self, prefix + "slope")
             x = _AddStatisticsGradient.apply(x, mean, offset, slope)
         result: Tensor = (x - mean) * scale
         return result
 
 
-def with_batch_norm(
-    neuron: Neuron,
-    norm: Sequence[Tensor],
-    has_residual: bool,
-    by_batch: bool,
-    returns_sum: bool = False,
-) -> NormedNeuron:
-    """`neuron` with a batch norm before it.
+def with_batch_norm(neuron: Neuron, norm: Sequence[Tensor], kind: Kind) -> NormedNeuron:
+    """`neuron`, which may be one `with_outputs`, with a batch norm before it.
 
     Args:
         norm: the `NORM_VALUES`, `[C]` each, and the `RESIDUAL_VALUES` to normalize the residual.
-        by_batch: whether mean and scale are statistics of the batch.
     """
-    kind: Any = type(neuron)
-    definition = _class(kind, has_residual)()
-    definition.neuron = neuron
-    definition.has_residual, definition.by_batch = has_residual, by_batch
-    definition.returns_sum = returns_sum
-    definition.normalizes_residual = len(norm) > len(NORM_VALUES)
+    definition = _class(type(neuron), kind.has_residual)()
+    definition.neuron, definition.kind = neuron, kind
     corrections = [torch.zeros_like(norm[0])] * (2 * len(CORRECTION))
-    names = value_names(definition.normalizes_residual, by_batch)
-    for name, value in zip(names, (*norm, *corrections), strict=False):
+    for name, value in zip(value_names(kind), (*norm, *corrections), strict=False):
         setattr(definition, name, value)
     return definition
 
 
-def value_names(normalizes_residual: bool, by_batch: bool) -> tuple[str, ...]:
+def value_names(kind: Kind) -> tuple[str, ...]:
     """The run-time values of the norm, or of both norms, in the order in which blocks pass them."""
-    values = NORM_VALUES + RESIDUAL_VALUES * normalizes_residual
-    return values + (CORRECTION + RESIDUAL_CORRECTION * normalizes_residual) * by_batch
+    values = NORM_VALUES + RESIDUAL_VALUES * kind.normalizes_residual
+    corrections = CORRECTION + RESIDUAL_CORRECTION * kind.normalizes_residual
+    return values + corrections * kind.by_batch
 
 
 @cache

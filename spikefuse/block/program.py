@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import compress
-from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from operator import attrgetter
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
-from spikefuse.block.definition import SCALES, NormedNeuron, value_names, with_batch_norm
+from spikefuse.block.definition import SCALES, Kind, NormedNeuron, value_names, with_batch_norm
 from spikefuse.neurons.definition import Neuron, with_outputs
-from spikefuse.scan.execution import Execution
-from spikefuse.scan.program import kinds_of, prepare, program
+from spikefuse.scan.program import CHANNEL, FLOAT, SCALAR, Program, kinds_of, prepare, program
 
+T = TypeVar("T")
 _kind = attrgetter("ndim")
-# The values whose gradients are always summed.
-_SUMMED = ("shift", *SCALES)
-
-
-class Sums(NamedTuple):
-    """The tensors of a program whose gradients the first backward pass sums, and their names."""
-
-    needed: tuple[bool, ...]
-    names: tuple[str, ...]
+#: Before the names of the values of a block's neuron.
+NEURON = "neuron."
 
 
 @dataclass(frozen=True)
@@ -34,118 +25,94 @@ class BlockProgram:
     """A program whose step begins with a batch norm.
 
     Attributes:
-        name: of the program.
-        binary: for each output, whether all its values are sure to be 0 or 1.
-        by_batch: whether the norm uses the statistics of the batch.
-        normalizes_residual: whether the residual has a norm of its own.
-        returns_sum: whether the last output is the sum that the neuron reads.
-        rebuilds: whether backward can do without saved states.
-        scalars: the values of its float parameters.
-        floats: the names of these, without "neuron.".
-        tensors: the names of its tensor parameters, in its order.
+        tensors, floats: the names of its tensor and float parameters, in its order; those of the
+            neuron begin with "neuron.".
         own: the names of the neuron's tensors among them, without "neuron.".
+        own_floats: all floats, which are the neuron's, likewise.
     """
 
     name: str
-    backend: str
-    binary: tuple[bool, ...]
-    num_states: int
-    by_batch: bool
-    normalizes_residual: bool
-    returns_sum: bool
-    rebuilds: bool
-    scalars: list[float]
-    floats: tuple[str, ...]
+    kind: Kind
+    program: Program
     tensors: tuple[str, ...]
     own: tuple[str, ...]
-    _sums: dict[tuple[bool, ...], Sums] = field(default_factory=dict, compare=False, repr=False)
+    own_floats: tuple[str, ...]
 
-    @cached_property
+    @property
+    def num_norms(self) -> int:
+        return 1 + self.kind.normalizes_residual
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether backward can do without saved states."""
+        return self.program.rebuilds
+
+    @property
     def adds_correction(self) -> bool:
         """Whether what flows through the statistics is added to a gradient in memory. It takes
         fewer instructions than a second scan, which bound a CPU, but moves more bytes."""
-        return self.backend == "numba"
+        return self.program.backend == "numba"
 
     @cached_property
-    def params(self) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-        """Put the norms' values, as in `value_names`, and then the neuron's tensors in the order of
-        the program."""
-        norm = value_names(self.normalizes_residual, self.by_batch)
-        names = (*norm, *(f"neuron.{name}" for name in self.own))
-        return itemgetter(*map(names.index, self.tensors))
+    def order(self) -> tuple[int, ...]:
+        """Where each tensor of the program is among the norms' values, as in `value_names`, and
+        then the neuron's tensors."""
+        names = (*value_names(self.kind), *(NEURON + name for name in self.own))
+        return tuple(map(names.index, self.tensors))
 
-    def sums(self, needs_own: Sequence[bool]) -> Sums:
-        """What the first backward pass sums if these of the neuron's tensors need gradients."""
-        key = tuple(needs_own)
-        sums = self._sums.get(key)
-        if sums is None:
-            own = iter(key)
-            needed = tuple(
-                [name in _SUMMED or (name.startswith("neuron.") and next(own))
-                 for name in self.tensors]
-            )  # fmt: skip
-            sums = self._sums[key] = Sums(needed, tuple(compress(self.tensors, needed)))
-        return sums
+    def sums(self, needs_own: Sequence[bool]) -> list[bool]:
+        """Of which tensors the first backward pass sums the gradients if these of the neuron need
+        some: of the shift and the scales, too."""
+        own = iter(needs_own)
+        return [next(own) if name.startswith(NEURON) else name in ("shift", *SCALES)
+                for name in self.tensors]  # fmt: skip
 
-
-class BlockExecution(NamedTuple):
-    """A program, and its execution on inputs of one description."""
-
-    program: BlockProgram
-    execution: Execution
+    def select(
+        self, neuron: str, params: Sequence[T], scalars: Sequence[float]
+    ) -> tuple[list[T], list[float]]:
+        """The tensors and floats that the block reads, of those that the program of the neuron
+        alone reads."""
+        alone = program(neuron)
+        tensors = dict(zip(alone.params(SCALAR, CHANNEL), params, strict=True))
+        floats = dict(zip(alone.params(FLOAT), scalars, strict=True))
+        return [tensors[n] for n in self.own], [floats[n] for n in self.own_floats]
 
 
-def block_program(
-    neuron: Neuron,
-    backend: str,
-    has_residual: bool,
-    by_batch: bool,
-    outputs: tuple[str, ...] = (),
-    normalizes_residual: bool = False,
-    returns_sum: bool = False,
-) -> tuple[BlockProgram, list[Tensor]]:
-    """The program of a neuron with a norm, and the neuron's tensors that it reads; see
-    `Request.outputs`."""
-    description = neuron.description()
-    values = description.values()
-    kinds = map(_kind, filter(torch.is_tensor, values.values()))
-    key = "block", backend, has_residual, by_batch, outputs, normalizes_residual, returns_sum, *kinds
-    made = description.cache.get(key)
-    if made is None:
-        norm = (torch.zeros(1),) * len(value_names(normalizes_residual, by_batch=False))
-        definition = with_batch_norm(neuron, norm, has_residual, by_batch, returns_sum)
-        made = description.cache[key] = _make(with_outputs(definition, outputs), backend)
-    own: list[Any] = list(map(values.__getitem__, made.own))
-    return made, own
+@cache
+def block_program(name: str) -> BlockProgram:
+    """The program of a block, by its name."""
+    made = program(name)
+    assert isinstance(made.definition, NormedNeuron)
+    tensors = tuple(made.params(SCALAR, CHANNEL))
+    own = [n.removeprefix(NEURON) for n in tensors if n.startswith(NEURON)]
+    floats = [n.removeprefix(NEURON) for n in made.params(FLOAT)]
+    return BlockProgram(name, made.definition.kind, made, tensors, tuple(own), tuple(floats))
 
 
-def program_of_scan(
-    name: str, has_residual: bool, by_batch: bool, normalizes_residual: bool, returns_sum: bool
+def traits(name: str) -> tuple[bool, bool, tuple[int, ...]]:
+    """Of a block's program: whether its norms use the statistics of the batch, whether backward can
+    do without saved states, and `BlockProgram.order`."""
+    made = block_program(name)
+    return made.kind.by_batch, made.rebuilds, made.order
+
+
+# Constant for torch.compile, see `spikefuse.scan.program.sizes_of`.
+setattr(traits, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+def prepare_block(
+    neuron: Neuron, backend: str, kind: Kind, outputs: tuple[str, ...] = ()
 ) -> BlockProgram:
-    """The program of a norm and the neuron of another program."""
-    scan = program(name)
-    neuron = scan.definition
-    options = has_residual, by_batch, neuron._selected, normalizes_residual, returns_sum
-    return block_program(neuron, scan.backend, *options)[0]
-
-
-def _make(definition: NormedNeuron, backend: str) -> BlockProgram:
-    values = definition.values()
-    compiled = prepare(definition, backend, definition.description().statics, kinds_of(values))
-    used = compiled.step.params
-    tensors = tuple(label for label in used if isinstance(values[label], Tensor))
-    floats = {label: v for label in used if isinstance(v := values[label], float)}
-    return BlockProgram(
-        name=compiled.name,
-        backend=backend,
-        binary=compiled.step.binary,
-        num_states=len(compiled.step.states),
-        by_batch=definition.by_batch,
-        normalizes_residual=definition.normalizes_residual,
-        returns_sum=definition.returns_sum,
-        rebuilds=compiled.rebuilds,
-        scalars=list(floats.values()),
-        floats=tuple(label.removeprefix("neuron.") for label in floats),
-        tensors=tensors,
-        own=tuple(n.removeprefix("neuron.") for n in tensors if n.startswith("neuron.")),
-    )
+    """The program of a neuron with a norm; see `Wanted.outputs`. `Program.definition` is a neuron,
+    too: so a block is made for a scan of which only the program is known."""
+    description = neuron.description()
+    tensors = filter(torch.is_tensor, description.values().values())
+    key = "block", backend, kind, outputs, *map(_kind, tensors)
+    found: BlockProgram | None = description.cache.get(key)
+    if found is None:
+        norm = (torch.zeros(1),) * len(value_names(kind._replace(by_batch=False)))
+        definition = with_batch_norm(with_outputs(neuron, outputs), norm, kind)
+        statics, kinds = definition.description().statics, kinds_of(definition.values())
+        name = prepare(definition, backend, statics, kinds).name
+        found = description.cache[key] = block_program(name)
+    return found

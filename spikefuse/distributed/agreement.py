@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spikefuse.block.batch_norm import begin_gather
+from spikefuse.distributed.collectives import begin_gather
 from spikefuse.distributed.faults import RankLost, RankWatchdog, recording
 from spikefuse.distributed.mesh import steps_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from spikefuse.block.batch_norm import begin_gather
+from spikefuse.distributed.collectives import begin_gather
 from spikefuse.distributed.faults import RankLost, RankWatchdog, recording
 
 

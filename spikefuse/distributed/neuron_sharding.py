@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spikefuse.block.batch_norm import GroupCollectives
+from spikefuse.distributed.collectives import GroupCollectives
 from spikefuse.events.format import Events, count_marks, merge_slices
 from spikefuse.events.lists import EventLists, SliceCounts
 from spikefuse.neurons import Neuron

@@ -29,14 +29,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spikefuse.distributed.mesh import split_batch
 from spikefuse.distributed.time_sharding import import_dynamo
 from spikefuse.memory.policies import Checkpoint
-from spikefuse.neurons.definition import Neuron, Outputs, States
+from spikefuse.neurons.definition import Neuron
 from spikefuse.nn import Temporal
 from spikefuse.nn import neuron as neuron_module
 from spikefuse.nn.call import Observer, Scan, observing
 from spikefuse.nn.neuron import scan_neuron
 from spikefuse.scan import op
-from spikefuse.scan.op import Request
 from spikefuse.scan.program import program
+from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.state_passing import Buffers, Channel, StatePassing
 
 DEVICE = "cuda"  # steps are measured as CUDA graphs
@@ -240,12 +240,14 @@ class _NeuronInputs(Observer):
         self.x = x
         self.found: list[tuple[Neuron, list[Tensor]]] = []
 
-    def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
+    def scan(
+        self, neuron: nn.Module, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
+    ) -> Results[Tensor]:
         assert isinstance(neuron, Neuron)
-        shape = *self.x.shape[:2], *request.inputs[0].shape[2:]
-        own = request.inputs[: len(type(neuron).input_names)]  # without the residual of a block
+        shape = *self.x.shape[:2], *arguments.inputs[0].shape[2:]
+        own = arguments.inputs[: len(type(neuron).input_names)]  # without the residual of a block
         self.found.append((neuron, [y.new_empty(()).expand(shape) for y in own]))
-        return scan(request)
+        return scan(arguments, wanted)
 
 
 class _NoNeighbours(StatePassing):
@@ -272,7 +274,7 @@ def _measure_scan(neuron: Neuron, inputs: list[Tensor], scale: float) -> ScanCos
     gradient = torch.ones_like(xs[0])
 
     def run(passing: _NoNeighbours) -> None:
-        outputs, _ = scan_neuron(neuron, Request(xs, passing=passing))
+        outputs = scan_neuron(neuron, Arguments(xs, passing=passing), Wanted()).outputs
         torch.autograd.grad(outputs, xs, [gradient] * len(outputs), allow_unused=True)
 
     def seconds(chunks: int, speculates: bool = False) -> float:
@@ -281,8 +283,9 @@ def _measure_scan(neuron: Neuron, inputs: list[Tensor], scale: float) -> ScanCos
     for x in xs:
         x.requires_grad_()
     chunks, whole = min(CHUNKS, xs[0].shape[1]), seconds(1)
-    chosen = op.choose(neuron, neuron_module.backend_of(xs, "auto"), xs[0])
-    repaired = seconds(1, speculates=True) if program(chosen.name).repairs else math.inf
+    wanted = Wanted(impl=neuron_module.backend_of(xs, "auto"))
+    name, *_ = op.choose(neuron, xs[0], wanted)
+    repaired = seconds(1, speculates=True) if program(name).repairs else math.inf
     return ScanCost(
         scan=scale * whole,
         per_chunk=max(seconds(chunks) - whole, 0.0) / (chunks - 1) if chunks > 1 else 0.0,

@@ -39,6 +39,7 @@ from spikefuse.neurons.definition import Neuron
 from spikefuse.scan import cache as sources
 from spikefuse.scan.op import choose
 from spikefuse.scan.program import program
+from spikefuse.scan.records import Wanted
 
 # From this many spikes per row, saving the currents is faster than recomputing them.
 SAVED = 16
@@ -180,7 +181,7 @@ class FusedLayer:
     """
 
     def __init__(self, events: Events, neuron: Neuron, weight: Tensor, bias: Tensor | None) -> None:
-        name, _, scalars, _ = choose(neuron, "numba", weight)
+        name, scalars, _ = choose(neuron, weight, Wanted(impl="numba"))
         move_to_huge_pages(weight)
         self.events, self.weight, self.bias = events, weight, bias
         self.module = _module(name)

@@ -19,7 +19,8 @@ from spikefuse.events.format import Events
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import TemporalCall, active
 from spikefuse.nn.neuron import backend_of, refuse_class, scan_neuron
-from spikefuse.scan.op import Request, check_backend, refuse_export
+from spikefuse.scan.op import check_backend, refuse_export
+from spikefuse.scan.records import Arguments, Wanted
 
 IMPLEMENTATIONS = ("auto", "numba", "triton", "dense")
 OVERFLOWS = ("drop", "dense", "raise")
@@ -308,10 +309,11 @@ class EventLinear(nn.Module):
             return self._from_events(autograd.layer(events, marking, self.weight, self.bias))
         currents = (self._currents(events, spikes, impl),)
         backend = backend_of(currents, backend)
-        (marks,), final = scan_neuron(marking, Request(currents, state, backend, final_wanted))
+        wanted = Wanted(final_wanted, impl=backend)
+        results = scan_neuron(marking, Arguments(currents, state), wanted)
         if call is not None:
-            call.finals[name] = final
-        return self._from_marks(marks)
+            call.finals[name] = tuple(results.finals)
+        return self._from_marks(results.outputs[0])
 
     # Overridden by layers whose output has more neurons than they compute.
 

@@ -11,7 +11,7 @@ from spikefuse.neurons.definition import States
 from spikefuse.nn.neuron import backend_of, scan_neuron
 from spikefuse.nn.stream import Stream
 from spikefuse.nn.temporal import Temporal
-from spikefuse.scan.op import Request
+from spikefuse.scan.records import Arguments, Wanted
 
 
 class EventStream(Stream):
@@ -63,8 +63,9 @@ class EventStream(Stream):
             if layer.neuron is not None:
                 key = f"{name}.neuron"
                 state = None if self.state is None else self.state[key]
-                request = Request((y.view(1, 1, -1),), state, backend, final=True)
-                (spikes,), final[key] = scan_neuron(layer.neuron, request)
-                y = spikes.view(-1)
-        self._store(final)
+                arguments = Arguments((y.view(1, 1, -1),), state)
+                results = scan_neuron(layer.neuron, arguments, Wanted(True, impl=backend))
+                final[key] = tuple(results.finals)
+                y = results.outputs[0].view(-1)
+        self._state = final
         return y

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import random
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -121,14 +123,38 @@ def reason(error: Exception) -> str:
     where = next((f'{f.filename}:{f.lineno}: "{f.line}" ' for f in users), "")
     what = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
     if any(Path(f.filename).name == "grad_scaler.py" for f in frames):
-        what = "a GradScaler reads on the host whether the gradients are finite: use bfloat16"
+        what = _SCALER
     elif "legacy stream" in what:
         what = "make a DistributedDataParallel inside `with torch.cuda.stream(torch.cuda.Stream())`"
     elif isinstance(error, torch.OutOfMemoryError):
         where = ""
     elif "captur" in what:
-        what = f"reads a value of the GPU on the host, or waits for the GPU ({what})"
+        what = f"{_READS} ({what})"
     return where + what
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[str]]:
+    """Run operations as they are; yield a list to which the lines are added that wait for the GPU,
+    so that no capture of them has to fail half-way."""
+    lines: list[str] = []
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        warnings.filterwarnings("always", f".*{_WAITS}")
+        try:
+            torch.cuda.set_sync_debug_mode("warn")
+            yield lines
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    for w in caught:
+        if _WAITS not in str(w.message):
+            warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
+        elif Path(w.filename).name == "grad_scaler.py":
+            lines.append(_SCALER)
+        else:
+            line = linecache.getline(w.filename, w.lineno).strip()
+            lines.append(f'{w.filename}:{w.lineno}: "{line}" {_READS}')
 
 
 class _Thread(threading.local):
@@ -171,6 +197,9 @@ def stored(x: Tensor) -> Tensor:
     return x
 
 
+_WAITS = "called a synchronizing CUDA operation"
+_READS = "reads a value of the GPU on the host, or waits for the GPU"
+_SCALER = "a GradScaler reads on the host whether the gradients are finite: use bfloat16"
 _thread = _Thread()
 _lock = threading.RLock()  # PyTorch captures one graph at a time
 _failed: list[torch.cuda.CUDAGraph] = []

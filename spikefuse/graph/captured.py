@@ -14,6 +14,7 @@ from spikefuse.graph.backend import Graph, compile_graph
 from spikefuse.graph.report import Report
 from spikefuse.memory.policies import Checkpoint
 from spikefuse.nn.call import active, current_policy
+from spikefuse.nn.checkpoint import checkpoint
 
 MODES = ("auto", "eager", "inductor", "recorded")
 
@@ -34,7 +35,7 @@ class Captured:
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}: expected one of {', '.join(MODES)}")
         self.mode, self.report = mode, Report(prefix)
-        self._compiled: dict[tuple[Callable[..., Any], int | None], Callable[..., Any]] = {}
+        self._compiled: dict[Any, Callable[..., Any]] = {}
         self._is_new_call = True
         self._has_run = self._has_failed = False
 
@@ -47,12 +48,19 @@ class Captured:
     ) -> Any:
         """Run `function(net, args, kwargs)`."""
         is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        if is_traced or self._has_failed:
+        if is_traced:
             return function(net, args, kwargs)
         if active.observer is not None:
             return active.observer.network(function, net, args, kwargs)
+        if self._has_failed:
+            return _run(function, net, args, kwargs)
+        hooks = _hooks_of(net)
+        if hooks is None:
+            self.report.clear()
+            self.report.note("not captured: a module has backward hooks")
+            return _run(function, net, args, kwargs)
         self._is_new_call, self._has_run = True, False
-        key = function, chunks_of_call()
+        key = function, hooks, chunks_of_call()
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile(function)
@@ -64,7 +72,7 @@ class Captured:
             self._has_failed = True
             self.report.clear()
             self.report.note(f"capture failed: {str(error).strip().splitlines()[0]}")
-        return function(net, args, kwargs)
+        return _run(function, net, args, kwargs)
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # TorchDynamo stores graphs with the code of a function and runs at most a few of each, so
@@ -91,10 +99,27 @@ class Captured:
         return {**vars(self), "_compiled": {}, "_has_failed": False}
 
 
+def _hooks_of(net: nn.Module) -> tuple[int, ...] | None:
+    """The ids of the forward hooks of all modules, on which TorchDynamo does not guard; None if
+    there are backward hooks, which it does not trace."""
+    found: list[int] = []
+    for module in net.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            found += [*module._forward_hooks, *module._forward_pre_hooks]
+        if module._backward_hooks or module._backward_pre_hooks:
+            return None
+    return tuple(found)
+
+
 def chunks_of_call() -> int | None:
     """The number of segments that the policy of the running call asks for; None for no segments."""
     policy = current_policy()
     return policy.chunks if isinstance(policy, Checkpoint) else None
+
+
+def _run(function: Callable[..., Any], *args: Any) -> Any:
+    """Run what cannot be captured, under `Checkpoint` as a single segment."""
+    return function(*args) if chunks_of_call() is None else checkpoint(function, *args)
 
 
 # `spikefuse.nn` does not know this package.

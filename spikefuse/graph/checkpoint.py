@@ -62,6 +62,8 @@ class Segment(nn.Module):
         self.is_read = [
             _is_read(x) for x, is_saved in zip(inputs, self.is_saved, strict=True) if not is_saved
         ]
+        #: Whether it draws random numbers on a GPU; None before its first call.
+        self.is_random: bool | None = None
 
     def forward(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -72,7 +74,7 @@ class Segment(nn.Module):
         ]
 
         def first(*saved: Any) -> Any:
-            return self.part(*args)
+            return self._run(args)
 
         def second(*saved: Any) -> Any:
             unchanged, others = iter(saved), (x.clone() for x in copies)
@@ -80,7 +82,18 @@ class Segment(nn.Module):
                 *[next(unchanged if is_saved else others) for is_saved in self.is_saved]
             )
 
-        return recompute(first, second, *compress(args, self.is_saved))
+        is_random = self.is_random is not False
+        return recompute(first, second, *compress(args, self.is_saved), is_random=is_random)
+
+    def _run(self, args: tuple[Any, ...]) -> Any:
+        device = next((x.device for x in args if isinstance(x, Tensor) and x.is_cuda), None)
+        if device is None or torch.cuda.is_current_stream_capturing():
+            return self.part(*args)
+        before = torch.cuda.get_rng_state(device)
+        results = self.part(*args)
+        has_drawn = not torch.equal(before, torch.cuda.get_rng_state(device))
+        self.is_random = has_drawn or bool(self.is_random)
+        return results
 
 
 def _storage(x: Any) -> int | None:

@@ -10,12 +10,12 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from spikefuse.block import library
-from spikefuse.block.program import BlockProgram, program_of_scan
+from spikefuse.block.definition import Kind
+from spikefuse.block.functional import Norm, reserve_counters
+from spikefuse.block.program import prepare_block
 from spikefuse.graph import operations
 from spikefuse.graph.nodes import (
     ADDITIONS,
@@ -35,7 +35,9 @@ from spikefuse.graph.nodes import (
 )
 from spikefuse.graph.operations import ScanNode
 from spikefuse.graph.report import Report
+from spikefuse.kernels.running import Running
 from spikefuse.nn.neuron import DTYPES
+from spikefuse.scan.program import program
 
 # Values of an input from which a block on a CPU is not slower than separate norm and neuron,
 # measured on two cores after a convolution. Smaller inputs stay in the caches.
@@ -189,7 +191,7 @@ def _check_sum_is_returnable(
     later = all(n is first or order[n] > order[scan.node] for n in read.users)
     is_known = read.target in ADDITIONS - IN_PLACE_ADDITIONS or read.target is F.batch_norm
     keeps_order = {name_of(v) for v in views} <= RESHAPES
-    if scan.is_selecting or not (is_known and later and keeps_order):
+    if not (is_known and later and keeps_order):
         raise NotFusible("its result is also read by something else")
 
 
@@ -245,28 +247,29 @@ def _replace(graph: fx.Graph, match: Match) -> None:
     """Replace the nodes of a match by statistics and a block."""
     scan, settings = match.scan, [arguments_of(s.norm, F.batch_norm) for s in match.norms]
     training = settings[0]["training"]
-    program = program_of_scan(
-        scan.program,
+    kind = Kind(
         has_residual=len(match.norms) > 1 or match.residual is not None,
         by_batch=training,
         normalizes_residual=len(match.norms) > 1,
         returns_sum=match.returns_sum,
     )
-    library.add(program, value(scan.inputs[0]).device)
-    norms = []
+    alone, norms = program(scan.program), list[Any]()
+    made = prepare_block(alone.definition, alone.backend, kind)
+    reserve_counters(alone.backend, value(scan.inputs[0]).device)
     for summand, a in zip(match.norms, settings, strict=True):
         if training:
             with graph.inserting_before(summand.norm):
-                running = a["running_mean"], a["running_var"], a["momentum"]
+                running = Running(a["running_mean"], a["running_var"], momentum=a["momentum"])
                 repeats = summand.norm.meta.get("repeats", 1)
                 batch = graph.call_function(
                     operations.norm_statistics,
-                    (a["input"], a["weight"], running, a["eps"], program.backend, repeats),
+                    (a["input"], a["weight"], running, a["eps"], alone.backend, repeats),
                 )
-            norms.append((batch, a["weight"], a["bias"]))
+            statistics: Any = batch
+            norms.append(Norm(a["weight"], a["bias"], a["eps"], statistics))
         else:
-            values = a["running_mean"], a["running_var"], a["weight"], a["bias"], a["eps"]
-            norms.append(values)
+            known = {"mean": a["running_mean"], "variance": a["running_var"]}
+            norms.append(Norm(a["weight"], a["bias"], a["eps"], **known))
     with graph.inserting_before(scan.node):
         inputs = [replay(graph, replay(graph, a["input"], s.views), match.views)
                   for a, s in zip(settings, match.norms, strict=True)]  # fmt: skip
@@ -275,12 +278,11 @@ def _replace(graph: fx.Graph, match: Match) -> None:
         moves = match.channel_dim != 2
         if moves:
             inputs = [graph.call_method("movedim", (x, match.channel_dim, 2)) for x in inputs]
-        function = operations.train_block if training else operations.evaluate_block
-        arguments = scan.block_arguments(program, inputs, norms)
-        block = graph.call_function(function, arguments)
+        arguments = scan.block_arguments(made, inputs, norms)
+        block = graph.call_function(operations.run_block, arguments)
         if moves:
             outputs = [graph.call_function(operator.getitem, (block, i))
-                       for i in range(len(program.binary))]  # fmt: skip
+                       for i in range(made.program.step.num_outputs)]  # fmt: skip
             block = graph.call_function(operations.move_dim, (outputs, 2, match.channel_dim))
         if match.returns_sum:
             total = graph.call_function(operator.getitem, (block, -1))

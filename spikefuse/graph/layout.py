@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from spikefuse.graph import operations
-from spikefuse.graph.nodes import arguments_of, changes_something, is_view, value
+from spikefuse.graph.nodes import changes_something, is_view, value
 
 
 def use_channels_last(graph: fx.Graph) -> None:
@@ -30,10 +30,38 @@ def use_channels_last(graph: fx.Graph) -> None:
     if not convolutions:
         return
     for node in nodes:
+        if _merges_with_a_copy(node) and all(map(_takes_any_layout, _readers(node))):
+            _merge_into_tokens(graph, node)
+    for node in nodes:
         if _makes_contiguous(node) and all(map(_takes_any_layout, _readers(node))):
             _make_views_reshape(node)
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _merges_with_a_copy(node: fx.Node) -> bool:
+    """Whether a node copies `[..., h, d, N]`, the heads of an attention, into `[..., h * d, N]`."""
+    if node.target not in ("reshape", torch.reshape) or not isinstance(value(node), Tensor):
+        return False
+    x, y = value(node.args[0]), value(node)
+    if x.ndim != y.ndim + 1 or y.ndim < 3 or x.shape[:-3] != y.shape[:-2] or x.shape[-1] != y.shape[-1]:
+        return False
+    try:
+        x.view(y.shape)
+    except (RuntimeError, ValueError):
+        return True
+    return False
+
+
+def _merge_into_tokens(graph: fx.Graph, node: fx.Node) -> None:
+    """Let the copy be `[..., N, h * d]` in memory."""
+    with graph.inserting_before(node):
+        tokens = graph.call_method("movedim", (node.args[0], -1, -3))
+        tokens = graph.call_method("flatten", (tokens, -2))
+        result = graph.call_method("transpose", (tokens, -1, -2))
+    result.meta.update(node.meta)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
 
 
 _CONVOLUTIONS = {torch.conv1d, torch.conv2d}

@@ -203,7 +203,7 @@ class _Inputs:
             self.obstacle = "its parameters or buffers were made in inference mode"
         elif parameters and not marked:
             self.obstacle = "TorchDynamo does not say which inputs belong to modules"
-        self.device = inputs[tensors[0]].device if tensors else None
+        self.device: torch.device = inputs[tensors[0]].device if tensors else torch.device("cpu")
 
     def key(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return what a recording depends on, gradients first. TorchDynamo guards the rest."""
@@ -318,7 +318,7 @@ class _Recording:
             if self.is_differentiable:
                 self._record_backward(outputs, [leaves[i] for i in self.wanted])
 
-    def _set_outputs(self, outputs: Sequence[Any], device: torch.device | None) -> None:
+    def _set_outputs(self, outputs: Sequence[Any], device: torch.device) -> None:
         tensors = [x for x in outputs if isinstance(x, Tensor)]
         for x in tensors:
             if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided:

@@ -19,7 +19,7 @@ from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import active, current_policy
 from spikefuse.scan.program import program
 
-_SCANS = {operations.scan, operations.train_block, operations.evaluate_block}
+_SCANS = {operations.scan, operations.run_block}
 
 
 class GraphObserver(CallObserver):
@@ -107,8 +107,7 @@ class _Nodes(fx.Interpreter):
             results: Sequence[Tensor] = known[node]
             return results
 
-        first: Any = node.args[0]
-        kernels = first if isinstance(first, str) else first[0]
+        kernels: Any = node.args[0]
         places = [p for p in self.graphs.report.places if p.neuron == name]
         norms = [self.observer.modules[p.norm] for p in places]
         return NeuronScan(

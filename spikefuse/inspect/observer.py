@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,17 +17,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from spikefuse.block import block
-from spikefuse.block.program import block_program
+from spikefuse.block.definition import Kind
+from spikefuse.block.program import prepare_block
 from spikefuse.compiler import UnsupportedOperation
 from spikefuse.kernels.norm import by_batch
 from spikefuse.memory.policies import Policy
 from spikefuse.memory.saved_tensors import SavedTensors
-from spikefuse.neurons.definition import Neuron, Outputs, States
+from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import Observer, Scan, active, current_policy, observing
 from spikefuse.nn.feedback import Feedback
 from spikefuse.nn.neuron import backend_of, check_module, scan_neuron
 from spikefuse.scan.layout import flatten_steps, unflatten_steps
-from spikefuse.scan.op import Request, choose
+from spikefuse.scan.op import choose
+from spikefuse.scan.records import Arguments, Results, Wanted
 
 OUTSIDE = "(not in the model)"
 
@@ -48,15 +50,15 @@ class NeuronScan:
         grad: whether gradients were enabled.
     """
 
-    name: str
     modules: tuple[nn.Module, ...]
     tensors: list[Tensor]
     num_inputs: int
     run: Callable[..., Sequence[Tensor]]
     program: str | None
     memory: Policy
+    grad: bool
+    name: str = ""
     reason: str = ""
-    grad: bool = True
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -197,54 +199,33 @@ class CallObserver(ModuleObserver):
     def enter(self, module: nn.Module, inputs: Any) -> None:
         self.layers[self.layer] = type(module).__name__
 
-    def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
+    def scan(
+        self, neuron: nn.Module, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
+    ) -> Results[Tensor]:
         """Run a scan, on the reference if the neuron cannot be compiled, and record it."""
         assert isinstance(neuron, Neuron)
         if isinstance(getattr(scan, "__self__", neuron), Feedback):  # many scans, of a step each
-            return super().scan(neuron, scan, request)
+            return super().scan(neuron, scan, arguments, wanted)
         self._enter(neuron, ())  # a block does not call the module
         try:
-            request = request._replace(backend=backend_of(request.inputs, request.backend))
+            wanted = wanted._replace(impl=backend_of(arguments.inputs, wanted.impl))
             reason, call = "", active.call
-            if request.backend == "reference":
+            if wanted.impl == "reference":
                 is_inside = call is not None and id(neuron) in call.names
                 caller = "Temporal" if is_inside else "the neuron"
                 reason = f'on the reference: impl="reference" was passed to {caller}'
             try:
-                results = super().scan(neuron, scan, request)
+                results = super().scan(neuron, scan, arguments, wanted)
             except UnsupportedOperation as error:
                 reason = f"not compiled, which a call raises as an error: {error}"
-                request = request._replace(backend="reference")
-                results = super().scan(neuron, scan, request)
-            self.scans.append(self._recorded(neuron, scan, request, reason))
+                wanted = wanted._replace(impl="reference")
+                results = super().scan(neuron, scan, arguments, wanted)
+            recorded = _recorded(neuron, scan, arguments, wanted)
+            name = self.names.get(neuron, OUTSIDE)
+            self.scans.append(replace(recorded, name=name, reason=reason))
         finally:
             self._leave(neuron, (), None)
         return results
-
-    def _recorded(self, neuron: Neuron, scan: Scan, request: Request, reason: str) -> NeuronScan:
-        norms, memory = _block_of(scan)
-        inputs, states = request.inputs, request.state or ()
-
-        def run(tensors: Sequence[Tensor], eager: bool = False) -> Sequence[Tensor]:
-            xs, state = tuple(tensors[: len(inputs)]), tuple(tensors[len(inputs) :]) or None
-            now = request._replace(inputs=xs, state=state, passing=None)
-            if eager:
-                now = now._replace(backend="reference")
-            if not (eager and norms):
-                return scan(now)[0]
-            return scan_neuron(neuron, now._replace(inputs=(_normalized(norms, xs),)))[0]
-
-        return NeuronScan(
-            name=self.names.get(neuron, OUTSIDE),
-            modules=(*norms, *dict.fromkeys((getattr(scan, "__self__", neuron), neuron))),
-            tensors=[*map(leaf, (*inputs, *states))],
-            num_inputs=len(inputs),
-            run=run,
-            program=_program_of(neuron, norms, request),
-            memory=memory or current_policy(),
-            reason=reason,
-            grad=torch.is_grad_enabled(),
-        )
 
     def pool(self, x: Tensor, y: Tensor) -> None:
         """Record a max pooling by our kernels."""
@@ -260,26 +241,47 @@ class CallObserver(ModuleObserver):
         return super().network(function, net, args, kwargs)
 
 
-def _block_of(scan: Scan) -> tuple[Sequence[_BatchNorm], Policy | None]:
-    """Norms and policy of a block's scan; none for other scans."""
+def _recorded(
+    neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
+) -> NeuronScan:
+    inputs, states = arguments.inputs, arguments.states or ()
+    norms, memory = (), None
     if isinstance(scan, partial) and scan.func is block.scan:
         norms, _, memory = scan.args
-        return norms, memory
-    return (), None
+
+    def run(tensors: Sequence[Tensor], eager: bool = False) -> Sequence[Tensor]:
+        xs, state = tensors[: len(inputs)], tensors[len(inputs) :] or None
+        if not eager:
+            return scan(Arguments(xs, state), wanted).outputs
+        on_reference = wanted._replace(impl="reference")
+        if norms:
+            return scan_neuron(neuron, Arguments([_sum(norms, xs)], state), on_reference).outputs
+        return scan(Arguments(xs, state), on_reference).outputs
+
+    return NeuronScan(
+        modules=(*norms, *dict.fromkeys((getattr(scan, "__self__", neuron), neuron))),
+        tensors=[*map(leaf, (*inputs, *states))],
+        num_inputs=len(inputs),
+        run=run,
+        program=_program_of(neuron, norms, inputs, wanted),
+        memory=memory or current_policy(),
+        grad=torch.is_grad_enabled(),
+    )
 
 
 @torch.no_grad()
-def _program_of(neuron: Neuron, norms: Sequence[_BatchNorm], request: Request) -> str | None:
-    inputs, backend, outputs = request.inputs, request.backend, request.outputs
-    if backend == "reference":
+def _program_of(
+    neuron: Neuron, norms: Sequence[_BatchNorm], inputs: Sequence[Tensor], wanted: Wanted
+) -> str | None:
+    if wanted.impl == "reference":
         return None
     if not norms:
-        return choose(neuron, backend, inputs[0], outputs).name
-    options = len(inputs) > 1, by_batch(norms[0]), outputs, len(norms) > 1
-    return block_program(neuron, backend, *options)[0].name
+        return choose(neuron, inputs[0], wanted)[0]
+    kind = Kind(len(inputs) > 1, by_batch(norms[0]), len(norms) > 1)
+    return prepare_block(neuron, wanted.impl, kind, wanted.outputs).name
 
 
-def _normalized(norms: Sequence[_BatchNorm], inputs: Sequence[Tensor]) -> Tensor:
+def _sum(norms: Sequence[_BatchNorm], inputs: Sequence[Tensor]) -> Tensor:
     """The sum of the inputs, of which the first are normalized, by PyTorch's operations."""
     values = list(inputs)
     for i, norm in enumerate(norms):

@@ -15,12 +15,12 @@ from spikefuse.events.format import Events
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import label
 from spikefuse.inspect.observer import ModuleObserver
-from spikefuse.neurons.definition import Neuron, Outputs, States
+from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import Scan, active
 from spikefuse.nn.checkpoint import is_recomputed
 from spikefuse.nn.neuron import scan_neuron
 from spikefuse.scan.layout import unflatten_steps
-from spikefuse.scan.op import Request
+from spikefuse.scan.records import Arguments, Results, Wanted
 
 SPIKES, OUTPUT = "spikes", "output"
 Names = str | Iterable[str]
@@ -186,35 +186,37 @@ class _RecordObserver(ModuleObserver):
                     "time: select other neurons, or use nn.Linear followed by the neuron"
                 )
 
-    def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
+    def scan(
+        self, neuron: nn.Module, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
+    ) -> Results[Tensor]:
         """Run a scan with the states as further outputs, and record it."""
         assert isinstance(neuron, Neuron)
         name = self._neurons.get(neuron)
         if name is None:
-            return super().scan(neuron, scan, request)
-        labels = self._labels_of(neuron, request)
-        returned = request.outputs or labels
-        wanted = [*(labels if SPIKES in self.states else ())]
-        wanted += [s for s in self.states if s in type(neuron).states and s not in wanted]
-        further = tuple(s for s in wanted if s not in returned)
+            return super().scan(neuron, scan, arguments, wanted)
+        labels = self._labels_of(neuron, arguments)
+        returned = wanted.outputs or labels
+        recorded = [*(labels if SPIKES in self.states else ())]
+        recorded += [s for s in self.states if s in type(neuron).states and s not in recorded]
+        further = tuple(s for s in recorded if s not in returned)
         if further:
-            request = request._replace(outputs=(*returned, *further))
-        outputs, finals = super().scan(neuron, scan, request)
-        if wanted and not is_recomputed(or_by_ours=True):
+            wanted = wanted._replace(outputs=(*returned, *further))
+        results = super().scan(neuron, scan, arguments, wanted)
+        if recorded and not is_recomputed(or_by_ours=True):
             values = self.record._add(name)
-            found = dict(zip((*returned, *further), outputs, strict=True))
-            for state in wanted:
+            found = dict(zip((*returned, *further), results.outputs, strict=True))
+            for state in recorded:
                 values[state] = self._value(name, found[state], copy=state in returned)
-        return outputs[: len(returned)], finals
+        return results._replace(outputs=results.outputs[: len(returned)])
 
-    def _labels_of(self, neuron: Neuron, request: Request) -> tuple[str, ...]:
+    def _labels_of(self, neuron: Neuron, arguments: Arguments[Tensor]) -> tuple[str, ...]:
         """The names of what `step` returns, from one step of one sample."""
         if neuron not in self._labels:
             with torch.no_grad():
                 # Without the residual of a block.
-                inputs = request.inputs[: len(type(neuron).input_names)]
-                inputs = tuple(x[:1, :1].detach() for x in inputs)
-                number = len(scan_neuron(neuron, Request(inputs, None, "reference"))[0])
+                inputs = arguments.inputs[: len(type(neuron).input_names)]
+                step = Arguments([x[:1, :1].detach() for x in inputs])
+                number = len(scan_neuron(neuron, step, Wanted(impl="reference")).outputs)
             several = tuple(f"output{i}" for i in range(number))
             self._labels[neuron] = (SPIKES,) if number == 1 else several
         return self._labels[neuron]

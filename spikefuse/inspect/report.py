@@ -22,10 +22,10 @@ from spikefuse.inspect.explain import explain
 from spikefuse.inspect.explanation import in_bytes, label, with_unit
 from spikefuse.inspect.observer import ModuleObserver, unchanged
 from spikefuse.inspect.operations import Operations, count_operations, feedback
-from spikefuse.neurons.definition import Neuron, Outputs, States
+from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import Scan, TemporalCall, active
 from spikefuse.nn.recurrent import Recurrent
-from spikefuse.scan.op import Request
+from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.transforms.tables import aligned
 
 #: Joules per operation of 32-bit floating point in 45 nm: an addition, and with a multiplication.
@@ -357,16 +357,18 @@ class _Counter(ModuleObserver):
         total = one_step if once else operations._replace(dense=one_step.dense)
         self.counts[name].operations = self.counts[name].operations.plus(total)
 
-    def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
+    def scan(
+        self, neuron: nn.Module, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
+    ) -> Results[Tensor]:
         """Run a scan and count its spikes."""
-        outputs, finals = super().scan(neuron, scan, request)
+        results = super().scan(neuron, scan, arguments, wanted)
         self._spiking = active.call
-        self._count_spikes(self.names.get(neuron, self.layer), outputs[0])
+        self._count_spikes(self.names.get(neuron, self.layer), results.outputs[0])
         layer = self.modules.get(self.layer)
         if isinstance(layer, Recurrent):
-            start = None if request.state is None else request.state[-1]
-            self._add(self.layer, feedback(layer, outputs[0], start))
-        return outputs, finals
+            start = None if arguments.states is None else arguments.states[-1]
+            self._add(self.layer, feedback(layer, results.outputs[0], start))
+        return results
 
     def leave(self, module: nn.Module, output: Any) -> None:
         if not isinstance(module, EventLinear) or module.activity is None:

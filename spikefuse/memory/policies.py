@@ -71,7 +71,7 @@ class Checkpoint(Policy):
         ValueError: `chunks` is not an integer of at least 1.
     """
 
-    chunks: int = 8
+    chunks: int = 16
 
     def __post_init__(self) -> None:
         if type(self.chunks) is not int or self.chunks < 1:

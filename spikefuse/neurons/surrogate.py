@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spikefuse.neurons.description import Description, bind
+from spikefuse.neurons.learnable import Learnable
 from spikefuse.neurons.parameters import Holder, Value, number, positive
 
 __all__ = [
@@ -105,8 +107,9 @@ class Surrogate(Holder):
         return name != "cutoff" and type(self).primal is not Surrogate.primal
 
     def forward(self, u: Tensor) -> Tensor:
-        if any(not isinstance(child, Surrogate) for child in self._modules.values()):
-            return self._evaluated().forward(u)
+        if any(isinstance(child, Learnable) for child in self._modules.values()):
+            # Called without a neuron, which would have evaluated it.
+            return bind(self, Description(self).values()).forward(u)
         learned = list(self._learned()) if torch.is_grad_enabled() else []
         for name in learned:
             if not self.learns(name):
@@ -120,15 +123,6 @@ class Surrogate(Holder):
             for name, value in (*vars(module).items(), *module._parameters.items()):
                 if isinstance(value, Tensor) and value.requires_grad:
                     yield f"{prefix}.{name}".lstrip(".")
-
-    def _evaluated(self) -> Surrogate:
-        """Return a copy with each `Learnable` evaluated, for use without a neuron."""
-        clone = object.__new__(type(self))
-        clone.__dict__.update(self.__dict__, _modules={})
-        for name, child in self._modules.items():
-            group = clone._modules if isinstance(child, Surrogate) else clone.__dict__
-            group[name] = child if isinstance(child, Surrogate) or child is None else child()
-        return clone
 
 
 def no_gradient(name: str) -> ValueError:

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from spikefuse.memory.policies import Policy, Recompute
 from spikefuse.memory.spikes import MIN_VALUES, Spikes, saving
-from spikefuse.neurons.definition import Outputs, States
-from spikefuse.scan.execution import Results
+from spikefuse.neurons.definition import States
 from spikefuse.scan.layout import unflatten_steps
-from spikefuse.scan.op import Request
+from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.state_passing import StatePassing
 
-#: Runs a neuron, alone or as part of a block: (outputs, final states).
-Scan = Callable[[Request], tuple[Outputs, States]]
+#: Runs a neuron, alone or as part of a block.
+Scan = Callable[[Arguments[Tensor], Wanted], Results[Tensor]]
 
 _DEFAULT = Recompute()
 
@@ -62,10 +61,10 @@ class TemporalCall:
     def __exit__(self, *error: Any) -> None:
         active.call = self.outer
 
-    def refuse_rows(self, neuron: nn.Module, request: Request) -> None:
+    def refuse_rows(self, neuron: nn.Module, inputs: Sequence[Tensor]) -> None:
         """Raise a ValueError if `neuron`, which is not in the network, would read all rows of the
         call as time steps."""
-        x = request.inputs[0] if request.inputs else None
+        x = inputs[0] if inputs else None
         rows = self.num_steps * self.batch
         if self.batch > 1 and isinstance(x, Tensor) and x.ndim and x.shape[0] == rows:
             raise ValueError(
@@ -75,13 +74,15 @@ class TemporalCall:
                 "a list"
             )
 
-    def unfolded(self, neuron: nn.Module, request: Request) -> Request:
-        """What `neuron` asks of its scan: `request`, whose inputs are folded, as `[T, B, ...]`.
+    def unfolded(
+        self, neuron: nn.Module, arguments: Arguments[Tensor], wanted: Wanted
+    ) -> tuple[Arguments[Tensor], Wanted]:
+        """What the scan of `neuron` gets, from folded inputs, and what is wanted of it.
 
         Raises:
             ValueError: the neuron cannot be run on these inputs inside this call.
         """
-        if request.state is not None or request.final:
+        if arguments.states is not None or wanted.final:
             raise ValueError("inside Temporal, pass state= and return_state= to the container")
         steps, name = self.num_steps, self.names[id(neuron)]
         if name in self.finals and (self.initial or self.final):
@@ -90,7 +91,7 @@ class TemporalCall:
                 "use one module per call"
             )
         inputs = []
-        for x in request.inputs:
+        for x in arguments.inputs:
             if x.ndim == 0 or x.shape[0] % steps:
                 raise ValueError(
                     f"neuron '{name}' received shape {list(x.shape)} inside Temporal: "
@@ -98,9 +99,8 @@ class TemporalCall:
                 )
             inputs.append(unflatten_steps(x, steps))
         state = None if self.initial is None else self.initial.get(name) or None
-        return Request(
-            tuple(inputs), state, self.impl, self.final, False, self.passing, request.outputs
-        )
+        wanted = Wanted(self.final, outputs=wanted.outputs, impl=self.impl)
+        return Arguments(inputs, state, passing=self.passing), wanted
 
 
 class Observer:
@@ -112,9 +112,13 @@ class Observer:
 
     outer: Observer | None = None
 
-    def scan(self, neuron: nn.Module, scan: Scan, request: Request) -> tuple[Outputs, States]:
-        """Run `scan(request)`, the scan of `neuron` or of its block, and return its results."""
-        return scan(request) if self.outer is None else self.outer.scan(neuron, scan, request)
+    def scan(
+        self, neuron: nn.Module, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted
+    ) -> Results[Tensor]:
+        """Run `scan`, of `neuron` or of its block, and return its results."""
+        if self.outer is None:
+            return scan(arguments, wanted)
+        return self.outer.scan(neuron, scan, arguments, wanted)
 
     def pool(self, x: Tensor, y: Tensor) -> None:
         """See a max pooling of `x` by our kernels, which saves less than PyTorch's."""
@@ -195,8 +199,8 @@ def wants_bits(x: Tensor) -> bool:
     return active.spikes is not None and x.numel() >= MIN_VALUES
 
 
-def mark_binary(results: Results, binary: tuple[bool, ...]) -> None:
+def mark_binary(results: Results[Tensor]) -> None:
     """Register binary outputs, so that layers save them as bits."""
     assert active.spikes is not None
-    for y, bits in zip_longest(compress(results.outputs, binary), results.bits):
+    for y, bits in zip_longest(compress(results.outputs, results.binary), results.bits):
         active.spikes.register(y, bits)

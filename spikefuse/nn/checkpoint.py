@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
-from spikefuse.nn.call import TemporalCall, active
+from spikefuse.nn.call import active
 from spikefuse.scan.state_passing import Buffers, Channel, Collectives, StatePassing
 
 T = TypeVar("T")
@@ -28,7 +28,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     neurons. Inside `Temporal` the second call is a part of the same call of the network: neurons
     get the same number of steps, initial states and implementation, and states from other
     processes are not sent twice. Running statistics of batch norms are updated once. Only the
-    tensors among the arguments are saved, spikes as bits.
+    tensors among the arguments are saved, spikes as bits. While `graph_step` records a CUDA graph,
+    layers save what they usually do.
 
     Args:
         function: a module, or a function of tensors.
@@ -54,12 +55,23 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return recompute(first, second, *leaves)
 
 
-def recompute(first: Callable[..., Any], second: Callable[..., Any], *args: Any) -> Any:
+def recompute(
+    first: Callable[..., Any], second: Callable[..., Any], *args: Any, is_random: bool = True
+) -> Any:
     """Return `first(*args)`; backward calls `second(*args)`, which must save the same tensors.
 
     Both are called inside the same call of `Temporal`.
+
+    Args:
+        is_random: whether they may draw random numbers, which a CUDA graph cannot draw twice: while
+            one is recorded, nothing is recomputed then.
     """
-    return torch_checkpoint.checkpoint(_Runs(first, second), *args, use_reentrant=False)
+    is_recorded = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if is_recorded and is_random:
+        return first(*args)
+    return torch_checkpoint.checkpoint(
+        _Runs(first, second), *args, use_reentrant=False, preserve_rng_state=not is_recorded
+    )
 
 
 class _Runs:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, Outputs, States
+from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, States
 from spikefuse.nn.neuron import (
     backend_of,
     call_neuron,
@@ -18,7 +18,7 @@ from spikefuse.nn.neuron import (
     scan_neuron,
 )
 from spikefuse.nn.recurrent import NO_SHARDS
-from spikefuse.scan.op import Request
+from spikefuse.scan.records import Arguments, Results, Wanted
 
 
 class Feedback(nn.Module):
@@ -75,8 +75,8 @@ class Feedback(nn.Module):
         outputs: tuple[str, ...] | None = None,
     ) -> Any:
         names = () if outputs is None else checked_names(outputs)
-        request = Request((x,), state, impl, return_state, outputs=names)
-        return call_neuron(self.neuron, self._scan, request)
+        wanted = Wanted(return_state, outputs=names, impl=impl)
+        return call_neuron(self.neuron, self._scan, Arguments((x,), state), wanted)
 
     def receive(self, x: Tensor, spikes: Tensor) -> Tensor:
         """Return what the neurons receive in one step, of the shape of `x`."""
@@ -94,27 +94,27 @@ class Feedback(nn.Module):
             )
         return x + sent
 
-    def _scan(self, request: Request) -> tuple[Outputs, States]:
-        neuron, (x,), state = self.neuron, request.inputs, request.state
-        if request.passing is not None:
+    def _scan(self, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
+        neuron, (x,), state = self.neuron, arguments.inputs, arguments.states
+        if arguments.passing is not None:
             raise ValueError(NO_SHARDS)
-        backend = backend_of(request.inputs, request.backend)
+        backend = backend_of(arguments.inputs, wanted.impl)
         check_inputs(neuron, type(neuron).input_names, (x,), state, backend, ("spikes",))
-        names = request.outputs and (FIRST_OUTPUT, *request.outputs)
+        names = wanted.outputs and (FIRST_OUTPUT, *wanted.outputs)
         own: States | None = None
         spikes = torch.zeros_like(x[0])
         if state is not None:
             own, spikes = tuple(state[:-1]), state[-1].to(x.dtype)
-        steps = []
+        steps, step = [], Wanted(True, outputs=names, impl=backend)
         for now in x.unbind(0):
             received = self.receive(now, spikes).unsqueeze(0)
-            found, own = scan_neuron(
-                neuron, Request((received,), own, backend, True, outputs=names)
-            )
+            results = scan_neuron(neuron, Arguments((received,), own), step)
+            found, own = tuple(results.outputs), tuple(results.finals)
             if len(found) > 1 and not names:
                 raise TypeError(f"neuron {neuron!r} has {len(found)} outputs: expected one")
             spikes = found[0].squeeze(0)
             steps.append(found[1:] if names else found)
         assert own is not None
         outputs = tuple(map(torch.cat, zip(*steps, strict=True)))
-        return outputs, (*own, spikes.to(torch.promote_types(x.dtype, torch.float32)))
+        end = spikes.to(torch.promote_types(x.dtype, torch.float32))
+        return Results(outputs, (*own, end))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse import neurons, reference
-from spikefuse.neurons.definition import Neuron, Outputs, States, with_outputs
+from spikefuse.neurons.definition import Neuron, States, with_outputs
 from spikefuse.nn.call import Scan, active, mark_binary, wants_bits
 from spikefuse.nn.checkpoint import refuse_recomputation
 from spikefuse.scan import op
 from spikefuse.scan.layout import flatten_steps
-from spikefuse.scan.op import Request
-
+from spikefuse.scan.records import Arguments, Results, Wanted
 
 IMPLEMENTATIONS = ("auto", "triton", "numba", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,51 +32,53 @@ def forward(
     """Run a neuron over time; see `Neuron`."""
     names = () if outputs is None else checked_names(outputs)
     scan: Scan = partial(scan_neuron, neuron)
-    return call_neuron(neuron, scan, Request(inputs, state, impl, return_state, outputs=names))
+    wanted = Wanted(return_state, outputs=names, impl=impl)
+    return call_neuron(neuron, scan, Arguments(inputs, state), wanted)
 
 
 # `spikefuse.neurons` knows neither kernels nor `Temporal`.
 Neuron.forward = forward
 
 
-def call_neuron(neuron: Neuron, scan: Scan, request: Request) -> Any:
+def call_neuron(neuron: Neuron, scan: Scan, arguments: Arguments[Tensor], wanted: Wanted) -> Any:
     """Call a neuron by its own scan or by that of a layer around it."""
     call = active.call
     if call is not None and id(neuron) not in call.names:
-        call.refuse_rows(neuron, request)
+        call.refuse_rows(neuron, arguments.inputs)
         call = None
     elif call is None and not torch.compiler.is_compiling():
         refuse_recomputation(neuron)
     if active.observer is not None:
         scan = partial(active.observer.scan, neuron, scan)
     if call is not None:
-        request = call.unfolded(neuron, request)
+        arguments, wanted = call.unfolded(neuron, arguments, wanted)
         # Not read below: Dynamo forgets what is assigned to it once a tensor has a hook.
         call.current = name = call.names[id(neuron)]
-    outputs, finals = scan(request)
-    is_single = len(outputs) == 1 and not request.outputs
+    results = scan(arguments, wanted)
+    outputs, finals = tuple(results.outputs), tuple(results.finals)
+    is_single = len(outputs) == 1 and not wanted.outputs
     if call is not None:
         call.finals[name], call.current = finals, ""
         if is_single:
             return flatten_steps(outputs[0])
         return tuple(map(flatten_steps, outputs))
     result = outputs[0] if is_single else outputs
-    return (result, finals) if request.final else result
+    return (result, finals) if wanted.final else result
 
 
-def scan_neuron(neuron: Neuron, request: Request) -> tuple[Outputs, States]:
-    """Run a neuron on inputs `[T, B, ...]`: (outputs, final states)."""
-    inputs, state = request.inputs, request.state
-    backend = backend_of(inputs, request.backend)
+def scan_neuron(neuron: Neuron, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
+    """Run a neuron on inputs `[T, B, ...]`."""
+    inputs, state = arguments[:2]
+    final, _, save, outputs, impl = wanted
+    backend = backend_of(inputs, impl)
     check_inputs(neuron, type(neuron).input_names, inputs, state, backend)
     if backend == "reference":
-        return reference.scan(with_outputs(neuron, request.outputs), inputs, state)
+        return Results(*reference.scan(with_outputs(neuron, outputs), tuple(inputs), state))
     bits = wants_bits(inputs[0])
-    request = Request(inputs, state, backend, request.final, bits, request.passing, request.outputs)
-    results, binary = op.scan(neuron, request)
-    if request.bits:
-        mark_binary(results, binary)
-    return tuple(results.outputs), tuple(results.finals)
+    results = op.scan(neuron, arguments, Wanted(final, bits, save, outputs, backend))
+    if bits:
+        mark_binary(results)
+    return results
 
 
 def checked_names(outputs: tuple[str, ...]) -> tuple[str, ...]:
@@ -93,7 +95,7 @@ def checked_names(outputs: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(outputs)
 
 
-def backend_of(inputs: tuple[Tensor, ...], impl: str) -> str:
+def backend_of(inputs: Sequence[Tensor], impl: str) -> str:
     """The implementation that `impl` selects for these inputs."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
@@ -128,8 +130,8 @@ def refuse_class(name: str, value: Any) -> None:
 def check_inputs(
     neuron: Neuron,
     names: tuple[str, ...],
-    inputs: tuple[Tensor, ...],
-    state: States | None,
+    inputs: Sequence[Tensor],
+    state: Sequence[Tensor] | None,
     backend: str,
     more_states: tuple[str, ...] = (),
 ) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from spikefuse import reference
-from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, Outputs, States, with_outputs
+from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, States, with_outputs
 from spikefuse.nn.call import mark_binary, wants_bits
 from spikefuse.nn.neuron import backend_of, call_neuron, check_inputs, checked_names, refuse_class
-from spikefuse.scan.op import Request
+from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.scan.recurrent import recurrent_scan
 
 NO_SHARDS = (
@@ -137,14 +137,14 @@ class Recurrent(nn.Module):
         outputs: tuple[str, ...] | None = None,
     ) -> Any:
         names = () if outputs is None else checked_names(outputs)
-        request = Request(inputs, state, impl, return_state, outputs=names)
-        return call_neuron(self.neuron, self._scan, request)
+        wanted = Wanted(return_state, outputs=names, impl=impl)
+        return call_neuron(self.neuron, self._scan, Arguments(inputs, state), wanted)
 
-    def _scan(self, request: Request) -> tuple[Outputs, States]:
-        neuron, state, inputs = self.neuron, request.state, request.inputs
-        if request.passing is not None:
+    def _scan(self, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
+        neuron, state, inputs = self.neuron, arguments.states, tuple(arguments.inputs)
+        if arguments.passing is not None:
             raise ValueError(NO_SHARDS)
-        backend = backend_of(inputs, request.backend)
+        backend = backend_of(inputs, wanted.impl)
         check_inputs(neuron, type(neuron).input_names, inputs, state, backend, ("spikes",))
         if inputs[0].ndim != 3 or inputs[0].shape[2] != self.features:
             raise ValueError(
@@ -164,18 +164,18 @@ class Recurrent(nn.Module):
         if self.bias is not None:
             inputs = (inputs[0] + self.bias.to(inputs[0].dtype), *inputs[1:])
         # What is fed back must be the first output.
-        names = request.outputs and (FIRST_OUTPUT, *request.outputs)
+        names = wanted.outputs and (FIRST_OUTPUT, *wanted.outputs)
         skipped = 1 if names else 0
         with torch.autocast(kind, enabled=False):
             if backend == "reference":
                 selected = with_outputs(neuron, names)
                 outputs, final = reference.scan(selected, inputs, state, weight)
-                return outputs[skipped:], final
-            request = Request(inputs, state, backend, request.final, outputs=names)
-            results, binary = recurrent_scan(neuron, request, weight)
+                return Results(outputs[skipped:], final)
+            wanted = Wanted(wanted.final, outputs=names, impl=backend)
+            results = recurrent_scan(neuron, Arguments(inputs, state), wanted, weight)
         if wants_bits(inputs[0]):
-            mark_binary(results, binary)
-        return tuple(results.outputs[skipped:]), tuple(results.finals)
+            mark_binary(results)
+        return results._replace(outputs=results.outputs[skipped:])
 
     def _effective_weight(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """The weight `[heads, width, width]` in the dtype of the outputs."""

@@ -87,9 +87,5 @@ class Stream:
             error.add_note("a stream reads its inputs as one time step [B, ...], without T")
             raise
         # A network need not call all of its neurons at each step.
-        self._store({**dict.fromkeys(neurons, ()), **(self._state or {}), **call.finals})
+        self._state = {**dict.fromkeys(neurons, ()), **(self._state or {}), **call.finals}
         return y
-
-    def _store(self, state: dict[str, States]) -> None:
-        """Take the states after a step. `graph_step` watches it."""
-        self._state = state

@@ -185,8 +185,9 @@ class Temporal(nn.Module):
         args: Sequence[Any] = inputs
         if self.batch_first:
             args, kwargs = pytree.tree_map_only(Tensor, _swap_dims, (args, kwargs))
-        if self.captured is None and self.memory.capture is not None:
-            self.captured = self.memory.capture()
+        capture = self.memory.capture
+        if self.captured is None and capture is not None and not torch.compiler.is_compiling():
+            self.captured = capture()
         try:
             with call:
                 if self.captured is not None and impl != "reference":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache, partial, reduce
 from itertools import compress
 from operator import attrgetter, itemgetter
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,89 +20,13 @@ from torch import Tensor
 from spikefuse.kernels.triton_runtime import TritonLaunch
 from spikefuse.scan.layout import MAX_STRIDES, layout_of, outer_stride
 from spikefuse.scan.program import CHANNEL, FLOAT, SCALAR, Launch, Launcher, Variant, program
+from spikefuse.scan.records import Arguments, MaybeTensors, Results, Tensors, Wanted
 
-Tensors = Sequence[Tensor]
-MaybeTensors = Sequence[Tensor | None]
-Flags = Sequence[bool]
 #: Shape, strides, dtype and device of an input.
 Spec = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]
 
-
-class Arguments(NamedTuple):
-    """What a scan reads.
-
-    Attributes:
-        inputs: `[T, B, ...]` each.
-        states: the initial states, `[B, ...]` each; empty to start from rest.
-        params: tensor parameters, in the order of the program.
-        scalars: float parameters, in the order of the program.
-    """
-
-    inputs: Tensors
-    states: Tensors
-    params: Tensors
-    scalars: Sequence[float]
-
-
-class Wanted(NamedTuple):
-    """What a forward pass returns besides the outputs.
-
-    Attributes:
-        save: the states that backward starts its chunks from.
-        final: the states after the last step.
-        bits: the binary outputs as bits, if kernels can write them.
-    """
-
-    save: bool = False
-    final: bool = False
-    bits: bool = False
-
-
-class Results(NamedTuple):
-    """What a forward pass writes.
-
-    Attributes:
-        outputs: `[T, B, ...]` each.
-        finals: the final states, `[B, ...]` each; empty if not wanted.
-        saved: the states saved for backward, `[chunks - 1, N]` each; None if not wanted.
-        bits: one uint8 tensor for each binary output, one bit per value in the order of memory.
-    """
-
-    outputs: list[Tensor]
-    finals: list[Tensor]
-    saved: list[Tensor] | None
-    bits: list[Tensor]
-
-
-class Incoming(NamedTuple):
-    """Gradients of the results, None for a result without one."""
-
-    outputs: MaybeTensors
-    finals: MaybeTensors
-
-
-class Needs(NamedTuple):
-    """Which gradients a backward pass returns; `states` stands for all initial states."""
-
-    inputs: tuple[bool, ...]
-    states: bool
-    params: tuple[bool, ...]
-
-
-class ScanGradients(NamedTuple):
-    """What a backward pass writes: the needed gradients. Those of parameters are sums, see
-    `Launcher.sums_shape`."""
-
-    needs: Needs
-    inputs: list[Tensor]
-    states: list[Tensor]
-    params: list[Tensor]
-
-
 _dtype, _is_none = attrgetter("dtype"), partial(operator.is_, None)
-#: Variant, needs, missing gradients of results, and what describes the sequences.
-_BackwardKey = tuple[Variant, Needs, tuple[bool, ...], tuple[Hashable, ...]]
-
+_META = torch.device("meta")
 PLAIN, REPAIR, REBUILD = Variant(), Variant(repair=True), Variant(rebuild=True)
 
 
@@ -129,8 +53,12 @@ class Execution:
         self.is_ahead = False
 
     def forward(
-        self, arguments: Arguments, results: Results, repair: bool = False, ahead: bool = False
-    ) -> Results:
+        self,
+        arguments: Arguments[Tensor],
+        results: Results[Tensor],
+        repair: bool = False,
+        ahead: bool = False,
+    ) -> Results[Tensor]:
         """Run the program and write `results`.
 
         Args:
@@ -142,8 +70,7 @@ class Execution:
         if not self.layout.num_neurons:
             return results
         inputs = arguments.inputs if self._inputs_fit else self._conform(arguments.inputs)
-        outputs: Tensors = results.outputs
-        finals, saved, bits = results.finals, results.saved, results.bits
+        outputs, finals, saved, bits = results[:4]
         key = len(bits), repair, *map(Tensor.stride, outputs)
         launch = self._launches.get(key)
         if launch is None:  # of outputs in this layout, or of others
@@ -155,7 +82,7 @@ class Execution:
                 key, self.program.forward(), sequences, variant
             )
         starts = arguments.states and self._conform_steps(arguments.states)
-        by_state = self.by_state(starts, finals, None if saved is None else saved or self._no_rows)
+        by_state = self.by_state(starts, finals, saved or (self._no_rows if repair else None))
         values = self.values(arguments) if arguments.params else arguments.scalars
         if ahead:
             assert isinstance(launch, TritonLaunch)
@@ -168,58 +95,80 @@ class Execution:
 
     def backward(
         self,
-        arguments: Arguments,
+        arguments: Arguments[Tensor],
         saved: Tensors,
-        incoming: Incoming,
-        gradients: ScanGradients,
+        incoming: Results[Tensor | None],
+        gradients: Arguments[Tensor | None],
         variant: Variant = PLAIN,
-    ) -> ScanGradients:
+        ahead: bool = False,
+    ) -> Arguments[Tensor | None]:
         """Run the program's reverse and write `gradients`.
 
         Args:
             saved: the saved states.
+            incoming: gradients of the results, None for a result without one.
             gradients: from `new_gradients`, or with gradients of inputs that lie elsewhere.
             variant: `REBUILD` writes `saved` first, for programs that can. `REPAIR` adds the
                 contribution of `incoming.finals`, which arrived late, to gradients that were
                 computed without them, until 2^-32 of it is left, neuron by neuron.
+            ahead: see `compile_backward`.
         """
-        layout, needs = self.layout, gradients.needs
+        layout = self.layout
         if not layout.num_neurons:
             return gradients
-        # Saved-tensor hooks may have changed the layout of the inputs.
-        inputs = self._fitting(arguments.inputs)
-        written = gradients.inputs and self._fitting(gradients.inputs)
-        arriving: list[Tensor] = []
-        for g in incoming.outputs:
-            if g is None:
-                g = layout.empty_step(self.device).zero_().expand(layout.shape)
-            arriving.append(g if layout.outer_strides.get(g.stride()) else layout.conform(g))
+        known = layout.outer_strides
         # A repair does not read the gradients of the outputs.
-        arriving = [inputs[0]] * self.num_outputs if variant.repair else arriving
-        sequences = [*inputs, *arriving, *written]
-        missing = (*map(_is_none, incoming.outputs), *map(_is_none, incoming.finals))
+        arriving = [arguments.inputs[0]] * self.num_outputs if variant.repair else incoming.outputs
+        sequences: list[Tensor] = []
+        targets: list[tuple[Tensor, Tensor]] = []
+        for x in (*arguments.inputs, *arriving):
+            if x is None:
+                x = layout.empty_step(self.device).zero_().expand(layout.shape)
+            # Saved-tensor hooks may have changed the layout of the inputs.
+            sequences.append(x if known.get(x.stride()) else layout.conform(x))
+        for x in gradients.inputs:
+            if x is not None:
+                fits = known.get(x.stride()) or layout.fits(x)
+                sequences.append(x if fits else layout.empty(x, x.dtype))
+                if not fits:
+                    targets.append((sequences[-1], x))
+        absent = *incoming.outputs, *incoming.finals, *gradients.inputs, *gradients.params
+        missing, has_states = tuple(map(_is_none, absent)), bool(gradients.states)
         described = *map(Tensor.stride, sequences), *map(_dtype, sequences)
-        key = variant, needs, missing, described
-        launch = self._launches.get(key) or self._prepare_backward(key, sequences)
+        key = variant, missing, has_states, described
+        launch = self._launches.get(key)
+        if launch is None:
+            kernel = self._reverse(incoming, gradients, variant)
+            has_sums = any(g is not None for g in gradients.params)
+            launch = self._prepare(key, kernel, sequences, variant, has_sums)
         by_state = self.by_state(
             arguments.states and self._conform_steps(arguments.states),
-            saved or self._no_rows,
+            saved,
             incoming.finals and self._conform_steps(incoming.finals),
             gradients.states,
         )
         values = self.values(arguments) if arguments.params else arguments.scalars
-        launch(sequences, by_state, gradients.params, values)
-        if written is not gradients.inputs:
-            _copy_back(written, gradients.inputs)
+        sums = [g for g in gradients.params if g is not None]
+        if ahead:
+            assert isinstance(launch, TritonLaunch)
+            launch.compile_ahead(sequences, by_state, sums, values)
+            return gradients
+        launch(sequences, by_state, sums, values)
+        for written, target in targets:
+            target.copy_(written)
         return gradients
 
-    def compile_forward(self, arguments: Arguments, wanted: Wanted) -> None:
+    def compile_forward(self, arguments: Arguments[Tensor], wanted: Wanted) -> None:
         """Begin to compile the kernel of a first `forward`. Of parameters, only dtypes matter."""
         if self.device.type != "cpu" and self._inputs_fit:
             self.forward(arguments, self.new_results(wanted), ahead=True)
 
     def compile_backward(
-        self, arguments: Arguments, results: Results, needs: Needs, variant: Variant = PLAIN
+        self,
+        arguments: Arguments[Tensor],
+        results: Results[Tensor],
+        needs: Arguments[bool],
+        variant: Variant = PLAIN,
     ) -> None:
         """Begin to compile a kernel that `backward` is expected to need: for gradients of all
         outputs, in the memory order of the outputs, and of no final states."""
@@ -228,21 +177,13 @@ class Execution:
         self.is_ahead, fits = True, self.layout.num_neurons and self._inputs_fit
         if self.device.type == "cpu" or not fits or not self.program.is_differentiable:
             return
-        written = [self._new_sequence(dtype=dtype, device="meta")
-                   for dtype in compress(self.dtypes, needs.inputs)]  # fmt: skip
-        sequences = [*arguments.inputs, *results.outputs, *written]
-        missing = (False,) * self.num_outputs + (True,) * len(results.finals)
-        row = torch.empty(0, device="meta")
-        rows, sums = [row] * self.num_states, [row] * sum(needs.params)
-        starts, gradients = rows if arguments.states else None, rows if needs.states else None
-        by_state = self.by_state(starts, rows, None, gradients)
-        described = *map(Tensor.stride, sequences), *map(_dtype, sequences)
-        key = variant, needs, missing, described
-        launch = self._launches.get(key) or self._prepare_backward(key, sequences)
-        if isinstance(launch, TritonLaunch):
-            launch.compile_ahead(sequences, by_state, sums, self.values(arguments))
+        gradients, rows = self.new_gradients(needs, device=_META), self.new_steps(_META)
+        arguments = arguments._replace(states=rows if arguments.states else None)
+        incoming: Results[Tensor | None] = Results(results.outputs, [None] * len(results.finals))
+        saved = rows if self.num_saved else []
+        self.backward(arguments, saved, incoming, gradients, variant, ahead=True)
 
-    def new_results(self, wanted: Wanted, outputs: list[Tensor] | None = None) -> Results:
+    def new_results(self, wanted: Wanted, outputs: Tensors | None = None) -> Results[Tensor]:
         """Unwritten results, `outputs` among them if they are given."""
         if outputs is None:
             outputs = []
@@ -252,23 +193,31 @@ class Execution:
         saved = self.new_saved() if wanted.save and self.num_saved else []
         num, num_bytes = len(self._no_bits), self.layout.num_steps * self.layout.num_neurons // 8
         bits = self._empty(num, num_bytes, torch.uint8) if wanted.bits and self.packs else []
-        return Results(outputs, finals, saved if wanted.save else None, bits)
+        return Results(outputs, finals, saved, bits, self.program.step.binary)
 
-    def new_gradients(self, needs: Needs, inputs: list[Tensor] | None = None) -> ScanGradients:
-        """Unwritten gradients, `inputs` among them if they are given."""
+    def new_gradients(
+        self,
+        needs: Arguments[bool],
+        inputs: Sequence[Tensor | None] | None = None,
+        device: torch.device | None = None,
+    ) -> Arguments[Tensor | None]:
+        """Unwritten gradients, `inputs` among them if they are given; None where not needed. Those
+        of parameters are sums, see `Launcher.sums_shape`."""
+        device = device or self.device
         if inputs is None:
             inputs = []
-            for dtype in compress(self.dtypes, needs.inputs):
-                inputs.append(self._new_sequence(dtype=dtype, device=self.device))
-        starts = self.new_steps() if needs.states else []
-        params = self._empty(sum(needs.params), *self._sums_shape) if True in needs.params else []
+            for dtype, needed in zip(self.dtypes, needs.inputs, strict=True):
+                inputs.append(self._new_sequence(dtype=dtype, device=device) if needed else None)
+        states, params = self.new_steps(device) if needs.states else [], []
+        for needed in needs.params:
+            params.append(self._empty(1, *self._sums_shape, device)[0] if needed else None)
         if not self.layout.num_neurons:  # no kernel is launched
-            params = [*map(torch.zero_, params)]
-        return ScanGradients(needs, inputs, starts, params)
+            params = [None if total is None else total.zero_() for total in params]
+        return Arguments(inputs, states, params)
 
-    def new_steps(self) -> list[Tensor]:
+    def new_steps(self, device: torch.device | None = None) -> list[Tensor]:
         """One unwritten time step for each state."""
-        return [self.layout.empty_step(self.device) for _ in range(self.num_states)]
+        return [self.layout.empty_step(device or self.device) for _ in range(self.num_states)]
 
     def new_saved(self) -> list[Tensor]:
         """Unwritten saved states, of a sequence of several chunks."""
@@ -291,15 +240,23 @@ class Execution:
         Triton can tell because their number is a multiple of 16."""
         return bool(self._no_bits) and self.layout.num_neurons % 16 == 0
 
-    def reduce(self, sums: Tensors, params: Tensors) -> list[Tensor]:
+    def reduce(self, sums: MaybeTensors, params: Tensors) -> list[Tensor | None]:
         """Gradients of parameters, from their sums."""
-        totals = map(self.layout.reduce_to, sums, params)
-        return [total.to(p.dtype) for total, p in zip(totals, params, strict=True)]
+        found: list[Tensor | None] = []
+        for total, p in zip(sums, params, strict=True):
+            found.append(None if total is None else self.layout.reduce_to(total, p).to(p.dtype))
+        return found
 
-    def _empty(self, count: int, shape: int | tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    def _empty(
+        self,
+        count: int,
+        shape: int | tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> list[Tensor]:
         found = []
         for _ in range(count):
-            found.append(torch.empty(shape, dtype=dtype, device=self.device))
+            found.append(torch.empty(shape, dtype=dtype, device=device or self.device))
         return found
 
     @cached_property
@@ -309,8 +266,7 @@ class Execution:
 
     @cached_property
     def _no_rows(self) -> tuple[Tensor, ...]:
-        """In place of the saved states of a short sequence, which has none. None would select
-        other kernels; a null address counts as aligned."""
+        """In place of the saved states of a short sequence, which has none, in a repair."""
         nothing = torch.empty(0, dtype=torch.float32, device=self.device)
         return (nothing,) * self.num_states
 
@@ -320,8 +276,10 @@ class Execution:
         by_channel, itemsize = CHANNEL in self.program.kinds, self.dtypes[0].itemsize
         return launcher.sums_shape(self.layout, itemsize, self.device, by_channel)
 
-    def _prepare_backward(self, key: _BackwardKey, sequences: Tensors) -> Launch:
-        variant, needs, missing, _ = key
+    def _reverse(
+        self, incoming: Results[Tensor | None], needs: Arguments[Any], variant: Variant = PLAIN
+    ) -> object:
+        """The backward kernel for these gradients, of which those that are None do not matter."""
         if not self.program.is_differentiable:
             warnings.warn(
                 f"no output of {self.program.step.name}.step has a gradient, so nothing before "
@@ -329,11 +287,12 @@ class Execution:
                 "self.surrogate(v - threshold), not with a comparison",
                 stacklevel=3,
             )
+        missing = tuple(map(_is_none, (*incoming.outputs, *incoming.finals)))
         # A repair adds the gradients of final states to those that ignored them.
         program, step = self.program, self.program.step
         absent = () if variant.repair else program.reverse.absent(step, missing)
-        kernel = self.program.backward(*self.names(needs), absent)
-        return self._prepare(key, kernel, sequences, variant, True in needs.params)
+        needed = [[x is not None for x in group] for group in (needs.inputs, needs.params)]
+        return program.backward(*self.names(Arguments(needed[0], params=needed[1])), absent)
 
     def _prepare(
         self,
@@ -378,7 +337,7 @@ class Execution:
                 found.append(role[i] if role else None)
         return found
 
-    def values(self, arguments: Arguments) -> Sequence[float | Tensor]:
+    def values(self, arguments: Arguments[Tensor]) -> Sequence[float | Tensor]:
         """Parameters in the order of the kernel, tensors as contiguous float32."""
         params = []
         for p in arguments.params:
@@ -394,7 +353,7 @@ class Execution:
         places = sorted(range(len(kinds)), key=tensors_first.__getitem__)
         return itemgetter(*places) if len(places) > 1 else tuple
 
-    def names(self, needs: Needs) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def names(self, needs: Arguments[bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The names of the inputs and parameters that need gradients."""
         inputs, tensors = self.program.step.inputs, self.program.params(SCALAR, CHANNEL)
         return tuple(compress(inputs, needs.inputs)), tuple(compress(tensors, needs.params))

@@ -1,8 +1,8 @@
 """The fused scan as a PyTorch operation: library ops, their fakes, and autograd.
 
-A `Call` is an operation without its tensors. `register` makes it an op of the library and its
-backward another one, for torch.compile, fake tensors and subclasses. Eager calls share forward and
-backward with the ops but skip the dispatcher, which costs several times a small kernel.
+A `Call` is a scan without its tensors. `register` makes each kind of call an op of the library and
+its backward another one, for torch.compile, fake tensors and subclasses. Eager calls share forward
+and backward with the ops but skip the dispatcher, which costs several times a small kernel.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, compress
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,23 +20,14 @@ from torch.autograd import forward_ad
 
 from spikefuse.compiler.adjoint import has_gradient
 from spikefuse.kernels.triton_runtime import interpreted
-from spikefuse.neurons.definition import Neuron, States, channel_view, with_outputs
+from spikefuse.neurons.definition import Neuron, channel_view, with_outputs
 from spikefuse.neurons.surrogate import no_gradient
-from spikefuse.scan import state_passing
+from spikefuse.scan import microbatches
 from spikefuse.scan.double_backward import no_double_backward, refuse_double_backward
-from spikefuse.scan.execution import (
-    Arguments,
-    Execution,
-    Flags,
-    Incoming,
-    MaybeTensors,
-    Needs,
-    Results,
-    Tensors,
-    Wanted,
-    execution_of,
-)
-from spikefuse.scan.program import Kinds, kinds_of, prepare, sizes_of
+from spikefuse.scan.execution import Execution, execution_of
+from spikefuse.scan.microbatches import Gradients
+from spikefuse.scan.program import Kinds, Variant, kinds_of, prepare, sizes_of
+from spikefuse.scan.records import Arguments, MaybeTensors, Results, Tensors, Wanted
 from spikefuse.scan.state_passing import StatePassing
 
 #: Kernels are compiled in this process, and an exported program would not find them in another.
@@ -49,160 +39,168 @@ NO_EXPORT = (
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 library = torch.library.Library("spikefuse", "DEF")
+T = TypeVar("T")
+Needs = Arguments[bool]
 
 
-class Request(NamedTuple):
-    """What a neuron asks of its scan.
-
-    Attributes:
-        inputs: `[T, B, ...]` each.
-        state: the initial states, or None to start from rest.
-        backend: "triton" or "numba"; for neurons also "reference" or "auto".
-        final: whether to return the final states.
-        bits: whether to return binary outputs as bits, if the kernel can write them.
-        passing: where the first state comes from, None for `state`.
-        outputs: names of the outputs and states to return over time; empty for all outputs.
-    """
-
-    inputs: tuple[Tensor, ...]
-    state: States | None = None
-    backend: str = "auto"
-    final: bool = False
-    bits: bool = False
-    passing: StatePassing | None = None
-    outputs: tuple[str, ...] = ()
-
-
-class ProgramChoice(NamedTuple):
-    """The program of a definition and the values that it reads.
-
-    Attributes:
-        binary: for each output, whether all its values are sure to be 0 or 1.
-    """
-
-    name: str
-    binary: tuple[bool, ...]
-    scalars: list[float]
-    params: list[Tensor]
-
-
-def scan(definition: Neuron, request: Request) -> tuple[Results, tuple[bool, ...]]:
+def scan(definition: Neuron, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
     """Run `definition` over dim 0 of the inputs in one kernel; see `spikefuse.reference.scan`.
 
-    Returns:
-        The results, and for each output whether all its values are sure to be 0 or 1.
+    Args:
+        arguments: without parameters, which are those of the definition.
+        wanted: its `impl` is "triton" or "numba".
     """
-    inputs = request.inputs
-    check_backend(request.backend, inputs[0])
-    name, binary, scalars, params = choose(definition, request.backend, inputs[0], request.outputs)
-    arguments = Arguments(inputs, request.state or (), params, scalars)
-    wanted = Wanted(False, request.final, request.bits)
-    return run(name, arguments, wanted, request.passing), binary
+    inputs, states, _, _, _, passing = arguments
+    check_backend(wanted.impl, inputs[0])
+    known = None
+    if not torch.compiler.is_compiling():
+        known = definition.description().cache.get((wanted.impl, wanted.outputs))
+    program, scalars, params = known or choose(definition, inputs[0], wanted)
+    call = Call(program, scalars, passing)
+    return execute(call, Arguments(inputs, states, params, (), scalars, passing), wanted)
 
 
-def run(
-    name: str, arguments: Arguments, wanted: Wanted, passing: StatePassing | None = None
-) -> Results:
-    """Run a program, with gradients of all tensors. The results hold no saved states."""
-    inputs, states, params, scalars = arguments
-    counts = [len(inputs), len(states)]
-    call = ScanCall([name], counts, scalars, passing, wanted.bits)
-    return execute(call, [*inputs, *states, *params], wanted.final)
+def run(program: str, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
+    """Run a program, by its name, with gradients of all tensors."""
+    return execute(Call(program, arguments.scalars, arguments.passing), arguments, wanted)
 
 
 @dataclass
 class Call:
-    """An operation without its tensors: what autograd stores between forward and backward.
-
-    Its tensors are inputs, initial states and others. `forward` returns outputs, final states (if
-    asked), and what backward reads besides the tensors (if asked). `backward` takes what was saved,
-    and returns the gradients of the needed tensors.
+    """A scan without its tensors: what autograd stores between forward and backward.
 
     Attributes:
-        programs: their names; the first one determines the outputs and states.
-        counts: the numbers of inputs and initial states.
-        saves_states: whether forward saves what backward could recompute.
-        num_outputs: known after forward.
+        program: its name.
+        execution: of the program on the inputs, known after forward.
         overwrites: whether backward may write into what forward saved.
-        microbatches: with state passing, the numbers of initial and saved states of each.
     """
 
-    programs: Sequence[str]
-    counts: Sequence[int]
-    scalars: Sequence[float]
+    program: str
+    scalars: Sequence[float] = ()
     passing: StatePassing | None = None
-    wants_bits: bool = False
-    saves_states: bool = True
-    num_outputs: int = field(default=0, init=False)
+    execution: Execution | None = field(default=None, init=False)
     overwrites: bool = field(default=False, init=False)
-    bits: Tensors = field(default=(), init=False)
-    microbatches: Sequence[tuple[int, int]] = field(default=(), init=False)
+    #: Where inputs, states, params and prologue end in the list of all tensors.
+    _ends: tuple[int, int, int, int] = field(default=(0, 0, 0, 0), init=False)
     #: The name of the library op.
-    op: ClassVar[str]
-    #: Which of the tensors backward reads.
-    read = slice(None)
+    op: ClassVar[str] = "scan"
+    #: The number of first tensors in whose place backward reads what forward has saved.
+    replaced: ClassVar[int] = 0
 
-    def arguments(self, tensors: Tensors) -> Arguments:
-        split, end = self.counts[0], sum(self.counts)
-        return Arguments(tensors[:split], tensors[split:end], tensors[end:], self.scalars)
+    def flatten(self, arguments: Arguments[T]) -> list[T]:
+        """All tensors of the arguments."""
+        inputs, states, params, prologue, *_ = arguments
+        a = len(inputs)
+        b = a + len(states or ())
+        c = b + len(params)
+        self._ends = a, b, c, c + len(prologue)
+        return [*inputs, *(states or ()), *params, *prologue]
 
-    def num_results(self, final: bool) -> int:
-        self.num_outputs, num_states = sizes_of(self.programs[0])
-        return self.num_outputs + (num_states if final else 0)
+    def unflatten(self, values: Sequence[T]) -> Arguments[T]:
+        """The arguments of the last `flatten`, with other values in place of its tensors."""
+        (a, b, c, d), scalars = self._ends, self.scalars
+        return Arguments(values[:a], values[a:b], values[b:c], values[c:d], scalars, self.passing)
 
-    def forward(self, tensors: Tensors, save: bool, final: bool) -> tuple[Tensors, Tensors]:
-        """The outputs and final states, and what else to save for backward."""
-        raise NotImplementedError
+    def forward(
+        self, arguments: Arguments[Tensor], wanted: Wanted, ahead: bool = False
+    ) -> Results[Tensor]:
+        """The results; `ahead` begins to compile the kernels of backward, too."""
+        resolved = self.resolve(arguments) if arguments.prologue else arguments
+        self.execution = execution = execution_of(self.program, arguments.inputs)
+        if self.passing is not None:
+            return microbatches.forward(execution, resolved, wanted)
+        results = execution.new_results(wanted)
+        if ahead and not execution.is_ahead:
+            needs = self.unflatten([t.requires_grad for t in self.flatten(arguments)])
+            self.compile_backward(resolved, results, needs)
+        return execution.forward(resolved, results)
 
-    def backward(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
-        """The gradients of the needed tensors of `forward`.
+    def backward(
+        self,
+        arguments: Arguments[Tensor],
+        saved: Tensors,
+        incoming: Results[Tensor | None],
+        needs: Needs,
+    ) -> Gradients:
+        """The gradients of the arguments, None where not needed.
 
         Args:
-            tensors: those of `forward` that it reads, and then what else was saved.
-            grads: of the outputs and final states.
+            saved: what forward has saved.
+            incoming: the gradients of the results.
         """
+        execution = self.execution or execution_of(self.program, arguments.inputs)
+        if self.passing is None:
+            gradients = execution.new_gradients(needs)
+            rebuilds = bool(execution.num_saved and not saved)
+            saved = execution.new_saved() if rebuilds else saved
+            execution.backward(arguments, saved, incoming, gradients, Variant(rebuild=rebuilds))
+            if gradients.params:
+                params = execution.reduce(gradients.params, arguments.params)
+                gradients = gradients._replace(params=params)
+            return gradients
+        inputs = execution.new_gradients(Arguments(needs.inputs)).inputs
+        scans = microbatches.split(execution, arguments, saved)
+        found, _ = microbatches.backward(scans, incoming, needs, inputs)
+        states = [g.states or () for g in found] if arguments.states else []
+        rows = [scan.execution.reduce(g.params, arguments.params)
+                for scan, g in zip(scans, found, strict=True)]  # fmt: skip
+        return Arguments(inputs, microbatches.joined(states), microbatches.added(rows))
+
+    def resolve(self, arguments: Arguments[Tensor]) -> Arguments[Tensor]:
+        """What the program reads, in place of a prologue."""
         raise NotImplementedError
 
-    def new_results(self, tensors: Tensors, save: bool, final: bool) -> list[Tensor]:
+    def compile_backward(
+        self, arguments: Arguments[Tensor], results: Results[Tensor], needs: Needs
+    ) -> None:
+        """Begin to compile the kernels of `backward`, while other layers run forward."""
+        execution = self.execution
+        assert execution is not None
+        rebuilds = bool(execution.num_saved and not results.saved)
+        execution.compile_backward(arguments, results, needs, Variant(rebuild=rebuilds))
+
+    def new_results(self, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
         """What `forward` returns, without values."""
-        execution = fake_execution(self.programs[0], self.arguments(tensors).inputs)
-        results = execution.new_results(Wanted(save, final))
-        return [*results.outputs, *results.finals, *(results.saved or ())]
+        return fake_execution(self.program, arguments.inputs).new_results(wanted)
 
-    def new_gradients(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
+    def new_gradients(
+        self, arguments: Arguments[Tensor], incoming: Results[Tensor | None], needs: Needs
+    ) -> Gradients:
         """What `backward` returns, without values."""
-        arguments, needs = self.arguments(tensors[: len(needed)]), self.needs(needed)
-        execution = fake_execution(self.programs[0], arguments.inputs)
-        found = execution.new_gradients(needs._replace(params=()))
-        states = compress(found.states, needed[self.counts[0] : sum(self.counts)])
-        params = compress(arguments.params, needs.params)
-        return [*found.inputs, *states, *map(torch.empty_like, params)]
-
-    def needs(self, needed: Flags) -> Needs:
-        split, end = self.counts[0], sum(self.counts)
-        return Needs(tuple(needed[:split]), end > split, tuple(needed[end:]))
+        execution = fake_execution(self.program, arguments.inputs)
+        found = execution.new_gradients(Arguments(needs.inputs, needs.states))
+        groups = (arguments.params, arguments.prologue)
+        return found._replace(params=_like(groups[0]), prologue=_like(groups[1]))
 
 
-def execute(call: Call, tensors: Tensors, final: bool) -> Results:
-    """The results of a call, with gradients of all tensors. They hold no saved states."""
-    save = False
+def _like(tensors: Tensors) -> list[Tensor | None]:
+    return [*map(torch.empty_like, tensors)]
+
+
+def execute(call: Call, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
+    """The results of a call, with gradients of all tensors."""
+    tensors, needed = call.flatten(arguments), False
     if torch.is_grad_enabled():
         for t in tensors:
             if t.requires_grad:
-                save = True
+                needed = True
                 break
-    found: Tensors
     if call.passing is None and not is_plain(tensors):
-        given = call.programs, list(tensors), call.counts, list(call.scalars)
+        groups = [*arguments.inputs], [*(arguments.states or ())], [*arguments.params]
+        prologue, options = [*arguments.prologue], (needed and wanted.save, wanted.final)
         run_op = getattr(torch.ops.spikefuse, call.op)
-        found = run_op(*given, save and call.saves_states, final)[: call.num_results(final)]
-    elif call.passing is not None and torch.compiler.is_compiling():
-        return _execute_outside_dynamo(call, tensors, final)
-    else:
-        found = _apply(call, final, *tensors) if save else call.forward(tensors, False, final)[0]
-    # The graph keeps `call` alive, but must not hold the bits.
-    num, bits, call.bits = call.num_outputs, list(call.bits), ()
-    return Results(list(found[:num]), list(found[num:]), None, bits)
+        found = run_op(call.program, *groups, prologue, list(call.scalars), *options)
+        binary, num_states = sizes_of(call.program)
+        end = len(binary) + (num_states if wanted.final else 0)
+        return Results(found[: len(binary)], found[len(binary) : end], binary=binary)
+    if call.passing is not None and torch.compiler.is_compiling():
+        return _execute_outside_dynamo(call, arguments, wanted)
+    if not needed:
+        return call.forward(arguments, Wanted(wanted.final, wanted.bits, save=False))
+    *found, bits = _apply(call, arguments, wanted, *tensors)
+    assert call.execution is not None
+    num, binary = call.execution.num_outputs, call.execution.program.step.binary
+    return Results(found[:num], found[num:], (), bits, binary)
 
 
 # States are passed between processes, which torch.compile must not trace.
@@ -213,17 +211,19 @@ class _Eager(torch.autograd.Function):
     """The autograd of eager calls."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, final: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results, saved = call.forward(tensors, True, final)
-        ctx.save_for_backward(*tensors[call.read], *saved)
+    def forward(
+        ctx: Any, call: Call, arguments: Arguments[Tensor], wanted: Wanted, *tensors: Tensor
+    ) -> tuple[Any, ...]:
+        results = call.forward(arguments, wanted, ahead=True)
+        ctx.save_for_backward(*tensors[call.replaced :], *results.saved)
         ctx.set_materialize_grads(False)
         ctx.call = call
-        return tuple(results)
+        return *results.outputs, *results.finals, results.bits
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        needed = ctx.needs_input_grad[2:]
-        return None, None, *_differentiate(ctx.call, ctx.saved_tensors, grads, needed)
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        call, needed = ctx.call, ctx.needs_input_grad[3:]
+        return None, None, None, *_differentiate(call, ctx.saved_tensors, grads[:-1], needed)
 
 
 # `torch.autograd.Function.apply` also checks for function transforms. Here, `is_plain` or
@@ -232,92 +232,43 @@ _apply = super(torch.autograd.Function, _Eager).apply
 
 
 def _differentiate(
-    call: Call, tensors: Tensors, grads: MaybeTensors, needed: Flags
-) -> list[Tensor | None]:
-    """The gradients of a call's tensors, None where none is needed; see `Call.backward`."""
+    call: Call, tensors: Tensors, grads: MaybeTensors, needed: Sequence[bool]
+) -> MaybeTensors:
+    """The gradients of all tensors of a call, from the tensors that autograd has saved and the
+    gradients of the results."""
     found: MaybeTensors
-    if call.passing is not None or is_plain(tensors):  # the library op passes no states
-        # Without retain_graph, nobody reads the saved tensors after this.
-        call.overwrites = not torch._C._autograd._get_current_graph_task_keep_graph()
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                found = call.backward(tensors, grads, needed)
-            found = refuse_double_backward(found, *tensors, *grads)
-        else:
-            found = call.backward(tensors, grads, needed)
-    else:
-        given = call.programs, list(tensors), call.counts, list(call.scalars)
+    read = [*tensors[-call.replaced :], *tensors[: -call.replaced]] if call.replaced else tensors
+    arguments, saved = call.unflatten(read), read[call._ends[3] :]
+    if call.passing is None and not is_plain(tensors):  # the library op passes no states
+        inputs, states, params, prologue, *_ = arguments
+        groups = [*inputs], [*(states or ())], [*params], [*prologue], [*call.scalars]
         backward = getattr(torch.ops.spikefuse, f"{call.op}_backward")
-        found = backward(*given, list(grads), list(needed))
-    if False in needed:
-        rest = iter(found)
-        return [next(rest) if need else None for need in needed]
-    return list(found)
+        results = iter(backward(call.program, *groups, [*saved], [*grads], [*needed]))
+        return [next(results) if need else None for need in needed]
+    # Without retain_graph, nobody reads the saved tensors after this.
+    call.overwrites = not torch._C._autograd._get_current_graph_task_keep_graph()
+    num = call.execution.num_outputs if call.execution else len(sizes_of(call.program)[0])
+    incoming, needs = Results(grads[:num], grads[num:]), call.unflatten(needed)
+    if not torch.is_grad_enabled():
+        return call.flatten(call.backward(arguments, saved, incoming, needs))
+    with torch.no_grad():
+        found = call.flatten(call.backward(arguments, saved, incoming, needs))
+    return refuse_double_backward(found, *tensors, *grads)
 
 
-@dataclass
-class ScanCall(Call):
-    """A scan; its tensors are inputs, initial states and parameters."""
-
-    op = "scan"
-    execution: Execution | None = None
-
-    def forward(self, tensors: Tensors, save: bool, final: bool) -> tuple[Tensors, Tensors]:
-        (name,), arguments = self.programs, self.arguments(tensors)
-        wanted = Wanted(save, final, self.wants_bits)
-        saved: Tensors
-        if self.passing is None:
-            execution = self.execution = execution_of(name, arguments.inputs)
-            results = execution.new_results(wanted)
-            if save and not execution.is_ahead:
-                needs = self.needs([t.requires_grad for t in tensors])
-                execution.compile_backward(arguments, results, needs)
-            execution.forward(arguments, results)
-            saved = results.saved or ()
-        else:
-            passed = state_passing.scan_forward(self.passing, name, arguments, wanted)
-            results, saved, self.microbatches = passed
-        self.num_outputs, self.bits = len(results.outputs), results.bits
-        return [*results.outputs, *results.finals], saved
-
-    def backward(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
-        arguments, saved = self.arguments(tensors[: len(needed)]), tensors[len(needed) :]
-        execution = self.execution or execution_of(self.programs[0], arguments.inputs)
-        incoming = Incoming(grads[: execution.num_outputs], grads[execution.num_outputs :])
-        needs = self.needs(needed)
-        if self.passing is None:
-            found = execution.new_gradients(needs)
-            execution.backward(arguments, saved, incoming, found)
-            params = found.params
-            if params:
-                params = execution.reduce(params, [*compress(arguments.params, needs.params)])
-        else:
-            scans = state_passing.split(self.passing, self.programs[0], arguments)
-            scans = state_passing.with_states(scans, saved, self.microbatches)
-            inputs = execution.new_gradients(Needs(needs.inputs, False, ())).inputs
-            found = state_passing.scan_backward(self.passing, scans, incoming, needs, inputs)
-            params = found.params
-        states = compress(found.states, needed[self.counts[0] : sum(self.counts)])
-        return [*found.inputs, *states, *params]
-
-
-def choose(
-    definition: Neuron, backend: str, x: Tensor, outputs: tuple[str, ...] = ()
-) -> ProgramChoice:
-    """The program of a definition on a backend, for inputs like `x`; see `Request.outputs`."""
+def choose(definition: Neuron, x: Tensor, wanted: Wanted) -> tuple[str, list[float], list[Tensor]]:
+    """The name of the program of a definition for inputs like `x`, and the floats and tensors of
+    the definition that it reads."""
+    backend, outputs = wanted.impl, wanted.outputs
     if torch.compiler.is_compiling():
         cache, values = None, definition.values()
-        name, used, binary = definition.evaluate(_prepare, backend, kinds_of(values), outputs)
+        name, used = definition.evaluate(_prepare, backend, kinds_of(values), outputs)
     else:
         description = definition.description()
-        cache = description.cache
-        found: ProgramChoice | None = cache.get((backend, outputs))
-        if found is not None:  # for definitions whose values are all floats
-            return found
-        values = description.values()
+        cache, values = description.cache, description.values()
         selected, statics = with_outputs(definition, outputs), (*description.statics, outputs)
         made = prepare(selected, backend, statics, kinds_of(values))
-        name, used, binary = made.name, made.step.params, made.step.binary
+        name, used = made.name, made.step.params
     scalars, params = [], []
     for label in used:
         value = values[label]
@@ -326,18 +277,17 @@ def choose(
         else:
             check_param(definition, label, value, x)
             params.append(value)
-    chosen = ProgramChoice(name, binary, scalars, params)
     if cache is not None and all(isinstance(value, float) for value in values.values()):
-        cache[backend, outputs] = chosen
-    return chosen
+        cache[backend, outputs] = name, scalars, params
+    return name, scalars, params
 
 
 def _prepare(
     definition: Neuron, backend: str, kinds: Kinds, outputs: tuple[str, ...]
-) -> tuple[str, tuple[str, ...], tuple[bool, ...]]:
+) -> tuple[str, tuple[str, ...]]:
     definition = with_outputs(definition, outputs)
     made = prepare(definition, backend, definition.description().statics, kinds)
-    return made.name, made.step.params, made.step.binary
+    return made.name, made.step.params
 
 
 def refuse_export() -> None:
@@ -434,37 +384,66 @@ def implement(name: str, function: Callable[..., Any], fake: Callable[..., Any])
 
 
 def register(cls: type[Call]) -> None:
-    """Make a kind of call an op of the library, and its backward another one."""
-    given = "(str[] programs, Tensor[] tensors, int[] counts, float[] scalars"
-    library.define(f"{cls.op}{given}, bool save, bool final) -> Tensor[]")
-    library.define(f"{cls.op}_backward{given}, Tensor?[] grads, bool[] needed) -> Tensor[]")
+    """Make a kind of call an op of the library, and its backward another one. Both take the name of
+    the program, then `Arguments`."""
+    groups = [f"Tensor[] {name}" for name in Arguments._fields[:4]]
+    taken = f"(str program, {', '.join(groups)}, float[] scalars"
+    library.define(f"{cls.op}{taken}, bool save, bool final) -> Tensor[]")
+    taken += ", Tensor[] saved, Tensor?[] grads, bool[] needed"
+    library.define(f"{cls.op}_backward{taken}) -> Tensor[]")
 
-    def method(name: str) -> Callable[..., list[Tensor]]:
-        def op(programs: Any, tensors: Any, counts: Any, scalars: Any, *rest: Any) -> list[Tensor]:
-            found = getattr(cls(programs, counts, scalars), name)(tensors, *rest)
-            # An op returns one list.
-            return [*chain(*found)] if name == "forward" else found
+    def made(program: str, *given: Any) -> tuple[Call, Arguments[Tensor]]:
+        arguments = Arguments[Tensor](*given)
+        call = cls(program, arguments.scalars)
+        call.flatten(arguments)
+        return call, arguments
 
-        return torch.no_grad()(op)
+    def forward(method: str) -> Callable[..., list[Tensor]]:
+        @torch.no_grad()
+        def op(program: str, *given: Any) -> list[Tensor]:
+            *groups, save, final = given
+            call, arguments = made(program, *groups)
+            results = getattr(call, method)(arguments, Wanted(final, save=save))
+            return [*results.outputs, *results.finals, *results.saved]
+
+        return op
+
+    def backward(method: str) -> Callable[..., list[Tensor]]:
+        @torch.no_grad()
+        def op(program: str, *given: Any) -> list[Tensor]:
+            *groups, saved, grads, needed = given
+            call, arguments = made(program, *groups)
+            num, needs = len(sizes_of(program)[0]), call.unflatten(needed)
+            others = (saved,) if method == "backward" else ()
+            incoming = Results(grads[:num], grads[num:])
+            found = getattr(call, method)(arguments, *others, incoming, needs)
+            # Those of a prologue may be parts of one tensor, which an op must not return.
+            found = found._replace(prologue=[None if g is None else g.clone() for g in found[3]])
+            return [g for g, need in zip(call.flatten(found), needed, strict=True) if need]
+
+        return op
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-        programs, tensors, counts, scalars, _, final = inputs
-        ctx.call = cls(programs, counts, scalars)
-        ctx.num_results = ctx.call.num_results(final)
+        program, *given, _, final = inputs
+        ctx.call, arguments = made(program, *given)
+        binary, num_states = sizes_of(program)
+        ctx.num_results = len(binary) + (num_states if final else 0)
+        tensors = ctx.call.flatten(arguments)
         ctx.needed = [t.requires_grad for t in tensors]
-        ctx.save_for_backward(*tensors[ctx.call.read], *output[ctx.num_results :])
+        ctx.save_for_backward(*tensors[cls.replaced :], *output[ctx.num_results :])
         ctx.set_materialize_grads(False)
 
-    def backward(ctx: Any, grads: MaybeTensors) -> tuple[Any, ...]:
+    def differentiate(ctx: Any, grads: MaybeTensors) -> tuple[Any, ...]:
         found = _differentiate(ctx.call, ctx.saved_tensors, grads[: ctx.num_results], ctx.needed)
+        groups = map(list, ctx.call.unflatten(found)[:4])
         # PyTorch takes an empty list for one of tensors, and expects the gradients of its items.
-        return None, found, None, None if ctx.call.scalars else [], None, None
+        return None, *groups, None if ctx.call.scalars else [], None, None
 
-    implement(cls.op, method("forward"), method("new_results"))
-    implement(f"{cls.op}_backward", method("backward"), method("new_gradients"))
-    differentiate = partial(torch.library.register_autograd, lib=library)
-    differentiate(f"spikefuse::{cls.op}", backward, setup_context=setup_context)
-    differentiate(f"spikefuse::{cls.op}_backward", no_double_backward)
+    implement(cls.op, forward("forward"), forward("new_results"))
+    implement(f"{cls.op}_backward", backward("backward"), backward("new_gradients"))
+    add = partial(torch.library.register_autograd, lib=library)
+    add(f"spikefuse::{cls.op}", differentiate, setup_context=setup_context)
+    add(f"spikefuse::{cls.op}_backward", no_double_backward)
 
 
-register(ScanCall)
+register(Call)

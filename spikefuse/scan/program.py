@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spikefuse.compiler import (
     emit_numba,
@@ -143,8 +143,8 @@ class Program:
     reverse: Reverse
     backend: str
     kinds: tuple[str, ...]
-    #: What was traced, without the values of its tensors.
-    definition: Any = field(default=None, compare=False, repr=False)
+    #: What was traced, without the values of its tensors; see `skeleton`.
+    definition: Neuron = field(compare=False, repr=False)
     #: By the arguments of `source`.
     modules: dict[tuple[Any, ...], ModuleType] = field(default_factory=dict)
 
@@ -236,10 +236,11 @@ def program(name: str) -> Program:
     return _by_name[name]
 
 
-def sizes_of(name: str) -> tuple[int, int]:
-    """The numbers of outputs and states of a program."""
+def sizes_of(name: str) -> tuple[tuple[bool, ...], int]:
+    """For each output of a program, whether all its values are sure to be 0 or 1; and the number of
+    its states."""
     step = program(name).step
-    return step.num_outputs, len(step.states)
+    return step.binary, len(step.states)
 
 
 # Constant for torch.compile, which would not see a program that is added while it traces.
@@ -268,17 +269,10 @@ def prepare(definition: Neuron, backend: str, statics: tuple[Any, ...], kinds: K
     if found is not None:
         return found
     with _compiling:
-        step, reverse = _without_modes(_trace, definition, dict(kinds))
-        names = tuple(dict(kinds)[name] for name in step.params)
-        made = Program(step, reverse, backend, names, _without_modes(_skeleton, definition))
+        step, reverse, model = _without_modes(_trace, definition, dict(kinds))
+        used = tuple(dict(kinds)[name] for name in step.params)
+        made = Program(step, reverse, backend, used, model)
         return _by_signature.setdefault(signature, _by_name.setdefault(made.name, made))
-
-
-def _skeleton(definition: Neuron) -> Neuron:
-    """A copy that holds one number in place of each tensor."""
-    values = {name: x if isinstance(x, float) else torch.zeros(x.shape and (1,))
-              for name, x in definition.values().items()}  # fmt: skip
-    return bind(definition, values)
 
 
 def _without_modes(trace: Callable[..., T], *args: Any) -> T:
@@ -294,9 +288,24 @@ def traced(definition: Neuron) -> Step:
         return _without_modes(trace_step, definition)
 
 
-def _trace(definition: Neuron, kinds: dict[str, str]) -> tuple[Step, Reverse]:
+def _trace(definition: Neuron, kinds: dict[str, str]) -> tuple[Step, Reverse, Neuron]:
     step = trace_step(definition)
     # A float is not learned, so operations that only its gradient needs may lack a kernel.
     learned = [name for name, kind in kinds.items() if kind != FLOAT]
     reverse = reverse_step(definition, step, learned)
-    return step.without_unused(step.graph.used() | reverse.graph.used()), reverse
+    step = step.without_unused(step.graph.used() | reverse.graph.used())
+    return step, reverse, skeleton(definition)
+
+
+def skeleton(definition: Neuron) -> Neuron:
+    """A copy of a definition that holds none of its tensors, but others of the same dims."""
+    values: dict[str, Any] = {
+        name: value if isinstance(value, float) else torch.zeros((1,) * value.ndim)
+        for name, value in definition.values().items()
+    }
+    copy = bind(definition, values)
+    for module in copy.modules():
+        # The description reads the tensors of the original; hooks may refer to anything.
+        fresh = {key: value for key, value in vars(nn.Module()).items() if "hook" in key}
+        module.__dict__.update(fresh, _known=None)
+    return copy

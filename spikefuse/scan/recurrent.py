@@ -13,26 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import reduce
+from functools import cache, reduce
 from itertools import compress
 
 import torch
 from torch import Tensor
 
-from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron
-from spikefuse.scan.execution import (
-    Arguments,
-    Flags,
-    MaybeTensors,
-    Needs,
-    Results,
-    Tensors,
-    Wanted,
-    execution_of,
-    launcher_of,
-)
-from spikefuse.scan.op import Call, Request, check_backend, choose, execute, register
-from spikefuse.scan.program import FLOAT, Operands, program, sizes_of
+from spikefuse.neurons.definition import FIRST_OUTPUT, Neuron, with_outputs
+from spikefuse.scan.execution import execution_of, launcher_of
+from spikefuse.scan.microbatches import Gradients
+from spikefuse.scan.op import Call, Needs, check_backend, choose, execute, register
+from spikefuse.scan.program import FLOAT, Operands, kinds_of, prepare, program
+from spikefuse.scan.records import Arguments, Results, Tensors, Wanted
 
 # Values of a sequence whose states backward recomputes at a time. Each state, and what is fed back,
 # takes as much memory. Shorter chunks would take longer on a GPU.
@@ -40,125 +32,138 @@ CHUNK_VALUES = 1 << 22
 
 
 def recurrent_scan(
-    definition: Neuron, request: Request, weight: Tensor
-) -> tuple[Results, tuple[bool, ...]]:
+    definition: Neuron, arguments: Arguments[Tensor], wanted: Wanted, weight: Tensor
+) -> Results[Tensor]:
     """Run `definition` with feedback over dim 0 of the inputs; see `spikefuse.reference.scan`.
 
     Backward recomputes its states by name, so no state may have the name of an output.
 
     Args:
-        request: the first one of its outputs must be the one that is fed back.
+        wanted: the first one of its outputs must be the one that is fed back.
         weight: `[heads, N / heads, N / heads]`, in the dtype of the outputs.
 
     Returns:
-        The results, with the final states of the neuron, and, if they are requested, the first
-        output of the last step; and for each output whether all its values are sure to be 0 or 1.
+        The results, with the final states of the neuron, and, if they are wanted, the first output
+        of the last step.
     """
-    inputs, states, backend = request.inputs, request.state or (), request.backend
-    check_backend(backend, inputs[0])
-    name, binary, scalars, params = choose(definition, backend, inputs[0], request.outputs)
-    replay = choose(definition, backend, inputs[0], (FIRST_OUTPUT, *definition.states)).name
-    call = RecurrentCall([name, replay], [len(inputs), len(states)], scalars)
-    results = execute(call, [*inputs, *states, *params, weight], True)
-    if request.final:
+    inputs, states, *_ = arguments
+    check_backend(wanted.impl, inputs[0])
+    name, scalars, params = choose(definition, inputs[0], wanted)
+    arguments = Arguments(inputs, states, params, (weight,), scalars)
+    results = execute(RecurrentCall(name, scalars), arguments, wanted._replace(final=True))
+    if wanted.final:
         # A copy, since the output may be changed in place.
-        results.finals.append(results.outputs[0][-1].to(torch.float32, copy=True))
-    return results, binary
+        end = results.outputs[0][-1].to(torch.float32, copy=True)
+        results = results._replace(finals=[*results.finals, end])
+    return results
 
 
 class RecurrentCall(Call):
-    """A recurrent scan. `programs` are the neuron's, and the one whose outputs are the output that
-    is fed back and the states. For backward, `current` replaces the first input."""
+    """A recurrent scan, whose prologue is the weight. Its states are those of the neuron, and what
+    is fed back before the first step. For backward, `current` replaces the first input."""
 
     op = "recurrent"
-    read = slice(1, None)
+    replaced = 1
 
-    def split(self, tensors: Tensors) -> tuple[Arguments, Tensor | None, Tensor]:
-        """The arguments of the neuron, what is fed back before the first step, and the weight."""
-        *others, weight = tensors
-        arguments, start = self.arguments(others), None
-        if arguments.states:
-            *states, start = arguments.states
-            arguments = arguments._replace(states=states)
-        return arguments, start, weight
-
-    def forward(self, tensors: Tensors, save: bool, final: bool) -> tuple[Tensors, Tensors]:
-        arguments, start, weight = self.split(tensors)
-        found, num = self.new_results(tensors, save, final), self.num_results(final)
-        results, saved = found[:num], found[num:]
+    def forward(
+        self, arguments: Arguments[Tensor], wanted: Wanted, ahead: bool = False
+    ) -> Results[Tensor]:
+        (weight,), found = arguments.prologue, self.new_results(arguments, wanted)
         if not arguments.inputs[0].numel():
-            return [result.zero_() for result in results], saved
-        execution = execution_of(self.programs[0], arguments.inputs)
-        own = execution.program
-        states = [s.detach().float().contiguous() for s in arguments.states]
-        outputs, finals = results[: self.num_outputs], results[self.num_outputs :]
+            zeroed = [x.zero_() for x in found.outputs], [x.zero_() for x in found.finals]
+            return found._replace(outputs=zeroed[0], finals=zeroed[1])
+        self.execution = execution = execution_of(self.program, arguments.inputs)
+        own, (states, start) = execution.program, _starts(arguments)
         launcher = launcher_of(own.backend)
         operands = Operands(
             weight=weight.detach(),
             packed=launcher.pack(weight.detach(), transposed=False),
             binary=own.step.binary[0] and start is None,  # a start may have any values
-            start=None if start is None else start.detach().to(outputs[0].dtype).contiguous(),
+            start=None if start is None else start.detach().to(execution.dtype).contiguous(),
             read=[*map(_rows, arguments.inputs)],
-            written=[*outputs, saved[0] if save else None],
-            steps=execution.by_state(states, finals),
+            written=[*found.outputs, found.saved[0] if found.saved else None],
+            steps=execution.by_state(
+                [s.detach().float().contiguous() for s in states], found.finals
+            ),
             sums=[],
             params=execution.values(arguments),
         )
         launcher.run_recurrent(own.forward(recurrent=True), operands)
-        return results, saved
+        return found
 
-    def new_results(self, tensors: Tensors, save: bool, final: bool) -> list[Tensor]:
-        inputs = self.arguments(tensors).inputs
-        dtype = reduce(torch.promote_types, [x.dtype for x in inputs])
-        shape, (num_outputs, num_states) = inputs[0].shape, sizes_of(self.programs[0])
-        outputs = [inputs[0].new_empty(shape, dtype=dtype) for _ in range(num_outputs)]
-        finals = [_float32(inputs[0], shape[1:]) for _ in range(num_states)]
-        return [*outputs, *finals, *([_float32(inputs[0], shape)] if save else [])]
+    def new_results(self, arguments: Arguments[Tensor], wanted: Wanted) -> Results[Tensor]:
+        inputs, step = arguments.inputs, program(self.program).step
+        dtype, shape = reduce(torch.promote_types, [x.dtype for x in inputs]), inputs[0].shape
+        outputs = [inputs[0].new_empty(shape, dtype=dtype) for _ in step.outputs]
+        finals = [_float32(inputs[0], shape[1:]) for _ in step.states] if wanted.final else []
+        saved = [_float32(inputs[0], shape)] if wanted.save else []
+        return Results(outputs, finals, saved, (), step.binary)
 
-    def backward(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
-        *others, current = tensors
-        if not current.numel():
-            return [grad.zero_() for grad in self.new_gradients(tensors, grads, needed)]
-        arguments, start, weight = self.split([current, *others])
-        chain = _Chain(self, arguments, weight, grads, needed)
+    def backward(
+        self,
+        arguments: Arguments[Tensor],
+        saved: Tensors,
+        incoming: Results[Tensor | None],
+        needs: Needs,
+    ) -> Gradients:
+        if not arguments.inputs[0].numel():
+            found = self.new_gradients(arguments, incoming, needs)
+            for grad in self.flatten(found):
+                if grad is not None:
+                    grad.zero_()
+            return found
+        chain = _Chain(self, arguments, incoming, needs)
+        _, start = _starts(arguments)
         for steps, chunk, before in reversed(self._chunks(self._replayed(arguments), start)):
             chain.run(steps, chunk, before)
-        found = [*chain.inputs]
+        states: list[Tensor | None] = []
+        (weight,) = arguments.prologue
         if start is not None:
             assert chain.sent is not None
             sent = chain.sent.unflatten(1, (len(weight), -1))
             ending = torch.einsum("bhi,hij->bhj", sent, weight.float()).flatten(1)
-            found += [*filter(torch.is_tensor, chain.states), ending]
-        found = [*compress(found, needed)]
-        params = compress(arguments.params, needed[sum(self.counts) : -1])
-        found += chain.execution.reduce(chain.params, [*params])
-        found += [] if chain.matrix is None else [chain.matrix.contiguous()]
-        dtypes = compress((chain.inputs[0].dtype, *(t.dtype for t in others)), needed)
-        return [g.to(dtype) for g, dtype in zip(found, dtypes, strict=True)]
+            states = [*chain.states, ending]
+        sums = iter(chain.params)
+        params = chain.execution.reduce(
+            [next(sums) if need else None for need in needs.params], arguments.params
+        )
+        matrix = None if chain.matrix is None else chain.matrix.contiguous()
+        found = Arguments([*chain.inputs], states, params, [matrix])
+        dtypes = [chain.inputs[0].dtype, *(t.dtype for t in self.flatten(arguments)[1:])]
+        grads = zip(self.flatten(found), dtypes, strict=True)
+        return self.unflatten([None if g is None else g.to(dtype) for g, dtype in grads])
 
-    def new_gradients(self, tensors: Tensors, grads: MaybeTensors, needed: Flags) -> list[Tensor]:
-        *others, current = tensors
-        first = current.to(self.dtype_of(grads)) if needed[0] else current
-        wanted = compress((first, *others), needed)
-        return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in wanted]
+    def new_gradients(
+        self, arguments: Arguments[Tensor], incoming: Results[Tensor | None], needs: Needs
+    ) -> Gradients:
+        tensors = self.flatten(arguments)
+        tensors[0] = tensors[0].to(self.dtype_of(incoming))
+        return self.unflatten(
+            [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+        )
 
-    def dtype_of(self, grads: MaybeTensors) -> torch.dtype:
+    def dtype_of(self, incoming: Results[Tensor | None]) -> torch.dtype:
         """The dtype of the gradient of the first input: that of the outputs where it is known."""
-        num_outputs = sizes_of(self.programs[0])[0]
-        return next((g.dtype for g in grads[:num_outputs] if g is not None), torch.float32)
+        return next((g.dtype for g in incoming.outputs if g is not None), torch.float32)
 
-    def _replayed(self, arguments: Arguments) -> Arguments:
-        """The arguments of the second program, which reads no parameters of other outputs."""
-        own, read = program(self.programs[0]), program(self.programs[1]).step.params
+    def _replayed(self, arguments: Arguments[Tensor]) -> Arguments[Tensor]:
+        """The arguments of the replay, which reads no parameters of other outputs."""
+        own, read = program(self.program), program(self.replay).step.params
         kinds = [*zip(own.step.params, own.kinds, strict=True)]
         tensors = [name in read for name, kind in kinds if kind != FLOAT]
         floats = [name in read for name, kind in kinds if kind == FLOAT]
         params, scalars = compress(arguments.params, tensors), compress(arguments.scalars, floats)
-        return arguments._replace(params=[*params], scalars=[*scalars])
+        states, _ = _starts(arguments)
+        return Arguments(arguments.inputs, states, [*params], scalars=[*scalars])
+
+    @property
+    def replay(self) -> str:
+        """The program whose outputs are the output that is fed back and the states."""
+        return _replay_of(self.program)
 
     def _chunks(
-        self, arguments: Arguments, start: Tensor | None
-    ) -> list[tuple[slice, Arguments, Tensor | None]]:
+        self, arguments: Arguments[Tensor], start: Tensor | None
+    ) -> list[tuple[slice, Arguments[Tensor], Tensor | None]]:
         """Chunks of time whose states fit into little memory: their steps, their arguments with the
         states before them, and what was fed back before them."""
         num_steps, *shape = arguments.inputs[0].shape
@@ -171,24 +176,28 @@ class RecurrentCall(Call):
             chunk = arguments._replace(inputs=[x[steps].contiguous() for x in arguments.inputs])
             found.append((steps, chunk, start))
             if first + length < num_steps:
-                execution = execution_of(self.programs[1], chunk.inputs)
-                results = execution.new_results(Wanted(final=True), memory)
-                memory = execution.forward(chunk, results).outputs
+                execution = execution_of(self.replay, chunk.inputs)
+                results = execution.new_results(Wanted(final=True, save=False), memory)
+                memory = [*execution.forward(chunk, results).outputs]
                 arguments = arguments._replace(states=results.finals)
                 start = results.outputs[0][-1].clone()
         return found
 
-    def _replay(self, arguments: Arguments, start: Tensor | None) -> list[Tensor]:
+    def _replay(self, arguments: Arguments[Tensor], start: Tensor | None) -> list[Tensor]:
         """What is fed back and the states before each step, `[T, B, N]` each in float32."""
         inputs = arguments.inputs
         num_steps, *shape = inputs[0].shape
-        rest = (0.0, *program(self.programs[0]).step.initial)
+        rest = (0.0, *program(self.program).step.initial)
         found = [_float32(inputs[0], (num_steps + 1, *shape)) for _ in rest]
-        firsts: Sequence[float | Tensor] = rest if start is None else (start, *arguments.states)
+        firsts: Sequence[float | Tensor] = rest
+        if start is not None:
+            firsts = start, *(arguments.states or ())
         for x, first in zip(found, firsts, strict=True):
             x[0] = first
-        execution = execution_of(self.programs[1], inputs)
-        execution.forward(arguments, execution.new_results(Wanted(), [x[1:] for x in found]))
+        execution = execution_of(self.replay, inputs)
+        execution.forward(
+            arguments, execution.new_results(Wanted(save=False), [x[1:] for x in found])
+        )
         return [x[:-1] for x in found]
 
 
@@ -207,26 +216,24 @@ class _Chain:
     def __init__(
         self,
         call: RecurrentCall,
-        arguments: Arguments,
-        weight: Tensor,
-        grads: MaybeTensors,
-        needed: Flags,
+        arguments: Arguments[Tensor],
+        incoming: Results[Tensor | None],
+        needs: Needs,
     ) -> None:
-        self.call, self.weight = call, weight
+        self.call, (self.weight,) = call, arguments.prologue
         current, *others = arguments.inputs
-        self.execution = execution_of(call.programs[0], arguments.inputs)
-        self.own, num_outputs = self.execution.program, self.execution.num_outputs
+        self.execution = execution_of(call.program, arguments.inputs)
+        self.own = self.execution.program
         self.values = self.execution.values(arguments)
-        params = tuple(needed[sum(call.counts) : -1])
-        self.needs_matrix, self.num_params = needed[-1], sum(params)
-        needs = Needs((True,) * len(arguments.inputs), True, params)
+        (self.needs_matrix,), self.num_params = needs.prologue, sum(needs.params)
+        needs = needs._replace(inputs=[True] * len(arguments.inputs))
         self.kernel = self.own.backward(*self.execution.names(needs), recurrent=True)
         self.launcher = launcher_of(self.own.backend)
         self.packed = self.launcher.pack(self.weight, transposed=True)
         no_gradient = _float32(current, current.shape[2:]).zero_().expand(current.shape)
         self.read = [current, *map(_rows, others)]
-        self.read += [no_gradient if g is None else _rows(g) for g in grads[:num_outputs]]
-        dtype = call.dtype_of(grads)
+        self.read += [no_gradient if g is None else _rows(g) for g in incoming.outputs]
+        dtype = call.dtype_of(incoming)
         # Numba's kernels are compiled for sequences that do not overlap.
         self.may_overlap = self.own.backend == "triton"
         if self.may_overlap and call.overwrites and current.is_contiguous():
@@ -235,12 +242,12 @@ class _Chain:
         else:
             first = current.new_empty(current.shape, dtype=dtype)
         self.inputs = [first, *(x.new_empty(x.shape) for x in others)]
-        self.states = [None if g is None else g.float().contiguous() for g in grads[num_outputs:]]
+        self.states = [None if g is None else g.float().contiguous() for g in incoming.finals]
         self.sent: Tensor | None = None
         self.params: list[Tensor] = []
         self.matrix: Tensor | None = None
 
-    def run(self, steps: slice, chunk: Arguments, before: Tensor | None) -> None:
+    def run(self, steps: slice, chunk: Arguments[Tensor], before: Tensor | None) -> None:
         """Extend the chain by the steps before those of the last call.
 
         Args:
@@ -287,6 +294,20 @@ class _Chain:
         values = [x.to(self.weight.dtype).reshape(-1, heads, width) for x in (gradient, y)]
         rows, sources = (x.transpose(0, 1) for x in values)
         return rows.mT @ sources
+
+
+@cache
+def _replay_of(name: str) -> str:
+    own = program(name)
+    definition = with_outputs(own.definition, (FIRST_OUTPUT, *own.definition.states))
+    statics, kinds = definition.description().statics, kinds_of(definition.values())
+    return prepare(definition, own.backend, statics, kinds).name
+
+
+def _starts(arguments: Arguments[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
+    """The initial states of the neuron, and what is fed back before the first step."""
+    states = arguments.states
+    return (states[:-1], states[-1]) if states else ((), None)
 
 
 def _float32(like: Tensor, shape: Sequence[int]) -> Tensor:

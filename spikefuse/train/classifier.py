@@ -252,6 +252,8 @@ class Classifier(pl.LightningModule):
         if not self.config.graph_obstacle(self.device, self.processes.count):
             self.graph = graph_step(
                 self._step,
+                self,
+                self._optimizer(),
                 warmup=DDP_WARMUP if self.processes.count > 1 else 3,
                 fallback=self.config.cuda_graph is None,
             )

@@ -13,6 +13,7 @@ from torch import nn
 from spikefuse.data import DATASETS
 from spikefuse.data.frames import SLICINGS
 from spikefuse.events.candidates import with_candidates
+from spikefuse.graph.fuse import fuse
 from spikefuse.memory.policies import POLICIES
 from spikefuse.models import MODELS
 from spikefuse.neurons.firing import RESETS
@@ -32,7 +33,6 @@ from spikefuse.train.fields import (
     number,
     up_to,
 )
-from spikefuse.graph.fuse import fuse
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,8 @@ def graph_step(*parts: Any, warmup: int = 3, max_graphs: int = 8, fallback: bool
 
     Args:
         parts: the step, unless this is a decorator; then the modules and optimizers that it uses.
-            Those among its arguments and its own variables are found. The step takes tensors on
-            one GPU, in any nesting of tuples, lists and dicts, and constants.
+            Those among its arguments and its own variables are found. The step takes constants and
+            tensors on one GPU, in any nesting of tuples, lists and dicts.
         warmup: calls before the first recording, at least 2; 11 or more for a
             `DistributedDataParallel`, which has to be made inside
             `with torch.cuda.stream(torch.cuda.Stream()):`. Each further graph takes 2.
@@ -91,10 +91,9 @@ def graph_step(*parts: Any, warmup: int = 3, max_graphs: int = 8, fallback: bool
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
     """
-    options = {"warmup": warmup, "max_graphs": max_graphs, "fallback": fallback}
-    if not parts or isinstance(parts[0], PARTS):
-        return lambda step: GraphStep(step, *parts, **options)
-    return GraphStep(*parts, **options)
+    make = partial(GraphStep, warmup=warmup, max_graphs=max_graphs, fallback=fallback)
+    is_decorator = not parts or isinstance(parts[0], PARTS)
+    return (lambda step: make(step, *parts)) if is_decorator else make(*parts)
 
 
 class GraphStep:
@@ -108,11 +107,12 @@ class GraphStep:
     def __init__(
         self, step: Any, *parts: Any, warmup: int, max_graphs: int, fallback: bool
     ) -> None:
-        wrong = [x for x in parts if not isinstance(x, PARTS)]
-        if not callable(step) or wrong:
-            kind = type(wrong[0] if wrong else step).__name__
-            expected = "a module or an optimizer" if wrong else "a function"
-            raise TypeError(f"{'a part' if wrong else 'step'} is a {kind}: expected {expected}")
+        wrong = [x for x in parts if not isinstance(x, PARTS)] + ([] if callable(step) else [step])
+        if wrong:
+            raise TypeError(
+                f"graph_step got a {type(wrong[0]).__name__}: expected a function, then modules "
+                "and optimizers"
+            )
         if warmup < 2 or max_graphs < 1:
             raise ValueError(f"warmup is {warmup}, max_graphs {max_graphs}: expected at least 2, 1")
         update_wrapper(self, step)
@@ -173,9 +173,7 @@ class GraphStep:
 
     def _new_graph(self, inputs: Any, leaves: list[Any], structure: Any) -> _Graph | None:
         """Record the step; None if it has to run eagerly."""
-        is_ddp = any(isinstance(m, DistributedDataParallel) for m in self._modules)
-        needed = 2 if self._graphs else max(self.warmup, DDP_WARMUP if is_ddp else 0)
-        if self._eager_calls.get(inputs, 0) < needed:
+        if self._missing_calls(inputs) > 0:
             return None
         if len(self._graphs) >= self.max_graphs:
             self._warn_of_limit()
@@ -185,8 +183,7 @@ class GraphStep:
         except NotRecordable as error:
             if not self.fallback:
                 raise
-            self.obstacle = str(error)
-            self._warn(self.obstacle)
+            self._run_always(str(error))
         return None
 
     # What a graph depends on
@@ -233,16 +230,27 @@ class GraphStep:
 
     # Eager calls
 
+    def _missing_calls(self, inputs: Any) -> int:
+        """Return how many eager calls must precede a recording."""
+        is_ddp = any(isinstance(m, DistributedDataParallel) for m in self._modules)
+        needed = 2 if self._graphs else max(self.warmup, DDP_WARMUP if is_ddp else 0)
+        return needed - self._eager_calls.get(inputs, 0)
+
     def _run(self, inputs: Any, args: Any, kwargs: Any) -> Any:
         """Run the step as it is, on the stream of recordings, to which autograd ties gradients."""
-        stream = self._pool().stream
+        # Without a fallback, the recording raises the error.
+        is_last = self.fallback and self._missing_calls(inputs) == 1
+        stream, problems = self._pool().stream, list[str]()
         stream.wait_stream(torch.cuda.current_stream())
         try:
-            with torch.cuda.stream(stream), self._around():
+            watched = capture.watched() if is_last else contextlib.nullcontext(problems)
+            with torch.cuda.stream(stream), self._around(), watched as problems:
                 result = _detached(self.step(*args, **kwargs))
         finally:
             torch.cuda.current_stream().wait_stream(stream)
         self.num_eager += 1
+        if problems:
+            self._run_always(problems[0])
         if len(self._eager_calls) >= 16 * self.max_graphs:
             self._warn_of_limit()
             self._eager_calls.clear()
@@ -271,8 +279,14 @@ class GraphStep:
     def _pool(self) -> capture.Pool:
         pool = self._pools.get(torch.cuda.current_device())
         if pool is None or not (self._graphs and pool.is_usable):
-            pool = self._pools[torch.cuda.current_device()] = capture.Pool(pool and pool.stream)
+            pool = self._pools[torch.cuda.current_device()] = capture.Pool(
+                pool.stream if pool else None
+            )
         return pool
+
+    def _run_always(self, obstacle: str) -> None:
+        self.obstacle = obstacle
+        self._warn(obstacle)
 
     def _warn(self, reason: str) -> None:
         warnings.warn(f"graph_step runs the step eagerly: {reason}", stacklevel=4)
@@ -292,31 +306,31 @@ class GraphStep:
             static = [static_copy(x) if isinstance(x, Tensor) else x for x in leaves]
         args, kwargs = pytree.tree_unflatten(static, structure)
         inputs = [x for x in static if isinstance(x, Tensor)]
-        versions = [x._version for x in inputs]
+        versions, num = [x._version for x in inputs], len(self._parameters)
         others, streams = _elsewhere(self._parameters)
         before = [(p, p.grad, _version(p.grad)) for p in (*self._parameters, *others)]
         try:
+            devices = sorted({str(x.device) for x in (*inputs, *self._parameters)})
+            if devices[1:]:
+                raise NotRecordable(f"it uses {' and '.join(devices)}: a graph has one GPU")
             with self._around() as problems:
-                devices = sorted({str(x.device) for x in (*inputs, *self._parameters)})
-                if devices[1:]:
-                    raise NotRecordable(f"it uses {' and '.join(devices)}: a graph has one GPU")
                 run = partial(self.step, *args, **kwargs)
                 graph, result = capture.capture(lambda: _detached(run()), self._pool())
             results, returned = pytree.tree_flatten(result)
-            for x in results:
-                if not isinstance(x, Tensor | CONSTANTS):
-                    problems.append(f"it returns a {type(x).__name__}: return tensors")
+            kinds = [type(x).__name__ for x in results if not isinstance(x, Tensor | CONSTANTS)]
+            if kinds:
+                problems.append(f"it returns a {kinds[0]}: return tensors")
             if [x._version for x in inputs] != versions:
                 problems.append("it changes an argument in place: change a copy, and return it")
-            if any(_has_changed(*x) for x in before[len(self._parameters) :]):
+            if any(p.grad is not grad or _version(grad) != v for p, grad, v in before[num:]):
                 problems.append(
-                    "a parameter gets a gradient whose module graph_step does not know: "
-                    "sf.graph_step(step, net, optimizer)"
+                    "a parameter of a module that graph_step does not know gets a "
+                    "gradient: sf.graph_step(step, net, optimizer)"
                 )
             if any(stream.state is not state for stream, state in streams):
                 problems.append(
-                    "it runs a Stream, whose state replays would not follow: pass states as "
-                    "arguments and results, net(x, state, return_state=True) of a Temporal"
+                    "it runs a Stream, whose state replays would not follow: pass "
+                    "states to a Temporal, net(x, state, return_state=True)"
                 )
             if problems:
                 raise NotRecordable(problems[0])
@@ -332,11 +346,12 @@ class GraphStep:
         # After zero_grad(), a step does not read the gradients before it.
         gradients = [
             (p, None if p.grad is not grad and _version(grad) == version else grad, p.grad)
-            for p, grad, version in before[: len(self._parameters)]
+            for p, grad, version in before[:num]
         ]
-        replaces = all(
-            not p.requires_grad or (grad is not None and read is None)
-            for (p, grad, _), (_, read, _) in zip(before, gradients, strict=False)
+        # Without gradients before it, the step would leave others to None.
+        replaces = not any(
+            p.requires_grad and (old is None or read is not None)
+            for (p, old, _), (_, read, _) in zip(before, gradients, strict=False)
         )
         return _Graph(graph, [stored(x) for x in inputs], results, returned, gradients, replaces)
 
@@ -401,7 +416,7 @@ def _elsewhere(known: list[Tensor]) -> tuple[list[Tensor], list[tuple[Stream, An
     """Return what else may get a gradient, and streams with their states."""
     others, streams, ids = [], [], set(map(id, known))
     for x in gc.get_objects():
-        if type(x) is Stream:
+        if issubclass(type(x), Stream):
             streams.append((x, x.state))
         elif issubclass(type(x), Tensor) and id(x) not in ids and x.is_leaf and x.requires_grad:
             others.append(x)

@@ -28,8 +28,10 @@ class LearningRates:
         """Yield all groups of parameters, and whether a graph can read their rate."""
         for i, optimizer in enumerate(self.optimizers):
             for j, group in enumerate(optimizer.param_groups):
-                is_cuda = bool(group["params"]) and capture.is_cuda(group["params"][0])
-                yield (i, j), group, is_cuda and bool(group.get("fused") or "capturable" in group)
+                on_gpu = bool(group["params"]) and capture.is_cuda(group["params"][0])
+                is_tensor = isinstance(group["lr"], Tensor) and group["lr"].is_cuda  # the user's
+                takes_tensors = bool(group.get("fused") or "capturable" in group)
+                yield (i, j), group, on_gpu and takes_tensors and not is_tensor
 
     def update(self) -> None:
         """Make optimizers capturable, and copy rates that have changed to the GPU."""

@@ -12,11 +12,11 @@ from torch import nn
 import spikefuse as sf
 from spikefuse import reference
 from spikefuse.block.block import Block, scan
-from spikefuse.block.definition import with_batch_norm
+from spikefuse.block.definition import Kind, with_batch_norm
 from spikefuse.kernels.norm import statistics
 from spikefuse.kernels.running import Running
 from spikefuse.nn.neuron import call_neuron
-from spikefuse.scan.op import Request
+from spikefuse.scan.records import Arguments, Wanted
 from spikefuse.testing import DTYPES, LAYOUTS, lay_out, make_input, poisoned, run, within_budget
 from tests.definitions import DEFINITIONS, SMOOTH, make
 
@@ -60,7 +60,8 @@ def expected_of_step(block, inputs, state, impl):
         values += [mean, scale.detach()]
         shifts.append(torch.zeros_like(mean) if norm.bias is None else norm.bias.detach())
     values.insert(2, sum(shifts))
-    definition = with_batch_norm(block.neuron, values, len(inputs) > 1, by_batch=False)
+    kind = Kind(len(inputs) > 1, by_batch=False, normalizes_residual=len(values) > 3)
+    definition = with_batch_norm(block.neuron, values, kind)
     return reference.scan(definition, inputs, state)
 
 
@@ -197,7 +198,8 @@ class TwoNorms(nn.Module):
 
     def forward(self, *inputs, state=None, return_state=False, impl="auto"):
         run = partial(scan, (self.norm, self.residual_norm), self.neuron, None)
-        return call_neuron(self.neuron, run, Request(inputs, state, impl, return_state))
+        wanted = Wanted(return_state, impl=impl)
+        return call_neuron(self.neuron, run, Arguments(inputs, state), wanted)
 
 
 @pytest.mark.parametrize("training", [True, False])

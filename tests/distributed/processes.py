@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from spikefuse.graph import fuse_norms
 from spikefuse.distributed.mesh import AXES
+from spikefuse.graph import fuse_norms
 from tests import interpreter
 from tests.processes import free_port
 

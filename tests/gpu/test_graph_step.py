@@ -334,13 +334,14 @@ def python_draws(x):
 
 @functools.cache
 def scaler_and_optimizer():
-    return torch.amp.GradScaler(), torch.optim.SGD([torch.zeros(3, requires_grad=True)], 0.1)
+    w = torch.zeros(3, device="cuda", requires_grad=True)
+    return torch.amp.GradScaler(), torch.optim.SGD([w], 0.1), w
 
 
 def scales(x):
-    scaler, optimizer = scaler_and_optimizer()
-    optimizer.param_groups[0]["params"] = [w := x.detach().requires_grad_()]
-    scaler.scale(w.sum()).backward()
+    scaler, optimizer, w = scaler_and_optimizer()
+    optimizer.zero_grad()
+    scaler.scale((w * x).sum()).backward()
     scaler.step(optimizer)
     scaler.update()
     return w
@@ -359,12 +360,15 @@ def scales(x):
 )
 def test_what_cannot_be_recorded(step, message):
     x = torch.ones(3, device="cuda")
-    graphed = sf.graph_step(step)
-    graphed(x)
-    graphed(x)
+    parts = scaler_and_optimizer()[1:2] if step is scales else ()
+    graphed = sf.graph_step(step, *parts)
+    for _ in range(3):
+        graphed(x)
     with pytest.raises(NotRecordable, match=message):
         graphed(x)
-    graphed = sf.graph_step(step, fallback=True)
+    assert torch.cuda.memory_allocated() < 2**30  # the GPU is usable
+    graphed = sf.graph_step(step, *parts, fallback=True)
+    message = "a GradScaler reads on the host" if step is scales else message
     with pytest.warns(UserWarning, match=message) as caught:
         results = [graphed(x) for _ in range(6)]
     assert len([w for w in caught if "graph_step" in str(w.message)]) == 1
@@ -405,7 +409,7 @@ def test_a_schedule_inside_the_step():
         optimizer.step()
         scheduler.step()
 
-    for x, y in batches(2):
+    for x, y in batches(3):
         step(x, y)
     with pytest.raises(NotRecordable, match=r"call scheduler.step\(\) after the step"):
         step(x, y)
@@ -441,7 +445,7 @@ def test_workspaces_released_by_others():
         assert torch.equal(step(x), expected)
     assert step.num_replays
     torch._C._cuda_clearCublasWorkspaces()
-    with torch.cuda.stream(step._stream()):  # takes what was released
+    with torch.cuda.stream(step._pools[0].stream):  # takes what was released
         taken = [torch.full((1 << 23,), 1, device="cuda", dtype=torch.uint8) for _ in range(32)]
     torch.cuda.synchronize()
     assert torch.equal(step(x), expected)

@@ -113,6 +113,8 @@ def install(monkeypatch: Any) -> None:
         "graph_pool_handle": lambda: (0, 1),
         "CUDAGraph": Graph,
         "current_device": lambda: 0,
+        "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": lambda mode: None,
         "is_current_stream_capturing": lambda: Graph.active is not None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)

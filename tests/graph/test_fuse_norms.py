@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import spikefuse as sf
-from spikefuse.nn.encode import direct
 from spikefuse.graph.report import Place
+from spikefuse.nn.encode import direct
 from tests.graph.norm_networks import FLAG, FUSED, Double, Net, compare, lif
 
 

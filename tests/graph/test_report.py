@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from spikefuse.block.deferred import Outcome, outcomes
 from torch import Tensor, nn
 
 import spikefuse as sf
-from spikefuse.block.deferred import Outcome, outcomes
 from spikefuse.graph.report import Fusion, Place
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from spikefuse.memory.microbatch import Gradient, empty_batch, split, take, unfolded
 
 from spikefuse.kernels import bits
-from spikefuse.memory.microbatch import Gradient, empty_batch, split, take, unfolded
 from spikefuse.scan.layout import flatten_steps
 from spikefuse.testing import make_input, poisoned
 

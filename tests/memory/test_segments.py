@@ -5,11 +5,11 @@ import pickle
 
 import pytest
 import torch
+from spikefuse.memory.segments import Segments
 from torch import nn
 
 import spikefuse as sf
 from spikefuse.block.block import Block
-from spikefuse.memory.segments import Segments
 from spikefuse.models import MODELS
 
 

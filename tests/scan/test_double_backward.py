@@ -7,7 +7,7 @@ import torch
 
 import spikefuse as sf
 from spikefuse.scan import op
-from spikefuse.scan.execution import Arguments, Wanted
+from spikefuse.scan.records import Arguments, Wanted
 from spikefuse.scan.state_passing import StatePassing
 from spikefuse.testing import make_input
 
@@ -29,9 +29,9 @@ def test_double_backward(make):
 
 def test_double_backward_with_state_passing():
     x = X.clone().requires_grad_()
-    name, _, scalars, _ = op.choose(sf.LIF(), "numba", x)
-    arguments = Arguments([x], (), [], scalars)
-    (y,) = op.run(name, arguments, Wanted(), StatePassing()).outputs
+    name, scalars, _ = op.choose(sf.LIF(), x, Wanted(impl="numba"))
+    arguments = Arguments([x], scalars=scalars, passing=StatePassing())
+    (y,) = op.run(name, arguments, Wanted()).outputs
     (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=REFUSED):
         gradient.sum().backward()

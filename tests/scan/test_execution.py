@@ -15,16 +15,13 @@ from spikefuse.kernels.triton_runtime import TritonLaunch
 from spikefuse.scan import launch_triton
 from spikefuse.scan.execution import (
     REPAIR,
-    Arguments,
     Execution,
-    Incoming,
-    Needs,
-    Wanted,
     execution_for,
     execution_of,
 )
 from spikefuse.scan.op import choose
 from spikefuse.scan.program import kinds_of, prepare
+from spikefuse.scan.records import Arguments, Results, Wanted
 from spikefuse.testing import DTYPES, make_input
 
 X = make_input((20, 2, 6))
@@ -63,20 +60,23 @@ def test_executions_differ_by_layout_dtype_and_device(other):
 
 def test_allocations_of_a_call():
     made = execution(X.bfloat16())
-    outputs, finals, saved, bits = made.new_results(Wanted(save=True, final=True))
+    outputs, finals, saved, bits, binary = made.new_results(Wanted(final=True))
     assert [(t.shape, t.dtype) for t in outputs] == [(X.shape, torch.bfloat16)]
     assert [(t.shape, t.dtype) for t in finals] == [(X.shape[1:], torch.float32)]
-    assert [(list(t.shape), t.dtype) for t in saved or ()] == [([1, 12], torch.float32)]
-    assert bits == []
-    assert made.new_results(Wanted())[1:] == ([], None, [])
-    _, grads, starts, sums = made.new_gradients(Needs((True,), True, (True, False, True)))
+    assert [(list(t.shape), t.dtype) for t in saved] == [([1, 12], torch.float32)]
+    assert (bits, binary) == ([], (True,))
+    assert made.new_results(Wanted(save=False))[1:4] == ([], [], [])
+    needs = Arguments([True], [True], [True, False, True])
+    grads, starts, (first, none, last), *_ = made.new_gradients(needs)
+    assert none is None
+    sums = first, last
     assert [(t.shape, t.dtype) for t in grads] == [(X.shape, torch.bfloat16)]
     assert [t.shape for t in starts] == [X.shape[1:]]
     assert [(list(t.shape), t.dtype) for t in sums] == 2 * [([6], torch.float64)]
 
 
 def test_a_short_sequence_saves_no_states():
-    outputs, finals, saved, _ = execution(X[:1]).new_results(Wanted(save=True, final=True))
+    outputs, finals, saved, *_ = execution(X[:1]).new_results(Wanted(final=True))
     assert (len(outputs), len(finals), saved) == (1, 1, [])
 
 
@@ -84,11 +84,11 @@ def test_a_short_sequence_saves_no_states():
 def test_a_repair_ends_where_the_states_agree(backends, decay, most):
     """A neuron that never fires forgets its first state by its leak, or never."""
     x = torch.full((200, 2, 64), 0.25, device=backends.device)
-    name, _, values, _ = choose(sf.LIF(decay, 1e9), "triton", x)
+    name, values, _ = choose(sf.LIF(decay, 1e9), x, Wanted(impl="triton"))
     made = execution_of(name, [x])
-    rest, moved = (Arguments([x], start, [], values) for start in ([], [4 * x[0]]))
-    results = made.forward(rest, made.new_results(Wanted(save=True, final=True)))
-    outputs, finals, saved, _ = results
+    rest, moved = (Arguments([x], start, scalars=values) for start in (None, [4 * x[0]]))
+    results = made.forward(rest, made.new_results(Wanted(final=True)))
+    outputs, finals, saved, *_ = results
     before = finals[0].clone()
     outputs[0].fill_(7)
     made.forward(moved, results, repair=True)
@@ -98,10 +98,10 @@ def test_a_repair_ends_where_the_states_agree(backends, decay, most):
     assert 8 <= num_written <= most
     assert (num_written == 200) == (decay == 1.0) == (not torch.equal(finals[0], before))
 
-    grads = made.new_gradients(Needs((True,), True, ()))
-    made.backward(moved, saved, Incoming([x], ()), grads)
+    grads = made.new_gradients(Arguments([True], [True]))
+    made.backward(moved, saved, Results([x]), grads)
     grads.inputs[0].fill_(0)
-    made.backward(moved, saved, Incoming((), [x[0]]), grads, REPAIR)
+    made.backward(moved, saved, Results((), [x[0]]), grads, REPAIR)
     assert grads.inputs[0][-8:].all()
     assert bool(grads.inputs[0].all()) == (decay == 1.0)
 
@@ -148,9 +148,10 @@ def test_bits_are_written_with_the_spikes(monkeypatch, backends, dtype, T, many)
     x = make_input((T, 3, 16, 25), device=backends.device, dtype=dtype).transpose(2, 3)
     made = execution(x, neuron=neuron, backend="triton")
     scalars = [neuron.values()[name] for name in made.program.step.params]
-    arguments = Arguments([x], [], [], scalars)
-    (spikes,), _, _, (packed,) = made.forward(arguments, made.new_results(Wanted(bits=True)))
-    (plain,), _, _, _ = made.forward(arguments, made.new_results(Wanted()))
+    arguments = Arguments([x], scalars=scalars)
+    wanted = Wanted(bits=True, save=False), Wanted(save=False)
+    (spikes,), _, _, (packed,), _ = made.forward(arguments, made.new_results(wanted[0]))
+    (plain,), *_ = made.forward(arguments, made.new_results(wanted[1]))
     assert torch.equal(spikes, plain)
     assert 0 < spikes.mean(dtype=torch.float32) < 1
     assert torch.equal(packed, bits.pack(spikes).bits)
@@ -181,8 +182,8 @@ def test_kernels_compiled_ahead_are_those_launched(dtype, monkeypatch):
     x = make_input((20, 2, 16), dtype)
     execution_for.cache_clear()
     made = execution(x, backend="triton")
-    arguments = Arguments([x], [], [], [0.5] * len(made.program.step.params))
-    wanted, needs = Wanted(save=True, bits=True), Needs((True,), False, ())
+    arguments = Arguments([x], scalars=[0.5] * len(made.program.step.params))
+    wanted, needs = Wanted(bits=True), Arguments([True])
     made.device = torch.device("meta")  # a CPU compiles nothing ahead
     assert made.is_new
     made.compile_forward(arguments, wanted)
@@ -191,8 +192,8 @@ def test_kernels_compiled_ahead_are_those_launched(dtype, monkeypatch):
     made.device = torch.device("meta")
     made.compile_backward(arguments, results, needs)
     made.device = x.device
-    incoming = Incoming(results.outputs, [])
-    made.backward(arguments, results.saved or [], incoming, made.new_gradients(needs))
+    incoming = Results(results.outputs)
+    made.backward(arguments, results.saved, incoming, made.new_gradients(needs))
     unpacking, *ahead = asked["compile_ahead"]
     assert unpacking[3] == [torch.uint8, dtype]
     assert len(ahead) == 2

@@ -15,6 +15,7 @@ from spikefuse.scan import layout as layouts
 from spikefuse.scan import op
 from spikefuse.scan.execution import execution_for, execution_of
 from spikefuse.scan.layout import MAX_STRIDES, MIN_INNER, Layout
+from spikefuse.scan.records import Wanted
 from spikefuse.testing import lay_out, make_input
 
 
@@ -227,7 +228,7 @@ def test_caches_by_strides_are_bounded():
     x = make_input((4, 2, 32)).requires_grad_()
     neuron = sf.LIF()
     (expected,) = torch.autograd.grad(neuron(x).sum(), x)
-    execution = execution_of(op.choose(neuron, "numba", x).name, [x])
+    execution = execution_of(op.choose(neuron, x, Wanted(impl="numba"))[0], [x])
     for padding in range(3 * MAX_STRIDES):
         weights = torch.ones(4, 2, 32 + padding)[..., :32]
         (gradient,) = torch.autograd.grad(neuron(x), x, weights)

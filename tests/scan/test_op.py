@@ -59,8 +59,7 @@ def test_opcheck(neuron, save, final):
             [t.detach() for t in tensors] for tensors in (inputs, states, params)
         )
     for given in ([], states):
-        tensors, counts = [*inputs, *given, *params], [len(inputs), len(given)]
-        arguments = [name], tensors, counts, scalars, save, final
+        arguments = name, inputs, given, params, [], scalars, save, final
         torch.library.opcheck(torch.ops.spikefuse.scan.default, arguments)
 
 
@@ -69,15 +68,12 @@ def test_opcheck_of_the_backward():
     name, params, scalars = prepared(neuron)
     params = [p.detach() for p in params]
     inputs = [make_input((20, 2, 6), seed=i) for i in range(2)]
-    tensors, counts = [*inputs, *params], [2, 0]
-    results = torch.ops.spikefuse.scan([name], tensors, counts, scalars, True, True)
+    arguments = name, inputs, [], params, [], scalars
+    results = torch.ops.spikefuse.scan(*arguments, True, True)
     grads, finals, saved = results[:2], results[2:4], results[4:]
     torch.library.opcheck(
         torch.ops.spikefuse.scan_backward.default,
-        (
-            *([name], [*tensors, *saved], counts, scalars),
-            *([grads[0], None, None, finals[1]], [True, True, True, False]),
-        ),
+        (*arguments, saved, [grads[0], None, None, finals[1]], [True, True, True, False]),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -13,51 +12,10 @@ from torch import Tensor
 import spikefuse as sf
 from spikefuse.kernels.bits import pack
 from spikefuse.scan import op
-from spikefuse.scan.state_passing import Channel, StatePassing
+from spikefuse.scan.records import Arguments, Wanted
 from spikefuse.testing import DTYPES, LAYOUTS, lay_out, make_input, poisoned
 from tests.definitions import DEFINITIONS
-
-
-class Queues(StatePassing):
-    """One of two processes that share two queues, forth and back."""
-
-    def __init__(
-        self,
-        is_first: bool,
-        forth: deque[Tensor],
-        back: deque[Tensor],
-        count: int,
-        speculates: bool = False,
-    ):
-        self.is_first, self.is_last = is_first, not is_first
-        self.forth, self.back, self.count = forth, back, count
-        self.speculates = speculates
-
-    def microbatches(self, batch: int) -> list[slice]:
-        return [slice(i * batch // self.count, (i + 1) * batch // self.count)
-                for i in range(self.count)]  # fmt: skip
-
-    def forward(self, buffers):
-        return QueueChannel(None if self.is_first else self.forth, self.forth, buffers)
-
-    def backward(self, buffers):
-        return QueueChannel(None if self.is_last else self.back, self.back, buffers)
-
-
-class QueueChannel(Channel):
-    def __init__(self, source, target, buffers) -> None:
-        super().__init__(buffers)
-        self.source, self.target = source, target
-
-    def receive(self, i: int) -> list[Tensor]:
-        if self.source is not None:
-            for x in self.buffers[i]:
-                x.copy_(self.source.popleft())
-        return self.buffers[i]
-
-    def send(self, i: int, states: Sequence[Tensor]) -> None:
-        if self.source is None:
-            self.target.extend(x.clone() for x in states)
+from tests.queues import Queues
 
 
 def in_two(
@@ -75,8 +33,8 @@ def in_two(
     outputs = []
     for half, is_first in zip(halves, (True, False), strict=True):
         passing = Queues(is_first, forth, back, count, speculates)
-        ((y,), *_), _ = op.scan(neuron, op.Request((half,), None, impl, passing=passing))
-        outputs.append(y)
+        arguments = Arguments((half,), passing=passing)
+        outputs += op.scan(neuron, arguments, Wanted(impl=impl)).outputs
     assert not forth
     (outputs[1] * weights[at:]).sum().backward()
     (outputs[0] * weights[:at]).sum().backward()
@@ -146,8 +104,8 @@ def test_two_connected_scans_with_potentials_equal_one(backends, speculates):
         found = []
         for half, is_first in zip(halves, (True, False), strict=True):
             passing = Queues(is_first, forth, back, 1, speculates)
-            request = op.Request((half,), None, impl, passing=passing, outputs=names)
-            found.append(op.scan(neuron, request)[0].outputs)
+            wanted = Wanted(outputs=names, impl=impl)
+            found.append(op.scan(neuron, Arguments((half,), passing=passing), wanted).outputs)
         for y, pieces in zip(expected, zip(*found, strict=True), strict=True):
             assert torch.equal(torch.cat(pieces), y)
         for outputs in reversed(found):
@@ -161,9 +119,9 @@ def test_bits_are_repaired(backends):
     x = make_input((40, 4, 32), device=backends.device)
     states = deque([torch.full_like(x[0], 3.0)])
     passing = Queues(False, states, deque(), 1, True)
-    request = op.Request((x,), None, "triton", bits=True, passing=passing)
-    ((y,), _, _, bits), _ = op.scan(sf.LIF(0.9), request)
-    ((alone,), *_), _ = op.scan(sf.LIF(0.9), op.Request((x,), None, "triton"))
+    arguments, wanted = Arguments((x,), passing=passing), Wanted(bits=True, impl="triton")
+    (y,), _, _, bits, _ = op.scan(sf.LIF(0.9), arguments, wanted)
+    (alone,), *_ = op.scan(sf.LIF(0.9), Arguments((x,)), Wanted(impl="triton"))
     assert not torch.equal(y, alone)
     assert len(bits) == 1
     assert torch.equal(bits[0], pack(y).bits)
@@ -172,10 +130,9 @@ def test_bits_are_repaired(backends):
 def test_microbatches_are_written_in_place():
     """No copy: the output of a microbatch is a slice of the whole one, whatever its size."""
     x = make_input((9, 5, 64))
-    request = op.Request((x,), None, "numba", final=True)
-    passing = Queues(True, deque(), deque(), 2)
-    ((y,), states, *_), _ = op.scan(sf.LIF(), request._replace(passing=passing))
-    (expected, finals, *_), _ = op.scan(sf.LIF(), request)
+    wanted, passing = Wanted(final=True, impl="numba"), Queues(True, deque(), deque(), 2)
+    (y,), states, *_ = op.scan(sf.LIF(), Arguments((x,), passing=passing), wanted)
+    expected, finals, *_ = op.scan(sf.LIF(), Arguments((x,)), wanted)
     assert y.is_contiguous()
     assert torch.equal(y, expected[0])
     assert torch.equal(states[0], finals[0])

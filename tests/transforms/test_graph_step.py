@@ -3,9 +3,8 @@
 `tests/gpu/test_graph_step.py` has real recordings.
 """
 
-
-
 import contextlib
+import warnings
 
 import pytest
 import torch
@@ -42,8 +41,10 @@ def test_a_cpu_calls_the_step():
 
 
 def test_wrong_options():
-    with pytest.raises(TypeError, match="step is a Parameter: expected a function"):
+    with pytest.raises(TypeError, match="got a Parameter: expected a function, then modules"):
         sf.graph_step(torch.nn.Linear(1, 1).weight)
+    with pytest.raises(TypeError, match="got a list: expected a function, then modules"):
+        sf.graph_step(lambda x: x, [torch.nn.Linear(1, 1)])
     with pytest.raises(ValueError, match="warmup is 1"):
         sf.graph_step(lambda x: x, warmup=1)
 
@@ -324,6 +325,127 @@ def test_parameters_of_modules_that_are_not_called(make, fake_cuda):
     assert steps[-1].num_replays > 0
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(actual, expected)
+
+
+class Trainer:
+    """Whose step has parts that its variables do not show."""
+
+    def __init__(self):
+        self.net, self.optimizer = make_training()
+
+    def forward_and_backward(self, x):
+        self.net(x).sum().backward()
+
+    def step(self, x):
+        self.optimizer.zero_grad()
+        self.forward_and_backward(x)
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_parts_that_are_not_known(has_gradients, fake_cuda):
+    """A graph would write gradients that no replay gives to the parameters."""
+    trainer, x = Trainer(), torch.rand(2, 4)
+    with pytest.raises(ValueError, match="the step calls a SGD that graph_step does not know"):
+        sf.graph_step(trainer.step)(x)
+    trainer.optimizer.zero_grad()
+    step = sf.graph_step(trainer.forward_and_backward)
+    for _ in range(3):
+        step(x)
+    if not has_gradients:
+        trainer.optimizer.zero_grad()
+    before = [p.grad for p in trainer.net.parameters()]
+    with pytest.raises(NotRecordable, match="of a module that graph_step does not know gets a gr"):
+        step(x)
+    assert all(p.grad is g for p, g in zip(trainer.net.parameters(), before, strict=True))
+
+
+def test_parts(fake_cuda):
+    """Given to a function or a decorator, as arguments of the step, or in its variables."""
+    ways = "eager", "function", "decorator", "arguments", "variables"
+    results = [trained(way) for way in ways]
+    assert all(torch.equal(x, results[0]) for x in results)
+
+
+def trained(way):
+    trainer = Trainer()
+    net, optimizer = trainer.net, trainer.optimizer
+
+    def with_parts(x, net, optimizer):
+        optimizer.zero_grad()
+        net(x).sum().backward()
+        optimizer.step()
+
+    def with_variables(x):
+        with_parts(x, net, optimizer)
+
+    options = {}
+    if way == "function":
+        step = sf.graph_step(trainer.step, net, optimizer)
+    elif way == "decorator":
+        step = sf.graph_step(net, optimizer, warmup=3)(trainer.step)
+    elif way == "arguments":
+        step, options = sf.graph_step(with_parts), {"net": net, "optimizer": optimizer}
+    elif way == "variables":
+        step = sf.graph_step(max_graphs=2)(with_variables)
+    else:
+        step = trainer.step
+    for i in range(6):
+        step(torch.full((2, 4), i / 8), **options)
+    if way != "eager":
+        assert (step.num_eager, step.num_graphs, step.num_replays) == (3, 1, 3)
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def test_replaced_and_loaded_parts(fake_cuda):
+    """Parameters at other addresses, and the state of an optimizer, are recorded anew."""
+    results = []
+    for wrap in (lambda step, *_: step, sf.graph_step):
+        net, optimizer = make_training()
+
+        def run(x, net=net, optimizer=optimizer):
+            optimizer.zero_grad()
+            net(x).square().sum().backward()
+            optimizer.step()
+
+        step = wrap(run, net, optimizer)
+        for i in range(24):
+            if i == 6:
+                net.load_state_dict({k: v + 1 for k, v in net.state_dict().items()})
+            if i == 11:
+                optimizer.load_state_dict(optimizer.state_dict())
+            if i == 16:
+                for p in net.parameters():
+                    p.data = p.data.clone()
+            step(torch.full((2, 4), i / 8))
+        results.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+    assert (step.num_eager, step.num_graphs) == (9, 1)
+    assert torch.equal(*results)
+
+
+def test_other_warnings_of_a_step(fake_cuda):
+    """A fallback looks for lines that wait for the GPU, among the warnings."""
+
+    def warns(x):
+        warnings.warn("of the user", stacklevel=1)
+        return x + 1
+
+    step = sf.graph_step(warns, fallback=True)
+    for _ in range(4):
+        with pytest.warns(UserWarning, match="of the user"):
+            step(torch.ones(2))
+
+    def waits(x):
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        return x + 1
+
+    step = sf.graph_step(waits, fallback=True)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="called a synchronizing"):
+            step(torch.ones(2))
+    with pytest.warns(UserWarning, match=r'py:\d+: "warnings.warn\(.* reads a value of the GPU'):
+        step(torch.ones(2))
+    assert "reads a value" in step.obstacle
 
 
 def test_networks_are_compiled_once(fake_cuda):

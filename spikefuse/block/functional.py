@@ -1,0 +1,157 @@
+"""Batch norm and neuron as functions of tensors, which modules and passes over graphs call.
+
+Called eagerly they run kernels at once. Under a tracer, such as AOTAutograd, they are ops of the
+library: `spikefuse::norm_statistics` returns the results of `kernels.norm.statistics` and the
+unbiased variance, and `spikefuse::block` runs a block in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spikefuse.block.program import traits
+from spikefuse.block.training import BlockCall
+from spikefuse.kernels.norm import merge_statistics, statistics
+from spikefuse.kernels.running import Running, update_running_stats
+from spikefuse.scan import op
+from spikefuse.scan.records import Arguments, Results, Wanted
+from spikefuse.scan.state_passing import Collectives
+
+op.library.define(
+    "norm_statistics(Tensor x, Tensor? weight, float eps, str backend) -> (Tensor, Tensor)"
+)
+
+
+class Statistics(NamedTuple):
+    """The statistics of a batch.
+
+    Attributes:
+        values: `[4, C]`, see `spikefuse.kernels.norm.statistics`.
+        number: values per channel in all processes; None if no other process shares them.
+    """
+
+    values: Tensor
+    number: Tensor | None = None
+
+
+class Norm(NamedTuple):
+    """A batch norm of a block.
+
+    Attributes:
+        statistics: of the batch.
+        mean, variance: the running statistics, in evaluation.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float = 0.0
+    statistics: Statistics | None = None
+    mean: Tensor | None = None
+    variance: Tensor | None = None
+
+
+def norm_statistics(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    running: Running,
+    backend: str,
+    collectives: Collectives | None = None,
+) -> Statistics:
+    """Take the statistics of `x`, `[T, B, C, ...]` or expanded along T, and update running ones.
+
+    Args:
+        running: updated in place; all None to leave them as they are.
+        backend: "triton" or "numba".
+        collectives: over the processes that share the statistics, if there are others.
+    """
+    if not op.is_plain((x,)):
+        # Hidden from the record of changed tensors, see `spikefuse.nn.call.SumRecorder`.
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            weight = None if weight is None else weight.detach()
+            found = torch.ops.spikefuse.norm_statistics(x.detach(), weight, eps, backend)
+            update_running_stats(running, found[0][0], found[1])
+        return Statistics(found[0])
+    if collectives is None:
+        return Statistics(statistics(x, weight, running, eps, backend))
+    own = statistics(x, None, Running(), eps, backend)
+    count = own.new_full((1,), x.numel() / x.shape[2])
+    shares = collectives.gather(torch.cat((own[0], own[3], count)))
+    return Statistics(*merge_statistics(shares, weight, running, eps, backend))
+
+
+def run_block(
+    program: str, arguments: Arguments[Tensor], norms: Sequence[Norm], wanted: Wanted
+) -> Results[Tensor]:
+    """Run norms and neuron as one, with gradients of all tensors.
+
+    Args:
+        program: from `prepare_block`.
+        arguments: inputs `[T, B, C, ...]`, and the parameters of the neuron that the program reads.
+        norms: of the first input, and perhaps of the residual.
+    """
+    (by_batch, rebuilds, order), shift = traits(program), shift_of(norms, arguments.inputs[0])
+    inputs, states, own, _, scalars, passing = arguments
+    wanted = wanted._replace(save=wanted.save or not rebuilds)
+    if not by_batch:
+        mean, scale, *residual = [value for norm in norms for value in _mean_and_scale(norm)]
+        values = mean, scale, shift, *residual, *own
+        params = [values[i] for i in order]
+        return op.run(program, Arguments(inputs, states, params, (), scalars, passing), wanted)
+    prologue, number = [shift], None
+    for norm in norms:
+        assert norm.statistics is not None
+        prologue.append(norm.statistics.values)
+        number = norm.statistics.number
+    prologue += [norm.weight for norm in norms if norm.weight is not None]
+    call = BlockCall(program, scalars, passing, number)
+    return op.execute(call, arguments._replace(prologue=prologue), wanted)
+
+
+def shift_of(norms: Sequence[Norm], x: Tensor) -> Tensor:
+    """The sum of the norms' biases, or zeros."""
+    shift: Tensor | None = None
+    for norm in norms:
+        if norm.bias is not None:
+            shift = norm.bias if shift is None else shift + norm.bias
+    return x.new_zeros(x.shape[2], dtype=torch.float32) if shift is None else shift
+
+
+def _mean_and_scale(norm: Norm) -> tuple[Tensor, Tensor]:
+    """The affine map that a norm is with running statistics."""
+    mean, variance = norm.mean, norm.variance
+    assert mean is not None and variance is not None
+    scale = torch.rsqrt(variance + norm.eps)
+    if torch.is_grad_enabled():  # backward may follow a call in training, which updates the mean
+        mean = mean.clone()
+    return mean, scale if norm.weight is None else scale * norm.weight
+
+
+def reserve_counters(backend: str, device: torch.device) -> None:
+    """Prepare the kernels of blocks for graphs, before Inductor records one."""
+    if backend == "triton":
+        from spikefuse.kernels import norm_triton
+
+        norm_triton.reserve_counters(device)
+
+
+def _statistics(
+    x: Tensor, weight: Tensor | None, eps: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    values = statistics(x, weight, Running(), eps, backend)
+    number = x.numel() / x.shape[2]
+    return values, values[3] * (number / (number - 1))
+
+
+def _statistics_fake(
+    x: Tensor, weight: Tensor | None, eps: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    values = x.new_empty((4, x.shape[2]), dtype=torch.float32)
+    return values, values.new_empty((x.shape[2],))
+
+
+op.implement("norm_statistics", _statistics, _statistics_fake)
