@@ -29,7 +29,7 @@ PACKAGES: dict[str, set[str]] = {
     "events": {"nn", "scan", "kernels", "neurons"},
     "transforms": {"block", "nn", "reference", "neurons", "events.linear"},
     "distributed": {"transforms", "memory", "block", "events", "nn", "scan", "kernels", "neurons"},
-    "inspect": {"memory", "block", "events", "nn", "scan", "compiler", "kernels", "neurons"}
+    "inspect": {"graph", "memory", "block", "events", "nn", "scan", "compiler", "kernels", "neurons"}
     | {"transforms.tables"},
     "spikefuse": {"distributed", "inspect", "transforms", "memory", "nn", "compiler", "neurons"},
     "data": set(),
