@@ -18,7 +18,7 @@ from spikefuse.inspect.graphs import GraphObserver
 from spikefuse.inspect.observer import CallObserver, NeuronScan, unchanged
 from spikefuse.inspect.timing import copy_bandwidth, seconds
 from spikefuse.kernels.norm import by_batch
-from spikefuse.memory.saved_tensors import SavedTensors, num_bytes
+from spikefuse.memory.saved_tensors import SavedTensors, address_of, num_bytes
 from spikefuse.neurons.definition import Neuron
 from spikefuse.nn.call import active
 from spikefuse.nn.feedback import Feedback
@@ -91,7 +91,7 @@ def explain(
 def _saved(model: nn.Module, call: CallObserver) -> Counter[str]:
     """The bytes that each layer saves."""
     saved = Counter[str]()
-    for size in call.saved.sizes(_addresses(model)):
+    for size in call.saved.sizes([*model.parameters(), *model.buffers()]):
         saved[size.layer] += size.now
     return saved
 
@@ -102,12 +102,12 @@ def _saved_eagerly(model: nn.Module, call: CallObserver) -> Counter[str]:
     counted: set[int] = set()  # addresses that `eager` includes
 
     def count(layer: str, x: Tensor) -> None:
-        if _address(x) not in counted:
-            counted.add(_address(x))
+        if address_of(x) not in counted:
+            counted.add(address_of(x))
             eager[layer] += num_bytes(x)
 
     ordinary = call.layers.keys() - {scan.name for scan in call.scans}
-    for size in call.saved.sizes(_addresses(model), ordinary):
+    for size in call.saved.sizes([*model.parameters(), *model.buffers()], ordinary):
         eager[size.layer] += size.unpacked
         counted.add(size.address)
     for layer, x, num in call.pooled:
@@ -117,36 +117,26 @@ def _saved_eagerly(model: nn.Module, call: CallObserver) -> Counter[str]:
     for scan in call.scans:
         num_steps = len(scan.inputs[0])
         measured = min(num_steps, LOOP_STEPS)
-        inputs, others = _saved_by_loop(scan, measured)
+        saved, others = _saved_by_loop(scan, measured)
         if num_steps > measured:
             per_step = others - _saved_by_loop(scan, measured - 1)[1]
             others += (num_steps - measured) * per_step
         eager[scan.name] += others
-        for x in inputs:
-            count(scan.name, x)
+        for x in scan.inputs:
+            if address_of(x) in saved:
+                count(scan.name, x)
     return eager
 
 
-def _saved_by_loop(scan: NeuronScan, num_steps: int) -> tuple[list[Tensor], int]:
-    """What PyTorch alone would save for the first steps: (saved inputs, other bytes)."""
+def _saved_by_loop(scan: NeuronScan, num_steps: int) -> tuple[set[int], int]:
+    """What PyTorch alone would save for the first steps: (addresses, bytes besides the inputs)."""
     saved = SavedTensors()
     with saved.hooks():
         outputs, _ = scan.forward(num_steps, eager=True)
-    sizes = list(saved.sizes({_address(x) for x in scan.parameters}))
+    sizes, inputs = [*saved.sizes(scan.parameters)], {*map(address_of, scan.inputs)}
     del outputs
-    addresses = {size.address for size in sizes}
-    inputs = [x for x in scan.inputs if _address(x) in addresses]
-    counted = {_address(x) for x in inputs}
-    return inputs, sum(size.now for size in sizes if size.address not in counted)
-
-
-def _address(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
-def _addresses(model: nn.Module) -> set[int]:
-    """The memory of parameters and buffers, which is not counted."""
-    return {_address(x) for x in (*model.parameters(), *model.buffers())}
+    others = sum(size.now for size in sizes if size.address not in inputs)
+    return {size.address for size in sizes}, others
 
 
 def _saved_rows(

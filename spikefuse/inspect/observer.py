@@ -253,10 +253,8 @@ def _recorded(
         xs, state = tensors[: len(inputs)], tensors[len(inputs) :] or None
         if not eager:
             return scan(Arguments(xs, state), wanted).outputs
-        on_reference = wanted._replace(impl="reference")
-        if norms:
-            return scan_neuron(neuron, Arguments([_sum(norms, xs)], state), on_reference).outputs
-        return scan(Arguments(xs, state), on_reference).outputs
+        xs, call = ([_sum(norms, xs)], partial(scan_neuron, neuron)) if norms else (xs, scan)
+        return call(Arguments(xs, state), wanted._replace(impl="reference")).outputs
 
     return NeuronScan(
         modules=(*norms, *dict.fromkeys((getattr(scan, "__self__", neuron), neuron))),
@@ -285,10 +283,9 @@ def _sum(norms: Sequence[_BatchNorm], inputs: Sequence[Tensor]) -> Tensor:
     """The sum of the inputs, of which the first are normalized, by PyTorch's operations."""
     values = list(inputs)
     for i, norm in enumerate(norms):
-        # Not those of SyncBatchNorm, which needs a GPU.
-        values[i] = unflatten_steps(
-            _BatchNorm.forward(norm, flatten_steps(inputs[i])), len(inputs[i])
-        )
+        # Not by SyncBatchNorm's own, which needs a GPU.
+        y = _BatchNorm.forward(norm, flatten_steps(inputs[i]))
+        values[i] = unflatten_steps(y, len(inputs[i]))
     return sum(values[1:], values[0])
 
 
