@@ -29,8 +29,8 @@ PACKAGES: dict[str, set[str]] = {
     "events": {"nn", "scan", "kernels", "neurons"},
     "transforms": {"block", "nn", "reference", "neurons", "events.linear"},
     "distributed": {"transforms", "memory", "block", "events", "nn", "scan", "kernels", "neurons"},
-    "inspect": {"graph", "memory", "block", "events", "nn", "scan", "compiler", "kernels", "neurons"}
-    | {"transforms.tables"},
+    "inspect": {"memory", "block", "events", "nn", "scan", "compiler", "kernels", "neurons"}
+    | {"graph", "transforms.tables"},
     "spikefuse": {"distributed", "inspect", "transforms", "memory", "nn", "compiler", "neurons"},
     "data": set(),
     "models": {"spikefuse", "block", "events", "nn", "neurons"},
