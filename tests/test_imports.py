@@ -30,7 +30,7 @@ PACKAGES: dict[str, set[str]] = {
     "transforms": {"block", "nn", "reference", "neurons", "events.linear"},
     "distributed": {"transforms", "memory", "block", "events", "nn", "scan", "kernels", "neurons"},
     "inspect": {"memory", "block", "events", "nn", "scan", "compiler", "kernels", "neurons"}
-    | {"transforms.tables"},
+    | {"graph", "transforms.tables"},
     "spikefuse": {"distributed", "inspect", "transforms", "memory", "nn", "compiler", "neurons"},
     "data": set(),
     "models": {"spikefuse", "block", "events", "nn", "neurons"},
