@@ -1,7 +1,6 @@
 """Memory policies: what a network saves of its forward pass for backward.
 
-A policy is passed to `Temporal`. In float32, all policies give the same results bit for bit, except
-that `Checkpoint` sums parameter gradients over microbatches.
+A policy is passed to `Temporal`. In float32, all policies give the same results bit for bit.
 """
 
 from __future__ import annotations
@@ -59,13 +58,13 @@ class Bits(Policy):
 class Checkpoint(Policy):
     """Save one bit per spike and recompute everything else by segments: the least memory.
 
-    The whole network must have been fused by `spikefuse.fuse`. A segment reaches from neuron to
-    neuron. A segment whose working set would set the peak runs in microbatches; norms take their
-    statistics over the whole batch.
+    The network is captured as a graph, as by `spikefuse.fuse`, which is cut where little is alive.
+    Backward recomputes one segment after the other. A network that cannot be captured is one
+    segment.
 
     Args:
-        chunks: approximate number of microbatches of the largest segment. Other segments use
-            enough to stay below its working set. With 1, the whole batch runs at once.
+        chunks: the largest number of segments, approximately. Of all numbers up to it, the one with
+            the lowest peak is taken.
 
     Raises:
         ValueError: `chunks` is not an integer of at least 1.
