@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 
 from spikefuse import neurons
-from spikefuse.memory.policies import POLICIES
 from spikefuse.neurons import surrogate
 
 # All spiking models; lif comes first and is the default.
@@ -31,7 +30,6 @@ SCHEDULES = ("constant", "cosine", "one-cycle", "step")
 RISE = 0.3
 LOSSES = ("mean", "last", "every")
 PRECISIONS = ("32", "bf16", "16")
-MEMORY = (*POLICIES, "auto")
 EVENT_MODEL, RECURRENT_MODEL = "event-mlp", "recurrent"
 OVERFLOWS = ("drop", "dense", "raise")
 # Defaults of event models (Finkbeiner and Neftci); the cutoff is relative to the threshold.

@@ -229,10 +229,7 @@ class TrainConfig:
     )
     fuse: bool = flag(True, "fuse each batch norm with the neurons that read it", "yes")
     memory: str = choice(
-        "recompute", "what to save for the backward pass (docs/memory.md)", choices.MEMORY
-    )
-    memory_budget: float | None = number(
-        None, "GB to save for the backward pass, with --memory auto", POSITIVE, shown="none"
+        "recompute", "what to save for the backward pass (docs/memory.md)", tuple(POLICIES)
     )
     channels_last: bool | None = flag(True, "use the channels-last memory format", "yes")
     cuda_graph: bool | None = flag(
@@ -382,9 +379,6 @@ class TrainConfig:
             if (self.accumulate, last) != (1, self.num_steps):
                 cause = f"{accumulate} and tbptt {tbptt}, which leaves one step of one example"
             yield f"{cause}: batch normalization needs at least two values, so change one of them"
-        if (self.memory == "auto") != (self.memory_budget is not None):
-            budget = "no memory_budget" if self.memory_budget is None else "a memory_budget"
-            yield f"memory is {self.memory}, with {budget}: auto and memory_budget need each other"
         if self.warmup >= self.epochs:
             yield f"warmup is {self.warmup:g}: expected fewer than epochs, {self.epochs}"
         if self.step_epochs is not None and self.schedule != "step":
@@ -468,7 +462,7 @@ class TrainConfig:
         build = MODELS[self.model]
         net = build(self.make_neuron, channels, len(dataset.classes), (height, width), **options)
         own.check_network(self.model, net)
-        temporal = Temporal(net, POLICIES.get(self.memory, self.memory), self.memory_budget)
+        temporal = Temporal(net, POLICIES[self.memory])
         return fuse(temporal) if self.fuse else temporal
 
     def transform(self) -> dict[str, Any]:
