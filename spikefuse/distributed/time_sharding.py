@@ -64,7 +64,7 @@ def shard_time(
         model: a `Temporal`, or a module that contains some; changed in place.
         axis: one axis of a mesh, such as `mesh["time"]`. Every process of the job must call this.
         chunks: chunks of the batch in which states are sent. While a rank computes one chunk, the
-            next rank computes the previous one. `memory.Checkpoint` uses its microbatches instead.
+            next rank computes the previous one.
         statistics: of batch norms in training. "exact": over the steps of all ranks. "shard": over
             the rank's own steps, without communication; running statistics are averaged.
         timeout: seconds that a rank waits for another one.
