@@ -61,7 +61,7 @@ def capture(run: Callable[[], R], pool: Pool) -> tuple[torch.cuda.CUDAGraph, R]:
                 graph.capture_begin(pool.handle, capture_error_mode="thread_local")
                 try:
                     result = run()
-                    graph.capture_end()
+                    _end(graph)
                 except BaseException:
                     _abandon(graph, pool)
                     raise
@@ -73,18 +73,25 @@ def capture(run: Callable[[], R], pool: Pool) -> tuple[torch.cuda.CUDAGraph, R]:
 def _abandon(graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
     """End a capture that has failed."""
     try:
-        graph.capture_end()
+        _end(graph)
     except RuntimeError:
         # CUDA has invalidated the capture. PyTorch's allocator would wait for its end forever, and
         # refers to the graph; its generator is left in the state of a capture, which another ends.
         pool.is_usable = False
         _failed.append(graph)
-        for end in _end_of_capture:
-            end(torch.cuda.current_device(), pool.handle)
+        with contextlib.suppress(RuntimeError):  # for an error after that end
+            for end in _ends_of_allocation:
+                end(torch.cuda.current_device(), pool.handle)
         other = torch.cuda.CUDAGraph()
         other.capture_begin(capture_error_mode="thread_local")
         torch.zeros((), device="cuda")
         other.capture_end()
+
+
+def _end(graph: torch.cuda.CUDAGraph) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+        graph.capture_end()
 
 
 @contextlib.contextmanager
@@ -205,6 +212,6 @@ _lock = threading.RLock()  # PyTorch captures one graph at a time
 _failed: list[torch.cuda.CUDAGraph] = []
 _nothing: Callable[..., None] = lambda *_: None  # noqa: E731
 _release_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", _nothing)
-_end_of_capture = [
+_ends_of_allocation = [
     getattr(torch._C, name, _nothing) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")
 ]

@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 from spikefuse.graph import capture
 from spikefuse.graph.capture import NotRecordable, Pool, static_copy, stored
 from spikefuse.scan.double_backward import refuse_double_backward
+from spikefuse.scan.op import keeps_graph
 
 #: Eager calls before a recording, with the same shapes.
 WARMUP = 3
@@ -75,6 +76,7 @@ class Recorded:
         self._warm: dict[Any, int] = {}  # eager calls
         self._differentiated: set[Any] = set()
         self._is_full = False
+        self._retains = False  # whether a backward pass had retain_graph=True
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         if self._inputs is None and not self.obstacle:
@@ -121,6 +123,7 @@ class Recorded:
 
     def _mark(self, key: Any) -> None:
         self._differentiated.add(key)
+        self._retains |= keeps_graph()
 
     def _record(
         self, key: Any, inputs: Sequence[Any], pool: Callable[[], _SharedPool] | None = None
@@ -140,7 +143,9 @@ class Recorded:
                 raise NotRecordable("its parameters or buffers move again and again")
             with torch.cuda.device(self._inputs.device):
                 memory = (pool or _free_pool)()
-                recording = _Recording(self.function, self._inputs, inputs, key[0], memory)
+                recording = _Recording(
+                    self.function, self._inputs, inputs, (key[0], self._retains), memory
+                )
         except Exception as error:
             self.obstacle = capture.reason(error)
         if self.obstacle:
@@ -282,6 +287,8 @@ class _Recording:
     Attributes:
         addresses: of its static inputs.
         read: positions of the inputs that backward may read, and that must not change before it.
+        retains: whether backward may run twice, as in the calls before the recording. Otherwise its
+            results lie where forward has saved tensors.
         changed: positions of the inputs that forward changes.
     """
 
@@ -290,10 +297,11 @@ class _Recording:
         function: Callable[..., Any],
         positions: _Inputs,
         inputs: Sequence[Any],
-        grads: bool,
+        needs: tuple[bool, bool],
         pool: _SharedPool,
     ) -> None:
         self.pool, self.positions, self.num_replays = pool, positions, 0
+        grads, self.retains = needs
         self.addresses = positions.addresses(inputs)
         with torch.inference_mode(False), torch.set_grad_enabled(grads):
             leaves = list(inputs)
@@ -335,10 +343,13 @@ class _Recording:
         self.grad_outputs = [torch.empty_like(x) for x in results]
 
         def run() -> list[Tensor | None]:
-            # The graph is retained, so that backward may run twice: its memory stays as it was.
             with torch.autocast("cuda", enabled=False):
                 grads = torch.autograd.grad(
-                    results, leaves, self.grad_outputs, retain_graph=True, allow_unused=True
+                    results,
+                    leaves,
+                    self.grad_outputs,
+                    retain_graph=self.retains,
+                    allow_unused=True,
                 )
             return [None if g is None else _dense(g) for g in grads]
 
@@ -381,6 +392,13 @@ class _Recording:
                     "a recorded network cannot go back through this forward pass: a later one has "
                     "taken its memory"
                 )
+            if ctx.is_spent and not self.retains:
+                raise RuntimeError(
+                    "a recorded network cannot run backward twice after calls in which it did so "
+                    'once: use retain_graph=True from the first call on, or spikefuse.fuse(net, '
+                    'mode="eager")'
+                )
+            ctx.is_spent = True
             for x, g in zip(self.grad_outputs, grads, strict=True):
                 if g is None:
                     x.zero_()
@@ -401,7 +419,7 @@ class _Replay(torch.autograd.Function):
     def forward(
         ctx: Any, recording: _Recording, inputs: Sequence[Any], *_: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.recording = recording
+        ctx.recording, ctx.is_spent = recording, False
         ctx.set_materialize_grads(False)
         # Raises PyTorch's own errors: a parameter has changed, or the graph was freed.
         ctx.save_for_backward(*[inputs[i] for i in recording.read])

@@ -246,7 +246,7 @@ def _differentiate(
         results = iter(backward(call.program, *groups, [*saved], [*grads], [*needed]))
         return [next(results) if need else None for need in needed]
     # Without retain_graph, nobody reads the saved tensors after this.
-    call.overwrites = not torch._C._autograd._get_current_graph_task_keep_graph()
+    call.overwrites = not keeps_graph()
     num = call.execution.num_outputs if call.execution else len(sizes_of(call.program)[0])
     incoming, needs = Results(grads[:num], grads[num:]), call.unflatten(needed)
     if not torch.is_grad_enabled():
@@ -254,6 +254,11 @@ def _differentiate(
     with torch.no_grad():
         found = call.flatten(call.backward(arguments, saved, incoming, needs))
     return refuse_double_backward(found, *tensors, *grads)
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward pass has `retain_graph=True`."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def choose(definition: Neuron, x: Tensor, wanted: Wanted) -> tuple[str, list[float], list[Tensor]]:
