@@ -64,6 +64,7 @@ class Captured:
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile(function)
+        outer, active.captures = active.captures, True
         try:
             return compiled(net, args, kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -72,6 +73,8 @@ class Captured:
             self._has_failed = True
             self.report.clear()
             self.report.note(f"capture failed: {str(error).strip().splitlines()[0]}")
+        finally:
+            active.captures = outer
         return _run(function, net, args, kwargs)
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:

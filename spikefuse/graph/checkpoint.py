@@ -124,7 +124,8 @@ def _changed_by(node: fx.Node) -> list[fx.Node]:
     elif node.target is operations.norm_statistics:
         changed = node.args[2]
     elif node.op == "call_module":
-        is_saved = getattr(node.graph.owning_module, node.target).is_saved
+        segment: Any = node.graph.owning_module.get_submodule(str(node.target))  # type: ignore[union-attr]
+        is_saved = segment.is_saved
         changed = [x for x, saved in zip(node.args, is_saved, strict=True) if not saved]
     else:
         return changed_by(node)

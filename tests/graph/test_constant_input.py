@@ -350,7 +350,7 @@ class Published(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.repeat(x)
-        T, B, C, H, W = x.shape
+        T, B, _, H, W = x.shape
         x = self.bn(self.conv(x.flatten(0, 1))).reshape(T, B, -1, H, W).contiguous()
         return self.lif(x)
 
