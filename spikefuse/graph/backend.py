@@ -53,7 +53,7 @@ def compile_graph(
     apply_passes(gm, report)
     if mode == "inductor" and chunks is None:
         inductor: Any = torch._dynamo.lookup_backend("inductor")
-        return inductor(gm, example_inputs)  # type: ignore[no-any-return]
+        return inductor(gm, example_inputs)
     recompute_checkpoints(gm)
     run = operations.saving_bits(gm if chunks is None else checkpointed(gm, chunks))
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in example_inputs)

@@ -124,7 +124,8 @@ def _changed_by(node: fx.Node) -> list[fx.Node]:
     elif node.target is operations.norm_statistics:
         changed = node.args[2]
     elif node.op == "call_module":
-        is_saved = getattr(node.graph.owning_module, node.target).is_saved
+        segment: Any = node.graph.owning_module.get_submodule(str(node.target))  # type: ignore[union-attr]
+        is_saved = segment.is_saved
         changed = [x for x, saved in zip(node.args, is_saved, strict=True) if not saved]
     else:
         return changed_by(node)
@@ -144,7 +145,7 @@ def _binary_storages(graph: fx.Graph) -> set[int | None]:
     """The tensors that neurons, and poolings of their spikes, register as binary."""
     binary: set[int | None] = set()
     for node in graph.nodes:
-        source = node.args[0] if node.args else None
+        source: Any = node.args[0] if node.args else None
         if node.target is operator.getitem:
             flags = operations.binary_outputs(source)
             is_binary = node.args[1] in range(len(flags)) and flags[node.args[1]]
@@ -212,7 +213,7 @@ class _Walk:
         if is_mode(node):
             name = name_of(node)
             if name == "_set_grad_enabled":
-                self.grad = node.args[0]
+                self.grad = bool(node.args[0])
             else:
                 self.modes += 1 if name.startswith("_enter") else -1
 
@@ -239,12 +240,13 @@ class _Walk:
 
 def _plan(places: list[_Place], chunks: int) -> set[int]:
     """The indices of the nodes before which to cut a graph."""
-    # Only where less is alive than on both sides.
-    *inner, end = places
-    sizes = [place.num_bytes for place in inner]
+    end = places[-1]
+    places = [place for place in places if 0 < place.computed < end.computed]
+    sizes = [place.num_bytes for place in places]
     around = zip([math.inf, *sizes], sizes, [*sizes[1:], math.inf], strict=False)
-    lowest = [place for place, (a, b, c) in zip(inner, around, strict=True) if a >= b < c]
-    lowest = [_Place(0, 0, {}), *[place for place in lowest if place.computed], end]
+    # Only where less is alive than on both sides.
+    lowest = [place for place, (a, b, c) in zip(places, around, strict=True) if a >= b < c]
+    lowest = [_Place(0, 0, {}), *lowest, end]
     plans = [_partition(lowest, end.computed / n) for n in range(1, chunks + 1)]
     return set(min(plans, key=lambda plan: plan[0])[1])
 
@@ -258,7 +260,7 @@ def _partition(places: list[_Place], most: float) -> tuple[int, list[int]]:
     # For each place, of the best cuts up to it: the bytes saved, the largest segment, the cuts.
     plans: list[tuple[int, int, list[int]]] = [(0, 0, [])]
     for j, place in enumerate(places[1:], 1):
-        options = []
+        options: list[tuple[int, int, list[int]]] = []
         for i in reversed(range(j)):
             before, size = places[i], place.computed - places[i].computed
             if size > most and options:

@@ -1,4 +1,4 @@
-"""The pass for input that is the same at each step, of which the first layers compute one step.
+"""The pass for input that is the same at each step: the first layers compute one step of it.
 
 A sequence is constant if its time has stride 0 (as from `encode.direct`), or if the network
 expands or repeats an image along a new first dim. Layers that treat all rows alike compute one
@@ -47,7 +47,7 @@ def _keeps_rows(node: fx.Node) -> bool:
 
 
 def _normalizes_rows(node: fx.Node) -> bool:
-    shape = node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]
+    shape: Any = node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]
     return len(shape) < value(node.args[0]).ndim
 
 
@@ -101,7 +101,7 @@ def compute_steps_once(graph: fx.Graph) -> None:
         return
     steps: dict[fx.Node, _Step] = {}
     for node, constant in constants.items():
-        source = node.args[0] if node.args else None
+        source: Any = node.args[0] if node.args else None
         before = constants.get(source) if isinstance(source, fx.Node) else None
         if before is None:
             steps[node] = _first_step(graph, node)
@@ -172,15 +172,14 @@ def _of_reader(node: fx.Node, constants: dict[fx.Node, _Constant]) -> _Constant 
     applies = ROWWISE.get(node.target)
     if applies is None or not applies(node) or node.kwargs.get("inplace"):
         return None
-    has_one_value = node.target is F.batch_norm and (
-        value(node).numel() <= after[1] * known.num_steps
-    )
-    if has_one_value and arguments_of(node, F.batch_norm)["training"]:
-        return None  # it has no variance, but T of them have
+    trains = node.target is F.batch_norm and arguments_of(node, F.batch_norm)["training"]
+    if trains and value(node).numel() <= after[1] * known.num_steps:
+        return None  # one value per channel has no variance; T of them have
     return _Constant(known.num_steps, is_folded=True)
 
 
 def _first_step(graph: fx.Graph, source: fx.Node) -> _Step:
+    image: Any
     if source.op == "placeholder":
         image, num_steps = source, value(source).shape[0]
         place = next(n for n in graph.nodes if n.op != "placeholder")

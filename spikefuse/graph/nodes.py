@@ -170,7 +170,8 @@ def replay(graph: fx.Graph, x: fx.Node, views: list[fx.Node]) -> fx.Node:
             shape = view.args[1], *[-1] * (len(view.args) - 2)
             x = graph.call_method("expand", (x, *shape))
         else:
-            x = graph.node_copy(view, lambda n, v=view, y=x: y if n is v.args[0] else n)
+            places = {view.args[0]: x}
+            x = graph.node_copy(view, lambda n, places=places: places.get(n, n))  # type: ignore[misc]
             if x.target == "view":
                 x.target = "reshape"
     return x

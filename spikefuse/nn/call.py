@@ -147,6 +147,8 @@ class _Active(threading.local):
         # An attribute of the instance from the start: torch.compile guards on its presence.
         self.call: TemporalCall | None = None
         self.observer: Observer | None = None
+        #: Whether the graph of the network is captured, with passes of this library.
+        self.captures = False
         #: Where neurons register binary outputs, None if layers save spikes as they are.
         self.spikes: Spikes | None = None
 
