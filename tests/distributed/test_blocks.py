@@ -238,6 +238,35 @@ def test_synchronized_norms_equal_one_process(
             assert_close(grad, p.grad)
 
 
+def blocks(group: Any = None, synchronized: bool = False) -> sf.Temporal:
+    torch.manual_seed(0)
+    block = Block(nn.BatchNorm2d(4), sf.PLIF(0.6, channels=4))
+    net = sf.Temporal(nn.Sequential(nn.Conv2d(2, 4, 3), block, nn.Flatten(), nn.Linear(36, 3)))
+    return nn.SyncBatchNorm.convert_sync_batchnorm(net, group) if synchronized else net
+
+
+def batch_of_blocks(axis: DeviceMesh, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    mesh = make_mesh(data=axis.size(), device="cpu")
+    net = blocks(axis.get_group(), synchronized=True)
+    rows = steps_of(x.shape[1], axis.get_local_rank(), axis.size())
+    found = on_rows(net, x, rows, axis.size())
+    reduce_gradients(net, mesh)
+    return found, [p.grad for p in net.parameters()]
+
+
+def test_blocks_of_synchronized_norms_equal_one_process(group: Group) -> None:
+    x, net = make_input((T, 2 * SIZE + 1, 2, 5, 5)) + 0.5, blocks()
+    expected = on_rows(net, x, slice(None), 1)
+    found = group(batch_of_blocks, x, size=SIZE)
+    for i, wanted in enumerate(expected):
+        parts = [tensors[i] for tensors, _ in found]
+        for part in [torch.cat(parts, 1)] if i < 2 else parts:
+            assert_close(part, wanted)
+    for _, grads in found:
+        for grad, p in zip(grads, net.parameters(), strict=True):
+            assert_close(grad, p.grad)
+
+
 def counts(axis: DeviceMesh) -> tuple[int, int]:
     gc.collect()  # garbage of earlier tests calls functions of the package when it is collected
     return call_path.counts(shard_time(call_path.block(), axis))
