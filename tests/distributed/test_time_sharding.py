@@ -305,7 +305,7 @@ def checkpointed(axis: DeviceMesh, x: Tensor) -> list[Tensor]:
     y = checkpoint(net, part, use_reentrant=False)
     (y * weights_of(y.new_empty(len(x), *y.shape[1:]))[mine]).sum().backward()
     neuron = shard_time(sf.Temporal(CheckpointedNeuron()), axis)
-    with pytest.raises(RuntimeError, match="use spikefuse.checkpoint"):
+    with pytest.raises(RuntimeError, match=r"use spikefuse\.checkpoint"):
         neuron(part).sum().backward()
     return [p.grad for p in net.parameters()]
 
