@@ -1,6 +1,7 @@
 """Memory policies: what a network saves of its forward pass for backward.
 
-A policy is passed to `Temporal`. In float32, all policies give the same results bit for bit.
+A policy is passed to `Temporal`. In float32, all policies give the same results bit for bit, those
+of `Checkpoint` as a network that `spikefuse.fuse` has fused.
 """
 
 from __future__ import annotations
@@ -58,13 +59,15 @@ class Bits(Policy):
 class Checkpoint(Policy):
     """Save one bit per spike and recompute everything else by segments: the least memory.
 
-    The network is captured as a graph, as by `spikefuse.fuse`, which is cut where little is alive.
-    Backward recomputes one segment after the other. A network that cannot be captured is one
-    segment.
+    The network runs as a captured graph, as `spikefuse.fuse` makes it. The graph is cut into
+    segments where little is alive, such as spikes alone, and backward recomputes each of them. The
+    cuts minimize what is saved and the largest segment. Where the network cannot be captured, it is
+    a single segment: call `spikefuse.checkpoint` for parts of it instead.
 
     Args:
-        chunks: the largest number of segments, approximately. Of all numbers up to it, the one with
-            the lowest peak is taken.
+        chunks: how small segments may be: one computes about a `chunks`-th of all bytes. With 1
+            nothing is recomputed. The default is enough for the least memory in all models of this
+            library.
 
     Raises:
         ValueError: `chunks` is not an integer of at least 1.

@@ -184,7 +184,7 @@ class Temporal(nn.Module):
         args: Sequence[Any] = inputs
         if self.batch_first:
             args, kwargs = pytree.tree_map_only(Tensor, _swap_dims, (args, kwargs))
-        capture = self.memory.capture
+        capture = type(self.memory).capture
         if self.captured is None and capture is not None and not torch.compiler.is_compiling():
             self.captured = capture()
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 from spikefuse import neurons
+from spikefuse.memory.policies import POLICIES
 from spikefuse.neurons import surrogate
 
 # All spiking models; lif comes first and is the default.
@@ -30,6 +31,7 @@ SCHEDULES = ("constant", "cosine", "one-cycle", "step")
 RISE = 0.3
 LOSSES = ("mean", "last", "every")
 PRECISIONS = ("32", "bf16", "16")
+MEMORY = (*POLICIES,)
 EVENT_MODEL, RECURRENT_MODEL = "event-mlp", "recurrent"
 OVERFLOWS = ("drop", "dense", "raise")
 # Defaults of event models (Finkbeiner and Neftci); the cutoff is relative to the threshold.

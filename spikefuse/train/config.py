@@ -229,7 +229,7 @@ class TrainConfig:
     )
     fuse: bool = flag(True, "fuse each batch norm with the neurons that read it", "yes")
     memory: str = choice(
-        "recompute", "what to save for the backward pass (docs/memory.md)", tuple(POLICIES)
+        "recompute", "what to save for the backward pass (docs/memory.md)", choices.MEMORY
     )
     channels_last: bool | None = flag(True, "use the channels-last memory format", "yes")
     cuda_graph: bool | None = flag(
@@ -340,8 +340,6 @@ class TrainConfig:
         yield from self._given(choices.SIZES_VARY, "cuda_graph")
         if self.precision != "32":
             yield f"precision is {self.precision}, but {EVENT_MODEL} computes in float32: choose 32"
-        if self.memory == "checkpoint":
-            yield f"memory is checkpoint, which {EVENT_MODEL} does not support: choose bits"
 
     def _neuron_conflicts(self) -> Iterator[str]:
         parameters = inspect.signature(choices.NEURONS[self.neuron]).parameters
@@ -389,9 +387,6 @@ class TrainConfig:
             yield "label_smoothing is 1, which leaves nothing to learn: lower it"
         if self.cuda_graph and self.precision == "16":
             yield f"cuda_graph is given, but {choices.SCALED_LOSS}: choose precision bf16 or 32"
-        if self.memory == "checkpoint" and (tbptt is not None or not self.fuse):
-            given = "fuse is false" if tbptt is None else f"tbptt is {tbptt}"
-            yield f"memory is checkpoint and {given}: it needs fused networks and whole sequences"
 
     def graph_obstacle(self, device: torch.device, num_processes: int) -> str:
         """Why training steps are not recorded as a CUDA graph; empty if they are."""

@@ -75,8 +75,6 @@ WRONG = [
         {"cuda_graph": True, "precision": "16"},
         "cuda_graph is given, but the loss scaling of precision 16",
     ),
-    ({"memory": "checkpoint", "fuse": False}, "memory is checkpoint and fuse is false"),
-    ({"memory": "checkpoint", "tbptt": 2}, "memory is checkpoint and tbptt is 2"),
     ({"surrogate": "sigmod"}, "unknown surrogate 'sigmod': did you mean sigmoid? choose one of"),
     ({"surrogate": "erf", "neuron": "integerlif"}, "surrogate is given, but the neuron integerlif"),
     ({"reset": "soft", "neuron": "integerlif"}, "reset is given, but the neuron integerlif takes"),

@@ -83,7 +83,9 @@ def test_a_run_with_fusion_and_without(
         assert result["config"]["fuse"] == (flag == "--fuse")
 
 
-def test_another_memory_policy(spikefuse: Spikefuse, tmp_path: Path, small: list[str]) -> None:
+def test_one_memory_policy_then_another(
+    spikefuse: Spikefuse, tmp_path: Path, small: list[str]
+) -> None:
     """Whole runs, including plots and test."""
 
     def memory() -> object:
