@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from spikefuse._torch import inductor
 from spikefuse.graph import operations
 from spikefuse.graph.checkpoint import checkpointed
 from spikefuse.graph.constant_input import compute_steps_once
@@ -51,8 +52,7 @@ def compile_graph(
     """
     apply_passes(gm, report)
     if mode == "inductor" and chunks is None:
-        inductor: Any = torch._dynamo.lookup_backend("inductor")
-        return inductor(gm, example_inputs)  # type: ignore[no-any-return]
+        return inductor(gm, example_inputs)
     run = operations.saving_bits(gm if chunks is None else checkpointed(gm, chunks))
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in example_inputs)
     if mode == "recorded" or (mode == "auto" and on_gpu and not operations.shares_time()):
