@@ -1,7 +1,7 @@
 """Memory policies: what a network saves of its forward pass for backward.
 
-A policy is passed to `Temporal`. In float32, all policies give the same results bit for bit, except
-that `Checkpoint` sums parameter gradients over microbatches.
+A policy is passed to `Temporal`. In float32, all policies give the same results bit for bit, those
+of `Checkpoint` as a network that `spikefuse.fuse` has fused.
 """
 
 from __future__ import annotations
@@ -59,13 +59,15 @@ class Bits(Policy):
 class Checkpoint(Policy):
     """Save one bit per spike and recompute everything else by segments: the least memory.
 
-    The whole network must have been fused by `spikefuse.fuse`. A segment reaches from neuron to
-    neuron. A segment whose working set would set the peak runs in microbatches; norms take their
-    statistics over the whole batch.
+    The network runs as a captured graph, as `spikefuse.fuse` makes it. The graph is cut into
+    segments where little is alive, such as spikes alone, and backward recomputes each of them. The
+    cuts minimize what is saved and the largest segment. Where the network cannot be captured, it is
+    a single segment: call `spikefuse.checkpoint` for parts of it instead.
 
     Args:
-        chunks: approximate number of microbatches of the largest segment. Other segments use
-            enough to stay below its working set. With 1, the whole batch runs at once.
+        chunks: how small segments may be: one computes about a `chunks`-th of all bytes. With 1
+            nothing is recomputed. The default is enough for the least memory in all models of this
+            library.
 
     Raises:
         ValueError: `chunks` is not an integer of at least 1.

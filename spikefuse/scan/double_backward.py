@@ -11,8 +11,8 @@ from torch import Tensor
 
 def no_double_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     raise RuntimeError(
-        "double backward through a spikefuse neuron is not supported, nor through an EventLinear "
-        "or memory=Checkpoint(): the surrogate's derivative has no derivative of its own; "
+        "double backward through a spikefuse neuron is not supported, nor through an EventLinear: "
+        "the surrogate's derivative has no derivative of its own; "
         'impl="reference" differentiates the eager loop twice, with nn.Linear for EventLinear'
     )
 

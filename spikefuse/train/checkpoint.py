@@ -137,10 +137,10 @@ def load(path: Path, names: Mapping[str, str | None] | None = None) -> LoadedRun
                 f"it was saved by spikefuse {entry['version']}, and this is "
                 f"{spikefuse.__version__}: pip install --upgrade spikefuse"
             )
-        config, history = (
-            TrainConfig.from_dict({**EARLIER, **entry["config"], **given}),
-            entry["history"],
-        )
+        settings = {**EARLIER, **entry["config"]}
+        if settings.pop("memory_budget", None) is not None:  # of a policy that chose by itself
+            settings["memory"] = "recompute"
+        config, history = TrainConfig.from_dict({**settings, **given}), entry["history"]
         _check_mapping(content["state_dict"], Tensor)
         if not isinstance(history, list):
             raise TypeError(f"history is {type(history).__name__}")

@@ -31,7 +31,7 @@ SCHEDULES = ("constant", "cosine", "one-cycle", "step")
 RISE = 0.3
 LOSSES = ("mean", "last", "every")
 PRECISIONS = ("32", "bf16", "16")
-MEMORY = (*POLICIES, "auto")
+MEMORY = (*POLICIES,)
 EVENT_MODEL, RECURRENT_MODEL = "event-mlp", "recurrent"
 OVERFLOWS = ("drop", "dense", "raise")
 # Defaults of event models (Finkbeiner and Neftci); the cutoff is relative to the threshold.

@@ -32,7 +32,7 @@ USER_ERROR, FAILURE = 2, 1
 PATIENCE_SECONDS = 10.0
 EXTRA = ("lightning", "tensorboard", "matplotlib", "tqdm", "yaml")
 # Settings that a resumed run may change without changing its result.
-RESUMABLE = ("epochs", "cuda_graph", "fuse", "memory", "memory_budget")
+RESUMABLE = ("epochs", "cuda_graph", "fuse", "memory")
 ALIASES = {"num_steps": ("-T",), "dataset": ("--data",)}
 # More choices than this are listed below an option instead of beside its name.
 MAX_INLINE_CHOICES = 4
@@ -320,8 +320,6 @@ def _resumed_config(
                 f"{name} is {value}, but {arguments.resume} was trained with "
                 f"{getattr(saved, name)}: remove it, or start a new run without --resume"
             )
-    if given.get("memory", "auto") != "auto":
-        given = {"memory_budget": None, **given}  # the saved budget belongs to auto
     return replace(saved, **given)
 
 
@@ -331,7 +329,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     loaded = checkpoint.load(arguments.checkpoint, _own_names(arguments))
     if "fuse" in arguments:
         # Evaluation has no backward pass, so the memory policy of training need not apply.
-        own = {"fuse": arguments.fuse, "memory": "recompute", "memory_budget": None}
+        own = {"fuse": arguments.fuse, "memory": "recompute"}
         loaded = replace(loaded, config=replace(loaded.config, **own))
     options = RunOptions(
         device=arguments.device, data_dir=arguments.data_dir, download=arguments.download

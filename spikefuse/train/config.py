@@ -231,9 +231,6 @@ class TrainConfig:
     memory: str = choice(
         "recompute", "what to save for the backward pass (docs/memory.md)", choices.MEMORY
     )
-    memory_budget: float | None = number(
-        None, "GB to save for the backward pass, with --memory auto", POSITIVE, shown="none"
-    )
     channels_last: bool | None = flag(True, "use the channels-last memory format", "yes")
     cuda_graph: bool | None = flag(
         None, "record the training step as a CUDA graph and replay it", "on a GPU, where possible"
@@ -343,8 +340,6 @@ class TrainConfig:
         yield from self._given(choices.SIZES_VARY, "cuda_graph")
         if self.precision != "32":
             yield f"precision is {self.precision}, but {EVENT_MODEL} computes in float32: choose 32"
-        if self.memory == "checkpoint":
-            yield f"memory is checkpoint, which {EVENT_MODEL} does not support: choose bits"
 
     def _neuron_conflicts(self) -> Iterator[str]:
         parameters = inspect.signature(choices.NEURONS[self.neuron]).parameters
@@ -382,9 +377,6 @@ class TrainConfig:
             if (self.accumulate, last) != (1, self.num_steps):
                 cause = f"{accumulate} and tbptt {tbptt}, which leaves one step of one example"
             yield f"{cause}: batch normalization needs at least two values, so change one of them"
-        if (self.memory == "auto") != (self.memory_budget is not None):
-            budget = "no memory_budget" if self.memory_budget is None else "a memory_budget"
-            yield f"memory is {self.memory}, with {budget}: auto and memory_budget need each other"
         if self.warmup >= self.epochs:
             yield f"warmup is {self.warmup:g}: expected fewer than epochs, {self.epochs}"
         if self.step_epochs is not None and self.schedule != "step":
@@ -395,9 +387,6 @@ class TrainConfig:
             yield "label_smoothing is 1, which leaves nothing to learn: lower it"
         if self.cuda_graph and self.precision == "16":
             yield f"cuda_graph is given, but {choices.SCALED_LOSS}: choose precision bf16 or 32"
-        if self.memory == "checkpoint" and (tbptt is not None or not self.fuse):
-            given = "fuse is false" if tbptt is None else f"tbptt is {tbptt}"
-            yield f"memory is checkpoint and {given}: it needs fused networks and whole sequences"
 
     def graph_obstacle(self, device: torch.device, num_processes: int) -> str:
         """Why training steps are not recorded as a CUDA graph; empty if they are."""
@@ -468,7 +457,7 @@ class TrainConfig:
         build = MODELS[self.model]
         net = build(self.make_neuron, channels, len(dataset.classes), (height, width), **options)
         own.check_network(self.model, net)
-        temporal = Temporal(net, POLICIES.get(self.memory, self.memory), self.memory_budget)
+        temporal = Temporal(net, POLICIES[self.memory])
         return fuse(temporal) if self.fuse else temporal
 
     def transform(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def packings():
         return packed(x)
 
     def save(binary, x):
-        if binary.packed is not None and binary not in known:
+        if binary.packed is not None and all(b is not binary for b in known):
             seen.append(binary.num)
         known.append(binary)
         return saved_as(binary, x)

@@ -18,7 +18,7 @@ from spikefuse.memory import SaveAll
 from spikefuse.testing import make_input
 from tests.memory.measuring import bytes_saved, packings
 from tests.memory.networks import SHAPE, SPIKES, assert_same, conv, step, train, wrapped
-from tests.scan.test_state_passing import Queues
+from tests.queues import Queues
 
 plain = partial(torch_checkpoint.checkpoint, use_reentrant=False)
 reentrant = partial(torch_checkpoint.checkpoint, use_reentrant=True)

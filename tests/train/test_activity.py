@@ -165,7 +165,6 @@ WRONG = {
     "tbptt is given, but event-mlp computes whole sequences": {"tbptt": 2},
     "precision is bf16, but event-mlp computes in float32": {"precision": "bf16"},
     "cuda_graph is given, but the tensors of event-mlp": {"cuda_graph": True},
-    "memory is checkpoint, which event-mlp": {"memory": "checkpoint"},
     "integerlif, but event-mlp needs .* lif, plif or alif": {"neuron": "integerlif"},
     "ternarylif, but event-mlp needs .* lif, plif or alif": {"neuron": "ternarylif"},
 }

@@ -111,6 +111,7 @@ def test_checkpoint_of_an_earlier_version(
 ) -> None:
     content = torch.load(trained / "last.ckpt", weights_only=True)
     del content["spikefuse"]["step"]
+    content["spikefuse"]["config"] |= {"memory": "auto", "memory_budget": 2.0}
     torch.save(content, "old.ckpt")
     assert spikefuse("eval", "old.ckpt") == 0
     assert spikefuse("train", "--resume", "old.ckpt") == 2

@@ -34,8 +34,6 @@ WRONG = [
     ({"neuron": "gatedlif"}, "threshold is 1.0: expected a number between 0 and 1 for gatedlif"),
     ({"neuron": "li"}, "unknown neuron 'li': did you mean lif? choose one of lif, if, plif, "),
     ({"threshold": -1}, "threshold is -1: expected a positive number"),
-    ({"memory": "auto"}, "memory is auto, with no memory_budget: auto and memory_budget need"),
-    ({"memory_budget": 1.0}, "memory is recompute, with a memory_budget: auto and"),
     ({"memory": "bit"}, "unknown memory 'bit': did you mean bits? choose one of save-all, recom"),
     ({"model": ["mlp"]}, "unknown model ['mlp']: choose one of mlp"),
     ({"dataset": {}}, "unknown dataset {}: choose one of digits"),
@@ -77,8 +75,6 @@ WRONG = [
         {"cuda_graph": True, "precision": "16"},
         "cuda_graph is given, but the loss scaling of precision 16",
     ),
-    ({"memory": "checkpoint", "fuse": False}, "memory is checkpoint and fuse is false"),
-    ({"memory": "checkpoint", "tbptt": 2}, "memory is checkpoint and tbptt is 2"),
     ({"surrogate": "sigmod"}, "unknown surrogate 'sigmod': did you mean sigmoid? choose one of"),
     ({"surrogate": "erf", "neuron": "integerlif"}, "surrogate is given, but the neuron integerlif"),
     ({"reset": "soft", "neuron": "integerlif"}, "reset is given, but the neuron integerlif takes"),
@@ -186,5 +182,4 @@ def test_neurons_are_the_spiking_models() -> None:
 def test_memory_sets_the_policy_of_the_network():
     assert TrainConfig().make_network().memory == sf.memory.Recompute()
     assert TrainConfig(memory="save-all").make_network().memory == sf.memory.SaveAll()
-    auto = TrainConfig(memory="auto", memory_budget=2.5)
-    assert auto.make_network().memory == sf.memory.Auto(2.5)
+    assert TrainConfig(memory="checkpoint").make_network().memory == sf.memory.Checkpoint()

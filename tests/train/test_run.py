@@ -83,22 +83,20 @@ def test_a_run_with_fusion_and_without(
         assert result["config"]["fuse"] == (flag == "--fuse")
 
 
-def test_memory_budget_then_another_policy(
+def test_one_memory_policy_then_another(
     spikefuse: Spikefuse, tmp_path: Path, small: list[str]
 ) -> None:
     """Whole runs, including plots and test."""
 
-    def memory() -> list[object]:
-        config = json.loads((tmp_path / "r" / "result.json").read_text())["config"]
-        return [config["memory"], config["memory_budget"]]
+    def memory() -> object:
+        return json.loads((tmp_path / "r" / "result.json").read_text())["config"]["memory"]
 
-    budget = ["--memory", "auto", "--memory-budget", "1"]
-    options = [*small, "--model", "mlp", "--epochs", "1", *budget]
+    options = [*small, "--model", "mlp", "--epochs", "1", "--memory", "bits"]
     assert spikefuse("train", *options, "--out", "r") == 0
-    assert memory() == ["auto", 1.0]
+    assert memory() == "bits"
     resume = ["--resume", "r/last.ckpt", "--epochs", "2", "--device", "cpu"]
     assert spikefuse("train", *resume, "--memory", "checkpoint") == 0
-    assert memory() == ["checkpoint", None]
+    assert memory() == "checkpoint"
     assert spikefuse("eval", "r/best.ckpt", "--device", "cpu", "--no-fuse") == 0
 
 
