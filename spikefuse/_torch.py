@@ -16,6 +16,8 @@ PyTorch that lack it. `tests/test_torch.py` compares them. Times are those of a 
 - `_version` (0.06 us) counts the changes of a tensor in place. To hash its values takes 60 us for
   10,000 floats on a CPU, and waits for a GPU.
 - `_dynamo.lookup_backend` returns Inductor as a function of a graph. Without it, graphs run eagerly.
+  `_dynamo.config` lets networks be captured whole inside `DistributedDataParallel`; else norms and
+  neurons of which it sends gradients apart are not fused.
 - `_dynamo_marked_constant` is what `torch.compiler.assume_constant_result` sets, which first
   imports TorchDynamo: 2 s more for `import spikefuse`.
 - `_execution_engine` differentiates inside of the tracer's modes, which `torch.autograd.grad` leaves,
@@ -31,11 +33,13 @@ PyTorch that lack it. `tests/test_torch.py` compares them. Times are those of a 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 from torch.autograd import Variable
 from torch.autograd.graph import disable_saved_tensors_hooks
@@ -114,6 +118,21 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[...,
     except (ImportError, AttributeError):
         return gm
     return compile_graph(gm, example_inputs)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def whole_graphs() -> Iterator[None]:
+    """Let TorchDynamo capture whole graphs inside `DistributedDataParallel`, for which it splits
+    them by default, so that backward sends gradients early; an eager graph does so anyway."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    config: Any = importlib.import_module("torch._dynamo.config")
+    before, config.optimize_ddp = config.optimize_ddp, False
+    try:
+        yield
+    finally:
+        config.optimize_ddp = before
 
 
 def constant_result(function: Callable[..., R]) -> Callable[..., R]:

@@ -53,14 +53,24 @@ def compile_graph(
     report.graphs += 1
     apply_passes(gm, report)
     if mode == "inductor" and chunks is None:
-        return inductor(gm, example_inputs)
+        return _noted(inductor(gm, example_inputs), report)
     recompute_checkpoints(gm)
-    run = operations.saving_bits(gm if chunks is None else checkpointed(gm, chunks), report)
+    run = operations.saving_bits(gm if chunks is None else checkpointed(gm, chunks))
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in example_inputs)
     records = mode == "recorded" or (mode == "auto" and on_gpu)
     if records and chunks is None and not operations.shares_time():
-        return recorded(run, example_inputs)
-    return run
+        run = recorded(run, example_inputs)
+    return _noted(run, report)
+
+
+def _noted(run: Graph, report: Report) -> Graph:
+    """Let `report` know when a graph runs."""
+
+    def noted(*args: Any) -> Any:
+        report.has_run = True
+        return run(*args)
+
+    return noted
 
 
 def apply_passes(gm: fx.GraphModule, report: Report) -> None:

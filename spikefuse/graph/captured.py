@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from spikefuse._torch import whole_graphs
 from spikefuse.graph.backend import Graph, compile_graph
 from spikefuse.graph.report import Report
 from spikefuse.memory.policies import Checkpoint
@@ -17,6 +18,9 @@ from spikefuse.nn.call import active, current_policy
 from spikefuse.nn.checkpoint import checkpoint
 
 MODES = ("auto", "eager", "inductor", "recorded")
+
+#: How often graphs of a function are dropped for others, of which TorchDynamo has at most a few.
+MAX_RENEWALS = 4
 
 _numbers = count()
 
@@ -36,6 +40,7 @@ class Captured:
             raise ValueError(f"mode is {mode!r}: expected one of {', '.join(MODES)}")
         self.mode, self.report = mode, Report(prefix)
         self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._renewals = 0
         self._is_new_call = True
         self._has_failed = False
 
@@ -66,16 +71,31 @@ class Captured:
             compiled = self._compiled[key] = self._compile(function)
         outer, active.captures = active.captures, True
         try:
-            return compiled(net, args, kwargs)
+            with whole_graphs():
+                result = compiled(net, args, kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             if self.report.has_run:
                 raise
-            self._has_failed = True
-            self.report.clear()
-            self.report.note(f"capture failed: {str(error).strip().splitlines()[0]}")
+            failure = error
+        else:
+            if not self.report.has_run and self.report.graphs:
+                self._renew(key)
+            return result
         finally:
             active.captures = outer
-        return _run(function, net, args, kwargs)
+        result = _run(function, net, args, kwargs)  # raises the errors of the network
+        self._has_failed = True
+        self.report.clear()
+        self.report.note(f"capture failed: {_reason(failure)}")
+        return result
+
+    def _renew(self, key: Any) -> None:
+        """Drop the graphs of a function after a call that TorchDynamo has refused to capture."""
+        if self._renewals < MAX_RENEWALS:
+            self._renewals += 1
+            del self._compiled[key]
+        else:
+            self.report.note("too many shapes and modes: the last call was not captured")
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # TorchDynamo stores graphs with the code of a function and runs at most a few of each, so
@@ -93,7 +113,7 @@ class Captured:
         return compile_graph(gm, example_inputs, self.report, self.mode, chunks_of_call())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_compiled": {}, "_has_failed": False}
+        return {**vars(self), "_compiled": {}, "_renewals": 0, "_has_failed": False}
 
 
 def _hooks_of(net: nn.Module) -> tuple[int, ...] | None:
@@ -106,6 +126,12 @@ def _hooks_of(net: nn.Module) -> tuple[int, ...] | None:
         if module._backward_hooks or module._backward_pre_hooks:
             return None
     return tuple(found)
+
+
+def _reason(error: Exception) -> str:
+    """Why a capture has failed, in one line."""
+    cause = getattr(error, "inner_exception", error)
+    return f"{type(cause).__name__}: {str(cause).strip()}".splitlines()[0]
 
 
 def chunks_of_call() -> int | None:
