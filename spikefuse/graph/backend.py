@@ -49,17 +49,24 @@ def compile_graph(
         chunks: cut the graph into about so many segments, which backward recomputes; Inductor does
             not compile it then.
     """
-    report.graphs += 1
-    apply_passes(gm, report)
     if mode == "inductor" and chunks is None:
+        report.graphs += 1
+        apply_passes(gm, report)
         inductor: Any = torch._dynamo.lookup_backend("inductor")
         return inductor(gm, example_inputs)
-    recompute_checkpoints(gm)
-    run = operations.saving_bits(gm if chunks is None else checkpointed(gm, chunks))
+    run = operations.saving_bits(executable(gm, report, chunks))
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in example_inputs)
     if mode == "recorded" or (mode == "auto" and on_gpu and not operations.shares_time()):
         return recorded(run, example_inputs)
     return run
+
+
+def executable(gm: fx.GraphModule, report: Report, chunks: int | None) -> fx.GraphModule:
+    """Fuse a graph, and let backward recompute segments of it; see `compile_graph`."""
+    report.graphs += 1
+    apply_passes(gm, report)
+    recompute_checkpoints(gm)
+    return gm if chunks is None else checkpointed(gm, chunks)
 
 
 def apply_passes(gm: fx.GraphModule, report: Report) -> None:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from spikefuse.graph import operations
-from spikefuse.graph.backend import Graph, apply_passes
+from spikefuse.graph.backend import Graph, executable
 from spikefuse.graph.captured import Captured, chunks_of_call
-from spikefuse.graph.checkpoint import checkpointed
 from spikefuse.graph.nodes import module_of
 from spikefuse.graph.report import Report
 from spikefuse.inspect.observer import OUTSIDE, CallObserver, NeuronScan, leaf, stance
@@ -59,10 +58,7 @@ class _Graphs(Captured):
         self.name, self.observer = name, observer
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Graph:
-        apply_passes(gm, self.report)
-        chunks = chunks_of_call()
-        if chunks is not None:
-            gm = checkpointed(gm, chunks)
+        gm = executable(gm, self.report, chunks_of_call())
         for part in gm.modules():
             if isinstance(part, fx.GraphModule):
                 vars(part)["forward"] = _Nodes(part, self).run
