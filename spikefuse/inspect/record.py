@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from spikefuse._torch import version
 from spikefuse.events.format import Events
 from spikefuse.events.linear import EventLinear
 from spikefuse.inspect.explanation import label
@@ -89,8 +90,8 @@ class Record(Mapping[str, dict[str, Any]]):
         return values
 
     def _check(self) -> None:
-        for name, x, version in self._read:
-            if x._version != version:
+        for name, x, before in self._read:
+            if version(x) != before:
                 raise RuntimeError(
                     f"the network changed the output of {name!r} in place after it was recorded "
                     "with its history: record with grad=False, which copies, or change a copy"
@@ -235,7 +236,7 @@ class _RecordObserver(ModuleObserver):
 
     def _value(self, name: str, y: Tensor, copy: bool = True) -> Tensor:
         if self.grad and y.requires_grad:
-            self.record._read.append((name, y, y._version))
+            self.record._read.append((name, y, version(y)))
             return y
         y = y.detach()
         if not copy:
