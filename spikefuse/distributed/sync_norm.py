@@ -36,7 +36,8 @@ class AxisNorm(CollectiveNorm):
             raise ValueError(f"a batch norm received shape {list(x.shape)}: expected [N, C, ...]")
 
     def forward(self, x: Tensor) -> Tensor:
-        is_captured = active.captures and torch.compiler.is_compiling()
+        # PyTorch's norm refuses one value per channel, of which other ranks have more.
+        is_captured = active.captures and torch.compiler.is_compiling() and x.numel() > x.shape[1]
         if is_captured or (not self.training and self.running_mean is not None):
             return super().forward(x)  # of a graph in which a norm is one over all ranks
         self._check_input_dim(x)
