@@ -59,6 +59,7 @@ class _Graphs(Captured):
         self.name, self.observer = name, observer
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Graph:
+        self.report.graphs += 1
         apply_passes(gm, self.report)
         chunks = chunks_of_call()
         if chunks is not None:
