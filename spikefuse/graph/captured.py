@@ -72,7 +72,9 @@ class Captured:
                 raise
             self._has_failed = True
             self.report.clear()
-            self.report.note(f"capture failed: {str(error).strip().splitlines()[0]}")
+            first, *more = str(error).strip().splitlines()
+            cause = f" {more[0]}" if more and first.endswith(":") else ""
+            self.report.note(f"capture failed: {first}{cause}")
         finally:
             active.captures = outer
         return _run(function, net, args, kwargs)
